@@ -1,0 +1,72 @@
+"""What can go wrong, as a tree. Each leaf carries the exit code that the command line ends with.
+
+    FlexfleetError
+    ├── BadInput             2   the user can mend it: parameters, data, a partition, a pool, a model
+    │   ├── ConfigError          an unknown, misspelt or impossible parameter
+    │   ├── DataError            a data file that is missing, truncated or not what its checksum says
+    │   ├── PartitionError       a partition that cannot be cut from this data
+    │   ├── PoolError            a target size that no gamma reaches, a Gamma too large for the pool
+    │   └── ModelError           an input that a network cannot take, a slice that does not exist
+    ├── Stopped              3   stopped on request; the run can be resumed
+    ├── IntegrityError       4   a stored file is not what the ledger says
+    ├── EnvironmentFailure   6   this machine cannot do it: a package, a device, other numerics
+    └── ClientError         42   a client cannot do its order, and trying again will not help
+
+A client's failure during a round is no exception but a value: `types.ClientFailure`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FlexfleetError(Exception):
+    exit_code = 1
+
+
+class BadInput(FlexfleetError):
+    exit_code = 2
+
+
+class ConfigError(BadInput):
+    pass
+
+
+class DataError(BadInput):
+    pass
+
+
+class PartitionError(BadInput):
+    pass
+
+
+class PoolError(BadInput):
+    pass
+
+
+class ModelError(BadInput):
+    pass
+
+
+class Stopped(FlexfleetError):
+    exit_code = 3
+
+
+class IntegrityError(FlexfleetError):
+    exit_code = 4
+
+
+class EnvironmentFailure(FlexfleetError):
+    exit_code = 6
+
+
+class ClientError(FlexfleetError):
+    exit_code = 42
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for an unknown name: ` (did you mean 'alpha'?)`, or the known names when none is close."""
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else f" (known: {', '.join(sorted(names))})"
