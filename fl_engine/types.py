@@ -7,12 +7,12 @@ follows from two values: a `ParamLayout` (which entries of which tensors belong 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -100,7 +100,7 @@ def _canonical(group: str, keep: int | Iterable[int]) -> Keep:
             raise ModelError(f"group {group!r}: at least one channel must stay, got {keep}")
         return keep
     indices = tuple(int(i) for i in keep)
-    if not indices or indices[0] < 0 or any(a >= b for a, b in zip(indices, indices[1:], strict=False)):
+    if not indices or indices[0] < 0 or any(a >= b for a, b in itertools.pairwise(indices)):
         raise ModelError(f"group {group!r}: indices must be ascending, distinct and not empty, got {indices[:8]}")
     return len(indices) if indices[-1] == len(indices) - 1 else indices
 
@@ -162,6 +162,8 @@ class ModelFamily(Protocol):
 
     @property
     def classes(self) -> int: ...
+
+    def __hash__(self) -> int: ...
 
     def layout(self) -> ParamLayout: ...
 
@@ -263,6 +265,35 @@ class ClientFailure:
 Outcome = ClientUpdate | ClientFailure
 
 
+# ---------------------------------------------------------------------------------------------- model pools
+@dataclass(frozen=True)
+class PoolModel:
+    """One member of a model pool, with what it costs.
+
+    `share` is its parameter count over the full model's; `macs` counts multiply-adds per sample; `dispatched`
+    members are sent by the server, the others are reached only by pruning on the device; `reported` members
+    enter the mean accuracy. `gamma` and `ratios` (per prunable layer) say how it was found, where it was.
+    """
+
+    name: str
+    spec: SubmodelSpec
+    params: int
+    share: float
+    macs: int
+    dispatched: bool
+    reported: bool
+    gamma: float | None = None
+    ratios: tuple[float, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.params
+
+
+Pool = tuple[PoolModel, ...]
+"""Members from the smallest to the largest."""
+
+
 # --------------------------------------------------------------------------------------------- local training
 @dataclass(frozen=True)
 class SGD:
@@ -305,40 +336,13 @@ class TaskContext:
     """What a client knows when it turns an order into a task."""
 
     layout: ParamLayout
+    pool: Pool
     device: Device
     observed: float
-    """Free resources now, in % of the full model (`Fleet.observe`, or the pod's memory limit)."""
+    """Free resources now, in % of the full model's parameters (`devices.observe`)."""
 
 
 # ------------------------------------------------------------------------------------------------- pluggable
-@dataclass(frozen=True)
-class PoolModel:
-    """One member of a model pool, with what it costs.
-
-    `share` is its parameter count over the full model's; `macs` counts multiply-adds per sample; `dispatched`
-    members are sent by the server, the others are reached only by pruning on the device; `reported` members
-    enter the mean accuracy. `gamma` and `ratios` (per prunable layer) say how it was found, where it was.
-    """
-
-    name: str
-    spec: SubmodelSpec
-    params: int
-    share: float
-    macs: int
-    dispatched: bool
-    reported: bool
-    gamma: float | None = None
-    ratios: tuple[float, ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        return 4 * self.params
-
-
-Pool = tuple[PoolModel, ...]
-"""Members from the smallest to the largest."""
-
-
 class Algorithm(Protocol):
     """A federated algorithm: a frozen dataclass of hyper-parameters with five functions.
 
@@ -377,7 +381,3 @@ class Tracker(Protocol):
     def artifact(self, path: str) -> None: ...
 
     def finish(self, status: str) -> None: ...
-
-
-LoadData = Callable[[Any], Data]
-IndexArrays = list[np.ndarray[Any, np.dtype[np.int64]]]

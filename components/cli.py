@@ -1,0 +1,258 @@
+"""The console command `flexfleet`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import fl_engine
+from components import common
+from fl_engine.errors import ConfigError
+
+DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
+
+  flexfleet run                                   FlexFL on the bundled digits
+  flexfleet run --set algorithm.name=all_large    its control
+  flexfleet report runs/a runs/b                  both in one page
+"""
+
+
+def run(args: argparse.Namespace) -> int:
+    config = common.config_of(args)
+    from components.run import run as run_all
+
+    run_id = args.run_id or f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if Path(run_id).name != run_id or run_id.startswith("."):
+        raise ConfigError(f"--run-id is a plain name, it becomes a folder under {config.run.store}; got {run_id!r}")
+    found = run_all(
+        config,
+        run_id,
+        resume=args.resume,
+        discard_damaged=args.discard_damaged,
+        accept_numerics=args.accept_numerics,
+    )
+    if args.json:
+        print(found.model_dump_json())
+    else:
+        from components.report import table
+
+        print(table([Path(config.run.store) / run_id]))
+        print(f"report: {found.report}")
+        if config.tracking.mlflow:
+            print(f"MLflow: mlflow ui --backend-store-uri {config.tracking.mlflow}")
+    return 0
+
+
+def pool(args: argparse.Namespace) -> int:
+    if args.algorithm:
+        args.set.append(f"algorithm.name={args.algorithm}")
+    if args.model:
+        args.set.append(f"model.name={args.model}")
+    config = common.config_of(args)
+    from components import model_pool, partition, pretrain
+    from components.artifacts import Apoz
+    from fl_engine import config as configs
+
+    algorithm = configs.algorithm(config)
+    if args.input or args.classes:
+        if not (args.input and args.classes):
+            raise ConfigError("--input and --classes go together: they stand in for a data set")
+        family = configs.model(config, common.parse_input(args.input), args.classes)
+    else:
+        _, family = common.prepare(config)
+    if args.apoz:
+        apoz = Apoz.read(args.apoz)
+    elif not algorithm.needs_apoz or config.algorithm.get("use_apoz") is False:
+        apoz = Apoz(layers=())
+    elif args.input:
+        raise ConfigError(
+            f"{config.algorithm['name']} measures APoZ on data: give --apoz FILE (a pretrain step's apoz.json), leave "
+            "out --input and --classes, or --set algorithm.use_apoz=false"
+        )
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            partition.partition(config, Path(scratch))
+            apoz = Apoz.read(pretrain.pretrain(config, Path(scratch), Path(scratch)))
+    built = model_pool.build(config, algorithm, family, apoz)
+    if args.json:
+        print(built.model_dump_json())
+        return 0
+    print(f"{built.algorithm} on {built.model}, {built.classes} classes, input {'x'.join(map(str, built.input_chw))}")
+    print(f"{'model':8}{'share %':>9}{'parameters':>13}{'MB':>9}{'MFLOPs':>10}  widths")
+    for m in built.levels:
+        widths = " ".join(str(w) for w in m.widths.values())
+        cost = f"{100 * m.share:9.2f}{m.params:13,}{m.bytes / 1e6:9.2f}{m.flops / 1e6:10.2f}"
+        print(f"{m.name:8}{cost}  {widths}")
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    from components.report import report as write
+    from components.report import table
+
+    page = write(args.runs, args.out)
+    if args.json:
+        print(json.dumps({"report": str(page), "runs": [str(r) for r in args.runs]}))
+    else:
+        print(table(args.runs))
+        print(f"report: {page}")
+    return 0
+
+
+def fetch(args: argparse.Namespace) -> int:
+    from fl_engine.config import resolve
+    from fl_engine.datasets import DATASETS, data_root
+
+    root = data_root(args.root)
+    if not args.datasets:
+        for name, source in sorted(DATASETS.items()):
+            there = "missing" if source.missing(root) else "there"
+            print(f"{name:16} {there:8} {source.about}")
+        return 0
+    for name in args.datasets:
+        source = resolve(DATASETS, name, "data set")
+        if source.fetch is None:
+            print(f"{name}: comes with a package, nothing to fetch")
+            continue
+        source.fetch(root)
+        source.load(root)
+        print(f"{name}: complete and checked, in {root}")
+    return 0
+
+
+def status(args: argparse.Namespace) -> int:
+    from components.status import describe, list_runs
+
+    if args.run is None:
+        config = common.config_of(args)
+        rows = list_runs(Path(config.run.store))
+    else:
+        rows = [describe(args.run)]
+    if args.json:
+        print(json.dumps(rows[0] if args.run is not None else {"runs": rows}))
+        return 0
+    for row in rows:
+        last = f"  avg {100 * row['avg']:.2f} %  full {100 * row['full']:.2f} %" if row["avg"] is not None else ""
+        print(f"{row['run_id']:40} {row['status']:10} round {row['round']}/{row['stop']}{last}")
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """Everything that can be checked before the first round: parameters, data, partition, fleet, pool sizes."""
+    from fl_engine import config as configs
+    from fl_engine import devices
+    from fl_engine import partition as partitions
+
+    config = common.config_of(args)
+    data, family = common.prepare(config)
+    p = config.partition
+    partitions.partition(
+        data,
+        p.rule,
+        p.clients,
+        p.proxy,
+        config.seed,
+        alpha=p.alpha,
+        labels_per_client=p.labels_per_client,
+        minimum=p.minimum,
+    )
+    devices.fleet(config.fleet.tiers, p.clients, config.seed)
+    algorithm = configs.algorithm(config)
+    # Without measured scores every layer counts alike; targets, Gamma and nesting are checked all the same.
+    algorithm.pool(family, (0.5,) * len(family.prunable()))
+    answer = {
+        "ok": True,
+        "dataset": data.name,
+        "train": len(data.train_y),
+        "test": len(data.test_y),
+        "model": config.model["name"],
+        "algorithm": config.algorithm["name"],
+    }
+    print(json.dumps(answer) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in answer.items() if k != "ok"))
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    from components.doctor import examine
+
+    found = examine()
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    print(f"flexfleet {found['version']}, Python {found['python']}, {found['cpus']} CPUs, torch devices: "
+          f"{', '.join(found['devices']) or 'none'}")
+    for extra, about in found["extras"].items():
+        missing = ", ".join(about["missing"])
+        state = f"missing {missing}: pip install 'flexfleet[{extra}]'" if missing else "installed"
+        print(f"  {extra:10} {state}\n             {about['enables']}")
+    for name, there in found["data"].items():
+        print(f"  data {name:14} {'there' if there else 'not there'}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="flexfleet", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--version", action="version", version=f"flexfleet {fl_engine.__version__}")
+    commands = p.add_subparsers(dest="command", required=True, metavar="command")
+
+    def add(name: str, about: str, *, config: bool = True) -> argparse.ArgumentParser:
+        c = commands.add_parser(name, help=about, description=about)
+        if config:
+            common.add_config(c)
+        c.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
+        return c
+
+    c = add("run", "partition, pre-train, build the pool, run the rounds, evaluate, report")
+    c.add_argument("--run-id", metavar="NAME", help="name of the run's folder (default: algorithm, seed and time)")
+    common.add_resume(c)
+    c.set_defaults(call=run)
+
+    c = add("pool", "show the model pool: sizes, multiply-adds, widths")
+    c.add_argument("--algorithm", metavar="NAME")
+    c.add_argument("--model", metavar="NAME")
+    c.add_argument("--input", metavar="CxHxW", help="with --classes: instead of a data set")
+    c.add_argument("--classes", type=int)
+    c.add_argument("--apoz", type=Path, metavar="FILE", help="apoz.json of a pretrain step, instead of measuring")
+    c.set_defaults(call=pool)
+
+    c = add("report", "one page and one table for one or more finished runs", config=False)
+    c.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a finished run")
+    c.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
+    c.set_defaults(call=report)
+
+    c = add("fetch", "download data sets and check them; without a name: list them", config=False)
+    c.add_argument("datasets", nargs="*", metavar="NAME")
+    c.add_argument("--root", metavar="DIR", help="where to (default: FLEXFLEET_DATA, else ~/.cache/flexfleet/data)")
+    c.set_defaults(call=fetch)
+
+    c = add("status", "how far runs are")
+    c.add_argument("run", type=Path, nargs="?", metavar="RUN", help="folder of a run (default: all in run.store)")
+    c.set_defaults(call=status)
+
+    c = add("check", "check parameters, data, partition, fleet and pool without training")
+    c.set_defaults(call=check)
+
+    c = add("doctor", "what is installed, and what each missing extra would enable", config=False)
+    c.set_defaults(call=doctor)
+    return p
+
+
+def dispatch(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    found: int = args.call(args)
+    return found
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 ok, 2 bad input, 3 stopped but resumable, 4 integrity, 6 environment, 130 Ctrl-C."""
+    common.run_main(dispatch)
+
+
+if __name__ == "__main__":
+    main()

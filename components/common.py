@@ -1,0 +1,100 @@
+"""What every step's command line shares, and how data and network follow from a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fl_engine.errors import ConfigError, FlexfleetError
+
+if TYPE_CHECKING:  # torch takes seconds to import, and `--help` and `doctor` do without
+    from fl_engine.config import Config
+    from fl_engine.types import Data, ModelFamily
+
+log = logging.getLogger("flexfleet")
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that all commands have."""
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config(p)
+    return p
+
+
+def add_config(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--config", type=Path, metavar="FILE", help="parameters (default: ./params.yaml, else the built-in digits job)"
+    )
+    p.add_argument(
+        "--set", action="append", default=[], metavar="a.b=value", help="override one parameter; may be repeated"
+    )
+
+
+def add_resume(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--resume", action="store_true", help="go on with the run if it exists")
+    p.add_argument(
+        "--discard-damaged", action="store_true", help="on a damaged checkpoint, go on from the last good commit"
+    )
+    p.add_argument(
+        "--accept-numerics", action="store_true", help="resume although this machine computes other last bits"
+    )
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    from fl_engine.config import load_config
+
+    path: Path | None = args.config
+    if path is None and Path("params.yaml").is_file():
+        path = Path("params.yaml")
+    return load_config(path, args.set)
+
+
+def start_logging() -> None:
+    """Logs go to stderr: stdout belongs to results."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+
+def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
+    """Runs a command: an expected error is one line on stderr and its exit code, never a traceback."""
+    start_logging()
+    try:
+        sys.exit(main(None))
+    except FlexfleetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def prepare(config: Config) -> tuple[Data, ModelFamily]:
+    """The data set, cut and padded as configured, and the network for its images."""
+    from fl_engine import config as configs
+    from fl_engine.datasets import DATASETS, data_root, pad, subset
+
+    source = configs.resolve(DATASETS, config.dataset.name, "data set")
+    data = source.load(data_root(config.dataset.root))
+    if config.dataset.train_samples is not None or config.dataset.test_samples is not None:
+        data = subset(data, config.dataset.train_samples, config.dataset.test_samples, config.seed)
+    wanted, side = config.dataset.pad, max(data.input_chw[1:])
+    if wanted == "auto":
+        smallest = configs.min_side(config)
+        if side < smallest:
+            log.info("padding %dx%d images to %dx%d for %s", side, side, smallest, smallest, config.model["name"])
+            data = pad(data, smallest)
+    elif wanted != "none":
+        data = pad(data, wanted)
+    return data, configs.model(config, data.input_chw, data.classes)
+
+
+def parse_input(text: str) -> tuple[int, int, int]:
+    """`3x32x32` to (3, 32, 32)."""
+    try:
+        c, h, w = (int(part) for part in text.split("x"))
+    except ValueError:
+        raise ConfigError(f"an input is written CxHxW, e.g. 3x32x32, got {text!r}") from None
+    return c, h, w

@@ -1,0 +1,47 @@
+"""Step 5: the final model and its sub-models on the whole test set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from components import common
+from components.artifacts import EvaluationFile, History, LevelScore, PoolFile
+from fl_engine.config import Config
+from fl_engine.errors import IntegrityError
+from fl_engine.evaluate import average_accuracy, evaluate_pool
+from fl_engine.store import decode, sha256
+
+
+def evaluate(config: Config, run: Path, pool_dir: Path, out: Path) -> Path:
+    """Writes evaluation.json into `out`. Raises IntegrityError where the model is not the one of the history."""
+    data, family = common.prepare(config)
+    pool = PoolFile.read(pool_dir / "pool.json").pool()
+    history = History.read(run / "history.json")
+    value = (run / "model.safetensors").read_bytes()
+    if sha256(value) != history.model_sha256:
+        raise IntegrityError(f"{run / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
+    params = decode(value, str(run / "model.safetensors"))
+    scores = evaluate_pool(family, params, pool, data, config.run.devices)
+    sizes = {m.name: m.params for m in pool}
+    return EvaluationFile(
+        rounds=len(history.rounds),
+        test_samples=len(data.test_y),
+        avg=average_accuracy(scores),
+        full=scores[pool[-1].name].accuracy,
+        levels={n: LevelScore(accuracy=s.accuracy, loss=s.loss, params=sizes[n]) for n, s in scores.items()},
+    ).write(out / "evaluation.json")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = common.parser(__doc__ or "")
+    p.add_argument("--run", type=Path, required=True, metavar="DIR", help="what the federate step wrote")
+    p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    args = p.parse_args(argv)
+    print(evaluate(common.config_of(args), args.run, args.pool, args.out))
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

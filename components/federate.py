@@ -1,0 +1,197 @@
+"""Step 4: the rounds. Resumable after a kill at any instant: start it again with --resume."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event, current_thread, main_thread
+from typing import Any
+
+import fl_engine
+from components import common
+from components.artifacts import History, PoolFile, RunFile
+from fl_engine import config as configs
+from fl_engine import devices, partition, rounds, seeds
+from fl_engine.backends import InProcess
+from fl_engine.client import Site
+from fl_engine.config import Config
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped
+from fl_engine.ledger import Ledger
+from fl_engine.slicing import initial_params
+from fl_engine.store import FolderStore, encode, sha256
+from fl_engine.tracking import Console, MLflow, Several
+from fl_engine.types import Tracker
+
+MAY_CHANGE = ("rounds.stop", "rounds.commit_every", "rounds.keep_every", "rounds.keep_updates", "run.", "tracking.")
+"""What a resumed run may set differently: none of it moves a bit of the model."""
+
+
+def federate(
+    config: Config,
+    partition_dir: Path,
+    pool_dir: Path,
+    out: Path,
+    *,
+    run_id: str | None = None,
+    resume: bool = False,
+    discard_damaged: bool = False,
+    accept_numerics: bool = False,
+    tags: dict[str, str] | None = None,
+) -> Path:
+    """Writes run.json, rounds/, model.safetensors and history.json into `out`.
+
+    Raises ConfigError where `out` holds a run and `resume` is not given, or a run of another configuration;
+    EnvironmentFailure where this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
+    """
+    data, family = common.prepare(config)
+    parts = partition.load(partition_dir, data)
+    pool = PoolFile.read(pool_dir / "pool.json").pool()
+    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
+    algorithm = configs.algorithm(config)
+    site = Site(family, pool, fleet, data, parts, config.seed)
+    backend = InProcess(site, config.run.devices)
+    ledger = Ledger(FolderStore(out), config.rounds.keep_every)
+
+    wanted = RunFile(
+        run_id=run_id or out.name,
+        config=config.model_dump(mode="json"),
+        numerics=rounds.numerics(config.run.devices),
+        pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
+        partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
+    )
+    run = _open(wanted, out, resume, accept_numerics)
+    mlflow = _mlflow(config, run, tags or {})
+    if mlflow is not None:
+        run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
+    run.write(out / "run.json")
+
+    tracker = Several([Console(config.rounds.stop, len(ledger.commits())), *([mlflow] if mlflow else [])])
+    tracker.params(configs.flatten(config))
+    initial = algorithm.init(
+        initial_params(family, seeds.derive(config.seed, "init")), family.layout(), fleet, pool
+    )
+    stop = _stop_on_signals()
+    started = time.monotonic()
+    try:
+        final = rounds.federate(
+            algorithm,
+            initial,
+            backend,
+            ledger,
+            tracker,
+            config.rounds,
+            config.seed,
+            rounds.Evaluation(family, pool, data, config.run.devices),
+            stop.is_set,
+            discard_damaged,
+        )
+    except BaseException as error:
+        tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
+        raise
+    return _finish(out, ledger, final, time.monotonic() - started, tracker, mlflow)
+
+
+def _open(wanted: RunFile, out: Path, resume: bool, accept_numerics: bool) -> RunFile:
+    """The run file to go on with; a run that exists is never overwritten and never mixed with another."""
+    path = out / "run.json"
+    if not path.exists():
+        return wanted
+    known = RunFile.read(path)
+    if not resume:
+        raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
+    before, now = _flat(known.config), _flat(wanted.config)
+    changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
+    fixed = [k for k in changed if not k.startswith(MAY_CHANGE)]
+    if fixed:
+        lines = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in fixed[:6])
+        raise ConfigError(f"{out} was started with another configuration ({lines}): choose another --run-id")
+    for name in ("pool_sha256", "partition_sha256"):
+        if getattr(known, name) != getattr(wanted, name):
+            raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
+    if known.numerics != wanted.numerics and not accept_numerics:
+        raise EnvironmentFailure(
+            f"this machine would not compute the same bits: the run was started with {known.numerics}, here is "
+            f"{wanted.numerics}. Resume where it started, or give --accept-numerics"
+        )
+    return wanted.model_copy(update={"mlflow_run_id": known.mlflow_run_id})
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    return configs.flatten(configs.parse(config))
+
+
+def _mlflow(config: Config, run: RunFile, tags: dict[str, str]) -> MLflow | None:
+    c, uri = config, config.tracking.mlflow
+    if uri is None:
+        return None
+    experiment = c.tracking.experiment or f"{c.dataset.name}-{c.model['name']}-{c.partition.rule}"
+    about = {
+        "algorithm": str(c.algorithm["name"]),
+        "seed": str(c.seed),
+        "flexfleet.run_id": run.run_id,
+        "flexfleet.version": fl_engine.__version__,
+        **tags,
+    }
+    return MLflow(uri, experiment, f"{c.algorithm['name']}-s{c.seed}", about, run.mlflow_run_id)
+
+
+def _stop_on_signals() -> Event:
+    """SIGTERM and the first Ctrl-C end the run after the client in flight; the second Ctrl-C ends it at once."""
+    stop = Event()
+
+    def request(signum: int, _: object) -> None:
+        if signum == signal.SIGINT and stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    if current_thread() is main_thread():
+        signal.signal(signal.SIGTERM, request)
+        signal.signal(signal.SIGINT, request)
+    return stop
+
+
+def _finish(
+    out: Path, ledger: Ledger, final: Any, seconds: float, tracker: Tracker, mlflow: MLflow | None
+) -> Path:
+    value = encode(final.params)
+    FolderStore(out).put("model.safetensors", value)
+    rows = ledger.rows()
+    history = History(
+        rounds=tuple(row.model_dump(mode="json") for row in rows),
+        model_sha256=sha256(value),
+        seconds=round(sum(row.metrics["seconds_round"] for row in rows), 3),
+    )
+    path = history.write(out / "history.json")
+    if mlflow is not None:
+        names = list(dict.fromkeys(name for row in rows for line in row.clients for name in line))
+        lines = [{"round": row.round + 1, **line} for row in rows for line in row.clients]
+        mlflow.table({n: [line.get(n) for line in lines] for n in ["round", *names]}, "clients.json")
+    tracker.finish("FINISHED")
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = common.parser(__doc__ or "")
+    p.add_argument("--partition", type=Path, required=True, metavar="DIR", help="what the partition step wrote")
+    p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    common.add_resume(p)
+    args = p.parse_args(argv)
+    print(
+        federate(
+            common.config_of(args),
+            args.partition,
+            args.pool,
+            args.out,
+            resume=args.resume,
+            discard_damaged=args.discard_damaged,
+            accept_numerics=args.accept_numerics,
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

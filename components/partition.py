@@ -1,0 +1,40 @@
+"""Step 1: cut the proxy from the training data, then give the clients theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from components import common
+from fl_engine import partition as partitions
+from fl_engine.config import Config
+
+
+def partition(config: Config, out: Path) -> Path:
+    """Writes partition.safetensors, partition.json and partition.svg (class x client) into `out`."""
+    data, _ = common.prepare(config)
+    p = config.partition
+    parts = partitions.partition(
+        data,
+        p.rule,
+        p.clients,
+        p.proxy,
+        config.seed,
+        alpha=p.alpha,
+        labels_per_client=p.labels_per_client,
+        minimum=p.minimum,
+    )
+    partitions.draw(parts.counts, out / "partition.svg")
+    return partitions.save(parts, out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = common.parser(__doc__ or "")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    args = p.parse_args(argv)
+    print(partition(common.config_of(args), args.out))
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

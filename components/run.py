@@ -1,0 +1,85 @@
+"""All steps in one process and one folder: what `flexfleet run` does, and the same functions as the DAG's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from components.artifacts import EvaluationFile, History, Result, RunFile
+from components.evaluate import evaluate
+from components.federate import federate
+from components.model_pool import model_pool
+from components.partition import partition
+from components.pretrain import pretrain
+from components.report import report
+from fl_engine.config import Config
+from fl_engine.errors import ConfigError
+
+
+def run(
+    config: Config,
+    run_id: str,
+    *,
+    resume: bool = False,
+    discard_damaged: bool = False,
+    accept_numerics: bool = False,
+) -> Result:
+    """Partition, pre-train, pool, federate, evaluate, report, under `<run.store>/<run_id>`; resumable."""
+    out = Path(config.run.store) / run_id
+    if out.exists() and not resume:
+        raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")
+    if not (out / "run.json").exists():  # the steps before the rounds are quick, and pure: done again after a kill
+        partition(config, out / "partition")
+        pretrain(config, out / "partition", out / "pretrain")
+        model_pool(config, out / "pretrain", out / "pool")
+    federate(
+        config,
+        out / "partition",
+        out / "pool",
+        out,
+        run_id=run_id,
+        resume=resume,
+        discard_damaged=discard_damaged,
+        accept_numerics=accept_numerics,
+    )
+    evaluate(config, out, out / "pool", out)
+    return conclude(config, out)
+
+
+def conclude(config: Config, out: Path) -> Result:
+    """Report and result.json of a run whose steps are done; the report becomes an MLflow artifact."""
+    page = report([out], out / "report.html")
+    found = result(out, page)
+    found.write(out / "result.json")
+    if config.tracking.mlflow is not None and found.mlflow_run_id is not None:
+        from fl_engine.tracking import log_outcome
+
+        metrics = {"final/avg": found.metrics["avg"], "final/full": found.metrics["full"]}
+        files = [str(page), str(out / "pool" / "pool.json"), str(out / "result.json")]
+        log_outcome(config.tracking.mlflow, found.mlflow_run_id, metrics, {"model_sha256": found.model_sha256}, files)
+    return found
+
+
+def result(out: Path, page: Path) -> Result:
+    """What a finished run is, in one object."""
+    run, history = RunFile.read(out / "run.json"), History.read(out / "history.json")
+    evaluation = EvaluationFile.read(out / "evaluation.json")
+    measured = [row["metrics"] | {"round": row["round"] + 1} for row in history.rounds]
+    best = max((m for m in measured if "avg" in m), key=lambda m: m["avg"])
+    down, up = (sum(m[k] for m in measured) for k in ("bytes_down", "bytes_up"))
+    return Result(
+        run_id=run.run_id,
+        status="finished",
+        metrics={
+            "avg": evaluation.avg,
+            "full": evaluation.full,
+            "levels": {name: score.accuracy for name, score in evaluation.levels.items()},
+            "best": {k: best[k] for k in ("round", "avg", "full")},
+        },
+        bytes={"down": int(down), "up": int(up)},
+        waste=1 - up / down if down else 0.0,
+        seconds=history.seconds,
+        model_sha256=history.model_sha256,
+        store_uri=str(out.resolve()),
+        mlflow_run_id=run.mlflow_run_id,
+        report=str(page),
+    )

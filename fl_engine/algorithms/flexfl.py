@@ -1,0 +1,175 @@
+"""FlexFL: Heterogeneous Federated Learning via APoZ-Guided Flexible Pruning in Uncertain Scenarios (Chen et al.,
+IEEE TCAD 2024), Sections III-B to III-F, Algorithms 1 and 2.
+
+Server, once: pre-train on proxy data, measure APoZ, build a nested pool M1 < M2' < M2 < M3' < M3 (`pool`).
+Round: send each selected device a model it can hold at its maximum capacity (`plan`); the device prunes it further
+to what it has free now and trains it with self-distillation from the smaller models inside it (`task`); average
+element by element (`merge`).
+
+Departs from the paper:
+- the proxy is cut from the training data before the clients get theirs (the authors' code takes it from the test set);
+- gamma is found by bisection on the size of all parameters (`pool.py`); `rule: authors` is their search;
+- selection draws uniformly among the devices that can hold the level (`selection.resource_table`);
+- the distillation term is reduced by the mean over batch and classes, as in the authors' code (`losses.py`);
+- teachers are all smaller pool members, M2' and M3' included, and stay in training mode, as in the code;
+- "without APoZ" sets every A_i = 0.5: with A = 1 the largest layer could never be wider than 1 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+from fl_engine import pool as pools
+from fl_engine import seeds
+from fl_engine.algorithms.pooled import (
+    STRICT,
+    NotNegative,
+    PooledState,
+    Positive,
+    Training,
+    merge_mean,
+    plan_of,
+)
+from fl_engine.errors import ClientError, PoolError
+from fl_engine.selection import resource_table, round_size
+from fl_engine.slicing import count_params
+from fl_engine.types import (
+    FULL,
+    Device,
+    Distillation,
+    LocalTask,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    PoolModel,
+    RoundPlan,
+    TaskContext,
+    WorkOrder,
+)
+
+
+@dataclass(frozen=True)
+class FlexFL:
+    __pydantic_config__: ClassVar = STRICT
+    needs_apoz: ClassVar[bool] = True
+
+    training: Training = Training()
+    targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
+    """L_p: sizes of the dispatched models in % of the full one, ascending, the last 100."""
+    adaptive_size: Positive | None = 10.0
+    """Gamma: M' is this many points smaller than M; null: no adaptive models (ablation)."""
+    gammas: tuple[Positive, ...] | None = None
+    """Fixed gamma for each target below 100 instead of its size; the targets then only order the models."""
+    epsilon: Positive | None = None
+    """How far a model's size may be from its target, in points; null: max(0.5, one channel of the widest layer)."""
+    rule: pools.Rule = "closest"
+    """`closest` (the paper's sizes) or `authors` (the published code's first hit from above)."""
+    use_apoz: bool = True
+    """false: every A_i = 0.5 (ablation)."""
+    use_adjustment: bool = True
+    """false: every AdjW_i = 1 (ablation)."""
+    kd_weight: NotNegative = 10.0
+    """lambda; 0 runs no teachers (ablation)."""
+    temperature: Positive = 3.0
+    """tau."""
+    on_too_small: Literal["train", "fail"] = "train"
+    """What a device does that has less free than the smallest model needs."""
+
+    # ------------------------------------------------------------------------------------ before the rounds
+    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+        """M1, M2', M2, ..., each nested in the next (Alg. 1). Raises PoolError for impossible targets."""
+        _check_targets(self.targets, self.adaptive_size, self.gammas)
+        layers = family.prunable()
+        if self.use_apoz and len(apoz) != len(layers):
+            raise PoolError(f"{len(layers)} layers can be pruned, the APoZ scores at hand are {len(apoz)}")
+        scores = tuple(apoz) if self.use_apoz else (0.5,) * len(layers)
+        sizes = pools.layer_sizes(family)
+        adjust = pools.adjustment_weights(sizes) if self.use_adjustment else (1.0,) * len(layers)
+        whole = count_params(family)
+        epsilon = pools.default_epsilon(family) if self.epsilon is None else self.epsilon / 100 * whole
+
+        def build(name: str, target: float, gamma: float | None, dispatched: bool) -> PoolModel:
+            if target == 100:
+                ones = (1.0,) * len(layers)
+                return pools.member(family, name, FULL, dispatched=True, reported=True, ratios=ones)
+            if gamma is not None:
+                spec = pools.spec_of(family, pools.ratios_at(gamma, scores, adjust))
+            elif self.rule == "authors":
+                gamma, spec = pools.solve_as_authors(family, scores, adjust, target / 100)
+            else:
+                gamma, spec = pools.solve(family, scores, adjust, target / 100 * whole, epsilon)
+            ratios = pools.ratios_at(gamma, scores, adjust)
+            return pools.member(
+                family, name, spec, dispatched=dispatched, reported=dispatched, gamma=gamma, ratios=ratios
+            )
+
+        fixed = self.gammas or ()
+        models: list[PoolModel] = []
+        for i, target in enumerate(self.targets):
+            main = build(f"M{i + 1}", target, fixed[i] if i < len(fixed) else None, dispatched=True)
+            if i > 0 and self.adaptive_size is not None:
+                smaller = (100 * main.share if fixed else target) - self.adaptive_size
+                models.append(build(f"M{i + 1}'", smaller, None, dispatched=False))
+            models.append(main)
+        return pools.check_nested(family, tuple(models))
+
+    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
+        return PooledState(params, layout, tuple(fleet), pool)
+
+    # --------------------------------------------------------------------------------------------- a round
+    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
+        """Alg. 2 lines 7-8: k devices, each with a model it can hold at its maximum capacity."""
+        k = round_size(self.training.fraction, len(state.fleet))
+        picks = resource_table(seeds.rng(seed, "select", round), state.fleet, state.pool, k)
+        return plan_of(state, picks, round, seed)
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        """On the device: AdaPrune (Sec. III-C), then self-distillation (Sec. III-D, Eq. 4)."""
+        t = self.training
+        trained = self._adapt(order, ctx)
+        smaller = ctx.pool[:trained]
+        teachers = Distillation(tuple(m.spec for m in smaller), self.kd_weight, self.temperature)
+        return LocalTask(
+            spec=ctx.pool[trained].spec,
+            optimizer=t.sgd(order.round),
+            epochs=t.epochs,
+            batch_size=t.batch_size,
+            drop_last=t.drop_last,
+            seed=order.seed,
+            distillation=teachers if smaller and self.kd_weight > 0 else None,
+        )
+
+    def _adapt(self, order: WorkOrder, ctx: TaskContext) -> int:
+        """Index of the largest pool model, not larger than what was received, with size < r (in % of the full)."""
+        received = next(i for i, m in enumerate(ctx.pool) if m.name == order.hints["model"])
+        for i in range(received, -1, -1):
+            if ctx.observed > 100 * ctx.pool[i].share:
+                return i
+        if self.on_too_small == "train":
+            return 0
+        raise ClientError(
+            f"{ctx.observed:.1f} % of the full model is free, the smallest needs {100 * ctx.pool[0].share:.1f} %"
+        )
+
+    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
+        return merge_mean(state, outcomes)
+
+
+def _check_targets(
+    targets: Sequence[float], adaptive_size: float | None, gammas: Sequence[float] | None
+) -> None:
+    if list(targets) != sorted(set(targets)) or not targets or targets[-1] != 100:
+        raise PoolError(f"algorithm.targets must ascend and end in 100, got {list(targets)}")
+    if gammas is not None and len(gammas) != len(targets) - 1:
+        raise PoolError(f"algorithm.gammas needs one value for each target below 100, got {list(gammas)}")
+    gaps = [b - a for a, b in pairwise(targets)]
+    if adaptive_size is not None and gaps and adaptive_size >= min(gaps):
+        raise PoolError(
+            f"algorithm.adaptive_size (Gamma) = {adaptive_size} must be smaller than the smallest gap between two "
+            f"targets, {min(gaps)} (targets {list(targets)}): an adaptive model would not lie between them"
+        )

@@ -1,0 +1,295 @@
+"""params.yaml as typed, frozen, self-checking configuration.
+
+The defaults are the embedded job: FlexFL on scikit-learn's handwritten digits, with the paper's fleet. Every field
+carries its explanation; an unknown key is an error that names the nearest one; nothing is converted silently.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from fl_engine.algorithms.pooled import Count, Positive, Training
+from fl_engine.devices import Tier
+from fl_engine.errors import ConfigError, FlexfleetError, nearest
+from fl_engine.types import Algorithm, ModelFamily
+
+T = TypeVar("T")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DatasetConfig(_Section):
+    name: str = "digits"
+    """A registered data set, or package.module:NAME."""
+    root: str | None = None
+    """Folder of the data files; null: FLEXFLEET_DATA, else ~/.cache/flexfleet/data."""
+    train_samples: Count | None = None
+    """Use this many training samples; null: all."""
+    test_samples: Count | None = None
+    """Use this many test samples; null: all."""
+    pad: Literal["auto", "none"] | Count = "auto"
+    """Pad images with zeros to this side; auto: up to the smallest side that the network takes."""
+
+
+class PartitionConfig(_Section):
+    rule: Literal["iid", "dirichlet", "disjoint_labels", "natural"] = "dirichlet"
+    clients: Count = 20
+    alpha: float = 0.6
+    """Dirichlet concentration; smaller is more heterogeneous."""
+    labels_per_client: Count = 2
+    """For disjoint_labels."""
+    minimum: Count = 20
+    """Samples that each client gets at least (dirichlet)."""
+    proxy: float = 0.05
+    """Share of the training data kept by the server: 80 % to pre-train, 20 % to measure APoZ."""
+
+
+class FleetConfig(_Section):
+    tiers: tuple[Tier, ...] = (
+        Tier("weak", 0.4, 35.0, (5.0, 8.0, 10.0)),
+        Tier("medium", 0.3, 60.0, (5.0, 8.0, 10.0)),
+        Tier("strong", 0.3, 110.0, (5.0, 8.0, 10.0)),
+    )
+    """Share of the fleet, memory r_M in % of the full model, and spreads sigma (FlexFL Table I)."""
+
+
+class PretrainConfig(_Section):
+    epochs: Count = 100
+    lr: Positive = 1e-3
+    """Adam."""
+    batch_size: Count = 50
+    reference: bool = False
+    """Also pre-train on all training data, to report how alike the pool is (FlexFL Sec. IV-C1). Costs 1/proxy times
+    as much, and is for studies only: a server does not see its clients' data."""
+
+
+class RoundsConfig(_Section):
+    stop: Count = 40
+    """Rounds in all; may be raised to go on with a finished run."""
+    evaluate_every: Count = 1
+    commit_every: Literal["auto"] | Count = "auto"
+    """Rounds between two commits; auto: at most one every two seconds."""
+    keep_every: Count | None = None
+    """Keep the state of every n-th round; null: only the last two commits."""
+    keep_updates: bool = False
+    """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
+
+
+class RunConfig(_Section):
+    store: str = "runs"
+    """Folder of all runs."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Torch devices that train clients side by side, e.g. [cpu, cpu] or [cuda:0, cuda:1]."""
+
+
+class TrackingConfig(_Section):
+    mlflow: str | None = "sqlite:///mlflow.db"
+    """MLflow tracking URI; null: off."""
+    experiment: str | None = None
+    """null: <dataset>-<model>-<partition>."""
+
+
+class Config(_Section):
+    schema_version: Literal[1] = 1
+    seed: int = 0
+    dataset: DatasetConfig = DatasetConfig()
+    partition: PartitionConfig = PartitionConfig()
+    model: dict[str, Any] = Field(default={"name": "small_cnn"})
+    """name (registered, or package.module:NAME) and the network's own options."""
+    fleet: FleetConfig = FleetConfig()
+    pretrain: PretrainConfig = PretrainConfig()
+    algorithm: dict[str, Any] = Field(default={"name": "flexfl"})
+    """name (registered, or package.module:NAME) and the algorithm's own hyper-parameters."""
+    training: Training = Training(fraction=0.3, epochs=5, batch_size=10, lr=0.05)
+    rounds: RoundsConfig = RoundsConfig()
+    run: RunConfig = RunConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+
+# ----------------------------------------------------------------------------------------------- reading it
+class _Yaml(yaml.SafeLoader):
+    """YAML 1.2's floats: PyYAML reads 1e-3 as a string."""
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
+    list("-+0123456789."),
+)
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, _Yaml)  # noqa: S506 - a SafeLoader
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file (None: the defaults) with `a.b=value` overrides on top, checked."""
+    values: Any = {}
+    if path is not None:
+        try:
+            values = _read_yaml(Path(path).read_text()) or {}
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a mapping of sections is expected, got {type(values).__name__}")
+    for override in overrides:
+        key, sign, text = override.partition("=")
+        if not sign or not key.strip():
+            raise ConfigError(f"--set takes a.b=value, got {override!r}")
+        try:
+            set_path(values, key.strip(), _read_yaml(text))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
+    return parse(values)
+
+
+def set_path(values: dict[str, Any], path: str, value: Any) -> None:
+    """Sets a dotted path in nested mappings. A new `name` of the model or algorithm drops the old one's options."""
+    *parents, last = path.split(".")
+    here = values
+    for part in parents:
+        here = here.setdefault(part, {})
+        if not isinstance(here, dict):
+            raise ConfigError(f"{path}: {part!r} is a value, not a section")
+    if parents in (["model"], ["algorithm"]) and last == "name" and here.get("name") != value:
+        here.clear()
+    here[last] = value
+
+
+def parse(values: Mapping[str, Any]) -> Config:
+    """Raises ConfigError for the first thing that is wrong: what arrived, what was expected, what to do."""
+    try:
+        config = Config.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the configuration holds a value that is not plain data: {error}") from error
+    algorithm(config)
+    _check_model_options(config)
+    if not config.run.devices:
+        raise ConfigError("run.devices is empty: name at least one torch device, e.g. [cpu]")
+    return config
+
+
+def _explain(error: ValidationError, prefix: str = "") -> str:
+    lines = []
+    for e in error.errors():
+        path = prefix + ".".join(str(p) for p in e["loc"])
+        if e["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            lines.append(f"unknown parameter {path!r}{nearest(str(e['loc'][-1]), _names_at(e['loc'][:-1]))}")
+        else:
+            lines.append(f"{path}: {e['msg'][:1].lower()}{e['msg'][1:]}, got {e['input']!r}")
+    return "; ".join(dict.fromkeys(lines))
+
+
+def _names_at(location: Sequence[Any]) -> list[str]:
+    here: Any = Config
+    for part in location:
+        if isinstance(part, int):
+            here = Tier
+        elif isinstance(here, type) and issubclass(here, BaseModel):
+            here = here.model_fields[str(part)].annotation
+    if is_dataclass(here):
+        return [f.name for f in fields(here)]
+    return list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
+
+
+# ------------------------------------------------------------------------------------------- what it names
+def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
+    """A registered thing, or the object that `package.module:NAME` points to."""
+    if name in registry:
+        return registry[name]
+    module, sign, attribute = name.partition(":")
+    if not sign:
+        hint = nearest(name, registry)
+        raise ConfigError(f"no {what} named {name!r}{hint}; your own is given as package.module:NAME")
+    try:
+        return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{what} {name!r} cannot be imported: {error}") from error
+
+
+def algorithm(config: Config) -> Algorithm:
+    """The configured algorithm with its hyper-parameters checked."""
+    from fl_engine.algorithms import ALGORITHMS
+
+    kind = resolve(ALGORITHMS, _name_in(config.algorithm, "algorithm"), "algorithm")
+    options = {k: v for k, v in config.algorithm.items() if k != "name"}
+    known = [f.name for f in fields(kind) if f.name != "training"]  # type: ignore[arg-type]
+    _check_names("algorithm", options, known)
+    training = TypeAdapter(Training).dump_python(config.training, mode="json")
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
+    except ValidationError as error:
+        raise ConfigError(_explain(error, "algorithm.")) from error
+
+
+def model(config: Config, input_chw: tuple[int, int, int], classes: int) -> ModelFamily:
+    """The configured network for these images. Raises ConfigError or ModelError."""
+    options = {k: v for k, v in config.model.items() if k != "name"}
+    values = {**options, "input_chw": input_chw, "classes": classes}
+    try:
+        return TypeAdapter(_model_kind(config)).validate_json(json.dumps(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, FlexfleetError):
+            raise cause from error
+        raise ConfigError(f"model.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from error
+
+
+def min_side(config: Config) -> int:
+    """The smallest image side that the configured network takes."""
+    return _model_kind(config).min_hw
+
+
+def _model_kind(config: Config) -> type[ModelFamily]:
+    from fl_engine.models import MODELS
+
+    return resolve(MODELS, _name_in(config.model, "model"), "model")
+
+
+def _check_model_options(config: Config) -> None:
+    known = [f.name for f in fields(_model_kind(config)) if f.name not in ("input_chw", "classes")]  # type: ignore[arg-type]
+    _check_names("model", {k: v for k, v in config.model.items() if k != "name"}, known)
+
+
+def _check_names(section: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in options:
+        if key not in known:
+            raise ConfigError(f"unknown parameter {f'{section}.{key}'!r}{nearest(key, known)}")
+
+
+def _name_in(section: Mapping[str, Any], what: str) -> str:
+    name = section.get("name")
+    if not isinstance(name, str):
+        raise ConfigError(f"{what}.name is missing: name one, e.g. {what}: {{name: ...}}")
+    return name
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Dotted names to plain values, for MLflow's parameters and for saying what differs between two runs."""
+    out: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else key, inner)
+        else:
+            out[prefix] = value
+
+    walk("", config.model_dump(mode="json"))
+    return out

@@ -1,0 +1,53 @@
+"""Digits: 1,797 grey images of 8 x 8 in 10 classes, as scikit-learn brings them; nothing to download.
+
+Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998 (its test part).
+
+scikit-learn offers no split, so ours is fixed: 20 % of every class to test (359 samples), drawn once with a
+seed of its own. Values 0..16 become 0..255.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fl_engine import seeds
+from fl_engine.datasets.files import stratified
+from fl_engine.errors import EnvironmentFailure
+from fl_engine.types import Data
+
+ABOUT = "Digits, 8x8 grey, 10 classes, 1,438 + 359; comes with scikit-learn"
+TEST_SAMPLES = 359
+
+# Mean and standard deviation of the 1,438 training images, in units of 255.
+MEAN = (0.3054,)
+STD = (0.3762,)
+
+
+def load(root: Path) -> Data:
+    """The data set; `root` is not looked at. Raises EnvironmentFailure where scikit-learn is missing."""
+    try:
+        sklearn = importlib.import_module("sklearn.datasets")
+    except ImportError as error:
+        raise EnvironmentFailure(
+            "digits come with scikit-learn, which is missing: pip install scikit-learn"
+        ) from error
+    bunch = sklearn.load_digits()
+    # Integers and half up: 16 becomes 255, and no machine rounds differently.
+    images = ((bunch.images.astype(np.int64) * 255 + 8) // 16).astype(np.uint8)[:, None]
+    labels = bunch.target.astype(np.int64)
+    test = np.zeros(len(labels), dtype=bool)
+    test[stratified(labels, TEST_SAMPLES, seeds.rng(0, "digits/test"))] = True
+    return Data(
+        name="digits",
+        classes=10,
+        train_x=torch.from_numpy(images[~test]),
+        train_y=torch.from_numpy(labels[~test]),
+        test_x=torch.from_numpy(images[test]),
+        test_y=torch.from_numpy(labels[test]),
+        mean=MEAN,
+        std=STD,
+    )

@@ -1,0 +1,118 @@
+"""What the networks share: convolution + batch norm (+ ReLU) with its slots, and checks of their options."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_engine.errors import ModelError
+from fl_engine.types import Axis, ModelFamily, ParamLayout, Slot, SubmodelSpec
+
+Norm = Literal["batch", "static"]
+"""`batch`: statistics of the batch at hand, in evaluation too (FlexFL, AdaptiveFL). `static`: kept ones."""
+
+FREE = Axis(None)
+"""An axis that is never sliced: kernel rows and columns, image channels."""
+
+
+class StaticBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm that keeps running statistics but no batch counter: that has no channels and no average.
+
+    PyTorch's own tracking would put the counter into every state, hence the two buffers by hand.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, track_running_stats=False)
+        self.running_mean = torch.zeros(channels)
+        self.running_var = torch.ones(channels)
+
+    def forward(self, x_bchw: Tensor) -> Tensor:
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(x_bchw, mean, var, self.weight, self.bias, self.training, 0.1, self.eps)
+
+
+def scaled(channels: int, width: float) -> int:
+    """`int(channels * width)`, at least 1."""
+    return max(1, int(channels * width))
+
+
+def conv_bn(
+    c_in: int,
+    c_out: int,
+    kernel: int,
+    norm: Norm,
+    *,
+    stride: int = 1,
+    groups: int = 1,
+    bias: bool = True,
+    relu: nn.Module | None = None,
+) -> nn.Sequential:
+    """(B, c_in, H, W) -> (B, c_out, ceil(H / stride), ceil(W / stride)) for odd kernels."""
+    conv = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, groups=groups, bias=bias)
+    bn = nn.BatchNorm2d(c_out, track_running_stats=False) if norm == "batch" else StaticBatchNorm2d(c_out)
+    unit = nn.Sequential(OrderedDict(conv=conv, bn=bn))
+    if relu is not None:
+        unit.add_module("relu", relu)
+    return unit
+
+
+def conv_bn_slots(
+    name: str, block: str, inside: Axis, out: Axis, norm: Norm, *, bias: bool = True
+) -> dict[str, Slot]:
+    """The slots of `conv_bn` under `name`, in state order. A depthwise convolution has `inside=FREE`."""
+    slots = {f"{name}.conv.weight": Slot(block, (out, inside, FREE, FREE))}
+    if bias:
+        slots[f"{name}.conv.bias"] = Slot(block, (out,))
+    entries = ("weight", "bias") if norm == "batch" else ("weight", "bias", "running_mean", "running_var")
+    return slots | {f"{name}.bn.{entry}": Slot(block, (out,)) for entry in entries}
+
+
+def linear_slots(name: str, block: str, inside: Axis, out: Axis) -> dict[str, Slot]:
+    """The slots of an `nn.Linear` (weight (out, in), bias (out,)) called `name`, in state order."""
+    return {f"{name}.weight": Slot(block, (out, inside)), f"{name}.bias": Slot(block, (out,))}
+
+
+def check_options(family: ModelFamily, width: float, norm: str) -> None:
+    """Raises ModelError for what no network here can be built from."""
+    name, chw, least = type(family).__name__, family.input_chw, family.min_hw
+    if not are_sizes(chw, 3):
+        raise ModelError(f"{name}: input_chw is a tuple of three positive integers (C, H, W), got {chw!r}")
+    if min(chw[1:]) < least:
+        raise ModelError(
+            f"{name} takes images of at least {least}x{least} pixels, got {chw[1]}x{chw[2]}: enlarge or pad "
+            "the images, or choose a network for smaller ones (small_cnn takes 8x8)"
+        )
+    if not isinstance(family.classes, int) or family.classes < 2:
+        raise ModelError(f"{name}: classes is an integer of at least 2, got {family.classes!r}")
+    if not isinstance(width, int | float) or not 0 < width < math.inf:
+        raise ModelError(f"{name}: width multiplies all channels and is a number above 0, got {width!r}")
+    if norm not in get_args(Norm):
+        raise ModelError(f"{name}: norm is one of {', '.join(get_args(Norm))}, got {norm!r}")
+
+
+def are_sizes(value: object, count: int) -> bool:
+    """Whether this is a tuple of `count` positive integers (a list would make the family unhashable)."""
+    if not isinstance(value, tuple) or len(value) != count:
+        return False
+    return all(isinstance(n, int) and n > 0 for n in value)
+
+
+def check_spec(layout: ParamLayout, spec: SubmodelSpec, skippable: Collection[str] = ()) -> None:
+    """Raises ModelError where `spec` asks for what is not there, or drops a block that nothing can replace.
+
+    A block around which an identity shortcut leads is skippable: without it the network is still a network.
+    """
+    layout.check(spec)
+    for block in layout.blocks:
+        if not layout.has_block(spec, block) and block not in skippable:
+            can = f"only {', '.join(skippable)} can" if skippable else "no block of this network can"
+            raise ModelError(f"the sub-model lacks block {block!r}, which cannot be dropped ({can}): keep it")

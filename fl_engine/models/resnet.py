@@ -1,0 +1,127 @@
+"""ResNet18 and ResNet34 (He et al., CVPR 2016) for small images, in the form of FlexFL and AdaptiveFL.
+
+A 3x3 stem of stride 1 with 64 channels and no max pool; four stages of basic blocks with 96, 128, 256 and 512
+channels, of stride 1, 2, 2, 2; global average pool; classifier. Convolutions have no bias. Since each stage
+changes the width, the first block of *every* stage, the first included, has a projection shortcut (1x1
+convolution + batch norm); all other shortcuts are identities, which tie a whole stage to one channel group.
+ResNet34 at 3x32x32 and 10 / 100 / 200 classes: 21,578,634 / 21,624,804 / 21,676,104 parameters.
+
+Departs from the authors' code: that leaves a projection out where a sub-model happens to have equal widths
+on both sides; here all sub-models have the same ones, so that each update has a place in the full network.
+
+Groups: stem, stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0), classifier. The blocks with an
+identity shortcut, b >= 1, can be dropped.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fl_engine.models.layers import (
+    FREE,
+    Norm,
+    check_options,
+    check_spec,
+    conv_bn,
+    conv_bn_slots,
+    linear_slots,
+    scaled,
+)
+from fl_engine.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+
+CHANNELS = {"stem": 64, "stage1": 96, "stage2": 128, "stage3": 256, "stage4": 512}
+STRIDES = (1, 2, 2, 2)
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, c_in: int, c_out: int, stride: int, norm: Norm, project: bool) -> None:
+        super().__init__()
+        self.conv1 = conv_bn(c_in, c_out, 3, norm, stride=stride, bias=False, relu=nn.ReLU())
+        self.conv2 = conv_bn(c_out, c_out, 3, norm, bias=False)
+        self.shortcut: nn.Module = nn.Identity()
+        if project:
+            self.shortcut = conv_bn(c_in, c_out, 1, norm, stride=stride, bias=False)
+        self.relu = nn.ReLU()
+
+    def forward(self, x_bchw: Tensor) -> Tensor:
+        out: Tensor = self.relu(self.conv2(self.conv1(x_bchw)) + self.shortcut(x_bchw))
+        return out
+
+
+def _block_slots(name: str, inside: Axis, out: Axis, norm: Norm, project: bool) -> dict[str, Slot]:
+    slots = conv_bn_slots(f"{name}.conv1", name, inside, out, norm, bias=False)
+    slots |= conv_bn_slots(f"{name}.conv2", name, out, out, norm, bias=False)
+    if project:
+        slots |= conv_bn_slots(f"{name}.shortcut", name, inside, out, norm, bias=False)
+    return slots
+
+
+@dataclass(frozen=True)
+class _ResNet:
+    input_chw: tuple[int, int, int]
+    classes: int
+    width: float = 1.0
+    """Multiplies the channels of the stem and of every stage."""
+    norm: Norm = "batch"
+
+    depths: ClassVar[tuple[int, int, int, int]]
+    """Blocks per stage."""
+    min_hw: ClassVar[int] = 9
+    """Up to 8x8 the last map is a single pixel, and one image alone has no batch statistics there."""
+
+    def __post_init__(self) -> None:
+        check_options(self, self.width, self.norm)
+
+    def layout(self) -> ParamLayout:
+        groups = {name: scaled(n, self.width) for name, n in CHANNELS.items()}
+        inside = Axis("stem")
+        slots = conv_bn_slots("stem", "stem", FREE, inside, self.norm, bias=False)
+        for stage, depth in enumerate(self.depths, 1):
+            out = Axis(f"stage{stage}")
+            for b in range(depth):
+                slots |= _block_slots(f"stage{stage}.{b}", inside, out, self.norm, project=b == 0)
+                inside = out
+        slots |= linear_slots("classifier", "classifier", inside, Axis("classes"))
+        return ParamLayout(groups | {"classes": self.classes}, slots)
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        """(B, C, H, W) -> logits (B, kept classes)."""
+        layout = self.layout()
+        identities = [f"stage{s}.{b}" for s, depth in enumerate(self.depths, 1) for b in range(1, depth)]
+        check_spec(layout, spec, skippable=identities)
+        c_in = layout.width(spec, "stem")
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        layers["stem"] = conv_bn(self.input_chw[0], c_in, 3, self.norm, bias=False, relu=nn.ReLU())
+        for stage, (depth, stride) in enumerate(zip(self.depths, STRIDES, strict=True), 1):
+            c_out = layout.width(spec, f"stage{stage}")
+            blocks: OrderedDict[str, nn.Module] = OrderedDict()
+            blocks["0"] = BasicBlock(c_in, c_out, stride, self.norm, project=True)
+            for b in range(1, depth):
+                if layout.has_block(spec, f"stage{stage}.{b}"):
+                    blocks[str(b)] = BasicBlock(c_out, c_out, 1, self.norm, project=False)
+            layers[f"stage{stage}"] = nn.Sequential(blocks)
+            c_in = c_out
+        layers["pool"] = nn.AdaptiveAvgPool2d(1)
+        layers["flatten"] = nn.Flatten()
+        layers["classifier"] = nn.Linear(c_in, layout.width(spec, "classes"))
+        return nn.Sequential(layers)
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        layers = [Prunable("stem", ("stem.",), ("stem.relu",))]
+        for stage, depth in enumerate(self.depths, 1):
+            name = f"stage{stage}"
+            relus = [f"{name}.{b}.{relu}" for b in range(depth) for relu in ("conv1.relu", "relu")]
+            layers.append(Prunable(name, (f"{name}.",), tuple(relus)))
+        return tuple(layers)
+
+
+class ResNet18(_ResNet):
+    depths = (2, 2, 2, 2)
+
+
+class ResNet34(_ResNet):
+    depths = (3, 4, 6, 3)

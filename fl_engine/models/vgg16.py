@@ -1,0 +1,98 @@
+"""VGG16 with batch norm (Simonyan and Zisserman, ICLR 2015, configuration D), as in FlexFL and AdaptiveFL.
+
+Thirteen 3x3 convolutions with bias and batch norm, five 2x2 max pools, two hidden layers with dropout 0.5,
+the classifier. At 3x32x32 and 10 / 100 / 200 classes: 33,646,666 / 34,015,396 / 34,425,096 parameters.
+
+Departs from the authors' code: for images that are not RGB that shrinks the hidden layers to 256 units and
+leaves the last pool out; here the network is the same for all, and `fc` says how wide the hidden layers are.
+
+Groups: conv1 .. conv13, fc1, fc2, classes. Blocks: conv1 .. conv13, fc1, fc2, classifier.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fl_engine.errors import ModelError
+from fl_engine.models.layers import (
+    FREE,
+    Norm,
+    are_sizes,
+    check_options,
+    check_spec,
+    conv_bn,
+    conv_bn_slots,
+    linear_slots,
+    scaled,
+)
+from fl_engine.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+
+CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+POOL_AFTER = (2, 4, 7, 10, 13)
+
+
+@dataclass(frozen=True)
+class VGG16:
+    input_chw: tuple[int, int, int]
+    classes: int
+    fc: tuple[int, int] = (4096, 4096)
+    """Units of the two hidden layers, before `width`."""
+    width: float = 1.0
+    """Multiplies the channels of every convolution and the units of both hidden layers."""
+    norm: Norm = "batch"
+
+    min_hw: ClassVar[int] = 32
+
+    def __post_init__(self) -> None:
+        check_options(self, self.width, self.norm)
+        if not are_sizes(self.fc, 2):
+            raise ModelError(f"VGG16: fc is a tuple of two positive integers, got {self.fc!r}")
+
+    def layout(self) -> ParamLayout:
+        groups = {f"conv{i}": scaled(n, self.width) for i, n in enumerate(CHANNELS, 1)}
+        groups |= {f"fc{i}": scaled(n, self.width) for i, n in enumerate(self.fc, 1)}
+        slots: dict[str, Slot] = {}
+        inside = FREE
+        for i in range(1, len(CHANNELS) + 1):
+            out = Axis(f"conv{i}")
+            slots |= conv_bn_slots(f"conv{i}", f"conv{i}", inside, out, self.norm)
+            inside = out
+        slots |= linear_slots("fc1.linear", "fc1", Axis("conv13", self._last_map()), Axis("fc1"))
+        slots |= linear_slots("fc2.linear", "fc2", Axis("fc1"), Axis("fc2"))
+        slots |= linear_slots("classifier", "classifier", Axis("fc2"), Axis("classes"))
+        return ParamLayout(groups | {"classes": self.classes}, slots)
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        """(B, C, H, W) -> logits (B, kept classes)."""
+        layout = self.layout()
+        check_spec(layout, spec)
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        c_in = self.input_chw[0]
+        for i in range(1, len(CHANNELS) + 1):
+            c_out = layout.width(spec, f"conv{i}")
+            layers[f"conv{i}"] = conv_bn(c_in, c_out, 3, self.norm, relu=nn.ReLU())
+            if i in POOL_AFTER:
+                layers[f"pool{i}"] = nn.MaxPool2d(2)
+            c_in = c_out
+        layers["flatten"] = nn.Flatten()
+        c_in *= self._last_map()
+        for name in ("fc1", "fc2"):
+            hidden = layout.width(spec, name)
+            parts = OrderedDict(linear=nn.Linear(c_in, hidden), relu=nn.ReLU(), dropout=nn.Dropout(0.5))
+            layers[name] = nn.Sequential(parts)
+            c_in = hidden
+        layers["classifier"] = nn.Linear(c_in, layout.width(spec, "classes"))
+        return nn.Sequential(layers)
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        names = [*(f"conv{i}" for i in range(1, len(CHANNELS) + 1)), "fc1", "fc2"]
+        return tuple(Prunable(name, (f"{name}.",), (f"{name}.relu",)) for name in names)
+
+    def _last_map(self) -> int:
+        """Pixels of one channel where the flatten is."""
+        _, h, w = self.input_chw
+        return (h // 32) * (w // 32)

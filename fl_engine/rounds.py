@@ -1,0 +1,253 @@
+"""The loop: plan -> run -> merge -> evaluate -> commit -> track; and how it starts again after a kill.
+
+Same seed, same global model, bit for bit, whether or not the run was killed: every round is a function of the
+committed state, the round number and the seed, and what a kill left unfinished is computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fl_engine.config import RoundsConfig
+from fl_engine.errors import IntegrityError, Stopped
+from fl_engine.evaluate import average_accuracy, evaluate_pool
+from fl_engine.ledger import Ledger, Row
+from fl_engine.state import pack, unpack
+from fl_engine.store import tensor_bytes
+from fl_engine.types import (
+    Algorithm,
+    Backend,
+    ClientUpdate,
+    Data,
+    ModelFamily,
+    Outcome,
+    Pool,
+    RoundPlan,
+    Tracker,
+)
+
+log = logging.getLogger("flexfleet")
+
+AUTO_COMMIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` needs besides the state."""
+
+    family: ModelFamily
+    pool: Pool
+    data: Data
+    devices: tuple[str, ...] = ("cpu",)
+
+
+def numerics(devices: Iterable[str]) -> dict[str, Any]:
+    """All that bits depend on besides configuration and seed: equal numerics, equal models."""
+    kinds = sorted({d.split(":")[0] for d in devices})
+    names = [torch.cuda.get_device_name()] if "cuda" in kinds else []
+    return {
+        "strategy": "one client at a time",
+        "threads_per_client": 1,
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "devices": kinds + names,
+    }
+
+
+def federate(
+    algorithm: Algorithm,
+    initial: Any,
+    backend: Backend,
+    ledger: Ledger,
+    tracker: Tracker,
+    config: RoundsConfig,
+    seed: int,
+    evaluation: Evaluation,
+    should_stop: Callable[[], bool] = lambda: False,
+    discard_damaged: bool = False,
+) -> Any:
+    """Runs the rounds that are not committed yet, up to `config.stop`; returns the final state.
+
+    `initial` is the state before round 0. Raises Stopped (after committing what is finished) when `should_stop`
+    says so, and IntegrityError where the ledger is damaged and `discard_damaged` does not allow to go back.
+    """
+    state, first = _resume(initial, ledger, discard_damaged)
+    tracker.metrics([(row.round + 1, row.metrics) for row in ledger.rows()])
+    pending: list[Row] = []
+    last_commit = time.monotonic()
+
+    def commit() -> None:
+        nonlocal last_commit
+        if pending:
+            ledger.commit(pending[-1].round, *pack(state), pending)
+            tracker.metrics([(row.round + 1, row.metrics) for row in pending])
+            pending.clear()
+        last_commit = time.monotonic()
+
+    for round in range(first, config.stop):
+        try:
+            state, row = _round(algorithm, state, round, seed, backend, ledger, config, evaluation, should_stop)
+        except Stopped:
+            commit()
+            raise
+        pending.append(row)
+        if _due(config, round, last_commit):
+            commit()
+    return state
+
+
+def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Any, int]:
+    commits = ledger.commits()
+    if not commits:
+        return initial, 0
+    last: int | None = commits[-1]
+    try:
+        tensors, rest = ledger.read(commits[-1])
+        ledger.rows()
+    except IntegrityError as error:
+        if not discard_damaged:
+            raise
+        last = ledger.last_good()
+        log.warning("%s", error)
+        log.warning("going on after round %s, the last good commit", "none" if last is None else last + 1)
+        ledger.discard_after(last)
+        if last is None:
+            return initial, 0
+        tensors, rest = ledger.read(last)
+    assert last is not None
+    log.info("resuming after round %d", last + 1)
+    return unpack(initial, tensors, rest), last + 1
+
+
+def _due(config: RoundsConfig, round: int, last_commit: float) -> bool:
+    if round + 1 == config.stop or (config.keep_every and (round + 1) % config.keep_every == 0):
+        return True
+    if config.commit_every == "auto":
+        return config.keep_updates or time.monotonic() - last_commit >= AUTO_COMMIT_S
+    return (round + 1) % config.commit_every == 0
+
+
+def _round(
+    algorithm: Algorithm,
+    state: Any,
+    round: int,
+    seed: int,
+    backend: Backend,
+    ledger: Ledger,
+    config: RoundsConfig,
+    evaluation: Evaluation,
+    should_stop: Callable[[], bool],
+) -> tuple[Any, Row]:
+    started = time.monotonic()
+    plan = algorithm.plan(state, round, seed)
+    watch = _Watch(plan, evaluation.pool, should_stop)
+    if config.keep_updates:
+        outcomes = _through_ledger(algorithm, plan, backend, ledger, watch)
+    else:
+        outcomes = in_order(plan, watch.arriving(backend.run(algorithm, plan)))
+    state = algorithm.merge(state, plan, watch.merging(outcomes))
+    merged = time.monotonic()
+    metrics = watch.metrics()
+    metrics["seconds_train"] = merged - started
+    if (round + 1) % config.evaluate_every == 0 or round + 1 == config.stop:
+        e = evaluation
+        scores = evaluate_pool(e.family, state.params, e.pool, e.data, e.devices)
+        metrics["avg"] = average_accuracy(scores)
+        metrics["full"] = scores[e.pool[-1].name].accuracy
+        for name, score in scores.items():
+            metrics[f"accuracy/{name}"] = score.accuracy
+            metrics[f"loss/{name}"] = score.loss
+        metrics["seconds_evaluate"] = time.monotonic() - merged
+    metrics["seconds_round"] = time.monotonic() - started
+    return state, Row(round=round, metrics=metrics, clients=tuple(watch.clients))
+
+
+def _through_ledger(
+    algorithm: Algorithm, plan: RoundPlan, backend: Backend, ledger: Ledger, watch: _Watch
+) -> Iterator[Outcome]:
+    """Stores outcomes as they arrive, closes the round, then reads them back one at a time, in client order."""
+    ledger.open_round(plan)
+    accepted = ledger.closed(plan.round)
+    if accepted is None:
+        done = ledger.finished(plan)
+        if done:
+            log.info("round %d: adopting %d updates of %d", plan.round + 1, len(done), len(plan.orders))
+        rest = replace(plan, orders=tuple(o for o in plan.orders if o.client not in done))
+        for outcome in watch.arriving(backend.run(algorithm, rest)):
+            ledger.put_outcome(plan, outcome)
+        accepted = sorted(o.client for o in plan.orders)
+        ledger.close(plan, accepted)
+    for client in accepted:
+        yield ledger.outcome(plan, client)
+
+
+def in_order(plan: RoundPlan, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    """Client order, whatever order they arrive in: floating-point sums depend on it."""
+    waiting: dict[int, Outcome] = {}
+    clients = sorted(o.client for o in plan.orders)
+    for outcome in outcomes:
+        waiting[outcome.client] = outcome
+        while clients and clients[0] in waiting:
+            yield waiting.pop(clients.pop(0))
+
+
+@dataclass
+class _Watch:
+    """Counts what passes by."""
+
+    plan: RoundPlan
+    pool: Pool
+    should_stop: Callable[[], bool]
+    clients: list[dict[str, Any]] = field(default_factory=list)
+    sent: int = 0
+    back: int = 0
+    trained: int = 0
+    pruned: int = 0
+    losses: list[tuple[float, int]] = field(default_factory=list)
+
+    def arriving(self, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+        for outcome in outcomes:
+            yield outcome
+            if self.should_stop():
+                raise Stopped("stopped on request: what was committed stays, resume with --resume")
+
+    def merging(self, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+        names = {m.spec: m.name for m in self.pool}
+        orders = {o.client: o for o in self.plan.orders}
+        for outcome in outcomes:
+            order = orders[outcome.client]
+            self.sent += tensor_bytes(order.payload)
+            line: dict[str, Any] = {"client": outcome.client, "sent": names.get(order.spec, "")}
+            if isinstance(outcome, ClientUpdate):
+                self.back += tensor_bytes(outcome.payload)
+                self.trained += 1
+                self.pruned += outcome.spec != order.spec
+                self.losses.append((outcome.metrics["loss"], outcome.num_examples))
+                line |= {"trained": names.get(outcome.spec, ""), "examples": outcome.num_examples, **outcome.metrics}
+            else:
+                where = f"round {outcome.round + 1}, client {outcome.client}"
+                log.warning("%s: failed to %s: %s", where, outcome.stage, outcome.reason)
+                line |= {"failure": f"{outcome.stage}: {outcome.reason}"}
+            self.clients.append(line)
+            yield outcome
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes count 4 per parameter of what is sent and brought back; waste is the share that was sent in vain
+        (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent)."""
+        out = {
+            "bytes_down": float(self.sent),
+            "bytes_up": float(self.back),
+            "waste": 1 - self.back / self.sent if self.sent else 0.0,
+            "clients_trained": float(self.trained),
+            "clients_pruned": float(self.pruned),
+            "clients_failed": float(len(self.clients) - self.trained),
+        }
+        if self.losses:
+            out["train_loss"] = sum(loss * n for loss, n in self.losses) / sum(n for _, n in self.losses)
+        return out

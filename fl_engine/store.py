@@ -1,0 +1,102 @@
+"""The run store: keys to bytes. A key is a relative path with forward slashes.
+
+A write is atomic and durable when it returns: a reader, or a process started after a kill, sees the old bytes or the
+new ones, never a part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import safetensors.torch
+from safetensors import SafetensorError
+
+from fl_engine.errors import IntegrityError
+from fl_engine.types import Params
+
+
+class Store(Protocol):
+    def put(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes:
+        """Raises IntegrityError where the key does not exist."""
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys that start with `prefix`, sorted."""
+
+    def delete(self, key: str) -> None:
+        """Deleting what does not exist is no error: a kill may have come between two deletions."""
+
+    def uri(self, key: str = "") -> str: ...
+
+
+class FolderStore:
+    """A store in a folder of the local file system."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    def put(self, key: str, value: bytes) -> None:
+        path = self.root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        with open(part, "wb") as file:
+            file.write(value)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def get(self, key: str) -> bytes:
+        try:
+            return (self.root / key).read_bytes()
+        except FileNotFoundError:
+            raise IntegrityError(f"{self.uri(key)} is missing from the run store") from None
+
+    def list(self, prefix: str) -> list[str]:
+        base = self.root / prefix.rpartition("/")[0]
+        if not base.is_dir():
+            return []
+        keys = (p.relative_to(self.root).as_posix() for p in base.rglob("*") if p.is_file())
+        return sorted(k for k in keys if k.startswith(prefix) and not k.endswith(".part"))
+
+    def delete(self, key: str) -> None:
+        path = self.root / key
+        path.unlink(missing_ok=True)
+        if path.parent != self.root and path.parent.is_dir() and not any(path.parent.iterdir()):
+            path.parent.rmdir()
+
+    def uri(self, key: str = "") -> str:
+        return str(self.root / key)
+
+
+def sha256(value: bytes) -> str:
+    return hashlib.sha256(value).hexdigest()
+
+
+def encode(tensors: Params, metadata: Mapping[str, str] | None = None) -> bytes:
+    """safetensors bytes: a length, a JSON header, the raw tensors. The same tensors give the same bytes."""
+    value: bytes = safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}, dict(metadata or {}))
+    return value
+
+
+def decode(value: bytes, name: str) -> Params:
+    """Raises IntegrityError naming the file where the bytes are no safetensors."""
+    try:
+        tensors: Params = safetensors.torch.load(value)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise IntegrityError(f"{name} cannot be read as safetensors: {error}") from error
+    return tensors
+
+
+def tensor_bytes(tensors: Params) -> int:
+    """What a transfer of these tensors costs, headers apart."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -1,0 +1,297 @@
+"""What every network has to hold, for pytest: subclass `ModelSuite`, give it a `family` fixture, done.
+
+    class TestModels(ModelSuite):
+        @pytest.fixture(params=sorted(MODELS))
+        def family(self, request): ...
+
+Use few channels: the suite runs each network some hundred times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fl_engine import slicing
+from fl_engine.errors import ModelError
+from fl_engine.slicing import take
+from fl_engine.types import FULL, ModelFamily, ParamLayout, Params, Prunable, SubmodelSpec
+
+# A family is immutable, so sharing it between examples is safe, whatever the scope of the fixture.
+law = settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.differing_executors,
+        HealthCheck.too_slow,
+    ],
+)
+
+
+# ---------------------------------------------------------------------------------------- making things up
+@st.composite
+def specs(draw: st.DrawFn, family: ModelFamily, inside: SubmodelSpec = FULL) -> SubmodelSpec:
+    """Any sub-model of `inside`: of each group all, a prefix, or any channels; some blocks dropped."""
+    layout = family.layout()
+    keep: dict[str, Sequence[int]] = {}
+    for group in layout.groups:
+        channels = _channels(layout, inside, group)
+        kind = draw(st.sampled_from(("all", "prefix", "some")))
+        if kind == "prefix":
+            channels = channels[: draw(st.integers(1, len(channels)))]
+        elif kind == "some":
+            places = draw(st.sets(st.integers(0, len(channels) - 1), min_size=1))
+            channels = [channels[place] for place in sorted(places)]
+        keep[group] = channels
+    drops = [b for b in droppable(family) if draw(st.integers(0, 3)) == 0]
+    blocks = [b for b in layout.blocks if layout.has_block(inside, b) and b not in drops]
+    return SubmodelSpec.of(keep, None if len(blocks) == len(layout.blocks) else blocks)
+
+
+@lru_cache(maxsize=32)
+def droppable(family: ModelFamily) -> tuple[str, ...]:
+    """The blocks without which the network can still be built."""
+    blocks = family.layout().blocks
+    return tuple(block for block in blocks if _built(family, _without(blocks, block)) is not None)
+
+
+def _without(blocks: Sequence[str], block: str) -> SubmodelSpec:
+    return SubmodelSpec.of({}, [b for b in blocks if b != block])
+
+
+def _built(family: ModelFamily, spec: SubmodelSpec) -> nn.Module | None:
+    try:
+        with torch.device("meta"):
+            return family.module(spec)
+    except ModelError:
+        return None
+
+
+def _channels(layout: ParamLayout, spec: SubmodelSpec, group: str) -> list[int]:
+    keep = layout.indices(spec, group)
+    return list(range(keep)) if isinstance(keep, int) else list(keep)
+
+
+@lru_cache(maxsize=32)
+def random_params(family: ModelFamily) -> Params:
+    """The full network in double precision, with random biases, affine parameters and statistics: the zeros
+    and ones of a fresh one would hide a channel that is not where it should be. Never change it in place."""
+    generator = torch.Generator().manual_seed(7)
+    params = {}
+    for name, tensor in slicing.initial_params(family, seed=7).items():
+        if tensor.dim() > 1:
+            params[name] = tensor.double()
+            continue
+        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+        params[name] = noise + 0.5 if name.endswith("running_var") else noise - 0.3
+    return params
+
+
+def images(family: ModelFamily, count: int) -> Tensor:
+    return torch.randn(count, *family.input_chw, generator=torch.Generator().manual_seed(11))
+
+
+def kept_mask(layout: ParamLayout, spec: SubmodelSpec, name: str, shape: torch.Size) -> Tensor:
+    """Which elements of a parameter a sub-model keeps: by the definition of an axis, not by way of `take`."""
+    slot = layout.slots[name]
+    mask = torch.full(shape, layout.has_block(spec, slot.block))
+    for dim, axis in enumerate(slot.axes):
+        if axis.group is not None:
+            channel = torch.arange(shape[dim]) // axis.repeat
+            kept = torch.isin(channel, torch.tensor(_channels(layout, spec, axis.group)))
+            mask &= kept.view([-1 if d == dim else 1 for d in range(len(shape))])
+    return mask
+
+
+def assert_same(left: Params, right: Params) -> None:
+    assert list(left) == list(right)
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+# ------------------------------------------------------------------------------------------------ the suite
+class ModelSuite:
+    """Needs a fixture `family`: a `ModelFamily`. `static` may be overridden."""
+
+    def static(self, family: ModelFamily) -> ModelFamily:
+        """The same network on given statistics, for the law that compares a slice with the zeroed network:
+        the option `norm="static"` where there is one."""
+        return _replaced(family, norm="static") if hasattr(family, "norm") else family
+
+    # --- the full network
+    def test_state_and_layout_agree_in_names_order_and_sizes(self, family: ModelFamily) -> None:
+        for variant in (family, self.static(family)):
+            layout, state = variant.layout(), slicing.full_shapes(variant)
+            assert list(state) == list(layout.slots)
+            for name, slot in layout.slots.items():
+                assert len(slot.axes) == len(state[name]), name
+                for size, axis in zip(state[name], slot.axes, strict=True):
+                    assert axis.group is None or size == layout.groups[axis.group] * axis.repeat, name
+
+    def test_the_classes_are_a_group(self, family: ModelFamily) -> None:
+        assert family.layout().groups["classes"] == family.classes
+
+    def test_a_family_is_a_value(self, family: ModelFamily) -> None:
+        assert _replaced(family) == family
+        assert hash(_replaced(family)) == hash(family)
+        assert min(family.input_chw[1:]) >= family.min_hw
+
+    def test_forward_gives_one_logit_per_class_that_depends_on_the_image(self, family: ModelFamily) -> None:
+        with torch.no_grad():
+            logits = family.module().eval()(images(family, 3))
+        assert logits.shape == (3, family.classes)
+        assert torch.isfinite(logits).all()
+        assert not torch.equal(logits[0], logits[1])
+
+    def test_gradients_reach_every_parameter(self, family: ModelFamily) -> None:
+        module = family.module().train()
+        module(images(family, 4)).square().sum().backward()
+        assert [name for name, p in module.named_parameters() if p.grad is None] == []
+
+    def test_static_statistics_move_in_training_only(self, family: ModelFamily) -> None:
+        module = self.static(family).module()
+        before = {name: b.clone() for name, b in module.named_buffers()}
+        module.eval()(images(family, 4))
+        assert_same(before, dict(module.named_buffers()))
+        module.train()(images(family, 4))
+        assert all(not torch.equal(before[name], b) for name, b in module.named_buffers())
+
+    def test_a_batch_normalised_network_keeps_no_statistics(self, family: ModelFamily) -> None:
+        module = family.module()
+        stateful = {name for name, _ in module.named_buffers()} - set(family.layout().slots)
+        assert stateful == set(), "buffers that no sub-model would carry"
+
+    # --- sub-networks
+    @law
+    @given(data=st.data())
+    def test_a_sub_network_has_the_slices_shapes(self, family: ModelFamily, data: st.DataObject) -> None:
+        spec = data.draw(specs(family))
+        layout, full = family.layout(), slicing.full_shapes(family)
+        with torch.device("meta"):
+            state = family.module(spec).state_dict()
+        module_shapes = {name: tuple(t.shape) for name, t in state.items()}
+        assert list(module_shapes.items()) == list(slicing.shapes(layout, spec, full).items())
+        slices = take(random_params(family), layout, spec)
+        assert list(module_shapes.items()) == [(name, tuple(t.shape)) for name, t in slices.items()]
+        assert slicing.count_params(family, spec) == sum(t.numel() for t in state.values())
+
+    @law
+    @given(data=st.data())
+    def test_a_slice_is_what_the_axes_say(self, family: ModelFamily, data: st.DataObject) -> None:
+        spec = data.draw(specs(family))
+        layout, params = family.layout(), random_params(family)
+        for name, tensor in take(params, layout, spec).items():
+            mask = kept_mask(layout, spec, name, params[name].shape)
+            assert torch.equal(tensor.flatten(), params[name][mask]), name
+
+    @law
+    @given(data=st.data())
+    def test_narrowing_composes(self, family: ModelFamily, data: st.DataObject) -> None:
+        layout, params = family.layout(), random_params(family)
+        outer = data.draw(specs(family))
+        inner = data.draw(specs(family, inside=outer))
+        assert slicing.contains(layout, outer, inner)
+        assert_same(take(take(params, layout, outer), layout, inner, have=outer), take(params, layout, inner))
+
+    @law
+    @given(data=st.data())
+    def test_a_slice_runs_like_the_full_network_with_the_rest_zeroed(
+        self, family: ModelFamily, data: st.DataObject
+    ) -> None:
+        static = self.static(family)
+        spec = data.draw(specs(static))
+        layout, params, x = static.layout(), random_params(static), images(static, 2).double()
+        buffers = {name for name, _ in static.module().named_buffers()}
+        zeroed = {
+            name: t if name in buffers else t * kept_mask(layout, spec, name, t.shape)
+            for name, t in params.items()
+        }
+        with torch.no_grad():
+            sub = slicing.runnable(static, spec, take(params, layout, spec)).eval()(x)
+            full = slicing.runnable(static, FULL, zeroed).eval()(x)
+        torch.testing.assert_close(sub, full[:, _channels(layout, spec, "classes")], rtol=1e-7, atol=1e-9)
+
+    def test_a_smaller_network_costs_less(self, family: ModelFamily) -> None:
+        layout = family.layout()
+        half = SubmodelSpec.of({g: max(1, n // 2) for g, n in layout.groups.items() if g != "classes"})
+        assert 0 < slicing.count_params(family, half) < slicing.count_params(family)
+        assert 0 < slicing.count_macs(family, half) < slicing.count_macs(family)
+
+    def test_a_block_is_skipped_or_its_absence_refused_by_name(self, family: ModelFamily) -> None:
+        layout = family.layout()
+        for block in layout.blocks:
+            spec = _without(layout.blocks, block)
+            if block not in droppable(family):
+                with pytest.raises(ModelError, match=f"'{block}'"):
+                    family.module(spec)
+                continue
+            with torch.no_grad():
+                assert family.module(spec).eval()(images(family, 2)).shape == (2, family.classes)
+
+    def test_a_slice_out_of_range_is_an_error(self, family: ModelFamily) -> None:
+        layout, params = family.layout(), random_params(family)
+        for group, size in layout.groups.items():
+            wrong: list[int | tuple[int, ...]] = [size + 1, (0, size)]
+            for keep in wrong:
+                with pytest.raises(ModelError, match=f"'{group}'.*{size}"):
+                    take(params, layout, SubmodelSpec.of({group: keep}))
+                with pytest.raises(ModelError, match=f"'{group}'.*{size}"):
+                    family.module(SubmodelSpec.of({group: keep}))
+
+    # --- what a pool prunes
+    def test_prunable_layers_are_groups_in_network_order(self, family: ModelFamily) -> None:
+        groups = [layer.group for layer in family.prunable()]
+        assert groups
+        assert groups == [g for g in family.layout().groups if g in groups], "unknown, twice, or out of order"
+        assert "classes" not in groups
+
+    def test_prunable_parameters_are_disjoint_and_leave_the_classifier_out(self, family: ModelFamily) -> None:
+        layout = family.layout()
+        covered = [_covered(layout, layer) for layer in family.prunable()]
+        assert all(covered)
+        assert all(not a & b for a, b in combinations(covered, 2))
+        for layer, names in zip(family.prunable(), covered, strict=True):
+            unused = [prefix for prefix in layer.params if not any(n.startswith(prefix) for n in names)]
+            assert unused == []
+            governing = {axis.group for name in names for axis in layout.slots[name].axes}
+            assert layer.group in governing
+            assert "classes" not in governing
+
+    def test_prunable_activations_are_all_relus_of_the_layer(self, family: ModelFamily) -> None:
+        relus = [name for name, m in family.module().named_modules() if isinstance(m, nn.ReLU | nn.ReLU6)]
+        for layer in family.prunable():
+            assert sorted(layer.activations) == sorted(r for r in relus if r.startswith(layer.params))
+
+    def test_prunable_activations_are_disjoint_and_run_once(self, family: ModelFamily) -> None:
+        names = [name for layer in family.prunable() for name in layer.activations]
+        assert all(layer.activations for layer in family.prunable())
+        assert len(names) == len(set(names))
+        module, runs = family.module().eval(), dict.fromkeys(names, 0)
+
+        def count(name: str) -> None:
+            runs[name] += 1
+
+        for name in names:
+            module.get_submodule(name).register_forward_hook(lambda *_, name=name: count(name))
+        with torch.no_grad():
+            module(images(family, 2))
+        assert runs == dict.fromkeys(names, 1)
+
+
+def _replaced(family: Any, **changes: Any) -> ModelFamily:
+    replaced: ModelFamily = dataclasses.replace(family, **changes)
+    return replaced
+
+
+def _covered(layout: ParamLayout, layer: Prunable) -> set[str]:
+    return {name for name in layout.slots if name.startswith(layer.params)}

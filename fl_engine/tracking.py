@@ -1,0 +1,189 @@
+"""Where measurements go: MLflow, the console, memory. Called after the ledger's commit, never before."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fl_engine.errors import ConfigError, EnvironmentFailure
+from fl_engine.types import Tracker
+
+log = logging.getLogger("flexfleet")
+
+MLFLOW_BATCH = 1000
+MLFLOW_PARAM_CHARS = 6000
+
+
+class Memory:
+    """Keeps everything, for tests and notebooks."""
+
+    def __init__(self) -> None:
+        self.logged_params: dict[str, Any] = {}
+        self.rows: dict[int, dict[str, float]] = {}
+        self.artifacts: list[str] = []
+        self.status: str | None = None
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        self.logged_params.update(values)
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        self.rows.update({step: dict(values) for step, values in rows})
+
+    def artifact(self, path: str) -> None:
+        self.artifacts.append(path)
+
+    def finish(self, status: str) -> None:
+        self.status = status
+
+
+class Console:
+    """A bar on a terminal, a line per round in a log; both on stderr."""
+
+    def __init__(self, total: int, done: int = 0) -> None:
+        self._total = total
+        self._bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=done, unit="round", file=sys.stderr)
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        pass
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        for step, values in rows:
+            if self._bar is not None:
+                if step > self._bar.n:
+                    self._bar.update(step - self._bar.n)
+                self._bar.set_postfix_str(_brief(values))
+            else:
+                log.info("round %d/%d  %s", step, self._total, _brief(values))
+
+    def artifact(self, path: str) -> None:
+        pass
+
+    def finish(self, status: str) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _brief(values: Mapping[str, float]) -> str:
+    parts = [f"{k} {100 * values[k]:.1f} %" for k in ("avg", "full") if k in values]
+    parts.append(f"loss {values['train_loss']:.3f}" if "train_loss" in values else "no client trained")
+    counts = "/".join(str(int(values[f"clients_{k}"])) for k in ("trained", "pruned", "failed"))
+    return "  ".join([*parts, f"trained/pruned/failed {counts}", f"{values['seconds_round']:.1f} s"])
+
+
+class MLflow:
+    """One flat run; step = round. A resumed run goes on in the same MLflow run and skips steps already there."""
+
+    def __init__(
+        self, uri: str, experiment: str, name: str, tags: Mapping[str, str], run_id: str | None = None
+    ) -> None:
+        try:
+            import mlflow
+            from mlflow.exceptions import MlflowException
+        except ImportError as error:
+            raise EnvironmentFailure(
+                "tracking.mlflow is set, but mlflow is not installed: pip install 'flexfleet[tracking]', "
+                "or --set tracking.mlflow=null"
+            ) from error
+        # Alembic tells of every table that it creates on first use.
+        for noisy in ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        try:
+            self._client = mlflow.MlflowClient(tracking_uri=uri)
+            found = self._client.get_experiment_by_name(experiment)
+            self.experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
+            run = self._client.get_run(run_id) if run_id else None
+            if run is None:
+                run = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags))
+            else:
+                self._client.update_run(run.info.run_id, status="RUNNING")
+        except MlflowException as error:
+            raise ConfigError(f"tracking.mlflow = {uri!r} cannot be used: {error.message}") from error
+        self.run_id: str = run.info.run_id
+        logged = self._client.get_metric_history(self.run_id, "seconds_round")
+        self._last_step = max((int(m.step) for m in logged), default=0)
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        known = self._client.get_run(self.run_id).data.params
+        new = {k: str(v)[:MLFLOW_PARAM_CHARS] for k, v in values.items() if k not in known}
+        for chunk in _chunks([Param(k, v) for k, v in new.items()], 100):
+            self._client.log_batch(self.run_id, params=chunk)
+
+    def tags(self, values: Mapping[str, str]) -> None:
+        for key, value in values.items():
+            self._client.set_tag(self.run_id, key, value)
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        import time
+
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        new = [(step, values) for step, values in rows if step > self._last_step]
+        # `seconds_round` last: it marks the step as logged, also when a kill comes between two batches.
+        logged = [
+            Metric(key, values[key], now, step)
+            for step, values in new
+            for key in sorted(values, key=lambda k: (k == "seconds_round", k))
+        ]
+        for chunk in _chunks(logged, MLFLOW_BATCH):
+            self._client.log_batch(self.run_id, metrics=chunk)
+        self._last_step = max([self._last_step, *(step for step, _ in new)])
+
+    def table(self, columns: Mapping[str, Sequence[Any]], name: str) -> None:
+        self._client.log_table(self.run_id, dict(columns), name)
+
+    def artifact(self, path: str) -> None:
+        self._client.log_artifact(self.run_id, path)
+
+    def finish(self, status: str) -> None:
+        self._client.set_terminated(self.run_id, status)
+
+
+def _chunks(items: list[Any], size: int) -> list[list[Any]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+class Several:
+    """Passes everything on to each of several trackers."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        for t in self._trackers:
+            t.params(values)
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        for t in self._trackers:
+            t.metrics(rows)
+
+    def artifact(self, path: str) -> None:
+        for t in self._trackers:
+            t.artifact(path)
+
+    def finish(self, status: str) -> None:
+        for t in self._trackers:
+            t.finish(status)
+
+
+def log_outcome(
+    uri: str, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str], files: Sequence[str]
+) -> None:
+    """Adds final figures, tags and files to a run that has ended."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    for key, value in metrics.items():
+        client.log_metric(run_id, key, value)
+    for key, text in tags.items():
+        client.set_tag(run_id, key, text)
+    for path in files:
+        client.log_artifact(run_id, path)
