@@ -139,7 +139,8 @@ def initial_params(family: ModelFamily, seed: int) -> Params:
 
 
 def runnable(family: ModelFamily, spec: SubmodelSpec, params: Params) -> nn.Module:
-    """The sub-network that uses `params` (already sliced) as its own storage."""
+    """The sub-network with `params` (already sliced) as its storage: training it writes into them, so whoever trains
+    clones first."""
     with torch.device("meta"):
         module = family.module(spec)
     try:

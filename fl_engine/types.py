@@ -119,7 +119,7 @@ class SubmodelSpec:
     @staticmethod
     def of(keep: Mapping[str, int | Iterable[int]], blocks: Iterable[str] | None = None) -> SubmodelSpec:
         pairs = tuple(sorted((group, _canonical(group, value)) for group, value in keep.items()))
-        return SubmodelSpec(pairs, None if blocks is None else tuple(blocks))
+        return SubmodelSpec(pairs, None if blocks is None else tuple(sorted(set(blocks))))
 
     @cached_property
     def kept(self) -> dict[str, Keep]:

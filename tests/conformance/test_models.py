@@ -1,0 +1,39 @@
+"""Every network of the registry, small, against the laws that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fl_engine.models import MODELS
+from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.resnet import ResNet18, ResNet34
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.vgg16 import VGG16
+from fl_engine.testing.models import ModelSuite
+from fl_engine.types import ModelFamily
+
+# VGG16 is not square, and larger than it must be, so that its flatten has a repeat.
+SMALL: dict[str, ModelFamily] = {
+    "small_cnn": SmallCNN((1, 8, 8), 10, width=0.5),
+    "vgg16": VGG16((3, 32, 64), 4, fc=(64, 64), width=0.125),
+    "resnet18": ResNet18((3, 12, 9), 5, width=0.1),
+    "resnet34": ResNet34((1, 9, 9), 3, width=0.1),
+    "mobilenetv2": MobileNetV2((2, 17, 20), 6, width=0.15),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class TestModels(ModelSuite):
+    @pytest.fixture(params=sorted(MODELS))
+    def family(self, request: pytest.FixtureRequest) -> ModelFamily:
+        return SMALL[request.param]

@@ -1,0 +1,414 @@
+"""The official file formats, on small files made here; downloads, from file:// addresses; pad and subset."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import logging
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from fl_engine.datasets import (
+    DATASETS,
+    cifar10,
+    data_root,
+    digits,
+    fashion_mnist,
+    files,
+    fingerprint,
+    pad,
+    subset,
+)
+from fl_engine.datasets.files import Remote
+from fl_engine.errors import DataError
+from fl_engine.types import Data
+
+RECORDS = 20
+
+
+def md5(content: bytes) -> str:
+    return "md5:" + hashlib.md5(content).hexdigest()
+
+
+def tiny(samples: int = 100, side: int = 5, natural: bool = False) -> Data:
+    """Two parts of 4 classes; pixel values say which sample they belong to."""
+    x = (
+        (torch.arange(samples) % 250 + 1)
+        .to(torch.uint8)
+        .view(-1, 1, 1, 1)
+        .expand(-1, 1, side, side)
+        .contiguous()
+    )
+    y = torch.arange(samples) % 4
+    groups = torch.arange(samples) // 10 if natural else None
+    return Data("tiny", 4, x, y, x[:40].clone(), y[:40].clone(), (0.5,), (0.25,), groups)
+
+
+# ------------------------------------------------------------------------------------------- Fashion-MNIST
+def idx(values: NDArray[np.uint8]) -> bytes:
+    header = bytes((0, 0, 8, values.ndim)) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+    return header + values.tobytes()
+
+
+@pytest.fixture
+def fashion(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "fashion-mnist"
+    folder.mkdir()
+    for part, samples in (("train", 30), ("t10k", 10)):
+        images = rng.integers(0, 256, (samples, 28, 28), dtype=np.uint8)
+        labels = (np.arange(samples) % 10).astype(np.uint8)
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
+    return tmp_path
+
+
+def rewrite(root: Path, name: str, content: bytes) -> str:
+    (root / "fashion-mnist" / name).write_bytes(gzip.compress(content))
+    return name
+
+
+def unzipped(root: Path, name: str) -> bytes:
+    return gzip.decompress((root / "fashion-mnist" / name).read_bytes())
+
+
+def test_fashion_mnist_reads_what_the_files_say(fashion: Path) -> None:
+    data = fashion_mnist.load(fashion, {})
+    assert data.train_x.shape == (30, 1, 28, 28)
+    assert data.test_x.shape == (10, 1, 28, 28)
+    assert data.test_y.tolist() == list(range(10))
+    pixels = unzipped(fashion, "train-images-idx3-ubyte.gz")[16:]
+    assert data.train_x.numpy().tobytes() == pixels
+
+
+def test_fashion_mnist_checks_the_official_checksums(fashion: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"train-images.*expected md5 8d4fb7e6c.*found \w{32}.*delete it and fetch"
+    ):
+        fashion_mnist.load(fashion)
+
+
+def test_fashion_mnist_says_which_files_are_missing_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        fashion_mnist.load(tmp_path)
+    text = str(error.value)
+    for name in fashion_mnist.CHECKSUMS:
+        assert str(tmp_path / "fashion-mnist" / name) in text
+    assert "flexfleet fetch fashion_mnist" in text
+    assert fashion_mnist.URL in text
+    assert "FLEXFLEET_DATA" in text
+
+
+def test_fashion_mnist_refuses_another_magic_number(fashion: Path) -> None:
+    name = rewrite(fashion, "train-labels-idx1-ubyte.gz", unzipped(fashion, "train-images-idx3-ubyte.gz"))
+    with pytest.raises(
+        DataError, match=f"{name}.*expected the idx magic number 0x00000801.*found 0x00000803"
+    ):
+        fashion_mnist.load(fashion, {})
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"), [(3, "found 0x000008"), (9, "header of 16 bytes, found 9"), (500, "found 500")]
+)
+def test_fashion_mnist_refuses_a_truncated_idx_file(fashion: Path, keep: int, message: str) -> None:
+    name = "t10k-images-idx3-ubyte.gz"
+    rewrite(fashion, name, unzipped(fashion, name)[:keep])
+    with pytest.raises(DataError, match=f"{name}.*{message}"):
+        fashion_mnist.load(fashion, {})
+
+
+def test_fashion_mnist_refuses_surplus_bytes(fashion: Path) -> None:
+    name = "t10k-labels-idx1-ubyte.gz"
+    rewrite(fashion, name, unzipped(fashion, name) + b"\0")
+    with pytest.raises(DataError, match="says 10 values, so 18 bytes; found 19"):
+        fashion_mnist.load(fashion, {})
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda c: c[:-20], lambda c: b"no gzip", lambda c: c[:30] + b"\xff" * 30 + c[60:]]
+)
+def test_fashion_mnist_refuses_a_damaged_gzip_file(fashion: Path, damage: object) -> None:
+    path = fashion / "fashion-mnist" / "train-images-idx3-ubyte.gz"
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz: expected a gzip file"):
+        fashion_mnist.load(fashion, {})
+
+
+def test_fashion_mnist_refuses_labels_out_of_range(fashion: Path) -> None:
+    rewrite(fashion, "train-labels-idx1-ubyte.gz", idx(np.full(30, 10, dtype=np.uint8)))
+    with pytest.raises(DataError, match=r"expected labels 0\.\.9, found 10 at sample 0 \(30 such"):
+        fashion_mnist.load(fashion, {})
+
+
+def test_fashion_mnist_refuses_other_sizes_and_counts(fashion: Path) -> None:
+    rewrite(fashion, "train-labels-idx1-ubyte.gz", idx(np.zeros(29, dtype=np.uint8)))
+    with pytest.raises(DataError, match=r"expected 30 labels.*found 29"):
+        fashion_mnist.load(fashion, {})
+    rewrite(fashion, "train-images-idx3-ubyte.gz", idx(np.zeros((30, 28, 27), dtype=np.uint8)))
+    with pytest.raises(DataError, match=r"expected images of 28 x 28, found 28 x 27"):
+        fashion_mnist.load(fashion, {})
+
+
+# ------------------------------------------------------------------------------------------------ CIFAR-10
+@pytest.fixture
+def cifar(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "cifar10" / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    for name in (*cifar10.TRAIN, *cifar10.TEST):
+        records = rng.integers(0, 256, (RECORDS, 3073), dtype=np.uint8)
+        records[:, 0] = np.arange(RECORDS) % 10
+        (folder / name).write_bytes(records.tobytes())
+    return tmp_path
+
+
+def batch(root: Path, name: str) -> Path:
+    return root / "cifar10" / "cifar-10-batches-bin" / name
+
+
+def test_cifar10_reads_what_the_files_say(cifar: Path) -> None:
+    data = cifar10.load(cifar, {}, RECORDS)
+    assert data.train_x.shape == (5 * RECORDS, 3, 32, 32)
+    assert data.test_x.shape == (RECORDS, 3, 32, 32)
+    assert data.train_y[:12].tolist() == [*range(10), 0, 1]
+    # Record 1 of batch 3: one label, then 1,024 bytes each of red, green and blue, row by row.
+    record = batch(cifar, "data_batch_3.bin").read_bytes()[3073 : 2 * 3073]
+    image = data.train_x[2 * RECORDS + 1]
+    assert int(image[0, 0, 0]) == record[1]
+    assert int(image[1, 0, 5]) == record[1 + 1024 + 5]
+    assert int(image[2, 31, 30]) == record[1 + 2048 + 31 * 32 + 30]
+
+
+def test_cifar10_checks_the_official_checksums(cifar: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"data_batch_1\.bin: expected sha1 aadd24ac.*found \w{40}.*delete it and fetch"
+    ):
+        cifar10.load(cifar, records=RECORDS)
+
+
+def test_cifar10_says_which_files_are_missing_and_what_to_do(cifar: Path) -> None:
+    batch(cifar, "test_batch.bin").unlink()
+    with pytest.raises(
+        DataError, match=r"1 of 6 files.*test_batch\.bin\. Run `flexfleet fetch cifar10`, or download https"
+    ):
+        cifar10.load(cifar, {}, RECORDS)
+
+
+@pytest.mark.parametrize("name", ["data_batch_4.bin", "test_batch.bin"])
+@pytest.mark.parametrize("size", [0, RECORDS * 3073 - 1, (RECORDS - 1) * 3073, RECORDS * 3073 + 1])
+def test_cifar10_refuses_another_size(cifar: Path, name: str, size: int) -> None:
+    path = batch(cifar, name)
+    path.write_bytes((path.read_bytes() + b"\0")[:size])
+    with pytest.raises(DataError, match=f"{name}: expected {RECORDS} records of 3073 bytes .* found {size}:"):
+        cifar10.load(cifar, {}, RECORDS)
+
+
+def test_cifar10_wants_ten_thousand_records(cifar: Path) -> None:
+    with pytest.raises(DataError, match="expected 10000 records"):
+        cifar10.load(cifar, {})
+
+
+@pytest.mark.parametrize("name", ["data_batch_5.bin", "test_batch.bin"])
+def test_cifar10_refuses_labels_out_of_range(cifar: Path, name: str) -> None:
+    content = bytearray(batch(cifar, name).read_bytes())
+    content[7 * 3073] = 255
+    batch(cifar, name).write_bytes(bytes(content))
+    with pytest.raises(DataError, match=rf"{name}: expected labels 0\.\.9, found 255 at sample 7 \(1 such"):
+        cifar10.load(cifar, {}, RECORDS)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"{tmp_path}: cannot be read"):
+        files.read(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- digits
+def test_digits_are_the_same_on_every_machine(tmp_path: Path) -> None:
+    data = digits.load(tmp_path)
+    assert (len(data.train_x), len(data.test_x)) == (1438, 359)
+    assert (int(data.train_x.min()), int(data.train_x.max())) == (0, 255)
+    assert fingerprint(data) == "2f49af9d730c20fca5f4b7950528b680ba38d4f55a65c04f577698ba74382eda"
+    every, test = torch.cat((data.train_y, data.test_y)).bincount(), data.test_y.bincount()
+    assert (test - every / 5).abs().max() < 1
+
+
+# ---------------------------------------------------------------------------------------------- downloads
+def test_download_keeps_what_is_right_and_logs_progress(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "CHUNK", 64)
+    content = bytes(range(256))
+    (tmp_path / "there").write_bytes(content)
+    remote = Remote((tmp_path / "there").as_uri(), "here", md5(content))
+    with caplog.at_level(logging.INFO):
+        path = files.download(remote, tmp_path / "new" / "folder")
+    assert path == tmp_path / "new" / "folder" / "here"
+    assert path.read_bytes() == content
+    assert [message.split()[1] for message in caplog.messages] == ["25", "50", "75", "100"]
+    (tmp_path / "there").unlink()
+    assert files.download(remote, tmp_path / "new" / "folder") == path  # it is there: no address is opened
+
+
+def test_download_keeps_nothing_of_a_wrong_file(tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"other")
+    remote = Remote((tmp_path / "there").as_uri(), "here", md5(b"right"))
+    with pytest.raises(
+        DataError, match=r"there: expected md5 \w+, found \w+ \(5 of 5 bytes\); nothing was kept"
+    ):
+        files.download(remote, tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_download_never_overwrites(tmp_path: Path) -> None:
+    (tmp_path / "here").write_bytes(b"mine")
+    with pytest.raises(DataError, match=r"here: expected md5.*delete it and fetch again"):
+        files.download(Remote("file:///nowhere", "here", md5(b"right")), tmp_path)
+    assert (tmp_path / "here").read_bytes() == b"mine"
+
+
+def test_download_without_network_names_the_address_and_the_place(tmp_path: Path) -> None:
+    remote = Remote("http://127.0.0.1:9/file", "here", md5(b""))
+    with pytest.raises(DataError, match=r"http://127\.0\.0\.1:9/file: download failed.*put it at .*new/here"):
+        files.download(remote, tmp_path / "new")
+
+
+def test_fetch_fashion_mnist_gets_what_is_missing(fashion: Path, tmp_path: Path) -> None:
+    there = fashion / "fashion-mnist"
+    remotes = [Remote(p.as_uri(), p.name, md5(p.read_bytes())) for p in sorted(there.iterdir())]
+    fashion_mnist.fetch(tmp_path / "copy", remotes)
+    checksums = {remote.filename: remote.checksum for remote in remotes}
+    assert fingerprint(fashion_mnist.load(tmp_path / "copy", checksums)) == fingerprint(
+        fashion_mnist.load(fashion, {})
+    )
+
+
+def archive(root: Path, to: Path, names: tuple[str, ...] = (*cifar10.TRAIN, *cifar10.TEST)) -> Remote:
+    """The official archive's layout, with a member that would like to be written elsewhere."""
+    with tarfile.open(to, "w:gz") as tar:
+        evil = tarfile.TarInfo("../evil")
+        evil.size = 4
+        tar.addfile(evil, io.BytesIO(b"evil"))
+        for name in names:
+            tar.add(batch(root, name), f"cifar-10-batches-bin/{name}")
+    return Remote(to.as_uri(), "cifar-10-binary.tar.gz", md5(to.read_bytes()))
+
+
+def test_fetch_cifar10_unpacks_the_batches_and_nothing_else(cifar: Path, tmp_path: Path) -> None:
+    remote, copy = archive(cifar, tmp_path / "there.tar.gz"), tmp_path / "a" / "copy"
+    cifar10.fetch(copy, remote, {})
+    assert fingerprint(cifar10.load(copy, {}, RECORDS)) == fingerprint(cifar10.load(cifar, {}, RECORDS))
+    expected = {copy / file for file in cifar10.FILES} | {copy / "cifar10" / remote.filename}
+    assert {path for path in (tmp_path / "a").rglob("*") if path.is_file()} == expected
+
+    (copy / "cifar10" / remote.filename).unlink()
+    cifar10.fetch(copy, replace(remote, url="file:///nowhere"), {})  # all is there: nothing to download
+    with pytest.raises(DataError, match=r"data_batch_1\.bin: expected sha1"):
+        cifar10.fetch(copy, remote)
+
+
+def test_fetch_cifar10_refuses_an_archive_without_a_batch(cifar: Path, tmp_path: Path) -> None:
+    remote = archive(cifar, tmp_path / "there.tar.gz", cifar10.TRAIN)
+    with pytest.raises(DataError, match=r"cifar-10-binary\.tar\.gz: cannot be unpacked.*test_batch\.bin"):
+        cifar10.fetch(tmp_path / "copy", remote, {})
+
+
+def test_extract_refuses_links_and_damage(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
+        tar.addfile(link)
+    with pytest.raises(DataError, match="link is no plain file"):
+        files.extract(tmp_path / "a.tar", {"link": tmp_path / "out"})
+    (tmp_path / "b.tar").write_bytes(b"no archive")
+    with pytest.raises(DataError, match=r"b\.tar: cannot be unpacked"):
+        files.extract(tmp_path / "b.tar", {"x": tmp_path / "out"})
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt), files.replacing(tmp_path / "file") as out:
+        out.write(b"ne")
+        raise KeyboardInterrupt
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_data_root_is_argument_then_variable_then_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXFLEET_DATA", "/from/variable")
+    assert data_root("/from/argument") == Path("/from/argument")
+    assert data_root() == Path("/from/variable")
+    monkeypatch.delenv("FLEXFLEET_DATA")
+    assert data_root() == Path.home() / ".cache" / "flexfleet" / "data"
+
+
+def test_the_registry_knows_what_is_missing(tmp_path: Path) -> None:
+    assert DATASETS["digits"].missing(tmp_path) == ()
+    assert DATASETS["digits"].fetch is None
+    assert len(DATASETS["cifar10"].missing(tmp_path)) == 6
+
+
+# ------------------------------------------------------------------------- padding, subsets, fingerprint
+def test_pad_centres_on_black() -> None:
+    data = tiny(side=5)
+    padded = pad(data, 8)
+    assert padded.input_chw == (1, 8, 8)
+    assert torch.equal(padded.train_x[:, :, 1:6, 1:6], data.train_x)
+    assert int(padded.test_x.long().sum()) == int(data.test_x.long().sum())
+    assert fingerprint(pad(data, 5)) == fingerprint(data)
+    with pytest.raises(DataError, match="tiny: images of 5 x 5 cannot be padded to 4 x 4"):
+        pad(data, 4)
+
+
+def test_subset_is_stratified_and_keeps_the_writers() -> None:
+    data = tiny(natural=True)
+    small = subset(data, 20, 8, seed=3)
+    assert small.train_y.bincount().tolist() == [5, 5, 5, 5]
+    assert small.test_y.bincount().tolist() == [2, 2, 2, 2]
+    sample = small.train_x[:, 0, 0, 0].long() - 1
+    assert sample.tolist() == sorted(sample.tolist())
+    assert torch.equal(small.train_y, sample % 4)
+    assert small.natural_client is not None
+    assert torch.equal(small.natural_client, sample // 10)
+
+
+def test_subset_is_a_function_of_the_seed() -> None:
+    data = tiny()
+    assert fingerprint(subset(data, 20, None, 3)) == fingerprint(subset(data, 20, None, 3))
+    assert fingerprint(subset(data, 20, None, 3)) != fingerprint(subset(data, 20, None, 4))
+    assert fingerprint(subset(data, None, None, 3)) == fingerprint(data)
+    assert torch.equal(subset(data, 20, 8, 3).test_x, subset(data, 50, 8, 3).test_x)
+
+
+def test_subset_rounds_by_largest_remainder() -> None:
+    labels = np.array([0] * 5 + [1] * 3 + [2] * 2)
+    chosen = files.stratified(labels, 4, np.random.default_rng(0))
+    assert np.bincount(labels[chosen]).tolist() == [2, 1, 1]  # 2.0, 1.2, 0.8
+
+
+@pytest.mark.parametrize(("train", "test"), [(0, None), (101, None), (None, 41), (None, -1)])
+def test_subset_refuses_what_is_not_there(train: int | None, test: int | None) -> None:
+    with pytest.raises(DataError, match="expected 1 to"):
+        subset(tiny(), train, test, 0)
+
+
+def test_fingerprint_sees_everything_that_counts() -> None:
+    data = tiny(natural=True)
+    flipped = data.test_x.clone()
+    flipped[-1, 0, -1, -1] += 1
+    others = [
+        replace(data, test_x=flipped),
+        replace(data, natural_client=None),
+        replace(data, mean=(0.4,)),
+        replace(data, classes=5),
+        replace(data, train_x=data.train_x.view(100, 1, 1, 25), test_x=data.test_x.view(40, 1, 1, 25)),
+    ]
+    assert len({fingerprint(each) for each in [data, *others]}) == 6
+    strided = replace(data, train_x=data.train_x.transpose(2, 3).contiguous().transpose(2, 3))
+    assert fingerprint(strided) == fingerprint(data)

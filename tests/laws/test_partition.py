@@ -1,0 +1,345 @@
+"""Every sample is in exactly one place, by the rule, with the minimum held, and the same on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine import partition as p
+from fl_engine import seeds
+from fl_engine.errors import IntegrityError, PartitionError
+from fl_engine.types import Data
+
+law = settings(max_examples=60, deadline=None)
+
+labels_st = st.lists(st.integers(0, 5), min_size=1, max_size=120).map(lambda y: np.array(y, dtype=np.int64))
+seed_st = st.integers(0, 2**32)
+
+
+def data_of(
+    labels: np.ndarray[Any, np.dtype[np.int64]], classes: int = 10, writers: int | None = None
+) -> Data:
+    y = torch.from_numpy(labels)
+    x = torch.zeros(len(labels), 1, 1, 1, dtype=torch.uint8)
+    natural = None if writers is None else torch.arange(len(labels)) % writers
+    return Data("made", classes, x, y, x[:1], y[:1], (0.0,), (1.0,), natural)
+
+
+TEN = data_of(np.arange(1000) % 10, writers=25)
+
+
+def check_law(parts: tuple[p.Ints, ...], samples: int) -> None:
+    """Each of 0 .. samples - 1 exactly once; every part ascending int64."""
+    for part in parts:
+        assert part.dtype == np.int64
+        assert (np.diff(part) > 0).all()
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(samples))
+
+
+# --------------------------------------------------------------------------------------------------- rules
+@law
+@given(labels_st, st.integers(1, 40), seed_st)
+def test_iid_deals_evenly(labels: p.Ints, clients: int, seed: int) -> None:
+    clients = min(clients, len(labels))
+    parts = p.iid(labels, clients, seeds.rng(seed, "test"))
+    check_law(parts, len(labels))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@law
+@given(labels_st, st.integers(1, 40), st.floats(1e-300, 1e300), st.integers(1, 20), seed_st)
+def test_dirichlet_holds_the_minimum(
+    labels: p.Ints, clients: int, alpha: float, minimum: int, seed: int
+) -> None:
+    clients = min(clients, len(labels))
+    minimum = min(minimum, len(labels) // clients)
+    parts = p.dirichlet(labels, clients, alpha, minimum, seeds.rng(seed, "test"))
+    check_law(parts, len(labels))
+    assert min(map(len, parts)) >= minimum
+
+
+@law
+@given(labels_st, st.integers(1, 40), st.integers(1, 6), seed_st)
+def test_disjoint_labels_gives_exactly_so_many_labels(
+    labels: p.Ints, clients: int, each: int, seed: int
+) -> None:
+    """It fails only where the counting argument says that no such partition exists."""
+    classes, samples = np.unique(labels, return_counts=True)
+    possible = (
+        clients <= len(labels)
+        and each <= len(classes) <= clients * each <= np.minimum(samples, clients).sum()
+    )
+    if not possible:
+        with pytest.raises(PartitionError):
+            p.disjoint_labels(labels, clients, each, seeds.rng(seed, "test"))
+        return
+    parts = p.disjoint_labels(labels, clients, each, seeds.rng(seed, "test"))
+    check_law(parts, len(labels))
+    assert all(len(np.unique(labels[part])) == each for part in parts)
+    for label in classes:  # dealt evenly to its holders
+        held = [int((labels[part] == label).sum()) for part in parts if (labels[part] == label).any()]
+        assert max(held) - min(held) <= 1
+
+
+@law
+@given(st.lists(st.integers(-3, 30), min_size=1, max_size=100), st.integers(1, 40))
+def test_natural_splits_no_group(groups: list[int], clients: int) -> None:
+    array = np.array(groups, dtype=np.int64)
+    clients = min(clients, len(set(groups)))
+    parts = p.natural(array, clients)
+    check_law(parts, len(array))
+    assert len(parts) == clients
+    assert sum(len(np.unique(array[part])) for part in parts) == len(set(groups))
+    assert len(p.natural(array)) == len(set(groups))
+
+
+@law
+@given(st.integers(2, 500), st.floats(0, 1, exclude_max=True), seed_st)
+def test_split_proxy_parts_are_disjoint(samples: int, share: float, seed: int) -> None:
+    size = int(samples * share + 0.5)
+    if share > 0 and size < 2:
+        with pytest.raises(PartitionError, match="raise the share, or set it to 0"):
+            p.split_proxy(samples, share, seeds.rng(seed, "test"))
+        return
+    train, test, rest = p.split_proxy(samples, share, seeds.rng(seed, "test"))
+    check_law((train, test, rest), samples)
+    assert len(train) + len(test) == size
+    if size:
+        assert len(train) >= 1
+        assert len(test) == max(1, int(size * 0.2 + 0.5))
+
+
+def test_alpha_decides_how_uneven_the_classes_are() -> None:
+    """The mean over clients of the largest class's share: near 1 for tiny alpha, near 1/10 for huge."""
+
+    def purity(alpha: float) -> float:
+        counts = p.partition(TEN, "dirichlet", 10, 0, 0, alpha=alpha).counts
+        return float((counts.max(axis=0) / counts.sum(axis=0)).mean())
+
+    assert purity(1e6) < 0.13 < purity(0.3) < 0.6 < purity(0.01)
+
+
+def test_disjoint_labels_share_the_classes_evenly() -> None:
+    counts = p.partition(TEN, "disjoint_labels", 15, 0, 0, labels_per_client=2).counts
+    assert sorted((counts > 0).sum(axis=1).tolist()) == [3] * 10
+    assert ((counts > 0).sum(axis=0) == 2).all()
+
+
+# ----------------------------------------------------------------------------------------------- partition
+CASES: dict[str, dict[str, Any]] = {
+    "iid": {"rule": "iid", "clients": 20, "proxy_share": 0.05, "seed": 7},
+    "dirichlet": {
+        "rule": "dirichlet",
+        "clients": 20,
+        "proxy_share": 0.05,
+        "seed": 7,
+        "alpha": 0.3,
+        "minimum": 15,
+    },
+    "disjoint_labels": {
+        "rule": "disjoint_labels",
+        "clients": 20,
+        "proxy_share": 0.05,
+        "seed": 7,
+        "labels_per_client": 3,
+    },
+    "natural": {"rule": "natural", "clients": 20, "proxy_share": 0.05, "seed": 7},
+}
+GOLDEN = {
+    "iid": "b1adac7e0aae8e93b5aa4900c26183c650c93554802e7880b0eaacfa97e06bba",
+    "dirichlet": "36bf600645dd5d4f7062fefb05d3b0691d80ce8d59c01654b5a54ec95c9596c2",
+    "disjoint_labels": "0e608ffdb410272aa28752b30e6b2ac8eaf59cb5103ff8450c44c1770c6ba637",
+    "natural": "939ae0af49b99ca3445587c7cd5ae339a88a6e0a116040d49e07a6a29dc35e92",
+}
+
+
+def digest(partition: p.Partition) -> str:
+    lists = [part.tolist() for part in (partition.proxy_train, partition.proxy_test, *partition.clients)]
+    return hashlib.sha256(json.dumps(lists).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("rule", p.RULES)
+def test_golden(rule: str) -> None:
+    """The same seed gives the same partition on every machine. A change breaks every stored comparison."""
+    assert digest(p.partition(TEN, **CASES[rule])) == GOLDEN[rule]
+
+
+@pytest.mark.parametrize("rule", p.RULES)
+@given(seed=st.integers(0, 2**63))
+@settings(max_examples=8, deadline=None)
+def test_every_sample_is_in_exactly_one_place(rule: str, seed: int) -> None:
+    arguments = {**CASES[rule], "seed": seed}
+    cut = p.partition(TEN, **arguments)
+    check_law((cut.proxy_train, cut.proxy_test, *cut.clients), 1000)
+    assert (len(cut.proxy_train), len(cut.proxy_test), len(cut.clients)) == (40, 10, 20)
+    assert min(map(len, cut.clients)) >= arguments.get("minimum", 1)
+    assert np.array_equal(cut.counts, p.statistics(cut, TEN.train_y.numpy(), 10))
+    assert cut.counts.sum() == 950
+    assert digest(p.partition(TEN, **arguments)) == digest(cut)
+
+
+def test_the_proxy_is_the_same_for_every_rule_and_another_for_another_seed() -> None:
+    proxies = {digest_of_proxy(p.partition(TEN, **case)) for case in CASES.values()}
+    assert len(proxies) == 1
+    other = p.partition(TEN, **{**CASES["iid"], "seed": 8})
+    assert digest_of_proxy(other) not in proxies
+
+
+def digest_of_proxy(partition: p.Partition) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(partition.proxy_train.tolist()), tuple(partition.proxy_test.tolist())
+
+
+def test_without_a_proxy_all_goes_to_the_clients() -> None:
+    cut = p.partition(TEN, "iid", 10, 0, 1)
+    assert len(cut.proxy_train) == len(cut.proxy_test) == 0
+    assert cut.counts.sum() == 1000
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clients": 951}, "951 clients with at least 1 samples need 951, there are 950; take fewer clients"),
+        ({"clients": 0}, "at least 1 client"),
+        ({"minimum": 0}, "at least 1 client"),
+        ({"minimum": 48}, "20 clients with at least 48 samples need 960, there are 950"),
+        ({"rule": "dirichlet"}, "dirichlet needs alpha"),
+        ({"rule": "dirichlet", "alpha": 0.0}, "alpha must be positive and finite, got 0.0"),
+        ({"rule": "dirichlet", "alpha": -1.0}, "alpha must be positive"),
+        ({"rule": "dirichlet", "alpha": float("nan")}, "alpha must be positive"),
+        ({"rule": "dirichlet", "alpha": float("inf")}, "alpha must be positive"),
+        ({"rule": "dirichlet", "alpha": 1.7e308}, "beyond what floating point can draw; take the rule iid"),
+        ({"rule": "disjoint_labels"}, "needs labels_per_client"),
+        ({"rule": "disjoint_labels", "labels_per_client": 0}, r"must be 1 to 10 \(the classes\), got 0"),
+        ({"rule": "disjoint_labels", "labels_per_client": 11}, r"must be 1 to 10 \(the classes\), got 11"),
+        (
+            {"rule": "disjoint_labels", "labels_per_client": 2, "clients": 4},
+            "4 clients with 2 labels hold at most 8 of 10 classes; take at least 5 clients",
+        ),
+        (
+            {"rule": "disjoint_labels", "labels_per_client": 10, "clients": 500},
+            r"need 5000 \(client, label\) pairs.* allow 950; take fewer",
+        ),
+        ({"rule": "disjoint_labels", "labels_per_client": 2, "minimum": 47}, "fewer than the minimum of 47"),
+        ({"rule": "natural", "clients": 26}, "has 25 groups, so 1 to 25 clients; got 26"),
+        ({"rule": "natural", "minimum": 45}, r"leaves client \d+ \d+ samples, fewer than the minimum of 45"),
+        ({"proxy_share": -0.1}, r"must be in \[0, 1\), got -0.1"),
+        ({"proxy_share": 1.0}, r"must be in \[0, 1\), got 1.0"),
+        ({"proxy_share": float("nan")}, r"must be in \[0, 1\), got nan"),
+        ({"proxy_share": 0.001}, "is 1, but one to train and one to measure are needed"),
+        ({"rule": "dirichelt"}, "no partition rule 'dirichelt'.*did you mean 'dirichlet'"),
+    ],
+)
+def test_what_cannot_be_cut_is_an_error(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        p.partition(TEN, **{**CASES["iid"], **change})
+
+
+def test_natural_needs_to_know_the_source_of_a_sample() -> None:
+    with pytest.raises(PartitionError, match=r"made does not know where a sample comes from.*iid, dirichlet"):
+        p.partition(data_of(np.arange(100) % 10), "natural", 5, 0, 0)
+
+
+def test_the_proxy_needs_a_sensible_test_share() -> None:
+    with pytest.raises(PartitionError, match="test share"):
+        p.split_proxy(100, 0.1, seeds.rng(0, "test"), test_share=1.0)
+
+
+# ------------------------------------------------------------------------------------------------- storage
+def test_saved_and_loaded_are_equal(tmp_path: Path) -> None:
+    for rule, case in CASES.items():
+        cut = p.partition(TEN, **case)
+        assert p.save(cut, tmp_path / rule) == tmp_path / rule / "partition.json"
+        p.save(cut, tmp_path / "again")
+        for name in (p.MANIFEST, p.TENSORS):
+            assert (tmp_path / rule / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+        back = p.load(tmp_path / rule, TEN)
+        assert digest(back) == digest(cut)
+        assert (back.rule, back.parameters, back.data) == (cut.rule, cut.parameters, cut.data)
+        assert np.array_equal(back.counts, cut.counts)
+        assert back.clients[0].dtype == np.int64
+        assert sorted(path.name for path in (tmp_path / rule).iterdir()) == [p.MANIFEST, p.TENSORS]
+    no_proxy = p.partition(TEN, "iid", 10, 0, 1)
+    p.save(no_proxy, tmp_path / "no proxy")
+    assert digest(p.load(tmp_path / "no proxy")) == digest(no_proxy)
+
+
+def test_the_manifest_says_how_the_partition_came_about(tmp_path: Path) -> None:
+    p.save(p.partition(TEN, **CASES["dirichlet"]), tmp_path)
+    manifest = json.loads((tmp_path / p.MANIFEST).read_text())
+    assert manifest["schema_version"] == 1
+    assert manifest["parameters"] == {
+        "clients": 20,
+        "proxy_share": 0.05,
+        "seed": 7,
+        "minimum": 15,
+        "alpha": 0.3,
+    }
+    assert np.array(manifest["class_counts"]).shape == (10, 20)
+    assert manifest["tensors_sha256"] == hashlib.sha256((tmp_path / p.TENSORS).read_bytes()).hexdigest()
+
+
+def test_a_partition_of_other_data_is_refused(tmp_path: Path) -> None:
+    p.save(p.partition(TEN, **CASES["iid"]), tmp_path)
+    with pytest.raises(PartitionError, match="was cut from other data"):
+        p.load(tmp_path, data_of(np.arange(1000) % 10))
+
+
+def test_damage_is_an_integrity_error_that_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(PartitionError, match=r"no partition in .*expected partition\.json"):
+        p.load(tmp_path)
+    p.save(p.partition(TEN, **CASES["iid"]), tmp_path)
+    tensors, manifest = tmp_path / p.TENSORS, tmp_path / p.MANIFEST
+    content, text = tensors.read_bytes(), manifest.read_text()
+
+    tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(IntegrityError, match=r"partition\.safetensors: expected sha256 \w+, found \w+"):
+        p.load(tmp_path)
+    tensors.unlink()
+    with pytest.raises(IntegrityError, match=r"partition\.safetensors: missing"):
+        p.load(tmp_path)
+    tensors.write_bytes(content)
+
+    for wrong in (
+        text[:-20],
+        text.replace('"rule"', '"role"'),
+        text.replace('"schema_version": 1', '"schema_version": 2'),
+    ):
+        assert wrong != text
+        manifest.write_text(wrong)
+        with pytest.raises(IntegrityError, match=r"partition\.json: not a partition manifest"):
+            p.load(tmp_path)
+    value = json.loads(text)
+    value["client_samples"][0] += 1
+    manifest.write_text(json.dumps(value))
+    with pytest.raises(IntegrityError, match=r"partition\.json: client_samples do not add up"):
+        p.load(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- drawing
+def test_draw_writes_the_same_picture_twice(tmp_path: Path) -> None:
+    counts = p.partition(TEN, **CASES["dirichlet"]).counts
+    for name in ("a.svg", "b.svg", "c.png"):
+        p.draw(counts, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(PartitionError, match=r"as \.svg or \.png, got 'd\.pdf'"):
+        p.draw(counts, tmp_path / "d.pdf")
+
+
+def test_importing_brings_in_neither_matplotlib_nor_sklearn() -> None:
+    code = (
+        "import sys, fl_engine.partition, fl_engine.datasets; "
+        "sys.exit(', '.join({'matplotlib', 'sklearn'} & set(sys.modules)) or None)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
