@@ -1,0 +1,35 @@
+# make run     set up, then FlexFL and its control on the bundled digits, through every step
+# make test    set up, then the tests
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# One thread per process: tests and campaigns run side by side.
+export OMP_NUM_THREADS ?= 1
+export DVC_NO_ANALYTICS ?= 1
+
+.PHONY: setup run test lint evidence
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	touch $@
+
+run: setup
+	$(BIN)/flexfleet run --run-id digits-flexfl --resume --set pretrain.reference=true
+	$(BIN)/flexfleet run --run-id digits-all-large --resume --set algorithm.name=all_large
+	$(BIN)/flexfleet report runs/digits-flexfl runs/digits-all-large --out runs/report.html
+	@echo "open MLflow: $(BIN)/mlflow ui --backend-store-uri sqlite:///mlflow.db"
+
+test: setup
+	$(BIN)/python -m pytest --numprocesses 2
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# Real data, an hour on two cores; start it again and it goes on. See docs/evidence.md.
+evidence: setup
+	$(BIN)/python -m benchmarks.evidence
