@@ -34,8 +34,8 @@ COMMON = (
     "training.epochs=1",
     "training.batch_size=20",
     "training.lr=0.05",
-    "training.lr_decay=0.98",
-    "rounds.stop=80",
+    "training.lr_decay=0.99",
+    "rounds.stop=100",
     "rounds.evaluate_every=5",
     f"run.store={STORE}",
 )
@@ -106,7 +106,7 @@ def summarise(results: dict[Cell, dict[str, Any]]) -> str:
         for label in (*MAIN, *ABLATIONS):
             rows = [r for c, r in results.items() if (c.dataset, c.label) == (dataset, label)]
             single = len(rows[0]["metrics"]["levels"]) == 1
-            avg = "–" if single else _spread([100 * r["metrics"]["avg"] for r in rows])
+            avg = "-" if single else _spread([100 * r["metrics"]["avg"] for r in rows])
             full = _spread([100 * r["metrics"]["full"] for r in rows])
             best = [[100 * r["metrics"]["best"][k] for r in rows] for k in ("avg", "full")]
             best_text = _spread(best[1]) if single else f"{_spread(best[0])} / {_spread(best[1])}"

@@ -75,7 +75,7 @@ def learning_curves(runs: Sequence[Series], name: str = "learning-curves") -> st
         for i, (_, rows) in enumerate(runs):
             scored = _scored(rows)
             x, look = [r.round + 1 for r in scored], _look(i, len(scored))
-            axes.plot(x, _percent(scored, "full"), linestyle="--", **look | {"linewidth": 1.2})
+            axes.plot(x, _percent(scored, "full"), linestyle="--", **look | {"linewidth": _thin(len(x)) - 0.5})
             if not single(scored):
                 axes.plot(x, _percent(scored, "avg"), **look)
                 if len(runs) <= MOST_BANDS:
@@ -101,7 +101,7 @@ def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-accuracy") -
             axes.plot([mb for mb, _ in points], _percent(scored, "avg"), linestyle=dash, **_look(i, len(points)))
         _axes(axes, "MB sent, down + up", "test accuracy (%)")
         axes.set_xlim(left=0)
-        axes.xaxis.set_major_formatter("{x:,.4g}")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 10 else f"{x:.3g}")
         _legend(figure, runs, band=False)
 
     return _drawing(name, "Test accuracy against the megabytes sent, a line for each run", _height(runs), paint)
@@ -160,7 +160,8 @@ def level_accuracy(rows: Sequence[Row], levels: Sequence[str], name: str = "leve
         handles = []
         for level in shown:
             having = [r for r in scored if level in _levels(r)]
-            look = {"color": colours[level], "marker": "o" if len(having) < 8 else ""}
+            few = "o" if len(having) < 8 else ""
+            look = {"color": colours[level], "marker": few, "linewidth": _thin(len(having))}
             axes.plot([r.round + 1 for r in having], _percent(having, f"accuracy/{level}"), **look)
             handles.append(_line(**look))
         _axes(axes, "round", "test accuracy (%)", whole_x=True)
@@ -177,7 +178,7 @@ def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
     )
     parts = {
         "trained as sent": (trained - pruned, "#56b4e9"),
-        "pruned on the device, then trained": (pruned, "#0072b2"),
+        "pruned, then trained": (pruned, "#0072b2"),
         "failed": (failed, "#d55e00"),
     }
 
@@ -193,7 +194,8 @@ def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
             axes.stairs(top, edges, baseline=base, fill=True, color=colour, linewidth=0)
             base = top
         _axes(axes, "round", "clients" if step == 1 else f"clients\n(means of {step} rounds)", whole_x=True)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * max(1, *base))
+        axes.yaxis.set_major_locator(_whole())
         axes.margins(x=0)
         axes.grid(axis="x", visible=False)
         _put_legend(figure, [Patch(color=colour) for _, colour in parts.values()], list(parts))
@@ -220,7 +222,8 @@ def level_colours(levels: Sequence[str]) -> dict[str, str]:
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    return dict(zip(levels, map(to_hex, colormaps["viridis"](np.linspace(0.82, 0, len(levels)))), strict=True))
+    places = np.linspace(0.82, 0, max(len(levels), 2))[-len(levels) :]
+    return dict(zip(levels, map(to_hex, colormaps["viridis"](places)), strict=True))
 
 
 def _levels(row: Row) -> Mapping[str, float]:
@@ -237,7 +240,12 @@ def _percent(rows: Sequence[Row], key: str) -> list[float]:
 
 def _look(i: int, points: int) -> dict[str, Any]:
     mark = MARKS[i // len(PALETTE) % len(MARKS)] or ("o" if points < 8 else "")
-    return {"color": PALETTE[i % len(PALETTE)], "marker": mark, "markevery": max(1, points // 10), "linewidth": 1.8}
+    look = {"color": PALETTE[i % len(PALETTE)], "linewidth": _thin(points)}
+    return look | {"marker": mark, "markevery": max(1, points // 10)}
+
+
+def _thin(points: int) -> float:
+    return 1.8 if points <= 100 else 1.3
 
 
 def _height(runs: Sequence[Series]) -> float:
@@ -245,12 +253,16 @@ def _height(runs: Sequence[Series]) -> float:
 
 
 def _axes(axes: Any, x: str, y: str, whole_x: bool = False) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if whole_x:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.xaxis.set_major_locator(_whole())
+
+
+def _whole() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
 
 
 def _line(**look: Any) -> Any:
@@ -266,7 +278,7 @@ def _legend(figure: Any, runs: Sequence[Series], band: bool) -> None:
     handles = [_line(**_look(i, 8)) for i in range(len(runs))]
     key = {"avg": _line(color=GREY), "full": _line(color=GREY, linestyle="--", linewidth=1.2)}
     if band:
-        key["lowest to highest level"] = Patch(color=GREY, alpha=0.25, linewidth=0)
+        key["range of levels"] = Patch(color=GREY, alpha=0.25, linewidth=0)
     _put_legend(figure, [*handles, *key.values()], [*(label for label, _ in runs), *key])
 
 
@@ -302,13 +314,15 @@ def _drawing(name: str, alt: str, height: float, paint: Callable[[Any], None]) -
 
 
 def _inline(document: str, name: str, alt: str) -> str:
-    """The `<svg>` element of an SVG document: no fixed size, ids and style rules that hold in this drawing only."""
+    """The `<svg>` element of an SVG document: as wide as there is room, ids and style rules for this drawing alone."""
     body = re.sub(r"<metadata>.*?</metadata>", "", document[document.index("<svg") :], flags=re.DOTALL)
     # Inside tags only: a label may say anything.
     body = re.sub(r"<[^>]+>", lambda tag: re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{name}-", tag[0]), body)
     body = body.replace("*{stroke", f"#{name} *{{stroke", 1)
     _, _, rest = body.partition(">")
-    box = re.search(r'viewBox="[^"]*"', body)
+    box = re.search(r'viewBox="0 0 ([\d.]+) [\d.]+"', body)
     assert box is not None, "matplotlib always writes a viewBox"
+    size = f"width:100%;max-width:{1.5 * float(box[1]):.0f}px"  # points: texts never get larger than 15 px
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return f'<svg {names} id="{name}" {box[0]} role="img" aria-label="{html.escape(alt)}">{rest.strip()}'
+    start = f'<svg {names} id="{name}" {box[0]} style="{size}" role="img" aria-label="{html.escape(alt)}">'
+    return start + rest.strip()

@@ -1,4 +1,4 @@
-"""Step 6: one self-contained HTML page, and one table for the terminal, about one or more finished runs.
+"""One self-contained HTML page, and one table for the terminal, about one or more finished runs.
 
 avg is the mean accuracy over the reported levels, full that of the largest model. Where one level alone is reported
 the papers print no avg, and neither does this. `best` is the round with the best avg, as in the papers; it is chosen
@@ -12,7 +12,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -192,9 +191,7 @@ def table(runs: Sequence[Path]) -> str:
     head = ("run", "algorithm", "rounds", "avg %", "full %", "best avg/full % (round)", "MB", "waste %", "seconds")
     lines = [head]
     for r in found:
-        e, m = r.evaluation, r.best.metrics
-        best = f"{_avg(r, m['avg'])}/{percent(m['full'])} ({r.best.round + 1})"
-        scores = (_avg(r, e.avg), percent(e.full), best)
+        scores = (_avg(r, r.evaluation.avg), percent(r.evaluation.full), _best(r))
         costs = (mb(r.bytes_down + r.bytes_up), percent(r.waste), f"{r.history.seconds:,.1f}")
         lines.append((r.file.run_id, r.pool.algorithm, str(len(r.rows)), *scores, *costs))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -212,7 +209,8 @@ def percent(share: float) -> str:
 
 
 def mb(count: float) -> str:
-    return f"{count / 1e6:,.2f}"
+    """MB of 1e6 bytes, with decimals where they matter."""
+    return f"{count / 1e6:,.2f}" if count < 1e9 else f"{count / 1e6:,.0f}"
 
 
 def plain(value: Any) -> str:
@@ -221,6 +219,11 @@ def plain(value: Any) -> str:
 
 def _avg(run: Run, value: float) -> str:
     return NONE if run.single else percent(value)
+
+
+def _best(run: Run) -> str:
+    m = run.best.metrics
+    return f"{_avg(run, m['avg'])}/{percent(m['full'])} ({run.best.round + 1})"
 
 
 # ----------------------------------------------------------------------------------------------- the page
@@ -261,7 +264,8 @@ def _page(runs: Sequence[Run]) -> str:
                 "label": name,
                 "run": run,
                 "colour": plots.PALETTE[i % len(plots.PALETTE)],
-                "avg": partial(_avg, run),
+                "avg": _avg(run, run.evaluation.avg),
+                "best": _best(run),
                 "level_colours": plots.level_colours(levels),
                 "best_of_level": {level: _best_of(run.rows, level) for level in run.evaluation.levels},
                 "apoz": {layer.group: layer for layer in run.apoz.layers},
@@ -279,6 +283,7 @@ def _page(runs: Sequence[Run]) -> str:
         differences=differences(runs),
         curves=Markup(plots.learning_curves(series)),
         costs=Markup(plots.bytes_to_accuracy(series)),
+        by_algorithm=names == [r.pool.algorithm for r in runs],
         any_single=any(r.single for r in runs),
         dash=NONE,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from components.artifacts import EvaluationFile, History, Result, RunFile
@@ -12,7 +13,7 @@ from components.partition import partition
 from components.pretrain import pretrain
 from components.report import report
 from fl_engine.config import Config
-from fl_engine.errors import ConfigError
+from fl_engine.errors import ConfigError, EnvironmentFailure
 
 
 def run(
@@ -24,6 +25,9 @@ def run(
     accept_numerics: bool = False,
 ) -> Result:
     """Partition, pre-train, pool, federate, evaluate, report, under `<run.store>/<run_id>`; resumable."""
+    for package in ("matplotlib", "jinja2"):
+        if find_spec(package) is None:  # now, not after hours of training
+            raise EnvironmentFailure(f"the report needs {package}: pip install 'flexfleet[tracking]'")
     out = Path(config.run.store) / run_id
     if out.exists() and not resume:
         raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")

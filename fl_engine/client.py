@@ -58,8 +58,8 @@ def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "c
         trained = next(local.train(site.family, [job]))
     except ModelError as error:
         return ClientFailure(order.round, order.client, "train", str(error))
-    if not math.isfinite(trained.loss):
+    if not math.isfinite(trained.loss) or not all(bool(t.isfinite().all()) for t in trained.params.values()):
         rate = task.optimizer.lr
-        return ClientFailure(order.round, order.client, "train", f"the loss is not finite (learning rate {rate:g})")
+        return ClientFailure(order.round, order.client, "train", f"training diverged (learning rate {rate:g})")
     metrics = {"loss": trained.loss, "steps": float(trained.steps), "seconds": time.monotonic() - started, "free": free}
     return ClientUpdate(order.round, order.client, task.spec, trained.params, len(indices), metrics)

@@ -7,6 +7,7 @@ committed state, the round number and the seed, and what a kill left unfinished 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -165,6 +166,10 @@ def _round(
             metrics[f"loss/{name}"] = score.loss
         metrics["seconds_evaluate"] = time.monotonic() - merged
     metrics["seconds_round"] = time.monotonic() - started
+    odd = [name for name, value in metrics.items() if not math.isfinite(value)]
+    if odd:
+        log.warning("round %d: %s not finite, left out", round + 1, ", ".join(odd))
+        metrics = {name: value for name, value in metrics.items() if name not in odd}
     return state, Row(round=round, metrics=metrics, clients=tuple(watch.clients))
 
 

@@ -1,0 +1,40 @@
+"""Everything that can be checked before the first round: parameters, data, partition, fleet, pool sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from components import common
+from fl_engine import config as configs
+from fl_engine import devices, partition, seeds
+from fl_engine.config import Config
+from fl_engine.slicing import initial_params
+
+
+def check(config: Config) -> dict[str, Any]:
+    """What would run, in a few words. Raises BadInput for whatever could not; trains nothing, writes nothing."""
+    data, family = common.prepare(config)
+    p = config.partition
+    partition.partition(
+        data,
+        p.rule,
+        p.clients,
+        p.proxy,
+        config.seed,
+        alpha=p.alpha,
+        labels_per_client=p.labels_per_client,
+        minimum=p.minimum,
+    )
+    fleet = devices.fleet(config.fleet.tiers, p.clients, config.seed)
+    algorithm = configs.algorithm(config)
+    # Without measured scores every layer counts alike; targets, Gamma and nesting are checked all the same.
+    pool = algorithm.pool(family, (0.5,) * len(family.prunable()))
+    algorithm.init(initial_params(family, seeds.derive(config.seed, "init")), family.layout(), fleet, pool)
+    return {
+        "ok": True,
+        "dataset": data.name,
+        "train": len(data.train_y),
+        "test": len(data.test_y),
+        "model": config.model["name"],
+        "algorithm": config.algorithm["name"],
+    }

@@ -1,0 +1,52 @@
+"""Step 6 where each step wrote a folder of its own: one run folder of them all, then its report and result.json.
+
+The folder is laid out as `flexfleet run` does, less the round ledger: `flexfleet report` compares it with others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from components import common
+from components.artifacts import Result, RunFile
+from components.report import table
+from components.run import conclude
+from fl_engine.config import parse
+
+
+def gather(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path) -> Path:
+    """Copies what the steps wrote (`run`: federate's folder) into the run folder `out`."""
+    shutil.copytree(run, out, dirs_exist_ok=True)
+    for name, folder in (("partition", partition), ("pretrain", pretrain), ("pool", pool)):
+        shutil.copytree(folder, out / name, dirs_exist_ok=True)
+    shutil.copyfile(evaluation / "evaluation.json", out / "evaluation.json")
+    return out
+
+
+def finish(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path) -> Result:
+    """A complete run folder in `out`, with report.html and result.json."""
+    gather(run, partition, pretrain, pool, evaluation, out)
+    # The configuration that the run had, not one that has been edited since.
+    return conclude(parse(RunFile.read(out / "run.json").config), out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--run", type=Path, required=True, metavar="DIR", help="what the federate step wrote")
+    for name in ("partition", "pretrain", "pool"):
+        step = "model_pool" if name == "pool" else name
+        p.add_argument(f"--{name}", type=Path, required=True, metavar="DIR", help=f"what the {step} step wrote")
+    p.add_argument("--evaluation", type=Path, required=True, metavar="DIR", help="what the evaluate step wrote")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    args = p.parse_args(argv)
+    found = finish(args.run, args.partition, args.pretrain, args.pool, args.evaluation, args.out)
+    print(table([args.out]))
+    print(f"report: {found.report}")
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

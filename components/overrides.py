@@ -1,0 +1,86 @@
+"""From a pipeline's parameters to the configuration, to the run's name and to the folder of its store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_engine.config import Config, parse, set_path
+from fl_engine.errors import ConfigError, nearest
+
+PARAMETERS = {
+    "dataset": "dataset.name",
+    "model": "model.name",
+    "algorithm": "algorithm.name",
+    "clients": "partition.clients",
+    "partition_rule": "partition.rule",
+    "dirichlet_alpha": "partition.alpha",
+    "rounds": "rounds.stop",
+    "client_fraction": "training.fraction",
+    "local_epochs": "training.epochs",
+    "learning_rate": "training.lr",
+    "seed": "seed",
+    "mlflow_uri": "tracking.mlflow",
+    "store_uri": "run.store",
+}
+"""What a run form asks for, and where it goes. Everything else is one dotted name away, in `advanced`."""
+
+
+def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Config:
+    """The defaults, with `parameters` (names of PARAMETERS) and `advanced` (dotted names) on top, checked.
+
+    A value has one place: what is a parameter cannot be set in `advanced` too. Raises ConfigError.
+    """
+    values = Config().model_dump(mode="json")
+    for name, value in parameters.items():
+        if name not in PARAMETERS:
+            raise ConfigError(f"unknown parameter {name!r}{nearest(name, PARAMETERS)}")
+        # A form cannot say null: an empty MLflow URI is none.
+        value = None if (name, value) == ("mlflow_uri", "") else whole(value)
+        set_path(values, PARAMETERS[name], value)
+    names = {path: name for name, path in PARAMETERS.items()}
+    for path, value in advanced.items():
+        if path in names:
+            raise ConfigError(f"advanced: {path!r} is the parameter {names[path]!r}, set it there")
+        if isinstance(value, Mapping):
+            inner = next(iter(value), "name")
+            raise ConfigError(f'advanced takes dotted names, {{"{path}.{inner}": value}}, got a mapping for {path!r}')
+        set_path(values, path, whole(value))
+    return parse(values)
+
+
+def whole(value: Any) -> Any:
+    """Undoes what protobuf does to numbers inside structs: 5.0 becomes 5, at any depth. A parameter that is a
+    float takes either."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {k: whole(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [whole(v) for v in value]
+    return value
+
+
+def write_config(config: Config, path: Path) -> Path:
+    """The whole configuration as YAML; `load_config` reads back an equal one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    return path
+
+
+def run_name(wanted: str, job_id: str, config: Config) -> str:
+    """The run's name as wanted, else one that no other job has. Raises ConfigError where it is no plain name."""
+    name = wanted or f"{config.algorithm['name']}-s{config.seed}-{job_id}"
+    if Path(name).name != name or name.startswith("."):
+        raise ConfigError(f"run_id is a plain name, it becomes a folder of the run store; got {name!r}")
+    return name
+
+
+def run_folder(config: Config, name: str) -> Path:
+    """`<run.store>/<name>`. Raises ConfigError for a store that is no folder."""
+    if "://" in config.run.store:
+        raise ConfigError(f"the run store is a folder (on a cluster: of a mounted volume), got {config.run.store!r}")
+    return Path(config.run.store) / name

@@ -1,0 +1,349 @@
+"""What every algorithm has to hold, for pytest: subclass `AlgorithmSuite`, give it an `algorithm` fixture, done.
+
+    class TestMine(AlgorithmSuite):
+        @pytest.fixture
+        def algorithm(self): return Mine(training=TRAINING)
+
+Runs on the tiny network, data and fleet of `fl_engine.testing.tiny`; override `family` for another network.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fl_engine.client import Site, execute
+from fl_engine.errors import ClientError
+from fl_engine.evaluate import evaluate
+from fl_engine.selection import round_size
+from fl_engine.slicing import contains, count_params, full_shapes, initial_params, shapes, take
+from fl_engine.state import pack, unpack
+from fl_engine.store import decode, encode
+from fl_engine.testing.models import kept_mask
+from fl_engine.testing.tiny import (
+    SEED,
+    TinyNet,
+    assert_same_bits,
+    assert_same_orders,
+    failure_of,
+    start_of,
+    tiny_site,
+    update_of,
+)
+from fl_engine.types import FULL, Algorithm, ModelFamily, Outcome, Params, RoundPlan, SubmodelSpec, TaskContext
+
+# Sites and states are immutable, so sharing them between examples is safe.
+law = settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors, HealthCheck.too_slow],
+)
+
+ROUNDS = st.integers(0, 2000)
+SEEDS = st.integers(0, 2**40)
+LARGEST_R = 200.0
+
+
+class AlgorithmSuite:
+    """Needs a fixture `algorithm`. `promises_to_fit` may be overridden."""
+
+    @pytest.fixture
+    def algorithm(self) -> Algorithm:
+        raise NotImplementedError("an AlgorithmSuite needs an `algorithm` fixture")
+
+    @pytest.fixture
+    def family(self) -> ModelFamily:
+        return TinyNet()
+
+    @pytest.fixture
+    def site(self, algorithm: Algorithm, family: ModelFamily) -> Site:
+        return tiny_site(algorithm, family)
+
+    @pytest.fixture
+    def state(self, algorithm: Algorithm, site: Site) -> Any:
+        return start_of(algorithm, site)
+
+    def promises_to_fit(self, algorithm: Algorithm) -> bool:
+        """Whether a device is only sent what it can hold at its maximum capacity."""
+        return True
+
+    # --- before the rounds
+    def test_the_pool_nests_and_ascends_to_the_full_model(self, site: Site) -> None:
+        layout, whole = site.family.layout(), count_params(site.family)
+        for model in site.pool:
+            assert model.params == count_params(site.family, model.spec), model.name
+            assert model.share == pytest.approx(model.params / whole, rel=1e-12)
+            assert model.bytes == 4 * model.params
+        for small, large in pairwise(site.pool):
+            assert small.share < large.share
+            assert small.macs <= large.macs
+            assert contains(layout, large.spec, small.spec), (small.name, large.name)
+        assert contains(layout, site.pool[-1].spec, FULL)
+        assert site.pool[-1].share == 1
+        assert site.pool[-1].reported, "`full` is the accuracy of the last member"
+        assert any(m.dispatched for m in site.pool)
+        names, specs = {m.name for m in site.pool}, {m.spec for m in site.pool}
+        assert len(names) == len(specs) == len(site.pool)
+
+    def test_building_the_pool_again_gives_the_same(self, algorithm: Algorithm, site: Site) -> None:
+        assert algorithm.pool(site.family, (0.5,) * len(site.family.prunable())) == site.pool
+
+    def test_init_keeps_the_parameters(self, algorithm: Algorithm, site: Site) -> None:
+        params = initial_params(site.family, seed=1)
+        assert_same_bits(start_of(algorithm, site, _copy(params)).params, params)
+
+    def test_an_algorithm_is_a_value(self, algorithm: Algorithm) -> None:
+        assert copy.deepcopy(algorithm) == algorithm
+        assert hash(copy.deepcopy(algorithm)) == hash(algorithm)
+
+    # --- plan
+    @law
+    @given(round=ROUNDS, seed=SEEDS)
+    def test_plan_is_pure(self, algorithm: Algorithm, state: Any, round: int, seed: int) -> None:
+        before = _snapshot(state)
+        torch.manual_seed(1)
+        first = algorithm.plan(state, round, seed)
+        torch.manual_seed(2)
+        algorithm.plan(state, round + 1, seed)
+        assert_same_orders(algorithm.plan(state, round, seed), first)
+        _assert_same_snapshot(_snapshot(state), before)
+
+    @law
+    @given(round=ROUNDS, seed=SEEDS)
+    def test_another_seed_and_another_round_give_other_orders(
+        self, algorithm: Algorithm, state: Any, round: int, seed: int
+    ) -> None:
+        plans = [algorithm.plan(state, r, s) for r, s in ((round, seed), (round, seed + 1), (round + 1, seed))]
+        drawn = [seed for plan in plans for seed in (o.seed for o in plan.orders)]
+        assert len(set(drawn)) == len(drawn), "two orders would train alike"
+
+    def test_who_is_asked_changes_from_round_to_round(self, algorithm: Algorithm, state: Any) -> None:
+        asked = [tuple((o.client, o.spec) for o in algorithm.plan(state, r, SEED).orders) for r in range(30)]
+        assert len(set(asked)) > 1
+
+    @law
+    @given(round=ROUNDS, seed=SEEDS)
+    def test_clients_are_distinct_known_and_not_too_many(
+        self, algorithm: Algorithm, site: Site, state: Any, round: int, seed: int
+    ) -> None:
+        plan = algorithm.plan(state, round, seed)
+        clients = [o.client for o in plan.orders]
+        fraction: float = getattr(algorithm, "training").fraction  # noqa: B009 - not every algorithm has one
+        assert plan.round == round
+        assert all(o.round == round for o in plan.orders)
+        assert 1 <= len(clients) <= round_size(fraction, len(site.fleet))
+        assert len(set(clients)) == len(clients)
+        assert set(clients) <= {d.client for d in site.fleet}
+
+    @law
+    @given(round=ROUNDS, seed=SEEDS)
+    def test_clients_hold_what_they_are_sent(
+        self, algorithm: Algorithm, site: Site, state: Any, round: int, seed: int
+    ) -> None:
+        share = {m.spec: m.share for m in site.pool if m.dispatched}
+        for order in algorithm.plan(state, round, seed).orders:
+            assert order.spec in share, "only dispatched members are sent"
+            if self.promises_to_fit(algorithm):
+                assert site.fleet[order.client].memory > 100 * share[order.spec]
+
+    @law
+    @given(round=ROUNDS, seed=SEEDS)
+    def test_the_payload_is_the_slice(
+        self, algorithm: Algorithm, site: Site, state: Any, round: int, seed: int
+    ) -> None:
+        layout, full = site.family.layout(), full_shapes(site.family)
+        for order in algorithm.plan(state, round, seed).orders:
+            assert_same_bits(order.payload, take(state.params, layout, order.spec))
+            assert order.payload.keys() == set(shapes(layout, order.spec, full))
+            for name, tensor in order.payload.items():
+                mask = kept_mask(layout, order.spec, name, full[name])
+                assert torch.equal(tensor.flatten(), state.params[name][mask]), name
+            assert json.loads(json.dumps(dict(order.hints))) == dict(order.hints), "hints travel as JSON"
+
+    # --- task
+    @law
+    @given(round=ROUNDS, observed=st.floats(0, LARGEST_R))
+    def test_a_client_never_trains_more_than_it_was_sent(
+        self, algorithm: Algorithm, site: Site, state: Any, round: int, observed: float
+    ) -> None:
+        layout = site.family.layout()
+        for order in algorithm.plan(state, round, SEED).orders:
+            before = _copy(order.payload)
+            context = _context(site, order.client, observed)
+            task = _task_or_none(algorithm, order, context)
+            assert task == _task_or_none(algorithm, order, context), "task is pure"
+            assert_same_bits(order.payload, before)
+            if task is None:
+                continue
+            assert contains(layout, order.spec, task.spec)
+            take(order.payload, layout, task.spec, have=order.spec)
+            assert task.epochs >= 1
+            assert task.batch_size >= 1
+            assert task.optimizer.lr > 0
+            for teacher in task.distillation.teachers if task.distillation else ():
+                assert contains(layout, task.spec, teacher), "a teacher is inside the model in training"
+                assert count_params(site.family, teacher) < count_params(site.family, task.spec)
+
+    def test_more_than_enough_is_enough(self, algorithm: Algorithm, site: Site, state: Any) -> None:
+        for order in algorithm.plan(state, 0, SEED).orders:
+            assert algorithm.task(order, _context(site, order.client, LARGEST_R)).spec == order.spec
+
+    # --- merge
+    @law
+    @given(round=ROUNDS, data=st.data())
+    def test_merging_untouched_slices_changes_nothing(
+        self, algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject
+    ) -> None:
+        plan, outcomes = _outcomes(algorithm, site, state, round, data, noise=False)
+        before = _snapshot(state)
+        assert_same_bits(algorithm.merge(state, plan, outcomes).params, state.params)
+        _assert_same_snapshot(_snapshot(state), before)
+
+    @law
+    @given(round=ROUNDS, data=st.data())
+    def test_elements_nobody_trained_keep_their_value(
+        self, algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject
+    ) -> None:
+        plan, outcomes = _outcomes(algorithm, site, state, round, data)
+        layout, merged = site.family.layout(), algorithm.merge(state, plan, outcomes).params
+        assert list(merged) == list(state.params)
+        for name, old in state.params.items():
+            trained = torch.zeros(old.shape, dtype=torch.bool)
+            for outcome in outcomes:
+                if name in outcome.payload:
+                    trained |= kept_mask(layout, outcome.spec, name, old.shape)
+            assert merged[name].dtype == old.dtype
+            assert torch.equal(merged[name][~trained], old[~trained]), name
+            assert torch.isfinite(merged[name]).all()
+
+    @law
+    @given(round=ROUNDS, data=st.data())
+    def test_the_order_of_outcomes_does_not_matter(
+        self, algorithm: Algorithm, site: Site, round: int, data: st.DataObject
+    ) -> None:
+        # In double precision, where the sums' own rounding can be seen.
+        params = {name: t.double() for name, t in initial_params(site.family, SEED).items()}
+        state = start_of(algorithm, site, params)
+        plan, outcomes = _outcomes(algorithm, site, state, round, data)
+        merged = algorithm.merge(state, plan, outcomes).params
+        other = algorithm.merge(state, plan, data.draw(st.permutations(outcomes))).params
+        for name, tensor in merged.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-13, atol=1e-13)
+
+    @law
+    @given(round=ROUNDS, data=st.data())
+    def test_one_failure_is_survived(
+        self, algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject
+    ) -> None:
+        plan, outcomes = _outcomes(algorithm, site, state, round, data)
+        failed = data.draw(st.integers(0, len(plan.orders) - 1))
+        survivors = [o for i, o in enumerate(outcomes) if i != failed]
+        with_failure: list[Outcome] = list(outcomes)
+        with_failure[failed] = failure_of(plan.orders[failed])
+        merged = algorithm.merge(state, plan, with_failure)
+        assert_same_bits(merged.params, algorithm.merge(state, plan, survivors).params)
+        assert algorithm.plan(merged, round + 1, SEED).orders
+
+    def test_when_all_fail_nothing_changes(self, algorithm: Algorithm, state: Any) -> None:
+        plan = algorithm.plan(state, 0, SEED)
+        merged = algorithm.merge(state, plan, [failure_of(o) for o in plan.orders])
+        assert_same_bits(merged.params, state.params)
+        assert algorithm.plan(merged, 1, SEED).orders
+
+    # --- the state
+    def test_the_state_survives_being_stored(self, algorithm: Algorithm, site: Site, state: Any) -> None:
+        for later in (state, _run(algorithm, site, state, rounds=2)[0]):
+            tensors, rest = pack(later)
+            stored = encode(tensors), json.dumps(rest, allow_nan=False)
+            found = unpack(start_of(algorithm, site), decode(stored[0], "state"), json.loads(stored[1]))
+            _assert_same_snapshot(_snapshot(found), _snapshot(later))
+            assert_same_orders(algorithm.plan(found, 2, SEED), algorithm.plan(later, 2, SEED))
+
+    # --- all of it together
+    def test_three_rounds_learn_something(self, algorithm: Algorithm, site: Site, state: Any) -> None:
+        final, outcomes = _run(algorithm, site, state, rounds=3)
+        assert any(not hasattr(o, "reason") for o in outcomes), "every client failed"
+        before, after = _train_loss(site, state.params), _train_loss(site, final.params)
+        assert after < before
+
+    def test_a_run_repeats_bit_for_bit(self, algorithm: Algorithm, site: Site, state: Any) -> None:
+        torch.manual_seed(1)
+        first = _run(algorithm, site, state, rounds=2)[0].params
+        torch.manual_seed(2)
+        assert_same_bits(_run(algorithm, site, state, rounds=2)[0].params, first)
+
+
+# -------------------------------------------------------------------------------------------------- helpers
+def _copy(params: Params) -> Params:
+    return {name: t.clone() for name, t in params.items()}
+
+
+def _snapshot(state: Any) -> tuple[Params, str]:
+    tensors, rest = pack(state)
+    return {name: tensors[name].clone() for name in sorted(tensors)}, json.dumps(rest, sort_keys=True)
+
+
+def _assert_same_snapshot(left: tuple[Params, str], right: tuple[Params, str]) -> None:
+    assert_same_bits(left[0], right[0])
+    assert left[1] == right[1]
+
+
+def _context(site: Site, client: int, observed: float) -> TaskContext:
+    return TaskContext(site.family.layout(), site.pool, site.fleet[client], observed)
+
+
+def _task_or_none(algorithm: Algorithm, order: Any, context: TaskContext) -> Any:
+    try:
+        return algorithm.task(order, context)
+    except ClientError:
+        return None
+
+
+def _outcomes(
+    algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject, noise: bool = True
+) -> tuple[RoundPlan, list[Any]]:
+    """A plan and an update for each of its orders, of a sub-model that its client might have trained."""
+    plan = algorithm.plan(state, round, SEED)
+    layout = site.family.layout()
+    generator = torch.Generator().manual_seed(round)
+    updates = []
+    for order in plan.orders:
+        observed = data.draw(st.floats(0, LARGEST_R), label="free")
+        task = _task_or_none(algorithm, order, _context(site, order.client, observed))
+        spec: SubmodelSpec = order.spec if task is None else task.spec
+        payload = _copy(take(order.payload, layout, spec, have=order.spec))
+        if noise:
+            payload = {name: t + _like(t, generator) for name, t in payload.items()}
+        updates.append(update_of(order, spec, payload, data.draw(st.integers(1, 1000), label="examples")))
+    return plan, updates
+
+
+def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+
+
+def _run(algorithm: Algorithm, site: Site, state: Any, rounds: int) -> tuple[Any, list[Outcome]]:
+    """Rounds without a backend, a ledger or anything else around them."""
+    seen: list[Outcome] = []
+    for round in range(rounds):
+        plan = algorithm.plan(state, round, SEED)
+        outcomes = [execute(algorithm, order, site) for order in sorted(plan.orders, key=lambda o: o.client)]
+        state = algorithm.merge(state, plan, outcomes)
+        seen += outcomes
+    return state, seen
+
+
+def _train_loss(site: Site, params: Params) -> float:
+    """Mean over the reported pool members, on all training data."""
+    d = site.data
+    reported = [m.spec for m in site.pool if m.reported]
+    losses = [evaluate(site.family, params, spec, d, d.train_x, d.train_y).loss for spec in reported]
+    return sum(losses) / len(losses)

@@ -1,0 +1,189 @@
+"""What every backend has to hold, for pytest: subclass `BackendSuite`, give it a `make` fixture, done.
+
+    class TestMine(BackendSuite):
+        @pytest.fixture
+        def make(self): return lambda site, devices: Mine(site, devices)
+
+The measure is `client.execute`, one order after the other: whatever a backend does, it gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine.algorithms import AllLarge, FlexFL
+from fl_engine.algorithms.pooled import Training
+from fl_engine.client import Site, execute
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.vgg16 import VGG16
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    TinyNet,
+    assert_same_bits,
+    assert_same_orders,
+    assert_same_outcomes,
+    start_of,
+    tiny_fleet,
+    tiny_site,
+)
+from fl_engine.types import (
+    Algorithm,
+    Backend,
+    ClientFailure,
+    ClientUpdate,
+    Device,
+    ModelFamily,
+    Outcome,
+    RoundPlan,
+)
+
+Make = Callable[[Site, Sequence[str]], Backend]
+
+DEVICES: tuple[tuple[str, ...], ...] = (("cpu",), ("cpu", "cpu"), ("cpu",) * 3)
+
+FAMILIES: dict[str, ModelFamily] = {
+    "tiny": TinyNet(),
+    "batch_norm": SmallCNN((1, 8, 8), 4, width=0.5),
+    "dropout": TinyNet(dropout=0.5),
+}
+
+
+class BackendSuite:
+    """Needs a fixture `make`: (site, device names) to a backend."""
+
+    @pytest.fixture
+    def make(self) -> Make:
+        raise NotImplementedError("a BackendSuite needs a `make` fixture")
+
+    @pytest.fixture(autouse=True)
+    def one_thread(self) -> Iterator[None]:
+        """`execute` called by hand has the thread count that a backend gives its clients."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(before)
+
+    @pytest.mark.parametrize("devices", DEVICES, ids="-".join)
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_equal_bits_to_one_order_after_the_other(self, make: Make, family: str, devices: Sequence[str]) -> None:
+        algorithm = FlexFL(training=TRAINING)
+        site, plan = _work(algorithm, FAMILIES[family])
+        found = _sorted(make(site, devices).run(algorithm, plan))
+        assert_same_outcomes(found, _sorted(execute(algorithm, order, site) for order in plan.orders))
+        assert all(isinstance(o, ClientUpdate) for o in found)
+
+    def test_the_bits_hold_for_a_vgg16_with_a_single_image(self, make: Make) -> None:
+        """Thirteen batch norms and two dropouts: whatever can go astray between threads."""
+        algorithm = AllLarge(training=replace(TRAINING, epochs=1, fraction=1.0), eligible="all")
+        family = VGG16((3, 32, 32), 4, fc=(64, 64), width=0.05)
+        fleet = tuple(Device(c, "strong", 110.0, 0.0) for c in range(3))
+        site = tiny_site(algorithm, family, sizes=(1, 5, 2), fleet=fleet)
+        plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+        expected = _sorted(execute(algorithm, order, site) for order in plan.orders)
+        assert len(expected) == 3
+        for devices in DEVICES:
+            assert_same_outcomes(_sorted(make(site, devices).run(algorithm, plan)), expected)
+
+    @pytest.mark.parametrize("devices", DEVICES, ids="-".join)
+    def test_one_outcome_for_each_order(self, make: Make, devices: Sequence[str]) -> None:
+        algorithm = FlexFL(training=replace(TRAINING, fraction=0.6, epochs=1))
+        site, plan = _work(algorithm, round=4)
+        assert len(plan.orders) == 12
+        outcomes = list(make(site, devices).run(algorithm, plan))
+        assert sorted(o.client for o in outcomes) == sorted(o.client for o in plan.orders)
+        assert {o.round for o in outcomes} == {4}
+
+    @pytest.mark.parametrize("devices", DEVICES, ids="-".join)
+    def test_failures_are_outcomes_like_any_other(self, make: Make, devices: Sequence[str]) -> None:
+        """One client has no samples, one a loss that is not finite, and both stay their own business."""
+        algorithm = AllLarge(training=replace(TRAINING, fraction=1.0), eligible="all")
+        fleet = tiny_fleet(5)
+        site = tiny_site(algorithm, sizes=(8, 0, 8, 8, 8), fleet=fleet)
+        plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+        poisoned = {name: t * float("nan") for name, t in plan.orders[3].payload.items()}
+        orders = list(plan.orders)
+        orders[3] = replace(orders[3], payload=poisoned)
+        found = _sorted(make(site, devices).run(algorithm, replace(plan, orders=tuple(orders))))
+        failed = {o.client: o for o in found if isinstance(o, ClientFailure)}
+        assert set(failed) == {1, 3}
+        assert {o.stage for o in failed.values()} == {"train"}
+        expected = _sorted(execute(algorithm, o, site) for o in plan.orders if o.client not in failed)
+        assert_same_outcomes([o for o in found if o.client not in failed], expected)
+
+    @pytest.mark.parametrize("devices", DEVICES, ids="-".join)
+    def test_a_device_that_cannot_fails_in_pruning(self, make: Make, devices: Sequence[str]) -> None:
+        fleet = tuple(Device(c, "strong", 100.5, 40.0) for c in range(6))
+        algorithm = AllLarge(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="capable")
+        site = tiny_site(algorithm, fleet=fleet)
+        plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+        found = list(make(site, devices).run(algorithm, plan))
+        assert {o.stage for o in found if isinstance(o, ClientFailure)} == {"prune"}
+
+    @pytest.mark.parametrize("devices", DEVICES, ids="-".join)
+    def test_the_global_generator_neither_moves_nor_matters(self, make: Make, devices: Sequence[str]) -> None:
+        algorithm = FlexFL(training=TRAINING)
+        site, plan = _work(algorithm, FAMILIES["dropout"])
+        found = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            expected = torch.get_rng_state()
+            found.append(_sorted(make(site, devices).run(algorithm, plan)))
+            assert torch.equal(torch.get_rng_state(), expected)
+        assert_same_outcomes(*found)
+
+    @pytest.mark.parametrize("devices", DEVICES, ids="-".join)
+    def test_the_plan_is_only_read(self, make: Make, devices: Sequence[str]) -> None:
+        """Orders of one round share the memory of the global model."""
+        algorithm = FlexFL(training=TRAINING)
+        site, plan = _work(algorithm)
+        copied = tuple(replace(o, payload={n: t.clone() for n, t in o.payload.items()}) for o in plan.orders)
+        for _ in make(site, devices).run(algorithm, plan):
+            pass
+        assert_same_orders(plan, replace(plan, orders=copied))
+
+    def test_no_orders_no_outcomes(self, make: Make) -> None:
+        algorithm = FlexFL(training=TRAINING)
+        site, plan = _work(algorithm)
+        for devices in DEVICES:
+            assert list(make(site, devices).run(algorithm, replace(plan, orders=()))) == []
+
+    def test_two_rounds_end_in_the_same_model(self, make: Make) -> None:
+        algorithm = FlexFL(training=TRAINING)
+        finals = []
+        for devices in DEVICES:
+            site = tiny_site(algorithm, FAMILIES["batch_norm"])
+            backend, state = make(site, devices), start_of(algorithm, site)
+            for round in range(2):
+                plan = algorithm.plan(state, round, SEED)
+                state = algorithm.merge(state, plan, _sorted(backend.run(algorithm, plan)))
+            finals.append(state.params)
+        for params in finals[1:]:
+            assert_same_bits(params, finals[0])
+
+    def test_an_outcome_outlives_the_next(self, make: Make) -> None:
+        """Updates are kept until all are there: none may be a view of memory that a later client reuses."""
+        algorithm = FlexFL(training=Training(fraction=0.25, epochs=1, batch_size=4, lr=0.5))
+        site, plan = _work(algorithm)
+        kept: list[tuple[Outcome, Any]] = []
+        for outcome in make(site, ("cpu", "cpu")).run(algorithm, plan):
+            assert isinstance(outcome, ClientUpdate)
+            kept.append((outcome, {n: t.clone() for n, t in outcome.payload.items()}))
+        for outcome, payload in kept:
+            assert isinstance(outcome, ClientUpdate)
+            assert_same_bits(outcome.payload, payload)
+
+
+# -------------------------------------------------------------------------------------------------- helpers
+def _work(algorithm: Algorithm, family: ModelFamily | None = None, round: int = 0) -> tuple[Site, RoundPlan]:
+    site = tiny_site(algorithm, family)
+    return site, algorithm.plan(start_of(algorithm, site), round, SEED)
+
+
+def _sorted(outcomes: Any) -> list[Outcome]:
+    return sorted(outcomes, key=lambda o: o.client)

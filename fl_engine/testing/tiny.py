@@ -1,0 +1,223 @@
+"""The smallest things that a federated run needs - network, data, fleet, clients - for tests that take milliseconds.
+
+Small, but with all that slicing has to get right: channels that own several entries after a flatten, a residual
+tie, a block that can be dropped, dropout where asked for. No batch norm, so a sample does not depend on its batch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_engine import devices, seeds
+from fl_engine.algorithms.pooled import Training
+from fl_engine.client import Site
+from fl_engine.devices import Tier
+from fl_engine.models.layers import FREE, check_spec, linear_slots
+from fl_engine.partition import Partition
+from fl_engine.slicing import initial_params
+from fl_engine.types import (
+    FULL,
+    Algorithm,
+    Axis,
+    ClientFailure,
+    ClientUpdate,
+    Data,
+    Device,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    Prunable,
+    RoundPlan,
+    Slot,
+    SubmodelSpec,
+    WorkOrder,
+)
+
+CHW = (1, 4, 4)
+CLASSES = 4
+CLIENTS = 20
+SAMPLES = 8
+"""Of each client."""
+SEED = 3
+
+TRAINING = Training(fraction=0.25, epochs=2, batch_size=4, lr=0.05)
+
+
+# ------------------------------------------------------------------------------------------------- network
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.relu = nn.ReLU()
+
+    def forward(self, x_bh: Tensor) -> Tensor:
+        out: Tensor = x_bh + self.relu(self.linear(x_bh))
+        return out
+
+
+@dataclass(frozen=True)
+class TinyNet:
+    """Convolution, 2x2 max pool, flatten, hidden layer, residual layer, classifier: 2,324 parameters at 1x4x4.
+
+    Groups: conv, hidden, classes. Blocks: conv, fc, extra, classifier; `extra` can be dropped.
+    """
+
+    input_chw: tuple[int, int, int] = CHW
+    classes: int = CLASSES
+    dropout: float = 0.0
+    """Before the classifier, 0 for none."""
+    conv: int = 8
+    hidden: int = 32
+
+    min_hw: ClassVar[int] = 4
+
+    def layout(self) -> ParamLayout:
+        conv, hidden = Axis("conv"), Axis("hidden")
+        slots = {
+            "conv.conv.weight": Slot("conv", (conv, FREE, FREE, FREE)),
+            "conv.conv.bias": Slot("conv", (conv,)),
+        }
+        slots |= linear_slots("fc.linear", "fc", Axis("conv", self._last_map()), hidden)
+        slots |= linear_slots("extra.linear", "extra", hidden, hidden)
+        slots |= linear_slots("classifier", "classifier", hidden, Axis("classes"))
+        return ParamLayout({"conv": self.conv, "hidden": self.hidden, "classes": self.classes}, slots)
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        """(B, C, H, W) -> logits (B, kept classes)."""
+        layout = self.layout()
+        check_spec(layout, spec, skippable=("extra",))
+        conv, hidden, classes = (layout.width(spec, group) for group in layout.groups)
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        first = nn.Conv2d(self.input_chw[0], conv, 3, padding=1)
+        layers["conv"] = nn.Sequential(OrderedDict(conv=first, relu=nn.ReLU()))
+        layers["pool"] = nn.MaxPool2d(2)
+        layers["flatten"] = nn.Flatten()
+        linear = nn.Linear(conv * self._last_map(), hidden)
+        layers["fc"] = nn.Sequential(OrderedDict(linear=linear, relu=nn.ReLU()))
+        if layout.has_block(spec, "extra"):
+            layers["extra"] = _Residual(hidden)
+        if self.dropout > 0:
+            layers["dropout"] = nn.Dropout(self.dropout)
+        layers["classifier"] = nn.Linear(hidden, classes)
+        return nn.Sequential(layers)
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        return (
+            Prunable("conv", ("conv.",), ("conv.relu",)),
+            Prunable("hidden", ("fc.", "extra."), ("fc.relu", "extra.relu")),
+        )
+
+    def _last_map(self) -> int:
+        """Pixels of one channel where the flatten is."""
+        _, h, w = self.input_chw
+        return (h // 2) * (w // 2)
+
+
+# ---------------------------------------------------------------------------------------------------- data
+def tiny_data(chw: tuple[int, int, int] = CHW, classes: int = CLASSES, clients: int = CLIENTS) -> Data:
+    """One noisy pattern per class, easy to learn: `SAMPLES` training images for each client, 40 test images."""
+    rng = seeds.rng(0, "tiny data")
+    patterns = rng.integers(40, 216, (classes, *chw))
+
+    def images(count: int) -> tuple[Tensor, Tensor]:
+        y = rng.permutation(np.arange(count) % classes)
+        x = np.clip(patterns[y] + rng.integers(-40, 41, (count, *chw)), 0, 255)
+        return torch.from_numpy(x.astype(np.uint8)), torch.from_numpy(y.astype(np.int64))
+
+    train_x, train_y = images(SAMPLES * clients)
+    test_x, test_y = images(40)
+    channels = chw[0]
+    return Data("tiny", classes, train_x, train_y, test_x, test_y, (0.5,) * channels, (0.25,) * channels)
+
+
+def tiny_partition(data: Data, sizes: Sequence[int]) -> Partition:
+    """The first `sizes[0]` samples to client 0, the next `sizes[1]` to client 1, and so on; no proxy."""
+    ends = np.cumsum(sizes)
+    parts = tuple(np.arange(end - size, end, dtype=np.int64) for size, end in zip(sizes, ends, strict=True))
+    counts = np.stack([np.bincount(data.train_y.numpy()[p], minlength=data.classes) for p in parts], axis=1)
+    nobody = np.zeros(0, dtype=np.int64)
+    return Partition(nobody, nobody, parts, "by hand", {}, data.name, counts.astype(np.int64))
+
+
+# --------------------------------------------------------------------------------------------------- fleet
+def tiny_fleet(clients: int = CLIENTS, sigma: tuple[float, ...] = (5.0, 8.0, 10.0)) -> tuple[Device, ...]:
+    """FlexFL's Table I."""
+    tiers = (Tier("weak", 0.4, 35.0, sigma), Tier("medium", 0.3, 60.0, sigma), Tier("strong", 0.3, 110.0, sigma))
+    return devices.fleet(tiers, clients, SEED)
+
+
+def tiny_pool(algorithm: Algorithm, family: ModelFamily) -> Pool:
+    """The algorithm's pool for layers of which each is as often zero as not."""
+    return algorithm.pool(family, (0.5,) * len(family.prunable()))
+
+
+def tiny_site(
+    algorithm: Algorithm,
+    family: ModelFamily | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    fleet: tuple[Device, ...] | None = None,
+) -> Site:
+    """Clients with data, for `algorithm`: as many as the fleet has devices, `sizes[c]` samples at client c."""
+    family = TinyNet() if family is None else family
+    fleet = tiny_fleet() if fleet is None else fleet
+    data = tiny_data(family.input_chw, family.classes, len(fleet))
+    partition = tiny_partition(data, (SAMPLES,) * len(fleet) if sizes is None else sizes)
+    return Site(family, tiny_pool(algorithm, family), fleet, data, partition, SEED)
+
+
+# ----------------------------------------------------------------------------------------- made-up outcomes
+def start_of(algorithm: Algorithm, site: Site, params: Params | None = None) -> Any:
+    """The algorithm's state before the first round."""
+    params = initial_params(site.family, SEED) if params is None else params
+    return algorithm.init(params, site.family.layout(), site.fleet, site.pool)
+
+
+def update_of(order: WorkOrder, spec: SubmodelSpec, payload: Params, examples: int = 5) -> ClientUpdate:
+    return ClientUpdate(order.round, order.client, spec, payload, examples, {"loss": 1.0, "steps": 1.0})
+
+
+def failure_of(order: WorkOrder) -> ClientFailure:
+    return ClientFailure(order.round, order.client, "train", "made up")
+
+
+def assert_same_orders(left: RoundPlan, right: RoundPlan) -> None:
+    """Equal in everything, payloads bit for bit."""
+    assert (left.round, left.deadline_s, len(left.orders)) == (right.round, right.deadline_s, len(right.orders))
+    for a, b in zip(left.orders, right.orders, strict=True):
+        assert (a.round, a.client, a.spec, a.seed) == (b.round, b.client, b.spec, b.seed)
+        assert dict(a.hints) == dict(b.hints)
+        assert_same_bits(a.payload, b.payload)
+
+
+def assert_same_outcomes(left: Sequence[Outcome], right: Sequence[Outcome]) -> None:
+    """Equal in everything but the time it took, payloads bit for bit."""
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        if isinstance(a, ClientFailure) or isinstance(b, ClientFailure):
+            assert a == b
+            continue
+        assert (a.round, a.client, a.spec, a.num_examples) == (b.round, b.client, b.spec, b.num_examples)
+        assert {k: v for k, v in a.metrics.items() if k != "seconds"} == {
+            k: v for k, v in b.metrics.items() if k != "seconds"
+        }
+        assert_same_bits(a.payload, b.payload)
+
+
+def assert_same_bits(left: Params, right: Params) -> None:
+    """Names (in whatever order: storage sorts them), shapes, types and bits."""
+    assert left.keys() == right.keys()
+    for name in left:
+        a, b = left[name].cpu(), right[name].cpu()
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+        # Compared as bytes: 0.0 and -0.0 are different bits, and a NaN is equal to itself.
+        assert a.numpy().tobytes() == b.numpy().tobytes(), name

@@ -1,0 +1,333 @@
+"""The report says what the run folders say: numbers a person can check, every section, nothing from outside."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components import plots
+from components import report as r
+from components.artifacts import Apoz, ApozLayer, EvaluationFile, History, Level, LevelScore, PoolFile, RunFile
+from fl_engine.errors import ConfigError, IntegrityError
+from fl_engine.ledger import Row
+from fl_engine.partition import Manifest
+from fl_engine.store import sha256
+
+GROUPS = {"conv1": 16, "conv2": 32, "fc1": 64}
+# Widths per layer, share, gamma; M2' and M3' are made on devices and not reported.
+POOL = {
+    "M1": ((8, 12, 24), 0.25, 0.9),
+    "M2'": ((11, 18, 40), 0.4, 1.1),
+    "M2": ((13, 22, 48), 0.5, 1.3),
+    "M3'": ((16, 30, 60), 0.9, 1.9),
+    "M3": ((16, 32, 64), 1.0, None),
+}
+# Per round: accuracies of the reported levels, MB down, MB up, clients trained, pruned, failed.
+FLEXFL = [
+    ({"M1": 0.30, "M2": 0.40, "M3": 0.50}, 2.0, 2.0, 3, 0, 0),
+    ({"M1": 0.60, "M2": 0.70, "M3": 0.80}, 2.0, 1.5, 3, 1, 0),
+    ({"M1": 0.60, "M2": 0.60, "M3": 0.75}, 2.0, 1.0, 2, 1, 1),
+]
+# avg 40, 70, 65 %: the best is round 2. 6 MB down, 4.5 MB up: waste 25 %. 2 pruned, 1 failed.
+ALL_LARGE = [
+    ({"full": 0.55}, 4.0, 4.0, 3, 0, 0),
+    ({}, 4.0, 0.0, 0, 0, 3),
+    ({"full": 0.72}, 4.0, 2.0, 2, 0, 1),
+]
+# 12 MB down, 6 MB up: waste 50 %. 4 failed; round 2 is not evaluated.
+
+
+def rows(measured: Sequence[tuple[dict[str, float], float, float, int, int, int]]) -> tuple[Row, ...]:
+    out = []
+    for i, (accuracy, down, up, trained, pruned, failed) in enumerate(measured):
+        metrics = {"bytes_down": down * 1e6, "bytes_up": up * 1e6, "waste": 1 - up / down, "seconds_round": 2.0}
+        metrics |= {"clients_trained": trained, "clients_pruned": pruned, "clients_failed": failed}
+        if accuracy:
+            metrics |= {"avg": sum(accuracy.values()) / len(accuracy), "full": list(accuracy.values())[-1]}
+            metrics |= {f"accuracy/{k}": v for k, v in accuracy.items()}
+            metrics |= {f"loss/{k}": 1 - v for k, v in accuracy.items()}
+        out.append(Row(round=i, metrics=metrics, clients=({"client": 0, "sent": "", "loss": 0.5},)))
+    return tuple(out)
+
+
+def level(name: str, widths: Sequence[int], share: float, gamma: float | None) -> Level:
+    aside = name.endswith("'")
+    return Level(
+        name=name,
+        params=int(40_000 * share),
+        share=share,
+        flops=int(180_000 * share),
+        bytes=int(160_000 * share),
+        widths=dict(zip(GROUPS, widths, strict=True)),
+        dispatched=not aside,
+        reported=not aside,
+        gamma=gamma,
+        ratios=(share,) * 3,
+        similarity=0.9925 if gamma else None,
+        spec={},
+    )
+
+
+def write_run(folder: Path, algorithm: str, run_id: str | None = None, **config: Any) -> Path:
+    """A finished run folder: flexfl with five levels of which three are reported, anything else with one."""
+    flexfl = algorithm == "flexfl"
+    history = rows(FLEXFL if flexfl else ALL_LARGE)
+    levels = POOL if flexfl else {"full": (tuple(GROUPS.values()), 1.0, None)}
+    scores = {k.removeprefix("accuracy/"): v for k, v in history[-1].metrics.items() if k.startswith("accuracy/")}
+    layers = [ApozLayer(group=g, size=10 * n, apoz=a, adjustment=0.8)
+              for (g, n), a in zip(GROUPS.items(), (0.4, 0.5, 0.6), strict=True)]  # fmt: skip
+    pool = PoolFile(
+        algorithm=algorithm,
+        model="small_cnn",
+        input_chw=(1, 8, 8),
+        classes=2,
+        groups=GROUPS,
+        levels=tuple(level(name, *about) for name, about in levels.items()),
+    ).write(folder / "pool" / "pool.json")
+    partition = folder / "partition" / "partition.json"
+    partition.parent.mkdir()
+    manifest = Manifest(
+        rule="dirichlet",
+        parameters={"clients": 3, "alpha": 0.6},
+        data_sha256="d" * 64,
+        proxy_train=8,
+        proxy_test=2,
+        client_samples=[30, 20, 10],
+        class_counts=[[20, 5, 10], [10, 15, 0]],
+        tensors_sha256="e" * 64,
+    )
+    partition.write_text(manifest.model_dump_json())
+    Apoz(layers=tuple(layers) if flexfl else (), reference=(0.41, 0.49, 0.6) if flexfl else None,
+         proxy_samples=10, proxy_accuracy=0.8).write(folder / "pretrain" / "apoz.json")  # fmt: skip
+    data = {"name": "digits", "root": str(folder)}
+    whole: dict[str, Any] = {"seed": 0, "dataset": data, "model": {"name": "small_cnn"}}
+    RunFile(
+        run_id=run_id or folder.name,
+        config=whole | {"algorithm": {"name": algorithm}, "partition": {"alpha": 0.6}} | config,
+        numerics={"torch": "2.13.0", "devices": ["cpu"]},
+        pool_sha256=sha256(pool.read_bytes()),
+        partition_sha256=sha256(partition.read_bytes()),
+    ).write(folder / "run.json")
+    History(rounds=tuple(row.model_dump(mode="json") for row in history), model_sha256="a" * 64, seconds=6.0).write(
+        folder / "history.json"
+    )
+    EvaluationFile(
+        rounds=3,
+        test_samples=100,
+        avg=sum(scores.values()) / len(scores),
+        full=list(scores.values())[-1],
+        levels={k: LevelScore(accuracy=v, loss=1 - v, params=40_000) for k, v in scores.items()},
+    ).write(folder / "evaluation.json")
+    return folder
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    return [write_run(tmp_path / "a", "flexfl"), write_run(tmp_path / "b", "all_large")]
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of both runs and of a third, flexfl again with another seed and alpha."""
+    base = tmp_path_factory.mktemp("runs")
+    runs = [write_run(base / "a", "flexfl"), write_run(base / "b", "all_large")]
+    runs.append(write_run(base / "c", "flexfl", seed=1, partition={"alpha": 0.3}))
+    return page_of(runs, base)
+
+
+class Page(HTMLParser):
+    """Every tag's attributes, and the text of each table cell and paragraph, as a browser would find them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {k: v or "" for k, v in attrs}))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, attribute: str) -> list[str]:
+        return [attrs[attribute] for _, attrs in self.tags if attribute in attrs]
+
+
+def page_of(runs: Sequence[Path], tmp_path: Path) -> str:
+    out = tmp_path / "page" / "report.html"
+    assert r.report(runs, out) == out
+    assert [p.name for p in out.parent.iterdir()] == ["report.html"]
+    return out.read_text("utf-8")
+
+
+def summary_of(html: str) -> list[dict[str, str]]:
+    body = html[html.index('id="summary"') : html.index("</table>")]
+    return [dict(re.findall(r'data-of="([^"]+)">([^<]*)<', line)) for line in body.split("<tr>")[2:]]
+
+
+# ----------------------------------------------------------------------------------------------------- numbers
+def test_the_table_has_the_numbers_of_the_run_folders(two: list[Path]) -> None:
+    head, flexfl, all_large, note = r.table(two).splitlines()
+    cells = ["|".join(re.split(r"  +", line.strip())) for line in (head, flexfl, all_large)]
+    assert cells[0] == "run|algorithm|rounds|avg %|full %|best avg/full % (round)|MB|waste %|seconds"
+    assert cells[1] == "a|flexfl|3|65.00|75.00|70.00/80.00 (2)|10.50|25.00|6.0"
+    assert cells[2] == "b|all_large|3|-|72.00|-/72.00 (3)|18.00|50.00|6.0".replace("-", r.NONE)
+    assert note.startswith(f"{r.NONE}:")
+    assert len({len(head), len(flexfl), len(all_large)}) == 1
+
+
+def test_a_table_without_single_levels_has_no_footnote(two: list[Path]) -> None:
+    assert len(r.table(two[:1]).splitlines()) == 2
+
+
+def test_the_page_has_the_numbers_of_the_run_folders(html: str) -> None:
+    flexfl, all_large, _ = summary_of(html)
+    assert flexfl == {
+        "algorithm": "flexfl", "seed": "0", "rounds": "3", "avg %": "65.00", "full %": "75.00",
+        "best": "70.00/80.00 (2)", "MB down": "6.00", "MB up": "4.50", "waste %": "25.00", "seconds": "6.0",
+        "pruned": "2", "failed": "1",
+    }  # fmt: skip
+    assert (all_large["avg %"], all_large["best"]) == (r.NONE, f"{r.NONE}/72.00 (3)")
+    assert (all_large["MB down"], all_large["MB up"], all_large["waste %"]) == ("12.00", "6.00", "50.00")
+    assert all_large["failed"] == "4"
+
+
+def test_every_section_is_there(html: str) -> None:
+    text = Page(html).text
+    for section in ("Summary", "Learning curves", "Bytes to accuracy", "The pool", "Channels of every layer",
+                    "Accuracy of each level", "After the last round", "Clients per round", "Partition",
+                    "Configuration", "Provenance"):  # fmt: skip
+        assert section in text
+    svgs = {a["id"] for tag, a in Page(html).tags if tag == "svg"}
+    both = {"learning-curves", "bytes-to-accuracy", "pool-0", "levels-0", "clients-0", "partition-0"}
+    # The second run's pool is the full model alone, and its partition that of the first: no drawing says more.
+    assert svgs == both | {"levels-1", "clients-1", "pool-2", "levels-2", "clients-2"}
+    assert "The same as of a." in text and "The pool is the full model alone." in text
+    for found in ("M2'", "1.9000", "99.25", "dataset.name", "digits", "a" * 64, "numerics: torch", "40,000"):
+        assert found in text
+
+
+def test_one_run_alone(two: list[Path], tmp_path: Path) -> None:
+    html = page_of(two[1:], tmp_path)
+    assert len(summary_of(html)) == 1 and 'id="differences"' not in html
+
+
+def test_the_same_runs_give_the_same_bytes(two: list[Path], tmp_path: Path) -> None:
+    assert page_of(two[:1], tmp_path) == page_of(two[:1], tmp_path)
+
+
+def test_runs_that_differ_in_more_than_the_algorithm_are_called_out(html: str, two: list[Path]) -> None:
+    # Another dataset.root is another place, not other data.
+    assert r.differences([r.load(run) for run in two]) == []
+    assert "<li>seed: 0 (a, b); 1 (c)</li>" in html and "<li>partition.alpha: 0.6 (a, b); 0.3 (c)</li>" in html
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [r.load(write_run(tmp_path / f"at{i}", "flexfl", run_id="same")) for i in range(2)]
+    assert r.labels(runs) == ["same #1", "same #2"]
+
+
+# ------------------------------------------------------------------------------------------- a page on its own
+def test_nothing_comes_from_outside_and_no_script_runs(html: str) -> None:
+    page = Page(html)
+    for attribute in ("src", "href", "xlink:href", "srcset", "action"):
+        assert all(v.startswith(("#", "data:image/png;base64,")) for v in page.all(attribute))
+    assert not [tag for tag, _ in page.tags if tag in ("script", "link", "iframe", "img", "object")]
+    addresses = re.findall(r"\w+://[^\"'\s<)]+", html)
+    assert set(addresses) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert "@import" not in page.text
+
+
+def test_ids_do_not_clash_and_references_arrive(html: str) -> None:
+    page = Page(html)
+    ids = page.all("id")
+    assert len(ids) == len(set(ids)) > 100
+    wanted = {v[1:] for k in ("href", "xlink:href") for v in page.all(k) if v.startswith("#")}
+    wanted |= set(re.findall(r"url\(#([^)]+)\)", html))
+    assert wanted and wanted <= set(ids)
+
+
+def test_hostile_names_are_text(tmp_path: Path) -> None:
+    evil = "_<script>alert(1)</script> $\\frac$ id=\"summary\" '&"
+    runs = [
+        write_run(tmp_path / "a", "flexfl", run_id=evil, dataset={"name": evil, evil: evil}),
+        write_run(tmp_path / "b", "flexfl", run_id="b"),
+    ]
+    html = page_of(runs, tmp_path)
+    page = Page(html)
+    assert "<script" not in html and not [tag for tag, _ in page.tags if tag == "script"]
+    assert page.all("id").count("summary") == 1
+    assert page.text.count(evil) >= 5  # summary, curves, configuration, provenance
+
+
+# ------------------------------------------------------------------------------------------------------ errors
+@pytest.mark.parametrize("name", list(r.NEEDED))
+def test_a_missing_file_is_named_with_what_to_do(two: list[Path], tmp_path: Path, name: str) -> None:
+    (two[1] / name).unlink()
+    with pytest.raises(IntegrityError) as error:
+        r.report(two, tmp_path / "out.html")
+    assert f"{two[1]} is not a finished run, {name} is missing: {r.NEEDED[name]}" == str(error.value)
+    assert not (tmp_path / "out.html").exists()
+
+
+def test_a_damaged_or_foreign_file_is_named(two: list[Path]) -> None:
+    pool = two[0] / "pool" / "pool.json"
+    pool.write_bytes((two[1] / "pool" / "pool.json").read_bytes())
+    with pytest.raises(IntegrityError, match=r"pool\.json is not the one that the run used"):
+        r.load(two[0])
+    history = json.loads((two[1] / "history.json").read_text())
+    history["rounds"].pop(1)
+    (two[1] / "history.json").write_text(json.dumps(history))
+    with pytest.raises(IntegrityError, match="entry 1 is round 2, expected 1"):
+        r.load(two[1])
+
+
+def test_an_evaluation_of_an_earlier_round_is_refused(two: list[Path]) -> None:
+    evaluation = json.loads((two[0] / "evaluation.json").read_text())
+    (two[0] / "evaluation.json").write_text(json.dumps(evaluation | {"rounds": 2}))
+    with pytest.raises(IntegrityError, match=r"is of round 2, history\.json has 3 rounds"):
+        r.load(two[0])
+
+
+def test_bad_arguments(two: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\.html file"):
+        r.report(two, tmp_path / "out.pdf")
+    with pytest.raises(ConfigError, match="more than once"):
+        r.table([two[0], two[0] / ".." / "a"])
+    with pytest.raises(ConfigError, match="not a folder"):
+        r.table([tmp_path / "nowhere"])
+    with pytest.raises(ConfigError, match="no run given"):
+        r.table([])
+
+
+def test_the_command_line(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "report.html"
+    assert r.main([*map(str, two), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == f"{r.table(two)}\nreport: {out}\n" and out.is_file()
+
+
+# ---------------------------------------------------------------------------------------------------- drawings
+def test_drawings_of_one_round_of_long_runs_and_of_many_runs() -> None:
+    one = rows(FLEXFL[:1])
+    assert all("<svg" in draw([("run", one)]) for draw in (plots.learning_curves, plots.bytes_to_accuracy))
+    assert "means of" not in plots.clients_per_round(one)
+    long = rows(FLEXFL * 200)
+    assert "means of 5 rounds" in plots.clients_per_round(long)
+    assert len(plots.clients_per_round(long)) < 60_000
+    many = plots.learning_curves([(f"run {i}", rows(FLEXFL)) for i in range(9)])
+    assert "run 8" in many and "range of levels" not in many
+
+
+def test_a_loss_that_diverged_is_left_out(two: list[Path]) -> None:
+    history = json.loads((two[0] / "history.json").read_text())
+    history["rounds"][1]["metrics"]["loss/M1"] = None
+    (two[0] / "history.json").write_text(json.dumps(history))
+    assert "loss/M1" not in r.load(two[0]).rows[1].metrics
