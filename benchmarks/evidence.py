@@ -29,18 +29,21 @@ COMMON = (
     "partition.rule=dirichlet",
     "partition.alpha=0.6",
     "partition.proxy=0.02",
-    "model.name=small_cnn",
     "training.fraction=0.2",
     "training.epochs=1",
     "training.batch_size=20",
     "training.lr=0.05",
     "training.lr_decay=0.99",
-    "rounds.stop=100",
-    "rounds.evaluate_every=5",
     f"run.store={STORE}",
 )
-DATASETS = {"cifar10": (0, 1, 2), "fashion_mnist": (0,)}
-"""Seeds of the main comparison; ablations run with the first."""
+DATASETS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "cifar10": ((0, 1, 2), ("model.name=small_cnn", "rounds.stop=100", "rounds.evaluate_every=5")),
+    "fashion_mnist": (
+        (0,),
+        ("model.name=vgg16", "model.width=0.125", "model.fc=[512,512]", "rounds.stop=60", "rounds.evaluate_every=5"),
+    ),
+}
+"""Seeds of the main comparison (ablations run with the first), and the settings of the data set's cells."""
 FLEXFL = ("algorithm.name=flexfl", "algorithm.epsilon=3.0")
 MAIN = {
     "flexfl": FLEXFL,
@@ -67,14 +70,20 @@ class Cell:
 
     @property
     def command(self) -> list[str]:
-        settings = (*COMMON, f"dataset.name={self.dataset}", f"seed={self.seed}", *self.settings)
+        settings = (
+            *COMMON,
+            *DATASETS[self.dataset][1],
+            f"dataset.name={self.dataset}",
+            f"seed={self.seed}",
+            *self.settings,
+        )
         options = [word for setting in settings for word in ("--set", setting)]
         return ["flexfleet", "run", "--run-id", self.run_id, "--resume", "--json", *options]
 
 
 def cells() -> list[Cell]:
-    main = [Cell(d, a, s, MAIN[a]) for d, seeds in DATASETS.items() for s in seeds for a in MAIN]
-    return main + [Cell(d, a, seeds[0], ABLATIONS[a]) for d, seeds in DATASETS.items() for a in ABLATIONS]
+    main = [Cell(d, a, s, MAIN[a]) for d, (seeds, _) in DATASETS.items() for s in seeds for a in MAIN]
+    return main + [Cell(d, a, seeds[0], ABLATIONS[a]) for d, (seeds, _) in DATASETS.items() for a in ABLATIONS]
 
 
 def run(cell: Cell) -> dict[str, Any]:

@@ -22,8 +22,9 @@ DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
 
 
 def run(args: argparse.Namespace) -> int:
-    config = common.config_of(args)
     from components.run import run as run_all
+
+    config = common.config_of(args)
 
     run_id = args.run_id or f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     if Path(run_id).name != run_id or run_id.startswith("."):
@@ -52,11 +53,11 @@ def pool(args: argparse.Namespace) -> int:
         args.set.append(f"algorithm.name={args.algorithm}")
     if args.model:
         args.set.append(f"model.name={args.model}")
-    config = common.config_of(args)
     from components import model_pool, partition, pretrain
     from components.artifacts import Apoz
     from fl_engine import config as configs
 
+    config = common.config_of(args)
     algorithm = configs.algorithm(config)
     if args.input or args.classes:
         if not (args.input and args.classes):
@@ -142,36 +143,9 @@ def status(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Everything that can be checked before the first round: parameters, data, partition, fleet, pool sizes."""
-    from fl_engine import config as configs
-    from fl_engine import devices
-    from fl_engine import partition as partitions
+    from components.check import check as examine
 
-    config = common.config_of(args)
-    data, family = common.prepare(config)
-    p = config.partition
-    partitions.partition(
-        data,
-        p.rule,
-        p.clients,
-        p.proxy,
-        config.seed,
-        alpha=p.alpha,
-        labels_per_client=p.labels_per_client,
-        minimum=p.minimum,
-    )
-    devices.fleet(config.fleet.tiers, p.clients, config.seed)
-    algorithm = configs.algorithm(config)
-    # Without measured scores every layer counts alike; targets, Gamma and nesting are checked all the same.
-    algorithm.pool(family, (0.5,) * len(family.prunable()))
-    answer = {
-        "ok": True,
-        "dataset": data.name,
-        "train": len(data.train_y),
-        "test": len(data.test_y),
-        "model": config.model["name"],
-        "algorithm": config.algorithm["name"],
-    }
+    answer = examine(common.config_of(args))
     print(json.dumps(answer) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in answer.items() if k != "ok"))
     return 0
 

@@ -73,9 +73,12 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
 
 def prepare(config: Config) -> tuple[Data, ModelFamily]:
     """The data set, cut and padded as configured, and the network for its images."""
+    import torch
+
     from fl_engine import config as configs
     from fl_engine.datasets import DATASETS, data_root, pad, subset
 
+    torch.set_num_threads(1)  # in every step: the same bits on any number of cores
     source = configs.resolve(DATASETS, config.dataset.name, "data set")
     data = source.load(data_root(config.dataset.root))
     if config.dataset.train_samples is not None or config.dataset.test_samples is not None:

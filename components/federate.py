@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, current_thread, main_thread
+from threading import current_thread, main_thread
 from typing import Any
 
 import fl_engine
@@ -72,25 +72,24 @@ def federate(
     initial = algorithm.init(
         initial_params(family, seeds.derive(config.seed, "init")), family.layout(), fleet, pool
     )
-    stop = _stop_on_signals()
-    started = time.monotonic()
     try:
-        final = rounds.federate(
-            algorithm,
-            initial,
-            backend,
-            ledger,
-            tracker,
-            config.rounds,
-            config.seed,
-            rounds.Evaluation(family, pool, data, config.run.devices),
-            stop.is_set,
-            discard_damaged,
-        )
+        with _stop_on_signals() as should_stop:
+            final = rounds.federate(
+                algorithm,
+                initial,
+                backend,
+                ledger,
+                tracker,
+                config.rounds,
+                config.seed,
+                rounds.Evaluation(family, pool, data, config.run.devices),
+                should_stop,
+                discard_damaged,
+            )
     except BaseException as error:
         tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
         raise
-    return _finish(out, ledger, final, time.monotonic() - started, tracker, mlflow)
+    return _finish(out, ledger, final, tracker, mlflow)
 
 
 def _open(wanted: RunFile, out: Path, resume: bool, accept_numerics: bool) -> RunFile:
@@ -137,24 +136,32 @@ def _mlflow(config: Config, run: RunFile, tags: dict[str, str]) -> MLflow | None
     return MLflow(uri, experiment, f"{c.algorithm['name']}-s{c.seed}", about, run.mlflow_run_id)
 
 
-def _stop_on_signals() -> Event:
+@contextmanager
+def _stop_on_signals() -> Iterator[Callable[[], bool]]:
     """SIGTERM and the first Ctrl-C end the run after the client in flight; the second Ctrl-C ends it at once."""
-    stop = Event()
+    received: list[int] = []
 
     def request(signum: int, _: object) -> None:
-        if signum == signal.SIGINT and stop.is_set():
+        if signum == signal.SIGINT and signal.SIGINT in received:
             raise KeyboardInterrupt
-        stop.set()
+        received.append(signum)
 
-    if current_thread() is main_thread():
-        signal.signal(signal.SIGTERM, request)
-        signal.signal(signal.SIGINT, request)
-    return stop
+    if current_thread() is not main_thread():
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: bool(received)
+    except Stopped:
+        if signal.SIGINT in received:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _finish(
-    out: Path, ledger: Ledger, final: Any, seconds: float, tracker: Tracker, mlflow: MLflow | None
-) -> Path:
+def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:
     value = encode(final.params)
     FolderStore(out).put("model.safetensors", value)
     rows = ledger.rows()

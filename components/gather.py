@@ -30,7 +30,10 @@ def finish(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: P
     """A complete run folder in `out`, with report.html and result.json."""
     gather(run, partition, pretrain, pool, evaluation, out)
     # The configuration that the run had, not one that has been edited since.
-    return conclude(parse(RunFile.read(out / "run.json").config), out)
+    file = RunFile.read(out / "run.json")
+    config = parse(file.config)
+    folder = Path(config.run.store) / file.run_id
+    return conclude(config, out, str(folder.resolve()) if folder.is_dir() else None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -57,7 +57,6 @@ def _scores(
     config: Config, data: Data, family: ModelFamily, train: np.ndarray, held_out: np.ndarray
 ) -> tuple[Params, tuple[float, ...]]:
     device = config.run.devices[0]
-    torch.set_num_threads(1)  # as for clients: the same bits on any number of cores
     task = LocalTask(
         spec=FULL,
         optimizer=Adam(config.pretrain.lr),

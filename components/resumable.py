@@ -39,7 +39,7 @@ def federate_in(
 def federate_for_dvc(config: Config, partition: Path, pool: Path, out: Path) -> Path:
     """Writes run.json, history.json and model.safetensors into `out`; an interrupted run goes on."""
     unfinished = out.with_name(f"{out.name}.unfinished")
-    folder = unfinished / run_name(config, partition, pool)
+    folder = unfinished / identity(config, partition, pool)
     federate_in(folder, config, partition, pool, out)
     shutil.rmtree(folder)
     if not any(unfinished.iterdir()):
@@ -47,7 +47,7 @@ def federate_for_dvc(config: Config, partition: Path, pool: Path, out: Path) -> 
     return out
 
 
-def run_name(config: Config, partition: Path, pool: Path) -> str:
+def identity(config: Config, partition: Path, pool: Path) -> str:
     """Algorithm, seed, and a digest of all that decides the model."""
     # `rounds.stop` may change in a resumed run, but a run that went further has nothing to give for a smaller one.
     parameters = {k: v for k, v in flatten(config).items() if k == "rounds.stop" or not k.startswith(MAY_CHANGE)}

@@ -49,10 +49,11 @@ def run(
     return conclude(config, out)
 
 
-def conclude(config: Config, out: Path) -> Result:
-    """Report and result.json of a run whose steps are done; the report becomes an MLflow artifact."""
+def conclude(config: Config, out: Path, store_uri: str | None = None) -> Result:
+    """Report and result.json of a run whose steps are done; the report becomes an MLflow artifact. `store_uri` says
+    where the rounds are, where that is not `out`."""
     page = report([out], out / "report.html")
-    found = result(out, page)
+    found = result(out, page, store_uri or str(out.resolve()))
     found.write(out / "result.json")
     if config.tracking.mlflow is not None and found.mlflow_run_id is not None:
         from fl_engine.tracking import log_outcome
@@ -63,7 +64,7 @@ def conclude(config: Config, out: Path) -> Result:
     return found
 
 
-def result(out: Path, page: Path) -> Result:
+def result(out: Path, page: Path, store_uri: str) -> Result:
     """What a finished run is, in one object."""
     run, history = RunFile.read(out / "run.json"), History.read(out / "history.json")
     evaluation = EvaluationFile.read(out / "evaluation.json")
@@ -83,7 +84,7 @@ def result(out: Path, page: Path) -> Result:
         waste=1 - up / down if down else 0.0,
         seconds=history.seconds,
         model_sha256=history.model_sha256,
-        store_uri=str(out.resolve()),
+        store_uri=store_uri,
         mlflow_run_id=run.mlflow_run_id,
         report=str(page),
     )

@@ -170,9 +170,10 @@ def set_path(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def parse(values: Mapping[str, Any]) -> Config:
-    """Raises ConfigError for the first thing that is wrong: what arrived, what was expected, what to do."""
+    """The defaults with `values` on top, section by section. Raises ConfigError for what is wrong: what arrived, what
+    was expected, what to do."""
     try:
-        config = Config.model_validate_json(json.dumps(values))
+        config = Config.model_validate_json(json.dumps(_merge(Config().model_dump(mode="json"), values)))
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
     except (TypeError, ValueError) as error:
@@ -182,6 +183,20 @@ def parse(values: Mapping[str, Any]) -> Config:
     if not config.run.devices:
         raise ConfigError("run.devices is empty: name at least one torch device, e.g. [cpu]")
     return config
+
+
+def _merge(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A section that is given in part keeps the other defaults, but not those of another model or algorithm."""
+    out = dict(defaults)
+    for key, value in values.items():
+        old = defaults.get(key)
+        if not isinstance(old, dict) or not isinstance(value, Mapping):
+            out[key] = value
+        elif key in ("model", "algorithm") and value.get("name", old["name"]) != old["name"]:
+            out[key] = dict(value)
+        else:
+            out[key] = _merge(old, value)
+    return out
 
 
 def _explain(error: ValidationError, prefix: str = "") -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fl_engine.config import RoundsConfig
-from fl_engine.errors import IntegrityError, Stopped
+from fl_engine.errors import ConfigError, IntegrityError, Stopped
 from fl_engine.evaluate import average_accuracy, evaluate_pool
 from fl_engine.ledger import Ledger, Row
 from fl_engine.state import pack, unpack
@@ -79,6 +79,8 @@ def federate(
     says so, and IntegrityError where the ledger is damaged and `discard_damaged` does not allow to go back.
     """
     state, first = _resume(initial, ledger, discard_damaged)
+    if first > config.stop:
+        raise ConfigError(f"rounds.stop = {config.stop}, but {first} rounds are committed: a run cannot go back")
     tracker.metrics([(row.round + 1, row.metrics) for row in ledger.rows()])
     pending: list[Row] = []
     last_commit = time.monotonic()

@@ -1,0 +1,53 @@
+"""Writes the pipelines as the YAML that Kubeflow runs: `python -m pipelines.compile`.
+
+The files are checked in; `--check` says whether they are current, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kfp import compiler
+
+from pipelines.train import train
+
+PIPELINES: dict[str, Any] = {"train": train}
+COMPILED = Path(__file__).parent / "compiled"
+
+
+def compiled(name: str) -> str:
+    """The specification of a pipeline; the same source and image give the same text."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / f"{name}.yaml"
+        compiler.Compiler().compile(PIPELINES[name], str(path))
+        return path.read_text()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m pipelines.compile", description=__doc__)
+    p.add_argument("--check", action="store_true", help="exit with 2 where a file is not current")
+    args = p.parse_args(argv)
+    stale = []
+    for name in PIPELINES:
+        path, text = COMPILED / f"{name}.yaml", compiled(name)
+        if path.is_file() and path.read_text() == text:
+            continue
+        stale.append(path)
+        if not args.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            print(path)
+    if args.check and stale:
+        names = ", ".join(map(str, stale))
+        print(f"error: not what the source compiles to: {names}; run `python -m pipelines.compile`", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""The training pipeline: partition -> pretrain -> model_pool -> federate -> evaluate -> report.
+
+The graph alone: each body unpacks paths and calls the function of `components` that the command line and DVC call.
+The first task resolves and checks the whole configuration; every other task reads its outcome.
+
+Retries: `federate` owns all rounds and goes on with what it finds in `<store_uri>/<run_id>`, so that folder has to
+outlive a pod. Give `run_id` to go on with a run of an earlier job.
+
+Caching is off for every task. Kubeflow's key is a task's parameters and the ids of its input artifacts: it does not
+see the data set, which every task reads, and it hits only where every task before has hit. Resuming is the run
+store's work, and on a laptop `dvc repro` skips what is unchanged.
+"""
+
+from typing import Any
+
+from kfp import dsl
+
+from pipelines.task import pipeline, task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def partition(
+    dataset: str,
+    model: str,
+    algorithm: str,
+    clients: int,
+    partition_rule: str,
+    dirichlet_alpha: float,
+    rounds: int,
+    client_fraction: float,
+    local_epochs: int,
+    learning_rate: float,
+    seed: int,
+    mlflow_uri: str,
+    store_uri: str,
+    run_id: str,
+    job_id: str,
+    advanced: dict[str, Any],
+    config: dsl.Output[Artifact],
+    parts: dsl.Output[Artifact],
+) -> str:
+    from pathlib import Path
+
+    from components import check, overrides
+    from components.partition import partition as step
+
+    given = locals()
+    resolved = overrides.config_from({name: given[name] for name in overrides.PARAMETERS}, advanced)
+    name = overrides.run_name(run_id, job_id, resolved)
+    overrides.run_folder(resolved, name)
+    check.check(resolved)
+    overrides.write_config(resolved, Path(config.path))
+    step(resolved, Path(parts.path))
+    return name
+
+
+@task
+def pretrain(config: dsl.Input[Artifact], parts: dsl.Input[Artifact], apoz: dsl.Output[Artifact]) -> None:
+    from pathlib import Path
+
+    from components.pretrain import pretrain as step
+    from fl_engine.config import load_config
+
+    step(load_config(config.path), Path(parts.path), Path(apoz.path))
+
+
+@task
+def model_pool(config: dsl.Input[Artifact], apoz: dsl.Input[Artifact], pool: dsl.Output[Artifact]) -> None:
+    from pathlib import Path
+
+    from components.model_pool import model_pool as step
+    from fl_engine.config import load_config
+
+    step(load_config(config.path), Path(apoz.path), Path(pool.path))
+
+
+@task
+def federate(
+    config: dsl.Input[Artifact],
+    parts: dsl.Input[Artifact],
+    pool: dsl.Input[Artifact],
+    run_name: str,
+    job_id: str,
+    run: dsl.Output[Artifact],
+) -> None:
+    from pathlib import Path
+
+    from components.overrides import run_folder
+    from components.resumable import federate_in
+    from fl_engine.config import load_config
+
+    resolved = load_config(config.path)
+    folder = run_folder(resolved, run_name)
+    tags = {"kfp.job_id": job_id}
+    federate_in(folder, resolved, Path(parts.path), Path(pool.path), Path(run.path), tags)
+
+
+@task
+def evaluate(
+    config: dsl.Input[Artifact],
+    run: dsl.Input[Artifact],
+    pool: dsl.Input[Artifact],
+    evaluation: dsl.Output[Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    from pathlib import Path
+
+    from components.artifacts import EvaluationFile
+    from components.evaluate import evaluate as step
+    from fl_engine.config import load_config
+
+    found = EvaluationFile.read(step(load_config(config.path), Path(run.path), Path(pool.path), Path(evaluation.path)))
+    metrics.log_metric("avg", found.avg)
+    metrics.log_metric("full", found.full)
+    for name, score in found.levels.items():
+        metrics.log_metric(f"accuracy/{name}", score.accuracy)
+
+
+@task
+def report(
+    run: dsl.Input[Artifact],
+    parts: dsl.Input[Artifact],
+    apoz: dsl.Input[Artifact],
+    pool: dsl.Input[Artifact],
+    evaluation: dsl.Input[Artifact],
+    finished: dsl.Output[Artifact],
+    page: dsl.Output[dsl.HTML],
+) -> None:
+    import shutil
+    from pathlib import Path
+
+    from components.gather import finish
+
+    result = finish(*(Path(given.path) for given in (run, parts, apoz, pool, evaluation, finished)))
+    shutil.copyfile(result.report, page.path)
+
+
+@pipeline(name="train", description="Model-heterogeneous federated learning, from the partition to the report.")
+def train(
+    dataset: str = "digits",
+    model: str = "small_cnn",
+    algorithm: str = "flexfl",
+    clients: int = 20,
+    partition_rule: str = "dirichlet",
+    dirichlet_alpha: float = 0.6,
+    rounds: int = 40,
+    client_fraction: float = 0.3,
+    local_epochs: int = 5,
+    learning_rate: float = 0.05,
+    seed: int = 0,
+    mlflow_uri: str = "",
+    store_uri: str = "runs",
+    run_id: str = "",
+    advanced: dict[str, Any] = {},  # noqa: B006 - kfp writes it into the specification, nobody holds it
+) -> None:
+    """The defaults are `flexfleet run`'s, without MLflow.
+
+    Args:
+        dataset: digits, fashion_mnist, cifar10, or package.module:NAME.
+        model: small_cnn, vgg16, resnet18, resnet34, mobilenetv2, or package.module:NAME.
+        algorithm: flexfl, all_large, or package.module:NAME.
+        clients: Number of devices.
+        partition_rule: iid, dirichlet, disjoint_labels or natural.
+        dirichlet_alpha: Concentration of the Dirichlet partition; smaller is more heterogeneous.
+        rounds: Rounds in all.
+        client_fraction: Share of all clients selected per round, above 0, at most 1.
+        local_epochs: Epochs that a client trains per round.
+        learning_rate: Of the clients' SGD, in the first round.
+        seed: Everything random follows from it.
+        mlflow_uri: Tracking URI of an MLflow server; empty: no tracking.
+        store_uri: Folder of all runs; on a cluster, of a volume that outlives a pod.
+        run_id: Name of the run's folder; the same name goes on with the run. Empty: algorithm, seed and job.
+        advanced: Any other parameter of params.yaml by its dotted name, e.g. {"algorithm.kd_weight": 5}.
+    """
+    job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+    start = partition(
+        dataset=dataset,
+        model=model,
+        algorithm=algorithm,
+        clients=clients,
+        partition_rule=partition_rule,
+        dirichlet_alpha=dirichlet_alpha,
+        rounds=rounds,
+        client_fraction=client_fraction,
+        local_epochs=local_epochs,
+        learning_rate=learning_rate,
+        seed=seed,
+        mlflow_uri=mlflow_uri,
+        store_uri=store_uri,
+        run_id=run_id,
+        job_id=job_id,
+        advanced=advanced,
+    )
+    config, parts = start.outputs["config"], start.outputs["parts"]
+    scores = pretrain(config=config, parts=parts)
+    built = model_pool(config=config, apoz=scores.outputs["apoz"])
+    pool = built.outputs["pool"]
+    rounds_done = federate(
+        config=config, parts=parts, pool=pool, run_name=start.outputs["Output"], job_id=job_id
+    )
+    rounds_done.set_retry(num_retries=3, backoff_duration="30s", backoff_factor=2)
+    run = rounds_done.outputs["run"]
+    scored = evaluate(config=config, run=run, pool=pool)
+    told = report(
+        run=run, parts=parts, apoz=scores.outputs["apoz"], pool=pool, evaluation=scored.outputs["evaluation"]
+    )
+    for each in (start, scores, built, rounds_done, scored, told):
+        each.set_caching_options(False)

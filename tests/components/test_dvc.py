@@ -1,0 +1,190 @@
+"""params.yaml says what the defaults are; `dvc repro` runs what a change concerns, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dvc.repo import Repo
+
+from components import model_pool, partition, pretrain, resumable
+from components.artifacts import History
+from fl_engine import config as configs
+from fl_engine.algorithms import FlexFL
+from fl_engine.config import Config, load_config
+from fl_engine.errors import Stopped
+from fl_engine.models import SmallCNN
+
+ROOT = Path(__file__).parents[2]
+STAGES = ["partition", "pretrain", "model_pool", "federate", "evaluate", "report"]
+
+
+# ------------------------------------------------------------------------------------------------ params.yaml
+def test_params_are_the_defaults() -> None:
+    assert load_config(ROOT / "params.yaml") == Config()
+
+
+def test_params_list_every_parameter_in_order() -> None:
+    def names(value: Any) -> Any:
+        return [(k, names(v)) for k, v in value.items()] if isinstance(value, dict) else None
+
+    listed = yaml.safe_load((ROOT / "params.yaml").read_text())
+    assert names(listed) == names(Config().model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(("section", "kind"), [("algorithm", FlexFL), ("model", SmallCNN)])
+def test_options_in_comments_are_the_defaults_too(section: str, kind: Any) -> None:
+    text = (ROOT / "params.yaml").read_text()
+    part = re.search(rf"^{section}:\n(?:  .*\n)+", text, re.MULTILINE)
+    assert part is not None
+    listed = yaml.safe_load(re.sub(r"^  # (?=\w+: )", "  ", part[0], flags=re.MULTILINE))[section]
+    own = [f for f in fields(kind) if f.name not in ("training", "input_chw", "classes")]
+    assert list(listed) == ["name", *(f.name for f in own)]
+    expected = {f.name: list(f.default) if isinstance(f.default, tuple) else f.default for f in own}
+    assert {k: v for k, v in listed.items() if k != "name"} == expected
+
+
+# -------------------------------------------------------------------------------------------------- dvc repro
+QUICK = {
+    "partition": {"clients": 6, "minimum": 10},
+    "pretrain": {"epochs": 2},
+    "training": {"epochs": 1, "batch_size": 20},
+    "rounds": {"stop": 2},
+    "tracking": {"mlflow": None},
+}
+
+
+def edit(path: Path, changes: dict[str, Any]) -> None:
+    values = yaml.safe_load(path.read_text())
+    for section, value in changes.items():
+        if isinstance(value, dict):
+            values[section].update(value)
+        else:
+            values[section] = value
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+
+
+@pytest.fixture
+def repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repo]:
+    """A copy of the checkout's steps without git."""
+    root = tmp_path / "checkout"
+    for folder in ("fl_engine", "components"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(ROOT / name, root / name)
+    (root / ".dvcignore").write_text("__pycache__/\n")
+    edit(root / "params.yaml", QUICK)
+    monkeypatch.setenv("DVC_NO_ANALYTICS", "1")
+    monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
+    # The `python` of dvc.yaml, as in an activated environment.
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    monkeypatch.chdir(root)
+    with Repo.init(".", no_scm=True) as found:
+        yield found
+
+
+def ran(repo: Repo) -> list[str]:
+    return [stage.name for stage in repo.reproduce()]
+
+
+def changed(repo: Repo) -> set[str]:
+    return {name for name in repo.status() if name in STAGES}
+
+
+def test_repro_runs_what_a_change_concerns(repo: Repo) -> None:
+    root = Path.cwd()
+    assert ran(repo) == STAGES
+    first = History.read(root / "work" / "federate" / "history.json")
+    assert (root / "work" / "report" / "report.html").is_file()
+    assert not (root / "work" / "federate.unfinished").exists()
+
+    assert ran(repo) == []
+
+    edit(root / "params.yaml", {"training": {"lr": 0.01}})
+    assert ran(repo) == ["federate", "evaluate", "report"]
+    second = History.read(root / "work" / "federate" / "history.json")
+    assert len(second.rounds) == 2 and second.model_sha256 != first.model_sha256
+
+    edit(root / "params.yaml", {"tracking": {"experiment": "another"}})
+    assert changed(repo) == set()
+    edit(root / "params.yaml", {"seed": 1})
+    assert changed(repo) == {"partition", "pretrain", "model_pool", "federate", "evaluate"}
+
+
+# --------------------------------------------------------------------------------- rounds that DVC interrupts
+@pytest.fixture
+def job(tmp_path: Path, quick: Sequence[str]) -> tuple[Config, Path, Path]:
+    """A configuration, its partition and its pool."""
+    config = load_config(ROOT / "params.yaml", quick)
+    partition.partition(config, tmp_path / "partition")
+    pretrain.pretrain(config, tmp_path / "partition", tmp_path / "pretrain")
+    model_pool.model_pool(config, tmp_path / "pretrain", tmp_path / "pool")
+    return config, tmp_path / "partition", tmp_path / "pool"
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
+    """Every run stops when it has committed this many rounds more."""
+    original = resumable.rounds._round
+    left = rounds
+
+    def stopping(*args: Any) -> Any:
+        nonlocal left
+        if left == 0:
+            raise Stopped("as by Ctrl-C")
+        left -= 1
+        return original(*args)
+
+    monkeypatch.setattr(resumable.rounds, "_round", stopping)
+
+
+def test_an_interrupted_run_goes_on_and_another_configuration_does_not_meet_it(
+    tmp_path: Path, job: tuple[Config, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, parts, pool = job
+    out, unfinished = tmp_path / "federate", tmp_path / "federate.unfinished"
+    whole = History.read(resumable.federate_for_dvc(config, parts, pool, tmp_path / "whole") / "history.json")
+
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2)
+        with pytest.raises(Stopped):
+            resumable.federate_for_dvc(config, parts, pool, out)
+    (left,) = unfinished.iterdir()
+    assert not out.exists() and not (left / "history.json").exists()
+
+    other = config.model_copy(update={"training": configs.Training(fraction=0.5, epochs=1, lr=0.02)})
+    lower = config.model_copy(update={"rounds": config.rounds.model_copy(update={"stop": 1})})
+    for changed_config, stop in ((other, 3), (lower, 1)):
+        found = resumable.federate_for_dvc(changed_config, parts, pool, tmp_path / "federate")
+        assert len(History.read(found / "history.json").rounds) == stop
+        assert list(unfinished.iterdir()) == [left]
+        shutil.rmtree(out)  # as DVC does before it runs a stage
+
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 1)  # one is all that is missing
+        found = resumable.federate_for_dvc(config, parts, pool, out)
+    assert History.read(found / "history.json").model_sha256 == whole.model_sha256
+    assert not unfinished.exists()
+    assert sorted(p.name for p in out.iterdir()) == sorted(resumable.OUTCOME)
+
+
+def test_the_identity_depends_on_what_decides_the_model(job: tuple[Config, Path, Path]) -> None:
+    config, parts, pool = job
+
+    def name(**changes: Any) -> str:
+        return resumable.identity(config.model_copy(update=changes), parts, pool)
+
+    elsewhere = config.tracking.model_copy(update={"mlflow": "http://here:5000"})
+    quicker = config.rounds.model_copy(update={"commit_every": 7})
+    assert name(tracking=elsewhere, rounds=quicker) == name()
+    assert name(seed=1) != name()
+    before = name()
+    (pool / "pool.json").write_text((pool / "pool.json").read_text().replace('"M1"', '"N1"'))
+    assert name() != before

@@ -1,0 +1,86 @@
+"""What a pipeline's form says becomes the configuration that params.yaml would, or one clear error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from components.check import check
+from components.overrides import PARAMETERS, config_from, run_folder, run_name, whole, write_config
+from fl_engine.config import Config, load_config
+from fl_engine.errors import ConfigError, PartitionError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert config_from({}, {}) == Config()
+
+
+def test_parameters_and_advanced_do_what_set_does() -> None:
+    given = {"model": "vgg16", "clients": 7, "learning_rate": 1, "mlflow_uri": "", "store_uri": "/mnt/runs"}
+    # As protobuf hands them on: every number a float.
+    advanced = {"algorithm.kd_weight": 5.0, "pretrain.epochs": 3.0, "model.fc": [64.0, 32.0], "training.momentum": 0.9}
+    sets = ["model.name=vgg16", "partition.clients=7", "training.lr=1", "tracking.mlflow=null", "run.store=/mnt/runs"]
+    sets += ["algorithm.kd_weight=5", "pretrain.epochs=3", "model.fc=[64, 32]", "training.momentum=0.9"]
+    assert config_from(given, advanced) == load_config(ROOT / "params.yaml", sets)
+
+
+def test_every_parameter_has_its_own_place() -> None:
+    assert len(set(PARAMETERS.values())) == len(PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(5.0, 5), (-2.0, -2), (0.5, 0.5), (5, 5), (True, True), ("5.0", "5.0"), (None, None)],
+)
+def test_whole_numbers(before: object, after: object) -> None:
+    for given, expected in ((before, after), ({"a": [before, {"b": before}]}, {"a": [after, {"b": after}]})):
+        assert (whole(given), repr(whole(given))) == (expected, repr(expected))
+    assert whole(float("inf")) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "advanced", "message"),
+    [
+        ({"client": 5}, {}, r"unknown parameter 'client' \(did you mean 'clients'\?\)"),
+        ({}, {"training.lrr": 1}, r"unknown parameter 'training.lrr' \(did you mean 'lr'\?\)"),
+        ({}, {"algorithm.kd_wight": 5}, r"unknown parameter 'algorithm.kd_wight' \(did you mean 'kd_weight'\?\)"),
+        ({}, {"trainig.momentum": 1}, r"unknown parameter 'trainig' \(did you mean 'training'\?\)"),
+        ({"clients": 0}, {}, r"partition.clients: .* greater than or equal to 1, got 0"),
+        ({"clients": 2.5}, {}, r"partition.clients: .*got 2.5"),
+        ({"algorithm": "fedavg"}, {}, r"no algorithm named 'fedavg'"),
+        ({}, {"partition.clients": 5}, r"'partition.clients' is the parameter 'clients', set it there"),
+        ({}, {"partition": {"minimum": 5}}, r'advanced takes dotted names, \{"partition.minimum": value\}'),
+        ({}, {"seed.x": 5}, r"seed.x: 'seed' is a value, not a section"),
+    ],
+)
+def test_bad_input_is_a_clear_error(parameters: dict[str, object], advanced: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from(parameters, advanced)
+
+
+def test_the_resolved_configuration_survives_the_file(tmp_path: Path) -> None:
+    config = config_from({"learning_rate": 1e-5, "mlflow_uri": ""}, {"algorithm.targets": [10.0, 100.0]})
+    assert load_config(write_config(config, tmp_path / "new" / "config")) == config
+
+
+def test_run_names_and_folders() -> None:
+    config = config_from({"store_uri": "/mnt/runs", "seed": 3}, {})
+    assert run_name("", "8d1f", config) == "flexfl-s3-8d1f"
+    assert run_folder(config, run_name("mine", "8d1f", config)) == Path("/mnt/runs/mine")
+    for bad in ("../mine", "a/b", ".hidden", ".."):
+        with pytest.raises(ConfigError, match="run_id is a plain name"):
+            run_name(bad, "8d1f", config)
+    with pytest.raises(ConfigError, match=r"the run store is a folder .* got 's3://bucket/runs'"):
+        run_folder(config_from({"store_uri": "s3://bucket/runs"}, {}), "mine")
+
+
+def test_check_finds_what_only_data_can_tell() -> None:
+    assert check(Config())["train"] == 1438
+    with pytest.raises(PartitionError):
+        check(config_from({"clients": 5000}, {}))
+    weak = {"fleet.tiers": [{"name": "weak", "share": 1.0, "memory": 35.0, "sigma": [5.0]}]}
+    with pytest.raises(ConfigError, match="no device of the fleet can hold the full model"):
+        check(config_from({"algorithm": "all_large"}, weak))

@@ -1,0 +1,68 @@
+"""The checked-in pipelines are what the source compiles to, and say what they have to say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import yaml
+
+from components.overrides import PARAMETERS, config_from
+from fl_engine.config import Config
+from pipelines.compile import COMPILED
+
+ORDER = ("partition", "pretrain", "model-pool", "federate", "evaluate", "report")
+HEAVY = {"torch", "mlflow", "sklearn", "matplotlib", "fl_engine.config"}
+
+
+def python(code: str, **env: str) -> str:
+    clean = {k: v for k, v in os.environ.items() if k != "FLEXFLEET_IMAGE"}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_checked_in_files_are_current_and_compiling_imports_nothing_heavy(hash_seed: str) -> None:
+    code = "import sys; from pipelines.compile import main; assert main(['--check']) == 0; print(*sys.modules)"
+    assert not HEAVY & set(python(code, PYTHONHASHSEED=hash_seed).split())
+
+
+def test_the_image_is_chosen_in_one_place() -> None:
+    code = "from pipelines.compile import compiled; print(compiled('train'))"
+    executors = yaml.safe_load(python(code, FLEXFLEET_IMAGE="here/python:1"))["deploymentSpec"]["executors"]
+    assert {e["container"]["image"] for e in executors.values()} == {"here/python:1"}
+
+
+@pytest.fixture(scope="module")
+def root() -> dict[str, Any]:
+    spec: dict[str, Any] = yaml.safe_load((COMPILED / "train.yaml").read_text())
+    return spec["root"]  # type: ignore[no-any-return]
+
+
+def test_the_form_is_short_explained_and_its_defaults_are_the_embedded_job(root: dict[str, Any]) -> None:
+    form = root["inputDefinitions"]["parameters"]
+    assert len(form) <= 15
+    assert all(p.get("description") for p in form.values())
+    values = {name: p["defaultValue"] for name, p in form.items()}
+    assert set(values) == {*PARAMETERS, "run_id", "advanced"}
+    given = {name: values[name] for name in PARAMETERS}
+    assert config_from(given, values["advanced"]) == config_from({"mlflow_uri": ""}, {})
+    assert config_from(given | {"mlflow_uri": "sqlite:///mlflow.db"}, values["advanced"]) == Config()
+
+
+def test_each_task_follows_the_one_before(root: dict[str, Any]) -> None:
+    tasks = root["dag"]["tasks"]
+    assert set(tasks) == set(ORDER)
+    for before, task in pairwise(ORDER):
+        assert before in tasks[task]["dependentTasks"]
+
+
+def test_nothing_is_cached_and_the_rounds_are_retried(root: dict[str, Any]) -> None:
+    tasks = root["dag"]["tasks"]
+    assert all(not task["cachingOptions"] for task in tasks.values())
+    assert tasks["federate"]["retryPolicy"]["maxRetryCount"] == 3

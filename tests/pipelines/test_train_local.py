@@ -1,0 +1,113 @@
+"""The whole graph, each task a process of its own, on the digits: it goes on with a run that was interrupted, and
+gives what the same steps give in one process."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kfp import local
+
+from components.artifacts import EvaluationFile, History, Result
+from components.federate import federate
+from components.overrides import config_from
+from components.run import run
+from fl_engine.config import load_config
+from pipelines.train import train
+
+PARAMETERS: dict[str, Any] = {"rounds": 2, "clients": 6, "client_fraction": 0.5, "local_epochs": 1, "seed": 5}
+ADVANCED = {"pretrain.epochs": 3, "training.batch_size": 20, "algorithm.kd_weight": 5, "partition.minimum": 10}
+
+pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping to run a task that uses custom:RuntimeWarning")
+
+
+@dataclass(frozen=True)
+class Ran:
+    direct: Path
+    """Run folder of `flexfleet run`."""
+    interrupted: History
+    store: Path
+    """The ledger that the graph went on with."""
+    tasks: Path
+    """A folder for each task."""
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("train")
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root="tasks")
+        yield folder
+    for number, handler in handlers.items():  # `run` in this process takes them
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def ran(scratch: Path) -> Ran:
+    given = PARAMETERS | {"mlflow_uri": "", "store_uri": str(scratch / "direct")}
+    run(config_from(given, ADVANCED), "same")
+    direct, store = scratch / "direct" / "same", scratch / "store" / "same"
+    federate(config_from(given | {"rounds": 1}, ADVANCED), direct / "partition", direct / "pool", store)
+    interrupted = History.read(store / "history.json")
+    train(**PARAMETERS, run_id="same", store_uri="store", advanced=ADVANCED)
+    (tasks,) = (scratch / "tasks").glob("train-*")
+    return Ran(direct, interrupted, store, tasks)
+
+
+def test_the_model_is_bit_identical_to_that_of_one_process(ran: Ran) -> None:
+    history = History.read(ran.tasks / "federate" / "run" / "history.json")
+    assert len(history.rounds) == 2
+    assert history.model_sha256 == History.read(ran.direct / "history.json").model_sha256
+    assert (ran.store / "model.safetensors").read_bytes() == (ran.direct / "model.safetensors").read_bytes()
+
+
+def test_the_interrupted_run_goes_on(ran: Ran) -> None:
+    history = History.read(ran.store / "history.json")
+    # With its seconds: a round that is computed again takes other ones.
+    assert history.rounds[0] == ran.interrupted.rounds[0]
+    assert history.model_sha256 != ran.interrupted.model_sha256
+
+
+def test_every_task_used_the_configuration_of_the_first(ran: Ran) -> None:
+    config = load_config(ran.tasks / "partition" / "config")
+    assert config == config_from(PARAMETERS | {"mlflow_uri": "", "store_uri": "store"}, ADVANCED)
+    assert json.loads((ran.store / "run.json").read_text())["config"] == config.model_dump(mode="json")
+
+
+def test_evaluation_and_its_metrics(ran: Ran) -> None:
+    found = EvaluationFile.read(ran.tasks / "evaluate" / "evaluation" / "evaluation.json")
+    direct = EvaluationFile.read(ran.direct / "evaluation.json")
+    assert (found.avg, found.full, found.rounds) == (direct.avg, direct.full, direct.rounds)
+    for name, score in direct.levels.items():
+        # A loss is a sum over the test set, and may be summed by another number of threads.
+        loss = pytest.approx(score.loss, rel=1e-5)
+        assert (found.levels[name].accuracy, found.levels[name].loss) == (score.accuracy, loss)
+    told = json.loads((ran.tasks / "evaluate" / "executor_output.json").read_text())
+    metrics = told["artifacts"]["metrics"]["artifacts"][0]["metadata"]
+    levels = {f"accuracy/{name}": score.accuracy for name, score in found.levels.items()}
+    assert metrics == {"avg": found.avg, "full": found.full} | levels
+
+
+def test_the_report_and_the_finished_run_folder(ran: Ran) -> None:
+    page = (ran.tasks / "report" / "page").read_text()
+    assert page.lstrip().lower().startswith("<!doctype html") and "</html>" in page
+    finished = ran.tasks / "report" / "finished"
+    assert page == (finished / "report.html").read_text()
+    ours, direct = (Result.read(folder / "result.json") for folder in (finished, ran.direct))
+    assert (ours.run_id, ours.model_sha256, ours.metrics) == ("same", direct.model_sha256, direct.metrics)
+    assert (ours.bytes, ours.waste) == (direct.bytes, direct.waste)
+
+
+def test_a_bad_parameter_fails_in_the_first_task_with_the_clear_error(
+    scratch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError, match="partition"):
+        train(store_uri="store", advanced={"algorithm.kd_wight": 5})
+    assert "ConfigError: unknown parameter 'algorithm.kd_wight' (did you mean 'kd_weight'?)" in capsys.readouterr().out
