@@ -11,6 +11,8 @@ far below the single precision that is stored, and identical values average to t
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,8 +35,9 @@ class Mean:
 
         Raises ModelError for a name, a shape or a weight that does not fit; nothing has been added then.
         """
-        if not weight > 0:
-            raise ModelError(f"an update's weight must be positive, got {weight}")
+        if not 0 < weight < math.inf:
+            raise ModelError(f"an update's weight must be positive and finite, got {weight}")
+        self._layout.check(spec)
         regions = {name: self._region(name, tensor, spec) for name, tensor in payload.items()}
         for name, tensor in payload.items():
             if name not in self._sum:

@@ -6,6 +6,8 @@ import math
 import time
 from dataclasses import dataclass
 
+import torch
+
 from fl_engine import devices, local
 from fl_engine.errors import ClientError, ModelError
 from fl_engine.partition import Partition
@@ -56,8 +58,8 @@ def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "c
     )
     try:
         trained = next(local.train(site.family, [job]))
-    except ModelError as error:
-        return ClientFailure(order.round, order.client, "train", str(error))
+    except (ModelError, MemoryError, torch.OutOfMemoryError) as error:
+        return ClientFailure(order.round, order.client, "train", str(error) or "out of memory")
     if not math.isfinite(trained.loss) or not all(bool(t.isfinite().all()) for t in trained.params.values()):
         rate = task.optimizer.lr
         return ClientFailure(order.round, order.client, "train", f"training diverged (learning rate {rate:g})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,12 +31,13 @@ def fleet(tiers: Sequence[Tier], clients: int, seed: int) -> tuple[Device, ...]:
     drawn from the seed, so every algorithm of a comparison meets the same fleet."""
     if not tiers:
         raise ConfigError("fleet.tiers is empty: give at least one tier")
+    for t in tiers:
+        finite = all(math.isfinite(value) for value in (t.share, t.memory, *t.sigma))
+        if not finite or t.share < 0 or t.memory <= 0 or not t.sigma or min(t.sigma) < 0:
+            raise ConfigError(f"fleet tier {t.name!r}: share >= 0, memory > 0 and sigma >= 0 are expected, got {t}")
     if abs(sum(t.share for t in tiers) - 1) > 1e-6:
         shares = ", ".join(f"{t.name} {t.share}" for t in tiers)
         raise ConfigError(f"the shares of fleet.tiers must add up to 1, got {shares}")
-    for t in tiers:
-        if t.share < 0 or t.memory <= 0 or not t.sigma or min(t.sigma) < 0:
-            raise ConfigError(f"fleet tier {t.name!r}: share >= 0, memory > 0 and sigma >= 0 are expected, got {t}")
     counts = [int(t.share * clients + 1e-9) for t in tiers]
     remainders = sorted(range(len(tiers)), key=lambda i: counts[i] - tiers[i].share * clients)
     for i in remainders[: clients - sum(counts)]:

@@ -16,17 +16,24 @@ deletes what rounds up to r left (plans, updates) and the states before the prev
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from fl_engine.errors import IntegrityError
 from fl_engine.store import Store, decode, encode, sha256
 from fl_engine.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, SubmodelSpec
 
+log = logging.getLogger("flexfleet")
+
 R = TypeVar("R", bound=BaseModel)
 
+WAY_OUT = (
+    "To go on from the last good commit, resume with --discard-damaged: the rounds after it are computed again"
+)
 STATE_FILES = ("state.safetensors", "state.json", "metrics.json")
 
 
@@ -36,17 +43,33 @@ class _Record(BaseModel):
 
 
 class Row(_Record):
-    """One round's measurements. `clients` has a line per order: client, model, trained, loss, seconds, failure."""
+    """One round's measurements. `clients` has a line per order: client, sent, trained, loss, seconds, failure.
+
+    A metric that is not finite (a model that diverged) is left out: JSON cannot say it, and nothing can draw it.
+    """
 
     round: int
     metrics: dict[str, float]
     clients: tuple[dict[str, Any], ...]
+
+    @field_validator("metrics")
+    @classmethod
+    def _finite(cls, metrics: dict[str, float]) -> dict[str, float]:
+        odd = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if odd:
+            log.warning("%s: not finite, left out", ", ".join(odd))
+        return {name: value for name, value in metrics.items() if name not in odd}
 
 
 class Committed(_Record):
     round: int
     files: dict[str, str]
     """File name to sha256."""
+
+
+class Closed(_Record):
+    accepted: tuple[int, ...]
+    """Clients, ascending."""
 
 
 class Manifest(_Record):
@@ -89,29 +112,49 @@ class Ledger:
 
     def read(self, round: int) -> tuple[Params, dict[str, Any]]:
         """The state after a committed round. Raises IntegrityError naming the file that is not as committed."""
-        folder = _folder(round)
-        sums = _parse(Committed, self.store.get(f"{folder}COMMITTED"), self.store.uri(f"{folder}COMMITTED"))
-        values = {}
-        for name in STATE_FILES:
-            values[name] = self.store.get(f"{folder}{name}")
-            if sha256(values[name]) != sums.files.get(name):
-                raise IntegrityError(
-                    f"{self.store.uri(folder + name)} is damaged: its sha256 is {sha256(values[name])[:16]}..., the "
-                    f"ledger says {str(sums.files.get(name))[:16]}... . To go on from the last good commit, resume "
-                    "with --discard-damaged: the rounds after it are computed again."
-                )
-        tensors = decode(values["state.safetensors"], self.store.uri(folder + "state.safetensors"))
-        return tensors, json.loads(values["state.json"])
+        tensors = self._committed(round, "state.safetensors")
+        rest: dict[str, Any] = json.loads(self._committed(round, "state.json"))
+        self._committed(round, "metrics.json")
+        return decode(tensors, self.store.uri(f"{_folder(round)}state.safetensors")), rest
+
+    def rows(self) -> list[Row]:
+        """Every committed round's measurements, in round order. Raises IntegrityError naming a damaged file."""
+        return [row for round in self.commits() for row in self._rows(round)]
 
     def last_good(self) -> int | None:
-        """The newest committed round whose state is intact; None where there is none."""
-        for round in reversed(self.commits()):
+        """The newest committed round whose state is intact, and all measurements up to it; None: there is none."""
+        good = None
+        for round in self.commits():
+            try:
+                self._rows(round)
+            except IntegrityError:
+                return good
             try:
                 self.read(round)
             except IntegrityError:
-                continue
-            return round
-        return None
+                continue  # damaged, or removed by retention
+            good = round
+        return good
+
+    def _rows(self, round: int) -> list[Row]:
+        name = self.store.uri(f"{_folder(round)}metrics.json")
+        rows = json.loads(self._committed(round, "metrics.json"))
+        return [_parse(Row, json.dumps(row).encode(), name) for row in rows]
+
+    def _committed(self, round: int, name: str) -> bytes:
+        """A file of a committed round, checked against the checksum that was committed with it."""
+        mark = f"{_folder(round)}COMMITTED"
+        try:
+            expected = _parse(Committed, self.store.get(mark), self.store.uri(mark)).files.get(name)
+            value = self.store.get(f"{_folder(round)}{name}")
+        except IntegrityError as error:
+            raise IntegrityError(f"{error}. {WAY_OUT}") from error
+        if sha256(value) != expected:
+            raise IntegrityError(
+                f"{self.store.uri(_folder(round) + name)} is damaged: its sha256 is {sha256(value)[:16]}..., "
+                f"{self.store.uri(mark)} says {str(expected)[:16]}... . {WAY_OUT}"
+            )
+        return value
 
     def discard_after(self, round: int | None) -> None:
         """Forgets every round after `round` (None: all)."""
@@ -120,17 +163,12 @@ class Ledger:
         for key in sorted(keys, key=lambda k: not k.endswith("/COMMITTED")):
             self.store.delete(key)
 
-    def rows(self) -> list[Row]:
-        """Every committed round's measurements, in round order."""
-        out: list[Row] = []
-        for round in self.commits():
-            key = f"{_folder(round)}metrics.json"
-            value = self.store.get(key)
-            expected = _parse(Committed, self.store.get(f"{_folder(round)}COMMITTED"), key).files.get("metrics.json")
-            if sha256(value) != expected:
-                raise IntegrityError(f"{self.store.uri(key)} is damaged: its sha256 is not the committed one")
-            out += [_parse(Row, json.dumps(row).encode(), self.store.uri(key)) for row in json.loads(value)]
-        return out
+    def tidy(self) -> None:
+        """Removes what a kill left behind, a started round's updates excepted: they are adopted."""
+        self.store.sweep("rounds/")
+        commits = self.commits()
+        if commits:
+            self._prune(commits[-1])
 
     def _prune(self, round: int) -> None:
         commits = [r for r in self.commits() if r <= round]
@@ -177,7 +215,7 @@ class Ledger:
         manifest = self._manifest(plan, client)
         key = f"{_folder(plan.round)}updates/{client}.safetensors"
         if manifest is None:
-            raise IntegrityError(f"{self.store.uri(key)}: no whole update of client {client} is stored")
+            raise IntegrityError(f"{self.store.uri(key)}: the update of client {client} is not whole. {WAY_OUT}")
         if manifest.spec is None:
             return ClientFailure(plan.round, client, manifest.stage or "train", manifest.reason or "")
         payload = decode(self.store.get(key), self.store.uri(key))
@@ -186,25 +224,31 @@ class Ledger:
 
     def close(self, plan: RoundPlan, accepted: Sequence[int]) -> None:
         """Freezes the set that the merge uses."""
-        self.store.put(f"{_folder(plan.round)}closed.json", _json({"accepted": sorted(accepted)}))
+        closed = Closed(accepted=tuple(sorted(accepted)))
+        self.store.put(f"{_folder(plan.round)}closed.json", closed.model_dump_json().encode())
 
     def closed(self, round: int) -> list[int] | None:
         key = f"{_folder(round)}closed.json"
         if key not in self.store.list(key):
             return None
-        return [int(client) for client in json.loads(self.store.get(key))["accepted"]]
+        try:
+            return list(_parse(Closed, self.store.get(key), self.store.uri(key)).accepted)
+        except IntegrityError as error:
+            raise IntegrityError(f"{error}. {WAY_OUT}") from error
 
     def _manifest(self, plan: RoundPlan, client: int) -> Manifest | None:
+        """None where the outcome is missing, not whole, or for another order: the client is asked (again)."""
         key = f"{_folder(plan.round)}updates/{client}.json"
         if key not in self.store.list(key):
             return None
-        manifest = _parse(Manifest, self.store.get(key), self.store.uri(key))
-        if manifest.order != _order_sum(plan, client):
+        try:
+            manifest = _parse(Manifest, self.store.get(key), self.store.uri(key))
+            payload = key.replace(".json", ".safetensors")
+            whole = manifest.sha256 is None or manifest.sha256 == sha256(self.store.get(payload))
+        except IntegrityError as error:
+            log.warning("%s: asking client %d again", error, client)
             return None
-        payload = key.replace(".json", ".safetensors")
-        if manifest.sha256 is not None and sha256(self.store.get(payload)) != manifest.sha256:
-            return None
-        return manifest
+        return manifest if whole and manifest.order == _order_sum(plan, client) else None
 
 
 def _folder(round: int) -> str:

@@ -14,7 +14,7 @@ from fl_engine import seeds
 from fl_engine.errors import ModelError
 from fl_engine.losses import self_distillation
 from fl_engine.slicing import runnable, take
-from fl_engine.types import SGD, LocalTask, ModelFamily, Params, SubmodelSpec
+from fl_engine.types import SGD, LocalTask, ModelFamily, Params
 
 
 @dataclass(frozen=True)
@@ -92,20 +92,17 @@ def _teachers(family: ModelFamily, task: LocalTask, module: nn.Module, device: t
     layout, buffers = family.layout(), {name for name, _ in module.named_buffers()}
     out = []
     for i, spec in enumerate(task.distillation.teachers):
-        _require_prefix(spec)
-        views = take({k: v.detach() for k, v in module.state_dict().items()}, layout, spec, have=task.spec)
+        state = {k: v.detach() for k, v in module.state_dict().items()}
+        views = take(state, layout, spec, have=task.spec)
+        for name, view in views.items():
+            if view.untyped_storage().data_ptr() != state[name].untyped_storage().data_ptr():
+                raise ModelError(f"a teacher must be made of leading channels of the student; in {name} it is not")
         # A teacher's forward pass must not write the running statistics of the network in training.
         own = {name: view.clone() if name in buffers else view for name, view in views.items()}
         teacher = runnable(family, spec, own).train().requires_grad_(False)
         seed_dropout(teacher, seeds.derive(task.seed, f"teacher{i}"), device)
         out.append(teacher)
     return out
-
-
-def _require_prefix(spec: SubmodelSpec) -> None:
-    for group, keep in spec.keep:
-        if not isinstance(keep, int):
-            raise ModelError(f"a self-distillation teacher must be a prefix sub-model; group {group!r} is not")
 
 
 def _optimizer(task: LocalTask, module: nn.Module) -> torch.optim.Optimizer:

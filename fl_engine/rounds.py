@@ -7,7 +7,6 @@ committed state, the round number and the seed, and what a kill left unfinished 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from fl_engine.config import RoundsConfig
-from fl_engine.errors import ConfigError, IntegrityError, Stopped
+from fl_engine.errors import ConfigError, Stopped
 from fl_engine.evaluate import average_accuracy, evaluate_pool
 from fl_engine.ledger import Ledger, Row
 from fl_engine.state import pack, unpack
@@ -106,26 +105,21 @@ def federate(
 
 
 def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Any, int]:
+    """The state to go on from, and the round to compute next."""
     commits = ledger.commits()
-    if not commits:
-        return initial, 0
-    last: int | None = commits[-1]
-    try:
-        tensors, rest = ledger.read(commits[-1])
-        ledger.rows()
-    except IntegrityError as error:
-        if not discard_damaged:
-            raise
+    last = commits[-1] if commits else None
+    if discard_damaged:
         last = ledger.last_good()
-        log.warning("%s", error)
-        log.warning("going on after round %s, the last good commit", "none" if last is None else last + 1)
+        if commits and last != commits[-1]:
+            log.warning("going on after round %d, the last good commit", 0 if last is None else last + 1)
         ledger.discard_after(last)
-        if last is None:
-            return initial, 0
-        tensors, rest = ledger.read(last)
-    assert last is not None
+    ledger.rows()
+    state = initial if last is None else unpack(initial, *ledger.read(last))
+    ledger.tidy()  # after everything was seen to be whole: without leave, damage stays as it is
+    if last is None:
+        return state, 0
     log.info("resuming after round %d", last + 1)
-    return unpack(initial, tensors, rest), last + 1
+    return state, last + 1
 
 
 def _due(config: RoundsConfig, round: int, last_commit: float) -> bool:
@@ -168,10 +162,6 @@ def _round(
             metrics[f"loss/{name}"] = score.loss
         metrics["seconds_evaluate"] = time.monotonic() - merged
     metrics["seconds_round"] = time.monotonic() - started
-    odd = [name for name, value in metrics.items() if not math.isfinite(value)]
-    if odd:
-        log.warning("round %d: %s not finite, left out", round + 1, ", ".join(odd))
-        metrics = {name: value for name, value in metrics.items() if name not in odd}
     return state, Row(round=round, metrics=metrics, clients=tuple(watch.clients))
 
 

@@ -31,6 +31,9 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Deleting what does not exist is no error: a kill may have come between two deletions."""
 
+    def sweep(self, prefix: str) -> None:
+        """Removes what writes under `prefix` left that a kill cut off. Only while nobody else writes there."""
+
     def uri(self, key: str = "") -> str: ...
 
 
@@ -42,6 +45,9 @@ class FolderStore:
 
     def put(self, key: str, value: bytes) -> None:
         path = self.root / key
+        changed = [path.parent]  # folders with a new entry: without their fsync a power cut forgets the name
+        while not changed[-1].exists():
+            changed.append(changed[-1].parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         with open(part, "wb") as file:
@@ -49,11 +55,12 @@ class FolderStore:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        for folder in changed:
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def get(self, key: str) -> bytes:
         try:
@@ -71,8 +78,14 @@ class FolderStore:
     def delete(self, key: str) -> None:
         path = self.root / key
         path.unlink(missing_ok=True)
-        if path.parent != self.root and path.parent.is_dir() and not any(path.parent.iterdir()):
-            path.parent.rmdir()
+        folder = path.parent
+        while folder != self.root and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+            folder = folder.parent
+
+    def sweep(self, prefix: str) -> None:
+        for part in (self.root / prefix).rglob(".*.part"):
+            part.unlink(missing_ok=True)
 
     def uri(self, key: str = "") -> str:
         return str(self.root / key)
@@ -84,7 +97,14 @@ def sha256(value: bytes) -> str:
 
 def encode(tensors: Params, metadata: Mapping[str, str] | None = None) -> bytes:
     """safetensors bytes: a length, a JSON header, the raw tensors. The same tensors give the same bytes."""
-    value: bytes = safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}, dict(metadata or {}))
+    own: Params = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous()
+        # safetensors refuses two names for one memory, which is how a state may remember the model before.
+        own[name] = whole.clone() if whole.untyped_storage().data_ptr() in seen else whole
+        seen.add(whole.untyped_storage().data_ptr())
+    value: bytes = safetensors.torch.save(own, dict(metadata or {}))
     return value
 
 
