@@ -151,7 +151,8 @@ def _round(
     state = algorithm.merge(state, plan, watch.merging(outcomes))
     merged = time.monotonic()
     metrics = watch.metrics()
-    metrics["seconds_train"] = merged - started
+    metrics["seconds_train"] = watch.waited
+    metrics["seconds_merge"] = merged - started - watch.waited
     if (round + 1) % config.evaluate_every == 0 or round + 1 == config.stop:
         e = evaluation
         scores = evaluate_pool(e.family, state.params, e.pool, e.data, e.devices)
@@ -206,10 +207,17 @@ class _Watch:
     back: int = 0
     trained: int = 0
     pruned: int = 0
+    waited: float = 0.0
+    """Seconds until the backend had outcomes."""
     losses: list[tuple[float, int]] = field(default_factory=list)
 
-    def arriving(self, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-        for outcome in outcomes:
+    def arriving(self, outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
+        while True:
+            asked = time.monotonic()
+            outcome = next(outcomes, None)
+            self.waited += time.monotonic() - asked
+            if outcome is None:
+                return
             yield outcome
             if self.should_stop():
                 raise Stopped("stopped on request: what was committed stays, resume with --resume")
