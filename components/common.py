@@ -76,10 +76,12 @@ def prepare(config: Config) -> tuple[Data, ModelFamily]:
     import torch
 
     from fl_engine import config as configs
-    from fl_engine.datasets import DATASETS, data_root, pad, subset
+    from fl_engine.datasets import DATASETS, Source, data_root, pad, subset
 
     torch.set_num_threads(1)  # in every step: the same bits on any number of cores
     source = configs.resolve(DATASETS, config.dataset.name, "data set")
+    if not isinstance(source, Source):
+        raise ConfigError(f"dataset.name = {config.dataset.name!r} is {source!r}; a Source is expected")
     data = source.load(data_root(config.dataset.root))
     if config.dataset.train_samples is not None or config.dataset.test_samples is not None:
         data = subset(data, config.dataset.train_samples, config.dataset.test_samples, config.seed)

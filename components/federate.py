@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,9 +43,46 @@ def federate(
 ) -> Path:
     """Writes run.json, rounds/, model.safetensors and history.json into `out`.
 
-    Raises ConfigError where `out` holds a run and `resume` is not given, or a run of another configuration;
-    EnvironmentFailure where this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
+    Raises ConfigError where `out` holds a run and `resume` is not given, a run of another configuration, or one that
+    is running; EnvironmentFailure where this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
     """
+    with _alone(out):
+        return _federate(
+            config,
+            partition_dir,
+            pool_dir,
+            out,
+            run_id or out.name,
+            resume,
+            discard_damaged,
+            accept_numerics,
+            tags or {},
+        )
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Two processes must not write one ledger. The lock goes with the process, whatever ends it."""
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{out} is being run by another process: wait for it, or stop it first") from None
+        yield
+
+
+def _federate(
+    config: Config,
+    partition_dir: Path,
+    pool_dir: Path,
+    out: Path,
+    run_id: str,
+    resume: bool,
+    discard_damaged: bool,
+    accept_numerics: bool,
+    tags: dict[str, str],
+) -> Path:
     data, family = common.prepare(config)
     parts = partition.load(partition_dir, data)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
@@ -55,14 +93,14 @@ def federate(
     ledger = Ledger(FolderStore(out), config.rounds.keep_every)
 
     wanted = RunFile(
-        run_id=run_id or out.name,
+        run_id=run_id,
         config=config.model_dump(mode="json"),
         numerics=rounds.numerics(config.run.devices),
         pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
     )
     run = _open(wanted, out, resume, accept_numerics)
-    mlflow = _mlflow(config, run, tags or {})
+    mlflow = _mlflow(config, run, tags)
     if mlflow is not None:
         run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
     run.write(out / "run.json")

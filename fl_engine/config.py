@@ -24,6 +24,8 @@ from fl_engine.types import Algorithm, ModelFamily
 
 T = TypeVar("T")
 
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -119,14 +121,29 @@ class Config(_Section):
 
 # ----------------------------------------------------------------------------------------------- reading it
 class _Yaml(yaml.SafeLoader):
-    """YAML 1.2's floats: PyYAML reads 1e-3 as a string."""
+    """YAML as people read it: 1e-3 is a number and 012 is twelve (PyYAML follows YAML 1.1: a string, and ten); a key
+    given twice is an error, where the second would silently win."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - that is how PyYAML has it
+        first: [(tag, pattern) for tag, pattern in pairs if tag not in (_INT, _FLOAT)]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
+_Yaml.add_implicit_resolver(_INT, re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
 _Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
+    _FLOAT,
+    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
     list("-+0123456789."),
 )
+_Yaml.add_constructor(_INT, lambda loader, node: int(node.value, 10))
 
 
 def _read_yaml(text: str) -> Any:
@@ -134,25 +151,34 @@ def _read_yaml(text: str) -> Any:
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a YAML file (None: the defaults) with `a.b=value` overrides on top, checked."""
+    """The defaults, a YAML file on top (None: no file), `a.b=value` overrides on top of that; checked.
+
+    The order of overrides does not matter: a model's or an algorithm's name counts before its options.
+    """
     values: Any = {}
     if path is not None:
         try:
             values = _read_yaml(Path(path).read_text()) or {}
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the configuration {path} is no text: {error}") from error
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a mapping of sections is expected, got {type(values).__name__}")
+    values = _merge(Config().model_dump(mode="json"), values)
+    pairs: list[tuple[str, Any]] = []
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign or not key.strip():
             raise ConfigError(f"--set takes a.b=value, got {override!r}")
         try:
-            set_path(values, key.strip(), _read_yaml(text))
+            pairs.append((key.strip(), _read_yaml(text)))
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
+    for key, value in sorted(pairs, key=lambda pair: pair[0] not in ("model.name", "algorithm.name")):
+        set_path(values, key, value)
     return parse(values)
 
 
@@ -233,7 +259,7 @@ def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
         raise ConfigError(f"no {what} named {name!r}{hint}; your own is given as package.module:NAME")
     try:
         return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(f"{what} {name!r} cannot be imported: {error}") from error
 
 
@@ -241,7 +267,7 @@ def algorithm(config: Config) -> Algorithm:
     """The configured algorithm with its hyper-parameters checked."""
     from fl_engine.algorithms import ALGORITHMS
 
-    kind = resolve(ALGORITHMS, _name_in(config.algorithm, "algorithm"), "algorithm")
+    kind = _dataclass(resolve(ALGORITHMS, _name_in(config.algorithm, "algorithm"), "algorithm"), config.algorithm)
     options = {k: v for k, v in config.algorithm.items() if k != "name"}
     known = [f.name for f in fields(kind) if f.name != "training"]  # type: ignore[arg-type]
     _check_names("algorithm", options, known)
@@ -257,7 +283,7 @@ def model(config: Config, input_chw: tuple[int, int, int], classes: int) -> Mode
     options = {k: v for k, v in config.model.items() if k != "name"}
     values = {**options, "input_chw": input_chw, "classes": classes}
     try:
-        return TypeAdapter(_model_kind(config)).validate_json(json.dumps(values))
+        return TypeAdapter(_model_kind(config)).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")
@@ -274,7 +300,13 @@ def min_side(config: Config) -> int:
 def _model_kind(config: Config) -> type[ModelFamily]:
     from fl_engine.models import MODELS
 
-    return resolve(MODELS, _name_in(config.model, "model"), "model")
+    return _dataclass(resolve(MODELS, _name_in(config.model, "model"), "model"), config.model)
+
+
+def _dataclass(kind: T, section: Mapping[str, Any]) -> T:
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        raise ConfigError(f"{section['name']!r} is {kind!r}; a dataclass with the options as its fields is expected")
+    return kind
 
 
 def _check_model_options(config: Config) -> None:

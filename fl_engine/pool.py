@@ -83,10 +83,7 @@ def spec_of(family: ModelFamily, ratios: Sequence[float]) -> SubmodelSpec:
     """The first int(s_i * out_i) channels of each prunable layer, at least one."""
     groups = family.layout().groups
     layers = family.prunable()
-    # 1e-9: 0.29 * 100 is 28.999... in binary, and means 29.
-    return SubmodelSpec.of(
-        {p.group: max(1, int(s * groups[p.group] + 1e-9)) for p, s in zip(layers, ratios, strict=True)}
-    )
+    return SubmodelSpec.of({p.group: max(1, int(s * groups[p.group])) for p, s in zip(layers, ratios, strict=True)})
 
 
 def default_epsilon(family: ModelFamily) -> float:
@@ -132,7 +129,13 @@ def solve(
             f"({100 * below / whole:.2f} % and {100 * above / whole:.2f} %). "
             "Change the target, raise algorithm.epsilon, or use a wider model."
         )
-    return gamma, spec
+    return _shortest(gamma, lambda g: at(g)[1] == spec), spec
+
+
+def _shortest(gamma: float, same: Callable[[float], bool]) -> float:
+    """The shortest decimal that gives the same model: the bisection ends on the edge of a step, where the last bit
+    of gamma decides, and a printed gamma should give the model it is printed beside."""
+    return next((g for g in (round(gamma, digits) for digits in range(2, 15)) if g > 0 and same(g)), gamma)
 
 
 def solve_as_authors(

@@ -83,7 +83,10 @@ class FlexFL:
     # ------------------------------------------------------------------------------------ before the rounds
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
         """M1, M2', M2, ..., each nested in the next (Alg. 1). Raises PoolError for impossible targets."""
-        _check_targets(self.targets, self.adaptive_size, self.gammas)
+        if list(self.targets) != sorted(set(self.targets)) or not self.targets or self.targets[-1] != 100:
+            raise PoolError(f"algorithm.targets must ascend and end in 100, got {list(self.targets)}")
+        if self.gammas is not None and len(self.gammas) != len(self.targets) - 1:
+            raise PoolError(f"algorithm.gammas needs one value for each target below 100, got {list(self.gammas)}")
         layers = family.prunable()
         if self.use_apoz and len(apoz) != len(layers):
             raise PoolError(f"{len(layers)} layers can be pruned, the APoZ scores at hand are {len(apoz)}")
@@ -108,14 +111,16 @@ class FlexFL:
                 family, name, spec, dispatched=dispatched, reported=dispatched, gamma=gamma, ratios=ratios
             )
 
-        fixed = self.gammas or ()
-        models: list[PoolModel] = []
-        for i, target in enumerate(self.targets):
-            main = build(f"M{i + 1}", target, fixed[i] if i < len(fixed) else None, dispatched=True)
-            if i > 0 and self.adaptive_size is not None:
-                smaller = (100 * main.share if fixed else target) - self.adaptive_size
-                models.append(build(f"M{i + 1}'", smaller, None, dispatched=False))
-            models.append(main)
+        fixed = (*(self.gammas or ()), *(None for _ in self.targets))
+        mains = [build(f"M{i + 1}", target, fixed[i], dispatched=True) for i, target in enumerate(self.targets)]
+        pools.check_nested(family, tuple(mains))
+        if self.adaptive_size is None:
+            return tuple(mains)
+        percent = [100 * m.share for m in mains] if self.gammas else list(self.targets)
+        _check_adaptive(self.adaptive_size, percent)
+        models = mains[:1]
+        for size, main in zip(percent[1:], mains[1:], strict=True):
+            models += [build(f"{main.name}'", size - self.adaptive_size, None, dispatched=False), main]
         return pools.check_nested(family, tuple(models))
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
@@ -160,16 +165,12 @@ class FlexFL:
         return merge_mean(state, outcomes)
 
 
-def _check_targets(
-    targets: Sequence[float], adaptive_size: float | None, gammas: Sequence[float] | None
-) -> None:
-    if list(targets) != sorted(set(targets)) or not targets or targets[-1] != 100:
-        raise PoolError(f"algorithm.targets must ascend and end in 100, got {list(targets)}")
-    if gammas is not None and len(gammas) != len(targets) - 1:
-        raise PoolError(f"algorithm.gammas needs one value for each target below 100, got {list(gammas)}")
-    gaps = [b - a for a, b in pairwise(targets)]
-    if adaptive_size is not None and gaps and adaptive_size >= min(gaps):
+def _check_adaptive(adaptive_size: float, sizes: Sequence[float]) -> None:
+    """Sec. III-C: Gamma is smaller than the smallest difference between two models (all in % of the full one)."""
+    gaps = [b - a for a, b in pairwise(sizes)]
+    if gaps and adaptive_size >= min(gaps):
         raise PoolError(
             f"algorithm.adaptive_size (Gamma) = {adaptive_size} must be smaller than the smallest gap between two "
-            f"targets, {min(gaps)} (targets {list(targets)}): an adaptive model would not lie between them"
+            f"models, {round(min(gaps), 4)} (sizes in %: {', '.join(str(round(s, 4)) for s in sizes)}): an adaptive "
+            "model would not lie between them"
         )

@@ -18,8 +18,8 @@ from fl_engine.types import SGD, ClientUpdate, Device, Outcome, ParamLayout, Par
 STRICT = ConfigDict(extra="forbid", strict=True)
 """For `__pydantic_config__` of dataclasses that are built from a configuration."""
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 

@@ -1,0 +1,494 @@
+"""params.yaml and --set: what is wrong is said, with the nearest name; nothing is converted or dropped silently."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fl_engine import config as configs
+from fl_engine.algorithms import AllLarge, FlexFL
+from fl_engine.algorithms.pooled import Training
+from fl_engine.config import Config, flatten, load_config, parse
+from fl_engine.devices import Tier
+from fl_engine.errors import ConfigError, ModelError
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.vgg16 import VGG16
+
+ROOT = Path(__file__).parents[2]
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "params.yaml"
+    path.write_text(text)
+    return path
+
+
+def refused(*sets: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, sets)
+    return str(error.value)
+
+
+# --------------------------------------------------------------------------------------------------- defaults
+def test_the_file_in_the_repository_says_the_defaults() -> None:
+    assert load_config(ROOT / "params.yaml") == Config()
+    assert load_config(None) == Config()
+
+
+def test_the_file_in_the_repository_names_every_parameter() -> None:
+    """Also the options of the default network and algorithm, as comments: a file to be read, not only parsed."""
+    lines = (ROOT / "params.yaml").read_text().splitlines()
+    named = {line.strip().removeprefix("# ").split(":")[0] for line in lines}
+    parameters = {key.split(".")[-1] for key in flatten(Config())}
+    options = {f.name for kind in (FlexFL, SmallCNN) for f in fields(kind)} - {"training", "input_chw", "classes"}
+    assert parameters | options <= named
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, "# nothing\n")) == Config()
+
+
+def test_a_section_given_in_part_keeps_its_other_defaults(tmp_path: Path) -> None:
+    path = written(tmp_path, "algorithm:\n  kd_weight: 0\nrounds:\n  stop: 3\nmodel: {width: 0.5}\n")
+    found = load_config(path)
+    assert found.algorithm == {"name": "flexfl", "kd_weight": 0}
+    assert found.model == {"name": "small_cnn", "width": 0.5}
+    assert found.rounds.evaluate_every == 1
+    assert load_config(None, ["algorithm.kd_weight=0"]).algorithm == found.algorithm
+
+
+# ---------------------------------------------------------------------------------------------- unknown names
+@pytest.mark.parametrize(
+    ("given", "named", "near"),
+    [
+        ("sed=1", "sed", "seed"),
+        ("rouds.stop=3", "rouds", "rounds"),
+        ("rounds.stp=3", "rounds.stp", "stop"),
+        ("dataset.trainsamples=3", "dataset.trainsamples", "train_samples"),
+        ("partition.alfa=3", "partition.alfa", "alpha"),
+        ("training.epoch=3", "training.epoch", "epochs"),
+        ("tracking.mlfow=null", "tracking.mlfow", "mlflow"),
+        ("run.device=[cpu]", "run.device", "devices"),
+        ("fleet.tiers=[{name: a, share: 1.0, memry: 50.0}]", "memry", "memory"),
+        ("algorithm.kd_wait=3", "algorithm.kd_wait", "kd_weight"),
+        ("algorithm.name=flexfll", "flexfll", "flexfl"),
+        ("model.widht=0.5", "model.widht", "width"),
+        ("model.name=vgg61", "vgg61", "vgg16"),
+        ("pretrain.refrence=true", "pretrain.refrence", "reference"),
+    ],
+)
+def test_an_unknown_name_is_an_error_that_names_the_nearest(given: str, named: str, near: str) -> None:
+    text = refused(given)
+    assert named in text
+    assert f"did you mean {near!r}" in text
+
+
+def test_a_name_far_from_all_gets_the_known_ones() -> None:
+    text = refused("rounds.xyzzy=3")
+    assert "rounds.xyzzy" in text
+    assert "commit_every" in text
+    assert "keep_updates" in text
+    assert "all_large" in refused("algorithm.name=qqqq")
+
+
+def test_a_sections_own_options_do_not_leak_into_another(tmp_path: Path) -> None:
+    assert "did you mean" not in refused("algorithm.training=3") or "training" in refused("algorithm.training=3")
+    assert "unknown parameter 'algorithm.training'" in refused("algorithm.training={lr: 1.0}")
+    assert "unknown parameter 'model.classes'" in refused("model.classes=3")
+    assert "unknown parameter 'algorithm.kd_weight'" in refused("algorithm.name=all_large", "algorithm.kd_weight=3")
+    text = "algorithm: {name: all_large, kd_weight: 3}"
+    with pytest.raises(ConfigError, match="kd_weight"):
+        load_config(written(tmp_path, text))
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    text = refused("rounds.stp=3", "seed=x", "partition.alpha=true")
+    for part in ("rounds.stp", "seed", "partition.alpha"):
+        assert part in text
+
+
+# ------------------------------------------------------------------------------------------------ wrong types
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ('partition.alpha="0.6"', "partition.alpha"),
+        ("partition.alpha=big", "partition.alpha"),
+        ("partition.alpha=true", "partition.alpha"),
+        ("partition.alpha=null", "partition.alpha"),
+        ("partition.alpha=[0.6]", "partition.alpha"),
+        ("partition.clients=20.5", "partition.clients"),
+        ("partition.clients=20.0", "partition.clients"),
+        ("partition.clients=true", "partition.clients"),
+        ('partition.clients="20"', "partition.clients"),
+        ("partition.clients=0", "partition.clients"),
+        ("partition.rule=direchlet", "partition.rule"),
+        ("seed=1.0", "seed"),
+        ("seed=true", "seed"),
+        ("rounds.stop=0", "rounds.stop"),
+        ("rounds.stop=-1", "rounds.stop"),
+        ("rounds.keep_updates=1", "rounds.keep_updates"),
+        ("rounds.keep_updates='yes'", "rounds.keep_updates"),
+        ("rounds.commit_every=never", "rounds.commit_every"),
+        ("rounds.commit_every=0", "rounds.commit_every"),
+        ("training.lr=0", "training.lr"),
+        ("training.lr=fast", "training.lr"),
+        ("training.lr=false", "training.lr"),
+        ("training.lr=.inf", "training.lr"),
+        ("training.lr=.nan", "training.lr"),
+        ("training.fraction=1.5", "training.fraction"),
+        ("training.momentum=-0.1", "training.momentum"),
+        ("run.devices=cpu", "run.devices"),
+        ("run.devices=[]", "run.devices"),
+        ("run.store=3", "run.store"),
+        ("tracking.mlflow=true", "tracking.mlflow"),
+        ("fleet.tiers=[{name: a, share: half, memory: 50.0}]", "fleet.tiers.0.share"),
+        ("fleet.tiers=[{share: 1.0, memory: 50.0}]", "fleet.tiers.0.name"),
+        ("rounds=3", "rounds"),
+        ("model=vgg16", "model"),
+        ("model.name=3", "model.name"),
+        ("algorithm.name=null", "algorithm.name"),
+        ('algorithm.kd_weight="10"', "algorithm.kd_weight"),
+        ("algorithm.kd_weight=true", "algorithm.kd_weight"),
+        ("algorithm.kd_weight=-1", "algorithm.kd_weight"),
+        ("algorithm.targets=50", "algorithm.targets"),
+        ("algorithm.targets=[a, b]", "algorithm.targets"),
+        ("algorithm.rule=closets", "algorithm.rule"),
+        ("algorithm.use_apoz=1", "algorithm.use_apoz"),
+        ("schema_version=2", "schema_version"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_an_error_that_says_where_and_what(given: str, path: str) -> None:
+    text = refused(given)
+    assert path in text
+    assert "\n" not in text, "an error is one line"
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ('model.width="0.5"', "model.width"),
+        ("model.width=true", "model.width"),
+        ("model.width=wide", "model.width"),
+        ("model.width=0", "width"),
+        ("model.norm=batsh", "model.norm"),
+    ],
+)
+def test_a_wrong_option_of_the_network_is_an_error(given: str, path: str) -> None:
+    with pytest.raises((ConfigError, ModelError), match=path):
+        configs.model(load_config(None, [given]), (1, 8, 8), 10)
+
+
+def test_a_list_of_a_network_is_checked_too() -> None:
+    for wrong in ('["64", 64]', "[64.5, 64]", "64", "[true, 64]"):
+        with pytest.raises((ConfigError, ModelError), match="fc"):
+            configs.model(load_config(None, ["model.name=vgg16", f"model.fc={wrong}"]), (3, 32, 32), 10)
+
+
+# ------------------------------------------------------------------------------------------------------- YAML
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 1e-3), ("1E5", 1e5), ("2e0", 2.0), ("+3.5e-2", 0.035), (".5", 0.5), ("5.", 5.0), ("7", 7.0)],
+)
+def test_numbers_as_people_write_them(tmp_path: Path, text: str, value: float) -> None:
+    for config in (
+        load_config(None, [f"partition.alpha={text}"]),
+        load_config(written(tmp_path, f"partition:\n  alpha: {text}\n")),
+    ):
+        assert config.partition.alpha == value
+        assert isinstance(config.partition.alpha, float)
+
+
+def test_whole_numbers_stay_whole() -> None:
+    assert load_config(None, ["rounds.stop=12"]).rounds.stop == 12
+    assert "rounds.stop" in refused("rounds.stop=1e2"), "a float, even where its value is whole"
+
+
+@pytest.mark.parametrize("text", ["007", "012"])
+def test_leading_zeros_are_not_read_as_octal(text: str) -> None:
+    """YAML 1.1 reads 012 as ten. Twelve is what is meant; an error would do as well."""
+    try:
+        assert load_config(None, [f"seed={text}"]).seed == int(text, 10)
+    except ConfigError as error:
+        assert "seed" in str(error)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words\n", "3\n"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="mapping") as error:
+        load_config(written(tmp_path, text))
+    assert "params.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["a: [1, 2\n", "a: b: c\n", "\tx: 1\n", "rounds: {stop: 3\n"])
+def test_a_file_that_is_no_yaml_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="not valid YAML") as error:
+        load_config(written(tmp_path, text))
+    assert "params.yaml" in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(tmp_path)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_bytes(bytes(range(128, 256)))
+    with pytest.raises(ConfigError, match=r"params\.yaml"):
+        load_config(tmp_path / "params.yaml")
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    """The second would silently win."""
+    with pytest.raises(ConfigError, match="seed"):
+        load_config(written(tmp_path, "seed: 1\nrounds: {stop: 3}\nseed: 2\n"))
+
+
+def test_yaml_cannot_make_objects(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        load_config(written(tmp_path, "seed: !!python/object/apply:os.getpid []\n"))
+    with pytest.raises(ConfigError):
+        load_config(written(tmp_path, "run: {store: 2026-01-01}\n"))
+
+
+# -------------------------------------------------------------------------------------------------------- set
+@pytest.mark.parametrize("given", ["rounds.stop", "=3", " =3", "", "rounds.stop:3"])
+def test_an_override_is_a_name_and_a_value(given: str) -> None:
+    assert "a.b=value" in refused(given)
+
+
+@pytest.mark.parametrize("given", ["rounds.stop=[3", "rounds.stop={a: ", "rounds.stop=a: b: c"])
+def test_an_override_whose_value_is_no_yaml_is_refused(given: str) -> None:
+    text = refused(given)
+    assert "rounds.stop" in text
+    assert "YAML" in text
+
+
+@pytest.mark.parametrize("given", ["seed.x=3", "rounds.stop.x=3", "rounds..stop=3", "rounds.=3", ".stop=3"])
+def test_an_override_that_leads_nowhere_is_refused(given: str) -> None:
+    assert given.split("=")[0] in refused("seed=1", "rounds.stop=2", given) or "unknown parameter" in refused(given)
+
+
+def test_a_value_may_hold_an_equals_sign() -> None:
+    assert load_config(None, ["tracking.mlflow=sqlite:///a.db?x=1"]).tracking.mlflow == "sqlite:///a.db?x=1"
+
+
+def test_an_empty_value_is_null() -> None:
+    assert load_config(None, ["tracking.mlflow="]).tracking.mlflow is None
+
+
+def test_the_last_override_wins_over_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "rounds: {stop: 3, evaluate_every: 2}\n")
+    found = load_config(path, ["rounds.stop=5", "rounds.stop=7"]).rounds
+    assert (found.stop, found.evaluate_every) == (7, 2)
+
+
+def test_another_name_drops_the_options_of_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "algorithm: {name: flexfl, kd_weight: 3}\nmodel: {name: small_cnn, width: 0.5}\n")
+    found = load_config(path, ["algorithm.name=all_large", "model.name=vgg16"])
+    assert found.algorithm == {"name": "all_large"}
+    assert found.model == {"name": "vgg16"}
+    assert load_config(path, ["model.name=small_cnn"]).model == {"name": "small_cnn", "width": 0.5}
+
+
+@pytest.mark.parametrize("sets", [["model.name=vgg16", "model.width=0.25"], ["model.width=0.25", "model.name=vgg16"]])
+def test_overrides_mean_the_same_in_any_order(sets: Sequence[str], tmp_path: Path) -> None:
+    """Whoever writes --set model.width=0.25 --set model.name=vgg16 means both; dropping one silently is worst."""
+    for path in (None, written(tmp_path, "model: {name: small_cnn, norm: static}\n")):
+        assert load_config(path, sets).model == {"name": "vgg16", "width": 0.25}
+
+
+def test_naming_the_default_drops_nothing() -> None:
+    sets = ["algorithm.use_apoz=false", "algorithm.name=flexfl", "model.width=0.5", "model.name=small_cnn"]
+    found = load_config(None, sets)
+    assert found.algorithm == {"name": "flexfl", "use_apoz": False}
+    assert found.model == {"name": "small_cnn", "width": 0.5}
+
+
+# ---------------------------------------------------------------------------------------------------- plugins
+PLUGIN = '''
+from dataclasses import dataclass
+
+import torch
+
+from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms.pooled import Training
+from fl_engine.datasets import Source
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.types import FULL, Data
+
+
+@dataclass(frozen=True)
+class Mine:
+    """An algorithm that is nobody's subclass; it passes its work on."""
+
+    training: Training
+    strength: float = 1.0
+
+    needs_apoz = False
+
+    def _other(self):
+        return AllLarge(self.training, eligible="all")
+
+    def pool(self, family, apoz):
+        return self._other().pool(family, apoz)
+
+    def init(self, params, layout, fleet, pool):
+        return self._other().init(params, layout, fleet, pool)
+
+    def plan(self, state, round, seed):
+        return self._other().plan(state, round, seed)
+
+    def task(self, order, ctx):
+        return self._other().task(order, ctx)
+
+    def merge(self, state, plan, outcomes):
+        return self._other().merge(state, plan, outcomes)
+
+
+@dataclass(frozen=True)
+class Net:
+    input_chw: tuple[int, int, int]
+    classes: int
+    size: float = 0.5
+
+    min_hw = 8
+
+    def layout(self):
+        return SmallCNN(self.input_chw, self.classes, self.size).layout()
+
+    def module(self, spec=FULL):
+        return SmallCNN(self.input_chw, self.classes, self.size).module(spec)
+
+    def prunable(self):
+        return SmallCNN(self.input_chw, self.classes, self.size).prunable()
+
+
+def load(root):
+    x = torch.arange(60 * 64, dtype=torch.int64).view(60, 1, 8, 8).remainder(256).to(torch.uint8)
+    y = torch.arange(60) % 3
+    return Data("mine", 3, x, y, x[:12], y[:12], (0.5,), (0.3,))
+
+
+DATA = Source("sixty made-up images", load)
+NOT_AN_ALGORITHM = 3
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "ownpackage").mkdir()
+    (tmp_path / "ownpackage" / "__init__.py").write_text("")
+    (tmp_path / "ownpackage" / "things.py").write_text(PLUGIN)
+    (tmp_path / "ownpackage" / "broken.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("ownpackage", "ownpackage.things", "ownpackage.broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return "ownpackage.things"
+
+
+def test_ones_own_data_set_network_and_algorithm_run(flexfleet: Any, plugin: str) -> None:
+    sets = [
+        f"dataset.name={plugin}:DATA",
+        f"model.name={plugin}:Net",
+        "model.size=0.25",
+        f"algorithm.name={plugin}:Mine",
+        "algorithm.strength=2",
+        "partition.rule=iid",
+        "partition.clients=4",
+        "partition.minimum=5",
+        "training.epochs=1",
+        "rounds.stop=1",
+        "tracking.mlflow=null",
+    ]
+    done = flexfleet("run", "--json", "--run-id", "own", sets=sets)
+    assert done.code == 0
+    assert list(done.json["metrics"]["levels"]) == ["full"]
+    assert flexfleet("run", "--json", "--run-id", "own", "--resume", sets=sets).json == done.json
+
+
+def test_ones_own_options_are_checked_by_name(plugin: str) -> None:
+    text = refused(f"algorithm.name={plugin}:Mine", "algorithm.strenght=2")
+    assert "algorithm.strenght" in text
+    assert "did you mean 'strength'" in text
+    assert "did you mean 'size'" in refused(f"model.name={plugin}:Net", "model.sise=0.25")
+    assert "strength" in refused(f"algorithm.name={plugin}:Mine", "algorithm.strength=strong")
+
+
+@pytest.mark.parametrize("section", ["algorithm", "model"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ownpackage.things:Nothing",
+        "ownpackage.nothing:Mine",
+        "ownpackage.broken:Mine",
+        "ownpackage.things:",
+        ":Mine",
+        ".things:Mine",
+        "ownpackage.things:NOT_AN_ALGORITHM",
+        "ownpackage.things:load",
+        "ownpackage things:Mine",
+    ],
+)
+def test_what_cannot_be_plugged_in_is_named(plugin: str, section: str, name: str) -> None:
+    assert name in refused(f"{section}.name='{name}'")
+
+
+@pytest.mark.parametrize("name", ["ownpackage.things:Nothing", "ownpackage.things:NOT_AN_ALGORITHM", "digitz"])
+def test_a_data_set_that_is_none_is_named(flexfleet: Any, plugin: str, name: str) -> None:
+    done = flexfleet("check", sets=[f"dataset.name={name}"])
+    assert done.code == 2
+    assert name in done.err
+
+
+# -------------------------------------------------------------------------------------------- what comes of it
+def test_the_configured_things_are_what_was_configured() -> None:
+    config = load_config(None, ["training.lr=0.1", "algorithm.targets=[50.0, 100.0]", "algorithm.gammas=null"])
+    found = configs.algorithm(config)
+    assert found == FlexFL(config.training, targets=(50.0, 100.0))
+    assert config.training == Training(fraction=0.3, epochs=5, batch_size=10, lr=0.1)
+    other = load_config(None, ["algorithm.name=all_large", "algorithm.eligible=all"])
+    assert configs.algorithm(other) == AllLarge(other.training, "all")
+    vgg = load_config(None, ["model.name=vgg16", "model.fc=[64, 64]", "model.width=0.25"])
+    assert configs.model(vgg, (3, 32, 32), 10) == VGG16((3, 32, 32), 10, fc=(64, 64), width=0.25)
+    assert config.fleet.tiers[0] == Tier("weak", 0.4, 35.0, (5.0, 8.0, 10.0))
+
+
+def test_an_input_that_the_network_cannot_take_is_a_model_error() -> None:
+    with pytest.raises(ModelError):
+        configs.model(load_config(None, ["model.name=vgg16"]), (3, 8, 8), 10)
+
+
+def test_flatten_gives_dotted_names_that_tell_configurations_apart() -> None:
+    flat = flatten(load_config(None, ["rounds.stop=7"]))
+    assert flat["rounds.stop"] == 7
+    assert flat["model.name"] == "small_cnn"
+    assert flat["training.lr"] == 0.05
+    assert flat["dataset.root"] is None
+    assert flat["run.devices"] == ["cpu"]
+    assert flat["fleet.tiers"][0]["name"] == "weak"
+    assert all(not isinstance(value, dict) for value in flat.values())
+    assert {k for k, v in flatten(Config()).items() if v != flat[k]} == {"rounds.stop"}
+
+
+def test_a_configuration_survives_json_and_yaml() -> None:
+    sets = ["model.name=vgg16", "model.fc=[64, 64]", "training.lr=1e-3", "algorithm.kd_weight=3", "dataset.pad=32"]
+    config = load_config(None, sets)
+    values = config.model_dump(mode="json")
+    assert parse(values) == config
+    assert parse(yaml.safe_load(yaml.safe_dump(values))) == config
+    assert not any(isinstance(v, float) and math.isnan(v) for v in flatten(config).values())
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().seed = 3  # type: ignore[misc]

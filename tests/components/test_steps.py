@@ -1,0 +1,301 @@
+"""Each step as its own program: what it reads, what it writes; chained, they are what `flexfleet run` does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import components.evaluate
+import components.federate
+import components.model_pool
+import components.partition
+import components.pretrain
+import components.report
+from components.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile
+from fl_engine import partition as partitions
+from fl_engine.config import load_config, parse
+from fl_engine.errors import IntegrityError
+from fl_engine.store import decode, sha256
+
+Step = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("steps")
+
+
+@pytest.fixture(scope="module")
+def chained(step: Step, quick: Sequence[str], folder: Path) -> dict[str, Any]:
+    """All steps, each in a folder of its own, as a graph would start them."""
+
+    def run(module: Any, *argv: str, sets: Sequence[str] = quick) -> Any:
+        done = step(module.main, *argv, sets=sets)
+        assert done.code == 0, done.err
+        return done
+
+    f = str(folder)
+    return {
+        "partition": run(components.partition, "--out", f"{f}/partition"),
+        "pretrain": run(components.pretrain, "--partition", f"{f}/partition", "--out", f"{f}/pretrain"),
+        "model_pool": run(components.model_pool, "--pretrain", f"{f}/pretrain", "--out", f"{f}/pool"),
+        "federate": run(
+            components.federate, "--partition", f"{f}/partition", "--pool", f"{f}/pool", "--out", f"{f}/run"
+        ),
+        "evaluate": run(components.evaluate, "--run", f"{f}/run", "--pool", f"{f}/pool", "--out", f"{f}/evaluate"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("partition", "partition/partition.json"),
+        ("pretrain", "pretrain/apoz.json"),
+        ("model_pool", "pool/pool.json"),
+        ("federate", "run/history.json"),
+        ("evaluate", "evaluate/evaluation.json"),
+    ],
+)
+def test_a_step_prints_the_file_that_the_next_one_needs(
+    chained: dict[str, Any], folder: Path, name: str, written: str
+) -> None:
+    assert chained[name].out == f"{folder / written}\n"
+    assert (folder / written).is_file()
+    assert json.loads((folder / written).read_bytes())["schema_version"] == 1
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        components.partition,
+        components.pretrain,
+        components.model_pool,
+        components.federate,
+        components.evaluate,
+        components.report,
+    ],
+    ids=lambda module: module.__name__,
+)
+def test_a_step_explains_itself(step: Step, module: Any) -> None:
+    done = step(module.main, "--help")
+    assert done.code == 0
+    assert "--out" in done.out
+    assert (module.__doc__ or "").split(".")[0].split("\n")[0][:30] in done.out
+    assert step(module.main).code == 2, "what has to be given is said"
+
+
+def test_partition_writes_positions_counts_and_a_drawing(chained: dict[str, Any], folder: Path) -> None:
+    parts = partitions.load(folder / "partition")
+    everything = np.concatenate([parts.proxy_train, parts.proxy_test, *parts.clients])
+    assert sorted(everything.tolist()) == list(range(240)), "each training sample once"
+    assert len(parts.clients) == 6
+    assert len(parts.proxy_train) + len(parts.proxy_test) == 24
+    assert min(len(part) for part in parts.clients) >= 5
+    assert (folder / "partition" / "partition.svg").read_text().rstrip().endswith("</svg>")
+
+
+def test_pretrain_writes_a_score_per_layer(chained: dict[str, Any], folder: Path) -> None:
+    apoz = Apoz.read(folder / "pretrain" / "apoz.json")
+    assert [layer.group for layer in apoz.layers] == ["conv1", "conv2", "conv3", "fc1"]
+    assert all(0 <= layer.apoz <= 1 and 0 < layer.adjustment <= 1 for layer in apoz.layers)
+    assert max(layer.adjustment for layer in apoz.layers) == 1
+    assert apoz.proxy_samples == 24
+    assert apoz.proxy_accuracy is not None
+    assert apoz.reference is None
+
+
+def test_the_pool_file_says_all_about_its_models(chained: dict[str, Any], folder: Path) -> None:
+    file = PoolFile.read(folder / "pool" / "pool.json")
+    assert (file.algorithm, file.model, file.classes, file.input_chw) == ("flexfl", "small_cnn", 10, (1, 8, 8))
+    assert [level.name for level in file.levels] == ["M1", "M2'", "M2", "M3'", "M3"]
+    assert [level.dispatched for level in file.levels] == [True, False, True, False, True]
+    assert all(level.similarity is None for level in file.levels), "nothing to compare with"
+    for level, model in zip(file.levels, file.pool(), strict=True):
+        assert (model.name, model.params, model.bytes, model.macs) == (
+            level.name, level.params, level.bytes, level.flops
+        )  # fmt: skip
+
+
+def test_federate_writes_the_model_its_history_and_what_the_run_is(chained: dict[str, Any], folder: Path) -> None:
+    run = RunFile.read(folder / "run" / "run.json")
+    assert run.run_id == "run"
+    assert run.pool_sha256 == sha256((folder / "pool" / "pool.json").read_bytes())
+    assert {"strategy", "threads_per_client", "torch", "cpu_capability"} <= run.numerics.keys()
+    assert parse(run.config).rounds.stop == 3
+    history = History.read(folder / "run" / "history.json")
+    value = (folder / "run" / "model.safetensors").read_bytes()
+    assert sha256(value) == history.model_sha256
+    assert (
+        sum(t.numel() for t in decode(value, "model").values())
+        == PoolFile.read(folder / "pool" / "pool.json").levels[-1].params
+    )
+    assert [row["round"] for row in history.rounds] == [0, 1, 2]
+    measured = {"bytes_down", "bytes_up", "waste", "train_loss", "avg", "full", "clients_trained", "seconds_train"}
+    for row in history.rounds:
+        assert len(row["clients"]) == 3
+        assert measured <= row["metrics"].keys()
+
+
+def test_evaluate_scores_every_level_on_the_test_set(chained: dict[str, Any], folder: Path) -> None:
+    found = EvaluationFile.read(folder / "evaluate" / "evaluation.json")
+    last = History.read(folder / "run" / "history.json").rounds[-1]["metrics"]
+    assert (found.rounds, found.test_samples) == (3, 60)
+    assert list(found.levels) == ["M1", "M2", "M3"]
+    assert (found.avg, found.full) == (last["avg"], last["full"]), "the same model, the same figures"
+    assert {name: score.loss for name, score in found.levels.items()} == {
+        name: last[f"loss/{name}"] for name in found.levels
+    }
+
+
+def test_chained_steps_are_what_run_does(
+    chained: dict[str, Any], folder: Path, finished_template: tuple[Path, Any]
+) -> None:
+    run, done = finished_template
+    assert History.read(folder / "run" / "history.json").model_sha256 == done.json["model_sha256"]
+    for ours, theirs in (
+        ("partition/partition.json", "partition/partition.json"),
+        ("partition/partition.safetensors", "partition/partition.safetensors"),
+        ("pool/pool.json", "pool/pool.json"),
+        ("evaluate/evaluation.json", "evaluation.json"),
+        ("run/model.safetensors", "model.safetensors"),
+    ):
+        assert (folder / ours).read_bytes() == (run / theirs).read_bytes(), ours
+
+
+# ---------------------------------------------------------------------------------------- what a step refuses
+def test_a_step_without_the_one_before_says_which(step: Step, quick: Sequence[str], tmp_path: Path) -> None:
+    t = str(tmp_path)
+    for module, argv, said in (
+        (components.pretrain, ("--partition", t, "--out", t), "partition.json"),
+        (components.model_pool, ("--pretrain", t, "--out", t), "apoz.json"),
+        (components.federate, ("--partition", t, "--pool", t, "--out", t), "partition.json"),
+        (components.evaluate, ("--run", t, "--pool", t, "--out", t), "pool.json"),
+    ):
+        done = step(module.main, *argv, sets=quick)
+        assert done.code in (2, 4), module.__name__
+        assert said in done.err
+
+
+def test_a_partition_of_other_data_is_refused(
+    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    sets = [*quick, "dataset.train_samples=241"]
+    done = step(components.pretrain.main, "--partition", str(folder / "partition"), "--out", str(tmp_path), sets=sets)
+    assert done.code == 2
+    assert "other data" in done.err
+
+
+def test_federate_refuses_a_folder_that_holds_a_run(
+    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path
+) -> None:
+    f = str(folder)
+    argv = ("--partition", f"{f}/partition", "--pool", f"{f}/pool", "--out", f"{f}/run")
+    done = step(components.federate.main, *argv, sets=quick)
+    assert done.code == 2
+    assert "--resume" in done.err
+    before = (folder / "run" / "history.json").read_bytes()
+    again = step(components.federate.main, *argv, "--resume", sets=quick)
+    assert again.code == 0
+    assert (folder / "run" / "history.json").read_bytes() == before
+
+
+def _copy(folder: Path, to: Path) -> Path:
+    to.mkdir()
+    for name in ("history.json", "model.safetensors"):
+        (to / name).write_bytes((folder / "run" / name).read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "deleted"])
+def test_evaluate_refuses_a_damaged_model(
+    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path, how: str
+) -> None:
+    run = _copy(folder, tmp_path / "run")
+    path = run / "model.safetensors"
+    value = bytearray(path.read_bytes())
+    if how == "flipped":
+        value[-1] ^= 1
+        path.write_bytes(value)
+    elif how == "truncated":
+        path.write_bytes(value[:-10])
+    else:
+        path.unlink()
+    argv = ("--run", str(run), "--pool", str(folder / "pool"), "--out", str(tmp_path / "out"))
+    done = step(components.evaluate.main, *argv, sets=quick)
+    assert done.code == 4
+    assert str(path) in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluate_refuses_a_model_of_another_network(
+    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    run = _copy(folder, tmp_path / "run")
+    argv = ("--run", str(run), "--pool", str(folder / "pool"), "--out", str(tmp_path))
+    done = step(components.evaluate.main, *argv, sets=[*quick, "model.width=0.25"])
+    assert done.code in (2, 4)
+    assert "Traceback" not in done.err
+
+
+# -------------------------------------------------------------------------------------------- the control, APoZ
+def test_the_control_needs_no_pretraining(
+    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    sets = [*quick, "algorithm.name=all_large", "pretrain.epochs=1000000"]
+    t = str(tmp_path)
+    done = step(components.pretrain.main, "--partition", str(folder / "partition"), "--out", t, sets=sets)
+    assert done.code == 0
+    assert Apoz.read(tmp_path / "apoz.json").layers == ()
+    done = step(components.model_pool.main, "--pretrain", t, "--out", t, sets=sets)
+    assert done.code == 0
+    (level,) = PoolFile.read(tmp_path / "pool.json").levels
+    assert (level.name, level.share, level.gamma) == ("full", 1.0, None)
+
+
+def test_flexfl_without_scores_is_refused(step: Step, quick: Sequence[str], tmp_path: Path) -> None:
+    Apoz(layers=()).write(tmp_path / "apoz.json")
+    done = step(components.model_pool.main, "--pretrain", str(tmp_path), "--out", str(tmp_path), sets=quick)
+    assert done.code == 2
+    assert "APoZ" in done.err
+
+
+def test_a_reference_gives_the_pools_similarity(
+    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    """1 where the proxy prunes as all training data would (FlexFL Sec. IV-C1)."""
+    sets, t = [*quick, "pretrain.reference=true"], str(tmp_path)
+    assert step(components.pretrain.main, "--partition", str(folder / "partition"), "--out", t, sets=sets).code == 0
+    apoz = Apoz.read(tmp_path / "apoz.json")
+    assert apoz.reference is not None
+    assert len(apoz.reference) == len(apoz.layers)
+    assert apoz.layers == Apoz.read(folder / "pretrain" / "apoz.json").layers, "it moves nothing else"
+    assert step(components.model_pool.main, "--pretrain", t, "--out", t, sets=sets).code == 0
+    levels = PoolFile.read(tmp_path / "pool.json").levels
+    assert levels[-1].similarity == 1, "nothing of the full model is pruned"
+    assert all(level.similarity is not None and 0 < level.similarity <= 1 for level in levels)
+    assert any(level.similarity < 1 for level in levels if level.similarity is not None)
+    plain = [level.model_copy(update={"similarity": None}) for level in levels]
+    assert tuple(plain) == PoolFile.read(folder / "pool" / "pool.json").levels
+
+
+# ------------------------------------------------------------------------------------------------ artifacts
+def test_artifacts_are_read_strictly(tmp_path: Path) -> None:
+    path = Apoz(layers=(), proxy_samples=3).write(tmp_path / "new" / "apoz.json")
+    assert Apoz.read(path) == Apoz(layers=(), proxy_samples=3)
+    value = json.loads(path.read_bytes())
+    for wrong in (value | {"more": 1}, value | {"schema_version": 2}, {"proxy_samples": 3}, []):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(IntegrityError, match=str(path)):
+            Apoz.read(path)
+    path.unlink()
+    with pytest.raises(IntegrityError, match=str(path)):
+        Apoz.read(path)
+
+
+def test_the_configuration_of_a_run_file_is_whole(folder: Path, chained: dict[str, Any], quick: Sequence[str]) -> None:
+    assert parse(RunFile.read(folder / "run" / "run.json").config) == load_config(None, quick)

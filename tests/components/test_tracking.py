@@ -1,0 +1,314 @@
+"""Where measurements go: memory, the console, MLflow; and that MLflow has everything once, also after a kill."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import mlflow.store.db.utils
+import pytest
+
+from components.artifacts import RunFile
+from fl_engine.config import Config, flatten
+from fl_engine.errors import ConfigError, Stopped
+from fl_engine.ledger import Ledger
+from fl_engine.tracking import Console, Memory, MLflow, Several
+
+ROW = {
+    "seconds_round": 1.5,
+    "avg": 0.25,
+    "full": 0.5,
+    "train_loss": 2.0,
+    "clients_trained": 3.0,
+    "clients_pruned": 1.0,
+    "clients_failed": 0.0,
+}
+
+
+# ----------------------------------------------------------------------------------------- memory and console
+def test_memory_keeps_everything() -> None:
+    tracker = Memory()
+    tracker.params({"seed": 1})
+    tracker.metrics([(1, {"avg": 0.1}), (2, {"avg": 0.2})])
+    tracker.metrics([(2, {"avg": 0.2}), (3, {"avg": 0.3})])
+    tracker.artifact("report.html")
+    tracker.finish("FINISHED")
+    assert tracker.logged_params == {"seed": 1}
+    assert tracker.rows == {1: {"avg": 0.1}, 2: {"avg": 0.2}, 3: {"avg": 0.3}}
+    assert (tracker.artifacts, tracker.status) == (["report.html"], "FINISHED")
+
+
+def test_the_console_writes_a_line_per_round_into_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        console = Console(7)
+        console.params({"seed": 1})
+        console.metrics([(1, ROW), (2, {k: v for k, v in ROW.items() if k not in ("avg", "full", "train_loss")})])
+        console.artifact("x")
+        console.finish("FINISHED")
+    first, second = caplog.messages
+    for part in ("round 1/7", "avg 25.0 %", "full 50.0 %", "loss 2.000", "3/1/0", "1.5 s"):
+        assert part in first
+    assert "round 2/7" in second
+    assert "avg" not in second, "not every round is evaluated"
+    assert "no client trained" in second
+
+
+def test_the_console_draws_a_bar_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    console = Console(4, done=1)
+    console.metrics([(1, ROW), (2, ROW)])
+    console.metrics([(2, ROW), (3, ROW), (4, ROW)])
+    console.finish("FINISHED")
+    shown = capsys.readouterr()
+    assert shown.out == "", "stdout belongs to results"
+    assert "4/4" in shown.err
+    assert "avg 25.0 %" in shown.err
+    assert caplog.messages == []
+
+
+def test_a_resumed_run_does_not_tell_the_console_old_rounds_again(
+    job: Any, memory_store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.federate(memory_store, stop=2)
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        job.federate(memory_store, stop=3, tracker=Console(3, len(Ledger(memory_store).rows())))
+    assert [m.split()[1] for m in caplog.messages if m.startswith("round ")] == ["3/3"]
+
+
+def test_several_trackers_get_the_same() -> None:
+    trackers = [Memory(), Memory()]
+    several = Several(trackers)
+    several.params({"a": 1})
+    several.metrics([(1, ROW)])
+    several.artifact("x")
+    several.finish("KILLED")
+    for tracker in trackers:
+        assert (tracker.logged_params, tracker.rows) == ({"a": 1}, {1: ROW})
+        assert (tracker.artifacts, tracker.status) == (["x"], "KILLED")
+
+
+# ----------------------------------------------------------------------------------------------------- MLflow
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # MLflow puts artifacts under ./mlruns
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def logged(uri: str) -> list[tuple[str, int, int]]:
+    """(metric, step, how often) of everything in the data base."""
+    return asked(uri, "select key, step, count(*) from metrics group by key, step order by step, key")
+
+
+def asked(uri: str, sql: str) -> list[Any]:
+    with closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as data_base:
+        return data_base.execute(sql).fetchall()
+
+
+def start(uri: str, run_id: str | None = None) -> MLflow:
+    return MLflow(uri, "digits-small_cnn-iid", "flexfl-s0", {"algorithm": "flexfl", "seed": "0"}, run_id)
+
+
+def test_parameters_are_the_flattened_configuration(mlflow_uri: str) -> None:
+    tracker = start(mlflow_uri)
+    tracker.params(flatten(Config()))
+    run = mlflow.MlflowClient(mlflow_uri).get_run(tracker.run_id)
+    assert run.data.params == {k: str(v) for k, v in flatten(Config()).items()}
+    assert run.data.params["training.lr"] == "0.05"
+    assert run.data.tags["algorithm"] == "flexfl"
+    assert run.info.run_name == "flexfl-s0"
+    # as a resumed run does; and one whose rounds.stop was raised
+    start(mlflow_uri, tracker.run_id).params(flatten(Config()))
+    start(mlflow_uri, tracker.run_id).params(flatten(Config()) | {"rounds.stop": 99})
+    assert mlflow.MlflowClient(mlflow_uri).get_run(tracker.run_id).data.params == run.data.params
+
+
+def test_parameters_may_be_many_and_long(mlflow_uri: str) -> None:
+    tracker = start(mlflow_uri)
+    tracker.params({f"p{i}": "x" * 7000 for i in range(150)} | {"empty": "", "none": None, "list": [1, 2]})
+    params = mlflow.MlflowClient(mlflow_uri).get_run(tracker.run_id).data.params
+    assert len(params) >= 152
+    assert params["list"] == "[1, 2]"
+
+
+def test_metrics_are_logged_per_round_and_once(mlflow_uri: str) -> None:
+    tracker = start(mlflow_uri)
+    tracker.metrics([(1, ROW)])
+    tracker.metrics([(2, ROW), (3, ROW | {"avg": 0.75})])
+    tracker.metrics([(2, ROW), (3, ROW)])
+    tracker.metrics([])
+    resumed = start(mlflow_uri, tracker.run_id)
+    resumed.metrics([(1, ROW), (2, ROW), (3, ROW), (4, ROW)])
+    assert resumed.run_id == tracker.run_id
+    assert logged(mlflow_uri) == [(key, step, 1) for step in (1, 2, 3, 4) for key in sorted(ROW)]
+    history = mlflow.MlflowClient(mlflow_uri).get_metric_history(tracker.run_id, "avg")
+    assert [(m.step, m.value) for m in history] == [(1, 0.25), (2, 0.25), (3, 0.75), (4, 0.25)]
+
+
+def test_a_kill_between_two_batches_leaves_every_metric_once(
+    mlflow_uri: str, monkeypatch: pytest.MonkeyPatch, killed: type[BaseException]
+) -> None:
+    """Many rounds at once, as after a long time without MLflow, are more than one batch."""
+    rows = [(step, {f"m{i:02}": 1.0 for i in range(30)} | ROW) for step in range(1, 61)]
+    tracker = start(mlflow_uri)
+    send, batches = mlflow.MlflowClient.log_batch, []
+
+    def log_batch(*args: Any, **kwargs: Any) -> Any:
+        if batches:
+            raise killed
+        batches.append(1)
+        return send(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "log_batch", log_batch)
+        with pytest.raises(killed):
+            tracker.metrics(rows)
+    start(mlflow_uri, tracker.run_id).metrics(rows)
+    found = logged(mlflow_uri)
+    assert {(key, step) for key, step, _ in found} == {(key, step) for step, values in rows for key in values}
+    assert [entry for entry in found if entry[2] > 1] == []
+
+
+def test_a_resumed_run_is_running_until_it_ends(mlflow_uri: str) -> None:
+    client = mlflow.MlflowClient(mlflow_uri)
+    tracker = start(mlflow_uri)
+    for status in ("KILLED", "FAILED", "FINISHED"):
+        tracker.finish(status)
+        assert client.get_run(tracker.run_id).info.status == status
+        tracker = start(mlflow_uri, tracker.run_id)
+        assert client.get_run(tracker.run_id).info.status == "RUNNING"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow tries again for two minutes."""
+    monkeypatch.setattr(mlflow.store.db.utils.time, "sleep", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["sqlite:////proc/nowhere/mlflow.db", "sqlite:///{tmp}", "nonsense://host/x", "/proc/nowhere", "sqlit:///a.db"],
+)
+def test_an_address_that_cannot_be_used_is_a_configuration_error(tmp_path: Path, uri: str, impatient: None) -> None:
+    uri = uri.format(tmp=tmp_path)
+    with pytest.raises(ConfigError, match=r"tracking\.mlflow") as error:
+        start(uri)
+    assert uri in str(error.value)
+
+
+def test_a_file_that_is_no_data_base_is_a_configuration_error(tmp_path: Path, impatient: None) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"this is no data base, and it is long enough to be looked at" * 20)
+    with pytest.raises(ConfigError, match=r"tracking\.mlflow"):
+        start(f"sqlite:///{tmp_path / 'mlflow.db'}")
+
+
+def test_a_server_that_does_not_answer_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(ConfigError, match=r"tracking\.mlflow"):
+        start("http://127.0.0.1:9")
+
+
+def test_a_run_that_mlflow_no_longer_has_is_a_configuration_error(mlflow_uri: str) -> None:
+    with pytest.raises(ConfigError, match="0123456789abcdef"):
+        start(mlflow_uri, "0123456789abcdef0123456789abcdef")
+
+
+# ------------------------------------------------------------------------------------------- a whole run in it
+def table_of(client: Any, run_id: str) -> dict[str, list[Any]]:
+    path = client.download_artifacts(run_id, "clients.json")
+    found = json.loads(Path(path).read_text())
+    return {name: [row[i] for row in found["data"]] for i, name in enumerate(found["columns"])}
+
+
+def test_a_run_is_one_flat_mlflow_run(flexfleet: Any, quick: Sequence[str], mlflow_uri: str, no_drawings: None) -> None:
+    sets = [*quick, f"tracking.mlflow={mlflow_uri}", "rounds.commit_every=1"]
+    done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
+    assert done.code == 0, done.err
+    client, run_id = mlflow.MlflowClient(mlflow_uri), done.json["mlflow_run_id"]
+    assert RunFile.read(Path("runs/a/run.json")).mlflow_run_id == run_id
+    experiment = client.get_experiment_by_name("digits-small_cnn-dirichlet")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
+    assert run.data.params["model.width"] == "0.5"
+    assert {"algorithm": "flexfl", "seed": "0", "flexfleet.run_id": "a"}.items() <= run.data.tags.items()
+    assert run.data.tags["model_sha256"] == done.json["model_sha256"]
+    assert run.data.metrics["final/avg"] == done.json["metrics"]["avg"]
+
+    measured = {"avg", "full", "train_loss", "bytes_down", "bytes_up", "waste", "seconds_train", "seconds_evaluate"}
+    measured |= {f"clients_{what}" for what in ("trained", "pruned", "failed")}
+    measured |= {f"accuracy/{level}" for level in ("M1", "M2", "M3")}
+    rounds = {(key, step) for key, step, _ in logged(mlflow_uri) if step > 0}
+    assert {(key, step) for key in measured for step in (1, 2, 3)} <= rounds
+    files = {file.path for file in client.list_artifacts(run_id)}
+    assert {"clients.json", "report.html", "pool.json", "result.json"} <= files
+    table = table_of(client, run_id)
+    assert table["round"] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert {"client", "sent", "trained", "loss", "examples"} <= table.keys()
+
+    # A resume of what is finished adds nothing; more rounds add theirs, in the same run.
+    assert flexfleet("run", "--json", "--run-id", "a", "--resume", sets=sets).json["mlflow_run_id"] == run_id
+    assert table_of(client, run_id)["round"] == [1, 1, 1, 2, 2, 2, 3, 3, 3], "the table is not appended to itself"
+    more = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*sets, "rounds.stop=4"])
+    assert more.json["mlflow_run_id"] == run_id
+    assert {step for key, step, _ in logged(mlflow_uri) if key == "avg"} == {1, 2, 3, 4}
+    assert [entry for entry in logged(mlflow_uri) if entry[2] > 1 and entry[1] > 0] == []
+    assert table_of(client, run_id)["round"] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+    assert client.get_run(run_id).data.metrics["final/avg"] == more.json["metrics"]["avg"], "the newest figures count"
+    assert len(client.search_runs([experiment.experiment_id])) == 1
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_kill_right_after_the_mlflow_run_began_leaves_no_second_one(
+    flexfleet: Any,
+    quick: Sequence[str],
+    mlflow_uri: str,
+    no_drawings: None,
+    killed: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+    nth: int,
+) -> None:
+    """One run per (algorithm, configuration, seed): an abandoned twin would be RUNNING for ever."""
+    sets = [*quick, f"tracking.mlflow={mlflow_uri}", "rounds.stop=1"]
+    write, writes = RunFile.write, iter(range(1, 100))
+
+    def dying(self: RunFile, path: Path) -> Path:
+        if next(writes) == nth:
+            raise killed
+        return write(self, path)
+
+    with monkeypatch.context() as patch, suppress(killed):
+        patch.setattr(RunFile, "write", dying)
+        flexfleet("run", "--run-id", "a", sets=sets)
+    assert flexfleet("run", "--run-id", "a", "--resume", sets=sets).code == 0
+    assert asked(mlflow_uri, "select status from runs") == [("FINISHED",)]
+
+
+def test_tracking_may_be_switched_off_and_on_at_a_resume(
+    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, no_drawings: None
+) -> None:
+    base = [*quick, "rounds.commit_every=1"]
+    on = f"tracking.mlflow={mlflow_uri}"
+    for stop, sets in ((1, [*base]), (2, [*base, on]), (3, [*base]), (4, [*base, on])):
+        done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*sets, f"rounds.stop={stop}"])
+        assert done.code == 0, done.err
+    assert [(step, n) for key, step, n in logged(mlflow_uri) if key == "train_loss"] == [(i, 1) for i in (1, 2, 3, 4)]
+
+
+def test_a_stopped_run_is_marked_killed(job: Any, memory_store: Any, mlflow_uri: str) -> None:
+    """What components.federate does with a tracker, on the engine alone."""
+    tracker, calls = start(mlflow_uri), iter(range(100))
+    with pytest.raises(Stopped):
+        job.federate(memory_store, lambda: next(calls) >= 2, tracker=tracker)
+    tracker.finish("KILLED")
+    resumed = start(mlflow_uri, tracker.run_id)
+    job.federate(memory_store, tracker=resumed)
+    resumed.finish("FINISHED")
+    assert {(step, n) for _, step, n in logged(mlflow_uri)} == {(1, 1), (2, 1), (3, 1), (4, 1)}

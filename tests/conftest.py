@@ -1,0 +1,452 @@
+"""What tests of several folders share: a tiny federated job in memory, a quick command line, real processes to kill."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import components.run
+from components import cli, common
+from fl_engine import devices, rounds, seeds
+from fl_engine import partition as partitions
+from fl_engine.algorithms import FlexFL
+from fl_engine.algorithms.pooled import Training
+from fl_engine.backends import InProcess
+from fl_engine.client import Site
+from fl_engine.config import RoundsConfig
+from fl_engine.devices import Tier
+from fl_engine.errors import IntegrityError
+from fl_engine.ledger import Ledger
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.slicing import initial_params
+from fl_engine.store import Store, encode, sha256
+from fl_engine.tracking import Memory
+from fl_engine.types import Algorithm, Data, Outcome, RoundPlan, Tracker
+
+QUICK = (
+    "tracking.mlflow=null",
+    "dataset.train_samples=240",
+    "dataset.test_samples=60",
+    "partition.clients=6",
+    "partition.minimum=5",
+    "partition.proxy=0.1",
+    "pretrain.epochs=1",
+    "model.name=small_cnn",
+    "model.width=0.5",
+    "algorithm.name=flexfl",
+    "training.fraction=0.5",
+    "training.epochs=1",
+    "rounds.stop=3",
+)
+"""FlexFL on digits in well under a second of training."""
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_process_as_it_was() -> Iterator[None]:
+    """A run sets torch's thread count and signal handlers; pytest's own Ctrl-C should stay what it is."""
+    threads = torch.get_num_threads()
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+# ------------------------------------------------------------------------------------------------- in memory
+class MemoryStore:
+    """A store in a dict. Puts and deletions are whole or not at all, as FolderStore's are."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        self.files[key] = bytes(value)
+
+    def get(self, key: str) -> bytes:
+        if key not in self.files:
+            raise IntegrityError(f"{self.uri(key)} is missing from the run store")
+        return self.files[key]
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted(key for key in self.files if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        self.files.pop(key, None)
+
+    def sweep(self, prefix: str) -> None:
+        """Nothing to do: a put is never cut off."""
+
+    def uri(self, key: str = "") -> str:
+        return f"memory/{key}"
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the engine may catch it and tidy up."""
+
+
+class DyingStore:
+    """Passes everything on to `inner` until `writes` puts and deletions are done; the next one is never done."""
+
+    def __init__(self, inner: Store, writes: int) -> None:
+        self.inner = inner
+        self.left = writes
+
+    def _write(self) -> None:
+        if self.left == 0:
+            raise Killed
+        self.left -= 1
+
+    def put(self, key: str, value: bytes) -> None:
+        self._write()
+        self.inner.put(key, value)
+
+    def delete(self, key: str) -> None:
+        self._write()
+        self.inner.delete(key)
+
+    def get(self, key: str) -> bytes:
+        return self.inner.get(key)
+
+    def list(self, prefix: str) -> list[str]:
+        return self.inner.list(prefix)
+
+    def sweep(self, prefix: str) -> None:
+        self.inner.sweep(prefix)
+
+    def uri(self, key: str = "") -> str:
+        return self.inner.uri(key)
+
+
+class Remembering:
+    """A backend that remembers which (round, client) it was asked for, and what came of equal orders.
+
+    An outcome is a function of its order, payload included; hundreds of killed runs need not train hundreds of times.
+    """
+
+    def __init__(self, inner: InProcess) -> None:
+        self.inner = inner
+        self.asked: list[tuple[int, int]] = []
+        self._known: dict[tuple[Any, ...], Outcome] = {}
+
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        for order in plan.orders:
+            self.asked.append((plan.round, order.client))
+            key = (plan.round, order.client, order.seed, order.spec, sha256(encode(order.payload)))
+            if key not in self._known:
+                (self._known[key],) = self.inner.run(algorithm, replace(plan, orders=(order,)))
+            yield self._known[key]
+
+
+class TinyJob:
+    """FlexFL with six clients of ten random 1x8x8 images each, two of them per round: milliseconds per round."""
+
+    seed = 3
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+
+        def part(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+            x = torch.from_numpy(rng.integers(0, 256, (samples, 1, 8, 8), dtype=np.uint8))
+            return x, torch.arange(samples) % 3
+
+        self.data = Data("tiny", 3, *part(64), *part(20), (0.5,), (0.3,))
+        self.family = SmallCNN((1, 8, 8), 3, width=0.25)
+        self.partition = partitions.partition(self.data, "iid", 6, 0.0625, self.seed, minimum=10)
+        tiers = (Tier("weak", 0.5, 60.0, (8.0,)), Tier("strong", 0.5, 110.0, (8.0,)))
+        self.fleet = devices.fleet(tiers, 6, self.seed)
+        self.algorithm = FlexFL(
+            Training(fraction=0.34, epochs=1, batch_size=5, lr=0.05), (50.0, 100.0), 30.0, epsilon=5.0, use_apoz=False
+        )
+        self.pool = self.algorithm.pool(self.family, ())
+        self.evaluation = rounds.Evaluation(self.family, self.pool, self.data)
+        self.backend = Remembering(self.make_backend())
+
+    def make_backend(self, on: tuple[str, ...] = ("cpu",)) -> InProcess:
+        return InProcess(Site(self.family, self.pool, self.fleet, self.data, self.partition, self.seed), on)
+
+    def initial(self) -> Any:
+        start = initial_params(self.family, seeds.derive(self.seed, "init"))
+        return self.algorithm.init(start, self.family.layout(), self.fleet, self.pool)
+
+    def federate(
+        self,
+        store: Store,
+        should_stop: Callable[[], bool] = lambda: False,
+        discard_damaged: bool = False,
+        tracker: Tracker | None = None,
+        backend: Any = None,
+        **config: Any,
+    ) -> bytes:
+        """Runs or resumes the job in `store`; gives the final model's bytes."""
+        # Evaluation moves no bit of the model and takes longer than training here: only after the last round.
+        settings = RoundsConfig(**({"stop": 4, "evaluate_every": 1000, "commit_every": 1} | config))
+        self.backend.asked.clear()
+        state = rounds.federate(
+            self.algorithm,
+            self.initial(),
+            backend or self.backend,
+            Ledger(store, settings.keep_every),
+            tracker or Memory(),
+            settings,
+            self.seed,
+            self.evaluation,
+            should_stop,
+            discard_damaged,
+        )
+        return encode(state.params)
+
+
+@pytest.fixture(scope="session")
+def job() -> TinyJob:
+    return TinyJob()
+
+
+@pytest.fixture
+def memory_store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture(scope="session")
+def new_store() -> Callable[[], MemoryStore]:
+    return MemoryStore
+
+
+@pytest.fixture(scope="session")
+def dying() -> Callable[[Store, int], DyingStore]:
+    return DyingStore
+
+
+@pytest.fixture(scope="session")
+def killed() -> type[BaseException]:
+    return Killed
+
+
+@pytest.fixture(scope="session")
+def timeless() -> Callable[[Store], list[Any]]:
+    """The ledger's rows without what may differ between two equal runs: seconds."""
+
+    def rows(store: Store) -> list[Any]:
+        return [
+            (
+                row.round,
+                {k: v for k, v in row.metrics.items() if not k.startswith("seconds")},
+                [{k: v for k, v in line.items() if k != "seconds"} for line in row.clients],
+            )
+            for row in Ledger(store).rows()
+        ]
+
+    return rows
+
+
+# ------------------------------------------------------------------------------------------- the command line
+@dataclass(frozen=True)
+class Done:
+    """What a command ended with."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Stdout, which has to be exactly one JSON object."""
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+
+def end_of(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> Done:
+    """Runs a command in this process as its entry point would. An unexpected exception is not caught."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
+        common.run_main(lambda _: main(argv))
+    code = end.value.code
+    return Done(code if isinstance(code, int) else 0 if code is None else 1, out.getvalue(), err.getvalue())
+
+
+def with_sets(argv: Sequence[str], sets: Sequence[str]) -> list[str]:
+    return [*argv, *(part for pair in sets for part in ("--set", pair))]
+
+
+@pytest.fixture(scope="session")
+def quick() -> tuple[str, ...]:
+    return QUICK
+
+
+@pytest.fixture(scope="session")
+def flexfleet() -> Callable[..., Done]:
+    """`flexfleet("run", "--json", sets=[...])` in this process, in the current folder."""
+
+    def run(*argv: str, sets: Sequence[str] = ()) -> Done:
+        return end_of(cli.dispatch, with_sets(argv, sets))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def step() -> Callable[..., Done]:
+    """`step(main, "--out", "x", sets=[...])`: a step's own command line in this process."""
+
+    def run(main: Callable[[Sequence[str]], int], *argv: str, sets: Sequence[str] = ()) -> Done:
+        return end_of(main, with_sets(argv, sets))
+
+    return run
+
+
+# -------------------------------------------------------------------------------------------- real processes
+NURSERY = """
+import json, os, sys, traceback
+from pathlib import Path
+import mlflow, numpy, sklearn.datasets, torch._dynamo
+import components.cli, components.common, components.federate, components.report, components.run
+import fl_engine.partition
+
+fl_engine.partition.draw(numpy.ones((2, 2), dtype=int), Path(sys.argv[1], "fonts.svg"))  # loads the fonts
+
+MAINS = {"flexfleet": components.cli.dispatch, "federate": components.federate.main}
+
+for line in sys.stdin:
+    order = json.loads(line)
+    if "wait" in order:
+        print(os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1]), flush=True)
+        continue
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+        continue
+    code = 0
+    try:
+        for number, path in ((1, order["out"]), (2, order["err"])):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.chdir(order["cwd"])
+        components.common.run_main(lambda _: MAINS[order["main"]](order["argv"]))
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+"""
+
+
+class Child:
+    """A real process in which the console command runs. It can be killed until it has been waited for."""
+
+    def __init__(self, nursery: Nursery, pid: int, out: Path, err: Path) -> None:
+        self._nursery = nursery
+        self.pid = pid
+        self._out = out
+        self._err = err
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)  # dead or alive, the number is still its own: nobody has waited for it
+
+    def wait(self) -> Done:
+        """The exit code is -n where signal n ended the process."""
+        code = self._nursery.ask({"wait": self.pid})
+        return Done(code, self._out.read_text(), self._err.read_text())
+
+
+class Nursery:
+    """Starts commands as real processes, forked from one that has imported everything: 0.1 s instead of 5."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._count = 0
+        environment = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", NURSERY, str(scratch)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def ask(self, order: dict[str, Any]) -> int:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def start(self, main: str, *argv: str, cwd: Path, sets: Sequence[str] = ()) -> Child:
+        """`main` is `flexfleet` (the console command) or `federate` (the step's own)."""
+        self._count += 1
+        out, err = (self._scratch / f"{self._count}.{name}" for name in ("out", "err"))
+        order = {"main": main, "argv": with_sets(argv, sets), "cwd": str(cwd), "out": str(out), "err": str(err)}
+        return Child(self, self.ask(order), out, err)
+
+    def close(self) -> None:
+        self._process.communicate()  # closes its stdin, which ends it
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    found = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield found
+    found.close()
+
+
+# ----------------------------------------------------------------------------------------------------- MLflow
+@pytest.fixture(scope="session")
+def mlflow_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data base without runs: to create its tables takes MLflow seconds, to copy it nothing."""
+    import mlflow
+
+    path = tmp_path_factory.mktemp("mlflow") / "empty.db"
+    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def mlflow_uri(mlflow_template: Path, tmp_path: Path) -> str:
+    shutil.copy(mlflow_template, tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture
+def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawings take most of a quick run's time, and have tests of their own."""
+
+    def page(runs: Sequence[Path], out: Path) -> Path:
+        out.write_text("<html></html>")
+        return out
+
+    monkeypatch.setattr(components.run, "report", page)
+    monkeypatch.setattr(partitions, "draw", lambda counts, path: None)
+
+
+@pytest.fixture(scope="session")
+def finished_template(tmp_path_factory: pytest.TempPathFactory, flexfleet: Callable[..., Done]) -> tuple[Path, Done]:
+    cwd = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        done = flexfleet("run", "--json", "--run-id", "a", sets=[*QUICK, "rounds.commit_every=1"])
+    assert done.code == 0, done.err
+    return cwd / "runs" / "a", done
+
+
+@pytest.fixture
+def finished(
+    finished_template: tuple[Path, Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None
+) -> tuple[Path, Done]:
+    """A copy of a finished run as runs/a in a fresh current folder, and what its command printed."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished_template[0], tmp_path / "runs" / "a")
+    return Path("runs/a"), finished_template[1]

@@ -1,0 +1,261 @@
+"""Real processes, really killed: whatever the instant, starting again ends with the model of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.artifacts import History
+
+SETS = ("rounds.stop=8", "rounds.commit_every=1", "training.epochs=3")
+
+
+def sets_for(quick: Sequence[str], *more: str) -> list[str]:
+    return [*quick, *SETS, *more]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nursery: Any, quick: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nobody killed."""
+    cwd = tmp_path_factory.mktemp("undisturbed")
+    done = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=cwd, sets=sets_for(quick)).wait()
+    assert done.code == 0, done.err
+    return cwd / "runs" / "a"
+
+
+def sha_of(run: Path) -> str:
+    return History.read(run / "history.json").model_sha256
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.002)
+
+
+def writes(run: Path) -> int:
+    """Grows with every write that a run makes in its rounds; the newest modification time in ns."""
+    times = []
+    for path in (run / "rounds").rglob("*"):
+        try:
+            times.append(path.stat().st_mtime_ns)
+        except FileNotFoundError:  # deleted between the two looks
+            continue
+    return max(times, default=0)
+
+
+def kill_in_the_rounds(start: Callable[[], Any], run: Path, delay_s: float) -> int:
+    """Starts a process, waits until it has written something in a round, and a little longer; then kills it."""
+    before = writes(run)
+    child = start()
+    wait_for(lambda: writes(run) > before or (run / "history.json").exists(), "a round")
+    time.sleep(delay_s)
+    child.send(signal.SIGKILL)
+    code: int = child.wait().code
+    return code
+
+
+# ------------------------------------------------------------------------------------------------- SIGKILL
+@pytest.mark.parametrize(
+    "storage",
+    [
+        ("rounds.keep_updates=false",),
+        ("rounds.keep_updates=true",),
+        ("rounds.keep_updates=false", "rounds.commit_every=3", "run.devices=[cpu, cpu]"),
+    ],
+    ids=lambda storage: ",".join(s.split(".")[1] for s in storage),
+)
+def test_the_rounds_survive_kills(
+    nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path, storage: tuple[str, ...]
+) -> None:
+    run, rng = tmp_path / "killed", random.Random(" ".join(storage))
+    folders = ("--partition", str(undisturbed / "partition"), "--pool", str(undisturbed / "pool"), "--out", str(run))
+
+    def start() -> Any:
+        return nursery.start("federate", *folders, "--resume", cwd=tmp_path, sets=sets_for(quick, *storage))
+
+    child = start()  # killed while it has hardly begun
+    time.sleep(rng.uniform(0, 0.2))
+    child.send(signal.SIGKILL)
+    assert child.wait().code == -signal.SIGKILL
+    codes = [kill_in_the_rounds(start, run, rng.uniform(0, 0.25)) for _ in range(4)]
+    assert codes.count(-signal.SIGKILL) >= 2, "the kills came too late to tell anything"
+    done = start().wait()
+    assert done.code == 0, done.err
+    assert sha_of(run) == sha_of(undisturbed)
+    assert len(History.read(run / "history.json").rounds) == 8
+
+
+def test_every_step_survives_kills(nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path) -> None:
+    """At random times from the first instant to the last, the steps before and after the rounds included."""
+    run, rng = tmp_path / "runs" / "a", random.Random(5)
+    sets = sets_for(quick, "rounds.keep_updates=true")
+    codes = []
+    for longest_s in (0.3, 1.0, 2.0, 3.0, 4.0):
+        child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets)
+        time.sleep(rng.uniform(0, longest_s))
+        child.send(signal.SIGKILL)
+        codes.append(child.wait().code)
+    assert codes.count(-signal.SIGKILL) >= 3
+    done = nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets).wait()
+    assert done.code == 0, done.err
+    assert done.json["model_sha256"] == sha_of(undisturbed)
+    for name in ("evaluation.json", "pool/pool.json", "partition/partition.json"):
+        assert (run / name).read_bytes() == (undisturbed / name).read_bytes(), name
+
+
+def test_the_command_as_it_is_typed_survives_a_kill(quick: Sequence[str], undisturbed: Path, tmp_path: Path) -> None:
+    """In a fresh interpreter, as a user starts it."""
+    run = tmp_path / "runs" / "a"
+    command = [sys.executable, "-m", "components.cli", "run", "--json", "--run-id", "a", "--resume"]
+    command += [part for pair in sets_for(quick) for part in ("--set", pair)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    wait_for(lambda: writes(run) > 0, "a round")
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout)["model_sha256"] == sha_of(undisturbed)
+
+
+def test_kills_leave_every_round_in_mlflow_exactly_once(
+    nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path, mlflow_uri: str
+) -> None:
+    run, rng = tmp_path / "runs" / "a", random.Random(2)
+    sets = sets_for(quick, f"tracking.mlflow={mlflow_uri}")
+
+    def start() -> Any:
+        return nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets)
+
+    codes = [kill_in_the_rounds(start, run, rng.uniform(0, 0.2)) for _ in range(4)]
+    assert codes.count(-signal.SIGKILL) >= 2, "the kills came too late to tell anything"
+    done = start().wait()
+    assert done.code == 0, done.err
+    assert done.json["model_sha256"] == sha_of(undisturbed)
+
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as data_base:
+        runs = data_base.execute("select run_uuid, status from runs").fetchall()
+        logged = data_base.execute("select key, step, count(*) from metrics group by key, step").fetchall()
+    assert runs == [(done.json["mlflow_run_id"], "FINISHED")], "one run, whatever happened on the way"
+    rounds = History.read(run / "history.json").rounds
+    expected = {(key, row["round"] + 1) for row in rounds for key in row["metrics"]}
+    assert len(rounds) == 8
+    of_rounds = [entry for entry in logged if not entry[0].startswith("final/")]
+    assert {(key, step) for key, step, _ in of_rounds} == expected
+    assert [entry for entry in of_rounds if entry[2] > 1] == []
+
+
+def test_a_kill_while_mlflow_creates_its_tables_is_survived(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    """MLflow takes seconds for that, in the first minute of the first run that anybody starts."""
+    sets = [*quick, "rounds.stop=1", "tracking.mlflow=sqlite:///mlflow.db"]
+
+    def start() -> Any:
+        return nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets)
+
+    def written() -> int:
+        return sum(path.stat().st_size for path in tmp_path.glob("*mlflow.db*") if path.exists())
+
+    child = start()
+    wait_for(lambda: written() > 250_000, "half of the tables")
+    child.send(signal.SIGKILL)
+    assert child.wait().code == -signal.SIGKILL
+    done = start().wait()
+    assert done.code == 0, done.err[-500:]
+
+
+def test_two_first_runs_at_once_share_one_data_base(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    """A comparison starts its runs side by side, and the first of them find no data base."""
+    sets = [*quick, "rounds.stop=1", "tracking.mlflow=sqlite:///mlflow.db"]
+    children = [nursery.start("flexfleet", "run", "--json", "--run-id", i, cwd=tmp_path, sets=sets) for i in "ab"]
+    for done in [child.wait() for child in children]:
+        assert done.code == 0, done.err[-500:]
+
+
+# ---------------------------------------------------------------------------------------- SIGTERM and Ctrl-C
+def interrupted(nursery: Any, quick: Sequence[str], tmp_path: Path, number: signal.Signals) -> Any:
+    """What a run ends with that gets a signal when it has committed its first round."""
+    run = tmp_path / "runs" / "a"
+    sets = sets_for(quick, "rounds.stop=200", "rounds.keep_updates=true")
+    child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=tmp_path, sets=sets)
+    wait_for((run / "rounds" / "00000" / "COMMITTED").exists, "the first commit")
+    child.send(number)
+    return child.wait()
+
+
+def goes_on(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    """What was interrupted can be resumed, and nothing that was finished is done again."""
+    committed = len(list((tmp_path / "runs" / "a" / "rounds").glob("*/COMMITTED")))
+    stop = committed + 1
+    done = nursery.start(
+        "flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path,
+        sets=sets_for(quick, f"rounds.stop={stop}", "rounds.keep_updates=true"),
+    ).wait()  # fmt: skip
+    assert done.code == 0, done.err
+    assert f"resuming after round {committed}" in done.err
+    assert len(History.read(tmp_path / "runs" / "a" / "history.json").rounds) == stop
+
+
+def test_sigterm_stops_resumably_with_exit_code_3(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    done = interrupted(nursery, quick, tmp_path, signal.SIGTERM)
+    assert done.code == 3
+    assert "--resume" in done.err
+    assert "Traceback" not in done.err
+    goes_on(nursery, quick, tmp_path)
+
+
+def test_ctrl_c_stops_resumably_with_exit_code_130(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    done = interrupted(nursery, quick, tmp_path, signal.SIGINT)
+    assert "Traceback" not in done.err
+    goes_on(nursery, quick, tmp_path)
+    assert done.code == 130
+
+
+def test_a_second_ctrl_c_ends_at_once(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    """The first one waits for the client in flight, which here takes an hour."""
+    sets = sets_for(quick, "training.epochs=1000000")
+    child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=tmp_path, sets=sets)
+    wait_for((tmp_path / "runs" / "a" / "run.json").exists, "the beginning of the rounds")
+    for _ in range(2):
+        time.sleep(0.3)
+        child.send(signal.SIGINT)
+    done = child.wait()
+    assert done.code == 130
+    assert "interrupted" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 3), (signal.SIGINT, 130)])
+def test_a_signal_before_the_rounds_ends_the_command(
+    nursery: Any, quick: Sequence[str], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """Pre-training may take an hour: whoever stops a pod then must not have to wait for the rounds."""
+    sets = sets_for(quick, "pretrain.epochs=100000")
+    child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", cwd=tmp_path, sets=sets)
+    wait_for((tmp_path / "runs" / "a" / "partition" / "partition.json").exists, "the partition step")
+    time.sleep(0.2)
+    child.send(number)
+    done = child.wait()
+    assert done.code in (code, -signal.SIGTERM), done.err
+    assert "Traceback" not in done.err
+
+
+def test_signals_are_the_callers_again_when_the_rounds_are_over(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else SIGTERM does nothing while the model is evaluated and the report written, and Ctrl-C once nothing."""
+    monkeypatch.chdir(tmp_path)
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    assert flexfleet("run", "--json", "--run-id", "a", sets=[*quick, "rounds.stop=1"]).code == 0
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before

@@ -1,0 +1,93 @@
+"""The wheel works where there is no checkout: what is not in it would only be missed by those who install it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import fl_engine
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("fl_engine", "components", "pipelines", "pyproject.toml", "README.md", "LICENSE")
+
+
+def run(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    # PYTHONPATH only as given; and not the variables of whoever runs the tests.
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "FLEXFLEET", "MLFLOW"))}
+    return subprocess.run([sys.executable, *argv], cwd=cwd, capture_output=True, text=True, env=kept | environment)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: setuptools leaves its build folder beside the sources, and takes stale files from there."""
+    pytest.importorskip("build")
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source / name)
+    done = run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source), cwd=out)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (found,) = out.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("installed")
+    argv = ("-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", str(target), str(wheel))
+    done = run(*argv, cwd=target)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return target
+
+
+def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
+    assert wheel.name == f"flexfleet-{fl_engine.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(n for n in names if n.endswith("/METADATA"))).decode()
+        entry_points = archive.read(next(n for n in names if n.endswith("/entry_points.txt"))).decode()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"fl_engine", "components", "pipelines", "flexfleet"}
+    for package in ("fl_engine", "components", "pipelines"):
+        modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / package).rglob("*.py")}
+        assert modules <= names, f"{package}: {sorted(modules - names)}"
+    assert {"components/report.html", "fl_engine/py.typed"} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not any("__pycache__" in name or name.startswith("tests/") for name in names)
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "flexfleet = components.cli:main" in entry_points
+    for extra in ("engine", "pipeline", "tracking", "data", "tune", "dev", "all"):
+        assert f"Provides-Extra: {extra}" in metadata
+
+
+def test_the_wheel_runs_outside_the_checkout(installed: Path, quick: Sequence[str], tmp_path: Path) -> None:
+    def command(*argv: str) -> str:
+        done = run("-P", *argv, cwd=tmp_path, PYTHONPATH=str(installed))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    # An editable installation of the checkout must not stand in for the wheel.
+    where = command("-c", "import fl_engine, components, pipelines; print(fl_engine.__file__, components.__path__[0])")
+    assert where.split() == [str(installed / "fl_engine" / "__init__.py"), str(installed / "components")]
+    assert command("-m", "components.cli", "--version").split() == ["flexfleet", fl_engine.__version__]
+    assert json.loads(command("-m", "components.cli", "doctor", "--json"))["version"] == fl_engine.__version__
+    sets = [part for pair in (*quick, "rounds.stop=1") for part in ("--set", pair)]
+    found = json.loads(command("-m", "components.cli", "run", "--json", "--run-id", "a", *sets))
+    assert found["status"] == "finished"
+    assert "<svg" in (tmp_path / found["report"]).read_text(), "the page's template came with the wheel"
+
+
+def test_the_installed_command_starts(installed: Path, tmp_path: Path) -> None:
+    script = installed / "bin" / "flexfleet"
+    done = run(str(script), "--version", cwd=tmp_path, PYTHONPATH=str(installed))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["flexfleet", fl_engine.__version__]

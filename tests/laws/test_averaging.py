@@ -1,0 +1,277 @@
+"""The mean against a loop over single elements; what it leaves alone; what it refuses.
+
+FlexFL Sec. III-E, for each element p: sum over the updates m that hold p of d_m * p_m, over the sum of their d_m.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine.averaging import Mean
+from fl_engine.errors import ModelError
+from fl_engine.testing.tiny import assert_same_bits
+from fl_engine.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
+
+law = settings(max_examples=40, deadline=None)
+
+LAYOUT = ParamLayout(
+    {"a": 4, "b": 3, "c": 2},
+    {
+        "one": Slot("first", (Axis("a"), Axis(None))),
+        "two": Slot("second", (Axis("b"), Axis("a", 2))),
+        "tied": Slot("second", (Axis("b", 3), Axis("b"))),
+        "cube": Slot("third", (Axis("c"), Axis("b"), Axis("a"))),
+        "free": Slot("third", (Axis(None),)),
+    },
+)
+SHAPES = {"one": (4, 2), "two": (3, 8), "tied": (9, 3), "cube": (2, 3, 4), "free": (5,)}
+
+
+@dataclass
+class Update:
+    payload: Params
+    spec: SubmodelSpec
+    weight: float
+
+
+def old_model(seed: int = 0) -> Params:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def channels(spec: SubmodelSpec, group: str) -> list[int]:
+    keep = dict(spec.keep).get(group, LAYOUT.groups[group])
+    return list(range(keep)) if isinstance(keep, int) else list(keep)
+
+
+def positions(spec: SubmodelSpec, name: str) -> list[tuple[int, ...]]:
+    """Global positions of the elements of a sub-model's tensor, in its own row-major order."""
+    slot, shape = LAYOUT.slots[name], SHAPES[name]
+    axes = []
+    for axis, size in zip(slot.axes, shape, strict=True):
+        if axis.group is None:
+            axes.append(list(range(size)))
+        else:
+            axes.append([c * axis.repeat + r for c in channels(spec, axis.group) for r in range(axis.repeat)])
+    return list(itertools.product(*axes))
+
+
+def local_shape(spec: SubmodelSpec, name: str) -> tuple[int, ...]:
+    slot, shape = LAYOUT.slots[name], SHAPES[name]
+    pairs = zip(slot.axes, shape, strict=True)
+    return tuple(n if a.group is None else len(channels(spec, a.group)) * a.repeat for a, n in pairs)
+
+
+def slow_mean(old: Params, updates: list[Update]) -> Params:
+    """One element at a time, in exact fractions."""
+    total = {name: np.full(SHAPES[name], Fraction(0)) for name in SHAPES}
+    weight = {name: np.full(SHAPES[name], Fraction(0)) for name in SHAPES}
+    for u in updates:
+        for name, tensor in u.payload.items():
+            for position, value in zip(positions(u.spec, name), tensor.flatten().tolist(), strict=True):
+                total[name][position] += Fraction(u.weight) * Fraction(value)
+                weight[name][position] += Fraction(u.weight)
+    out = {}
+    for name, tensor in old.items():
+        out[name] = tensor.clone()
+        for position in itertools.product(*map(range, SHAPES[name])):
+            if weight[name][position] > 0:
+                out[name][position] = float(total[name][position] / weight[name][position])
+    return out
+
+
+@st.composite
+def updates(draw: st.DrawFn, weights: st.SearchStrategy[float]) -> Update:
+    """Of any sub-model, in any mixture of prefixes and scattered channels, some blocks dropped, some names missing."""
+    keep = {}
+    for group, size in LAYOUT.groups.items():
+        prefix, scattered = st.integers(1, size).map(range), st.sets(st.integers(0, size - 1), min_size=1)
+        keep[group] = sorted(draw(prefix | scattered))
+    blocks = draw(st.none() | st.sets(st.sampled_from(LAYOUT.blocks), min_size=1))
+    spec = SubmodelSpec.of(keep, blocks)
+    seed = draw(st.integers(0, 2**30))
+    generator = torch.Generator().manual_seed(seed)
+    payload = {}
+    for name, slot in LAYOUT.slots.items():
+        if LAYOUT.has_block(spec, slot.block) and draw(st.integers(0, 9)) > 0:
+            payload[name] = torch.randn(local_shape(spec, name), generator=generator)
+    return Update(payload, spec, draw(weights))
+
+
+def mean_of(old: Params, given: list[Update]) -> Params:
+    mean = Mean(old, LAYOUT)
+    for u in given:
+        mean.add(u.payload, u.spec, u.weight)
+    return mean.result()
+
+
+counts = st.integers(1, 5000).map(float)
+reals = st.floats(1e-3, 1e6)
+
+
+# ----------------------------------------------------------------------------------------- what it computes
+@law
+@given(given=st.lists(updates(counts | reals), min_size=10, max_size=10))
+def test_the_mean_is_that_of_a_loop_over_elements(given: list[Update]) -> None:
+    old = old_model()
+    found, expected = mean_of(old, given), slow_mean(old, given)
+    assert list(found) == list(old)
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.float32
+        # One rounding to single precision, of a sum that is right to far more digits.
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-9, msg=name)
+        held = torch.zeros(SHAPES[name], dtype=torch.bool)
+        for u in given:
+            for position in positions(u.spec, name) if name in u.payload else ():
+                held[position] = True
+        assert torch.equal(tensor[~held], old[name][~held]), "an element that nobody holds moved"
+
+
+@law
+@given(given=st.lists(updates(counts), min_size=2, max_size=8), data=st.data())
+def test_the_order_of_updates_does_not_matter(given: list[Update], data: st.DataObject) -> None:
+    old = {name: t.double() for name, t in old_model().items()}
+    for u in given:
+        u.payload = {name: t.double() for name, t in u.payload.items()}
+    found, other = mean_of(old, given), mean_of(old, data.draw(st.permutations(given)))
+    for name in old:
+        torch.testing.assert_close(other[name], found[name], rtol=1e-14, atol=1e-14)
+
+
+@law
+@given(given=st.lists(updates(counts), min_size=1, max_size=10))
+def test_identical_values_average_exactly(given: list[Update]) -> None:
+    """Whoever holds an element brings what it already was: not a bit moves."""
+    old = old_model(seed=3)
+    for u in given:
+        for name in u.payload:
+            values = [float(old[name][position]) for position in positions(u.spec, name)]
+            u.payload[name] = torch.tensor(values).view(local_shape(u.spec, name))
+    assert_same_bits(mean_of(old, given), old)
+
+
+@law
+@given(given=st.lists(updates(counts), min_size=1, max_size=6), factor=st.sampled_from([2.0, 0.5, 1024.0]))
+def test_only_the_proportions_of_weights_count(given: list[Update], factor: float) -> None:
+    old = old_model()
+    scaled = [Update(u.payload, u.spec, u.weight * factor) for u in given]
+    assert_same_bits(mean_of(old, scaled), mean_of(old, given))
+
+
+def test_by_hand() -> None:
+    """Three clients, one tensor of four values: (1 * 10 + 3 * 30) / 4, 30, the old one, 7."""
+    layout = ParamLayout({"g": 4}, {"w": Slot("b", (Axis("g"),))})
+    mean = Mean({"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}, layout)
+    mean.add({"w": torch.tensor([10.0])}, SubmodelSpec.of({"g": 1}), 1)
+    mean.add({"w": torch.tensor([30.0, 30.0])}, SubmodelSpec.of({"g": 2}), 3)
+    mean.add({"w": torch.tensor([7.0])}, SubmodelSpec.of({"g": [3]}), 2)
+    assert mean.result()["w"].tolist() == [25.0, 30.0, 3.0, 7.0]
+
+
+def test_a_repeat_moves_as_one() -> None:
+    layout = ParamLayout({"g": 3}, {"w": Slot("b", (Axis(None), Axis("g", 2)))})
+    mean = Mean({"w": torch.zeros(1, 6)}, layout)
+    mean.add({"w": torch.tensor([[1.0, 2.0, 3.0, 4.0]])}, SubmodelSpec.of({"g": [0, 2]}), 1)
+    assert mean.result()["w"].tolist() == [[1.0, 2.0, 0.0, 0.0, 3.0, 4.0]]
+
+
+# -------------------------------------------------------------------------------------- what it leaves alone
+def test_without_updates_the_old_model_stays() -> None:
+    old = old_model()
+    assert_same_bits(Mean(old, LAYOUT).result(), old)
+
+
+def test_neither_the_old_model_nor_the_updates_are_written_to() -> None:
+    old, update = old_model(), Update(old_model(1), FULL, 3.0)
+    mean = Mean(old, LAYOUT)
+    mean.add(update.payload, update.spec, update.weight)
+    mean.add(update.payload, update.spec, update.weight)
+    mean.result()
+    assert_same_bits(old, old_model())
+    assert_same_bits(update.payload, old_model(1))
+
+
+def test_the_result_can_be_read_between_two_updates() -> None:
+    first, second = Update(old_model(1), FULL, 3.0), Update(old_model(2), FULL, 5.0)
+    mean = Mean(old_model(), LAYOUT)
+    mean.add(first.payload, FULL, 3.0)
+    assert_same_bits(mean.result(), old_model(1))
+    mean.add(second.payload, FULL, 5.0)
+    assert_same_bits(mean.result(), mean_of(old_model(), [first, second]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_the_type_of_the_old_model_stays(dtype: torch.dtype) -> None:
+    old = {name: t.to(dtype) for name, t in old_model().items()}
+    mean = Mean(old, LAYOUT)
+    mean.add(old_model(1), FULL, 1)
+    assert {t.dtype for t in mean.result().values()} == {dtype}
+
+
+def test_many_updates_do_not_lose_the_small_ones() -> None:
+    """In single precision the running sum would stop growing."""
+    layout = ParamLayout({"g": 1}, {"w": Slot("b", (Axis("g"),))})
+    mean = Mean({"w": torch.zeros(1)}, layout)
+    mean.add({"w": torch.tensor([1.0])}, FULL, 2.0**25)
+    for _ in range(64):
+        mean.add({"w": torch.tensor([0.0])}, FULL, 2.0**19)
+    assert mean.result()["w"].tolist() == [0.5]
+
+
+# ------------------------------------------------------------------------------------------ what it refuses
+HALF = SubmodelSpec.of({"a": 2, "b": [0, 2]})
+GOOD = {name: torch.ones(local_shape(HALF, name)) for name in SHAPES}
+
+WRONG: dict[str, tuple[Params, SubmodelSpec, float, str]] = {
+    "a shape too large": (GOOD | {"cube": torch.ones(2, 3, 2)}, HALF, 1.0, "cube"),
+    "a shape too small": (GOOD | {"free": torch.ones(4)}, HALF, 1.0, "free"),
+    "a shape that would broadcast": (GOOD | {"two": torch.ones(1, 1)}, HALF, 1.0, "two"),
+    "a missing axis": (GOOD | {"cube": torch.ones(2)}, HALF, 1.0, "cube"),
+    "the slice of another sub-model": (GOOD, SubmodelSpec.of({"a": 3}), 1.0, "shape"),
+    "an unknown name": (GOOD | {"stray": torch.ones(1)}, HALF, 1.0, "stray"),
+    "a dropped block's name": (GOOD, SubmodelSpec.of({"a": 2, "b": [0, 2]}, ["first"]), 1.0, "two"),
+    "no weight": (GOOD, HALF, 0.0, "weight"),
+    "a negative weight": (GOOD, HALF, -1.0, "weight"),
+    "a weight that is no number": (GOOD, HALF, float("nan"), "weight"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_refused_and_nothing_has_been_added(case: str) -> None:
+    payload, spec, weight, message = WRONG[case]
+    clean, mean = Mean(old_model(), LAYOUT), Mean(old_model(), LAYOUT)
+    for m in (clean, mean):
+        m.add(old_model(1), FULL, 2)
+    with pytest.raises(ModelError, match=message):
+        mean.add(payload, spec, weight)
+    assert_same_bits(mean.result(), clean.result())
+    for m in (clean, mean):
+        m.add(GOOD, HALF, 5)
+    assert_same_bits(mean.result(), clean.result())
+
+
+@pytest.mark.parametrize("keep", [5, (1, 6)], ids=["prefix", "indices"])
+def test_a_sub_model_that_the_network_does_not_have_is_refused(keep: int | tuple[int, ...]) -> None:
+    """Group a has four channels. The update's own shapes agree with what it claims."""
+    spec = SubmodelSpec.of({"a": keep})
+    count = keep if isinstance(keep, int) else len(keep)
+    payload = {"free": torch.ones(5), "one": torch.ones(count, 2)}
+    mean = Mean(old_model(), LAYOUT)
+    with pytest.raises(ModelError, match="'a'"):
+        mean.add(payload, spec, 1)
+    assert_same_bits(mean.result(), old_model())
+
+
+def test_an_infinite_weight_is_refused() -> None:
+    mean = Mean(old_model(), LAYOUT)
+    with pytest.raises(ModelError, match="weight"):
+        mean.add(GOOD, HALF, float("inf"))
+    assert_same_bits(mean.result(), old_model())

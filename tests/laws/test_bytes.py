@@ -1,0 +1,150 @@
+"""Bytes that are reported are bytes that would travel: 4 for each parameter, and what the stored files hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine import rounds
+from fl_engine.algorithms import AllLarge, FlexFL
+from fl_engine.backends import InProcess
+from fl_engine.client import Site
+from fl_engine.config import RoundsConfig
+from fl_engine.ledger import Ledger
+from fl_engine.slicing import initial_params, take
+from fl_engine.store import FolderStore, tensor_bytes
+from fl_engine.testing.tiny import SEED, TRAINING, failure_of, start_of, tiny_fleet, tiny_site, update_of
+from fl_engine.tracking import Memory
+from fl_engine.types import Algorithm, ClientFailure, Device, Outcome, RoundPlan
+
+ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Remembering:
+    """A backend that keeps what it was asked and what it answered; every client named in `failing` fails."""
+
+    inner: InProcess
+    plans: list[RoundPlan]
+    outcomes: list[Outcome]
+    failing: frozenset[int] = frozenset()
+
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        self.plans.append(plan)
+        orders = {o.client: o for o in plan.orders}
+        for outcome in self.inner.run(algorithm, plan):
+            if outcome.client in self.failing:
+                outcome = failure_of(orders[outcome.client])
+            self.outcomes.append(outcome)
+            yield outcome
+
+
+def federate(site: Site, folder: Path, algorithm: Algorithm = ALGORITHM, **changes: Any) -> tuple[Remembering, Ledger]:
+    failing = frozenset(changes.pop("failing", ()))
+    backend = Remembering(InProcess(site), [], [], failing)
+    ledger = Ledger(FolderStore(folder))
+    config = RoundsConfig(stop=3, evaluate_every=3, commit_every=1, **changes)
+    evaluation = rounds.Evaluation(site.family, site.pool, site.data)
+    state = start_of(algorithm, site)
+    rounds.federate(algorithm, state, backend, ledger, Memory(), config, SEED, evaluation)
+    return backend, ledger
+
+
+def size_of(site: Site, name: str) -> int:
+    return next(m.bytes for m in site.pool if m.name == name)
+
+
+@pytest.mark.parametrize("keep_updates", [False, True], ids=["streamed", "stored"])
+def test_a_round_s_bytes_are_the_pool_s(tmp_path: Path, keep_updates: bool) -> None:
+    """Down: what was sent. Up: what was trained, which may be less. Waste: AdaptiveFL's 1 - up / down."""
+    site = tiny_site(ALGORITHM, fleet=tiny_fleet(sigma=(20.0, 30.0)))
+    backend, ledger = federate(site, tmp_path, keep_updates=keep_updates)
+    rows = ledger.rows()
+    assert [row.round for row in rows] == [0, 1, 2]
+    pruned = 0
+    for row in rows:
+        down = sum(size_of(site, line["sent"]) for line in row.clients)
+        up = sum(size_of(site, line["trained"]) for line in row.clients)
+        assert row.metrics["bytes_down"] == down
+        assert row.metrics["bytes_up"] == up
+        assert row.metrics["waste"] == pytest.approx(1 - up / down)
+        assert row.metrics["clients_pruned"] == sum(line["sent"] != line["trained"] for line in row.clients)
+        assert row.metrics["clients_trained"] == len(row.clients) == 5
+        pruned += int(row.metrics["clients_pruned"])
+        (plan,) = (p for p in backend.plans if p.round == row.round)
+        assert down == sum(tensor_bytes(order.payload) for order in plan.orders)
+        assert down == sum(4 * t.numel() for order in plan.orders for t in order.payload.values())
+    assert pruned > 0, "in this example some device has to prune"
+
+
+@pytest.mark.parametrize("keep_updates", [False, True], ids=["streamed", "stored"])
+def test_a_failure_costs_its_way_down_only(tmp_path: Path, keep_updates: bool) -> None:
+    algorithm = AllLarge(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="all")
+    site = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 110.0, 0.0) for c in range(4)))
+    _, ledger = federate(site, tmp_path, algorithm, keep_updates=keep_updates, failing=(1, 2))
+    whole = 4 * 2324
+    for row in ledger.rows():
+        assert row.metrics["bytes_down"] == 4 * whole
+        assert row.metrics["bytes_up"] == 2 * whole
+        assert row.metrics["waste"] == 0.5
+        assert (row.metrics["clients_trained"], row.metrics["clients_failed"]) == (2, 2)
+
+
+def test_all_large_moves_the_full_model_both_ways(tmp_path: Path) -> None:
+    """The sheet's check of FlexFL's Table X: rounds x clients x the full model, here 3 x 4 x 2,324 parameters."""
+    algorithm = AllLarge(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="all")
+    site = tiny_site(algorithm, fleet=tiny_fleet(4))
+    _, ledger = federate(site, tmp_path, algorithm)
+    for way in ("bytes_down", "bytes_up"):
+        assert sum(row.metrics[way] for row in ledger.rows()) == 3 * 4 * 4 * 2324
+
+
+def header(value: bytes) -> int:
+    """Bytes of a safetensors file before the first tensor: the header's length, then the header."""
+    return 8 + int.from_bytes(value[:8], "little")
+
+
+@pytest.mark.parametrize("level", range(5))
+def test_a_stored_update_holds_what_is_counted(tmp_path: Path, level: int) -> None:
+    site = tiny_site(ALGORITHM)
+    model = site.pool[level]
+    order = ALGORITHM.plan(start_of(ALGORITHM, site), 0, SEED).orders[0]
+    plan = RoundPlan(0, (order,))
+    payload = take(initial_params(site.family, 0), site.family.layout(), model.spec)
+    ledger = Ledger(FolderStore(tmp_path))
+    ledger.put_outcome(plan, update_of(order, model.spec, payload))
+    (file,) = (tmp_path / "rounds" / "00000" / "updates").glob("*.safetensors")
+    value = file.read_bytes()
+    assert len(value) - header(value) == model.bytes == 4 * model.params == tensor_bytes(payload)
+    described = json.loads(value[8 : header(value)])
+    assert set(described) - {"__metadata__"} == set(payload)
+
+
+def test_a_stored_failure_holds_no_tensors(tmp_path: Path) -> None:
+    site = tiny_site(ALGORITHM)
+    plan = ALGORITHM.plan(start_of(ALGORITHM, site), 0, SEED)
+    ledger = Ledger(FolderStore(tmp_path))
+    ledger.put_outcome(plan, failure_of(plan.orders[0]))
+    assert list(tmp_path.rglob("*.safetensors")) == []
+    assert isinstance(ledger.outcome(plan, plan.orders[0].client), ClientFailure)
+
+
+def test_bytes_count_the_type_that_travels() -> None:
+    assert tensor_bytes({"a": torch.zeros(3, 5)}) == 60
+    assert tensor_bytes({"a": torch.zeros(3, 5, dtype=torch.float16), "b": torch.zeros(2, dtype=torch.float64)}) == 46
+    whole = torch.zeros(100, 100)
+    assert tensor_bytes({"view": whole[:2, :3]}) == 24, "a view costs what it shows"

@@ -1,0 +1,153 @@
+"""Imports point one way, and what has to be light stays light.
+
+Module-level imports only, and `if TYPE_CHECKING` apart: an import inside a function is a dependency that is paid for
+when it is used, and that is what some of them are for.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# From what everything may import to what nothing may. A package stands for its modules.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"types", "errors", "seeds"}),
+    frozenset({"slicing", "averaging", "widths"}),
+    frozenset({"selection", "server_opt", "codecs", "losses", "devices", "store", "state", "tracking"}),
+    frozenset({"local", "pool", "evaluate", "ledger"}),
+    frozenset({"algorithms", "models", "datasets", "partition"}),
+    frozenset({"rounds", "client", "config"}),
+    frozenset({"backends"}),
+    frozenset({"tune"}),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+TOP = len(LAYERS)
+
+HEAVY = ("mlflow", "kfp", "kubernetes", "boto3", "dvc", "optuna", "sklearn", "matplotlib", "pandas")
+
+
+def modules(*packages: str) -> list[Path]:
+    found = [p for package in packages for p in sorted((ROOT / package).rglob("*.py"))]
+    return [p for p in found if "__pycache__" not in p.parts]
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, functions: bool = False) -> Iterator[str]:
+    """Dotted names that a module imports when it is imported (with `functions`: also later)."""
+
+    def walk(node: ast.AST) -> Iterator[ast.AST]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not functions:
+                continue
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            yield child
+            yield from walk(child)
+
+    for node in walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            module = str(node.module)
+            for alias in node.names:
+                inner = ROOT.joinpath(*module.split("."), alias.name)
+                is_module = inner.with_suffix(".py").exists() or (inner / "__init__.py").exists()
+                yield f"{module}.{alias.name}" if is_module else module
+
+
+def level(name: str) -> int | None:
+    """None: not of this engine, or the package itself (which holds the version only)."""
+    parts = name.split(".")
+    if parts[0] in ("components", "pipelines"):
+        return TOP + ("components", "pipelines").index(parts[0])
+    if parts[0] != "fl_engine" or len(parts) == 1:
+        return None
+    return LEVEL.get(parts[1])
+
+
+ENGINE = [p for p in modules("fl_engine") if "testing" not in p.parts and dotted(p) != "fl_engine"]
+ALL = [*ENGINE, *modules("components", "pipelines")]
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=dotted)
+def test_every_module_has_its_place(path: Path) -> None:
+    assert dotted(path).split(".")[1] in LEVEL, "add it to LAYERS, where DESIGN section 2 would put it"
+
+
+@pytest.mark.parametrize("path", ALL, ids=dotted)
+def test_imports_point_one_way(path: Path) -> None:
+    own = level(dotted(path))
+    if own is None:
+        return
+    upwards = [name for name in imports(path) if (level(name) or 0) > own]
+    assert upwards == []
+
+
+@pytest.mark.parametrize("path", [p for p in ENGINE if "algorithms" in p.parts], ids=dotted)
+def test_an_algorithm_knows_no_backend_no_tracker_and_no_cluster(path: Path) -> None:
+    """Not even inside a function."""
+    banned = ("fl_engine.backends", "fl_engine.tracking", "fl_engine.ledger", "mlflow", "kubernetes", "kfp")
+    found = [name for name in imports(path, functions=True) if name.startswith(banned)]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", ALL, ids=dotted)
+def test_only_tests_import_the_suites(path: Path) -> None:
+    found = [n for n in imports(path, functions=True) if n.startswith(("fl_engine.testing", "pytest", "hypothesis"))]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=dotted)
+def test_extras_are_imported_where_they_are_used(path: Path) -> None:
+    """The engine runs without tracking, cluster and tuning packages."""
+    assert [name for name in imports(path) if name.split(".")[0] in HEAVY] == []
+
+
+def loaded(statement: str, names: tuple[str, ...]) -> list[str]:
+    """Which of `names` are loaded after `statement` in a fresh interpreter."""
+    script = f"import sys; {statement}; print(*[n for n in {names!r} if n in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_algorithms_load_nothing_of_the_outside() -> None:
+    names = (*HEAVY, "fl_engine.backends", "fl_engine.tracking")
+    assert loaded("import fl_engine.algorithms", names) == []
+
+
+def test_the_engine_loads_no_extra() -> None:
+    statement = "; ".join(f"import {dotted(p)}" for p in ENGINE)
+    assert loaded(statement, HEAVY) == []
+
+
+PIPELINES = [dotted(p) for p in modules("pipelines")]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_needs_no_torch(name: str) -> None:
+    """Wiring and compiling a graph has to be possible where the engine is not installed."""
+    banned = ("torch", "fl_engine.slicing", "mlflow")
+    paths = [ROOT.joinpath(*name.split(".")).with_suffix(".py"), ROOT.joinpath(*name.split("."), "__init__.py")]
+    needs_kfp = any(n.split(".")[0] == "kfp" for p in paths if p.exists() for n in imports(p))
+    if needs_kfp:
+        pytest.importorskip("kfp")
+    assert loaded(f"import {name}", banned) == []
+
+
+def test_the_command_line_answers_without_torch() -> None:
+    assert loaded("import components.cli", ("torch",)) == []

@@ -1,0 +1,348 @@
+"""Local training against steps written out by hand, and a client's whole order: samples, seeds, failures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_engine.algorithms import AllLarge, FlexFL
+from fl_engine.algorithms.pooled import Training
+from fl_engine.client import execute
+from fl_engine.errors import ModelError
+from fl_engine.local import Job, Trained, train
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.slicing import initial_params
+from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, start_of, tiny_fleet, tiny_site
+from fl_engine.types import (
+    FULL,
+    SGD,
+    Adam,
+    ClientFailure,
+    ClientUpdate,
+    Device,
+    Distillation,
+    LocalTask,
+    ModelFamily,
+    ParamLayout,
+    Params,
+    Prunable,
+    SubmodelSpec,
+)
+
+FAMILY = TinyNet()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Watched:
+    """A family whose networks remember the batches they were fed."""
+
+    def __init__(self, inner: ModelFamily) -> None:
+        self.inner = inner
+        self.batches: list[Tensor] = []
+        self.min_hw, self.input_chw, self.classes = inner.min_hw, inner.input_chw, inner.classes
+
+    def layout(self) -> ParamLayout:
+        return self.inner.layout()
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        module = self.inner.module(spec)
+        module.register_forward_pre_hook(lambda _, inputs: self.batches.append(inputs[0].clone()))
+        return module
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        return self.inner.prunable()
+
+
+def samples(count: int, chw: tuple[int, int, int] = (1, 4, 4)) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, *chw, generator=generator)
+    return x, torch.randint(0, 4, (count,), generator=generator)
+
+
+def task_of(count: int = 8, **changes: object) -> LocalTask:
+    plain = LocalTask(FULL, SGD(0.1), epochs=1, batch_size=count, drop_last=True, seed=11)
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def trained(task: LocalTask, count: int = 8, family: ModelFamily = FAMILY, start: Params | None = None) -> Trained:
+    start = initial_params(family, 1) if start is None else start
+    (found,) = train(family, [Job(task, start, *samples(count, family.input_chw))])
+    return found
+
+
+def gradients(family: ModelFamily, params: Params, x: Tensor, y: Tensor) -> tuple[Params, float]:
+    leaves = {name: t.detach().clone().requires_grad_(True) for name, t in params.items()}
+    loss = F.cross_entropy(torch.func.functional_call(family.module().train(), leaves, (x,)), y)
+    found = torch.autograd.grad(loss, list(leaves.values()))
+    return dict(zip(leaves, found, strict=True)), float(loss.detach())
+
+
+# ------------------------------------------------------------------------------------------------ optimiser
+@pytest.mark.parametrize("sgd", [SGD(0.1), SGD(0.1, 0.5), SGD(0.1, 0.5, 0.01), SGD(0.5, 0.9, 0.1)], ids=str)
+def test_steps_are_those_of_sgd_by_hand(sgd: SGD) -> None:
+    """v = momentum * v + (g + decay * p); p = p - lr * v. All samples in one batch: their order cannot matter."""
+    found = trained(task_of(optimizer=sgd, epochs=4))
+    params, velocity, losses = initial_params(FAMILY, 1), {}, []
+    for _ in range(4):
+        grads, loss = gradients(FAMILY, params, *samples(8))
+        losses.append(loss)
+        for name, p in params.items():
+            step = grads[name] + sgd.weight_decay * p
+            velocity[name] = sgd.momentum * velocity[name] + step if name in velocity else step
+            params[name] = p - sgd.lr * velocity[name]
+    assert found.steps == 4
+    assert found.loss == pytest.approx(sum(losses) / 4, rel=1e-5)
+    for name, p in params.items():
+        torch.testing.assert_close(found.params[name], p, rtol=1e-4, atol=1e-6)
+
+
+def test_steps_are_those_of_adam_by_hand() -> None:
+    found = trained(task_of(optimizer=Adam(0.01), epochs=3))
+    params = initial_params(FAMILY, 1)
+    first = {n: torch.zeros_like(t) for n, t in params.items()}
+    second = {n: torch.zeros_like(t) for n, t in params.items()}
+    for t in (1, 2, 3):
+        grads, _ = gradients(FAMILY, params, *samples(8))
+        for name, g in grads.items():
+            first[name] = 0.9 * first[name] + 0.1 * g
+            second[name] = 0.999 * second[name] + 0.001 * g * g
+            mean, square = first[name] / (1 - 0.9**t), second[name] / (1 - 0.999**t)
+            params[name] = params[name] - 0.01 * mean / (square.sqrt() + 1e-8)
+    for name, p in params.items():
+        torch.testing.assert_close(found.params[name], p, rtol=1e-3, atol=1e-5)
+
+
+def test_a_sub_model_is_trained_as_itself() -> None:
+    spec = SubmodelSpec.of({"conv": 3, "hidden": 5}, ["conv", "fc", "classifier"])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        start = {n: t.detach().clone() for n, t in FAMILY.module(spec).state_dict().items()}
+    found = trained(task_of(spec=spec, epochs=2), start=start)
+    assert {n: t.shape for n, t in found.params.items()} == {n: t.shape for n, t in start.items()}
+    assert all(not torch.equal(found.params[n], t) for n, t in start.items())
+
+
+# -------------------------------------------------------------------------------------------------- batches
+@pytest.mark.parametrize(
+    ("count", "batch", "drop_last", "sizes"),
+    [
+        (23, 10, True, [10, 10]),
+        (23, 10, False, [10, 10, 3]),
+        (20, 10, True, [10, 10]),
+        (20, 10, False, [10, 10]),
+        (7, 10, True, [7]),
+        (7, 10, False, [7]),
+        (1, 10, True, [1]),
+        (10, 10, True, [10]),
+        (3, 1, True, [1, 1, 1]),
+    ],
+)
+def test_batches_of_an_epoch(count: int, batch: int, drop_last: bool, sizes: list[int]) -> None:
+    """The last partial batch is dropped, unless it is the only one: a small client trains all the same."""
+    watched = Watched(FAMILY)
+    found = trained(task_of(batch_size=batch, drop_last=drop_last, epochs=3), count, watched)  # type: ignore[arg-type]
+    assert [len(b) for b in watched.batches] == sizes * 3
+    assert found.steps == 3 * len(sizes)
+    every = set(map(tuple, samples(count)[0].flatten(1).tolist()))
+    epochs = torch.cat(watched.batches).flatten(1).view(3, sum(sizes), -1)
+    orders = [list(map(tuple, epoch.tolist())) for epoch in epochs]
+    for order in orders:
+        assert len(set(order)) == len(order), "a sample twice in one epoch"
+        assert set(order) <= every
+    if count > 3:
+        assert len(set(map(tuple, orders))) == 3, "every epoch has its own order"
+
+
+def test_the_loss_is_the_mean_over_steps() -> None:
+    """With a step too small to move anything, each batch's loss is that of the start."""
+    params, (x, y) = initial_params(FAMILY, 1), samples(12)
+    found = trained(task_of(batch_size=4, epochs=5, optimizer=SGD(1e-30)), 12)
+    assert_same_bits(found.params, params)
+    assert found.loss == pytest.approx(gradients(FAMILY, params, x, y)[1], rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------- determinism
+@pytest.mark.parametrize("family", [FAMILY, TinyNet(dropout=0.5), SmallCNN((1, 8, 8), 4, width=0.25)], ids=str)
+def test_bits_depend_on_the_job_alone(family: ModelFamily) -> None:
+    start, (x, y) = initial_params(family, 1), samples(20, family.input_chw)
+    jobs = [Job(task_of(batch_size=6, epochs=2, seed=seed), start, x, y) for seed in (1, 2, 3)]
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    together = [found.params for found in train(family, jobs)]
+    assert torch.equal(torch.get_rng_state(), before), "the global generator was moved"
+    torch.manual_seed(2)
+    for params, job in zip(together, jobs, strict=True):
+        (alone,) = train(family, [job])
+        assert_same_bits(alone.params, params)
+    assert not torch.equal(together[0]["classifier.weight"], together[1]["classifier.weight"])
+
+
+def test_the_start_is_not_written_to() -> None:
+    start = initial_params(FAMILY, 1)
+    found = trained(task_of(epochs=2), start=start)
+    assert_same_bits(start, initial_params(FAMILY, 1))
+    assert not set(t.data_ptr() for t in start.values()) & set(t.data_ptr() for t in found.params.values())
+
+
+def test_what_comes_back_needs_no_gradient() -> None:
+    assert not any(t.requires_grad for t in trained(task_of()).params.values())
+
+
+def test_dropout_drops_half_and_doubles_the_rest() -> None:
+    """The mean over many masks is what goes in, and another seed drops others."""
+    from fl_engine.local import seed_dropout
+
+    module = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.25))
+    x = torch.ones(4000)
+    seed_dropout(module, 3, torch.device("cpu"))
+    first = module[1](x)
+    assert first.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
+    assert float((first == 0).float().mean()) == pytest.approx(0.25, abs=0.03)
+    assert not torch.equal(module[1](x), first), "a new mask for every batch"
+    again = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.25))
+    seed_dropout(again, 3, torch.device("cpu"))
+    assert torch.equal(again[1](x), first)
+    assert torch.equal(again.eval()[1](x), x)
+
+
+def test_a_teacher_inside_scattered_channels_is_current_or_refused() -> None:
+    """The channels 0, 1, 2, 3, 5, 7 are a network of six; the teacher is its first two, in either numbering."""
+    scattered, six = SubmodelSpec.of({"hidden": [0, 1, 2, 3, 5, 7]}), TinyNet(hidden=6)
+    start = initial_params(six, 1)
+    kd = Distillation((SubmodelSpec.of({"hidden": 2}),), 10.0, 3.0)
+    task = task_of(epochs=4, optimizer=SGD(0.3, 0.5), distillation=kd)
+    expected = trained(task, family=six, start=start)
+    try:
+        found = trained(replace(task, spec=scattered), start=start)
+    except ModelError:
+        return
+    assert_same_bits(found.params, expected.params)
+
+
+# -------------------------------------------------------------------------------------- static batch norm
+def test_teachers_leave_the_running_statistics_alone() -> None:
+    """With a step too small to move a weight, the statistics are those of training without teachers."""
+    family = SmallCNN((1, 8, 8), 4, width=0.5, norm="static")
+    halves = {g: n // 2 for g, n in family.layout().groups.items() if g != "classes"}
+    teachers = (SubmodelSpec.of({g: max(1, n // 2) for g, n in halves.items()}), SubmodelSpec.of(halves))
+    alone = trained(task_of(4, epochs=3, optimizer=SGD(1e-30)), 16, family)
+    task = task_of(4, epochs=3, optimizer=SGD(1e-30), distillation=Distillation(teachers, 10.0, 3.0))
+    taught = trained(task, 16, family)
+    assert taught.loss > alone.loss, "the teachers did run"
+    start = initial_params(family, 1)
+    running = [n for n in start if n.endswith(("running_mean", "running_var"))]
+    assert len(running) == 6
+    assert_same_bits({n: taught.params[n] for n in running}, {n: alone.params[n] for n in running})
+    assert not any(torch.equal(alone.params[n], start[n]) for n in running)
+
+
+# ------------------------------------------------------------------------------------------ a client's order
+PLAIN = AllLarge(training=Training(fraction=1.0, epochs=2, batch_size=4, lr=0.05), eligible="all")
+
+
+def outcome(algorithm: AllLarge | FlexFL, client: int = 0, **site: object) -> ClientUpdate | ClientFailure:
+    place = tiny_site(algorithm, fleet=tiny_fleet(4), **site)  # type: ignore[arg-type]
+    plan = algorithm.plan(start_of(algorithm, place), 2, SEED)
+    (order,) = (o for o in plan.orders if o.client == client)
+    return execute(algorithm, order, place)
+
+
+def test_an_update_says_what_was_done() -> None:
+    found = outcome(PLAIN, client=1, sizes=(8, 11, 8, 5))
+    assert isinstance(found, ClientUpdate)
+    assert (found.round, found.client, found.spec, found.num_examples) == (2, 1, FULL, 11)
+    assert found.metrics["steps"] == 2 * (11 // 4)
+    assert math.isfinite(found.metrics["loss"])
+    assert found.metrics["seconds"] >= 0
+
+
+def test_a_client_trains_on_its_own_samples() -> None:
+    watched = Watched(FAMILY)
+    place = replace(tiny_site(PLAIN, fleet=tiny_fleet(4)), family=watched)  # type: ignore[arg-type]
+    plan = PLAIN.plan(start_of(PLAIN, place), 0, SEED)
+    watched.batches.clear()
+    execute(PLAIN, plan.orders[2], place)
+    own = place.data.normalise(place.data.train_x[16:24]).flatten(1).tolist()
+    assert sorted(torch.cat(watched.batches).flatten(1).tolist()) == sorted(own * 2)
+
+
+def test_a_client_without_samples_fails() -> None:
+    found = outcome(PLAIN, client=1, sizes=(8, 0, 8, 8))
+    assert isinstance(found, ClientFailure)
+    assert (found.round, found.client, found.stage) == (2, 1, "train")
+    assert "without samples" in found.reason
+    with pytest.raises(ModelError, match="without samples"):
+        trained(task_of(), count=0)
+
+
+@pytest.mark.parametrize("lr", [1e12, 1e30, 3e38])
+def test_a_loss_that_is_not_finite_is_a_failure(lr: float) -> None:
+    wild = replace(PLAIN, training=Training(fraction=1.0, epochs=6, batch_size=4, lr=lr, lr_decay=1.0))
+    found = outcome(wild)
+    assert isinstance(found, ClientFailure)
+    assert found.stage == "train"
+    assert f"learning rate {lr:g}" in found.reason
+
+
+def test_weights_that_are_not_finite_are_a_failure() -> None:
+    """One step: its loss is that of the weights before it, so the loss alone does not tell."""
+    wild = replace(PLAIN, training=Training(fraction=1.0, epochs=1, batch_size=8, lr=3e38, lr_decay=1.0))
+    place = tiny_site(wild, fleet=tiny_fleet(4))
+    order = wild.plan(start_of(wild, place), 0, SEED).orders[0]
+    found = execute(wild, replace(order, payload={n: 10 * t for n, t in order.payload.items()}), place)
+    if isinstance(found, ClientUpdate):
+        assert all(torch.isfinite(t).all() for t in found.payload.values()), "this would end in the global model"
+    else:
+        assert found.stage == "train"
+
+
+def test_a_client_that_runs_out_of_memory_is_a_failure() -> None:
+    """A client's failure is data, not an exception: the others go on."""
+
+    class Greedy(Watched):
+        def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+            def fail(*_: object) -> None:
+                raise torch.OutOfMemoryError("out of memory: tried to allocate 9 GiB")
+
+            module = self.inner.module(spec)
+            module.register_forward_pre_hook(fail)
+            return module
+
+    place = tiny_site(PLAIN, fleet=tiny_fleet(4))
+    order = PLAIN.plan(start_of(PLAIN, place), 0, SEED).orders[0]
+    found = execute(PLAIN, order, replace(place, family=Greedy(FAMILY)))  # type: ignore[arg-type]
+    assert isinstance(found, ClientFailure)
+    assert found.stage == "train"
+    assert "out of memory" in found.reason
+
+
+def test_a_payload_that_is_not_what_the_order_says_is_a_failure() -> None:
+    place = tiny_site(PLAIN, fleet=tiny_fleet(4))
+    order = PLAIN.plan(start_of(PLAIN, place), 0, SEED).orders[0]
+    for payload in ({"stray": torch.zeros(1)}, {n: t for n, t in order.payload.items() if n != "classifier.bias"}):
+        found = execute(PLAIN, replace(order, payload=payload), place)
+        assert isinstance(found, ClientFailure), list(payload)
+
+
+def test_a_device_that_is_too_small_fails_in_pruning() -> None:
+    algorithm = FlexFL(training=PLAIN.training, on_too_small="fail")
+    place = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 110.0, 0.0) for c in range(3)))
+    order = algorithm.plan(start_of(algorithm, place), 0, SEED).orders[0]
+    weak = replace(place, fleet=(Device(0, "weak", 5.0, 0.0), *place.fleet[1:]))
+    found = execute(algorithm, order, weak)
+    assert isinstance(found, ClientFailure)
+    assert (found.client, found.stage) == (0, "prune")
+    assert "5.0 %" in found.reason

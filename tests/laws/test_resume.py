@@ -1,0 +1,274 @@
+"""Resume equals uninterrupted, bit for bit, wherever a run was stopped and however it stores what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine import rounds
+from fl_engine.config import RoundsConfig
+from fl_engine.errors import IntegrityError, Stopped
+from fl_engine.ledger import Ledger
+from fl_engine.rounds import in_order
+from fl_engine.state import pack, unpack
+from fl_engine.store import Store
+from fl_engine.tracking import Memory
+from fl_engine.types import ClientFailure, Outcome, RoundPlan
+
+Make = Callable[[], Store]
+Rows = Callable[[Store], list[Any]]
+
+STORAGE = [
+    {"keep_updates": keep_updates, "commit_every": every} for keep_updates in (False, True) for every in (1, 3, "auto")
+]
+PER_ROUND = 2
+ROUNDS = 4
+
+storage = pytest.mark.parametrize(
+    "mode", STORAGE, ids=lambda mode: f"keep_updates={mode['keep_updates']}-commit_every={mode['commit_every']}"
+)
+
+
+def after(calls: int) -> Callable[[], bool]:
+    """Asks to stop from the n-th time on that the loop looks: once after each client."""
+    left = [calls]
+
+    def should_stop() -> bool:
+        left[0] -= 1
+        return left[0] <= 0
+
+    return should_stop
+
+
+@storage
+def test_a_run_stopped_after_any_client_and_resumed_equals_one_that_was_not(
+    job: Any, new_store: Make, timeless: Rows, mode: dict[str, Any]
+) -> None:
+    undisturbed = new_store()
+    expected = job.federate(undisturbed, stop=ROUNDS, **mode)
+    for clients in range(1, ROUNDS * PER_ROUND + 1):
+        store = new_store()
+        with pytest.raises(Stopped):
+            job.federate(store, after(clients), stop=ROUNDS, **mode)
+        assert job.federate(store, stop=ROUNDS, **mode) == expected, f"stopped after {clients} clients"
+        assert timeless(store) == timeless(undisturbed), f"stopped after {clients} clients"
+
+
+@storage
+def test_a_run_stopped_in_every_round_equals_one_that_was_not(
+    job: Any, new_store: Make, timeless: Rows, mode: dict[str, Any]
+) -> None:
+    undisturbed, store = new_store(), new_store()
+    expected = job.federate(undisturbed, stop=ROUNDS, **mode)
+    stops, commits = 0, [-1]
+    while commits[-1] < ROUNDS - 1:
+        try:
+            job.federate(store, after(PER_ROUND + 1), stop=ROUNDS, **mode)
+        except Stopped:
+            stops += 1
+        assert Ledger(store).commits()[-1] > commits[-1], "what was finished is committed"
+        commits = Ledger(store).commits()
+    assert stops >= 2
+    assert job.federate(store, stop=ROUNDS, **mode) == expected
+    assert timeless(store) == timeless(undisturbed)
+
+
+@storage
+def test_what_is_finished_is_committed_when_a_run_is_stopped(
+    job: Any, memory_store: Store, mode: dict[str, Any]
+) -> None:
+    tracker = Memory()
+    with pytest.raises(Stopped, match="--resume"):
+        job.federate(memory_store, after(2 * PER_ROUND + 1), tracker=tracker, stop=ROUNDS, **mode)
+    assert [row.round for row in Ledger(memory_store).rows()] == [0, 1]
+    assert Ledger(memory_store).last_good() == 1
+    assert sorted(tracker.rows) == [1, 2], "and tracked"
+
+
+def test_a_stopped_round_keeps_the_updates_that_are_there(job: Any, memory_store: Store, new_store: Make) -> None:
+    expected = job.federate(new_store(), keep_updates=True)
+    asked = list(job.backend.asked)
+    with pytest.raises(Stopped):
+        job.federate(memory_store, after(PER_ROUND + 1), keep_updates=True)
+    assert job.backend.asked == asked[: PER_ROUND + 1], "nobody is asked after the client in flight"
+    assert job.federate(memory_store, keep_updates=True) == expected
+    assert job.backend.asked == asked[PER_ROUND + 1 :]
+
+
+def test_the_storage_settings_and_the_devices_may_change_at_a_resume(
+    job: Any, new_store: Make, memory_store: Store, timeless: Rows
+) -> None:
+    undisturbed = new_store()
+    expected = job.federate(undisturbed, stop=6)
+    for mode in STORAGE[:5]:
+        with pytest.raises(Stopped):
+            job.federate(memory_store, after(PER_ROUND + 1), stop=6, **mode)
+    two = job.make_backend(("cpu", "cpu"))
+    assert job.federate(memory_store, backend=two, stop=6, **STORAGE[5]) == expected
+    assert timeless(memory_store) == timeless(undisturbed)
+
+
+@storage
+def test_raising_the_number_of_rounds_continues_a_finished_run(
+    job: Any, new_store: Make, memory_store: Store, mode: dict[str, Any]
+) -> None:
+    expected = job.federate(new_store(), stop=5, **mode)
+    assert job.federate(memory_store, stop=2, **mode) != expected
+    assert job.federate(memory_store, stop=5, **mode) == expected
+    assert {round for round, _ in job.backend.asked} == {2, 3, 4}, "nothing is trained twice"
+    assert [row.round for row in Ledger(memory_store).rows()] == [0, 1, 2, 3, 4]
+
+
+def test_a_finished_run_is_not_trained_again(job: Any, memory_store: Store) -> None:
+    first = job.federate(memory_store)
+    files = dict(memory_store.files)  # type: ignore[attr-defined]
+    assert job.federate(memory_store) == first
+    assert job.backend.asked == []
+    assert memory_store.files == files  # type: ignore[attr-defined]
+
+
+def test_the_last_round_is_always_committed_and_evaluated(job: Any, new_store: Make) -> None:
+    for mode in ({"commit_every": 3}, {"commit_every": "auto"}, {"commit_every": 1, "evaluate_every": 3}):
+        store = new_store()
+        job.federate(store, stop=4, **mode)
+        assert Ledger(store).commits()[-1] == 3
+        scored = [row.round for row in Ledger(store).rows() if "avg" in row.metrics]
+        assert scored == ([2, 3] if "evaluate_every" in mode else [3])
+
+
+def test_auto_packs_quick_rounds_and_commits_slow_ones(
+    job: Any, new_store: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commits(**mode: Any) -> list[int]:
+        store = new_store()
+        job.federate(store, commit_every="auto", **mode)
+        return Ledger(store).commits()
+
+    assert commits() == [3], "four rounds of milliseconds are one commit"
+    assert commits(keep_every=3) == [2, 3], "but a state that is to be kept has to be there"
+    assert commits(keep_updates=True) == [0, 1, 2, 3], "rounds that store updates are long ones"
+    monkeypatch.setattr(rounds, "AUTO_COMMIT_S", 0.0)
+    assert commits() == [0, 1, 2, 3]
+
+
+# ------------------------------------------------------------------------------------------------- tracking
+class AfterTheCommit(Memory):
+    """A tracker may only learn of what no kill can undo."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        committed = {row.round + 1 for row in Ledger(self.store).rows()}
+        assert {step for step, _ in rows} <= committed
+        super().metrics(rows)
+
+
+@storage
+def test_tracking_comes_after_the_commit_and_a_resume_makes_it_whole(
+    job: Any, memory_store: Store, mode: dict[str, Any]
+) -> None:
+    with pytest.raises(Stopped):
+        job.federate(memory_store, after(2 * PER_ROUND + 1), tracker=AfterTheCommit(memory_store), **mode)
+    tracker = AfterTheCommit(memory_store)
+    job.federate(memory_store, tracker=tracker, **mode)
+    assert sorted(tracker.rows) == [1, 2, 3, 4], "also the rounds of which a killed process told nobody"
+    assert {"bytes_down", "bytes_up", "waste", "clients_trained", "seconds_round"} <= tracker.rows[2].keys()
+
+
+# ------------------------------------------------------------------------------------------------- failures
+class Failing:
+    """A backend whose chosen clients bring nothing."""
+
+    def __init__(self, inner: Any, fails: Callable[[int, int], bool]) -> None:
+        self.inner = inner
+        self.fails = fails
+
+    def run(self, algorithm: Any, plan: RoundPlan) -> Any:
+        for order in plan.orders:
+            if self.fails(plan.round, order.client):
+                yield ClientFailure(plan.round, order.client, "train", "as the test says")
+            else:
+                yield from self.inner.run(algorithm, replace(plan, orders=(order,)))
+
+
+@storage
+def test_a_round_in_which_all_fail_changes_nothing_and_survives_a_resume(
+    job: Any, new_store: Make, memory_store: Store, timeless: Rows, mode: dict[str, Any]
+) -> None:
+    after_one = job.federate(new_store(), stop=1)
+    failing = Failing(job.backend, lambda round, _: round == 1)
+    assert job.federate(memory_store, backend=failing, stop=2, **mode) == after_one
+    row = Ledger(memory_store).rows()[1]
+    assert row.metrics["clients_failed"] == PER_ROUND
+    assert row.metrics["clients_trained"] == 0
+    assert row.metrics["waste"] == 1
+    assert "train_loss" not in row.metrics
+    assert {line["failure"] for line in row.clients} == {"train: as the test says"}
+    # a stored failure is an outcome: a resume that merges the round again asks nobody
+    resumed = new_store()
+    with pytest.raises(Stopped):
+        job.federate(resumed, after(PER_ROUND + 1), backend=failing, stop=2, **mode)
+    assert job.federate(resumed, backend=failing, stop=2, **mode) == after_one
+    assert timeless(resumed) == timeless(memory_store)
+
+
+def test_one_failure_is_survived(job: Any, new_store: Make) -> None:
+    job.federate(new_store(), stop=1)
+    one, other = (client for _, client in job.backend.asked)
+    models = {
+        job.federate(new_store(), backend=Failing(job.backend, lambda _, client, f=failed: client in f), stop=1)
+        for failed in ((), (one,), (other,), (one, other))
+    }
+    assert len(models) == 4, "without one client it is the mean over the other, without both the old model"
+
+
+# -------------------------------------------------------------------------------------------------- details
+def test_outcomes_are_merged_in_client_order_whatever_order_they_arrive_in(job: Any) -> None:
+    state = job.initial()
+    plan = replace(job.algorithm, training=replace(job.algorithm.training, fraction=1.0)).plan(state, 0, 0)
+    arrive: list[Outcome] = [ClientFailure(0, o.client, "train", "") for o in plan.orders]
+    assert len(arrive) > 3
+    for order in (arrive, arrive[::-1], arrive[2:] + arrive[:2]):
+        assert [o.client for o in in_order(plan, order)] == sorted(o.client for o in plan.orders)
+
+
+def test_a_plan_is_pure(job: Any) -> None:
+    state, again = job.initial(), job.initial()
+    first, second = job.algorithm.plan(state, 5, 11), job.algorithm.plan(again, 5, 11)
+    strip = [(o.client, o.spec, o.seed, o.hints) for o in first.orders]
+    assert strip == [(o.client, o.spec, o.seed, o.hints) for o in second.orders]
+    for a, b in zip(first.orders, second.orders, strict=True):
+        assert all(torch.equal(a.payload[name], b.payload[name]) for name in a.payload)
+    others = [job.algorithm.plan(state, round, 11) for round in range(6, 12)]
+    assert len({tuple((o.client, o.seed) for o in plan.orders) for plan in others}) == 6
+
+
+def test_a_state_comes_back_from_its_parts(job: Any) -> None:
+    state = job.initial()
+    back = unpack(state, *pack(state))
+    assert back.params.keys() == state.params.keys()
+    assert all(torch.equal(back.params[name], state.params[name]) for name in state.params)
+    tensors, rest = pack(state)
+    missing = {name: t for name, t in tensors.items() if "classifier" not in name}
+    with pytest.raises(IntegrityError, match="classifier"):
+        unpack(state, missing, rest)
+    with pytest.raises(IntegrityError, match=r"params differs.*fc1"):
+        unpack(state, tensors | {"params/fc1.linear.weight": torch.zeros(2, 2)}, rest)
+
+
+def test_a_ledger_of_another_model_is_refused(job: Any, memory_store: Store) -> None:
+    Ledger(memory_store).commit(0, {"params/other": torch.zeros(3)}, {}, [])
+    with pytest.raises(IntegrityError, match="differs from the configured model"):
+        job.federate(memory_store)
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    assert RoundsConfig() == RoundsConfig(
+        stop=40, evaluate_every=1, commit_every="auto", keep_every=None, keep_updates=False
+    )

@@ -1,0 +1,281 @@
+"""`take` against a loop over single elements, and what follows from it: nesting, shapes, counts, errors."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine.errors import ModelError
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.slicing import (
+    contains,
+    count_macs,
+    count_params,
+    entries,
+    full_shapes,
+    initial_params,
+    runnable,
+    shapes,
+    take,
+)
+from fl_engine.testing.models import ModelSuite
+from fl_engine.testing.tiny import TinyNet, assert_same_bits
+from fl_engine.types import FULL, Axis, ModelFamily, ParamLayout, Params, Slot, SubmodelSpec
+
+law = settings(max_examples=60, deadline=None)
+
+# One of each: a free axis, a repeat on either axis, a group twice in one tensor, a tensor with no group at all.
+LAYOUT = ParamLayout(
+    {"a": 4, "b": 3, "c": 2},
+    {
+        "one": Slot("first", (Axis("a"), Axis(None))),
+        "two": Slot("second", (Axis("b"), Axis("a", 2))),
+        "tied": Slot("second", (Axis("b", 3), Axis("b"))),
+        "cube": Slot("third", (Axis("c"), Axis("b"), Axis("a"))),
+        "free": Slot("third", (Axis(None),)),
+    },
+)
+SHAPES = {"one": (4, 2), "two": (3, 8), "tied": (9, 3), "cube": (2, 3, 4), "free": (5,)}
+TOTAL = sum(torch.Size(s).numel() for s in SHAPES.values())
+
+
+def numbered() -> Params:
+    """Every element of every tensor another number."""
+    start, out = 0, {}
+    for name, shape in SHAPES.items():
+        size = torch.Size(shape).numel()
+        out[name] = torch.arange(start, start + size, dtype=torch.float32).view(shape)
+        start += size
+    return out
+
+
+def kept_channels(spec: SubmodelSpec, group: str) -> set[int]:
+    keep = dict(spec.keep).get(group, LAYOUT.groups[group])
+    return set(range(keep)) if isinstance(keep, int) else set(keep)
+
+
+def slow_take(params: Params, spec: SubmodelSpec) -> dict[str, list[float]]:
+    """Visits every element of the full model and asks of each axis whether its channel is kept."""
+    out = {}
+    for name, slot in LAYOUT.slots.items():
+        if spec.blocks is not None and slot.block not in spec.blocks:
+            continue
+        values = []
+        for index in itertools.product(*map(range, SHAPES[name])):
+            kept = (
+                axis.group is None or i // axis.repeat in kept_channels(spec, axis.group)
+                for i, axis in zip(index, slot.axes, strict=True)
+            )
+            if all(kept):
+                values.append(float(params[name][index]))
+        out[name] = values
+    return out
+
+
+@st.composite
+def specs(draw: st.DrawFn, inside: SubmodelSpec = FULL) -> SubmodelSpec:
+    keep = {}
+    for group in LAYOUT.groups:
+        channels = sorted(kept_channels(inside, group))
+        if draw(st.booleans()):
+            keep[group] = channels[: draw(st.integers(1, len(channels)))]
+        else:
+            keep[group] = sorted(draw(st.sets(st.sampled_from(channels), min_size=1)))
+    blocks = [b for b in LAYOUT.blocks if inside.blocks is None or b in inside.blocks]
+    kept = draw(st.sets(st.sampled_from(blocks))) if blocks else set()
+    return SubmodelSpec.of(keep, kept if draw(st.booleans()) or inside.blocks is not None else None)
+
+
+class TestTinyNet(ModelSuite):
+    """The network of the other suites is held to what every network is held to."""
+
+    @pytest.fixture(params=[TinyNet(), TinyNet((2, 6, 4), 3, dropout=0.3, conv=5, hidden=9)], ids=["4x4", "6x4"])
+    def family(self, request: pytest.FixtureRequest) -> ModelFamily:
+        return request.param  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------------- take
+@law
+@given(spec=specs())
+def test_take_keeps_exactly_the_elements_whose_channels_are_kept(spec: SubmodelSpec) -> None:
+    found = take(numbered(), LAYOUT, spec)
+    assert {name: t.flatten().tolist() for name, t in found.items()} == slow_take(numbered(), spec)
+
+
+@law
+@given(data=st.data())
+def test_a_slice_of_a_slice_is_the_slice(data: st.DataObject) -> None:
+    outer = data.draw(specs())
+    inner = data.draw(specs(inside=outer))
+    part = take(numbered(), LAYOUT, outer)
+    assert_same_bits(take(part, LAYOUT, inner, have=outer), take(numbered(), LAYOUT, inner))
+
+
+@law
+@given(outer=specs(), inner=specs())
+def test_contains_is_inclusion_of_channels_and_blocks(outer: SubmodelSpec, inner: SubmodelSpec) -> None:
+    every = set(LAYOUT.blocks)
+    channels = all(kept_channels(inner, g) <= kept_channels(outer, g) for g in LAYOUT.groups)
+    blocks = (every if inner.blocks is None else set(inner.blocks)) <= (
+        every if outer.blocks is None else set(outer.blocks)
+    )
+    assert contains(LAYOUT, outer, inner) == (channels and blocks)
+    part = take(numbered(), LAYOUT, outer)
+    if channels and blocks:
+        assert_same_bits(take(part, LAYOUT, inner, have=outer), take(numbered(), LAYOUT, inner))
+    else:
+        with pytest.raises(ModelError):
+            take(part, LAYOUT, inner, have=outer)
+
+
+@law
+@given(spec=specs())
+def test_shapes_are_those_of_the_slice(spec: SubmodelSpec) -> None:
+    full = {name: torch.Size(s) for name, s in SHAPES.items()}
+    assert shapes(LAYOUT, spec, full) == {n: tuple(t.shape) for n, t in take(numbered(), LAYOUT, spec).items()}
+
+
+def test_by_hand() -> None:
+    two = {"two": torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [10, 11, 12, 13, 14, 15, 16, 17], [20] * 8])}
+    found = take(two, LAYOUT, SubmodelSpec.of({"b": [0, 1], "a": [1, 3]}))
+    assert found["two"].tolist() == [[2, 3, 6, 7], [12, 13, 16, 17]]
+    assert take(two, LAYOUT, SubmodelSpec.of({"b": 1, "a": 2}))["two"].tolist() == [[0, 1, 2, 3]]
+
+
+def test_a_prefix_is_a_view_and_everything_else_a_copy() -> None:
+    params = numbered()
+    prefix = take(params, LAYOUT, SubmodelSpec.of({"a": 2, "b": 2}))
+    prefix["two"].zero_()
+    assert params["two"][:2, :4].abs().sum() == 0
+    before = params["tied"].clone()
+    take(params, LAYOUT, SubmodelSpec.of({"b": [0, 2]}))["tied"].zero_()
+    assert torch.equal(params["tied"], before)
+
+
+def test_the_whole_is_the_same_memory() -> None:
+    params = numbered()
+    assert {n: t.data_ptr() for n, t in take(params, LAYOUT, FULL).items()} == {
+        n: t.data_ptr() for n, t in params.items()
+    }
+
+
+def test_what_was_not_trained_stays_absent() -> None:
+    part = {"one": numbered()["one"]}
+    assert list(take(part, LAYOUT, SubmodelSpec.of({"a": 1}))) == ["one"]
+
+
+# -------------------------------------------------------------------------------------------------- errors
+def test_an_error_names_group_and_channels() -> None:
+    part = take(numbered(), LAYOUT, SubmodelSpec.of({"a": [0, 2]}))
+    with pytest.raises(ModelError, match=r"'a'.*\[1, 3\]"):
+        take(part, LAYOUT, SubmodelSpec.of({"a": [0, 1, 3]}), have=SubmodelSpec.of({"a": [0, 2]}))
+    with pytest.raises(ModelError, match=r"'b'.*channel 2.*first 2"):
+        take(numbered(), LAYOUT, FULL, have=SubmodelSpec.of({"b": 2}))
+    with pytest.raises(ModelError, match=r"'c' has 2 channels.*index 2"):
+        take(numbered(), LAYOUT, SubmodelSpec.of({"c": 3}))
+    with pytest.raises(ModelError, match=r"'d'"):
+        take(numbered(), LAYOUT, SubmodelSpec.of({"d": 1}))
+
+
+def test_an_error_names_the_missing_block() -> None:
+    have = SubmodelSpec.of({}, ["first", "third"])
+    with pytest.raises(ModelError, match="second"):
+        take(take(numbered(), LAYOUT, have), LAYOUT, FULL, have=have)
+    with pytest.raises(ModelError, match=r"secnod.*did you mean 'second'"):
+        take(numbered(), LAYOUT, SubmodelSpec.of({}, ["secnod"]))
+
+
+def test_an_unknown_parameter_is_an_error() -> None:
+    with pytest.raises(ModelError, match="'stray'"):
+        take({"stray": torch.zeros(1)}, LAYOUT, FULL)
+
+
+def test_a_layout_with_an_unknown_group_is_an_error() -> None:
+    with pytest.raises(ModelError, match="'x'"):
+        ParamLayout({"a": 1}, {"w": Slot("b", (Axis("x"),))})
+
+
+@pytest.mark.parametrize("keep", [0, -1, [], [1, 1], [2, 1], [-1, 0]])
+def test_nonsense_cannot_be_written_down(keep: int | list[int]) -> None:
+    with pytest.raises(ModelError, match="'a'"):
+        SubmodelSpec.of({"a": keep})
+
+
+def test_parameters_of_another_shape_do_not_run() -> None:
+    family = TinyNet()
+    small = SubmodelSpec.of({"hidden": 3})
+    with pytest.raises(ModelError, match="do not fit"):
+        runnable(family, small, initial_params(family, 0))
+
+
+# --------------------------------------------------------------------------------------------------- specs
+@law
+@given(spec=specs())
+def test_a_specification_survives_json(spec: SubmodelSpec) -> None:
+    again = SubmodelSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    assert again == spec
+    assert hash(again) == hash(spec)
+
+
+def test_one_sub_model_is_written_in_one_way() -> None:
+    assert SubmodelSpec.of({"b": [0, 1, 2], "a": 2}) == SubmodelSpec.of({"a": range(2), "b": 3})
+    assert SubmodelSpec.of({}, ["y", "x", "y"]) == SubmodelSpec.of({}, ("x", "y"))
+    assert SubmodelSpec.of({"a": [1, 2]}) != SubmodelSpec.of({"a": 2})
+    with pytest.raises(ModelError, match="keep"):
+        SubmodelSpec.from_json({"kept": {}, "blocks": None})
+
+
+def test_entries_by_hand() -> None:
+    assert entries((1, 3), 2).tolist() == [2, 3, 6, 7]
+    assert entries(2, 3).tolist() == [0, 1, 2, 3, 4, 5]
+    assert entries((0, 4), 1).tolist() == [0, 4]
+
+
+# -------------------------------------------------------------------------------------------------- counts
+def test_counts_by_hand() -> None:
+    """Convolution 1 -> 8 at 4x4, then 2x2 maps; hidden 32; residual 32; 4 classes."""
+    family = TinyNet()
+    assert count_params(family) == (9 + 1) * 8 + (8 * 4 + 1) * 32 + (32 + 1) * 32 + (32 + 1) * 4
+    assert count_macs(family) == 16 * 8 * 9 + 8 * 4 * 32 + 32 * 32 + 32 * 4
+    small = SubmodelSpec.of({"conv": [1, 5], "hidden": [0, 7, 9]}, ["conv", "fc", "classifier"])
+    assert count_params(family, small) == (9 + 1) * 2 + (2 * 4 + 1) * 3 + (3 + 1) * 4
+    assert count_macs(family, small) == 16 * 2 * 9 + 2 * 4 * 3 + 3 * 4
+
+
+def test_batch_norm_counts_as_the_papers_count_it() -> None:
+    """Multiply-adds: kernel area times inputs for each output, and 4 for each output of a batch norm."""
+    family = SmallCNN((1, 8, 8), 10)
+    convs = 64 * 16 * (9 * 1 + 4) + 16 * 32 * (9 * 16 + 4) + 4 * 64 * (9 * 32 + 4)
+    assert count_macs(family) == convs + 256 * 64 + 64 * 10
+
+
+def test_shapes_are_worked_out_once() -> None:
+    assert set(full_shapes(TinyNet())) == set(TinyNet().layout().slots)
+    assert full_shapes(TinyNet()) is full_shapes(TinyNet())
+
+
+# -------------------------------------------------------------------------------------------- fresh networks
+def test_fresh_networks_depend_on_the_seed_alone() -> None:
+    family = TinyNet()
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = initial_params(family, 5)
+    assert torch.equal(torch.get_rng_state(), state), "the global generator was moved"
+    torch.manual_seed(2)
+    assert_same_bits(initial_params(family, 5), first)
+    other = initial_params(family, 6)
+    assert all(not torch.equal(other[name], tensor) for name, tensor in first.items())
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

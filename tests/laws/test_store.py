@@ -1,0 +1,208 @@
+"""The run store: a write is whole or not there, and durable when it returns."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine.errors import IntegrityError
+from fl_engine.store import FolderStore, decode, encode, sha256, tensor_bytes
+
+SIZE = 1 << 20
+
+
+def test_put_then_get(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "not" / "there" / "yet")
+    store.put("rounds/00000/state.json", b"{}")
+    store.put("empty", b"")
+    assert store.get("rounds/00000/state.json") == b"{}"
+    assert store.get("empty") == b""
+    store.put("empty", b"no more")
+    assert store.get("empty") == b"no more"
+
+
+def test_a_missing_key_is_an_integrity_error_that_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(IntegrityError, match=str(tmp_path / "rounds" / "00007" / "COMMITTED")):
+        FolderStore(tmp_path).get("rounds/00007/COMMITTED")
+
+
+def test_list_gives_sorted_keys_by_prefix(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    for key in ("rounds/00010/b", "rounds/00002/updates/3.json", "rounds/00002/a", "run.json"):
+        store.put(key, b"x")
+    assert store.list("rounds/") == ["rounds/00002/a", "rounds/00002/updates/3.json", "rounds/00010/b"]
+    assert store.list("rounds/0000") == ["rounds/00002/a", "rounds/00002/updates/3.json"]
+    assert store.list("rounds/00002/a") == ["rounds/00002/a"]
+    assert store.list("ru") == ["run.json"]
+    assert store.list("") == [*store.list("rounds/"), "run.json"]
+    assert store.list("nothing/") == store.list("no") == []
+    assert FolderStore(tmp_path / "nowhere").list("rounds/") == []
+
+
+def test_delete_removes_a_file_and_the_folder_that_it_empties(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.put("rounds/00000/a", b"x")
+    store.put("rounds/00000/b", b"x")
+    store.delete("rounds/00000/a")
+    assert store.list("") == ["rounds/00000/b"]
+    store.delete("rounds/00000/b")
+    assert store.list("") == []
+    assert not (tmp_path / "rounds" / "00000").exists()
+    assert tmp_path.is_dir()
+
+
+def test_deleting_what_is_not_there_is_no_error(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.delete("nothing")
+    store.delete("rounds/00000/nothing")
+    store.put("rounds/00000/a", b"x")
+    store.delete("rounds/00000/b")
+    assert store.list("") == ["rounds/00000/a"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(("put", "delete")), st.sampled_from(("a", "b/a", "b/c/a", "b/c/d")), st.binary()),
+        max_size=20,
+    )
+)
+def test_a_folder_store_is_a_mapping(
+    tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, str, bytes]]
+) -> None:
+    store, model = FolderStore(tmp_path_factory.mktemp("store")), dict[str, bytes]()
+    for operation, key, value in operations:
+        if operation == "put":
+            store.put(key, value)
+            model[key] = value
+        else:
+            store.delete(key)
+            model.pop(key, None)
+    assert {key: store.get(key) for key in store.list("")} == model
+    assert store.list("b/") == sorted(key for key in model if key.startswith("b/"))
+
+
+# --------------------------------------------------------------------------------------- whole or not at all
+def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
+    store, done = FolderStore(tmp_path), threading.Event()
+    store.put("key", b"a" * SIZE)
+
+    def write() -> None:
+        for i in range(40):
+            store.put("key", b"ab"[i % 2 : i % 2 + 1] * SIZE)
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not done.is_set():
+        value = store.get("key")
+        assert len(value) == SIZE
+        assert value == value[:1] * SIZE
+        assert store.list("") == ["key"]
+        seen.add(value[:1])
+    writer.join()
+    assert seen == {b"a", b"b"}
+
+
+class PowerCut(BaseException):
+    pass
+
+
+def test_a_kill_before_the_replacement_leaves_the_old_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FolderStore(tmp_path)
+    store.put("folder/key", b"old")
+
+    def cut(*_: object) -> None:
+        raise PowerCut
+
+    monkeypatch.setattr(os, "replace", cut)
+    for key in ("folder/key", "folder/new"):
+        with pytest.raises(PowerCut):
+            store.put(key, b"new and longer")
+    assert store.get("folder/key") == b"old"
+    assert store.list("") == ["folder/key"]
+    with pytest.raises(IntegrityError):
+        store.get("folder/new")
+
+
+def _put(root: Path, value: bytes) -> None:
+    FolderStore(root).put("rounds/00000/state.safetensors", value)
+
+
+def test_two_processes_may_put_the_same_key(tmp_path: Path) -> None:
+    values = [bytes([65 + i]) * SIZE for i in range(2)]
+    fork = multiprocessing.get_context("fork")
+    writers = [fork.Process(target=_put, args=(tmp_path, value)) for value in values for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert FolderStore(tmp_path).get("rounds/00000/state.safetensors") in values
+
+
+def test_a_write_is_durable_when_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes before the name, then the folder that holds the name."""
+    events: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def recorded_fsync(fd: int) -> None:
+        events.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def recorded_replace(source: Path, target: Path) -> None:
+        events.append(("replace", str(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    store = FolderStore(tmp_path.resolve())
+    store.put("key", b"x")
+    assert [what for what, _ in events] == ["fsync", "replace", "fsync"]
+    assert events[1:] == [("replace", str(store.root / "key")), ("fsync", str(store.root))]
+
+    # A folder that is new is itself an entry of its parent; without it the file is not there after a power cut.
+    events.clear()
+    store.put("rounds/00000/key", b"x")
+    synced = {path for what, path in events if what == "fsync"}
+    assert {str(store.root / "rounds" / "00000"), str(store.root / "rounds"), str(store.root)} <= synced
+
+
+# ---------------------------------------------------------------------------------------------------- tensors
+def test_tensors_come_back_bit_for_bit() -> None:
+    odd = torch.tensor([0.1, -0.0, float("inf"), float("nan"), 1e-45])
+    whole = torch.arange(24.0).view(4, 6)
+    # Prefix sub-models are views of the global model: a view must be stored as what it shows.
+    tensors = {"odd": odd, "view": whole[:2, :3], "prefix": whole[:2], "count": torch.tensor(7), "half": odd.half()}
+    back = decode(encode(tensors), "name")
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype
+        assert back[name].shape == tensor.shape
+        assert back[name].numpy().tobytes() == tensor.contiguous().numpy().tobytes()
+
+
+def test_equal_tensors_are_equal_bytes_in_any_order() -> None:
+    a, b = torch.arange(3.0), torch.arange(4.0).view(2, 2)
+    assert encode({"a": a, "b": b}) == encode({"b": b.clone(), "a": a.clone()})
+    assert encode({"a": a}, {"k": "v"}) != encode({"a": a})
+    assert len(sha256(encode({"a": a}))) == 64
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 40, -1])
+def test_truncated_tensors_are_an_integrity_error_that_names_the_file(keep: int) -> None:
+    value = encode({"a": torch.arange(30.0)})
+    with pytest.raises(IntegrityError, match=r"rounds/00003/state\.safetensors"):
+        decode(value[:keep], "rounds/00003/state.safetensors")
+
+
+def test_bytes_are_counted_from_shapes() -> None:
+    assert tensor_bytes({"a": torch.zeros(3, 5), "b": torch.zeros(2, dtype=torch.float16)}) == 64
