@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fl_engine.errors import IntegrityError
+from fl_engine.errors import IntegrityError, brief
 from fl_engine.store import FolderStore
 from fl_engine.types import Pool, PoolModel, SubmodelSpec
 
@@ -30,7 +30,7 @@ class Artifact(BaseModel):
         except FileNotFoundError:
             raise IntegrityError(f"{path} does not exist: the step that writes it has not run") from None
         except ValidationError as error:
-            raise IntegrityError(f"{path} is not a valid {cls.__name__} file: {error}") from error
+            raise IntegrityError(f"{path} is not a valid {cls.__name__} file: {brief(error)}") from error
 
 
 class ApozLayer(BaseModel):
@@ -104,6 +104,8 @@ class RunFile(Artifact):
     """run.json: what a run is, fixed when it starts."""
 
     run_id: str
+    token: str = ""
+    """Unique: by it a killed run finds the MLflow run that it had begun."""
     config: dict[str, Any]
     numerics: dict[str, Any]
     pool_sha256: str

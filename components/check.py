@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from components import common
+from components.pretrain import need_proxy
 from fl_engine import config as configs
 from fl_engine import devices, partition, seeds
+from fl_engine.backends.in_process import check_device
 from fl_engine.config import Config
 from fl_engine.slicing import initial_params
 
@@ -15,7 +17,9 @@ def check(config: Config) -> dict[str, Any]:
     """What would run, in a few words. Raises BadInput for whatever could not; trains nothing, writes nothing."""
     data, family = common.prepare(config)
     p = config.partition
-    partition.partition(
+    for device in config.run.devices:
+        check_device(device)
+    parts = partition.partition(
         data,
         p.rule,
         p.clients,
@@ -27,9 +31,12 @@ def check(config: Config) -> dict[str, Any]:
     )
     fleet = devices.fleet(config.fleet.tiers, p.clients, config.seed)
     algorithm = configs.algorithm(config)
+    if algorithm.needs_apoz:
+        need_proxy(parts)
     # Without measured scores every layer counts alike; targets, Gamma and nesting are checked all the same.
     pool = algorithm.pool(family, (0.5,) * len(family.prunable()))
-    algorithm.init(initial_params(family, seeds.derive(config.seed, "init")), family.layout(), fleet, pool)
+    initial = initial_params(family, seeds.derive(config.seed, "init"))
+    algorithm.plan(algorithm.init(initial, family.layout(), fleet, pool), 0, config.seed)
     return {
         "ok": True,
         "dataset": data.name,

@@ -67,7 +67,7 @@ def pool(args: argparse.Namespace) -> int:
         _, family = common.prepare(config)
     if args.apoz:
         apoz = Apoz.read(args.apoz)
-    elif not algorithm.needs_apoz or config.algorithm.get("use_apoz") is False:
+    elif not algorithm.needs_apoz:
         apoz = Apoz(layers=())
     elif args.input:
         raise ConfigError(
@@ -109,19 +109,20 @@ def fetch(args: argparse.Namespace) -> int:
     from fl_engine.datasets import DATASETS, data_root
 
     root = data_root(args.root)
-    if not args.datasets:
-        for name, source in sorted(DATASETS.items()):
-            there = "missing" if source.missing(root) else "there"
-            print(f"{name:16} {there:8} {source.about}")
-        return 0
-    for name in args.datasets:
-        source = resolve(DATASETS, name, "data set")
-        if source.fetch is None:
-            print(f"{name}: comes with a package, nothing to fetch")
-            continue
-        source.fetch(root)
+    named = {name: resolve(DATASETS, name, "data set") for name in args.datasets}
+    for source in named.values():
+        if source.fetch is not None:
+            source.fetch(root)
         source.load(root)
-        print(f"{name}: complete and checked, in {root}")
+    listed = named or dict(sorted(DATASETS.items()))
+    there = {name: not source.missing(root) for name, source in listed.items()}
+    if args.json:
+        print(json.dumps({"root": str(root), "datasets": there}))
+        return 0
+    for name, source in listed.items():
+        fetched = "nothing to fetch, checked" if source.fetch is None else "complete and checked"
+        state = fetched if named else ("there" if there[name] else "missing")
+        print(f"{name:16} {state:8} {source.about}")
     return 0
 
 

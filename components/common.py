@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fl_engine.errors import ConfigError, FlexfleetError
+from fl_engine.errors import ConfigError, EnvironmentFailure, FlexfleetError
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `--help` and `doctor` do without
     from fl_engine.config import Config
@@ -66,9 +66,24 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
     except FlexfleetError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        print(f"error: {missing(str(error.name))}", file=sys.stderr)
+        sys.exit(EnvironmentFailure.exit_code)
+    except OSError as error:
+        print(f"error: {error.filename or 'system'}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(EnvironmentFailure.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def missing(module: str) -> str:
+    """What to install for a module that is not there."""
+    from components.doctor import EXTRAS
+
+    package = module.partition(".")[0]
+    extra = next((name for name, (modules, _) in EXTRAS.items() if package in modules), "all")
+    return f"{package} is not installed: pip install 'flexfleet[{extra}]'"
 
 
 def prepare(config: Config) -> tuple[Data, ModelFamily]:

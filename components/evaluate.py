@@ -10,7 +10,7 @@ from components.artifacts import EvaluationFile, History, LevelScore, PoolFile
 from fl_engine.config import Config
 from fl_engine.errors import IntegrityError
 from fl_engine.evaluate import average_accuracy, evaluate_pool
-from fl_engine.store import decode, sha256
+from fl_engine.store import FolderStore, decode, sha256
 
 
 def evaluate(config: Config, run: Path, pool_dir: Path, out: Path) -> Path:
@@ -18,7 +18,7 @@ def evaluate(config: Config, run: Path, pool_dir: Path, out: Path) -> Path:
     data, family = common.prepare(config)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     history = History.read(run / "history.json")
-    value = (run / "model.safetensors").read_bytes()
+    value = FolderStore(run).get("model.safetensors")
     if sha256(value) != history.model_sha256:
         raise IntegrityError(f"{run / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
     params = decode(value, str(run / "model.safetensors"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import signal
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, St
 from fl_engine.ledger import Ledger
 from fl_engine.slicing import initial_params
 from fl_engine.store import FolderStore, encode, sha256
-from fl_engine.tracking import Console, MLflow, Several
+from fl_engine.tracking import TOKEN, Console, MLflow, Several
 from fl_engine.types import Tracker
 
 MAY_CHANGE = ("rounds.stop", "rounds.commit_every", "rounds.keep_every", "rounds.keep_updates", "run.", "tracking.")
@@ -83,6 +84,7 @@ def _federate(
     accept_numerics: bool,
     tags: dict[str, str],
 ) -> Path:
+    known = known_run(config, out, resume)
     data, family = common.prepare(config)
     parts = partition.load(partition_dir, data)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
@@ -92,20 +94,25 @@ def _federate(
     backend = InProcess(site, config.run.devices)
     ledger = Ledger(FolderStore(out), config.rounds.keep_every)
 
-    wanted = RunFile(
+    run = RunFile(
         run_id=run_id,
+        token=known.token if known else uuid.uuid4().hex,
         config=config.model_dump(mode="json"),
         numerics=rounds.numerics(config.run.devices),
         pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
+        mlflow_run_id=known.mlflow_run_id if known else None,
     )
-    run = _open(wanted, out, resume, accept_numerics)
+    if known:
+        _same(known, run, out, accept_numerics)
+    run.write(out / "run.json")
     mlflow = _mlflow(config, run, tags)
     if mlflow is not None:
         run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
-    run.write(out / "run.json")
+        run.write(out / "run.json")
 
-    tracker = Several([Console(config.rounds.stop, len(ledger.commits())), *([mlflow] if mlflow else [])])
+    done = max((round + 1 for round in ledger.commits()), default=0)
+    tracker = Several([Console(config.rounds.stop, done), *([mlflow] if mlflow else [])])
     tracker.params(configs.flatten(config))
     initial = algorithm.init(
         initial_params(family, seeds.derive(config.seed, "init")), family.layout(), fleet, pool
@@ -130,29 +137,31 @@ def _federate(
     return _finish(out, ledger, final, tracker, mlflow)
 
 
-def _open(wanted: RunFile, out: Path, resume: bool, accept_numerics: bool) -> RunFile:
-    """The run file to go on with; a run that exists is never overwritten and never mixed with another."""
-    path = out / "run.json"
-    if not path.exists():
-        return wanted
-    known = RunFile.read(path)
+def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
+    """The run that `out` holds, if any: it is never overwritten and never mixed with another configuration's."""
+    if not (out / "run.json").exists():
+        return None
+    known = RunFile.read(out / "run.json")
     if not resume:
         raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
-    before, now = _flat(known.config), _flat(wanted.config)
+    before, now = _flat(known.config), configs.flatten(config)
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     fixed = [k for k in changed if not k.startswith(MAY_CHANGE)]
     if fixed:
         lines = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in fixed[:6])
         raise ConfigError(f"{out} was started with another configuration ({lines}): choose another --run-id")
+    return known
+
+
+def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None:
     for name in ("pool_sha256", "partition_sha256"):
-        if getattr(known, name) != getattr(wanted, name):
+        if getattr(known, name) != getattr(run, name):
             raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
-    if known.numerics != wanted.numerics and not accept_numerics:
+    if known.numerics != run.numerics and not accept_numerics:
         raise EnvironmentFailure(
             f"this machine would not compute the same bits: the run was started with {known.numerics}, here is "
-            f"{wanted.numerics}. Resume where it started, or give --accept-numerics"
+            f"{run.numerics}. Resume where it started, or give --accept-numerics"
         )
-    return wanted.model_copy(update={"mlflow_run_id": known.mlflow_run_id})
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -168,6 +177,7 @@ def _mlflow(config: Config, run: RunFile, tags: dict[str, str]) -> MLflow | None
         "algorithm": str(c.algorithm["name"]),
         "seed": str(c.seed),
         "flexfleet.run_id": run.run_id,
+        TOKEN: run.token,
         "flexfleet.version": fl_engine.__version__,
         **tags,
     }
@@ -212,7 +222,7 @@ def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLf
     if mlflow is not None:
         names = list(dict.fromkeys(name for row in rows for line in row.clients for name in line))
         lines = [{"round": row.round + 1, **line} for row in rows for line in row.clients]
-        mlflow.table({n: [line.get(n) for line in lines] for n in ["round", *names]}, "clients.json")
+        mlflow.table(["round", *names], lines, "clients.json")
     tracker.finish("FINISHED")
     return path
 

@@ -17,7 +17,9 @@ from components.artifacts import Apoz, ApozLayer
 from fl_engine import config as configs
 from fl_engine import local, pool, seeds
 from fl_engine import partition as partitions
+from fl_engine.backends.in_process import check_device
 from fl_engine.config import Config
+from fl_engine.errors import PartitionError
 from fl_engine.evaluate import evaluate
 from fl_engine.slicing import initial_params
 from fl_engine.types import FULL, Adam, Data, LocalTask, ModelFamily, Params
@@ -33,6 +35,8 @@ def pretrain(config: Config, partition: Path, out: Path) -> Path:
     started = time.monotonic()
     data, family = common.prepare(config)
     parts = partitions.load(partition, data)
+    need_proxy(parts)
+    check_device(config.run.devices[0])
     params, scores = _scores(config, data, family, parts.proxy_train, parts.proxy_test)
     held_out = torch.from_numpy(parts.proxy_test)
     device = config.run.devices[0]
@@ -51,6 +55,15 @@ def pretrain(config: Config, partition: Path, out: Path) -> Path:
         proxy_accuracy=score.accuracy,
         seconds=round(time.monotonic() - started, 3),
     ).write(out / "apoz.json")
+
+
+def need_proxy(parts: partitions.Partition) -> None:
+    """Raises PartitionError where the server holds nothing to measure on."""
+    if not len(parts.proxy_train) or not len(parts.proxy_test):
+        raise PartitionError(
+            "the algorithm measures APoZ on proxy data, and partition.proxy leaves the server none: raise it, "
+            "or set algorithm.use_apoz=false"
+        )
 
 
 def _scores(

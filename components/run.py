@@ -6,8 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from components.artifacts import EvaluationFile, History, Result, RunFile
+from components.check import check
+from components.common import missing
 from components.evaluate import evaluate
-from components.federate import federate
+from components.federate import federate, known_run
 from components.model_pool import model_pool
 from components.partition import partition
 from components.pretrain import pretrain
@@ -25,13 +27,17 @@ def run(
     accept_numerics: bool = False,
 ) -> Result:
     """Partition, pre-train, pool, federate, evaluate, report, under `<run.store>/<run_id>`; resumable."""
-    for package in ("matplotlib", "jinja2"):
+    for package in ("matplotlib", "jinja2", *(["mlflow"] if config.tracking.mlflow else [])):
         if find_spec(package) is None:  # now, not after hours of training
-            raise EnvironmentFailure(f"the report needs {package}: pip install 'flexfleet[tracking]'")
+            hint = ", or --set tracking.mlflow=null" if package == "mlflow" else ""
+            raise EnvironmentFailure(missing(package) + hint)
     out = Path(config.run.store) / run_id
     if out.exists() and not resume:
         raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")
-    if not (out / "run.json").exists():  # the steps before the rounds are quick, and pure: done again after a kill
+    if (out / "run.json").exists():
+        known_run(config, out, resume)
+    else:  # the steps before the rounds are quick, and pure: done again after a kill
+        check(config)
         partition(config, out / "partition")
         pretrain(config, out / "partition", out / "pretrain")
         model_pool(config, out / "pretrain", out / "pool")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class FlexfleetError(Exception):
@@ -63,6 +64,13 @@ class EnvironmentFailure(FlexfleetError):
 
 class ClientError(FlexfleetError):
     exit_code = 42
+
+
+def brief(error: Any) -> str:
+    """A pydantic ValidationError in one line: where, what, and how much more there is."""
+    first, *more = error.errors()
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where + ': ' if where else ''}{first['msg']}{f' (and {len(more)} more)' if more else ''}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

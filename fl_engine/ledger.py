@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from fl_engine.errors import IntegrityError
+from fl_engine.errors import IntegrityError, brief
 from fl_engine.store import Store, decode, encode, sha256
 from fl_engine.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, SubmodelSpec
 
@@ -268,4 +268,4 @@ def _parse(kind: type[R], value: bytes, name: str) -> R:
     try:
         return kind.model_validate_json(value)
     except ValidationError as error:
-        raise IntegrityError(f"{name} is not a valid {kind.__name__} record: {error}") from error
+        raise IntegrityError(f"{name} is not a valid {kind.__name__} record: {brief(error)}") from error

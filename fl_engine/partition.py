@@ -32,7 +32,7 @@ from safetensors import numpy as safetensors
 
 from fl_engine import seeds
 from fl_engine.datasets.files import fingerprint, replacing
-from fl_engine.errors import IntegrityError, PartitionError, nearest
+from fl_engine.errors import IntegrityError, PartitionError, brief, nearest
 from fl_engine.types import Data
 
 Ints = NDArray[np.int64]
@@ -339,7 +339,7 @@ def load(folder: Path, data: Data | None = None) -> Partition:
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise IntegrityError(f"{path}: not a partition manifest; partition again ({error})") from error
+        raise IntegrityError(f"{path}: not a partition manifest; partition again ({brief(error)})") from error
     tensors_path = folder / TENSORS
     if not tensors_path.is_file():
         raise IntegrityError(f"{tensors_path}: missing, though {MANIFEST} is there; partition again")

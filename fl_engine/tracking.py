@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fl_engine.errors import ConfigError, EnvironmentFailure
@@ -12,6 +17,7 @@ from fl_engine.types import Tracker
 
 log = logging.getLogger("flexfleet")
 
+TOKEN = "flexfleet.token"
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
 
@@ -43,6 +49,7 @@ class Console:
 
     def __init__(self, total: int, done: int = 0) -> None:
         self._total = total
+        self._done = done
         self._bar = None
         if sys.stderr.isatty():
             from tqdm import tqdm
@@ -54,6 +61,8 @@ class Console:
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         for step, values in rows:
+            if step <= self._done:
+                continue
             if self._bar is not None:
                 if step > self._bar.n:
                     self._bar.update(step - self._bar.n)
@@ -85,6 +94,7 @@ class MLflow:
         try:
             import mlflow
             from mlflow.exceptions import MlflowException
+            from sqlalchemy.exc import SQLAlchemyError
         except ImportError as error:
             raise EnvironmentFailure(
                 "tracking.mlflow is set, but mlflow is not installed: pip install 'flexfleet[tracking]', "
@@ -94,19 +104,38 @@ class MLflow:
         for noisy in ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
         try:
+            _create_sqlite(uri)
             self._client = mlflow.MlflowClient(tracking_uri=uri)
             found = self._client.get_experiment_by_name(experiment)
-            self.experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
-            run = self._client.get_run(run_id) if run_id else None
-            if run is None:
-                run = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags))
-            else:
-                self._client.update_run(run.info.run_id, status="RUNNING")
-        except MlflowException as error:
-            raise ConfigError(f"tracking.mlflow = {uri!r} cannot be used: {error.message}") from error
-        self.run_id: str = run.info.run_id
-        logged = self._client.get_metric_history(self.run_id, "seconds_round")
+            self.experiment_id = found.experiment_id if found else self._create_experiment(experiment)
+            run_id = run_id or self._begun(tags.get(TOKEN))
+            if run_id is None:
+                run_id = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags)).info.run_id
+            self.run_id: str = run_id
+            self._client.update_run(self.run_id, status="RUNNING")
+            logged = self._client.get_metric_history(self.run_id, "seconds_round")
+        except (MlflowException, SQLAlchemyError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"tracking.mlflow = {uri!r} cannot be used: {reason}") from error
         self._last_step = max((int(m.step) for m in logged), default=0)
+
+    def _create_experiment(self, name: str) -> str:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return str(self._client.create_experiment(name))
+        except MlflowException:  # another run has created it meanwhile
+            found = self._client.get_experiment_by_name(name)
+            if found is None:
+                raise
+            return str(found.experiment_id)
+
+    def _begun(self, token: str | None) -> str | None:
+        """The run that an attempt began which was killed before it could note the run's id."""
+        if not token:
+            return None
+        runs = self._client.search_runs([self.experiment_id], f"tags.`{TOKEN}` = '{token}'")
+        return str(runs[0].info.run_id) if runs else None
 
     def params(self, values: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
@@ -127,18 +156,22 @@ class MLflow:
 
         now = int(time.time() * 1000)
         new = [(step, values) for step, values in rows if step > self._last_step]
-        # `seconds_round` last: it marks the step as logged, also when a kill comes between two batches.
-        logged = [
-            Metric(key, values[key], now, step)
-            for step, values in new
-            for key in sorted(values, key=lambda k: (k == "seconds_round", k))
-        ]
-        for chunk in _chunks(logged, MLFLOW_BATCH):
-            self._client.log_batch(self.run_id, metrics=chunk)
+        # A step is never split: a batch is written whole or not at all, and `seconds_round` marks it as there.
+        batch: list[Metric] = []
+        for step, values in new:
+            if len(batch) + len(values) > MLFLOW_BATCH:
+                self._client.log_batch(self.run_id, metrics=batch)
+                batch = []
+            batch += [Metric(key, value, now, step) for key, value in values.items()]
+        if batch:
+            self._client.log_batch(self.run_id, metrics=batch)
         self._last_step = max([self._last_step, *(step for step, _ in new)])
 
-    def table(self, columns: Mapping[str, Sequence[Any]], name: str) -> None:
-        self._client.log_table(self.run_id, dict(columns), name)
+    def table(self, columns: Sequence[str], lines: Sequence[Mapping[str, Any]], name: str) -> None:
+        """A table that MLflow's UI shows. Replaces the one of the same name (its own `log_table` appends)."""
+        data = [[line.get(column) for column in columns] for line in lines]
+        self._client.log_dict(self.run_id, {"columns": list(columns), "data": data}, name)
+        self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": name, "type": "table"}]))
 
     def artifact(self, path: str) -> None:
         self._client.log_artifact(self.run_id, path)
@@ -149,6 +182,23 @@ class MLflow:
 
 def _chunks(items: list[Any], size: int) -> list[list[Any]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def _create_sqlite(uri: str) -> None:
+    """MLflow creates its tables in many steps, and a kill or a second run in between leaves a data base that nobody
+    can use. So they are created beside it, and the finished file gets its name at once."""
+    prefix = "sqlite:///"
+    path = Path(uri.removeprefix(prefix))
+    if not uri.startswith(prefix) or "?" in uri or path.exists():
+        return
+    import mlflow
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".mlflow-") as scratch:
+        made = Path(scratch) / "new.db"
+        mlflow.MlflowClient(tracking_uri=f"{prefix}{made}").search_experiments()
+        with contextlib.suppress(FileExistsError):  # another run was first
+            os.link(made, path)
 
 
 class Several:

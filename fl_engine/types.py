@@ -349,8 +349,9 @@ class Algorithm(Protocol):
     `S`, its state, is a frozen dataclass with at least `params`; state goes in, new state comes out.
     """
 
-    needs_apoz: ClassVar[bool]
-    """Whether `pool` asks for activation statistics, so that the proxy pre-training has to run."""
+    @property
+    def needs_apoz(self) -> bool:
+        """Whether `pool` asks for activation statistics, so that the proxy pre-training has to run."""
 
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool: ...
 

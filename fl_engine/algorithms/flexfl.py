@@ -56,7 +56,6 @@ from fl_engine.types import (
 @dataclass(frozen=True)
 class FlexFL:
     __pydantic_config__: ClassVar = STRICT
-    needs_apoz: ClassVar[bool] = True
 
     training: Training = Training()
     targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
@@ -81,6 +80,10 @@ class FlexFL:
     """What a device does that has less free than the smallest model needs."""
 
     # ------------------------------------------------------------------------------------ before the rounds
+    @property
+    def needs_apoz(self) -> bool:
+        return self.use_apoz
+
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
         """M1, M2', M2, ..., each nested in the next (Alg. 1). Raises PoolError for impossible targets."""
         if list(self.targets) != sorted(set(self.targets)) or not self.targets or self.targets[-1] != 100:

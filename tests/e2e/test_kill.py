@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 from components.artifacts import History
 
-SETS = ("rounds.stop=8", "rounds.commit_every=1", "training.epochs=3")
+SETS = ("rounds.stop=10", "rounds.commit_every=1", "training.epochs=3")
 
 
 def sets_for(quick: Sequence[str], *more: str) -> list[str]:
@@ -36,6 +37,12 @@ def undisturbed(nursery: Any, quick: Sequence[str], tmp_path_factory: pytest.Tem
 
 def sha_of(run: Path) -> str:
     return History.read(run / "history.json").model_sha256
+
+
+def pace_of(run: Path) -> float:
+    """Seconds per round: kills are timed by it, so that they come in time on any machine."""
+    history = History.read(run / "history.json")
+    return history.seconds / len(history.rounds)
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
@@ -80,7 +87,7 @@ def kill_in_the_rounds(start: Callable[[], Any], run: Path, delay_s: float) -> i
 def test_the_rounds_survive_kills(
     nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path, storage: tuple[str, ...]
 ) -> None:
-    run, rng = tmp_path / "killed", random.Random(" ".join(storage))
+    run, rng, pace = tmp_path / "killed", random.Random(" ".join(storage)), pace_of(undisturbed)
     folders = ("--partition", str(undisturbed / "partition"), "--pool", str(undisturbed / "pool"), "--out", str(run))
 
     def start() -> Any:
@@ -90,12 +97,12 @@ def test_the_rounds_survive_kills(
     time.sleep(rng.uniform(0, 0.2))
     child.send(signal.SIGKILL)
     assert child.wait().code == -signal.SIGKILL
-    codes = [kill_in_the_rounds(start, run, rng.uniform(0, 0.25)) for _ in range(4)]
+    codes = [kill_in_the_rounds(start, run, rng.uniform(0, 2) * pace) for _ in range(3)]
     assert codes.count(-signal.SIGKILL) >= 2, "the kills came too late to tell anything"
     done = start().wait()
     assert done.code == 0, done.err
     assert sha_of(run) == sha_of(undisturbed)
-    assert len(History.read(run / "history.json").rounds) == 8
+    assert len(History.read(run / "history.json").rounds) == 10
 
 
 def test_every_step_survives_kills(nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path) -> None:
@@ -133,13 +140,13 @@ def test_the_command_as_it_is_typed_survives_a_kill(quick: Sequence[str], undist
 def test_kills_leave_every_round_in_mlflow_exactly_once(
     nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path, mlflow_uri: str
 ) -> None:
-    run, rng = tmp_path / "runs" / "a", random.Random(2)
+    run, rng, pace = tmp_path / "runs" / "a", random.Random(2), pace_of(undisturbed)
     sets = sets_for(quick, f"tracking.mlflow={mlflow_uri}")
 
     def start() -> Any:
         return nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets)
 
-    codes = [kill_in_the_rounds(start, run, rng.uniform(0, 0.2)) for _ in range(4)]
+    codes = [kill_in_the_rounds(start, run, rng.uniform(0, 2) * pace) for _ in range(3)]
     assert codes.count(-signal.SIGKILL) >= 2, "the kills came too late to tell anything"
     done = start().wait()
     assert done.code == 0, done.err
@@ -151,7 +158,7 @@ def test_kills_leave_every_round_in_mlflow_exactly_once(
     assert runs == [(done.json["mlflow_run_id"], "FINISHED")], "one run, whatever happened on the way"
     rounds = History.read(run / "history.json").rounds
     expected = {(key, row["round"] + 1) for row in rounds for key in row["metrics"]}
-    assert len(rounds) == 8
+    assert len(rounds) == 10
     of_rounds = [entry for entry in logged if not entry[0].startswith("final/")]
     assert {(key, step) for key, step, _ in of_rounds} == expected
     assert [entry for entry in of_rounds if entry[2] > 1] == []
@@ -181,6 +188,26 @@ def test_two_first_runs_at_once_share_one_data_base(nursery: Any, quick: Sequenc
     children = [nursery.start("flexfleet", "run", "--json", "--run-id", i, cwd=tmp_path, sets=sets) for i in "ab"]
     for done in [child.wait() for child in children]:
         assert done.code == 0, done.err[-500:]
+
+
+def test_one_run_is_not_run_by_two_processes(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    """Both would write one ledger. A killed process, on the other hand, must not lock anybody out."""
+    run = tmp_path / "runs" / "a"
+
+    def start(*sets: str) -> Any:
+        argv = ("flexfleet", "run", "--json", "--run-id", "a", "--resume")
+        return nursery.start(*argv, cwd=tmp_path, sets=[*quick, *sets])
+
+    first = start("training.epochs=1000000")
+    wait_for((run / "run.json").exists, "the beginning of the rounds")
+    second = start("training.epochs=1000000").wait()
+    first.send(signal.SIGKILL)
+    first.wait()
+    assert second.code == 2
+    assert "another process" in second.err
+    shutil.rmtree(run / "rounds", ignore_errors=True)
+    (run / "run.json").unlink()
+    assert start().wait().code == 0
 
 
 # ---------------------------------------------------------------------------------------- SIGTERM and Ctrl-C
