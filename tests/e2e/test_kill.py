@@ -165,28 +165,21 @@ def test_kills_leave_every_round_in_mlflow_exactly_once(
 
 
 def test_a_kill_while_mlflow_creates_its_tables_is_survived(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """MLflow takes seconds for that, in the first minute of the first run that anybody starts."""
+    """MLflow takes seconds for that, in the first minute of the first run that anybody starts; then two start at once,
+    as the runs of a comparison do, and each finds no data base or half of one."""
     sets = [*quick, "rounds.stop=1", "tracking.mlflow=sqlite:///mlflow.db"]
 
-    def start() -> Any:
-        return nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets)
+    def start(run_id: str) -> Any:
+        return nursery.start("flexfleet", "run", "--json", "--run-id", run_id, "--resume", cwd=tmp_path, sets=sets)
 
     def written() -> int:
         return sum(path.stat().st_size for path in tmp_path.glob("*mlflow.db*") if path.exists())
 
-    child = start()
+    child = start("a")
     wait_for(lambda: written() > 250_000, "half of the tables")
     child.send(signal.SIGKILL)
     assert child.wait().code == -signal.SIGKILL
-    done = start().wait()
-    assert done.code == 0, done.err[-500:]
-
-
-def test_two_first_runs_at_once_share_one_data_base(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
-    """A comparison starts its runs side by side, and the first of them find no data base."""
-    sets = [*quick, "rounds.stop=1", "tracking.mlflow=sqlite:///mlflow.db"]
-    children = [nursery.start("flexfleet", "run", "--json", "--run-id", i, cwd=tmp_path, sets=sets) for i in "ab"]
-    for done in [child.wait() for child in children]:
+    for done in [child.wait() for child in (start("a"), start("b"))]:
         assert done.code == 0, done.err[-500:]
 
 
@@ -279,7 +272,7 @@ def test_a_signal_before_the_rounds_ends_the_command(
 
 
 def test_signals_are_the_callers_again_when_the_rounds_are_over(
-    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None
 ) -> None:
     """Else SIGTERM does nothing while the model is evaluated and the report written, and Ctrl-C once nothing."""
     monkeypatch.chdir(tmp_path)
