@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from components import common
+from components.partition import cut
 from components.pretrain import need_proxy
 from fl_engine import config as configs
-from fl_engine import devices, partition, seeds
+from fl_engine import devices, seeds
 from fl_engine.backends.in_process import check_device
 from fl_engine.config import Config
 from fl_engine.slicing import initial_params
@@ -16,20 +17,10 @@ from fl_engine.slicing import initial_params
 def check(config: Config) -> dict[str, Any]:
     """What would run, in a few words. Raises BadInput for whatever could not; trains nothing, writes nothing."""
     data, family = common.prepare(config)
-    p = config.partition
     for device in config.run.devices:
         check_device(device)
-    parts = partition.partition(
-        data,
-        p.rule,
-        p.clients,
-        p.proxy,
-        config.seed,
-        alpha=p.alpha,
-        labels_per_client=p.labels_per_client,
-        minimum=p.minimum,
-    )
-    fleet = devices.fleet(config.fleet.tiers, p.clients, config.seed)
+    parts = cut(config, data)
+    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     algorithm = configs.algorithm(config)
     if algorithm.needs_apoz:
         need_proxy(parts)

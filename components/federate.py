@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import signal
+import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -106,7 +107,7 @@ def _federate(
     if known:
         _same(known, run, out, accept_numerics)
     run.write(out / "run.json")
-    mlflow = _mlflow(config, run, tags)
+    mlflow = _mlflow(config, run, out, tags)
     if mlflow is not None:
         run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
         run.write(out / "run.json")
@@ -168,7 +169,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return configs.flatten(configs.parse(config))
 
 
-def _mlflow(config: Config, run: RunFile, tags: dict[str, str]) -> MLflow | None:
+def _mlflow(config: Config, run: RunFile, out: Path, tags: dict[str, str]) -> MLflow | None:
     c, uri = config, config.tracking.mlflow
     if uri is None:
         return None
@@ -177,11 +178,23 @@ def _mlflow(config: Config, run: RunFile, tags: dict[str, str]) -> MLflow | None
         "algorithm": str(c.algorithm["name"]),
         "seed": str(c.seed),
         "flexfleet.run_id": run.run_id,
+        "flexfleet.store": str(out.resolve()),
         TOKEN: run.token,
+        **_git_commit(),
         "flexfleet.version": fl_engine.__version__,
         **tags,
     }
     return MLflow(uri, experiment, f"{c.algorithm['name']}-s{c.seed}", about, run.mlflow_run_id)
+
+
+def _git_commit() -> dict[str, str]:
+    """The commit of the code, under MLflow's own tag; nothing where the code is no checkout."""
+    command = ["git", "-C", str(Path(fl_engine.__file__).parent), "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return {}
+    return {"mlflow.source.git.commit": found.stdout.strip()} if found.returncode == 0 else {}
 
 
 @contextmanager

@@ -8,13 +8,22 @@ from pathlib import Path
 from components import common
 from fl_engine import partition as partitions
 from fl_engine.config import Config
+from fl_engine.partition import Partition
+from fl_engine.types import Data
 
 
 def partition(config: Config, out: Path) -> Path:
     """Writes partition.safetensors, partition.json and partition.svg (class x client) into `out`."""
     data, _ = common.prepare(config)
+    parts = cut(config, data)
+    partitions.draw(parts.counts, out / "partition.svg")
+    return partitions.save(parts, out)
+
+
+def cut(config: Config, data: Data) -> Partition:
+    """The configured partition of these data. Raises PartitionError where there is none."""
     p = config.partition
-    parts = partitions.partition(
+    return partitions.partition(
         data,
         p.rule,
         p.clients,
@@ -24,8 +33,6 @@ def partition(config: Config, out: Path) -> Path:
         labels_per_client=p.labels_per_client,
         minimum=p.minimum,
     )
-    partitions.draw(parts.counts, out / "partition.svg")
-    return partitions.save(parts, out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -265,6 +265,16 @@ def test_a_run_is_one_flat_mlflow_run(flexfleet: Any, quick: Sequence[str], mlfl
     assert len(client.search_runs([experiment.experiment_id])) == 1
 
 
+def test_an_mlflow_run_says_where_its_ledger_is(
+    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, no_drawings: None
+) -> None:
+    """A tag with the store's address: from the tracking server back to the checkpoints."""
+    sets = [*quick, f"tracking.mlflow={mlflow_uri}", "rounds.stop=1"]
+    done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
+    tags = mlflow.MlflowClient(mlflow_uri).get_run(done.json["mlflow_run_id"]).data.tags
+    assert done.json["store_uri"] in tags.values()
+
+
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_kill_right_after_the_mlflow_run_began_leaves_no_second_one(
     flexfleet: Any,
