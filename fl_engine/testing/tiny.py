@@ -35,6 +35,7 @@ from fl_engine.types import (
     ParamLayout,
     Params,
     Pool,
+    PoolModel,
     Prunable,
     RoundPlan,
     Slot,
@@ -158,6 +159,24 @@ def tiny_fleet(clients: int = CLIENTS, sigma: tuple[float, ...] = (5.0, 8.0, 10.
 def tiny_pool(algorithm: Algorithm, family: ModelFamily) -> Pool:
     """The algorithm's pool for layers of which each is as often zero as not."""
     return algorithm.pool(family, (0.5,) * len(family.prunable()))
+
+
+def paper_pool(shares: Sequence[float] = (0.25, 0.4, 0.5, 0.9, 1.0)) -> tuple[ParamLayout, Pool]:
+    """FlexFL's five models at exact sizes: of 100 channels with one parameter each."""
+    layout = ParamLayout({"g": 100}, {"w": Slot("b", (Axis("g"),))})
+    pool = tuple(
+        PoolModel(
+            name=name,
+            spec=SubmodelSpec.of({"g": round(100 * share)}) if share < 1 else FULL,
+            params=round(100 * share),
+            share=share,
+            macs=round(100 * share),
+            dispatched="'" not in name,
+            reported="'" not in name,
+        )
+        for name, share in zip(("M1", "M2'", "M2", "M3'", "M3"), shares, strict=True)
+    )
+    return layout, pool
 
 
 def tiny_site(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import signal
@@ -110,7 +109,7 @@ def test_every_step_survives_kills(nursery: Any, quick: Sequence[str], undisturb
     run, rng = tmp_path / "runs" / "a", random.Random(5)
     sets = sets_for(quick, "rounds.keep_updates=true")
     codes = []
-    for longest_s in (0.3, 1.0, 2.0, 3.0, 4.0):
+    for longest_s in (0.3, 1.0, 2.0, 3.0):
         child = nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets)
         time.sleep(rng.uniform(0, longest_s))
         child.send(signal.SIGKILL)
@@ -123,18 +122,19 @@ def test_every_step_survives_kills(nursery: Any, quick: Sequence[str], undisturb
         assert (run / name).read_bytes() == (undisturbed / name).read_bytes(), name
 
 
-def test_the_command_as_it_is_typed_survives_a_kill(quick: Sequence[str], undisturbed: Path, tmp_path: Path) -> None:
-    """In a fresh interpreter, as a user starts it."""
-    run = tmp_path / "runs" / "a"
-    command = [sys.executable, "-m", "components.cli", "run", "--json", "--run-id", "a", "--resume"]
-    command += [part for pair in sets_for(quick) for part in ("--set", pair)]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+def test_the_command_as_it_is_typed_survives_a_kill(
+    nursery: Any, quick: Sequence[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    """In a fresh interpreter, as a user starts it; and what goes on need not be the same kind of process."""
+    run, sets = tmp_path / "runs" / "a", sets_for(quick)
+    command = [sys.executable, "-m", "components.cli", "run", "--json", "--run-id", "a"]
+    command += [part for pair in sets for part in ("--set", pair)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: writes(run) > 0, "a round")
     process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert json.loads(found.stdout)["model_sha256"] == sha_of(undisturbed)
+    assert process.wait() == -signal.SIGKILL
+    done = nursery.start("flexfleet", "run", "--json", "--run-id", "a", "--resume", cwd=tmp_path, sets=sets).wait()
+    assert done.json["model_sha256"] == sha_of(undisturbed)
 
 
 def test_kills_leave_every_round_in_mlflow_exactly_once(

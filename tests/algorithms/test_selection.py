@@ -1,0 +1,164 @@
+"""Who takes part, and with which model: FlexFL's resource table, and All-Large."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+
+from fl_engine.algorithms import AllLarge, FlexFL
+from fl_engine.algorithms.pooled import Training
+from fl_engine.errors import ClientError, ConfigError
+from fl_engine.selection import resource_table, round_size
+from fl_engine.testing.tiny import SEED, TinyNet, paper_pool, start_of, tiny_fleet, tiny_site
+from fl_engine.types import (
+    FULL,
+    Device,
+    TaskContext,
+    WorkOrder,
+)
+
+CIFAR = (3, 32, 32)
+TINY = TinyNet()
+law = settings(max_examples=20, deadline=None)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ==================================================================================================== selection
+def devices(**tiers: int) -> tuple[Device, ...]:
+    memory = {"weak": 35.0, "medium": 60.0, "strong": 110.0}
+    kinds = [kind for kind, count in tiers.items() for _ in range(count)]
+    return tuple(Device(c, kind, memory[kind], 8.0) for c, kind in enumerate(kinds))
+
+
+def draw(fleet: tuple[Device, ...], k: int, rounds: int) -> list[list[tuple[int, str]]]:
+    from fl_engine import seeds
+
+    _, pool = paper_pool()
+    found = [resource_table(seeds.rng(1, "test", r), fleet, pool, k) for r in range(rounds)]
+    return [[(client, pool[level].name) for client, level in picks] for picks in found]
+
+
+def test_levels_are_drawn_uniformly_from_25_50_and_100() -> None:
+    """Table I's fleet of 100, ten a round: no class runs out, so each level comes a third of the time."""
+    rounds = draw(devices(weak=40, medium=30, strong=30), 10, 300)
+    levels = Counter(level for picks in rounds for _, level in picks)
+    assert set(levels) == {"M1", "M2", "M3"}, "M2' and M3' are never sent"
+    for count in levels.values():
+        assert count / 3000 == pytest.approx(1 / 3, abs=0.04)
+    clients = Counter(client for picks in rounds for client, _ in picks)
+    assert len(clients) == 100
+
+
+def test_devices_of_a_level_are_drawn_uniformly() -> None:
+    """M1 goes to anybody, M2 to the 60 that can hold it, M3 to the 30 strong ones."""
+    fleet = devices(weak=40, medium=30, strong=30)
+    rounds = draw(fleet, 1, 6000)
+    tiers = Counter((level, fleet[client].tier) for ((client, level),) in rounds)
+    expected = {
+        ("M1", "weak"): 0.4, ("M1", "medium"): 0.3, ("M1", "strong"): 0.3,
+        ("M2", "medium"): 0.5, ("M2", "strong"): 0.5, ("M3", "strong"): 1.0,
+    }  # fmt: skip
+    assert set(tiers) == set(expected)
+    for key, share in expected.items():
+        assert tiers[key] / 2000 == pytest.approx(share, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "levels"),
+    [
+        ({"weak": 12}, {"M1"}),
+        ({"medium": 12}, {"M1", "M2"}),
+        ({"strong": 12}, {"M1", "M2", "M3"}),
+        ({"weak": 6, "medium": 6}, {"M1", "M2"}),
+    ],
+)
+def test_a_fleet_is_sent_what_it_can_hold(tiers: dict[str, int], levels: set[str]) -> None:
+    assert {level for picks in draw(devices(**tiers), 4, 100) for _, level in picks} == levels
+
+
+def test_a_device_is_asked_once_a_round_and_the_number_is_met() -> None:
+    for fleet in (devices(weak=40, medium=30, strong=30), devices(weak=9, strong=1)):
+        for picks in draw(fleet, 10, 60):
+            clients = [client for client, _ in picks]
+            assert len(clients) == len(set(clients)) == 10
+            assert clients == sorted(clients)
+
+
+def test_more_than_there_are_is_all_that_there_are() -> None:
+    assert all(len(picks) == 5 for picks in draw(devices(weak=3, strong=2), 9, 20))
+
+
+def test_a_capacity_equal_to_the_size_is_too_little() -> None:
+    """r <= size is insufficient: a device of exactly 50 % is sent M1."""
+    from fl_engine import seeds
+
+    _, pool = paper_pool()
+    fleet = tuple(Device(c, "half", 50.0, 0.0) for c in range(6))
+    assert {level for r in range(40) for _, level in resource_table(seeds.rng(0, "t", r), fleet, pool, 3)} == {0}
+
+
+def test_a_fleet_that_can_hold_nothing_is_an_error() -> None:
+    fleet = tuple(Device(c, "tiny", 25.0, 0.0) for c in range(6))
+    with pytest.raises(ConfigError, match=r"can hold the smallest model \(25\.0 %\)"):
+        draw(fleet, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "clients", "k"), [(0.1, 100, 10), (0.1, 5, 1), (0.3, 10, 3), (0.29, 100, 29), (1.0, 7, 7), (0.5, 5, 2)]
+)
+def test_the_number_asked_is_max_1_f_times_devices(fraction: float, clients: int, k: int) -> None:
+    assert round_size(fraction, clients) == k
+
+
+def test_the_plan_asks_for_f_of_the_fleet() -> None:
+    algorithm = FlexFL(training=Training(fraction=0.1))
+    site = tiny_site(algorithm, fleet=tiny_fleet(30))
+    assert len(algorithm.plan(start_of(algorithm, site), 0, SEED).orders) == 3
+
+
+# ==================================================================================================== All-Large
+def all_large(eligible: Any, fleet: tuple[Device, ...]) -> list[WorkOrder]:
+    algorithm = AllLarge(training=Training(fraction=0.5), eligible=eligible)
+    site = tiny_site(algorithm, fleet=fleet)
+    state = start_of(algorithm, site)
+    return [order for round in range(30) for order in algorithm.plan(state, round, SEED).orders]
+
+
+def test_all_large_sends_everybody_the_full_model() -> None:
+    orders = all_large("all", devices(weak=4, medium=3, strong=3))
+    assert {o.spec for o in orders} == {FULL}
+    assert len(orders) == 30 * 5
+    assert {o.client for o in orders} == set(range(10))
+
+
+def test_all_large_keeps_to_the_capable_where_asked() -> None:
+    orders = all_large("capable", devices(weak=4, medium=3, strong=3))
+    assert {o.client for o in orders} == {7, 8, 9}
+    assert len(orders) == 30 * 3, "k is five, three are able"
+    with pytest.raises(ConfigError, match="no device of the fleet can hold the full model"):
+        all_large("capable", devices(weak=4, medium=3))
+
+
+@pytest.mark.parametrize(("free", "fits"), [(100.0, False), (99.0, False), (100.1, True), (110.0, True)])
+def test_all_large_does_not_adapt(free: float, fits: bool) -> None:
+    context = TaskContext(TINY.layout(), (), Device(0, "strong", 110.0, 8.0), free)
+    order = WorkOrder(7, 0, FULL, {}, 5, {"model": "full"})
+    task = AllLarge(eligible="all").task(order, context)
+    assert (task.spec, task.distillation, task.optimizer.lr) == (FULL, None, pytest.approx(0.01 * 0.998**7))
+    if fits:
+        assert AllLarge(eligible="capable").task(order, context) == task
+    else:
+        with pytest.raises(ClientError, match=f"{free:.1f} %"):
+            AllLarge(eligible="capable").task(order, context)
