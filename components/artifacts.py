@@ -108,6 +108,8 @@ class RunFile(Artifact):
     """Unique: by it a killed run finds the MLflow run that it had begun."""
     config: dict[str, Any]
     numerics: dict[str, Any]
+    earlier_numerics: tuple[dict[str, Any], ...] = ()
+    """Of the rounds before a resume with --accept-numerics: such a run is repeatable only in the same stretches."""
     pool_sha256: str
     partition_sha256: str
     mlflow_run_id: str | None = None

@@ -27,7 +27,15 @@ from fl_engine.store import FolderStore, encode, sha256
 from fl_engine.tracking import TOKEN, Console, MLflow, Several
 from fl_engine.types import Tracker
 
-MAY_CHANGE = ("rounds.stop", "rounds.commit_every", "rounds.keep_every", "rounds.keep_updates", "run.", "tracking.")
+MAY_CHANGE = (
+    "dataset.root",
+    "rounds.stop",
+    "rounds.commit_every",
+    "rounds.keep_every",
+    "rounds.keep_updates",
+    "run.",
+    "tracking.",
+)
 """What a resumed run may set differently: none of it moves a bit of the model."""
 
 
@@ -97,7 +105,7 @@ def _federate(
 
     run = RunFile(
         run_id=run_id,
-        token=known.token if known else uuid.uuid4().hex,
+        token=known.token if known else uuid.uuid4().hex if config.tracking.mlflow else "",
         config=config.model_dump(mode="json"),
         numerics=rounds.numerics(config.run.devices),
         pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
@@ -106,6 +114,8 @@ def _federate(
     )
     if known:
         _same(known, run, out, accept_numerics)
+        before = known.earlier_numerics + ((known.numerics,) if known.numerics != run.numerics else ())
+        run = run.model_copy(update={"earlier_numerics": before})
     run.write(out / "run.json")
     mlflow = _mlflow(config, run, out, tags)
     if mlflow is not None:

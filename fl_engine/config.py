@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -257,6 +259,8 @@ def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
     if not sign:
         hint = nearest(name, registry)
         raise ConfigError(f"no {what} named {name!r}{hint}; your own is given as package.module:NAME")
+    if os.getcwd() not in sys.path:  # a module of one's own lies where the command is typed
+        sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
     except (ImportError, AttributeError, ValueError, TypeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -197,8 +196,12 @@ def _create_sqlite(uri: str) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".mlflow-") as scratch:
         made = Path(scratch) / "new.db"
         mlflow.MlflowClient(tracking_uri=f"{prefix}{made}").search_experiments()
-        with contextlib.suppress(FileExistsError):  # another run was first
-            os.link(made, path)
+        try:
+            os.link(made, path)  # unlike a rename, never replaces a file that another run was first to make
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            os.replace(made, path)
 
 
 class Several:
