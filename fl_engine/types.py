@@ -11,8 +11,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -209,18 +210,33 @@ class Data:
 @dataclass(frozen=True)
 class Device:
     """One device of the fleet. `memory` is its capacity r_M in % of the full model's parameters; `sigma` the
-    spread of what it has free, in the same unit (FlexFL Table I)."""
+    spread of what it has free, in the same unit (FlexFL Table I). `limits` bound what it has free, where that is a
+    clipped Gaussian (AdaptiveFL). `speed` in multiply-adds per second and `bandwidth` in bytes per second drive the
+    simulated clock."""
 
     client: int
     tier: str
     memory: float
     sigma: float
+    limits: tuple[float, float] | None = None
+    speed: float = 1e9
+    bandwidth: float = 1e6
+
+    @property
+    def most(self) -> float:
+        """The most it can ever have free, in % of the full model's parameters."""
+        return self.memory if self.limits is None else self.limits[1]
 
 
 # ----------------------------------------------------------------------------------------- orders and updates
 @dataclass(frozen=True)
 class WorkOrder:
-    """What one client is asked to do. `hints` is small JSON that the algorithm's own `task` understands."""
+    """What one client is asked to do. `hints` is small JSON that the algorithm's own `task` understands: `model` is
+    the pool model that it is sent, or whose size it has.
+
+    `memory` is what a method lets its clients remember from one round to the next (FedDyn): a device keeps it by
+    itself, so it does not count as traffic; the server holds a copy, so that any process can play any client.
+    """
 
     round: int
     client: int
@@ -228,6 +244,7 @@ class WorkOrder:
     payload: Params
     seed: int
     hints: Mapping[str, Any] = field(default_factory=dict)
+    memory: Params = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -273,6 +290,9 @@ class PoolModel:
     `share` is its parameter count over the full model's; `macs` counts multiply-adds per sample; `dispatched`
     members are sent by the server, the others are reached only by pruning on the device; `reported` members
     enter the mean accuracy. `gamma` and `ratios` (per prunable layer) say how it was found, where it was.
+
+    How it is used: with `ensemble`, its answer is the mean of the logits of all its exits, otherwise that of the
+    last; with `static_bn`, its batch norm takes statistics collected on the training data instead of the batch's.
     """
 
     name: str
@@ -284,6 +304,8 @@ class PoolModel:
     reported: bool
     gamma: float | None = None
     ratios: tuple[float, ...] = ()
+    ensemble: bool = False
+    static_bn: bool = False
 
     @property
     def bytes(self) -> int:
@@ -319,6 +341,17 @@ class Distillation:
 
 
 @dataclass(frozen=True)
+class ExitLoss:
+    """Training of all exits of a multi-exit network: cross entropy of exit j times `weights[j]`, plus `kd_weight`
+    times a distillation between exits: `last` teaches the others (ScaleFL), or `all` teach each other (DepthFL)."""
+
+    weights: tuple[float, ...]
+    kd_weight: float
+    temperature: float
+    teachers: Literal["last", "all"]
+
+
+@dataclass(frozen=True)
 class LocalTask:
     """A description of one client's training, for `local.train`: nothing in it runs."""
 
@@ -329,6 +362,17 @@ class LocalTask:
     drop_last: bool
     seed: int
     distillation: Distillation | None = None
+    clip_norm: float | None = None
+    """Largest norm of the gradient over all parameters."""
+    exits: ExitLoss | None = None
+    widths: tuple[SubmodelSpec, ...] = ()
+    """Sub-models of the trained one; each step trains one of them, drawn uniformly (ordered dropout)."""
+    proximal: float = 0.0
+    """mu: adds mu/2 * ||theta - theta_received||^2 to the loss."""
+    scaler: float = 1.0
+    """Divides what every layer but the classifier puts out, in training only (HeteroFL)."""
+    mask_labels: bool = False
+    """The logits of classes that the client does not hold are 0, and their rows are not sent back (HeteroFL)."""
 
 
 @dataclass(frozen=True)
@@ -343,10 +387,19 @@ class TaskContext:
 
 
 # ------------------------------------------------------------------------------------------------- pluggable
+Pick = tuple[int, int]
+"""(client, index of the pool model)"""
+
+Tables = dict[str, tuple[tuple[float, ...], ...]]
+"""What a selector remembers: named tables, rows of numbers. JSON."""
+
+
 class Algorithm(Protocol):
     """A federated algorithm: a frozen dataclass of hyper-parameters with five functions.
 
-    `S`, its state, is a frozen dataclass with at least `params`; state goes in, new state comes out.
+    `S`, its state, is a frozen dataclass with at least `params`; state goes in, new state comes out. Where levels
+    have weights of their own, `S.published` (Params) adds them as `<level>/<name>` (see `evaluate.weights_of`).
+    One that changes the network (early exits) is a `ChoosesNetwork` too.
     """
 
     @property
@@ -364,6 +417,35 @@ class Algorithm(Protocol):
         """Pure, on the client: which sub-model really, which loss, which optimiser."""
 
     def merge(self, state: Any, plan: RoundPlan, outcomes: Iterable[Outcome]) -> Any: ...
+
+
+@runtime_checkable
+class ChoosesNetwork(Protocol):
+    def network(self, family: ModelFamily) -> ModelFamily:
+        """The network that this algorithm trains where `family` is configured."""
+
+
+class Selector(Protocol):
+    """Which clients take part, and which pool model each is sent. A frozen dataclass; what it learns lies in tables,
+    part of the algorithm's state."""
+
+    def init(self, fleet: Sequence[Device], pool: Pool) -> Tables: ...
+
+    def pick(
+        self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int
+    ) -> list[Pick]:
+        """At most k distinct clients, in client order."""
+
+    def learn(self, tables: Tables, sent: int, back: int, client: int) -> Tables:
+        """After `client` was sent pool model `sent` and brought `back` (indices of the pool)."""
+
+
+class ServerOptimizer(Protocol):
+    """How the global model moves towards the clients' mean. A frozen dataclass; its moments are part of the state."""
+
+    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
+        """(new moments, new parameters). `trained` marks the elements that some client trained (bool, same shapes);
+        the others keep their value. Empty `moments` are those before the first round."""
 
 
 class Backend(Protocol):

@@ -1,4 +1,4 @@
-"""What the networks share: convolution + batch norm (+ ReLU) with its slots, and checks of their options."""
+"""What the networks share: convolution, batch norm and linear layers with their slots, and checks of their options."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fl_engine.errors import ModelError
 from fl_engine.types import Axis, ModelFamily, ParamLayout, Slot, SubmodelSpec
+from fl_engine.widths import exit_name
 
 Norm = Literal["batch", "static"]
 """`batch`: statistics of the batch at hand, in evaluation too (FlexFL, AdaptiveFL). `static`: kept ones."""
@@ -45,6 +46,17 @@ def scaled(channels: int, width: float) -> int:
     return max(1, int(channels * width))
 
 
+def batch_norm(channels: int, norm: Norm) -> nn.BatchNorm2d:
+    """(B, channels, H, W) -> the same shape."""
+    return nn.BatchNorm2d(channels, track_running_stats=False) if norm == "batch" else StaticBatchNorm2d(channels)
+
+
+def batch_norm_slots(name: str, block: str, channels: Axis, norm: Norm) -> dict[str, Slot]:
+    """The slots of a `batch_norm` called `name`, in state order."""
+    entries = ("weight", "bias") if norm == "batch" else ("weight", "bias", "running_mean", "running_var")
+    return {f"{name}.{entry}": Slot(block, (channels,)) for entry in entries}
+
+
 def conv_bn(
     c_in: int,
     c_out: int,
@@ -58,8 +70,7 @@ def conv_bn(
 ) -> nn.Sequential:
     """(B, c_in, H, W) -> (B, c_out, ceil(H / stride), ceil(W / stride)) for odd kernels."""
     conv = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, groups=groups, bias=bias)
-    bn = nn.BatchNorm2d(c_out, track_running_stats=False) if norm == "batch" else StaticBatchNorm2d(c_out)
-    unit = nn.Sequential(OrderedDict(conv=conv, bn=bn))
+    unit = nn.Sequential(OrderedDict(conv=conv, bn=batch_norm(c_out, norm)))
     if relu is not None:
         unit.add_module("relu", relu)
     return unit
@@ -72,8 +83,7 @@ def conv_bn_slots(
     slots = {f"{name}.conv.weight": Slot(block, (out, inside, FREE, FREE))}
     if bias:
         slots[f"{name}.conv.bias"] = Slot(block, (out,))
-    entries = ("weight", "bias") if norm == "batch" else ("weight", "bias", "running_mean", "running_var")
-    return slots | {f"{name}.bn.{entry}": Slot(block, (out,)) for entry in entries}
+    return slots | batch_norm_slots(f"{name}.bn", block, out, norm)
 
 
 def linear_slots(name: str, block: str, inside: Axis, out: Axis) -> dict[str, Slot]:
@@ -106,13 +116,34 @@ def are_sizes(value: object, count: int) -> bool:
     return all(isinstance(n, int) and n > 0 for n in value)
 
 
-def check_spec(layout: ParamLayout, spec: SubmodelSpec, skippable: Collection[str] = ()) -> None:
+def check_spec(
+    layout: ParamLayout, spec: SubmodelSpec, skippable: Collection[str] = (), exits: Collection[str] = ()
+) -> None:
     """Raises ModelError where `spec` asks for what is not there, or drops a block that nothing can replace.
 
-    A block around which an identity shortcut leads is skippable: without it the network is still a network.
+    A block around which an identity shortcut leads is skippable: without it the network is still a network. With
+    early exits any output, the classifier's included, can be dropped as long as one stays, and what lies behind
+    the last one kept must be dropped.
     """
     layout.check(spec)
-    for block in layout.blocks:
-        if not layout.has_block(spec, block) and block not in skippable:
-            can = f"only {', '.join(skippable)} can" if skippable else "no block of this network can"
-            raise ModelError(f"the sub-model lacks block {block!r}, which cannot be dropped ({can}): keep it")
+    blocks = layout.blocks
+    heads = [exit_name(block) for block in exits]
+    outputs = [*heads, blocks[-1]]
+    kept = [block for block in outputs if layout.has_block(spec, block)]
+    if heads and not kept:
+        raise ModelError(f"the sub-model keeps none of the outputs {', '.join(outputs)}: keep at least one")
+    last = kept[-1] if kept else blocks[-1]
+    end = blocks.index(last)
+    dropped = [b for b in blocks[: end + 1] if not layout.has_block(spec, b) and b not in skippable and b not in heads]
+    if dropped:
+        free = [*skippable, *heads]
+        can = f"only {', '.join(free)} can" if free else "no block of this network can"
+        shorter = any(blocks.index(head) < blocks.index(dropped[0]) for head in heads)
+        hint = ", or end the sub-model at an exit before it" if shorter else ""
+        raise ModelError(f"the sub-model lacks block {dropped[0]!r}, which cannot be dropped ({can}): keep it{hint}")
+    idle = [block for block in blocks[end + 1 :] if layout.has_block(spec, block)]
+    if idle:
+        raise ModelError(
+            f"the sub-model keeps block {idle[0]!r} behind its last output {last!r}: drop the block, or keep an output "
+            "behind it"
+        )

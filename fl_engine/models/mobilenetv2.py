@@ -13,7 +13,7 @@ Departs from the authors' code: that adds a shortcut where a sub-model happens t
 sides of a block; here, as in the full network, a shortcut leads around all blocks of a stage but the first.
 
 Groups: stem, stage1 .. stage7, head, classes. Blocks: stem, stage<s>.<b> (b from 0), head, classifier. The
-blocks with a shortcut, b >= 1, can be dropped.
+blocks with a shortcut, b >= 1, can be dropped. An early exit may sit behind each block of a stage.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import FREE, Norm, check_options, check_spec, conv_bn, conv_bn_slots, scaled
 from fl_engine.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 
@@ -77,12 +78,15 @@ class MobileNetV2:
     width: float = 1.0
     """Multiplies the channels of the stem, of every stage and of the head."""
     norm: Norm = "batch"
+    exits: tuple[str, ...] = ()
+    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
 
     min_hw: ClassVar[int] = 17
     """Up to 16x16 the last map is a single pixel, and one image alone has no batch statistics there."""
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
+        check_exits(type(self).__name__, self.exits, self.exit_points())
 
     def layout(self) -> ParamLayout:
         channels = {"stem": STEM} | {name: stage.channels for name, stage in STAGES.items()} | {"head": HEAD}
@@ -96,13 +100,13 @@ class MobileNetV2:
         slots |= conv_bn_slots("head", "head", Axis(inside), Axis("head"), self.norm)
         slots["classifier.weight"] = Slot("classifier", (Axis("classes"), Axis("head"), FREE, FREE))
         slots["classifier.bias"] = Slot("classifier", (Axis("classes"),))
-        return ParamLayout(groups | {"classes": self.classes}, slots)
+        return ParamLayout(groups | {"classes": self.classes}, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes)."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
         layout = self.layout()
         identities = [f"{name}.{b}" for name, stage in STAGES.items() for b in range(1, stage.depth)]
-        check_spec(layout, spec, skippable=identities)
+        check_spec(layout, spec, skippable=identities, exits=self.exits)
         c_in = layout.width(spec, "stem")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         layers["stem"] = conv_bn(self.input_chw[0], c_in, 3, self.norm, relu=nn.ReLU6())
@@ -120,7 +124,11 @@ class MobileNetV2:
         layers["pool"] = nn.AdaptiveMaxPool2d(1)
         layers["classifier"] = nn.Conv2d(head, layout.width(spec, "classes"), 1)
         layers["flatten"] = nn.Flatten()
-        return nn.Sequential(layers)
+        return assemble(layers, layout, spec, self.exits)
+
+    def exit_points(self) -> tuple[str, ...]:
+        """The blocks behind which an early exit may sit, in network order."""
+        return tuple(f"{name}.{b}" for name, stage in STAGES.items() for b in range(stage.depth))
 
     def prunable(self) -> tuple[Prunable, ...]:
         layers = [Prunable("stem", ("stem.",), ("stem.relu",))]

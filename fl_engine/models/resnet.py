@@ -10,7 +10,7 @@ Departs from the authors' code: that leaves a projection out where a sub-model h
 on both sides; here all sub-models have the same ones, so that each update has a place in the full network.
 
 Groups: stem, stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0), classifier. The blocks with an
-identity shortcut, b >= 1, can be dropped.
+identity shortcut, b >= 1, can be dropped. An early exit may sit behind each block of a stage.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import (
     FREE,
     Norm,
@@ -67,6 +68,8 @@ class _ResNet:
     width: float = 1.0
     """Multiplies the channels of the stem and of every stage."""
     norm: Norm = "batch"
+    exits: tuple[str, ...] = ()
+    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
 
     depths: ClassVar[tuple[int, int, int, int]]
     """Blocks per stage."""
@@ -75,6 +78,7 @@ class _ResNet:
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
+        check_exits(type(self).__name__, self.exits, self.exit_points())
 
     def layout(self) -> ParamLayout:
         groups = {name: scaled(n, self.width) for name, n in CHANNELS.items()}
@@ -86,13 +90,13 @@ class _ResNet:
                 slots |= _block_slots(f"stage{stage}.{b}", inside, out, self.norm, project=b == 0)
                 inside = out
         slots |= linear_slots("classifier", "classifier", inside, Axis("classes"))
-        return ParamLayout(groups | {"classes": self.classes}, slots)
+        return ParamLayout(groups | {"classes": self.classes}, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes)."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
         layout = self.layout()
         identities = [f"stage{s}.{b}" for s, depth in enumerate(self.depths, 1) for b in range(1, depth)]
-        check_spec(layout, spec, skippable=identities)
+        check_spec(layout, spec, skippable=identities, exits=self.exits)
         c_in = layout.width(spec, "stem")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         layers["stem"] = conv_bn(self.input_chw[0], c_in, 3, self.norm, bias=False, relu=nn.ReLU())
@@ -108,7 +112,11 @@ class _ResNet:
         layers["pool"] = nn.AdaptiveAvgPool2d(1)
         layers["flatten"] = nn.Flatten()
         layers["classifier"] = nn.Linear(c_in, layout.width(spec, "classes"))
-        return nn.Sequential(layers)
+        return assemble(layers, layout, spec, self.exits)
+
+    def exit_points(self) -> tuple[str, ...]:
+        """The blocks behind which an early exit may sit, in network order."""
+        return tuple(f"stage{s}.{b}" for s, depth in enumerate(self.depths, 1) for b in range(depth))
 
     def prunable(self) -> tuple[Prunable, ...]:
         layers = [Prunable("stem", ("stem.",), ("stem.relu",))]

@@ -3,7 +3,8 @@
 Three 3x3 convolutions with batch norm and ReLU (16, 32, 64 channels), a 2x2 max pool after the first two, one
 hidden layer and the classifier. At 1x8x8 and ten classes: 40,618 parameters.
 
-Groups: conv1, conv2, conv3, fc1, classes. Blocks: conv1, conv2, conv3, fc1, classifier.
+Groups: conv1, conv2, conv3, fc1, classes. Blocks: conv1, conv2, conv3, fc1, classifier. An early exit may sit
+behind each block but the classifier.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import (
     FREE,
     Norm,
@@ -36,11 +38,14 @@ class SmallCNN:
     width: float = 1.0
     """Multiplies the channels of every convolution and the hidden units."""
     norm: Norm = "batch"
+    exits: tuple[str, ...] = ()
+    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
 
     min_hw: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
+        check_exits(type(self).__name__, self.exits, self.exit_points())
 
     def layout(self) -> ParamLayout:
         groups = {name: scaled(n, self.width) for name, n in CHANNELS.items()}
@@ -49,26 +54,29 @@ class SmallCNN:
         slots |= conv_bn_slots("conv3", "conv3", Axis("conv2"), Axis("conv3"), self.norm)
         slots |= linear_slots("fc1.linear", "fc1", Axis("conv3", self._last_map()), Axis("fc1"))
         slots |= linear_slots("classifier", "classifier", Axis("fc1"), Axis("classes"))
-        return ParamLayout(groups | {"classes": self.classes}, slots)
+        return ParamLayout(groups | {"classes": self.classes}, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes)."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
         layout = self.layout()
-        check_spec(layout, spec)
+        check_spec(layout, spec, exits=self.exits)
         c1, c2, c3, hidden, classes = (layout.width(spec, group) for group in (*CHANNELS, "classes"))
         fc1 = OrderedDict(linear=nn.Linear(c3 * self._last_map(), hidden), relu=nn.ReLU())
-        return nn.Sequential(
-            OrderedDict(
-                conv1=conv_bn(self.input_chw[0], c1, 3, self.norm, relu=nn.ReLU()),
-                pool1=nn.MaxPool2d(2),
-                conv2=conv_bn(c1, c2, 3, self.norm, relu=nn.ReLU()),
-                pool2=nn.MaxPool2d(2),
-                conv3=conv_bn(c2, c3, 3, self.norm, relu=nn.ReLU()),
-                flatten=nn.Flatten(),
-                fc1=nn.Sequential(fc1),
-                classifier=nn.Linear(hidden, classes),
-            )
+        layers: OrderedDict[str, nn.Module] = OrderedDict(
+            conv1=conv_bn(self.input_chw[0], c1, 3, self.norm, relu=nn.ReLU()),
+            pool1=nn.MaxPool2d(2),
+            conv2=conv_bn(c1, c2, 3, self.norm, relu=nn.ReLU()),
+            pool2=nn.MaxPool2d(2),
+            conv3=conv_bn(c2, c3, 3, self.norm, relu=nn.ReLU()),
+            flatten=nn.Flatten(),
+            fc1=nn.Sequential(fc1),
+            classifier=nn.Linear(hidden, classes),
         )
+        return assemble(layers, layout, spec, self.exits)
+
+    def exit_points(self) -> tuple[str, ...]:
+        """The blocks behind which an early exit may sit, in network order."""
+        return tuple(CHANNELS)
 
     def prunable(self) -> tuple[Prunable, ...]:
         return tuple(Prunable(name, (f"{name}.",), (f"{name}.relu",)) for name in CHANNELS)

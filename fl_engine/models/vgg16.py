@@ -6,7 +6,8 @@ the classifier. At 3x32x32 and 10 / 100 / 200 classes: 33,646,666 / 34,015,396 /
 Departs from the authors' code: for images that are not RGB that shrinks the hidden layers to 256 units and
 leaves the last pool out; here the network is the same for all, and `fc` says how wide the hidden layers are.
 
-Groups: conv1 .. conv13, fc1, fc2, classes. Blocks: conv1 .. conv13, fc1, fc2, classifier.
+Groups: conv1 .. conv13, fc1, fc2, classes. Blocks: conv1 .. conv13, fc1, fc2, classifier. An early exit may sit
+behind each block but the classifier.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import ClassVar
 from torch import nn
 
 from fl_engine.errors import ModelError
+from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import (
     FREE,
     Norm,
@@ -44,11 +46,14 @@ class VGG16:
     width: float = 1.0
     """Multiplies the channels of every convolution and the units of both hidden layers."""
     norm: Norm = "batch"
+    exits: tuple[str, ...] = ()
+    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
 
     min_hw: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
+        check_exits(type(self).__name__, self.exits, self.exit_points())
         if not are_sizes(self.fc, 2):
             raise ModelError(f"VGG16: fc is a tuple of two positive integers, got {self.fc!r}")
 
@@ -64,12 +69,12 @@ class VGG16:
         slots |= linear_slots("fc1.linear", "fc1", Axis("conv13", self._last_map()), Axis("fc1"))
         slots |= linear_slots("fc2.linear", "fc2", Axis("fc1"), Axis("fc2"))
         slots |= linear_slots("classifier", "classifier", Axis("fc2"), Axis("classes"))
-        return ParamLayout(groups | {"classes": self.classes}, slots)
+        return ParamLayout(groups | {"classes": self.classes}, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes)."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
         layout = self.layout()
-        check_spec(layout, spec)
+        check_spec(layout, spec, exits=self.exits)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         c_in = self.input_chw[0]
         for i in range(1, len(CHANNELS) + 1):
@@ -86,11 +91,14 @@ class VGG16:
             layers[name] = nn.Sequential(parts)
             c_in = hidden
         layers["classifier"] = nn.Linear(c_in, layout.width(spec, "classes"))
-        return nn.Sequential(layers)
+        return assemble(layers, layout, spec, self.exits)
+
+    def exit_points(self) -> tuple[str, ...]:
+        """The blocks behind which an early exit may sit, in network order."""
+        return (*(f"conv{i}" for i in range(1, len(CHANNELS) + 1)), "fc1", "fc2")
 
     def prunable(self) -> tuple[Prunable, ...]:
-        names = [*(f"conv{i}" for i in range(1, len(CHANNELS) + 1)), "fc1", "fc2"]
-        return tuple(Prunable(name, (f"{name}.",), (f"{name}.relu",)) for name in names)
+        return tuple(Prunable(name, (f"{name}.",), (f"{name}.relu",)) for name in self.exit_points())
 
     def _last_map(self) -> int:
         """Pixels of one channel where the flatten is."""

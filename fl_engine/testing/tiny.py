@@ -19,6 +19,7 @@ from fl_engine import devices, seeds
 from fl_engine.algorithms.pooled import Training
 from fl_engine.client import Site
 from fl_engine.devices import Tier
+from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import FREE, check_spec, linear_slots
 from fl_engine.partition import Partition
 from fl_engine.slicing import initial_params
@@ -26,6 +27,7 @@ from fl_engine.types import (
     FULL,
     Algorithm,
     Axis,
+    ChoosesNetwork,
     ClientFailure,
     ClientUpdate,
     Data,
@@ -69,7 +71,8 @@ class _Residual(nn.Module):
 class TinyNet:
     """Convolution, 2x2 max pool, flatten, hidden layer, residual layer, classifier: 2,324 parameters at 1x4x4.
 
-    Groups: conv, hidden, classes. Blocks: conv, fc, extra, classifier; `extra` can be dropped.
+    Groups: conv, hidden, classes. Blocks: conv, fc, extra, classifier; `extra` can be dropped. An early
+    exit may sit behind conv and fc.
     """
 
     input_chw: tuple[int, int, int] = CHW
@@ -78,8 +81,13 @@ class TinyNet:
     """Before the classifier, 0 for none."""
     conv: int = 8
     hidden: int = 32
+    exits: tuple[str, ...] = ()
+    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
 
     min_hw: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        check_exits(type(self).__name__, self.exits, self.exit_points())
 
     def layout(self) -> ParamLayout:
         conv, hidden = Axis("conv"), Axis("hidden")
@@ -90,12 +98,13 @@ class TinyNet:
         slots |= linear_slots("fc.linear", "fc", Axis("conv", self._last_map()), hidden)
         slots |= linear_slots("extra.linear", "extra", hidden, hidden)
         slots |= linear_slots("classifier", "classifier", hidden, Axis("classes"))
-        return ParamLayout({"conv": self.conv, "hidden": self.hidden, "classes": self.classes}, slots)
+        groups = {"conv": self.conv, "hidden": self.hidden, "classes": self.classes}
+        return ParamLayout(groups, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes)."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
         layout = self.layout()
-        check_spec(layout, spec, skippable=("extra",))
+        check_spec(layout, spec, skippable=("extra",), exits=self.exits)
         conv, hidden, classes = (layout.width(spec, group) for group in layout.groups)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         first = nn.Conv2d(self.input_chw[0], conv, 3, padding=1)
@@ -109,7 +118,11 @@ class TinyNet:
         if self.dropout > 0:
             layers["dropout"] = nn.Dropout(self.dropout)
         layers["classifier"] = nn.Linear(hidden, classes)
-        return nn.Sequential(layers)
+        return assemble(layers, layout, spec, self.exits)
+
+    def exit_points(self) -> tuple[str, ...]:
+        """The blocks behind which an early exit may sit, in network order."""
+        return ("conv", "fc")
 
     def prunable(self) -> tuple[Prunable, ...]:
         return (
@@ -188,6 +201,8 @@ def tiny_site(
 ) -> Site:
     """Clients with data, for `algorithm`: as many as the fleet has devices, `sizes[c]` samples at client c."""
     family = TinyNet() if family is None else family
+    if isinstance(algorithm, ChoosesNetwork):
+        family = algorithm.network(family)
     fleet = tiny_fleet() if fleet is None else fleet
     data = tiny_data(family.input_chw, family.classes, len(fleet))
     partition = tiny_partition(data, (SAMPLES,) * len(fleet) if sizes is None else sizes)

@@ -9,6 +9,7 @@ import torch
 
 from fl_engine.models import MODELS
 from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
@@ -21,6 +22,7 @@ SMALL: dict[str, ModelFamily] = {
     "vgg16": VGG16((3, 32, 64), 4, fc=(64, 64), width=0.125),
     "resnet18": ResNet18((3, 12, 9), 5, width=0.1),
     "resnet34": ResNet34((1, 9, 9), 3, width=0.1),
+    "preresnet18": PreResNet18((3, 9, 12), 4, width=0.1),
     "mobilenetv2": MobileNetV2((2, 17, 20), 6, width=0.15),
 }
 

@@ -5,7 +5,6 @@ Nothing is allocated: all of it follows from shapes.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from fl_engine.errors import ModelError
 from fl_engine.models import MODELS
 from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import CHANNELS, VGG16
@@ -70,9 +70,9 @@ def test_total_small_cnn() -> None:
     assert count_params(SmallCNN(DIGITS, 10)) == 192 + 4_704 + 18_624 + 16_448 + 650
 
 
-@pytest.mark.parametrize("family", [VGG16(CIFAR, 10), ResNet34(CIFAR, 10), MobileNetV2(CIFAR, 10)], ids=repr)
-def test_static_norm_adds_two_statistics_per_channel_and_no_counter(family: Any) -> None:
-    static = dataclasses.replace(family, norm="static")
+@pytest.mark.parametrize("model", [VGG16, ResNet34, PreResNet18, MobileNetV2])
+def test_static_norm_adds_two_statistics_per_channel_and_no_counter(model: Any) -> None:
+    family, static = model(CIFAR, 10), model(CIFAR, 10, norm="static")
     added = {name: shape for name, shape in full_shapes(static).items() if name not in full_shapes(family)}
     assert {name.rsplit(".", 1)[1] for name in added} == {"running_mean", "running_var"}
     channels = sum(s.numel() for name, s in full_shapes(family).items() if name.endswith("bn.weight"))
@@ -105,13 +105,33 @@ def test_adaptivefl_table_1(spec: SubmodelSpec, params: int, printed_macs: str) 
 
 
 @pytest.mark.parametrize(
+    ("divisor", "params", "flops"),
+    [
+        (1, 11_172_170, 557_656_064),
+        (2, 2_796_714, 140_416_000),
+        (4, 701_018, 35_604_992),
+        (8, 176_178, 9_151_744),
+        (16, 44_510, 2_413_184),
+    ],
+)
+def test_fedrolex_table_3_6(divisor: int, params: int, flops: int) -> None:
+    family = PreResNet18(CIFAR, 10)
+    keep = {group: n // divisor for group, n in family.layout().groups.items() if group != "classes"}
+    spec = SubmodelSpec.of(keep)
+    assert count_params(family, spec) == params
+    # The table counts a linear layer's multiplications and additions apart, all else as `count_macs` does.
+    assert count_macs(family, spec) + 10 * keep["stage4"] == flops
+
+
+@pytest.mark.parametrize(
     ("family", "pool", "last_map"),
     [
         (ResNet18(CIFAR, 10, width=0.1), nn.AdaptiveAvgPool2d, (51, 4, 4)),
         (ResNet34(CIFAR, 10, width=0.1), nn.AdaptiveAvgPool2d, (51, 4, 4)),
+        (PreResNet18(CIFAR, 10, width=0.1), nn.AdaptiveAvgPool2d, (51, 4, 4)),
         (MobileNetV2(CIFAR, 10, width=0.1), nn.AdaptiveMaxPool2d, (128, 2, 2)),
     ],
-    ids=["resnet18", "resnet34", "mobilenetv2"],
+    ids=["resnet18", "resnet34", "preresnet18", "mobilenetv2"],
 )
 def test_the_global_pool_and_the_map_before_it(
     family: ModelFamily, pool: type[nn.Module], last_map: tuple[int, ...]
@@ -158,6 +178,7 @@ def test_width_multiplies_every_channel_and_keeps_at_least_one() -> None:
         (VGG16, {"input_chw": (3, 32, 31)}, "at least 32x32 pixels, got 32x31"),
         (ResNet18, {"input_chw": DIGITS}, "ResNet18 takes images of at least 9x9 pixels, got 8x8"),
         (ResNet34, {"input_chw": DIGITS}, "ResNet34 takes images of at least 9x9 pixels, got 8x8"),
+        (PreResNet18, {"input_chw": DIGITS}, "PreResNet18 takes images of at least 9x9 pixels, got 8x8"),
         (MobileNetV2, {"input_chw": (3, 16, 16)}, "at least 17x17 pixels, got 16x16"),
         (SmallCNN, {"input_chw": (1, 7, 8)}, "SmallCNN takes images of at least 8x8 pixels, got 7x8"),
         (SmallCNN, {"input_chw": (8, 8)}, "a tuple of three positive integers (C, H, W), got (8, 8)"),

@@ -1,0 +1,317 @@
+"""Early exits: where they sit, what a sub-model that ends at one keeps, and that it computes what the whole does."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fl_engine.errors import ModelError
+from fl_engine.models import MODELS
+from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.preresnet import PreResNet18
+from fl_engine.models.resnet import ResNet18, ResNet34
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.vgg16 import VGG16
+from fl_engine.slicing import count_macs, count_params, full_shapes, initial_params, runnable, shapes, take
+from fl_engine.testing.models import assert_same, images, kept_mask, random_params
+from fl_engine.testing.tiny import TinyNet
+from fl_engine.types import FULL, ModelFamily, SubmodelSpec
+from fl_engine.widths import exit_name, up_to
+
+# Two exits each: the first block of a stage and the last, behind a map and behind a vector, before a pool and not.
+FAMILIES: dict[str, Any] = {
+    "small_cnn": SmallCNN((1, 8, 8), 10, width=0.5, exits=("conv2", "fc1")),
+    "vgg16": VGG16((3, 32, 64), 4, fc=(256, 192), width=0.125, exits=("conv3", "fc1")),
+    "resnet18": ResNet18((3, 12, 9), 5, width=0.1, exits=("stage1.0", "stage3.1")),
+    "resnet34": ResNet34((1, 9, 9), 3, width=0.1, exits=("stage2.1", "stage4.0")),
+    "preresnet18": PreResNet18((3, 9, 12), 4, width=0.1, exits=("stage1.1", "stage3.0")),
+    "mobilenetv2": MobileNetV2((2, 17, 20), 6, width=0.15, exits=("stage2.0", "stage5.1")),
+    "tiny": TinyNet(exits=("conv", "fc")),
+}
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> Any:
+    return FAMILIES[request.param]
+
+
+def outputs(family: ModelFamily, spec: SubmodelSpec = FULL) -> list[int]:
+    """Which of the full network's outputs the sub-model keeps."""
+    heads = [exit_name(block) for block in family.exits]  # type: ignore[attr-defined]
+    return [i for i, block in enumerate([*heads, "classifier"]) if family.layout().has_block(spec, block)]
+
+
+def truncations(family: ModelFamily) -> list[tuple[str, ...]]:
+    """The first exit alone, both, the second alone, the classifier and the first, the classifier alone, and all."""
+    first, second = family.exits  # type: ignore[attr-defined]
+    heads, everything = (exit_name(first), exit_name(second)), up_to(family, None)
+    return [
+        up_to(family, first),
+        up_to(family, second),
+        tuple(b for b in up_to(family, second) if b != heads[0]),
+        tuple(b for b in everything if b != heads[1]),
+        tuple(b for b in everything if b not in heads),
+        everything,
+    ]
+
+
+def narrowings(family: ModelFamily) -> list[dict[str, Sequence[int]]]:
+    """All channels, a prefix of each group, and two thirds of each, scattered."""
+    groups = family.layout().groups
+    prefix = {group: range((n + 1) // 2) for group, n in groups.items()}
+    return [{}, prefix, {group: [i for i in range(n) if i % 3 != 1] for group, n in groups.items()}]
+
+
+def specs(family: ModelFamily) -> list[SubmodelSpec]:
+    return [SubmodelSpec.of(keep, blocks) for blocks in truncations(family) for keep in narrowings(family)]
+
+
+def run(family: ModelFamily, spec: SubmodelSpec, params: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        logits: tuple[Tensor, ...] = runnable(family, spec, params).eval()(x)
+    return logits
+
+
+def test_every_network_is_tested_here() -> None:
+    assert set(FAMILIES) == {*MODELS, "tiny"}
+
+
+# -------------------------------------------------------------------------------------------- where exits sit
+def test_a_head_follows_its_block_in_the_layout(family: Any) -> None:
+    everywhere = dataclasses.replace(family, exits=family.exit_points())
+    behind = dict(pairwise(everywhere.layout().blocks))
+    assert all(behind[block] == exit_name(block) for block in family.exit_points())
+    plain = dataclasses.replace(family, exits=())
+    heads = [exit_name(block) for block in family.exit_points()]
+    assert [b for b in everywhere.layout().blocks if b not in heads] == list(plain.layout().blocks)
+
+
+def test_an_exit_may_sit_behind_every_exit_point_at_once(family: Any) -> None:
+    everywhere = dataclasses.replace(family, exits=family.exit_points())
+    assert list(full_shapes(everywhere)) == list(everywhere.layout().slots)
+    with torch.no_grad():
+        logits = everywhere.module()(images(everywhere, 2))
+    assert [tuple(x.shape) for x in logits] == [(2, family.classes)] * (len(family.exit_points()) + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "points"),
+    [
+        ("small_cnn", "conv1 conv2 conv3 fc1"),
+        ("vgg16", " ".join([*(f"conv{i}" for i in range(1, 14)), "fc1", "fc2"])),
+        ("resnet18", "stage1.0 stage1.1 stage2.0 stage2.1 stage3.0 stage3.1 stage4.0 stage4.1"),
+        ("preresnet18", "stage1.0 stage1.1 stage2.0 stage2.1 stage3.0 stage3.1 stage4.0 stage4.1"),
+        ("tiny", "conv fc"),
+    ],
+)
+def test_exit_points(name: str, points: str) -> None:
+    assert FAMILIES[name].exit_points() == tuple(points.split())
+
+
+def test_exit_points_of_the_deep_ones() -> None:
+    assert len(FAMILIES["resnet34"].exit_points()) == 3 + 4 + 6 + 3
+    assert len(FAMILIES["mobilenetv2"].exit_points()) == 1 + 2 + 3 + 4 + 3 + 3 + 1
+
+
+def test_the_blocks_up_to_an_exit() -> None:
+    family = ResNet18((3, 12, 9), 5, exits=("stage1.0", "stage2.0"))
+    start = ("stem", "stage1.0", "exit_stage1_0")
+    assert up_to(family, "stage1.0") == start
+    assert up_to(family, "stage2.0") == (*start, "stage1.1", "stage2.0", "exit_stage2_0")
+    assert up_to(family, None) == family.layout().blocks
+    assert up_to(dataclasses.replace(family, exits=()), None)[-1] == "classifier"
+
+
+def test_what_is_pruned_does_not_change(family: Any) -> None:
+    assert family.prunable() == dataclasses.replace(family, exits=()).prunable()
+
+
+def test_the_rest_of_the_network_starts_as_without_exits(family: Any) -> None:
+    plain, params = initial_params(dataclasses.replace(family, exits=()), 5), initial_params(family, 5)
+    assert_same({name: t for name, t in params.items() if not name.startswith("exit_")}, plain)
+
+
+# ------------------------------------------------------------------------------------------------ sub-networks
+def test_the_state_is_that_of_the_layout(family: Any) -> None:
+    for variant in (family, dataclasses.replace(family, norm="static") if hasattr(family, "norm") else family):
+        layout, full, params = variant.layout(), full_shapes(variant), initial_params(variant, 0)
+        for spec in specs(variant):
+            with torch.device("meta"):
+                state = variant.module(spec).state_dict()
+            assert list(state) == [name for name, slot in layout.slots.items() if layout.has_block(spec, slot.block)]
+            assert {name: tuple(t.shape) for name, t in state.items()} == shapes(layout, spec, full)
+            assert list(take(params, layout, spec)) == list(state)
+            assert count_params(variant, spec) == sum(t.numel() for t in state.values())
+
+
+def test_one_tensor_of_logits_for_each_output_kept(family: Any) -> None:
+    params, x = initial_params(family, 0), images(family, 3)
+    for spec in specs(family):
+        logits = run(family, spec, take(params, family.layout(), spec), x)
+        assert isinstance(logits, tuple)
+        shape = (3, family.layout().width(spec, "classes"))
+        assert [tuple(out.shape) for out in logits] == [shape] * len(outputs(family, spec))
+        assert all(torch.isfinite(out).all() for out in logits)
+
+
+def test_a_truncated_network_computes_the_full_ones_logits(family: Any) -> None:
+    params, x = initial_params(family, 1), images(family, 4)
+    full = run(family, FULL, params, x)
+    assert len({tuple(out.flatten().tolist()) for out in full}) == 3, "exits that answer alike would prove nothing"
+    for blocks in truncations(family):
+        spec = SubmodelSpec.of({}, blocks)
+        logits = run(family, spec, take(params, family.layout(), spec), x)
+        for mine, theirs in zip(logits, [full[i] for i in outputs(family, spec)], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_without_its_heads_it_is_the_network_without_exits(family: Any) -> None:
+    plain, params, x = dataclasses.replace(family, exits=()), initial_params(family, 1), images(family, 4)
+    with torch.no_grad():
+        bare = {name: t for name, t in params.items() if not name.startswith("exit_")}
+        expected = runnable(plain, FULL, bare).eval()(x)
+    assert isinstance(expected, Tensor)
+    assert torch.equal(run(family, FULL, params, x)[-1], expected)
+
+
+def test_a_slice_runs_like_the_full_network_with_the_rest_zeroed(family: Any) -> None:
+    static = dataclasses.replace(family, norm="static") if hasattr(family, "norm") else family
+    layout, params, x = static.layout(), random_params(static), images(static, 2).double()
+    buffers = {name for name, _ in static.module().named_buffers()}
+    for keep in narrowings(static):
+        narrow, rows = SubmodelSpec.of(keep), list(keep.get("classes", range(static.classes)))
+        zeroed = {n: t if n in buffers else t * kept_mask(layout, narrow, n, t.shape) for n, t in params.items()}
+        full = run(static, FULL, zeroed, x)
+        for blocks in truncations(static):
+            spec = SubmodelSpec.of(keep, blocks)
+            logits = run(static, spec, take(params, layout, spec), x)
+            for mine, theirs in zip(logits, [full[i] for i in outputs(static, spec)], strict=True):
+                torch.testing.assert_close(mine, theirs[:, rows], rtol=1e-7, atol=1e-9)
+
+
+def test_narrowing_and_truncating_compose(family: Any) -> None:
+    params, layout = initial_params(family, 2), family.layout()
+    blocks = truncations(family)[0]
+    for keep in narrowings(family):
+        both, narrow, short = SubmodelSpec.of(keep, blocks), SubmodelSpec.of(keep), SubmodelSpec.of({}, blocks)
+        for outer in (narrow, short):
+            assert_same(take(take(params, layout, outer), layout, both, have=outer), take(params, layout, both))
+
+
+def test_a_longer_network_cannot_be_taken_out_of_a_shorter_one(family: Any) -> None:
+    params, layout = initial_params(family, 2), family.layout()
+    short, longer = (SubmodelSpec.of({}, up_to(family, block)) for block in family.exits)
+    held = take(params, layout, short)
+    for want in (longer, FULL):
+        with pytest.raises(ModelError, match=f"'{exit_name(family.exits[1])}'.*the model at hand does not"):
+            take(held, layout, want, have=short)
+
+
+def test_gradients_come_back_through_all_exits(family: Any) -> None:
+    for spec in (FULL, *(SubmodelSpec.of({}, up_to(family, block)) for block in family.exits)):
+        module = family.module(spec).train()
+        sum(logits.square().sum() for logits in module(images(family, 4))).backward()
+        assert [name for name, p in module.named_parameters() if p.grad is None] == []
+
+
+def test_a_shorter_network_costs_less(family: Any) -> None:
+    plain = dataclasses.replace(family, exits=())
+    ends = [SubmodelSpec.of({}, up_to(family, block)) for block in (*family.exits, None)]
+    assert 0 < count_params(family, ends[0]) < count_params(family, ends[1]) < count_params(family, ends[2])
+    assert 0 < count_macs(family, ends[0]) < count_macs(family, ends[1]) < count_macs(family, ends[2])
+    heads = [shape.numel() for name, shape in full_shapes(family).items() if re.match(r"exit_.*weight", name)]
+    assert count_macs(family) == count_macs(plain) + sum(heads)
+    assert count_params(family) == count_params(plain) + sum(heads) + 2 * family.classes
+
+
+def test_a_head_averages_the_map_behind_its_block() -> None:
+    family = TinyNet(exits=("conv", "fc"))
+    params, x = initial_params(family, 4), images(family, 3)
+    map_bchw = F.conv2d(x, params["conv.conv.weight"], params["conv.conv.bias"], padding=1).relu()
+    expected = map_bchw.mean((2, 3)) @ params["exit_conv.weight"].T + params["exit_conv.bias"]
+    torch.testing.assert_close(run(family, FULL, params, x)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "dropped"),
+    [
+        ("resnet18", ["stage1.1", "stage2.1"]),
+        ("resnet18", ["stage3.1"]),
+        ("preresnet18", ["stage1.0", "stage1.1", "stage2.1"]),
+        ("mobilenetv2", ["stage3.2", "stage5.1"]),
+    ],
+)
+def test_a_block_before_an_exit_can_be_skipped_still(name: str, dropped: list[str]) -> None:
+    family = FAMILIES[name]
+    params, x = initial_params(family, 3), images(family, 2)
+    for blocks in (up_to(family, family.exits[1]), up_to(family, None)):
+        spec = SubmodelSpec.of({}, [b for b in blocks if b not in dropped])
+        part = take(params, family.layout(), spec)
+        assert list(family.module(spec).state_dict()) == list(part)
+        assert len(run(family, spec, part, x)) == len(outputs(family, spec))
+
+
+# ------------------------------------------------------------------------------------------------------ errors
+@pytest.mark.parametrize(
+    ("exits", "message"),
+    [
+        (("conv9",), "SmallCNN: no exit can sit behind 'conv9', only behind conv1, conv2, conv3, fc1"),
+        (("conv1", "classifier"), "no exit can sit behind 'classifier', only behind conv1,"),
+        (("conv3", "conv1"), "distinct and in network order, ('conv1', 'conv3'); got ('conv3', 'conv1')"),
+        (("conv1", "conv1"), "distinct and in network order, ('conv1',); got ('conv1', 'conv1')"),
+        (["conv1"], "exits is a tuple of names of blocks, got ['conv1']"),
+        ("conv1", "exits is a tuple of names of blocks, got 'conv1'"),
+        ((1,), "exits is a tuple of names of blocks, got (1,)"),
+    ],
+)
+def test_bad_exits_are_named(exits: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        SmallCNN((1, 8, 8), 10, exits=exits)
+
+
+def test_no_network_takes_an_unknown_exit(family: Any) -> None:
+    with pytest.raises(ModelError, match=f"{type(family).__name__}: no exit can sit behind 'nowhere'"):
+        dataclasses.replace(family, exits=("nowhere",))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ("conv1 conv2", "keeps none of the outputs exit_conv2, exit_fc1, classifier: keep at least one"),
+        (
+            "conv1 conv2 exit_conv2 conv3 fc1",
+            "keeps block 'conv3' behind its last output 'exit_conv2': drop the block, or keep an output behind it",
+        ),
+        ("conv1 exit_conv2", "lacks block 'conv2', which cannot be dropped (only exit_conv2, exit_fc1 can): keep it"),
+        (
+            "conv1 conv2 exit_conv2 classifier",
+            "lacks block 'conv3', which cannot be dropped (only exit_conv2, exit_fc1 can): keep it, or end the "
+            "sub-model at an exit before it",
+        ),
+        ("conv1 conv2 conv3 exit_fc1", "lacks block 'fc1', which cannot be dropped"),
+        ("conv1 conv2 exit_conv1", "no block 'exit_conv1' (did you mean"),
+    ],
+)
+def test_impossible_truncations_are_named(blocks: str, message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        FAMILIES["small_cnn"].module(SubmodelSpec.of({}, blocks.split()))
+
+
+def test_a_stage_cannot_be_cut_behind_its_exit_in_part() -> None:
+    family = FAMILIES["resnet18"]
+    kept = [*up_to(family, "stage1.0"), "stage1.1"]
+    with pytest.raises(ModelError, match=r"keeps block 'stage1\.1' behind its last output 'exit_stage1_0'"):
+        family.module(SubmodelSpec.of({}, kept))
+
+
+def test_up_to_an_exit_that_is_not_there() -> None:
+    with pytest.raises(ModelError, match=re.escape("SmallCNN has no exit behind 'conv1' (exits=('conv2', 'fc1'))")):
+        up_to(FAMILIES["small_cnn"], "conv1")
