@@ -70,6 +70,10 @@ class Level(BaseModel):
     similarity: float | None = None
     """Of the pruning ratios to those of a reference pre-trained on all data (FlexFL Sec. IV-C1)."""
     spec: dict[str, Any]
+    ensemble: bool = False
+    """Answers with the mean over its exits."""
+    static_bn: bool = False
+    """Batch norm takes statistics of the training data."""
 
 
 class PoolFile(Artifact):
@@ -95,6 +99,8 @@ class PoolFile(Artifact):
                 reported=v.reported,
                 gamma=v.gamma,
                 ratios=v.ratios,
+                ensemble=v.ensemble,
+                static_bn=v.static_bn,
             )
             for v in self.levels
         )

@@ -46,6 +46,8 @@ def build(config: Config, algorithm: Algorithm, family: ModelFamily, apoz: Apoz)
                 ratios=m.ratios,
                 similarity=pools.similarity(m.ratios, reference[i].ratios) if reference else None,
                 spec=m.spec.to_json(),
+                ensemble=m.ensemble,
+                static_bn=m.static_bn,
             )
             for i, m in enumerate(pool)
         ),

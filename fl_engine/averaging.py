@@ -47,6 +47,18 @@ class Mean:
             self._sum[name][region] += tensor.double() * weight
             self._weight[name][region] += weight
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return not self._sum
+
+    def trained(self) -> Params:
+        """bool, shaped like the model: which elements some update held."""
+        return {
+            name: self._weight[name].cpu() > 0 if name in self._weight else torch.zeros(old.shape, dtype=torch.bool)
+            for name, old in self._old.items()
+        }
+
     def result(self) -> Params:
         """The new model on the CPU; `old` itself where nothing was added."""
         out = dict(self._old)

@@ -20,9 +20,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fl_engine.algorithms.pooled import Count, Positive, Training
-from fl_engine.devices import Tier
+from fl_engine.devices import FLEETS, Tier, named
 from fl_engine.errors import ConfigError, FlexfleetError, nearest
-from fl_engine.types import Algorithm, ModelFamily
+from fl_engine.types import Algorithm, ChoosesNetwork, ModelFamily
 
 T = TypeVar("T")
 
@@ -60,12 +60,9 @@ class PartitionConfig(_Section):
 
 
 class FleetConfig(_Section):
-    tiers: tuple[Tier, ...] = (
-        Tier("weak", 0.4, 35.0, (5.0, 8.0, 10.0)),
-        Tier("medium", 0.3, 60.0, (5.0, 8.0, 10.0)),
-        Tier("strong", 0.3, 110.0, (5.0, 8.0, 10.0)),
-    )
-    """Share of the fleet, memory r_M in % of the full model, and spreads sigma (FlexFL Table I)."""
+    tiers: tuple[Tier, ...] = FLEETS["4:3:3"]
+    """A list of tiers (share of the fleet, memory r_M in % of the full model, spreads sigma, ...), or the name of one
+    of `fl_engine.devices.FLEETS`; the default is FlexFL's Table I."""
 
 
 class PretrainConfig(_Section):
@@ -200,8 +197,9 @@ def set_path(values: dict[str, Any], path: str, value: Any) -> None:
 def parse(values: Mapping[str, Any]) -> Config:
     """The defaults with `values` on top, section by section. Raises ConfigError for what is wrong: what arrived, what
     was expected, what to do."""
+    values = _merge(Config().model_dump(mode="json"), values)
     try:
-        config = Config.model_validate_json(json.dumps(_merge(Config().model_dump(mode="json"), values)))
+        config = Config.model_validate_json(json.dumps(_with_named_fleet(values)))
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
     except (TypeError, ValueError) as error:
@@ -211,6 +209,15 @@ def parse(values: Mapping[str, Any]) -> Config:
     if not config.run.devices:
         raise ConfigError("run.devices is empty: name at least one torch device, e.g. [cpu]")
     return config
+
+
+def _with_named_fleet(values: dict[str, Any]) -> dict[str, Any]:
+    """`fleet.tiers: 8:1:1` written out, so that a run's record says what its fleet was."""
+    section = values.get("fleet")
+    if not isinstance(section, Mapping) or not isinstance(section.get("tiers"), str):
+        return values
+    tiers = TypeAdapter(tuple[Tier, ...]).dump_python(named(section["tiers"]), mode="json")
+    return {**values, "fleet": {**section, "tiers": tiers}}
 
 
 def _merge(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,11 +290,14 @@ def algorithm(config: Config) -> Algorithm:
 
 
 def model(config: Config, input_chw: tuple[int, int, int], classes: int) -> ModelFamily:
-    """The configured network for these images. Raises ConfigError or ModelError."""
+    """The configured network for these images, with what the configured algorithm changes in it (early exits). Raises
+    ConfigError, ModelError or PoolError."""
     options = {k: v for k, v in config.model.items() if k != "name"}
     values = {**options, "input_chw": input_chw, "classes": classes}
+    chosen = algorithm(config)
     try:
-        return TypeAdapter(_model_kind(config)).validate_json(json.dumps(values), strict=True)
+        family: ModelFamily = TypeAdapter(_model_kind(config)).validate_json(json.dumps(values), strict=True)
+        return chosen.network(family) if isinstance(chosen, ChoosesNetwork) else family
     except ValidationError as error:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")

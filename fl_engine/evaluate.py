@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_engine import seeds
 from fl_engine.slicing import runnable, take
-from fl_engine.types import Data, ModelFamily, Params, Pool, SubmodelSpec
+from fl_engine.types import Data, ModelFamily, ParamLayout, Params, Pool, PoolModel, SubmodelSpec
 
 
 @dataclass(frozen=True)
@@ -32,27 +34,77 @@ def evaluate(
     y_n: Tensor,
     device: str = "cpu",
     batch_size: int = 128,
+    *,
+    ensemble: bool = False,
+    static_bn: bool = False,
 ) -> Score:
-    """Scores one sub-model on uint8 images.
+    """Scores one sub-model, whose weights are `params`, on uint8 images.
 
     Networks without running statistics normalise by the batch at hand in evaluation too, as the authors do; so
     that the figure is defined, batches have a fixed size and a fixed permutation. A last batch of one image
-    joins the batch before it.
+    joins the batch before it. With `static_bn`, statistics come from one pass over the training data instead
+    (HeteroFL, ICLR 2021, Sec. 3). A network with early exits answers with its last, or with the mean of the logits
+    of all (`ensemble`).
     """
-    module = runnable(family, spec, {k: v.to(device) for k, v in take(params, family.layout(), spec).items()}).eval()
-    order = torch.from_numpy(seeds.rng(0, "evaluate").permutation(len(y_n)))
-    chunks = list(torch.split(order, batch_size))
-    if len(chunks) > 1 and len(chunks[-1]) == 1:
-        chunks[-2:] = [torch.cat(chunks[-2:])]
+    module = runnable(family, spec, {k: v.to(device) for k, v in params.items()}).eval()
+    if static_bn:
+        _collect_statistics(module, data, device, batch_size)
     correct = torch.zeros((), dtype=torch.int64, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad():
-        for chunk in chunks:
+        for chunk in _batches(len(y_n), batch_size):
             y = y_n[chunk].to(device)
-            logits = module(data.normalise(x_nchw[chunk].to(device)))
+            out = module(data.normalise(x_nchw[chunk].to(device)))
+            exits: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
+            logits = torch.stack(exits).mean(0) if ensemble else exits[-1]
             correct += (logits.argmax(1) == y).sum()
             loss += F.cross_entropy(logits, y, reduction="sum")
     return Score(int(correct) / len(y_n), float(loss) / len(y_n))
+
+
+def _batches(count: int, batch_size: int) -> list[Tensor]:
+    order = torch.from_numpy(seeds.rng(0, "evaluate").permutation(count))
+    chunks = list(torch.split(order, batch_size))
+    if len(chunks) > 1 and len(chunks[-1]) == 1:
+        chunks[-2:] = [torch.cat(chunks[-2:])]
+    return chunks
+
+
+def _collect_statistics(module: nn.Module, data: Data, device: str, batch_size: int) -> None:
+    """Gives every batch norm the mean over all training batches of their mean and variance.
+
+    Where clients hold the data, this is a pass in which each of them answers with sums of activations, for every
+    level: more than the weights that federated averaging shows the server, and it wants secure aggregation.
+    """
+    norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.running_mean = torch.zeros(norm.num_features, device=device)
+        norm.running_var = torch.ones(norm.num_features, device=device)
+        norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=device)
+        norm.track_running_stats, norm.momentum = True, None  # None: the plain mean over all batches
+        norm.forward = partial(nn.BatchNorm2d.forward, norm)  # type: ignore[method-assign]
+        norm.train()
+    with torch.no_grad():
+        for chunk in _batches(len(data.train_y), batch_size):
+            module(data.normalise(data.train_x[chunk].to(device)))
+    for norm in norms:
+        norm.eval()
+
+
+def weights_of(published: Params, layout: ParamLayout, model: PoolModel) -> Params:
+    """The weights with which a pool model is used: its own, kept as `<level>/<name>` (Decoupled), or its slice of the
+    global model."""
+    prefix = f"{model.name}/"
+    own = {name.removeprefix(prefix): t for name, t in published.items() if name.startswith(prefix)}
+    if own:
+        return own
+    return take({name: t for name, t in published.items() if name in layout.slots}, layout, model.spec)
+
+
+def published(state: Any) -> Params:
+    """What a state offers for use: its global model, and levels with weights of their own where it has such."""
+    params: Params = getattr(state, "published", state.params)
+    return params
 
 
 def evaluate_pool(
@@ -63,12 +115,26 @@ def evaluate_pool(
     devices: Sequence[str] = ("cpu",),
     batch_size: int = 128,
 ) -> dict[str, Score]:
-    """Every reported pool model on the test images, by name, smallest first; spread over the devices."""
+    """Every reported pool model on the test images, by name, smallest first; spread over the devices. `params` is what
+    `published` gave."""
+    layout = family.layout()
     reported = [m for m in pool if m.reported]
 
     def score(i: int) -> Score:
-        device = devices[i % len(devices)]
-        return evaluate(family, params, reported[i].spec, data, data.test_x, data.test_y, device, batch_size)
+        m = reported[i]
+        weights = weights_of(params, layout, m)
+        return evaluate(
+            family,
+            weights,
+            m.spec,
+            data,
+            data.test_x,
+            data.test_y,
+            devices[i % len(devices)],
+            batch_size,
+            ensemble=m.ensemble,
+            static_bn=m.static_bn,
+        )
 
     with ThreadPoolExecutor(len(devices)) as threads:
         # The largest takes longest: it goes first.

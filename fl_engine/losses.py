@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,3 +23,44 @@ def self_distillation(student: Tensor, teachers: Sequence[Tensor], temperature: 
     for term in terms[1:]:
         total = total + term
     return total * (temperature**2 / len(terms))
+
+
+def exits_cross_entropy(logits: Sequence[Tensor], y_n: Tensor, weights: Sequence[float]) -> Tensor:
+    """Cross entropy of every exit, each times its weight, summed."""
+    total = weights[0] * F.cross_entropy(logits[0], y_n)
+    for exit_logits, weight in zip(logits[1:], weights[1:], strict=True):
+        total = total + weight * F.cross_entropy(exit_logits, y_n)
+    return total
+
+
+def distil_from_last(logits: Sequence[Tensor], temperature: float) -> Tensor:
+    """ScaleFL (Ilhan et al., CVPR 2023): KL of each earlier exit from the last, times tau^2, summed with the weights
+    (j + 1) / sum of all of them. The last exit is not detached, as in the authors' code: it learns from the others."""
+    n = len(logits)
+    total = logits[0].new_zeros(())
+    for j, student in enumerate(logits[:-1]):
+        total = total + (j + 1) * _kl(student, logits[-1], temperature)
+    return total * (temperature**2 / (n * (n + 1) / 2))
+
+
+def distil_mutually(logits: Sequence[Tensor], temperature: float) -> Tensor:
+    """DepthFL (Kim et al., ICLR 2023), Eq. 3: every exit learns from every other, the teacher detached; KL by batch
+    mean, summed over all pairs, over n - 1."""
+    total = logits[0].new_zeros(())
+    for i, student in enumerate(logits):
+        for j, teacher in enumerate(logits):
+            if i != j:
+                total = total + _kl(student, teacher.detach(), temperature)
+    return total * (temperature**2 / max(1, len(logits) - 1))
+
+
+def _kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """KL(teacher || student) of softened distributions, mean over the batch."""
+    soft = F.softmax(teacher / temperature, dim=1)
+    return F.kl_div(F.log_softmax(student / temperature, dim=1), soft, reduction="batchmean")
+
+
+def mask_absent(logits: Tensor, present: Tensor) -> Tensor:
+    """Logits of classes outside `present` (bool, (classes,)) become 0, and get no gradient (HeteroFL's code; a logit of
+    0, unlike one of -infinity, still takes part in the softmax)."""
+    return torch.where(present, logits, 0.0)

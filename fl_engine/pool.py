@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -172,23 +172,28 @@ def member(
     *,
     dispatched: bool,
     reported: bool,
-    gamma: float | None = None,
-    ratios: tuple[float, ...] = (),
+    **more: Any,
 ) -> PoolModel:
-    """A pool model with its costs counted."""
+    """A pool model with its costs counted; `more` are further fields of `PoolModel`."""
     params = count_params(family, spec)
     share = params / count_params(family)
-    return PoolModel(name, spec, params, share, count_macs(family, spec), dispatched, reported, gamma, ratios)
+    return PoolModel(name, spec, params, share, count_macs(family, spec), dispatched, reported, **more)
 
 
-def check_nested(family: ModelFamily, pool: Pool) -> Pool:
-    """Raises PoolError unless each model is a smaller sub-model of the next."""
+def ascending(pool: Pool) -> Pool:
+    """Raises PoolError unless each model has more parameters than the one before."""
     for small, large in pairwise(pool):
         if small.params >= large.params:
             raise PoolError(
                 f"{small.name} ({small.params:,} parameters) is not smaller than {large.name} ({large.params:,}): "
-                "two targets give the same model; set them further apart or use a wider model"
+                "set them further apart or use a wider model"
             )
+    return pool
+
+
+def check_nested(family: ModelFamily, pool: Pool) -> Pool:
+    """Raises PoolError unless each model is a smaller sub-model of the next."""
+    for small, large in pairwise(ascending(pool)):
         if not contains(family.layout(), large.spec, small.spec):
             raise PoolError(f"{small.name} is not a sub-model of {large.name}: the pool would not nest")
     return pool

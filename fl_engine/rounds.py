@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from fl_engine.config import RoundsConfig
+from fl_engine.devices import simulated_seconds
 from fl_engine.errors import ConfigError, Stopped
-from fl_engine.evaluate import average_accuracy, evaluate_pool
+from fl_engine.evaluate import average_accuracy, evaluate_pool, published
 from fl_engine.ledger import Ledger, Row
+from fl_engine.slicing import without_classes
 from fl_engine.state import pack, unpack
 from fl_engine.store import tensor_bytes
 from fl_engine.types import (
@@ -25,6 +27,7 @@ from fl_engine.types import (
     Backend,
     ClientUpdate,
     Data,
+    Device,
     ModelFamily,
     Outcome,
     Pool,
@@ -45,6 +48,8 @@ class Evaluation:
     pool: Pool
     data: Data
     devices: tuple[str, ...] = ("cpu",)
+    fleet: tuple[Device, ...] = ()
+    """For the simulated clock; empty: none."""
 
 
 def numerics(devices: Iterable[str]) -> dict[str, Any]:
@@ -143,7 +148,7 @@ def _round(
 ) -> tuple[Any, Row]:
     started = time.monotonic()
     plan = algorithm.plan(state, round, seed)
-    watch = _Watch(plan, evaluation.pool, should_stop)
+    watch = _Watch(plan, evaluation, should_stop)
     if config.keep_updates:
         outcomes = _through_ledger(algorithm, plan, backend, ledger, watch)
     else:
@@ -155,7 +160,7 @@ def _round(
     metrics["seconds_merge"] = merged - started - watch.waited
     if (round + 1) % config.evaluate_every == 0 or round + 1 == config.stop:
         e = evaluation
-        scores = evaluate_pool(e.family, state.params, e.pool, e.data, e.devices)
+        scores = evaluate_pool(e.family, published(state), e.pool, e.data, e.devices)
         metrics["avg"] = average_accuracy(scores)
         metrics["full"] = scores[e.pool[-1].name].accuracy
         for name, score in scores.items():
@@ -200,7 +205,7 @@ class _Watch:
     """Counts what passes by."""
 
     plan: RoundPlan
-    pool: Pool
+    evaluation: Evaluation
     should_stop: Callable[[], bool]
     clients: list[dict[str, Any]] = field(default_factory=list)
     sent: int = 0
@@ -210,6 +215,7 @@ class _Watch:
     waited: float = 0.0
     """Seconds until the backend had outcomes."""
     losses: list[tuple[float, int]] = field(default_factory=list)
+    simulated: list[float] = field(default_factory=list)
 
     def arriving(self, outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
         while True:
@@ -223,18 +229,29 @@ class _Watch:
                 raise Stopped("stopped on request: what was committed stays, resume with --resume")
 
     def merging(self, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-        names = {m.spec: m.name for m in self.pool}
+        names = {m.spec: m.name for m in self.evaluation.pool}
+        fleet = {d.client: d for d in self.evaluation.fleet}
         orders = {o.client: o for o in self.plan.orders}
         for outcome in outcomes:
             order = orders[outcome.client]
-            self.sent += tensor_bytes(order.payload)
-            line: dict[str, Any] = {"client": outcome.client, "sent": names.get(order.spec, "")}
+            down = tensor_bytes(order.payload)
+            self.sent += down
+            sent = str(order.hints.get("model", names.get(order.spec, "")))
+            line: dict[str, Any] = {"client": outcome.client, "sent": sent}
             if isinstance(outcome, ClientUpdate):
-                self.back += tensor_bytes(outcome.payload)
+                up = tensor_bytes(outcome.payload)
+                trained = without_classes(outcome.spec)
+                whole = trained == without_classes(order.spec)
+                self.back += up
                 self.trained += 1
-                self.pruned += outcome.spec != order.spec
+                self.pruned += not whole
                 self.losses.append((outcome.metrics["loss"], outcome.num_examples))
-                line |= {"trained": names.get(outcome.spec, ""), "examples": outcome.num_examples, **outcome.metrics}
+                line |= {"trained": sent if whole else names.get(trained, ""), "examples": outcome.num_examples}
+                line |= outcome.metrics
+                if outcome.client in fleet:
+                    seconds = simulated_seconds(fleet[outcome.client], outcome.metrics.get("macs", 0.0), down + up)
+                    self.simulated.append(seconds)
+                    line["seconds_simulated"] = seconds
             else:
                 where = f"round {outcome.round + 1}, client {outcome.client}"
                 log.warning("%s: failed to %s: %s", where, outcome.stage, outcome.reason)
@@ -244,7 +261,8 @@ class _Watch:
 
     def metrics(self) -> dict[str, float]:
         """Bytes count 4 per parameter of what is sent and brought back; waste is the share that was sent in vain
-        (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent)."""
+        (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent). A simulated round ends with its slowest client; one
+        that failed is not waited for."""
         out = {
             "bytes_down": float(self.sent),
             "bytes_up": float(self.back),
@@ -253,6 +271,8 @@ class _Watch:
             "clients_pruned": float(self.pruned),
             "clients_failed": float(len(self.clients) - self.trained),
         }
+        if self.simulated:
+            out["seconds_simulated"] = max(self.simulated)
         if self.losses:
             out["train_loss"] = sum(loss * n for loss, n in self.losses) / sum(n for _, n in self.losses)
         return out

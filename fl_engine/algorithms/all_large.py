@@ -9,13 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from fl_engine import pool as pools
-from fl_engine import seeds
-from fl_engine.algorithms.pooled import STRICT, PooledState, Training, merge_mean, plan_of
-from fl_engine.errors import ClientError, ConfigError
-from fl_engine.selection import holds, round_size, uniform
+from fl_engine.algorithms.full_model import Eligible, check_eligible, full_pool, selector
+from fl_engine.algorithms.pooled import (
+    STRICT,
+    PooledState,
+    Training,
+    local_task,
+    merge_mean,
+    needs_room,
+    plan_pool,
+    start,
+)
+from fl_engine.selection import Selection
+from fl_engine.server_opt import Average, Server
 from fl_engine.types import (
     FULL,
     Device,
@@ -37,27 +45,26 @@ class AllLarge:
     needs_apoz: ClassVar[bool] = False
 
     training: Training = Training()
-    eligible: Literal["all", "capable"] = "capable"
+    eligible: Eligible = "capable"
     """`all` ignores what devices can hold; `capable` keeps to it."""
+    selection: Selection | None = None
+    """null: uniform among the eligible."""
+    server: Server = Average()
 
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
-        return (pools.member(family, "full", FULL, dispatched=True, reported=True),)
+        return full_pool(family)
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        if self.eligible == "capable" and not any(holds(d, 1.0) for d in fleet):
-            raise ConfigError("algorithm.eligible is 'capable', but no device of the fleet can hold the full model")
-        return PooledState(params, layout, tuple(fleet), pool)
+        check_eligible(self.eligible, fleet)
+        return start(params, layout, fleet, pool, selector(self.selection, self.eligible))
 
     def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
-        k = round_size(self.training.fraction, len(state.fleet))
-        able = [d.client for d in state.fleet if self.eligible == "all" or holds(d, 1.0)]
-        return plan_of(state, uniform(seeds.rng(seed, "select", round), able, 0, k), round, seed)
+        return plan_pool(state, selector(self.selection, self.eligible), self.training, round, seed)
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        if self.eligible == "capable" and ctx.observed <= 100:
-            raise ClientError(f"{ctx.observed:.1f} % of the full model is free now, all of it is needed")
-        t = self.training
-        return LocalTask(FULL, t.sgd(order.round), t.epochs, t.batch_size, t.drop_last, order.seed)
+        if self.eligible == "capable":
+            needs_room(ctx, 0)
+        return local_task(self.training, order, FULL)
 
     def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(state, outcomes)
+        return merge_mean(state, plan, outcomes, selector(self.selection, self.eligible), self.server)

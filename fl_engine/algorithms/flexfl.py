@@ -9,7 +9,7 @@ element by element (`merge`).
 Departs from the paper:
 - the proxy is cut from the training data before the clients get theirs (the authors' code takes it from the test set);
 - gamma is found by bisection on the size of all parameters (`pool.py`); `rule: authors` is their search;
-- selection draws uniformly among the devices that can hold the level (`selection.resource_table`);
+- selection draws uniformly among the devices that can hold the level (`selection.ResourceTable`);
 - the distillation term is reduced by the mean over batch and classes, as in the authors' code (`losses.py`);
 - teachers are all smaller pool members, M2' and M3' included, and stay in training mode, as in the code;
 - "without APoZ" sets every A_i = 0.5: with A = 1 the largest layer could never be wider than 1 %.
@@ -20,21 +20,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from fl_engine import pool as pools
-from fl_engine import seeds
 from fl_engine.algorithms.pooled import (
     STRICT,
     NotNegative,
     PooledState,
     Positive,
+    TooSmall,
     Training,
+    largest_fitting,
+    local_task,
     merge_mean,
-    plan_of,
+    plan_pool,
+    received,
+    start,
 )
-from fl_engine.errors import ClientError, PoolError
-from fl_engine.selection import resource_table, round_size
+from fl_engine.errors import PoolError
+from fl_engine.selection import ResourceTable, Selection
+from fl_engine.server_opt import Average, Server
 from fl_engine.slicing import count_params
 from fl_engine.types import (
     FULL,
@@ -76,8 +81,10 @@ class FlexFL:
     """lambda; 0 runs no teachers (ablation)."""
     temperature: Positive = 3.0
     """tau."""
-    on_too_small: Literal["train", "fail"] = "train"
+    on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest model needs."""
+    selection: Selection = ResourceTable()
+    server: Server = Average()
 
     # ------------------------------------------------------------------------------------ before the rounds
     @property
@@ -127,45 +134,25 @@ class FlexFL:
         return pools.check_nested(family, tuple(models))
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return PooledState(params, layout, tuple(fleet), pool)
+        return start(params, layout, fleet, pool, self.selection)
 
     # --------------------------------------------------------------------------------------------- a round
     def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
         """Alg. 2 lines 7-8: k devices, each with a model it can hold at its maximum capacity."""
-        k = round_size(self.training.fraction, len(state.fleet))
-        picks = resource_table(seeds.rng(seed, "select", round), state.fleet, state.pool, k)
-        return plan_of(state, picks, round, seed)
+        return plan_pool(state, self.selection, self.training, round, seed)
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         """On the device: AdaPrune (Sec. III-C), then self-distillation (Sec. III-D, Eq. 4)."""
-        t = self.training
-        trained = self._adapt(order, ctx)
+        trained = largest_fitting(order, ctx, range(received(order, ctx) + 1), self.on_too_small)
         smaller = ctx.pool[:trained]
         teachers = Distillation(tuple(m.spec for m in smaller), self.kd_weight, self.temperature)
-        return LocalTask(
-            spec=ctx.pool[trained].spec,
-            optimizer=t.sgd(order.round),
-            epochs=t.epochs,
-            batch_size=t.batch_size,
-            drop_last=t.drop_last,
-            seed=order.seed,
-            distillation=teachers if smaller and self.kd_weight > 0 else None,
-        )
-
-    def _adapt(self, order: WorkOrder, ctx: TaskContext) -> int:
-        """Index of the largest pool model, not larger than what was received, with size < r (in % of the full)."""
-        received = next(i for i, m in enumerate(ctx.pool) if m.name == order.hints["model"])
-        for i in range(received, -1, -1):
-            if ctx.observed > 100 * ctx.pool[i].share:
-                return i
-        if self.on_too_small == "train":
-            return 0
-        raise ClientError(
-            f"{ctx.observed:.1f} % of the full model is free, the smallest needs {100 * ctx.pool[0].share:.1f} %"
+        distils = bool(smaller) and self.kd_weight > 0
+        return local_task(
+            self.training, order, ctx.pool[trained].spec, distillation=teachers if distils else None
         )
 
     def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(state, outcomes)
+        return merge_mean(state, plan, outcomes, self.selection, self.server)
 
 
 def _check_adaptive(adaptive_size: float, sizes: Sequence[float]) -> None:

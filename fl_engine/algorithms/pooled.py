@@ -1,19 +1,42 @@
-"""What algorithms share whose server keeps one global model and a fixed pool of its sub-models."""
+"""What algorithms share whose server keeps one global model and a pool of its sub-models: functions, no base class."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
+from fl_engine import pool as pools
 from fl_engine import seeds
 from fl_engine.averaging import Mean
-from fl_engine.selection import Pick
-from fl_engine.slicing import take
+from fl_engine.errors import ClientError, PoolError
+from fl_engine.selection import round_size
+from fl_engine.server_opt import Average
+from fl_engine.slicing import take, without_classes
 from fl_engine.state import constant
-from fl_engine.types import SGD, ClientUpdate, Device, Outcome, ParamLayout, Params, Pool, RoundPlan, WorkOrder
+from fl_engine.types import (
+    FULL,
+    SGD,
+    ClientUpdate,
+    Device,
+    LocalTask,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pick,
+    Pool,
+    RoundPlan,
+    Selector,
+    ServerOptimizer,
+    SubmodelSpec,
+    Tables,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.widths import Rounding, early_exit, prefix
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 """For `__pydantic_config__` of dataclasses that are built from a configuration."""
@@ -22,6 +45,12 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+TooSmall = Literal["train", "fail"]
+Weighting = Literal["examples", "uniform"]
+"""How much a client's update counts: by its sample count (FedAvg), or all alike."""
+
+
+S = TypeVar("S", bound="PooledState")
 
 
 @dataclass(frozen=True)
@@ -38,44 +67,202 @@ class Training:
     weight_decay: NotNegative = 1e-4
     lr_decay: Positive = 0.998
     """The learning rate of round r is lr * lr_decay^r."""
+    lr_steps: tuple[Count, ...] = ()
+    """Rounds at which the learning rate is divided by ten (FedRolex Table 3.7)."""
+    clip_norm: Positive | None = None
+    """Largest norm of a step's gradient (HeteroFL's code: 1); null: no limit."""
     drop_last: bool = True
 
     def sgd(self, round: int) -> SGD:
-        return SGD(self.lr * self.lr_decay**round, self.momentum, self.weight_decay)
+        rate = self.lr * self.lr_decay**round / 10 ** sum(round >= step for step in self.lr_steps)
+        return SGD(rate, self.momentum, self.weight_decay)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PooledState:
-    """`params`: the global model, shapes as in the layout. The rest never changes in a run."""
+    """`params`: the global model, shapes as in the layout. `tables`: what the selector has learned. `moments`: of the
+    server's optimiser. The rest never changes in a run."""
 
     params: Params
+    tables: Tables
+    moments: Params
     layout: ParamLayout = constant()
     fleet: tuple[Device, ...] = constant()
     pool: Pool = constant()
 
 
-def order_for(state: PooledState, pick: Pick, round: int, seed: int) -> WorkOrder:
-    """Sends the picked client the current weights of the picked pool model; the hint is the model's name."""
+# ------------------------------------------------------------------------------------------------ pools
+def check_widths(widths: Sequence[float], *, ends_in_one: bool) -> None:
+    """Raises PoolError unless these are ascending width ratios (that end in 1)."""
+    if not widths or list(widths) != sorted(set(widths)) or (ends_in_one and widths[-1] != 1):
+        end = ", the last one 1" if ends_in_one else ""
+        raise PoolError(f"algorithm.widths: different ratios in ascending order{end} are expected, got {list(widths)}")
+
+
+def prefix_pool(
+    family: ModelFamily,
+    widths: Sequence[float],
+    rounding: Rounding,
+    *,
+    full_only: bool = False,
+    static_bn: bool = False,
+) -> Pool:
+    """A model per width ratio, of the first channels of every layer, named `0.5x` and so on.
+
+    With `full_only` the full model alone is reported, and is there, not sent, also when all widths are below 1.
+    """
+    check_widths(widths, ends_in_one=not full_only)
+    layout = family.layout()
+    models = [
+        pools.member(
+            family,
+            f"{width:g}x",
+            prefix(layout, width, rounding),
+            dispatched=True,
+            reported=width == 1 or not full_only,
+            static_bn=static_bn,
+        )
+        for width in widths
+    ]
+    if widths[-1] < 1:
+        models.append(pools.member(family, "1x", FULL, dispatched=False, reported=True, static_bn=static_bn))
+    return pools.ascending(tuple(models))
+
+
+def exit_pool(family: ModelFamily, widths: Sequence[float], ends: Sequence[str], **more: Any) -> Pool:
+    """A model per level: everything up to its exit, at its width; the last level is the whole network."""
+    if len(ends) != len(widths) - 1 or widths[-1] != 1:
+        raise PoolError(
+            f"an early exit for each level but the last, whose width is 1, is expected: got widths {list(widths)}, "
+            f"exits {list(ends)}"
+        )
+    specs = [early_exit(family, w, end) for w, end in zip(widths, (*ends, None), strict=True)]
+    models = [
+        pools.member(family, f"level{i}", spec, dispatched=True, reported=True, **more)
+        for i, spec in enumerate(specs, 1)
+    ]
+    return pools.ascending(tuple(models))
+
+
+# ------------------------------------------------------------------------------------------------ on the server
+def start(
+    params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, selection: Selector
+) -> PooledState:
+    tables = selection.init(fleet, pool)
+    return PooledState(params=params, tables=tables, moments={}, layout=layout, fleet=tuple(fleet), pool=pool)
+
+
+def order_for(
+    state: PooledState, pick: Pick, round: int, seed: int, spec: SubmodelSpec | None = None
+) -> WorkOrder:
+    """Sends the picked client the current weights of the picked pool model, or of `spec` instead, a sub-model of its
+    size; the hint is the pool model's name."""
     client, level = pick
     model = state.pool[level]
+    spec = model.spec if spec is None else spec
     return WorkOrder(
         round=round,
         client=client,
-        spec=model.spec,
-        payload=take(state.params, state.layout, model.spec),
+        spec=spec,
+        payload=take(state.params, state.layout, spec),
         seed=seeds.derive(seed, "client", round, client),
         hints={"model": model.name},
     )
 
 
-def plan_of(state: PooledState, picks: Sequence[Pick], round: int, seed: int) -> RoundPlan:
+def select(state: PooledState, selection: Selector, training: Training, round: int, seed: int) -> list[Pick]:
+    k = round_size(training.fraction, len(state.fleet))
+    return selection.pick(state.tables, state.fleet, state.pool, seeds.rng(seed, "select", round), k)
+
+
+def plan_pool(state: PooledState, selection: Selector, training: Training, round: int, seed: int) -> RoundPlan:
+    """Each selected client gets its pool model."""
+    picks = select(state, selection, training, round, seed)
     return RoundPlan(round, tuple(order_for(state, pick, round, seed) for pick in picks))
 
 
-def merge_mean(state: PooledState, outcomes: Iterable[Outcome]) -> PooledState:
-    """Per-element mean weighted by sample counts (FlexFL Sec. III-E). Failures count for nothing."""
-    mean = Mean(state.params, state.layout)
+def by_examples(update: ClientUpdate) -> float:
+    return update.num_examples
+
+
+def weight_of(weighting: Weighting) -> Callable[[ClientUpdate], float]:
+    return by_examples if weighting == "examples" else lambda update: 1.0
+
+
+def merge_mean(
+    state: S,
+    plan: RoundPlan,
+    outcomes: Iterable[Outcome],
+    selection: Selector,
+    server: ServerOptimizer = Average(),  # noqa: B008 - immutable
+    weight: Callable[[ClientUpdate], float] = by_examples,
+) -> S:
+    """The per-element weighted mean over the clients that hold the element (FlexFL Sec. III-E), then the server's
+    step, and what the selector learns. Failures count for nothing."""
+    mean, tables = Mean(state.params, state.layout), state.tables
+    orders = {order.client: order for order in plan.orders}
     for outcome in outcomes:
         if isinstance(outcome, ClientUpdate):
-            mean.add(outcome.payload, outcome.spec, outcome.num_examples)
-    return replace(state, params=mean.result())
+            mean.add(outcome.payload, outcome.spec, weight(outcome))
+            tables = learned(selection, tables, state.pool, orders[outcome.client], outcome)
+    params, moments = stepped(server, state.params, state.moments, mean)
+    return replace(state, params=params, moments=moments, tables=tables)
+
+
+def stepped(server: ServerOptimizer, old: Params, moments: Params, mean: Mean) -> tuple[Params, Params]:
+    """(params, moments) after the server's step towards the mean; as they were where no update arrived."""
+    if mean.empty:
+        return old, moments
+    if isinstance(server, Average):
+        return mean.result(), moments
+    moments, params = server.step(moments, old, mean.result(), mean.trained())
+    return params, moments
+
+
+def learned(selection: Selector, tables: Tables, pool: Pool, order: WorkOrder, update: ClientUpdate) -> Tables:
+    """The selector's tables after a client brought back a pool model, or another sub-model of the size it was sent."""
+    sent = next(i for i, m in enumerate(pool) if m.name == order.hints["model"])
+    trained = without_classes(update.spec)
+    back = next((i for i, m in enumerate(pool) if m.spec == trained), sent)
+    return selection.learn(tables, sent, sent if trained == order.spec else back, update.client)
+
+
+# ------------------------------------------------------------------------------------------------ on the client
+def local_task(training: Training, order: WorkOrder, spec: SubmodelSpec, **more: Any) -> LocalTask:
+    t = training
+    return LocalTask(
+        spec=spec,
+        optimizer=t.sgd(order.round),
+        epochs=t.epochs,
+        batch_size=t.batch_size,
+        drop_last=t.drop_last,
+        seed=order.seed,
+        clip_norm=t.clip_norm,
+        **more,
+    )
+
+
+def received(order: WorkOrder, ctx: TaskContext) -> int:
+    """Index of the pool model that was sent."""
+    return next(i for i, m in enumerate(ctx.pool) if m.name == order.hints["model"])
+
+
+def largest_fitting(order: WorkOrder, ctx: TaskContext, among: Iterable[int], on_too_small: TooSmall) -> int:
+    """Of the pool models `among` (ascending, all within what was received) the largest that needs less than what is
+    free now; where none does, the smallest all the same, or a ClientError."""
+    candidates = list(among)
+    for i in reversed(candidates):
+        if ctx.observed > 100 * ctx.pool[i].share:
+            return i
+    if on_too_small == "train":
+        return candidates[0]
+    need = 100 * ctx.pool[candidates[0]].share
+    raise ClientError(f"{ctx.observed:.1f} % of the full model is free, the smallest needs {need:.1f} %")
+
+
+def needs_room(ctx: TaskContext, index: int, on_too_small: TooSmall = "fail") -> None:
+    """For methods that cannot prune on the device: raises ClientError where the model sent does not fit now. With
+    `train`, the smallest model is trained all the same, as in methods that can."""
+    need = 100 * ctx.pool[index].share
+    if ctx.observed <= need and not (index == 0 and on_too_small == "train"):
+        raise ClientError(f"{ctx.observed:.1f} % of the full model is free now, the model sent needs {need:.1f} %")

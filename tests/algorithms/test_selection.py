@@ -13,7 +13,7 @@ from hypothesis import settings
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.errors import ClientError, ConfigError
-from fl_engine.selection import resource_table, round_size
+from fl_engine.selection import ResourceTable, round_size
 from fl_engine.testing.tiny import SEED, TinyNet, paper_pool, start_of, tiny_fleet, tiny_site
 from fl_engine.types import (
     FULL,
@@ -46,7 +46,9 @@ def draw(fleet: tuple[Device, ...], k: int, rounds: int) -> list[list[tuple[int,
     from fl_engine import seeds
 
     _, pool = paper_pool()
-    found = [resource_table(seeds.rng(1, "test", r), fleet, pool, k) for r in range(rounds)]
+    selection = ResourceTable()
+    tables = selection.init(fleet, pool)
+    found = [selection.pick(tables, fleet, pool, seeds.rng(1, "test", r), k) for r in range(rounds)]
     return [[(client, pool[level].name) for client, level in picks] for picks in found]
 
 
@@ -106,12 +108,13 @@ def test_a_capacity_equal_to_the_size_is_too_little() -> None:
 
     _, pool = paper_pool()
     fleet = tuple(Device(c, "half", 50.0, 0.0) for c in range(6))
-    assert {level for r in range(40) for _, level in resource_table(seeds.rng(0, "t", r), fleet, pool, 3)} == {0}
+    picks = [ResourceTable().pick({}, fleet, pool, seeds.rng(0, "t", r), 3) for r in range(40)]
+    assert {level for each in picks for _, level in each} == {0}
 
 
 def test_a_fleet_that_can_hold_nothing_is_an_error() -> None:
     fleet = tuple(Device(c, "tiny", 25.0, 0.0) for c in range(6))
-    with pytest.raises(ConfigError, match=r"can hold the smallest model \(25\.0 %\)"):
+    with pytest.raises(ConfigError, match=r"can hold M1, the smallest model sent \(25\.0 % of"):
         draw(fleet, 2, 1)
 
 
@@ -153,7 +156,8 @@ def test_all_large_keeps_to_the_capable_where_asked() -> None:
 
 @pytest.mark.parametrize(("free", "fits"), [(100.0, False), (99.0, False), (100.1, True), (110.0, True)])
 def test_all_large_does_not_adapt(free: float, fits: bool) -> None:
-    context = TaskContext(TINY.layout(), (), Device(0, "strong", 110.0, 8.0), free)
+    pool = AllLarge().pool(TINY, ())
+    context = TaskContext(TINY.layout(), pool, Device(0, "strong", 110.0, 8.0), free)
     order = WorkOrder(7, 0, FULL, {}, 5, {"model": "full"})
     task = AllLarge(eligible="all").task(order, context)
     assert (task.spec, task.distillation, task.optimizer.lr) == (FULL, None, pytest.approx(0.01 * 0.998**7))

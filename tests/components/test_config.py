@@ -460,7 +460,7 @@ def test_the_configured_things_are_what_was_configured() -> None:
     assert configs.algorithm(other) == AllLarge(other.training, "all")
     vgg = load_config(None, ["model.name=vgg16", "model.fc=[64, 64]", "model.width=0.25"])
     assert configs.model(vgg, (3, 32, 32), 10) == VGG16((3, 32, 32), 10, fc=(64, 64), width=0.25)
-    assert config.fleet.tiers[0] == Tier("weak", 0.4, 35.0, (5.0, 8.0, 10.0))
+    assert config.fleet.tiers[0] == Tier("weak", 0.4, 35.0, (5.0, 8.0, 10.0), speed=2.0)
 
 
 def test_an_input_that_the_network_cannot_take_is_a_model_error() -> None:

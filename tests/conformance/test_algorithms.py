@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fl_engine.algorithms import ALGORITHMS, AllLarge
+from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, AllLarge, Decoupled
+from fl_engine.client import Site
 from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.tiny import TRAINING
 from fl_engine.types import Algorithm
@@ -25,6 +26,13 @@ class TestAlgorithms(AlgorithmSuite):
     @pytest.fixture(params=sorted(ALGORITHMS))
     def algorithm(self, request: pytest.FixtureRequest) -> Algorithm:
         return ALGORITHMS[request.param](training=TRAINING)
+
+    def promises_to_fit(self, algorithm: Algorithm) -> bool:
+        return not isinstance(algorithm, AdaptiveFL)  # its server does not know capacities
+
+    def most_orders(self, algorithm: Algorithm, site: Site) -> int:
+        levels = 3 if isinstance(algorithm, Decoupled) else 1  # k devices for each
+        return levels * super().most_orders(algorithm, site)
 
 
 class TestAllLargeOnEveryDevice(AlgorithmSuite):

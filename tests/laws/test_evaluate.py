@@ -64,7 +64,9 @@ def slow(params: Params, spec: SubmodelSpec, data: Data) -> Score:
 @pytest.mark.parametrize(("count", "batch"), [(1, 8), (7, 8), (8, 8), (9, 8), (16, 8), (17, 8), (30, 7)])
 def test_scores_are_those_of_a_loop(spec: SubmodelSpec, count: int, batch: int) -> None:
     params, data = initial_params(FAMILY, 1), data_of(count)
-    found = evaluate(FAMILY, params, spec, data, data.test_x, data.test_y, batch_size=batch)
+    found = evaluate(
+        FAMILY, take(params, FAMILY.layout(), spec), spec, data, data.test_x, data.test_y, batch_size=batch
+    )
     expected = slow(params, spec, data)
     assert found.accuracy == expected.accuracy
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
@@ -129,7 +131,9 @@ def test_the_pool_is_scored_by_its_reported_members(devices: tuple[str, ...]) ->
     scores = evaluate_pool(FAMILY, params, pool, data, devices)
     assert list(scores) == ["M1", "M2"]
     for name, score in scores.items():
-        assert score == evaluate(FAMILY, params, specs[name], data, data.test_x, data.test_y)
+        assert score == evaluate(
+            FAMILY, take(params, FAMILY.layout(), specs[name]), specs[name], data, data.test_x, data.test_y
+        )
     assert average_accuracy(scores) == pytest.approx((scores["M1"].accuracy + scores["M2"].accuracy) / 2)
 
 

@@ -83,8 +83,8 @@ def test_constants_are_not_stored_and_come_from_init() -> None:
     tensors, rest = pack(rich(fixed=("stored", "long ago")))
     assert "fixed" not in rest
     assert unpack(rich(fixed=("now",)), tensors, rest).fixed == ("now",)
-    start = PooledState({"w": torch.ones(1)}, None, (), ())  # type: ignore[arg-type]
-    assert pack(start)[1] == {}
+    start = PooledState(params={"w": torch.ones(1)}, tables={}, moments={}, layout=None, fleet=(), pool=())  # type: ignore[arg-type]
+    assert pack(start)[1] == {"tables": {}}
 
 
 def test_slices_and_transposed_tensors_can_be_stored() -> None:

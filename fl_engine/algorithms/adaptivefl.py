@@ -1,0 +1,155 @@
+"""AdaptiveFL: Adaptive Heterogeneous Federated Learning for Resource-Constrained AIoT Systems (Jia et al., DAC 2024).
+
+Server, once: a pool of 2p + 1 models, S_p < ... < S_1 < M_p < ... < M_1 < L_1, cut by a width ratio from a layer on
+(Sec. 3.2). Round: models drawn at random, clients by what they brought back before (Sec. 3.3, Alg. 1; the tables are
+in `selection.Curiosity`). A device prunes what it receives to the largest pool model inside it that fits what it has
+free (`task`). The mean is per element (Alg. 2).
+
+Departs from the paper:
+- the device's search runs over the pool's (r_w, I), as in the authors' code, not over all pairs; unlike the code, it
+  keeps to models that are nested in the one received (S_1 is not inside M_3);
+- R_s is divided by the number of models of the type (see `selection.Curiosity`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from fl_engine import pool as pools
+from fl_engine.algorithms.pooled import (
+    STRICT,
+    Count,
+    Fraction,
+    PooledState,
+    TooSmall,
+    Training,
+    largest_fitting,
+    local_task,
+    merge_mean,
+    plan_pool,
+    received,
+    start,
+)
+from fl_engine.errors import PoolError
+from fl_engine.selection import Curiosity, Selection, Uniform
+from fl_engine.server_opt import Average, Server
+from fl_engine.slicing import contains, count_params
+from fl_engine.types import (
+    FULL,
+    Device,
+    LocalTask,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    PoolModel,
+    RoundPlan,
+    Selector,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.widths import from_layer
+
+Variant = Literal["cs", "c", "s", "random", "greed"]
+
+STARTS = {15: (8, 6, 4), 5: (4, 3, 2)}
+"""The paper's I, by the number of layers that can be pruned: VGG16, and ResNet18 (the stem counts)."""
+
+LIMITS = (30.0, 55.0)
+"""For other networks: the largest I with which S_1 and M_1 stay within these % of the whole."""
+
+
+@dataclass(frozen=True)
+class AdaptiveFL:
+    __pydantic_config__: ClassVar = STRICT
+    needs_apoz: ClassVar[bool] = False
+
+    training: Training = Training()
+    widths: tuple[Fraction, Fraction] = (0.4, 0.66)
+    """r_w of the S and the M models."""
+    p: Count = 3
+    """Models per level: 3 is fine-grained, 1 coarse (the ablation of Fig. 5)."""
+    starts: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """I of the models 1 .. p of a level: so many layers keep full width. null: the paper's for VGG16 (8, 6, 4) and
+    ResNet18 (4, 3, 2); for other networks the largest with which S_1 makes about a quarter and M_1 half of the
+    whole, and the next smaller ones (fewer than p where the network has too few layers)."""
+    variant: Variant = "cs"
+    """How clients are selected: by curiosity and resources (cs), by one of them (c, s), at random (random), or the
+    full model to random clients (greed)."""
+    on_too_small: TooSmall = "train"
+    """What a device does that has less free than the smallest model inside what it received."""
+    selection: Selection | None = None
+    """Instead of the variant's."""
+    server: Server = Average()
+
+    # ------------------------------------------------------------------------------------ before the rounds
+    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+        """S_p .. S_1, M_p .. M_1, L_1 (Sec. 3.2, Table 1). avg is the mean of S_1, M_1 and L_1."""
+        if not self.widths[0] < self.widths[1] < 1:
+            raise PoolError(f"algorithm.widths: S below M below 1, got {list(self.widths)}")
+        starts = self._starts(family)
+        models: list[PoolModel] = []
+        for level, width in zip("SM", self.widths, strict=True):
+            for i in range(len(starts), 0, -1):
+                spec = from_layer(family, width, starts[i - 1])
+                models.append(pools.member(family, f"{level}{i}", spec, dispatched=True, reported=i == 1))
+        return pools.ascending((*models, pools.member(family, "L1", FULL, dispatched=True, reported=True)))
+
+    def _starts(self, family: ModelFamily) -> tuple[int, ...]:
+        """I of the models 1 .. p, descending."""
+        layers, whole = len(family.prunable()), count_params(family)
+
+        def shares(starts: Sequence[int], width: float) -> list[float]:
+            return [100 * count_params(family, from_layer(family, width, i)) / whole for i in starts]
+
+        if self.starts is not None:
+            starts = self.starts
+            if len(starts) != self.p or list(starts) != sorted(set(starts), reverse=True) or starts[0] >= layers:
+                raise PoolError(
+                    f"algorithm.starts: p = {self.p} descending numbers of layers below {layers} are expected, "
+                    f"got {list(starts)}"
+                )
+            return starts
+        paper = STARTS.get(layers, ())[: self.p]
+        if paper and shares(paper, self.widths[0])[0] < shares(paper, self.widths[1])[-1]:
+            return paper
+        for first in range(layers - 1, 0, -1):
+            small, medium = (shares((first,), width)[0] for width in self.widths)
+            if small <= LIMITS[0] and medium <= LIMITS[1]:
+                break
+        return tuple(range(first, max(-1, first - self.p), -1))
+
+    def _selector(self, pool: Pool) -> Selector:
+        if self.selection is not None:
+            return self.selection
+        match self.variant:
+            case "greed":
+                return Uniform(model="largest")
+            case "random":
+                return Uniform(model="random")
+            case score:
+                return Curiosity(score=score, per_type=(len(pool) - 1) // 2)
+
+    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
+        return start(params, layout, fleet, pool, self._selector(pool))
+
+    # --------------------------------------------------------------------------------------------- a round
+    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
+        """Alg. 1 lines 6-8."""
+        return plan_pool(state, self._selector(state.pool), self.training, round, seed)
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        """On the device: available-resource-aware pruning (Sec. 3.2)."""
+        sent = received(order, ctx)
+        inside = [i for i in range(sent + 1) if contains(ctx.layout, order.spec, ctx.pool[i].spec)]
+        trained = largest_fitting(order, ctx, inside, self.on_too_small)
+        return local_task(self.training, order, ctx.pool[trained].spec)
+
+    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
+        """Alg. 1 lines 12-28, Alg. 2."""
+        return merge_mean(state, plan, outcomes, self._selector(state.pool), self.server)

@@ -1,0 +1,148 @@
+"""Decoupled: one FedAvg per level among the devices that can hold it, nothing shared between levels (the baseline of
+FlexFL, AdaptiveFL, HeteroFL and ScaleFL).
+
+Every round each level has k devices of its own. A device that has less free than its model needs fails: it cannot
+prune, since the smaller model has other weights.
+
+Departs from the papers: a device serves at most one level in a round; the largest level, which the fewest can hold,
+chooses first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from fl_engine import seeds
+from fl_engine.algorithms.pooled import (
+    STRICT,
+    Fraction,
+    PooledState,
+    TooSmall,
+    Training,
+    learned,
+    local_task,
+    needs_room,
+    order_for,
+    prefix_pool,
+    received,
+    start,
+    stepped,
+)
+from fl_engine.averaging import Mean
+from fl_engine.selection import Selection, Uniform, round_size
+from fl_engine.server_opt import Average, Server
+from fl_engine.slicing import take
+from fl_engine.types import (
+    ClientUpdate,
+    Device,
+    LocalTask,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pick,
+    Pool,
+    PoolModel,
+    RoundPlan,
+    TaskContext,
+    WorkOrder,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoupledState(PooledState):
+    """`params` is the largest level's model; `levels` the others', as `<level>/<name>`, shapes of the level."""
+
+    levels: Params
+
+    @property
+    def published(self) -> Params:
+        return {**self.params, **self.levels}
+
+
+@dataclass(frozen=True)
+class Decoupled:
+    __pydantic_config__: ClassVar = STRICT
+    needs_apoz: ClassVar[bool] = False
+
+    training: Training = Training()
+    widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
+    """Width ratio of each level, ascending to 1; these make about 25, 50 and 100 % of the parameters."""
+    on_too_small: TooSmall = "train"
+    """What a device does that was sent the smallest model and has less free than it needs."""
+    selection: Selection = Uniform()
+    server: Server = Average()
+
+    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+        return prefix_pool(family, self.widths, "ceil")
+
+    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> DecoupledState:
+        """All levels start from slices of one initial model."""
+        levels = {f"{m.name}/{n}": t.clone() for m in pool[:-1] for n, t in take(params, layout, m.spec).items()}
+        return DecoupledState(**vars(start(params, layout, fleet, pool, self.selection)), levels=levels)
+
+    def plan(self, state: DecoupledState, round: int, seed: int) -> RoundPlan:
+        k = round_size(self.training.fraction, len(state.fleet))
+        picks: list[Pick] = []
+        for level in reversed(range(len(state.pool))):
+            rng = seeds.rng(seed, f"select level {level}", round)
+            asked = {client for client, _ in picks}
+            free = [d for d in state.fleet if d.client not in asked]
+            alone = tuple(replace(m, dispatched=i == level) for i, m in enumerate(state.pool))
+            picks += self.selection.pick(state.tables, free, alone, rng, k)
+        return RoundPlan(round, tuple(self._order(state, pick, round, seed) for pick in sorted(picks)))
+
+    def _order(self, state: DecoupledState, pick: Pick, round: int, seed: int) -> WorkOrder:
+        return replace(order_for(state, pick, round, seed), payload=_own(state, state.pool[pick[1]]))
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        needs_room(ctx, received(order, ctx), self.on_too_small)
+        return local_task(self.training, order, order.spec)
+
+    def merge(self, state: DecoupledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> DecoupledState:
+        """One mean per level: each is a global model of its own, of which its clients hold all."""
+        orders, tables = {o.client: o for o in plan.orders}, state.tables
+        old = {m.name: _embed(state, m) for m in state.pool}
+        means = {name: Mean(params, state.layout) for name, params in old.items()}
+        for outcome in outcomes:
+            if isinstance(outcome, ClientUpdate):
+                order = orders[outcome.client]
+                means[order.hints["model"]].add(outcome.payload, outcome.spec, outcome.num_examples)
+                tables = learned(self.selection, tables, state.pool, order, outcome)
+        levels: Params = {}
+        moments: Params = {}
+        for model in state.pool:
+            name = model.name
+            mine = _with_prefix(state.moments, name)
+            params, moved = stepped(self.server, old[name], mine, means[name])
+            own = take(params, state.layout, model.spec)
+            levels |= {f"{name}/{n}": t.clone() for n, t in own.items()}
+            moments |= {f"{name}/{n}": t for n, t in moved.items()}
+        largest = state.pool[-1].name
+        return replace(
+            state,
+            params=_with_prefix(levels, largest),
+            levels={n: t for n, t in levels.items() if not n.startswith(f"{largest}/")},
+            tables=tables,
+            moments=moments,
+        )
+
+
+def _with_prefix(tensors: Params, level: str) -> Params:
+    prefix = f"{level}/"
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _own(state: DecoupledState, model: PoolModel) -> Params:
+    """The level's weights."""
+    return state.params if model == state.pool[-1] else _with_prefix(state.levels, model.name)
+
+
+def _embed(state: DecoupledState, model: PoolModel) -> Params:
+    """The level's weights where they lie in a network of full size; the rest is never read."""
+    out = {name: t.clone() for name, t in state.params.items()}
+    for name, view in take(out, state.layout, model.spec).items():
+        view.copy_(_own(state, model)[name])
+    return out

@@ -1,0 +1,143 @@
+"""DepthFL: Depthwise Federated Learning for Heterogeneous Clients (Kim et al., ICLR 2023).
+
+A level is a depth, at full width, with an exit at its end and at every shallower level's. A client trains all its
+exits, and each learns from every other (Sec. 3.2, Eq. 3); the weight of that rises over the first rounds. A level
+answers with the mean of its exits' logits. Optimised with FedDyn (Acar et al., ICLR 2021), as in the authors' code:
+
+    client k:  min F_k(w) - <g_k, w> + alpha/2 * ||w - w^t||^2,     g_k <- g_k - alpha * (w_k - w^t)
+    server:    h <- h - alpha/K * sum_k (w_k - w^t),                w^(t+1) = mean_k w_k - h / alpha
+
+Departs from the paper: exits are a global pooling and one linear layer, at the deepest blocks that keep each level
+within its target (`widths.choose_exits`); a device with less free than its level needs steps down. g_k is what a
+device would keep; the server's state holds it (one model per client that has taken part; alpha 0 keeps none).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from fl_engine.algorithms.pooled import (
+    STRICT,
+    Count,
+    NotNegative,
+    PooledState,
+    Positive,
+    TooSmall,
+    Training,
+    Weighting,
+    exit_pool,
+    largest_fitting,
+    local_task,
+    merge_mean,
+    plan_pool,
+    received,
+    start,
+    weight_of,
+)
+from fl_engine.selection import Selection, Uniform
+from fl_engine.types import (
+    ClientUpdate,
+    Device,
+    ExitLoss,
+    LocalTask,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    RoundPlan,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.widths import choose_exits, with_exits
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthState(PooledState):
+    """`memory`: g_k by `<client>/<name>`; `h` by name, of parameters that some client has trained."""
+
+    memory: Params
+    h: Params
+
+
+@dataclass(frozen=True)
+class DepthFL:
+    __pydantic_config__: ClassVar = STRICT
+    needs_apoz: ClassVar[bool] = False
+
+    training: Training = Training()
+    targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
+    """Size of each level in % of the full network, which limits how deep it is."""
+    exits: tuple[str, ...] | None = None
+    """The block after which each level but the last ends; null: chosen by the targets."""
+    kd_weight: NotNegative = 1.0
+    temperature: Positive = 1.0
+    ramp: Count = 300
+    """The weight in round t is kd_weight * exp(-5 (1 - t/ramp)^2), and kd_weight from round `ramp` on."""
+    alpha: NotNegative = 0.1
+    """Of FedDyn; 0 is FedAvg."""
+    weighting: Weighting = "uniform"
+    on_too_small: TooSmall = "train"
+    """What a device does that has less free than the smallest level needs."""
+    selection: Selection = Uniform()
+
+    def _ends(self, family: ModelFamily) -> tuple[str, ...]:
+        ones = (1.0,) * len(self.targets)
+        return choose_exits(family, ones, self.targets) if self.exits is None else self.exits
+
+    def network(self, family: ModelFamily) -> ModelFamily:
+        return with_exits(family, self._ends(family))
+
+    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+        return exit_pool(family, (1.0,) * len(self.targets), self._ends(family), ensemble=True)
+
+    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> DepthState:
+        return DepthState(**vars(start(params, layout, fleet, pool, self.selection)), memory={}, h={})
+
+    def plan(self, state: DepthState, round: int, seed: int) -> RoundPlan:
+        plan = plan_pool(state, self.selection, self.training, round, seed)
+        return replace(plan, orders=tuple(replace(o, memory=_memory(state, o)) for o in plan.orders))
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        level = largest_fitting(order, ctx, range(received(order, ctx) + 1), self.on_too_small)
+        progress = min(order.round, self.ramp) / self.ramp
+        exits = ExitLoss(
+            weights=(1.0,) * (level + 1),
+            kd_weight=self.kd_weight * math.exp(-5 * (1 - progress) ** 2),
+            temperature=self.temperature,
+            teachers="all",
+        )
+        return local_task(self.training, order, ctx.pool[level].spec, exits=exits, proximal=self.alpha)
+
+    def merge(self, state: DepthState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> DepthState:
+        if self.alpha == 0:
+            return merge_mean(state, plan, outcomes, self.selection, weight=weight_of(self.weighting))
+        memory = dict(state.memory)
+        moved: Params = {}
+
+        def remembering() -> Iterator[Outcome]:
+            for outcome in outcomes:
+                if isinstance(outcome, ClientUpdate):
+                    for name, tensor in outcome.payload.items():
+                        key, change = f"{outcome.client}/{name}", tensor.cpu() - state.params[name]
+                        memory[key] = memory.get(key, torch.zeros_like(change)) - self.alpha * change
+                        moved[name] = moved.get(name, torch.zeros_like(change, dtype=torch.float64)) + change.double()
+                yield outcome
+
+        merged = merge_mean(state, plan, remembering(), self.selection, weight=weight_of(self.weighting))
+        h, params = dict(state.h), dict(merged.params)
+        for name, change in moved.items():
+            before = h.get(name, torch.zeros_like(state.params[name]))
+            h[name] = (before.double() - self.alpha / len(state.fleet) * change).to(before.dtype)
+            params[name] = params[name] - h[name] / self.alpha
+        return replace(merged, params=params, memory=memory, h=h)
+
+
+def _memory(state: DepthState, order: WorkOrder) -> Params:
+    kept = {name: state.memory.get(f"{order.client}/{name}") for name in order.payload}
+    return {name: tensor for name, tensor in kept.items() if tensor is not None}

@@ -1,0 +1,95 @@
+"""Federated Dropout (Caldas et al., 2018), in the form that FedRolex compares with (thesis ch. 3, Eq. 3.5).
+
+A client of capacity beta trains a random set of floor(beta * K_i) channels of each layer, drawn anew for every client
+and round. The mean is per element. The output layer is never cut; the full model is the one reported.
+
+Departs from the paper: its lossy compression is left out, as in that comparison; a device with less free than its
+width needs trains a random part of what it received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fl_engine import seeds
+from fl_engine.algorithms.pooled import (
+    STRICT,
+    Fraction,
+    PooledState,
+    TooSmall,
+    Training,
+    Weighting,
+    largest_fitting,
+    local_task,
+    merge_mean,
+    order_for,
+    prefix_pool,
+    received,
+    select,
+    start,
+    weight_of,
+)
+from fl_engine.selection import Selection, Uniform
+from fl_engine.server_opt import Average, Server
+from fl_engine.types import (
+    Device,
+    LocalTask,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    RoundPlan,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.widths import random_drop
+
+
+@dataclass(frozen=True)
+class FederatedDropout:
+    __pydantic_config__: ClassVar = STRICT
+    needs_apoz: ClassVar[bool] = False
+
+    training: Training = Training()
+    widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
+    """The clients' capacities beta, ascending; the last may be below 1."""
+    weighting: Weighting = "uniform"
+    scaler: bool = True
+    mask_labels: bool = False
+    static_bn: bool = True
+    on_too_small: TooSmall = "train"
+    """What a device does that has less free than the smallest width needs."""
+    selection: Selection = Uniform()
+    server: Server = Average()
+
+    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+        """The sizes that clients train, and the full model; which channels, each round's orders say."""
+        return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=self.static_bn)
+
+    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
+        return start(params, layout, fleet, pool, self.selection)
+
+    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
+        orders = []
+        for client, level in select(state, self.selection, self.training, round, seed):
+            spec = random_drop(state.layout, self.widths[level], seeds.rng(seed, "dropout", round, client))
+            orders.append(order_for(state, (client, level), round, seed, spec))
+        return RoundPlan(round, tuple(orders))
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        sent = received(order, ctx)
+        level = largest_fitting(order, ctx, range(sent + 1), self.on_too_small)
+        rng = seeds.rng(order.seed, "shrink")
+        return local_task(
+            self.training,
+            order,
+            order.spec if level == sent else random_drop(ctx.layout, self.widths[level], rng, inside=order.spec),
+            scaler=self.widths[level] if self.scaler else 1.0,
+            mask_labels=self.mask_labels,
+        )
+
+    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
+        return merge_mean(state, plan, outcomes, self.selection, self.server, weight_of(self.weighting))

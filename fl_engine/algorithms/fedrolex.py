@@ -1,0 +1,125 @@
+"""FedRolex: Model-Heterogeneous Federated Learning with Rolling Sub-Model Extraction (Alam et al., NeurIPS 2022;
+thesis ch. 3).
+
+A client of capacity beta trains floor(beta * K_i) channels of layer i, a window that moves by one channel per round,
+around the end of the layer, so that all channels are trained evenly (Eq. 3.4). The mean is per element, over the
+clients alike (Eq. 3.10). The output layer is never cut. With all widths below 1 the server's model is larger than any
+client's.
+
+Departs from the paper: a device with less free than its width needs trains a part of the window it received (the
+paper's capacities are fixed). Widths default to this project's common fleet; the paper's are 1/16, 1/8, 1/4, 1/2 and 1
+on the fleet `capacities`. Only the full model is reported, as in the paper: a sub-model of one round is nothing to
+deploy. The authors' code rolls the window backwards and rounds up; this follows the paper. `mask_labels` is the
+code's label-masked output layer, with batch norm and scaler as in HeteroFL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from fl_engine.algorithms.pooled import (
+    STRICT,
+    Fraction,
+    PooledState,
+    TooSmall,
+    Training,
+    largest_fitting,
+    local_task,
+    merge_mean,
+    order_for,
+    prefix_pool,
+    received,
+    select,
+    start,
+)
+from fl_engine.selection import Selection, Uniform
+from fl_engine.server_opt import Average, Server
+from fl_engine.types import (
+    ClientUpdate,
+    Device,
+    LocalTask,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    RoundPlan,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.widths import rolling, window_start
+
+Weighting = Literal["uniform", "model_size", "updates", "hybrid"]
+
+
+@dataclass(frozen=True)
+class FedRolex:
+    __pydantic_config__: ClassVar = STRICT
+    needs_apoz: ClassVar[bool] = False
+
+    training: Training = Training()
+    widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
+    """The clients' capacities beta, ascending; the last may be below 1."""
+    overlap: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """r of Sec. 3.3.7: the window advances by 1 + floor(beta * (1 - r) * K_i) channels per round."""
+    weighting: Weighting = "uniform"
+    """How much a client counts (Sec. 3.3.6): all alike, by the kernels of its model, by its local steps, or by the
+    product of both."""
+    scaler: bool = True
+    mask_labels: bool = False
+    static_bn: bool = True
+    on_too_small: TooSmall = "train"
+    """What a device does that has less free than the smallest width needs."""
+    selection: Selection = Uniform()
+    server: Server = Average()
+
+    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+        """The sizes that clients train, and the full model; which channels, each round's orders say."""
+        return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=self.static_bn)
+
+    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
+        return start(params, layout, fleet, pool, self.selection)
+
+    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
+        orders = []
+        for client, level in select(state, self.selection, self.training, round, seed):
+            width = self.widths[level]
+            first = window_start(state.layout, width, round, self.overlap)
+            orders.append(order_for(state, (client, level), round, seed, rolling(state.layout, width, first)))
+        return RoundPlan(round, tuple(orders))
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        sent = received(order, ctx)
+        level = largest_fitting(order, ctx, range(sent + 1), self.on_too_small)
+        first = window_start(ctx.layout, self.widths[sent], order.round, self.overlap)
+        return local_task(
+            self.training,
+            order,
+            order.spec if level == sent else rolling(ctx.layout, self.widths[level], first),
+            scaler=self.widths[level] if self.scaler else 1.0,
+            mask_labels=self.mask_labels,
+        )
+
+    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
+        return merge_mean(state, plan, outcomes, self.selection, self.server, self._weight(state.layout))
+
+    def _weight(self, layout: ParamLayout) -> Callable[[ClientUpdate], float]:
+        by_size = self.weighting in ("model_size", "hybrid")
+        by_steps = self.weighting in ("updates", "hybrid")
+
+        def weight(update: ClientUpdate) -> float:
+            size = kernels(layout, update) if by_size else 1
+            return size * (update.metrics["steps"] if by_steps else 1.0)
+
+        return weight
+
+
+def kernels(layout: ParamLayout, update: ClientUpdate) -> int:
+    """Output channels over all layers of the sub-model trained, the output layer's left out."""
+    axes = [slot.axes for name, slot in layout.slots.items() if name in update.payload and len(slot.axes) > 1]
+    groups = [a[0].group for a in axes if a[0].group is not None and a[0].group != "classes"]
+    return sum(layout.width(update.spec, group) for group in groups)

@@ -1,0 +1,80 @@
+"""FjORD: Fair and Accurate Federated Learning under Heterogeneous Targets with Ordered Dropout (Horvath et al.,
+NeurIPS 2021), Algorithm 1.
+
+Widths are nested; a device has a largest width p_max that it can hold. In every local step it draws a width
+uniformly from those up to p_max and trains that sub-network. The mean is per element: a channel is averaged over the
+clients whose p_max reaches it.
+
+Departs from the paper: no self-distillation between widths (its Sec. 3.2 offers it as an option); a device with
+less free than p_max needs goes down to the largest width that fits. Batch norm has no running statistics here, so
+there are none to keep per width; its affine parameters are shared, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fl_engine.algorithms.pooled import (
+    STRICT,
+    Fraction,
+    PooledState,
+    TooSmall,
+    Training,
+    Weighting,
+    largest_fitting,
+    local_task,
+    merge_mean,
+    plan_pool,
+    prefix_pool,
+    received,
+    start,
+    weight_of,
+)
+from fl_engine.selection import Selection, Uniform
+from fl_engine.server_opt import Average, Server
+from fl_engine.types import (
+    Device,
+    LocalTask,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    RoundPlan,
+    TaskContext,
+    WorkOrder,
+)
+
+
+@dataclass(frozen=True)
+class FjORD:
+    __pydantic_config__: ClassVar = STRICT
+    needs_apoz: ClassVar[bool] = False
+
+    training: Training = Training()
+    widths: tuple[Fraction, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
+    """The widths p, ascending to 1; all are reported."""
+    weighting: Weighting = "examples"
+    on_too_small: TooSmall = "train"
+    """What a device does that has less free than the smallest width needs."""
+    selection: Selection = Uniform()
+    server: Server = Average()
+
+    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+        return prefix_pool(family, self.widths, "ceil")
+
+    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
+        return start(params, layout, fleet, pool, self.selection)
+
+    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
+        return plan_pool(state, self.selection, self.training, round, seed)
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        largest = largest_fitting(order, ctx, range(received(order, ctx) + 1), self.on_too_small)
+        widths = tuple(m.spec for m in ctx.pool[: largest + 1])
+        return local_task(self.training, order, ctx.pool[largest].spec, widths=widths)
+
+    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
+        return merge_mean(state, plan, outcomes, self.selection, self.server, weight_of(self.weighting))

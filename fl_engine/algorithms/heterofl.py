@@ -1,0 +1,91 @@
+"""HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients (Diao et al., ICLR
+2021).
+
+Every level has one width ratio for all layers and takes each layer's first channels. The mean is per element.
+Its three additions are switches, on as published: the scaler (activations over the width ratio in training), masked
+cross entropy (logits of classes that a client does not hold are 0, and the output layer's rows are averaged over the
+clients that hold the class), static batch norm (statistics collected in one pass over the training data before each
+evaluation; see `evaluate` for what that costs in privacy).
+
+Departs from the paper: a device with less free than its level needs steps down to the next (in FlexFL's comparison,
+too, levels follow what is free). FlexFL's and AdaptiveFL's comparisons have the three switches off and weight by
+sample counts: `scaler: false, mask_labels: false, static_bn: false`. HeteroFL's own setting: `weighting: uniform`,
+`training.clip_norm: 1`, learning rate 0.1, batch 10, preresnet18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fl_engine.algorithms.pooled import (
+    STRICT,
+    Fraction,
+    PooledState,
+    TooSmall,
+    Training,
+    Weighting,
+    largest_fitting,
+    local_task,
+    merge_mean,
+    plan_pool,
+    prefix_pool,
+    received,
+    start,
+    weight_of,
+)
+from fl_engine.selection import Selection, Uniform
+from fl_engine.server_opt import Average, Server
+from fl_engine.types import (
+    Device,
+    LocalTask,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    RoundPlan,
+    TaskContext,
+    WorkOrder,
+)
+
+
+@dataclass(frozen=True)
+class HeteroFL:
+    __pydantic_config__: ClassVar = STRICT
+    needs_apoz: ClassVar[bool] = False
+
+    training: Training = Training()
+    widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
+    """Width ratio of each level, ascending to 1; these make about 25, 50 and 100 % of the parameters."""
+    scaler: bool = True
+    mask_labels: bool = True
+    static_bn: bool = True
+    weighting: Weighting = "examples"
+    on_too_small: TooSmall = "train"
+    """What a device does that has less free than the smallest level needs."""
+    selection: Selection = Uniform()
+    server: Server = Average()
+
+    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+        return prefix_pool(family, self.widths, "ceil", static_bn=self.static_bn)
+
+    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
+        return start(params, layout, fleet, pool, self.selection)
+
+    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
+        return plan_pool(state, self.selection, self.training, round, seed)
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        level = largest_fitting(order, ctx, range(received(order, ctx) + 1), self.on_too_small)
+        return local_task(
+            self.training,
+            order,
+            ctx.pool[level].spec,
+            scaler=self.widths[level] if self.scaler else 1.0,
+            mask_labels=self.mask_labels,
+        )
+
+    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
+        return merge_mean(state, plan, outcomes, self.selection, self.server, weight_of(self.weighting))

@@ -1,0 +1,109 @@
+"""ScaleFL: Resource-Adaptive Federated Learning with Heterogeneous Clients (Ilhan et al., CVPR 2023).
+
+A level is narrower *and* shallower: its first channels, its first blocks, and an early exit at the end. A client
+trains all exits that its level has, weighted (j + 1) / sum, and the last teaches the earlier ones. The mean is per
+element; what no client's level has (the deeper blocks) is left out of it.
+
+Departs from the paper: exits are a global pooling and one linear layer; where they sit follows from the sizes
+(`widths.choose_exits`): the deepest point at which a level, at its width, stays within its target. The authors' code
+distils after a quarter of the rounds: `kd_from`, in rounds. In FlexFL's and AdaptiveFL's comparisons the distillation
+is in effect off (`kd_weight: 0`) and updates are weighted by sample counts; ScaleFL's own mean is plain
+(`weighting: uniform`). A device with less free than its level needs steps down to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from fl_engine.algorithms.pooled import (
+    STRICT,
+    Fraction,
+    NotNegative,
+    PooledState,
+    Positive,
+    TooSmall,
+    Training,
+    Weighting,
+    exit_pool,
+    largest_fitting,
+    local_task,
+    merge_mean,
+    plan_pool,
+    received,
+    start,
+    weight_of,
+)
+from fl_engine.selection import Selection, Uniform
+from fl_engine.server_opt import Average, Server
+from fl_engine.types import (
+    Device,
+    ExitLoss,
+    LocalTask,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    RoundPlan,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.widths import choose_exits, with_exits
+
+
+@dataclass(frozen=True)
+class ScaleFL:
+    __pydantic_config__: ClassVar = STRICT
+    needs_apoz: ClassVar[bool] = False
+
+    training: Training = Training()
+    widths: tuple[Fraction, ...] = (0.75, 0.82, 1.0)
+    """Width ratio of each level, the last one 1 (FlexFL's comparison: these for VGG16, 0.81/0.95/1 for ResNet34,
+    0.87/0.89/1 for MobileNetV2)."""
+    targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
+    """Size of each level in % of the full network, which limits how deep it is."""
+    exits: tuple[str, ...] | None = None
+    """The block after which each level but the last ends; null: chosen by the targets."""
+    kd_weight: NotNegative = 0.05
+    temperature: Positive = 3.0
+    kd_from: Annotated[int, Field(ge=0)] = 0
+    """The first round that distils; the authors' code takes a quarter of all rounds."""
+    weighting: Weighting = "examples"
+    on_too_small: TooSmall = "train"
+    """What a device does that has less free than the smallest level needs."""
+    selection: Selection = Uniform()
+    server: Server = Average()
+
+    def _ends(self, family: ModelFamily) -> tuple[str, ...]:
+        return choose_exits(family, self.widths, self.targets) if self.exits is None else self.exits
+
+    def network(self, family: ModelFamily) -> ModelFamily:
+        return with_exits(family, self._ends(family))
+
+    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+        return exit_pool(family, self.widths, self._ends(family))
+
+    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
+        return start(params, layout, fleet, pool, self.selection)
+
+    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
+        return plan_pool(state, self.selection, self.training, round, seed)
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        """Eq. 4 and 5: cross entropy of all exits, and what they learn from the last."""
+        level = largest_fitting(order, ctx, range(received(order, ctx) + 1), self.on_too_small)
+        spec = ctx.pool[level].spec
+        exits = sum(1 for b in ctx.layout.blocks if b.startswith("exit_") and ctx.layout.has_block(spec, b))
+        outputs = exits + ctx.layout.has_block(spec, "classifier")
+        weights = tuple((j + 1) / (outputs * (outputs + 1) / 2) for j in range(outputs))
+        kd_weight = self.kd_weight if order.round >= self.kd_from else 0.0
+        return local_task(
+            self.training, order, spec, exits=ExitLoss(weights, kd_weight, self.temperature, teachers="last")
+        )
+
+    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
+        return merge_mean(state, plan, outcomes, self.selection, self.server, weight_of(self.weighting))
