@@ -136,6 +136,8 @@ def exit_pool(family: ModelFamily, widths: Sequence[float], ends: Sequence[str],
             f"an early exit for each level but the last, whose width is 1, is expected: got widths {list(widths)}, "
             f"exits {list(ends)}"
         )
+    if list(widths) != sorted(widths):
+        raise PoolError(f"algorithm.widths: a level is no wider than the next, got {list(widths)}")
     specs = [early_exit(family, w, end) for w, end in zip(widths, (*ends, None), strict=True)]
     models = [
         pools.member(family, f"level{i}", spec, dispatched=True, reported=True, **more)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.devices import Tier, fleet, observe
+from fl_engine.devices import FLEETS, Tier, fleet, observe, simulated_seconds
 from fl_engine.errors import ConfigError
 from fl_engine.types import Device
 
@@ -174,3 +174,73 @@ def test_rounds_clients_and_seeds_draw_apart() -> None:
 def test_an_impossible_fleet_is_refused(tiers: tuple[Tier, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fleet(tiers, 10, 0)
+
+
+# ------------------------------------------------------------------------------------------- named fleets
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("4:3:3", {"weak": 40, "medium": 30, "strong": 30}),
+        ("8:1:1", {"weak": 80, "medium": 10, "strong": 10}),
+        ("1:8:1", {"weak": 10, "medium": 80, "strong": 10}),
+        ("1:1:8", {"weak": 10, "medium": 10, "strong": 80}),
+        ("capacities", {"1": 20, "1/2": 20, "1/4": 20, "1/8": 20, "1/16": 20}),
+        # FedRolex Fig. 3.7.
+        ("real_world", {"1": 6, "1/2": 10, "1/4": 11, "1/8": 18, "1/16": 55}),
+    ],
+)
+def test_named_fleets_have_their_proportions(name: str, expected: dict[str, int]) -> None:
+    assert Counter(d.tier for d in fleet(name, 100, 7)) == expected
+    assert fleet(name, 100, 7) == fleet(FLEETS[name], 100, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "sigmas"), [("conf1", {0.0}), ("conf2", {5.0, 8.0, 10.0}), ("conf3", {10.0, 20.0, 30.0})]
+)
+def test_the_configurations_of_table_5_differ_in_their_spread_alone(name: str, sigmas: set[float]) -> None:
+    found = fleet(name, 100, 3)
+    assert {d.sigma for d in found} == sigmas
+    same = fleet("4:3:3", 100, 3)
+    assert [(d.client, d.tier, d.memory) for d in found] == [(d.client, d.tier, d.memory) for d in same]
+
+
+def test_capacities_hold_the_model_of_their_width_and_no_wider_one() -> None:
+    """PreResNet18 (FedRolex Table 3.6): 11,172,170, 2,796,714, 701,018, 176,178 and 44,510 parameters."""
+    sizes = {"1": 11_172_170, "1/2": 2_796_714, "1/4": 701_018, "1/8": 176_178, "1/16": 44_510}
+    for device in fleet("capacities", 50, 0):
+        able = [tier for tier, size in sizes.items() if device.most > 100 * size / sizes["1"]]
+        assert able[0] == device.tier
+
+
+def test_a_fleet_that_has_no_name_is_an_error() -> None:
+    expected = r"no fleet named '8:1:2' \(did you mean '8:1:1'\?\).*list of tiers, or one of"
+    with pytest.raises(ConfigError, match=expected):
+        fleet("8:1:2", 10, 0)
+
+
+def test_adaptivefls_devices_stay_within_their_limits() -> None:
+    """In million parameters of VGG16: N(8, 1) in [6, 11], N(16, 1) in [13, 19] and N(35, 2) in [25, 40]."""
+    limits = {"weak": (8, 1, 6, 11), "medium": (16, 1, 13, 19), "strong": (35, 2, 25, 40)}
+    for device in fleet("adaptivefl", 10, 0):
+        mean, sigma, low, high = limits[device.tier]
+        seen = np.asarray([observe(device, 0, r) for r in range(3000)]) * 33.646666 / 100
+        assert low - 1e-9 <= seen.min() and seen.max() <= high + 1e-9
+        assert seen.mean() == pytest.approx(mean, abs=0.15)
+        assert seen.std() == pytest.approx(sigma, abs=0.1)
+        assert device.most == pytest.approx(100 * high / 33.646666)
+
+
+def test_limits_cut_off_what_lies_beyond() -> None:
+    wild = Device(0, "wild", 50.0, 1000.0, (40.0, 55.0))
+    assert {observe(wild, 0, r) for r in range(50)} == {40.0, 55.0}
+    with pytest.raises(ConfigError, match=r"limits \(low, high\) lie around memory = 50"):
+        fleet((Tier("t", 1.0, 50.0, limits=(60.0, 70.0)),), 3, 0)
+
+
+# --------------------------------------------------------------------------------------- the simulated clock
+def test_the_simulated_clock_by_hand() -> None:
+    """2 * 10^9 multiply-adds per second and 8 * 10^6 bits per second: 3 s for 6 * 10^9, 2.5 s for 2.5 MB."""
+    (device,) = fleet((Tier("t", 1.0, 50.0, speed=2.0, bandwidth=8.0),), 1, 0)
+    assert simulated_seconds(device, 6e9, 2_500_000) == pytest.approx(3 + 2.5)
+    with pytest.raises(ConfigError, match="speed and bandwidth are above 0"):
+        fleet((Tier("t", 1.0, 50.0, speed=0.0),), 3, 0)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_engine.evaluate import Score, average_accuracy, evaluate, evaluate_pool
+from fl_engine import seeds
+from fl_engine.evaluate import Score, _collect_statistics, average_accuracy, evaluate, evaluate_pool, weights_of
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.pool import member
 from fl_engine.slicing import initial_params, runnable, take
@@ -143,3 +145,63 @@ def test_it_is_the_test_images_that_are_scored() -> None:
     pool = (member(FAMILY, "full", FULL, dispatched=True, reported=True),)
     params = initial_params(FAMILY, 2)
     assert evaluate_pool(FAMILY, params, pool, data) == evaluate_pool(FAMILY, params, pool, shuffled)
+
+
+# -------------------------------------------------------------------------------- exits, own weights, statistics
+def test_an_ensemble_answers_with_the_mean_of_its_exits() -> None:
+    family = TinyNet(exits=("conv", "fc"))
+    data, params = tiny_data(), initial_params(family, 5)
+    with torch.no_grad():
+        exits = runnable(family, FULL, params).eval()(data.normalise(data.test_x))
+    for ensemble, logits in ((False, exits[-1]), (True, (exits[0] + exits[1] + exits[2]) / 3)):
+        score = evaluate(family, params, FULL, data, data.test_x, data.test_y, ensemble=ensemble)
+        assert score.accuracy == (logits.argmax(1) == data.test_y).float().mean().item()
+        assert score.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, data.test_y).item(), rel=1e-5)
+
+
+def test_a_level_with_weights_of_its_own_is_used_with_them() -> None:
+    small = member(FAMILY, "small", SubmodelSpec.of({"conv": 4, "hidden": 16}), dispatched=True, reported=True)
+    whole = initial_params(FAMILY, 1)
+    own = {name: t + 1 for name, t in take(whole, FAMILY.layout(), small.spec).items()}
+    found = weights_of({**whole, **{f"small/{name}": t for name, t in own.items()}}, FAMILY.layout(), small)
+    assert found.keys() == own.keys()
+    assert all(found[name] is own[name] for name in own)
+    sliced = weights_of(whole, FAMILY.layout(), small)
+    assert all(torch.equal(sliced[name] + 1, own[name]) for name in own)
+
+
+@pytest.mark.parametrize("norm", ["batch", "static"])
+def test_static_statistics_are_the_mean_over_the_training_batches(norm: Any) -> None:
+    """The first batch norm sees the first convolution's output: mean over batches of mean and of unbiased variance."""
+    family = SmallCNN((1, 8, 8), 4, width=0.25, norm=norm)
+    data = tiny_data((1, 8, 8))
+    params = initial_params(family, 3)
+    module = runnable(family, FULL, {name: t.clone() for name, t in params.items()}).eval()
+    _collect_statistics(module, data, "cpu", batch_size=50)
+    conv, bn = module.get_submodule("conv1.conv"), module.get_submodule("conv1.bn")
+    order = torch.from_numpy(seeds.rng(0, "evaluate").permutation(len(data.train_y)))
+    with torch.no_grad():
+        outs = [conv(data.normalise(data.train_x[chunk])) for chunk in torch.split(order, 50)]
+    torch.testing.assert_close(bn.running_mean, torch.stack([o.mean((0, 2, 3)) for o in outs]).mean(0))
+    torch.testing.assert_close(bn.running_var, torch.stack([o.var((0, 2, 3)) for o in outs]).mean(0))
+
+
+def test_with_static_statistics_an_image_does_not_depend_on_its_batch() -> None:
+    family = SmallCNN((1, 8, 8), 4, width=0.25)
+    data, params = tiny_data((1, 8, 8)), initial_params(SmallCNN((1, 8, 8), 4, width=0.25), 3)
+
+    def scores(static: bool) -> set[float]:
+        found = [
+            evaluate(family, params, FULL, data, data.test_x[:k], data.test_y[:k], static_bn=static).loss * k
+            - evaluate(family, params, FULL, data, data.test_x[: k - 1], data.test_y[: k - 1], static_bn=static).loss
+            * (k - 1)
+            for k in (5, 5)
+        ]
+        alone = evaluate(family, params, FULL, data, data.test_x[4:5], data.test_y[4:5], static_bn=static).loss
+        return {round(value, 4) for value in (*found, alone)}
+
+    assert len(scores(True)) == 1
+    assert len(scores(False)) > 1
+    before = {name: t.clone() for name, t in params.items()}
+    evaluate(family, params, FULL, data, data.test_x, data.test_y, static_bn=True)
+    assert all(torch.equal(params[name], t) for name, t in before.items())

@@ -1,0 +1,344 @@
+"""HeteroFL, ScaleFL, DepthFL, FjORD, Decoupled, FedProx: what each sends, what a device makes of it, how it is merged,
+against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine.algorithms import AllLarge, Decoupled, DepthFL, FedProx, FjORD, HeteroFL, ScaleFL
+from fl_engine.client import Site, execute
+from fl_engine.errors import ClientError, PoolError
+from fl_engine.evaluate import published, weights_of
+from fl_engine.models.resnet import ResNet18
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.vgg16 import VGG16
+from fl_engine.slicing import contains, count_params, take
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    TinyNet,
+    assert_same_bits,
+    failure_of,
+    start_of,
+    tiny_fleet,
+    tiny_site,
+    update_of,
+)
+from fl_engine.types import FULL, Algorithm, ClientUpdate, Device, Params, TaskContext, WorkOrder
+
+VGG = VGG16((3, 32, 32), 10)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def context(site: Site, client: int, free: float) -> TaskContext:
+    return TaskContext(site.family.layout(), site.pool, site.fleet[client], free)
+
+
+def orders_by_model(algorithm: Algorithm, site: Site, rounds: int = 20) -> dict[str, WorkOrder]:
+    state = start_of(algorithm, site)
+    found = [o for r in range(rounds) for o in algorithm.plan(state, r, SEED).orders]
+    return {o.hints["model"]: o for o in found}
+
+
+# ------------------------------------------------------------------------------------------------- who gets what
+@pytest.mark.parametrize("kind", [HeteroFL, ScaleFL], ids=lambda k: k.__name__)
+def test_every_device_gets_the_largest_level_that_it_can_hold(kind: Any) -> None:
+    """Table I: 35, 60 and 110 % of the full model against levels of about 25, 50 and 100 %."""
+    algorithm = kind(training=TRAINING)
+    site = tiny_site(algorithm, TinyNet(conv=16, hidden=64))
+    state = start_of(algorithm, site)
+    names = [m.name for m in site.pool]
+    for round in range(30):
+        for order in algorithm.plan(state, round, SEED).orders:
+            tier = site.fleet[order.client].tier
+            assert order.hints["model"] == names[["weak", "medium", "strong"].index(tier)]
+
+
+@pytest.mark.parametrize(("free", "level"), [(110, 2), (100.1, 2), (99.9, 1), (55, 1), (50, 0), (30, 0), (5, 0)])
+def test_heterofl_steps_down_to_the_level_that_fits(free: float, level: int) -> None:
+    algorithm = HeteroFL(training=TRAINING)
+    site = tiny_site(algorithm, TinyNet(conv=16, hidden=64))  # levels of about 26, 52 and 100 %
+    order = orders_by_model(algorithm, site)["1x"]
+    task = algorithm.task(order, context(site, order.client, free))
+    assert task.spec == site.pool[level].spec
+    assert task.scaler == (0.5, 0.71, 1.0)[level]
+    assert task.mask_labels
+
+
+def test_heterofl_has_its_additions_as_switches() -> None:
+    plain = HeteroFL(training=TRAINING, scaler=False, mask_labels=False, static_bn=False)
+    site = tiny_site(plain)
+    order = orders_by_model(plain, site)["0.5x"]
+    task = plain.task(order, context(site, order.client, 30.0))
+    assert (task.scaler, task.mask_labels) == (1.0, False)
+    assert [m.static_bn for m in site.pool] == [False] * 3
+    assert all(m.static_bn for m in tiny_site(HeteroFL(training=TRAINING)).pool)
+    with pytest.raises(ClientError, match="the smallest needs"):
+        replace(plain, on_too_small="fail").task(order, context(site, order.client, 20.0))
+
+
+def test_heterofl_cuts_every_layer_to_the_ceiling_of_one_ratio() -> None:
+    """VGG16 at 0.71: ceil(45.44) = 46, ceil(90.88) = 91, ceil(181.76) = 182, ceil(363.52), ceil(2908.16)."""
+    small, middle, full = HeteroFL().pool(VGG, ())
+    kept = VGG.layout()
+    groups = ("conv1", "conv3", "conv5", "conv13", "fc1")
+    assert [kept.width(middle.spec, g) for g in groups] == [46, 91, 182, 364, 2909]
+    assert [kept.width(small.spec, g) for g in ("conv1", "conv13", "fc2", "classes")] == [32, 256, 2048, 10]
+    assert full.params == 33_646_666
+    by_hand = sum(math.prod(t.shape) for t in VGG.module(middle.spec).state_dict().values())
+    assert middle.params == by_hand
+    assert middle.share == pytest.approx(0.505, abs=0.002)
+    assert small.share == pytest.approx(0.2506, abs=0.0005)
+
+
+@pytest.mark.parametrize("widths", [(0.5, 0.5, 1.0), (1.0, 0.5), (0.5, 0.9), ()])
+@pytest.mark.parametrize("kind", [HeteroFL, FjORD, Decoupled])
+def test_widths_that_make_no_pool_are_an_error(kind: Any, widths: tuple[float, ...]) -> None:
+    with pytest.raises(PoolError, match=r"algorithm\.widths: different ratios in ascending order, the last one 1"):
+        kind(widths=widths).pool(TinyNet(), ())
+
+
+# ----------------------------------------------------------------------------------------------------- ScaleFL
+def test_scalefl_weights_its_exits_and_lets_the_last_teach() -> None:
+    """Three outputs: 1/6, 2/6, 3/6; two: 1/3, 2/3; one: 1."""
+    algorithm = ScaleFL(training=TRAINING, exits=("conv", "fc"), kd_from=2)
+    site = tiny_site(algorithm)
+    orders = orders_by_model(algorithm, site)
+    for i, (name, weights) in enumerate(
+        {"level1": (1.0,), "level2": (1 / 3, 2 / 3), "level3": (1 / 6, 2 / 6, 3 / 6)}.items()
+    ):
+        order = replace(orders[name], round=2)
+        task = algorithm.task(order, context(site, order.client, 150.0))
+        assert task.exits is not None
+        assert task.exits.weights == pytest.approx(weights)
+        assert (task.exits.kd_weight, task.exits.teachers) == (0.05, "last")
+        early = algorithm.task(replace(order, round=1), context(site, order.client, 150.0))
+        assert early.exits is not None and early.exits.kd_weight == 0, "not before kd_from"
+        assert contains(site.family.layout(), site.pool[-1].spec, site.pool[i].spec)
+
+
+def test_scalefl_leaves_untrained_blocks_out_of_the_mean() -> None:
+    """A client of level 1 has no part in what lies behind its exit, however many samples it has."""
+    algorithm = ScaleFL(training=TRAINING, exits=("conv", "fc"))
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    level = site.pool[0]
+    order = replace(orders_by_model(algorithm, site)["level1"], round=0)
+    payload = {n: t + 1 for n, t in take(state.params, state.layout, level.spec).items()}
+    assert set(payload) == {"conv.conv.weight", "conv.conv.bias", "exit_conv.weight", "exit_conv.bias"}
+    merged = algorithm.merge(state, replace(algorithm.plan(state, 0, SEED), orders=(order,)), [
+        update_of(order, level.spec, payload, 1000)
+    ]).params  # fmt: skip
+    for name, old in state.params.items():
+        if name not in payload:
+            assert torch.equal(merged[name], old), name
+
+
+def test_levels_of_scalefl_grow() -> None:
+    with pytest.raises(PoolError, match="no wider than the next"):
+        tiny_site(ScaleFL(widths=(1.0, 0.5, 1.0), exits=("conv", "fc")))
+    with pytest.raises(PoolError, match="an early exit for each level but the last"):
+        tiny_site(ScaleFL(exits=("conv",)))
+
+
+# ----------------------------------------------------------------------------------------------------- DepthFL
+def test_depthfl_cuts_depth_alone() -> None:
+    algorithm = DepthFL()
+    family = algorithm.network(VGG)
+    pool = algorithm.pool(family, ())
+    assert family.exits == ("conv11", "fc1")  # type: ignore[attr-defined]
+    assert [m.spec.keep for m in pool] == [()] * 3
+    assert all(m.ensemble for m in pool)
+    assert [m.params for m in pool] == [10_006_602, 16_870_484, 33_692_766]
+    for m in pool:
+        assert m.params == sum(math.prod(t.shape) for t in family.module(m.spec).state_dict().values())
+
+
+@pytest.mark.parametrize(("round", "weight"), [(0, math.exp(-5)), (150, math.exp(-1.25)), (300, 1.0), (900, 1.0)])
+def test_depthfl_lets_distillation_rise(round: int, weight: float) -> None:
+    algorithm = DepthFL(training=TRAINING, exits=("conv", "fc"))
+    site = tiny_site(algorithm)
+    order = replace(orders_by_model(algorithm, site)["level3"], round=round)
+    task = algorithm.task(order, context(site, order.client, 150.0))
+    assert task.exits is not None
+    assert task.exits.kd_weight == pytest.approx(weight)
+    assert (task.exits.weights, task.exits.teachers, task.proximal) == ((1.0, 1.0, 1.0), "all", 0.1)
+
+
+def test_feddyn_by_hand() -> None:
+    """alpha = 0.1, K = 20 clients. Two of them bring w + 1 and w + 3: the mean is w + 2,
+    g = -0.1 and -0.3, h = -0.1/20 * (1 + 3) = -0.02, and the new model w + 2 - h/0.1 = w + 2.2.
+    Next round the first brings w' + 1 alone: g = -0.2, h = -0.02 - 0.005 = -0.025, w' + 1 + 0.25."""
+    algorithm = DepthFL(training=TRAINING, exits=("conv", "fc"), alpha=0.1)
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    base = algorithm.plan(state, 0, SEED)
+    first, second = (replace(base.orders[0], client=c, spec=FULL, hints={"model": "level3"}) for c in (4, 9))
+    plan = replace(base, orders=(first, second))
+    w = state.params
+    after = algorithm.merge(state, plan, [update_of(first, FULL, up(w, 1)), update_of(second, FULL, up(w, 3), 50)])
+    for name, old in w.items():
+        torch.testing.assert_close(after.memory[f"4/{name}"], torch.full_like(old, -0.1))
+        torch.testing.assert_close(after.memory[f"9/{name}"], torch.full_like(old, -0.3))
+        torch.testing.assert_close(after.h[name], torch.full_like(old, -0.02))
+        torch.testing.assert_close(after.params[name], old + 2.2)
+    again = algorithm.merge(after, replace(plan, orders=(first,)), [update_of(first, FULL, up(after.params, 1))])
+    for name, old in after.params.items():
+        torch.testing.assert_close(again.memory[f"4/{name}"], torch.full_like(old, -0.2), rtol=1e-4, atol=1e-6)
+        assert torch.equal(again.memory[f"9/{name}"], after.memory[f"9/{name}"])
+        torch.testing.assert_close(again.params[name], old + 1.25)
+
+
+def up(params: Params, by: float) -> Params:
+    return {name: t + by for name, t in params.items()}
+
+
+def test_a_device_gets_its_own_memory_and_only_what_it_trains() -> None:
+    algorithm = DepthFL(training=TRAINING, exits=("conv", "fc"))
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    seen: set[int] = set()
+    for round in range(4):
+        plan = algorithm.plan(state, round, SEED)
+        for order in plan.orders:
+            assert bool(order.memory) == (order.client in seen)
+            assert order.memory.keys() <= order.payload.keys()
+            for name, g in order.memory.items():
+                assert torch.equal(g, state.memory[f"{order.client}/{name}"])
+        outcomes = [execute(algorithm, order, site) for order in plan.orders]
+        seen |= {o.client for o in outcomes if isinstance(o, ClientUpdate)}
+        state = algorithm.merge(state, plan, outcomes)
+    without = replace(algorithm, alpha=0.0)
+    plan = without.plan(start_of(without, site), 0, SEED)
+    after = without.merge(start_of(without, site), plan, [execute(without, o, site) for o in plan.orders])
+    assert after.memory == after.h == {}
+
+
+# ------------------------------------------------------------------------------------------------------- FjORD
+def test_fjord_trains_all_widths_up_to_the_largest_that_fits() -> None:
+    algorithm = FjORD(training=TRAINING)
+    site = tiny_site(algorithm, TinyNet(conv=20, hidden=60))
+    order = orders_by_model(algorithm, site)["1x"]
+    for free in (5.0, 20.0, 40.0, 70.0, 120.0):
+        task = algorithm.task(order, context(site, order.client, free))
+        fitting = [m for m in site.pool if 100 * m.share < free] or list(site.pool[:1])
+        assert task.widths == tuple(m.spec for m in fitting)
+        assert task.spec == fitting[-1].spec
+    assert [m.name for m in site.pool] == ["0.2x", "0.4x", "0.6x", "0.8x", "1x"]
+    assert all(m.reported for m in site.pool)
+
+
+# --------------------------------------------------------------------------------------------------- Decoupled
+def test_decoupled_levels_share_nothing() -> None:
+    """Only clients of level 1 come back: the others' weights stay to the bit, level 1's is their mean."""
+    algorithm = Decoupled(training=TRAINING)
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = algorithm.plan(state, 0, SEED)
+    small = site.pool[0]
+    came = [
+        update_of(o, o.spec, up(o.payload, i + 1.0), 10 * (i + 1)) if o.hints["model"] == small.name else failure_of(o)
+        for i, o in enumerate(plan.orders)
+    ]
+    after = algorithm.merge(state, plan, came)
+    assert_same_bits(after.params, state.params)
+    assert_same_bits(own(after, site, 1), own(state, site, 1))
+    weights = [10 * (i + 1) for i, o in enumerate(plan.orders) if o.hints["model"] == small.name]
+    by = sum(w * w / 10 for w in weights) / sum(weights)
+    for name, tensor in own(after, site, 0).items():
+        torch.testing.assert_close(tensor, own(state, site, 0)[name] + by)
+
+
+def own(state: Any, site: Site, level: int) -> Params:
+    return weights_of(published(state), site.family.layout(), site.pool[level])
+
+
+def test_decoupled_asks_k_capable_devices_for_each_level() -> None:
+    algorithm = Decoupled(training=replace(TRAINING, fraction=0.1))
+    site = tiny_site(algorithm, fleet=tiny_fleet(40))
+    state = start_of(algorithm, site)
+    for round in range(20):
+        orders = algorithm.plan(state, round, SEED).orders
+        assert sorted(o.hints["model"] for o in orders) == ["0.5x"] * 4 + ["0.71x"] * 4 + ["1x"] * 4
+        for order in orders:
+            share = next(m.share for m in site.pool if m.name == order.hints["model"])
+            assert site.fleet[order.client].most > 100 * share
+
+
+def test_decoupled_cannot_prune_on_the_device() -> None:
+    algorithm = Decoupled(training=TRAINING)
+    site = tiny_site(algorithm)
+    orders = orders_by_model(algorithm, site)
+    with pytest.raises(ClientError, match=r"99\.0 % of the full model is free now, the model sent needs 100\.0 %"):
+        algorithm.task(orders["1x"], context(site, 0, 99.0))
+    assert algorithm.task(orders["0.5x"], context(site, 0, 5.0)).spec == site.pool[0].spec
+    with pytest.raises(ClientError):
+        replace(algorithm, on_too_small="fail").task(orders["0.5x"], context(site, 0, 5.0))
+
+
+# ------------------------------------------------------------------------------------------------ the full model
+def test_fedprox_is_all_large_with_mu() -> None:
+    site = tiny_site(AllLarge(training=TRAINING))
+    device = Device(0, "strong", 110.0, 0.0)
+    order = WorkOrder(3, 0, FULL, {}, 5, {"model": "full"})
+    ctx = TaskContext(site.family.layout(), site.pool, device, 105.0)
+    plain = AllLarge(training=TRAINING).task(order, ctx)
+    assert FedProx(training=TRAINING, mu=0.3).task(order, ctx) == replace(plain, proximal=0.3)
+    assert FedProx(training=TRAINING, mu=0.0).task(order, ctx) == plain
+
+
+FAMILIES = [VGG, ResNet18((3, 32, 32), 10), SmallCNN((3, 32, 32), 10)]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: type(f).__name__)
+@pytest.mark.parametrize("kind", [HeteroFL, FjORD, Decoupled, ScaleFL, DepthFL], ids=lambda k: k.__name__)
+def test_bytes_and_multiply_adds_of_every_level(kind: Any, family: Any) -> None:
+    """Parameters from the module that is really built, multiply-adds from its layers' shapes in a forward pass."""
+    algorithm = kind()
+    family = algorithm.network(family) if hasattr(algorithm, "network") else family
+    for m in algorithm.pool(family, ()):
+        with torch.device("meta"):
+            module = family.module(m.spec)
+        params = sum(math.prod(t.shape) for t in module.state_dict().values())
+        assert (m.params, m.bytes) == (params, 4 * params)
+        assert m.share == pytest.approx(params / count_params(family))
+        assert m.macs == forward_macs(module, family.input_chw)
+
+
+def forward_macs(module: torch.nn.Module, chw: tuple[int, int, int]) -> int:
+    """The operators that really run, by torch's own dispatcher; batch norm counts 4 per element."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    total = 0
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal total
+            out = func(*args, **(kwargs or {}))
+            name = func.overloadpacket.__name__
+            if name == "convolution":
+                total += out.numel() * math.prod(args[1].shape[1:])
+            elif name == "addmm":
+                total += out.numel() * args[1].shape[1]
+            elif name.startswith("native_batch_norm") or name.startswith("_native_batch_norm"):
+                total += 4 * out[0].numel()
+            return out
+
+    with torch.device("meta"), torch.no_grad():
+        x = torch.empty(1, *chw)
+        with Count():
+            module.eval()(x)
+    return total

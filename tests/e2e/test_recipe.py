@@ -1,0 +1,79 @@
+"""The README's recipe for an algorithm of one's own, followed word by word from scratch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMPORT = "from fl_engine.algorithms.median import Median\n"
+LINE = '    "median": Median,\n'
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources with the recipe's file and its line added."""
+    root = tmp_path_factory.mktemp("recipe")
+    for folder in ("fl_engine", "components", "tests/conformance"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "tests/conftest.py"):
+        shutil.copyfile(ROOT / file, root / file)
+    readme = (ROOT / "README.md").read_text()
+    (file,) = re.findall(r"```python\n# fl_engine/algorithms/median\.py\n(.*?)```", readme, re.DOTALL)
+    (root / "fl_engine/algorithms/median.py").write_text(file)
+    registry = root / "fl_engine/algorithms/__init__.py"
+    assert LINE.strip() in readme
+    text, last = registry.read_text(), '    "scalefl": ScaleFL,\n'
+    assert last in text
+    registry.write_text(IMPORT + text.replace(last, last + LINE, 1))
+    return root
+
+
+def run(checkout: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *argv], cwd=checkout, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_it_passes_the_laws_that_all_algorithms_share(checkout: Path) -> None:
+    suite = "tests/conformance/test_algorithms.py"
+    done = run(checkout, "-m", "pytest", "-v", "-v", "-p", "no:cacheprovider", suite, "-k", "median")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.stdout.count("PASSED") >= 15, "the registry's line put it into the suite"
+
+
+def test_it_runs_and_learns(checkout: Path) -> None:
+    settings = ["algorithm.name=median", "rounds.stop=6", "rounds.evaluate_every=6", "tracking.mlflow=null"]
+    options = [word for setting in settings for word in ("--set", setting)]
+    done = run(checkout, "-m", "components.cli", "run", "--run-id", "m", "--json", *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["metrics"]["full"] > 0.5
+
+
+def test_the_median_is_the_median(checkout: Path) -> None:
+    """Three clients bring 1, 2 and 90: the model is 2."""
+    code = """
+import torch
+from fl_engine.algorithms.median import Median
+from fl_engine.testing.tiny import TRAINING, SEED, start_of, tiny_site, update_of
+algorithm = Median(training=TRAINING)
+site = tiny_site(algorithm)
+state = start_of(algorithm, site)
+plan = algorithm.plan(state, 0, SEED)
+came = [
+    update_of(o, o.spec, {n: torch.full_like(t, v) for n, t in o.payload.items()})
+    for o, v in zip(plan.orders, (1.0, 90.0, 2.0))
+]
+assert len(came) == 3
+assert all((t == 2).all() for t in algorithm.merge(state, plan, came).params.values())
+"""
+    done = run(checkout, "-c", code)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,265 @@
+"""What a task may add to plain training, against the gradient worked out by hand: one step of SGD with rate 1 on one
+batch, so that the parameters move by the gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fl_engine.algorithms import HeteroFL
+from fl_engine.client import execute, macs_per_sample
+from fl_engine.errors import ModelError
+from fl_engine.local import Job, Trained, train
+from fl_engine.losses import distil_from_last, distil_mutually, exits_cross_entropy, mask_absent
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.slicing import initial_params, take
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, start_of, tiny_site
+from fl_engine.types import (
+    FULL,
+    SGD,
+    ClientUpdate,
+    Distillation,
+    ExitLoss,
+    LocalTask,
+    ModelFamily,
+    Params,
+    SubmodelSpec,
+)
+
+FAMILY = TinyNet()
+START = initial_params(FAMILY, 1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def samples(count: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, 1, 4, 4, generator=generator), torch.tensor([0, 1, 3, 1, 0, 3, 3, 1])[:count]
+
+
+def one_step(
+    family: ModelFamily = FAMILY, start: Params = START, linear: Params | None = None, **changes: object
+) -> Trained:
+    task = replace(LocalTask(FULL, SGD(1.0), epochs=1, batch_size=8, drop_last=True, seed=11), **changes)  # type: ignore[arg-type]
+    (found,) = train(family, [Job(task, start, *samples(), linear or {})])
+    return found
+
+
+def moved(found: Trained, start: Params = START) -> Params:
+    """The gradient that the step followed."""
+    return {name: start[name] - t for name, t in found.params.items()}
+
+
+def gradient_of(
+    loss_of: Callable[[Tensor | tuple[Tensor, ...], Tensor], Tensor],
+    family: ModelFamily = FAMILY,
+    start: Params = START,
+) -> Params:
+    leaves = {name: t.detach().clone().requires_grad_(True) for name, t in start.items()}
+    x, y = samples()
+    loss = loss_of(torch.func.functional_call(family.module().train(), leaves, (x,)), y)
+    found = torch.autograd.grad(loss, list(leaves.values()))
+    return dict(zip(leaves, found, strict=True))
+
+
+def assert_close(left: Params, right: Params) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------- proximal, linear, clipped
+def test_the_proximal_term_pulls_towards_what_was_received() -> None:
+    """FedProx: grad F + mu * (w - w_received). It is zero in the first step; the second feels the first's way."""
+    mu, rate = 0.7, 0.3
+    sgd = SGD(rate)
+    once = one_step(optimizer=sgd)
+    twice, pulled = (one_step(optimizer=sgd, epochs=2, proximal=p) for p in (0.0, mu))
+    assert_same_bits(one_step(optimizer=sgd, proximal=mu).params, once.params)
+    for name, start in START.items():
+        expected = twice.params[name] - rate * mu * (once.params[name] - start)
+        torch.testing.assert_close(pulled.params[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_linear_term_is_subtracted_from_the_gradient() -> None:
+    """FedDyn: grad F - g, for the parameters that have a g."""
+    g = {"fc.linear.bias": torch.full_like(START["fc.linear.bias"], 0.25), "not there": torch.ones(3)}
+    plain, pushed = moved(one_step()), moved(one_step(linear=g))
+    for name in START:
+        expected = plain[name] - g[name] if name in g else plain[name]
+        torch.testing.assert_close(pushed[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_is_clipped_to_its_norm_over_all_parameters() -> None:
+    plain = moved(one_step())
+    norm = math.sqrt(sum(float(g.square().sum()) for g in plain.values()))
+    clipped = moved(one_step(clip_norm=norm / 2))
+    assert_close(clipped, {name: g / 2 for name, g in plain.items()})
+    assert_close(moved(one_step(clip_norm=2 * norm)), plain)
+
+
+# ----------------------------------------------------------------------------------------------------- HeteroFL
+def test_absent_classes_have_logit_zero_and_no_gradient() -> None:
+    """Labels 0, 1 and 3 occur. The logit of class 2 is 0: it takes part in the softmax, and learns nothing."""
+    found = moved(one_step(mask_labels=True))
+    present = torch.tensor([True, True, False, True])
+    assert_close(found, gradient_of(lambda out, y: F.cross_entropy(torch.where(present, out, 0.0), y)))
+    assert not found["classifier.weight"][2].any()
+    assert found["classifier.weight"][[0, 1, 3]].any()
+    assert mask_absent(torch.tensor([[5.0, -7.0]]), torch.tensor([True, False])).tolist() == [[5.0, 0.0]]
+
+
+def test_rows_of_absent_classes_do_not_come_back() -> None:
+    algorithm = HeteroFL(training=TRAINING, scaler=False, static_bn=False)
+    site = tiny_site(algorithm)
+    own = torch.from_numpy(site.partition.clients[5])
+    labels = site.data.train_y.clone()
+    labels[own] = torch.tensor([0, 3, 0, 3, 3, 0, 0, 3])
+    site = replace(site, data=replace(site.data, train_y=labels))
+    state = start_of(algorithm, site)
+    orders = [o for r in range(20) for o in algorithm.plan(state, r, SEED).orders if o.client == 5]
+    update = execute(algorithm, orders[0], site)
+    assert isinstance(update, ClientUpdate)
+    assert update.spec.kept["classes"] == (0, 3)
+    assert update.payload["classifier.weight"].shape[0] == update.payload["classifier.bias"].shape[0] == 2
+    plan = algorithm.plan(state, orders[0].round, SEED)
+    merged = algorithm.merge(state, plan, [update]).params
+    for row, held in enumerate([True, False, False, True]):
+        assert torch.equal(merged["classifier.weight"][row], state.params["classifier.weight"][row]) != held
+
+
+def test_the_scaler_divides_what_hidden_layers_put_out() -> None:
+    """At half width every hidden layer's output is doubled in training; the classifier's is not."""
+    x, y = samples()
+    leaves = {name: t.detach().clone().requires_grad_(True) for name, t in START.items()}
+    conv = F.conv2d(x, leaves["conv.conv.weight"], leaves["conv.conv.bias"], padding=1) / 0.5
+    flat = F.max_pool2d(F.relu(conv), 2).flatten(1)
+    hidden = F.relu(F.linear(flat, leaves["fc.linear.weight"], leaves["fc.linear.bias"]) / 0.5)
+    more = F.linear(hidden, leaves["extra.linear.weight"], leaves["extra.linear.bias"]) / 0.5
+    out = F.linear(hidden + F.relu(more), leaves["classifier.weight"], leaves["classifier.bias"])
+    grads = torch.autograd.grad(F.cross_entropy(out, y), list(leaves.values()))
+    assert_close(moved(one_step(scaler=0.5)), dict(zip(leaves, grads, strict=True)))
+
+
+# --------------------------------------------------------------------------------------------------- exits
+EXITS = TinyNet(exits=("conv", "fc"))
+EXITS_START = initial_params(EXITS, 1)
+
+
+def exit_loss(kd: float, teachers: str) -> ExitLoss:
+    return ExitLoss((1 / 6, 2 / 6, 3 / 6), kd, 3.0, teachers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("teachers", ["last", "all"])
+@pytest.mark.parametrize("kd", [0.0, 0.5])
+def test_all_exits_are_trained(teachers: str, kd: float) -> None:
+    def loss(out: Tensor | tuple[Tensor, ...], y: Tensor) -> Tensor:
+        assert isinstance(out, tuple)
+        total = sum(w * F.cross_entropy(o, y) for o, w in zip(out, (1 / 6, 2 / 6, 3 / 6), strict=True))
+        distil = distil_from_last if teachers == "last" else distil_mutually
+        return torch.as_tensor(total + kd * distil(out, 3.0))
+
+    found = moved(one_step(EXITS, EXITS_START, exits=exit_loss(kd, teachers)), EXITS_START)
+    assert_close(found, gradient_of(loss, EXITS, EXITS_START))
+
+
+def test_exit_losses_by_hand() -> None:
+    """Two classes; logits (0, 0), (0, ln 3), (0, ln 9): shares 1/2, 1/4 : 3/4, 1/10 : 9/10. One sample of class 1."""
+    logits = [torch.tensor([[0.0, math.log(k)]]) for k in (1.0, 3.0, 9.0)]
+    y = torch.tensor([1])
+    weighted = exits_cross_entropy(logits, y, (1.0, 2.0, 4.0))
+    assert float(weighted) == pytest.approx(math.log(2) + 2 * math.log(4 / 3) + 4 * math.log(10 / 9))
+
+    def kl(t: float, s: float) -> float:
+        """KL(teacher || student) of two-class distributions by the share of class 0."""
+        return t * math.log(t / s) + (1 - t) * math.log((1 - t) / (1 - s))
+
+    last = distil_from_last(logits, 1.0)
+    assert float(last) == pytest.approx((1 * kl(0.1, 0.5) + 2 * kl(0.1, 0.25)) / 6, rel=1e-5)
+    pairs = [kl(t, s) for s in (0.5, 0.25, 0.1) for t in (0.5, 0.25, 0.1) if s != t]
+    assert float(distil_mutually(logits, 1.0)) == pytest.approx(sum(pairs) / 2, rel=1e-5)
+    # At tau = 2 the logits are halved and the result is multiplied by four.
+    halved = [0.5 * each for each in logits]
+    assert float(distil_mutually(logits, 2.0)) == pytest.approx(4 * float(distil_mutually(halved, 1.0)), rel=1e-5)
+
+
+def test_who_learns_from_whom() -> None:
+    """ScaleFL's last exit is not detached, DepthFL's teachers are."""
+    def leaves() -> list[Tensor]:
+        return [torch.tensor([[0.0, v]], requires_grad=True) for v in (0.3, 1.0, 2.0)]
+
+    one = leaves()
+    distil_from_last(one, 1.0).backward()  # type: ignore[no-untyped-call]
+    assert one[2].grad is not None and one[2].grad.any()
+    two = leaves()
+    distil_mutually(two[:1] + [t.detach() for t in two[1:]], 1.0).backward()  # type: ignore[no-untyped-call]
+    three = leaves()
+    distil_mutually(three, 1.0).backward()  # type: ignore[no-untyped-call]
+    assert two[0].grad is not None and three[0].grad is not None
+    torch.testing.assert_close(two[0].grad, three[0].grad)
+
+
+# ------------------------------------------------------------------------------------------- ordered dropout
+HALF, QUARTER = SubmodelSpec.of({"conv": 4, "hidden": 16}), SubmodelSpec.of({"conv": 2, "hidden": 8})
+
+
+def test_a_step_of_one_width_moves_its_slice_alone() -> None:
+    found = moved(one_step(widths=(HALF,)))
+    inside = take(found, FAMILY.layout(), HALF)
+    x, y = samples()
+    leaves = {n: t.clone().requires_grad_(True) for n, t in take(START, FAMILY.layout(), HALF).items()}
+    loss = F.cross_entropy(torch.func.functional_call(FAMILY.module(HALF), leaves, (x,)), y)
+    assert_close(inside, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)))
+    for name, t in inside.items():
+        t.zero_()
+        assert not found[name].any(), f"{name}: something outside of the slice moved"
+
+
+def test_widths_are_drawn_uniformly_and_by_seed() -> None:
+    """Which width a step had shows in which rows of the hidden layer moved."""
+    counts = {8: 0, 16: 0, 32: 0}
+    for seed in range(150):
+        rows = moved(one_step(widths=(QUARTER, HALF, FULL), seed=seed))["fc.linear.weight"].any(dim=1)
+        counts[max(w for w in counts if rows[: w].sum() > w // 2 or w == 8)] += 1
+    assert sum(counts.values()) == 150
+    assert all(30 <= n <= 70 for n in counts.values()), counts
+    same = [one_step(widths=(QUARTER, HALF, FULL), epochs=3, seed=4).params for _ in range(2)]
+    assert_same_bits(*same)
+
+
+def test_ordered_dropout_keeps_no_running_statistics() -> None:
+    family = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
+    task = LocalTask(FULL, SGD(0.1), 1, 4, True, 0, widths=(FULL,))
+    x = torch.randn(4, 1, 8, 8)
+    with pytest.raises(ModelError, match="norm=batch"):
+        list(train(family, [Job(task, initial_params(family, 0), x, torch.tensor([0, 1, 2, 3]))]))
+
+
+# ------------------------------------------------------------------------------------------- what it costs
+def test_multiply_adds_of_a_step() -> None:
+    """conv 9*8*16, fc 32*32, extra 32*32, classifier 32*4; half width: 9*4*16, 16*16 twice, 16*4."""
+    full, half = 9 * 8 * 16 + 32 * 32 * 2 + 32 * 4, 9 * 4 * 16 + 16 * 16 * 2 + 16 * 4
+    task = LocalTask(FULL, SGD(0.1), 1, 4, True, 0)
+    assert macs_per_sample(FAMILY, task) == 3 * full
+    assert macs_per_sample(FAMILY, replace(task, widths=(HALF, FULL))) == 3 * (full + half) / 2
+    teachers = Distillation((HALF,), 10.0, 3.0)
+    assert macs_per_sample(FAMILY, replace(task, distillation=teachers)) == 3 * full + half
+    anywhere = SubmodelSpec.of({"conv": [0, 3, 4, 7], "hidden": range(16, 32)})
+    assert macs_per_sample(FAMILY, replace(task, spec=anywhere)) == 3 * half
+
+
+def test_samples_are_counted_as_often_as_they_are_seen() -> None:
+    assert one_step(batch_size=3, epochs=2).samples == 12, "two full batches an epoch"
+    assert one_step(batch_size=3, epochs=2, drop_last=False).samples == 16
