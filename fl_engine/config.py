@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -201,7 +201,7 @@ def parse(values: Mapping[str, Any]) -> Config:
     try:
         config = Config.model_validate_json(json.dumps(_with_named_fleet(values)))
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from error
+        raise ConfigError(_explain(error, Config)) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the configuration holds a value that is not plain data: {error}") from error
     algorithm(config)
@@ -234,27 +234,47 @@ def _merge(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
     return out
 
 
-def _explain(error: ValidationError, prefix: str = "") -> str:
+def _explain(error: ValidationError, root: Any, prefix: str = "") -> str:
+    """One clause for each thing that is wrong, by its dotted name below `prefix`."""
     lines = []
     for e in error.errors():
-        path = prefix + ".".join(str(p) for p in e["loc"])
+        *parents, last = e["loc"] or ("",)
+        names, known = _walk(root, parents)
+        path = prefix + ".".join([*names, str(last)])
         if e["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            lines.append(f"unknown parameter {path!r}{nearest(str(e['loc'][-1]), _names_at(e['loc'][:-1]))}")
+            lines.append(f"unknown parameter {path!r}{nearest(str(last), known)}")
+        elif e["type"] == "union_tag_not_found":
+            lines.append(f"{path}.name is missing: say which one, got {e['input']!r}")
+        elif e["type"] == "union_tag_invalid":
+            tag, tags = e["ctx"]["tag"], e["ctx"]["expected_tags"].replace("'", "")
+            lines.append(f"{path}.name: no {tag!r}{nearest(tag, tags.split(', '))}; there are {tags}")
         else:
             lines.append(f"{path}: {e['msg'][:1].lower()}{e['msg'][1:]}, got {e['input']!r}")
     return "; ".join(dict.fromkeys(lines))
 
 
-def _names_at(location: Sequence[Any]) -> list[str]:
-    here: Any = Config
+def _walk(root: Any, location: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """The dotted name of a place in a configuration, and the parameters that exist there. A union's tag (the `name` of
+    a selection) is a step of pydantic's path, and none of what a person writes."""
+    here, names = root, []
     for part in location:
+        members = [m for m in get_args(here) if is_dataclass(m)]
+        tagged = [m for m in members if getattr(m, "name", None) == part]
+        if tagged:
+            here = tagged[0]
+            continue
+        names.append(str(part))
         if isinstance(part, int):
-            here = Tier
-        elif isinstance(here, type) and issubclass(here, BaseModel):
-            here = here.model_fields[str(part)].annotation
+            here = next(iter(members), None)
+        elif isinstance(here, type) and (is_dataclass(here) or issubclass(here, BaseModel)):
+            here = get_type_hints(here).get(str(part))
+        else:
+            here = None
+        if get_origin(here) is Annotated:
+            here = get_args(here)[0]
     if is_dataclass(here):
-        return [f.name for f in fields(here)]
-    return list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
+        return names, [f.name for f in fields(here)]
+    return names, list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
 
 
 # ------------------------------------------------------------------------------------------- what it names
@@ -286,7 +306,7 @@ def algorithm(config: Config) -> Algorithm:
     try:
         return TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
     except ValidationError as error:
-        raise ConfigError(_explain(error, "algorithm.")) from error
+        raise ConfigError(_explain(error, kind, "algorithm.")) from error
 
 
 def model(config: Config, input_chw: tuple[int, int, int], classes: int) -> ModelFamily:

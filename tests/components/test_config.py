@@ -16,10 +16,12 @@ from fl_engine import config as configs
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.config import Config, flatten, load_config, parse
-from fl_engine.devices import Tier
+from fl_engine.devices import FLEETS, Tier
 from fl_engine.errors import ConfigError, ModelError
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.selection import Curiosity
+from fl_engine.server_opt import Yogi
 
 ROOT = Path(__file__).parents[2]
 
@@ -492,3 +494,42 @@ def test_a_configuration_survives_json_and_yaml() -> None:
 def test_a_configuration_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().seed = 3  # type: ignore[misc]
+
+
+# -------------------------------------------------------------------- selections, server optimisers, named fleets
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["algorithm.selection.name=curosity"], r"algorithm\.selection\.name: no 'curosity' \(did you mean 'curiosity'"),
+        (
+            ["algorithm.selection.name=curiosity", "algorithm.selection.scor=c"],
+            r"unknown parameter 'algorithm\.selection\.scor' \(did you mean 'score'\?\)",
+        ),
+        (["algorithm.selection.score=c"], r"algorithm\.selection\.name is missing"),
+        (["algorithm.server={name: yogi, lr: -1}"], r"algorithm\.server\.lr: input should be greater than 0, got -1"),
+        (["algorithm.server=5"], r"algorithm\.server: .*got 5"),
+        (["fleet.tiers=8:1:2"], r"no fleet named '8:1:2' \(did you mean '8:1:1'\?\)"),
+        (["algorithm.name=heterofl", "algorithm.widths=[0.5,2]"], r"algorithm\.widths\.1: .* got 2"),
+    ],
+)
+def test_what_is_wrong_inside_an_algorithm_is_said_by_its_name(sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, sets)
+
+
+def test_every_algorithm_takes_selections_and_servers_by_name() -> None:
+    sets = ["algorithm.name=heterofl", "algorithm.selection={name: curiosity, per_type: 1}", "algorithm.server.name=yogi"]
+    found: Any = configs.algorithm(load_config(None, sets))
+    assert (found.selection, found.server) == (Curiosity(per_type=1), Yogi())
+
+
+def test_a_fleet_by_name_is_written_out() -> None:
+    config = load_config(None, ["fleet.tiers=8:1:1"])
+    assert config.fleet.tiers == FLEETS["8:1:1"]
+    assert flatten(config)["fleet.tiers"][0]["share"] == 0.8
+
+
+def test_an_algorithm_that_wants_early_exits_gets_them() -> None:
+    config = load_config(None, ["algorithm.name=scalefl", "algorithm.exits=[conv2, conv3]"])
+    assert configs.model(config, (1, 8, 8), 10).exits == ("conv2", "conv3")  # type: ignore[attr-defined]
+    assert configs.model(load_config(None), (1, 8, 8), 10).exits == ()  # type: ignore[attr-defined]

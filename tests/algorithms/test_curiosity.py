@@ -1,0 +1,439 @@
+"""AdaptiveFL's selection (Jia et al., DAC 2024, Sec. 3.3 and Alg. 1), worked by hand.
+
+Seven models, S3 S2 S1 M3 M2 M1 L1, are the indices 0 to 6; tables have a row per type (S, M, L) or per model, and a
+column per client.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine import seeds
+from fl_engine.algorithms import AdaptiveFL
+from fl_engine.client import execute
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.selection import Curiosity
+from fl_engine.state import pack, unpack
+from fl_engine.store import decode, encode
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, failure_of, start_of, tiny_site, update_of
+from fl_engine.types import FULL, Device, Pick, Pool, PoolModel, SubmodelSpec, Tables
+
+law = settings(max_examples=60, deadline=None)
+S3, S2, S1, M3, M2, M1, L1 = range(7)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def pool_of(models: int, dispatched: Sequence[int] | None = None) -> Pool:
+    """Of that many sizes, all sent unless told otherwise."""
+    return tuple(
+        PoolModel(
+            name=f"m{i}",
+            spec=SubmodelSpec.of({"g": i + 1}) if i < models - 1 else FULL,
+            params=i + 1,
+            share=(i + 1) / models,
+            macs=i + 1,
+            dispatched=dispatched is None or i in dispatched,
+            reported=True,
+        )
+        for i in range(models)
+    )
+
+
+def fleet_of(clients: int) -> tuple[Device, ...]:
+    return tuple(Device(c, "any", 110.0, 0.0) for c in range(clients))
+
+
+def tables_of(curiosity: Sequence[Sequence[float]], resource: Sequence[Sequence[float]]) -> Tables:
+    """From one row per client, as people write them."""
+    by_type, by_model = zip(*curiosity, strict=True), zip(*resource, strict=True)
+    return {
+        "curiosity": tuple(tuple(float(v) for v in row) for row in by_type),
+        "resource": tuple(tuple(float(v) for v in row) for row in by_model),
+    }
+
+
+def column(tables: Tables, name: str, client: int) -> list[float]:
+    return [row[client] for row in tables[name]]
+
+
+# ================================================================================================= the start
+@pytest.mark.parametrize(
+    ("models", "per_type", "types"),
+    [
+        # p = 3, 2 and 1 of AdaptiveFL; other pools: FlexFL's five, one model alone.
+        (7, 3, 3),
+        (5, 2, 3),
+        (3, 1, 3),
+        (5, 3, 3),
+        (5, 4, 2),
+        (1, 3, 1),
+    ],
+)
+def test_tables_are_ones_at_first(models: int, per_type: int, types: int) -> None:
+    found = Curiosity(per_type=per_type).init(fleet_of(4), pool_of(models))
+    ones = (1.0, 1.0, 1.0, 1.0)
+    assert found == {"curiosity": (ones,) * types, "resource": (ones,) * models}
+
+
+def test_the_rewards_of_the_first_round() -> None:
+    """All ones: S has (7 + 6 + 5) / (3 * 7), M (4 + 3 + 2) / (3 * 7), L 1 / 7; curiosity 1 everywhere."""
+    tables = Curiosity().init(fleet_of(2), pool_of(7))
+    by_success = Curiosity(score="s").rewards(tables)
+    expected = [18 / 21, 18 / 21, 18 / 21, 9 / 21, 9 / 21, 9 / 21, 1 / 7]
+    for client in range(2):
+        assert by_success[:, client].tolist() == pytest.approx(expected, rel=1e-12)
+        assert Curiosity(score="c").rewards(tables)[:, client].tolist() == [1.0] * 7
+        capped = [0.5, 0.5, 0.5, 9 / 21, 9 / 21, 9 / 21, 1 / 7]
+        assert Curiosity().rewards(tables)[:, client].tolist() == pytest.approx(capped, rel=1e-12)
+
+
+def test_the_rewards_of_the_first_round_with_one_model_a_level() -> None:
+    """p = 1, all ones: S1 has 3 / 3, M1 2 / 3, L1 1 / 3."""
+    tables = Curiosity(per_type=1).init(fleet_of(1), pool_of(3))
+    found = Curiosity(score="s", per_type=1).rewards(tables)
+    assert found[:, 0].tolist() == pytest.approx([1, 2 / 3, 1 / 3], rel=1e-12)
+
+
+# ========================================================================================= Alg. 1 lines 12 to 26
+START = (1, 1, 1, 1, 1, 1, 1)
+LATER = (5, 0, 2, 4, 1, 0, 3)
+UPDATES = [
+    # before: T_r; sent, back; after: T_c (from ones), T_r.
+    # A match: +1 from the model sent up to L1, and p - 1 = 2 more for L1; its type counts as sent and as brought back.
+    (START, S3, S3, (3, 1, 1), (2, 2, 2, 2, 2, 2, 4)),
+    (START, S1, S1, (3, 1, 1), (1, 1, 2, 2, 2, 2, 4)),
+    (START, M2, M2, (1, 3, 1), (1, 1, 1, 1, 2, 2, 4)),
+    (START, L1, L1, (1, 1, 3), (1, 1, 1, 1, 1, 1, 4)),
+    (LATER, M3, M3, (1, 3, 1), (5, 0, 2, 5, 2, 1, 6)),
+    # Pruned: +3 for what came back, then 0, 1, 2, ... less from it up to L1, not below 0.
+    (START, L1, M1, (1, 2, 2), (1, 1, 1, 1, 1, 4, 0)),
+    (START, L1, M3, (1, 2, 2), (1, 1, 1, 4, 0, 0, 0)),
+    (START, L1, S3, (2, 1, 2), (4, 0, 0, 0, 0, 0, 0)),
+    (START, M1, S2, (2, 2, 1), (1, 4, 0, 0, 0, 0, 0)),
+    (START, M2, M3, (1, 3, 1), (1, 1, 1, 4, 0, 0, 0)),
+    (START, S1, S3, (3, 1, 1), (4, 0, 0, 0, 0, 0, 0)),
+    (LATER, M1, S1, (2, 2, 1), (5, 0, 5, 3, 0, 0, 0)),
+    (LATER, L1, M2, (1, 2, 2), (5, 0, 2, 4, 4, 0, 1)),
+]
+
+
+@pytest.mark.parametrize(("before", "sent", "back", "curiosity", "resource"), UPDATES)
+def test_what_is_learned_from_a_return(
+    before: Sequence[int], sent: int, back: int, curiosity: Sequence[int], resource: Sequence[int]
+) -> None:
+    tables = tables_of([(1, 1, 1)] * 3, [LATER, before, START])
+    found = Curiosity().learn(tables, sent, back, client=1)
+    assert column(found, "curiosity", 1) == list(curiosity)
+    assert column(found, "resource", 1) == list(resource)
+    for other, row in ((0, LATER), (2, START)):
+        assert column(found, "curiosity", other) == [1, 1, 1]
+        assert column(found, "resource", other) == list(row), "another client's column moved"
+
+
+@pytest.mark.parametrize(
+    ("sent", "back", "curiosity", "resource"),
+    [
+        # p = 1: a match adds nothing more for L1, a model that came back pruned is worth 1.
+        (0, 0, (3, 1, 1), (2, 2, 2)),
+        (1, 1, (1, 3, 1), (1, 2, 2)),
+        (2, 2, (1, 1, 3), (1, 1, 2)),
+        (2, 1, (1, 2, 2), (1, 2, 0)),
+        (2, 0, (2, 1, 2), (2, 0, 0)),
+        (1, 0, (2, 2, 1), (2, 0, 0)),
+    ],
+)
+def test_what_is_learned_with_one_model_a_level(
+    sent: int, back: int, curiosity: Sequence[int], resource: Sequence[int]
+) -> None:
+    found = Curiosity(per_type=1).learn(tables_of([(1, 1, 1)], [(1, 1, 1)]), sent, back, client=0)
+    assert column(found, "curiosity", 0) == list(curiosity)
+    assert column(found, "resource", 0) == list(resource)
+
+
+def algorithm_1(t_c: list[int], t_r: list[int], sent: int, back: int, p: int) -> None:
+    """Lines 12 to 26 as they are printed, for one client."""
+    models = len(t_r)
+
+    def kind(model: int) -> int:
+        return 2 if model == models - 1 else model // p
+
+    t_c[kind(sent)] += 1
+    t_c[kind(back)] += 1
+    if sent == back:
+        for t in range(sent, models):
+            t_r[t] += 1
+        t_r[models - 1] += p - 1
+    else:
+        t_r[back] += p
+        tau = 0
+        for t in range(back, models):
+            t_r[t] = max(t_r[t] - tau, 0)
+            tau += 1
+
+
+@law
+@given(p=st.integers(1, 4), data=st.data())
+def test_a_history_is_learned_as_the_algorithm_says(p: int, data: st.DataObject) -> None:
+    models, clients = 2 * p + 1, 3
+    selector = Curiosity(per_type=p)
+    tables = selector.init(fleet_of(clients), pool_of(models))
+    t_c, t_r = [[1, 1, 1] for _ in range(clients)], [[1] * models for _ in range(clients)]
+    for _ in range(data.draw(st.integers(1, 20))):
+        client, sent = data.draw(st.integers(0, clients - 1)), data.draw(st.integers(0, models - 1))
+        back = data.draw(st.integers(0, sent))
+        tables = selector.learn(tables, sent, back, client)
+        algorithm_1(t_c[client], t_r[client], sent, back, p)
+    assert tables == tables_of(t_c, t_r)
+    assert (np.asarray(tables["curiosity"]) >= 1).all()
+    assert (np.asarray(tables["resource"]).sum(axis=0) > 0).all(), "else R_s would divide by nothing"
+
+
+@pytest.mark.parametrize(("sent", "back"), [(L1, L1), (L1, S2)])
+def test_learning_leaves_the_old_tables_alone(sent: int, back: int) -> None:
+    tables = tables_of([(1, 2, 3), (4, 5, 6)], [LATER, START])
+    before = copy.deepcopy(tables)
+    first = Curiosity().learn(tables, sent, back, 0)
+    assert tables == before
+    assert Curiosity().learn(tables, sent, back, 0) == first
+    assert first != before
+
+
+# ================================================================================================ the rewards
+# Client a is new; b was sent L1 and brought back S3 from ones, (4, 0, ...); c brought back L1 whole, (1, ..., 1, 4).
+# The curiosity columns are made up, of squares.
+THREE = tables_of(
+    curiosity=[(4, 1, 1), (1, 9, 4), (9, 4, 16)],
+    resource=[(1, 1, 1, 1, 1, 1, 1), (4, 0, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 1, 4)],
+)
+F = Fraction
+R_S = {
+    # S: (7+6+5)/(3*7), (4+0+0)/(3*4), (10+9+8)/(3*10); M: (4+3+2)/21, 0, (7+6+5)/30; L: 1/7, 0, 4/10.
+    "S": (F(6, 7), F(1, 3), F(9, 10)),
+    "M": (F(3, 7), F(0), F(3, 5)),
+    "L": (F(1, 7), F(0), F(2, 5)),
+}
+R_C = {
+    # 1/sqrt of 4, 1, 9; of 1, 9, 4; of 1, 4, 16.
+    "S": (F(1, 2), F(1), F(1, 3)),
+    "M": (F(1), F(1, 3), F(1, 2)),
+    "L": (F(1), F(1, 2), F(1, 4)),
+}
+R = {
+    # min(1/2, R_s) * R_c: 1/2 * 1/2, 1/3 * 1, 1/2 * 1/3; 3/7 * 1, 0, 1/2 * 1/2; 1/7 * 1, 0, 2/5 * 1/4.
+    "S": (F(1, 4), F(1, 3), F(1, 6)),
+    "M": (F(3, 7), F(0), F(1, 4)),
+    "L": (F(1, 7), F(0), F(1, 10)),
+}
+P = {
+    # Over 3/4, over 19/28, over 17/70.
+    "S": (F(1, 3), F(4, 9), F(2, 9)),
+    "M": (F(12, 19), F(0), F(7, 19)),
+    "L": (F(10, 17), F(0), F(7, 17)),
+}
+
+
+@pytest.mark.parametrize(("score", "expected"), [("s", R_S), ("c", R_C), ("cs", R)])
+def test_the_rewards_of_three_clients(score: Any, expected: dict[str, tuple[Fraction, ...]]) -> None:
+    found = Curiosity(score=score).rewards(THREE)
+    for model, kind in enumerate("SSSMMML"):
+        assert found[model].tolist() == pytest.approx([float(v) for v in expected[kind]], rel=1e-12), kind
+
+
+def test_the_numbers_above_agree_with_each_other() -> None:
+    for kind in "SML":
+        product = tuple(min(F(1, 2), s) * c for s, c in zip(R_S[kind], R_C[kind], strict=True))
+        assert product == R[kind]
+        assert tuple(r / sum(R[kind]) for r in R[kind]) == P[kind]
+
+
+def test_success_counts_up_to_one_half() -> None:
+    """Clients whose R_s is 0.6, 0.9 and 1 are told apart by curiosity alone; without the cap they are not."""
+    resource = [(1, 1, 1, 1, 1, 1, 4), (0, 0, 0, 0, 0, 5, 5), (0, 0, 0, 0, 0, 0, 9)]
+    tables = tables_of([(1, 1, 1)] * 3, resource)
+    # R_s(M): (7+6+5)/30 = 0.6; three times 10/10 over 3 = 1; three times 9/9 over 3 = 1. R_s(L): 0.4, 0.5, 1.
+    assert Curiosity(score="s").rewards(tables)[M2].tolist() == pytest.approx([0.6, 1, 1])
+    assert Curiosity(score="cs").rewards(tables)[M2].tolist() == pytest.approx([0.5, 0.5, 0.5])
+    assert Curiosity(score="s").rewards(tables)[L1].tolist() == pytest.approx([0.4, 0.5, 1])
+    assert Curiosity(score="cs").rewards(tables)[L1].tolist() == pytest.approx([0.4, 0.5, 0.5])
+
+
+def test_the_full_model_is_a_type_of_one() -> None:
+    """Not divided by p: with the printed formula, a device that only ever trains L1 would have an R_s of 1/3."""
+    tables = tables_of([(1, 1, 1)], [(0, 0, 0, 0, 0, 0, 9)])
+    assert Curiosity(score="s").rewards(tables)[:, 0].tolist() == [1.0] * 7
+
+
+# ============================================================================================== the selection
+CHI_SQUARE_999 = {6: 22.458, 12: 32.909, 14: 36.123, 20: 45.315}
+"""Exceeded once in a thousand, by degrees of freedom."""
+
+
+def chi_square(found: Counter[Pick], expected: dict[Pick, float], draws: int) -> float:
+    assert sum(expected.values()) == pytest.approx(1)
+    return sum((found[cell] - draws * p) ** 2 / (draws * p) for cell, p in expected.items() if p > 0)
+
+
+def single_picks(selector: Curiosity, tables: Tables, pool: Pool, clients: int, draws: int) -> Counter[Pick]:
+    rng = seeds.rng(1, "curiosity test")
+    return Counter(selector.pick(tables, fleet_of(clients), pool, rng, 1)[0] for _ in range(draws))
+
+
+@pytest.mark.parametrize(("score", "reward"), [("cs", R), ("c", R_C), ("s", R_S)])
+def test_models_come_alike_and_clients_by_their_reward(score: Any, reward: dict[str, tuple[Fraction, ...]]) -> None:
+    draws = 6000
+    expected = {
+        (client, model): float(reward[kind][client] / sum(reward[kind])) / 7
+        for model, kind in enumerate("SSSMMML")
+        for client in range(3)
+    }
+    if score == "cs":
+        by_hand = {(c, m): float(P[kind][c]) / 7 for m, kind in enumerate("SSSMMML") for c in range(3)}
+        assert expected == pytest.approx(by_hand)
+    found = single_picks(Curiosity(score=score), THREE, pool_of(7), 3, draws)
+    cells = [cell for cell, p in expected.items() if p > 0]
+    limit = {21: CHI_SQUARE_999[20], 17: 39.252}[len(cells)]
+    assert chi_square(found, expected, draws) < limit
+    assert set(found) == set(cells), "somebody without a reward was asked"
+
+
+def test_the_first_round_asks_everybody_alike() -> None:
+    draws, clients = 4000, 5
+    tables = Curiosity(per_type=1).init(fleet_of(clients), pool_of(3))
+    expected = {(c, m): 1 / 15 for c in range(clients) for m in range(3)}
+    found = single_picks(Curiosity(per_type=1), tables, pool_of(3), clients, draws)
+    assert chi_square(found, expected, draws) < CHI_SQUARE_999[14]
+
+
+def test_a_client_without_a_reward_is_not_asked() -> None:
+    """b has none for M and L; also in full rounds, where who is left shrinks."""
+    rng = seeds.rng(2, "curiosity test")
+    for k in (1, 2, 3):
+        for _ in range(300):
+            picks = Curiosity().pick(THREE, fleet_of(3), pool_of(7), rng, k)
+            assert len({client for client, _ in picks}) == len(picks) == k
+            assert all(model <= S1 for client, model in picks if client == 1)
+
+
+def test_a_model_that_nobody_can_train_is_not_drawn() -> None:
+    """Two clients that can do S only: everything that is sent is S."""
+    tables = tables_of([(1, 1, 1)] * 2, [(4, 0, 0, 0, 0, 0, 0), (2, 3, 0, 0, 0, 0, 0)])
+    rng = seeds.rng(3, "curiosity test")
+    models = {m for _ in range(200) for _, m in Curiosity().pick(tables, fleet_of(2), pool_of(7), rng, 2)}
+    assert models == {S3, S2, S1}
+
+
+@law
+@given(
+    clients=st.integers(1, 8), k=st.integers(1, 10), p=st.integers(1, 3), seed=st.integers(0, 2**30), data=st.data()
+)
+def test_clients_are_distinct_in_order_and_as_many_as_asked(
+    clients: int, k: int, p: int, seed: int, data: st.DataObject
+) -> None:
+    models = 2 * p + 1
+    selector = Curiosity(per_type=p)
+    tables = selector.init(fleet_of(clients), pool_of(models))
+    for _ in range(data.draw(st.integers(0, 15))):
+        sent = data.draw(st.integers(0, models - 1))
+        tables = selector.learn(tables, sent, data.draw(st.integers(0, sent)), data.draw(st.integers(0, clients - 1)))
+    before = copy.deepcopy(tables)
+    picks = selector.pick(tables, fleet_of(clients), pool_of(models), np.random.default_rng(seed), k)
+    asked = [client for client, _ in picks]
+    assert asked == sorted(set(asked))
+    assert len(asked) == min(k, clients)
+    assert all(0 <= model < models for _, model in picks)
+    assert tables == before, "a selection learns nothing"
+    again = selector.pick(tables, fleet_of(clients), pool_of(models), np.random.default_rng(seed), k)
+    assert again == picks
+
+
+def test_rewards_do_not_move_within_a_selection() -> None:
+    """Two of three clients, one model each, drawn one after the other: the second by P without the first. If the first
+    pick counted (T_c grows by one or two), the other shares of S would be others."""
+    tables, pool, draws = THREE, pool_of(7, dispatched=[S3]), 6000
+    rng = seeds.rng(4, "curiosity test")
+    found: Counter[tuple[int, ...]] = Counter()
+    for _ in range(draws):
+        found[tuple(c for c, _ in Curiosity().pick(tables, fleet_of(3), pool, rng, 2))] += 1
+    a, b, c = (float(v) for v in P["S"])  # 1/3, 4/9, 2/9
+    pairs = {
+        (0, 1): a * b / (1 - a) + b * a / (1 - b),
+        (0, 2): a * c / (1 - a) + c * a / (1 - c),
+        (1, 2): b * c / (1 - b) + c * b / (1 - c),
+    }
+    assert pairs == pytest.approx({(0, 1): 22 / 45, (0, 2): 13 / 63, (1, 2): 32 / 105}, abs=1e-12)
+    chi = sum((found[pair] - draws * p) ** 2 / (draws * p) for pair, p in pairs.items())
+    assert chi < 13.816, "two degrees of freedom, once in a thousand"
+
+
+def test_only_dispatched_models_are_drawn() -> None:
+    rng = seeds.rng(5, "curiosity test")
+    tables = Curiosity().init(fleet_of(4), pool_of(5))
+    pool = pool_of(5, dispatched=[0, 2, 4])
+    drawn = {m for _ in range(100) for _, m in Curiosity().pick(tables, fleet_of(4), pool, rng, 2)}
+    assert drawn == {0, 2, 4}
+
+
+# ================================================================================================= in a run
+SMALL = SmallCNN((1, 8, 8), 4, width=0.5)
+
+
+def test_a_round_moves_the_columns_of_those_who_brought_something_back() -> None:
+    """Client 0 of the plan brings back what it was sent, the next S3, the third fails."""
+    algorithm = AdaptiveFL(TRAINING)
+    site = tiny_site(algorithm, SMALL)
+    state = start_of(algorithm, site)
+    names = [m.name for m in site.pool]
+    plan = next(p for r in range(50) if (p := algorithm.plan(state, r, SEED)).orders[1].hints["model"] == "L1")
+    first, second, third, *_ = plan.orders
+    outcomes = [
+        update_of(first, first.spec, {}),
+        update_of(second, site.pool[0].spec, {}),
+        failure_of(third),
+    ]
+    found = algorithm.merge(state, plan, outcomes).tables
+    t_c, t_r = [1, 1, 1], [1] * 7
+    sent = names.index(first.hints["model"])
+    algorithm_1(t_c, t_r, sent, sent, 3)
+    assert column(found, "curiosity", first.client) == t_c
+    assert column(found, "resource", first.client) == t_r
+    assert column(found, "curiosity", second.client) == [2, 1, 2]
+    assert column(found, "resource", second.client) == [4, 0, 0, 0, 0, 0, 0]
+    for client in {d.client for d in site.fleet} - {first.client, second.client}:
+        assert column(found, "curiosity", client) == [1] * 3
+        assert column(found, "resource", client) == [1] * 7
+
+
+def test_tables_survive_being_stored_and_change_what_is_planned() -> None:
+    algorithm = AdaptiveFL(TRAINING)
+    site = tiny_site(algorithm, SMALL)
+    state = fresh = start_of(algorithm, site)
+    seen = [state.tables]
+    for round in range(3):
+        plan = algorithm.plan(state, round, SEED)
+        state = algorithm.merge(state, plan, [execute(algorithm, order, site) for order in plan.orders])
+        seen.append(state.tables)
+        tensors, rest = pack(state)
+        found = unpack(fresh, decode(encode(tensors), "state"), json.loads(json.dumps(rest)))
+        assert found.tables == state.tables
+        assert_same_orders(algorithm.plan(found, round + 1, SEED), algorithm.plan(state, round + 1, SEED))
+    assert all(a != b for a, b in zip(seen, seen[1:], strict=False)), "every round taught something"
+    chosen = [[(o.client, o.hints["model"]) for o in algorithm.plan(s, 9, SEED).orders] for s in (state, fresh)]
+    assert chosen[0] != chosen[1]
