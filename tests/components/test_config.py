@@ -500,7 +500,7 @@ def test_a_configuration_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["algorithm.selection.name=curosity"], r"algorithm\.selection\.name: no 'curosity' \(did you mean 'curiosity'"),
+        (["algorithm.selection.name=curosity"], r"algorithm\.selection\.name: no 'curosity' \(did you mean 'curio"),
         (
             ["algorithm.selection.name=curiosity", "algorithm.selection.scor=c"],
             r"unknown parameter 'algorithm\.selection\.scor' \(did you mean 'score'\?\)",
@@ -518,7 +518,8 @@ def test_what_is_wrong_inside_an_algorithm_is_said_by_its_name(sets: list[str], 
 
 
 def test_every_algorithm_takes_selections_and_servers_by_name() -> None:
-    sets = ["algorithm.name=heterofl", "algorithm.selection={name: curiosity, per_type: 1}", "algorithm.server.name=yogi"]
+    selection = "algorithm.selection={name: curiosity, per_type: 1}"
+    sets = ["algorithm.name=heterofl", selection, "algorithm.server.name=yogi"]
     found: Any = configs.algorithm(load_config(None, sets))
     assert (found.selection, found.server) == (Curiosity(per_type=1), Yogi())
 
