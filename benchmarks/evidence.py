@@ -35,15 +35,16 @@ COMMON = (
     "rounds.evaluate_every=10",
     "tracking.mlflow=null",
 )
+TABLE = "algorithm.selection={name: resource_table}"
 WIDTHS = "algorithm.widths=[0.71,0.71,1.0]"
 MAIN: dict[str, tuple[str, ...]] = {
     "flexfl": ("algorithm.epsilon=3.0",),
     "adaptivefl": (),
-    # As in FlexFL's and AdaptiveFL's comparisons: without HeteroFL's additions, without ScaleFL's distillation.
-    "heterofl": ("algorithm.scaler=false", "algorithm.mask_labels=false", "algorithm.static_bn=false"),
-    "scalefl": (WIDTHS, "algorithm.kd_weight=0.0"),
+    # As in FlexFL's comparison: its selection, without HeteroFL's additions, without ScaleFL's distillation.
+    "heterofl": (TABLE, "algorithm.scaler=false", "algorithm.mask_labels=false", "algorithm.static_bn=false"),
+    "scalefl": (TABLE, WIDTHS, "algorithm.kd_weight=0.0"),
     "decoupled": (),
-    "fedrolex": ("algorithm.static_bn=false",),
+    "fedrolex": (TABLE, "algorithm.static_bn=false"),
     "all_large": ("algorithm.eligible=all",),
     "capable=all_large": ("algorithm.eligible=capable",),
 }
@@ -78,10 +79,10 @@ class Campaign:
 DIRICHLET = ("partition.rule=dirichlet", "partition.alpha=0.3")
 IID = ("partition.rule=iid",)
 CAMPAIGNS = (
-    Campaign("cifar10", DIRICHLET, "0,1,2", 80, {**MAIN, **AS_PUBLISHED}),
-    Campaign("fashion_mnist", DIRICHLET, "0", 50, MAIN),
-    Campaign("cifar10", IID, "0", 50, MAIN),
-    Campaign("fashion_mnist", IID, "0", 50, MAIN),
+    Campaign("cifar10", DIRICHLET, "0,1,2", 60, MAIN),
+    Campaign("fashion_mnist", DIRICHLET, "0", 40, MAIN),
+    Campaign("cifar10", IID, "0", 40, {**MAIN, **AS_PUBLISHED}),
+    Campaign("fashion_mnist", IID, "0", 40, MAIN),
 )
 
 

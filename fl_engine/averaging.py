@@ -29,6 +29,7 @@ class Mean:
         self._layout = layout
         self._sum: Params = {}
         self._weight: Params = {}
+        self._device: torch.device | None = None
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
         """Adds one update with `weight` > 0. Names absent from `payload` were not trained and do not count.
@@ -38,6 +39,9 @@ class Mean:
         if not 0 < weight < math.inf:
             raise ModelError(f"an update's weight must be positive and finite, got {weight}")
         self._layout.check(spec)
+        for tensor in list(payload.values())[:1]:
+            self._device = self._device or tensor.device  # where the first update lies; the others follow it there
+        payload = {name: tensor.to(self._device) for name, tensor in payload.items()}
         regions = {name: self._region(name, tensor, spec) for name, tensor in payload.items()}
         for name, tensor in payload.items():
             if name not in self._sum:

@@ -73,8 +73,9 @@ def _batches(count: int, batch_size: int) -> list[Tensor]:
 def _collect_statistics(module: nn.Module, data: Data, device: str, batch_size: int) -> None:
     """Gives every batch norm the mean over all training batches of their mean and variance.
 
-    Where clients hold the data, this is a pass in which each of them answers with sums of activations, for every
-    level: more than the weights that federated averaging shows the server, and it wants secure aggregation.
+    All training data, the server's proxy included. Where clients hold the data, this is a pass in which each of them
+    answers with sums of activations, for every level: more than the weights that federated averaging shows the server,
+    and it wants secure aggregation.
     """
     norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
     for norm in norms:

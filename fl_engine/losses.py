@@ -35,12 +35,13 @@ def exits_cross_entropy(logits: Sequence[Tensor], y_n: Tensor, weights: Sequence
 
 def distil_from_last(logits: Sequence[Tensor], temperature: float) -> Tensor:
     """ScaleFL (Ilhan et al., CVPR 2023): KL of each earlier exit from the last, times tau^2, summed with the weights
-    (j + 1) / sum of all of them. The last exit is not detached, as in the authors' code: it learns from the others."""
+    (j + 1) / sum of all of them. As in the authors' code, the last exit is not detached, so it learns from the others,
+    and KL is reduced by the mean over batch and classes."""
     n = len(logits)
     total = logits[0].new_zeros(())
     for j, student in enumerate(logits[:-1]):
         total = total + (j + 1) * _kl(student, logits[-1], temperature)
-    return total * (temperature**2 / (n * (n + 1) / 2))
+    return total * (temperature**2 / (n * (n + 1) / 2) / logits[-1].shape[1])
 
 
 def distil_mutually(logits: Sequence[Tensor], temperature: float) -> Tensor:

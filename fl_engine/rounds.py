@@ -19,7 +19,7 @@ from fl_engine.devices import simulated_seconds
 from fl_engine.errors import ConfigError, Stopped
 from fl_engine.evaluate import average_accuracy, evaluate_pool, published
 from fl_engine.ledger import Ledger, Row
-from fl_engine.slicing import without_classes
+from fl_engine.slicing import index_of
 from fl_engine.state import pack, unpack
 from fl_engine.store import tensor_bytes
 from fl_engine.types import (
@@ -229,24 +229,24 @@ class _Watch:
                 raise Stopped("stopped on request: what was committed stays, resume with --resume")
 
     def merging(self, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-        names = {m.spec: m.name for m in self.evaluation.pool}
+        pool, layout = self.evaluation.pool, self.evaluation.family.layout()
         fleet = {d.client: d for d in self.evaluation.fleet}
         orders = {o.client: o for o in self.plan.orders}
         for outcome in outcomes:
             order = orders[outcome.client]
             down = tensor_bytes(order.payload)
             self.sent += down
-            sent = str(order.hints.get("model", names.get(order.spec, "")))
+            sent = str(order.hints.get("model", ""))
             line: dict[str, Any] = {"client": outcome.client, "sent": sent}
             if isinstance(outcome, ClientUpdate):
                 up = tensor_bytes(outcome.payload)
-                trained = without_classes(outcome.spec)
-                whole = trained == without_classes(order.spec)
+                trained = index_of(pool, layout, outcome.spec)
+                whole = trained == index_of(pool, layout, order.spec)
                 self.back += up
                 self.trained += 1
                 self.pruned += not whole
                 self.losses.append((outcome.metrics["loss"], outcome.num_examples))
-                line |= {"trained": sent if whole else names.get(trained, ""), "examples": outcome.num_examples}
+                line |= {"trained": sent if trained is None else pool[trained].name, "examples": outcome.num_examples}
                 line |= outcome.metrics
                 if outcome.client in fleet:
                     seconds = simulated_seconds(fleet[outcome.client], outcome.metrics.get("macs", 0.0), down + up)

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from fl_engine.errors import ConfigError
+from fl_engine.fields import STRICT, Count
 from fl_engine.types import Device, Pick, Pool, Tables
-
-_STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 def round_size(fraction: float, clients: int) -> int:
@@ -43,7 +42,7 @@ class Uniform:
     and +Greed).
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     name: Literal["uniform"] = "uniform"
     model: Literal["capacity", "random", "largest"] = "capacity"
 
@@ -84,7 +83,7 @@ class ResourceTable:
     not drawn. Fewer than k picks when fewer devices can hold anything.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     name: Literal["resource_table"] = "resource_table"
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
@@ -132,21 +131,22 @@ class Curiosity:
     uncapped. A model for which no client has any reward is not drawn.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     name: Literal["curiosity"] = "curiosity"
     score: Literal["cs", "c", "s"] = "cs"
-    per_type: Annotated[int, Field(ge=1)] = 3
+    per_type: Count = 3
     """p, how many models of the pool make a type, from the smallest on; the largest model is a type of its own."""
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
-        ones = (1.0,) * len(fleet)
+        ones = (1.0,) * (max(d.client for d in fleet) + 1)
         models = len(pool)
         return {"curiosity": (ones,) * (self._type(models - 1, models) + 1), "resource": (ones,) * models}
 
     def pick(
         self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int
     ) -> list[Pick]:
-        weights = self.rewards(tables)
+        clients = [d.client for d in fleet]
+        weights = self.rewards(tables)[:, clients]
         levels, chosen = dispatched(pool), np.zeros(len(fleet), dtype=bool)
         picks: list[Pick] = []
         while len(picks) < min(k, len(fleet)):
@@ -154,9 +154,9 @@ class Curiosity:
             left = np.where(chosen, 0.0, weights[level])
             if left.sum() == 0:  # nobody has any reward for anything: all alike
                 left = np.where(chosen, 0.0, 1.0)
-            client = int(rng.choice(len(fleet), p=left / left.sum()))
-            chosen[client] = True
-            picks.append((client, level))
+            place = int(rng.choice(len(fleet), p=left / left.sum()))
+            chosen[place] = True
+            picks.append((clients[place], level))
         return sorted(picks)
 
     def rewards(self, tables: Tables) -> np.ndarray:

@@ -19,21 +19,21 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
+from fl_engine.fields import STRICT, Positive
+from fl_engine.slicing import is_statistic
 from fl_engine.types import Params
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-_STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True)
 class Average:
     """FedAvg: the mean is the new model."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     name: Literal["average"] = "average"
 
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
@@ -44,12 +44,12 @@ class Average:
 class Adagrad:
     """FedAdagrad."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     name: Literal["adagrad"] = "adagrad"
-    lr: Rate = 0.1
+    lr: Positive = 0.1
     """eta of the server."""
     b1: Beta = 0.0
-    tau: Rate = 1e-3
+    tau: Positive = 1e-3
     """Degree of adaptivity: the smaller, the more adaptive."""
 
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
@@ -63,12 +63,12 @@ class Adagrad:
 class Adam:
     """FedAdam."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     name: Literal["adam"] = "adam"
-    lr: Rate = 0.01
+    lr: Positive = 0.01
     b1: Beta = 0.9
     b2: Beta = 0.99
-    tau: Rate = 1e-3
+    tau: Positive = 1e-3
 
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
         return _step(self, moments, old, mean, trained)
@@ -81,12 +81,12 @@ class Adam:
 class Yogi:
     """FedYogi."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     name: Literal["yogi"] = "yogi"
-    lr: Rate = 0.01
+    lr: Positive = 0.01
     b1: Beta = 0.9
     b2: Beta = 0.99
-    tau: Rate = 1e-3
+    tau: Positive = 1e-3
 
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
         return _step(self, moments, old, mean, trained)
@@ -104,7 +104,7 @@ def _step(
 ) -> tuple[Params, Params]:
     kept, new = {}, {}
     for name, before in old.items():
-        if name.endswith(("running_mean", "running_var")):
+        if is_statistic(name):
             new[name] = mean[name]
             continue
         m = moments.get(f"m/{name}", torch.zeros_like(before))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.errors import ModelError
-from fl_engine.types import FULL, Axis, Keep, ModelFamily, ParamLayout, Params, SubmodelSpec
+from fl_engine.types import FULL, Axis, Keep, ModelFamily, ParamLayout, Params, Pool, SubmodelSpec
 
 
 def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: SubmodelSpec = FULL) -> Params:
@@ -80,6 +80,21 @@ def contains(layout: ParamLayout, outer: SubmodelSpec, inner: SubmodelSpec) -> b
     except ModelError:
         return False
     return all(layout.has_block(outer, b) for b in layout.blocks if layout.has_block(inner, b))
+
+
+def index_of(pool: Pool, layout: ParamLayout, spec: SubmodelSpec) -> int | None:
+    """Which pool model a sub-model is, or has the widths and blocks of; the classes do not count."""
+    return next((i for i, m in enumerate(pool) if _form(layout, m.spec) == _form(layout, spec)), None)
+
+
+def _form(layout: ParamLayout, spec: SubmodelSpec) -> tuple[object, ...]:
+    widths = tuple(layout.width(spec, group) for group in layout.groups if group != "classes")
+    return widths, tuple(b for b in layout.blocks if layout.has_block(spec, b))
+
+
+def is_statistic(name: str) -> bool:
+    """Whether an entry of the state is one of batch norm's running statistics: averaged, never optimised."""
+    return name.endswith(("running_mean", "running_var"))
 
 
 def without_classes(spec: SubmodelSpec) -> SubmodelSpec:

@@ -127,7 +127,7 @@ def early_exit(family: ModelFamily, width: float, point: str | None) -> Submodel
 
 def choose_exits(family: ModelFamily, widths: Sequence[float], targets: Sequence[float]) -> tuple[str, ...]:
     """The exit of each level but the last: the deepest one at which the level, at its width, has at most `target` %
-    (plus 5 points) of the whole, no deeper than the next level's, and shallower where both have the same width.
+    (plus 5 points) of the whole and ends before the next level's exit.
 
     Counts one exit head per level. Raises PoolError where the network has no such point.
     """
@@ -142,16 +142,14 @@ def choose_exits(family: ModelFamily, widths: Sequence[float], targets: Sequence
         return count_params(every, SubmodelSpec.of(kept, [*trunk, exit_name(point)]))
 
     chosen: list[int] = []
-    deepest, next_width = len(points) - 1, widths[-1]
+    deepest = len(points) - 1
     for width, target in list(zip(widths, targets, strict=True))[-2::-1]:
-        if chosen and width == next_width:
-            deepest -= 1
         fits = [i for i in range(deepest + 1) if size(width, points[i]) <= (target + EXIT_TOLERANCE) / 100 * whole]
         if not fits:
             raise PoolError(
                 f"{type(family).__name__} has no early exit at which a level of width {width} stays within {target} % "
                 "of the whole network: give smaller widths or larger targets"
             )
-        deepest, next_width = fits[-1], width
-        chosen.insert(0, deepest)
+        chosen.insert(0, fits[-1])
+        deepest = fits[-1] - 1
     return tuple(points[i] for i in chosen)

@@ -21,9 +21,6 @@ from pydantic import Field
 
 from fl_engine import pool as pools
 from fl_engine.algorithms.pooled import (
-    STRICT,
-    Count,
-    Fraction,
     PooledState,
     TooSmall,
     Training,
@@ -35,6 +32,7 @@ from fl_engine.algorithms.pooled import (
     start,
 )
 from fl_engine.errors import PoolError
+from fl_engine.fields import STRICT, Count, Fraction
 from fl_engine.selection import Curiosity, Selection, Uniform
 from fl_engine.server_opt import Average, Server
 from fl_engine.slicing import contains, count_params
@@ -116,7 +114,7 @@ class AdaptiveFL:
                 )
             return starts
         paper = STARTS.get(layers, ())[: self.p]
-        if paper and shares(paper, self.widths[0])[0] < shares(paper, self.widths[1])[-1]:
+        if len(paper) == self.p and shares(paper, self.widths[0])[0] < shares(paper, self.widths[1])[-1]:
             return paper
         for first in range(layers - 1, 0, -1):
             small, medium = (shares((first,), width)[0] for width in self.widths)

@@ -13,7 +13,6 @@ from typing import ClassVar
 
 from fl_engine.algorithms.full_model import Eligible, check_eligible, full_pool, selector
 from fl_engine.algorithms.pooled import (
-    STRICT,
     PooledState,
     Training,
     local_task,
@@ -22,6 +21,7 @@ from fl_engine.algorithms.pooled import (
     plan_pool,
     start,
 )
+from fl_engine.fields import STRICT
 from fl_engine.selection import Selection
 from fl_engine.server_opt import Average, Server
 from fl_engine.types import (

@@ -5,7 +5,8 @@ Every round each level has k devices of its own. A device that has less free tha
 prune, since the smaller model has other weights.
 
 Departs from the papers: a device serves at most one level in a round; the largest level, which the fewest can hold,
-chooses first.
+chooses first. In FlexFL's comparison a device that is short trains the level that fits instead; here the server cannot
+know in time, and about one in six orders of the larger levels fails on the common fleet.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from typing import ClassVar
 
 from fl_engine import seeds
 from fl_engine.algorithms.pooled import (
-    STRICT,
-    Fraction,
     PooledState,
     TooSmall,
     Training,
@@ -31,6 +30,7 @@ from fl_engine.algorithms.pooled import (
     stepped,
 )
 from fl_engine.averaging import Mean
+from fl_engine.fields import STRICT, Fraction
 from fl_engine.selection import Selection, Uniform, round_size
 from fl_engine.server_opt import Average, Server
 from fl_engine.slicing import take
@@ -102,23 +102,21 @@ class Decoupled:
         return local_task(self.training, order, order.spec)
 
     def merge(self, state: DecoupledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> DecoupledState:
-        """One mean per level: each is a global model of its own, of which its clients hold all."""
+        """One mean per level, of its own weights: a prefix, so that they lie where the layout says."""
         orders, tables = {o.client: o for o in plan.orders}, state.tables
-        old = {m.name: _embed(state, m) for m in state.pool}
+        old = {m.name: _own(state, m) for m in state.pool}
         means = {name: Mean(params, state.layout) for name, params in old.items()}
         for outcome in outcomes:
             if isinstance(outcome, ClientUpdate):
                 order = orders[outcome.client]
                 means[order.hints["model"]].add(outcome.payload, outcome.spec, outcome.num_examples)
-                tables = learned(self.selection, tables, state.pool, order, outcome)
+                tables = learned(self.selection, tables, state.layout, state.pool, order, outcome)
         levels: Params = {}
         moments: Params = {}
         for model in state.pool:
             name = model.name
-            mine = _with_prefix(state.moments, name)
-            params, moved = stepped(self.server, old[name], mine, means[name])
-            own = take(params, state.layout, model.spec)
-            levels |= {f"{name}/{n}": t.clone() for n, t in own.items()}
+            own, moved = stepped(self.server, old[name], _with_prefix(state.moments, name), means[name])
+            levels |= {f"{name}/{n}": t for n, t in own.items()}
             moments |= {f"{name}/{n}": t for n, t in moved.items()}
         largest = state.pool[-1].name
         return replace(
@@ -138,11 +136,3 @@ def _with_prefix(tensors: Params, level: str) -> Params:
 def _own(state: DecoupledState, model: PoolModel) -> Params:
     """The level's weights."""
     return state.params if model == state.pool[-1] else _with_prefix(state.levels, model.name)
-
-
-def _embed(state: DecoupledState, model: PoolModel) -> Params:
-    """The level's weights where they lie in a network of full size; the rest is never read."""
-    out = {name: t.clone() for name, t in state.params.items()}
-    for name, view in take(out, state.layout, model.spec).items():
-        view.copy_(_own(state, model)[name])
-    return out

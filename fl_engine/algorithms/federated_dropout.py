@@ -15,8 +15,6 @@ from typing import ClassVar
 
 from fl_engine import seeds
 from fl_engine.algorithms.pooled import (
-    STRICT,
-    Fraction,
     PooledState,
     TooSmall,
     Training,
@@ -31,6 +29,7 @@ from fl_engine.algorithms.pooled import (
     start,
     weight_of,
 )
+from fl_engine.fields import STRICT, Fraction
 from fl_engine.selection import Selection, Uniform
 from fl_engine.server_opt import Average, Server
 from fl_engine.types import (

@@ -15,7 +15,6 @@ from typing import ClassVar
 
 from fl_engine.algorithms.full_model import Eligible, check_eligible, full_pool, selector
 from fl_engine.algorithms.pooled import (
-    STRICT,
     PooledState,
     Training,
     local_task,
@@ -24,6 +23,7 @@ from fl_engine.algorithms.pooled import (
     plan_pool,
     start,
 )
+from fl_engine.fields import STRICT
 from fl_engine.selection import Selection
 from fl_engine.server_opt import Adam, Server
 from fl_engine.types import (

@@ -9,8 +9,9 @@ client's.
 Departs from the paper: a device with less free than its width needs trains a part of the window it received (the
 paper's capacities are fixed). Widths default to this project's common fleet; the paper's are 1/16, 1/8, 1/4, 1/2 and 1
 on the fleet `capacities`. Only the full model is reported, as in the paper: a sub-model of one round is nothing to
-deploy. The authors' code rolls the window backwards and rounds up; this follows the paper. `mask_labels` is the
-code's label-masked output layer, with batch norm and scaler as in HeteroFL.
+deploy. Weighting by updates takes a client's local steps (the paper says "number of updates"; the code counts how often
+each parameter was updated). The authors' code rolls the window backwards and rounds up; this follows the paper.
+`mask_labels` is the code's label-masked output layer, with batch norm and scaler as in HeteroFL.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fl_engine.algorithms.pooled import (
-    STRICT,
-    Fraction,
     PooledState,
     TooSmall,
     Training,
@@ -36,6 +35,7 @@ from fl_engine.algorithms.pooled import (
     select,
     start,
 )
+from fl_engine.fields import STRICT, Fraction
 from fl_engine.selection import Selection, Uniform
 from fl_engine.server_opt import Average, Server
 from fl_engine.types import (
@@ -53,7 +53,7 @@ from fl_engine.types import (
 )
 from fl_engine.widths import rolling, window_start
 
-Weighting = Literal["uniform", "model_size", "updates", "hybrid"]
+Weight = Literal["uniform", "model_size", "updates", "hybrid"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class FedRolex:
     """The clients' capacities beta, ascending; the last may be below 1."""
     overlap: Annotated[float, Field(ge=0, le=1)] = 1.0
     """r of Sec. 3.3.7: the window advances by 1 + floor(beta * (1 - r) * K_i) channels per round."""
-    weighting: Weighting = "uniform"
+    weighting: Weight = "uniform"
     """How much a client counts (Sec. 3.3.6): all alike, by the kernels of its model, by its local steps, or by the
     product of both."""
     scaler: bool = True
@@ -112,14 +112,16 @@ class FedRolex:
         by_steps = self.weighting in ("updates", "hybrid")
 
         def weight(update: ClientUpdate) -> float:
-            size = kernels(layout, update) if by_size else 1
+            size = kernels(layout, update.payload) if by_size else 1
             return size * (update.metrics["steps"] if by_steps else 1.0)
 
         return weight
 
 
-def kernels(layout: ParamLayout, update: ClientUpdate) -> int:
-    """Output channels over all layers of the sub-model trained, the output layer's left out."""
-    axes = [slot.axes for name, slot in layout.slots.items() if name in update.payload and len(slot.axes) > 1]
-    groups = [a[0].group for a in axes if a[0].group is not None and a[0].group != "classes"]
-    return sum(layout.width(update.spec, group) for group in groups)
+def kernels(layout: ParamLayout, params: Params) -> int:
+    """Output channels over all layers, the output layer's left out."""
+    return sum(
+        tensor.shape[0]
+        for name, tensor in params.items()
+        if tensor.dim() > 1 and layout.slots[name].axes[0].group != "classes"
+    )

@@ -5,9 +5,10 @@ Widths are nested; a device has a largest width p_max that it can hold. In every
 uniformly from those up to p_max and trains that sub-network. The mean is per element: a channel is averaged over the
 clients whose p_max reaches it.
 
-Departs from the paper: no self-distillation between widths (its Sec. 3.2 offers it as an option); a device with
-less free than p_max needs goes down to the largest width that fits. Batch norm has no running statistics here, so
-there are none to keep per width; its affine parameters are shared, as in the paper.
+Departs from the paper: no self-distillation between widths (its Sec. 3.2 offers it as an option); a device with less
+free than p_max needs goes down to the largest width that fits. The widths are the paper's: they make other sizes than
+the levels of FlexFL's comparison (`widths: [0.5, 0.71, 1.0]`), and avg is the mean over all of them. Batch norm has no
+running statistics here, so there are none to keep per width; its affine parameters are shared, as in the paper.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fl_engine.algorithms.pooled import (
-    STRICT,
-    Fraction,
     PooledState,
     TooSmall,
     Training,
@@ -32,8 +31,11 @@ from fl_engine.algorithms.pooled import (
     start,
     weight_of,
 )
+from fl_engine.errors import PoolError
+from fl_engine.fields import STRICT, Fraction
 from fl_engine.selection import Selection, Uniform
 from fl_engine.server_opt import Average, Server
+from fl_engine.slicing import is_statistic
 from fl_engine.types import (
     Device,
     LocalTask,
@@ -63,6 +65,8 @@ class FjORD:
     server: Server = Average()
 
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+        if any(is_statistic(name) for name in family.layout().slots):
+            raise PoolError("fjord keeps no running statistics (they differ by width): set model.norm=batch")
         return prefix_pool(family, self.widths, "ceil")
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:

@@ -24,10 +24,7 @@ from typing import ClassVar
 
 from fl_engine import pool as pools
 from fl_engine.algorithms.pooled import (
-    STRICT,
-    NotNegative,
     PooledState,
-    Positive,
     TooSmall,
     Training,
     largest_fitting,
@@ -38,6 +35,7 @@ from fl_engine.algorithms.pooled import (
     start,
 )
 from fl_engine.errors import PoolError
+from fl_engine.fields import STRICT, NotNegative, Positive
 from fl_engine.selection import ResourceTable, Selection
 from fl_engine.server_opt import Average, Server
 from fl_engine.slicing import count_params

@@ -8,9 +8,10 @@ clients that hold the class), static batch norm (statistics collected in one pas
 evaluation; see `evaluate` for what that costs in privacy).
 
 Departs from the paper: a device with less free than its level needs steps down to the next (in FlexFL's comparison,
-too, levels follow what is free). FlexFL's and AdaptiveFL's comparisons have the three switches off and weight by
-sample counts: `scaler: false, mask_labels: false, static_bn: false`. HeteroFL's own setting: `weighting: uniform`,
-`training.clip_norm: 1`, learning rate 0.1, batch 10, preresnet18.
+too, levels follow what is free). FlexFL's and AdaptiveFL's comparisons have the three switches off, weight by sample
+counts (`scaler: false, mask_labels: false, static_bn: false`), and draw a level before its device (`selection: {name:
+resource_table}`); by default clients are drawn uniformly, as in HeteroFL, and get the largest level they can hold.
+HeteroFL's own setting: `weighting: uniform`, `training.clip_norm: 1`, learning rate 0.1, batch 10, preresnet18.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fl_engine.algorithms.pooled import (
-    STRICT,
-    Fraction,
     PooledState,
     TooSmall,
     Training,
@@ -35,6 +34,7 @@ from fl_engine.algorithms.pooled import (
     start,
     weight_of,
 )
+from fl_engine.fields import STRICT, Fraction
 from fl_engine.selection import Selection, Uniform
 from fl_engine.server_opt import Average, Server
 from fl_engine.types import (

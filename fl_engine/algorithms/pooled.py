@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
-
-from pydantic import ConfigDict, Field
+from typing import Any, Literal, TypeVar
 
 from fl_engine import pool as pools
 from fl_engine import seeds
 from fl_engine.averaging import Mean
 from fl_engine.errors import ClientError, PoolError
+from fl_engine.fields import Count, Fraction, NotNegative, Positive
 from fl_engine.selection import round_size
 from fl_engine.server_opt import Average
-from fl_engine.slicing import take, without_classes
+from fl_engine.slicing import index_of, take
 from fl_engine.state import constant
 from fl_engine.types import (
     FULL,
@@ -38,13 +37,6 @@ from fl_engine.types import (
 )
 from fl_engine.widths import Rounding, early_exit, prefix
 
-STRICT = ConfigDict(extra="forbid", strict=True)
-"""For `__pydantic_config__` of dataclasses that are built from a configuration."""
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
 TooSmall = Literal["train", "fail"]
 Weighting = Literal["examples", "uniform"]
 """How much a client's update counts: by its sample count (FedAvg), or all alike."""
@@ -206,7 +198,7 @@ def merge_mean(
     for outcome in outcomes:
         if isinstance(outcome, ClientUpdate):
             mean.add(outcome.payload, outcome.spec, weight(outcome))
-            tables = learned(selection, tables, state.pool, orders[outcome.client], outcome)
+            tables = learned(selection, tables, state.layout, state.pool, orders[outcome.client], outcome)
     params, moments = stepped(server, state.params, state.moments, mean)
     return replace(state, params=params, moments=moments, tables=tables)
 
@@ -215,18 +207,19 @@ def stepped(server: ServerOptimizer, old: Params, moments: Params, mean: Mean) -
     """(params, moments) after the server's step towards the mean; as they were where no update arrived."""
     if mean.empty:
         return old, moments
-    if isinstance(server, Average):
+    if isinstance(server, Average):  # without asking which elements were trained
         return mean.result(), moments
     moments, params = server.step(moments, old, mean.result(), mean.trained())
     return params, moments
 
 
-def learned(selection: Selector, tables: Tables, pool: Pool, order: WorkOrder, update: ClientUpdate) -> Tables:
-    """The selector's tables after a client brought back a pool model, or another sub-model of the size it was sent."""
+def learned(
+    selection: Selector, tables: Tables, layout: ParamLayout, pool: Pool, order: WorkOrder, update: ClientUpdate
+) -> Tables:
+    """The selector's tables after a client brought back a pool model, or another sub-model of its size."""
     sent = next(i for i, m in enumerate(pool) if m.name == order.hints["model"])
-    trained = without_classes(update.spec)
-    back = next((i for i, m in enumerate(pool) if m.spec == trained), sent)
-    return selection.learn(tables, sent, sent if trained == order.spec else back, update.client)
+    back = index_of(pool, layout, update.spec)
+    return selection.learn(tables, sent, sent if back is None else back, update.client)
 
 
 # ------------------------------------------------------------------------------------------------ on the client

@@ -11,13 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from fl_engine.algorithms import AllLarge, Decoupled, DepthFL, FedProx, FjORD, HeteroFL, ScaleFL
+from fl_engine.algorithms import (
+    AllLarge,
+    Decoupled,
+    DepthFL,
+    FederatedDropout,
+    FedProx,
+    FedRolex,
+    FjORD,
+    HeteroFL,
+    ScaleFL,
+)
 from fl_engine.client import Site, execute
 from fl_engine.errors import ClientError, PoolError
 from fl_engine.evaluate import published, weights_of
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.selection import Curiosity
 from fl_engine.slicing import contains, count_params, take
 from fl_engine.testing.tiny import (
     SEED,
@@ -202,6 +213,23 @@ def test_feddyn_by_hand() -> None:
         torch.testing.assert_close(again.params[name], old + 1.25)
 
 
+def test_feddyn_leaves_running_statistics_alone() -> None:
+    """They are averaged: a variance that were stepped like a weight could fall below zero."""
+    algorithm = DepthFL(training=TRAINING, exits=("conv1", "conv2"))
+    site = tiny_site(algorithm, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
+    state = start_of(algorithm, site)
+    base = algorithm.plan(state, 0, SEED)
+    order = replace(base.orders[0], spec=FULL, hints={"model": "level3"})
+    came = [update_of(order, FULL, {n: torch.full_like(t, 0.25) for n, t in state.params.items()})]
+    after = algorithm.merge(state, replace(base, orders=(order,)), came)
+    statistics = [name for name in state.params if "running" in name]
+    assert len(statistics) == 6
+    for name in statistics:
+        assert torch.equal(after.params[name], torch.full_like(state.params[name], 0.25))
+        assert name not in after.h
+        assert f"{order.client}/{name}" not in after.memory
+
+
 def up(params: Params, by: float) -> Params:
     return {name: t + by for name, t in params.items()}
 
@@ -241,6 +269,11 @@ def test_fjord_trains_all_widths_up_to_the_largest_that_fits() -> None:
     assert all(m.reported for m in site.pool)
 
 
+def test_fjord_refuses_running_statistics_before_anything_trains() -> None:
+    with pytest.raises(PoolError, match=r"set model\.norm=batch"):
+        FjORD().pool(SmallCNN((1, 8, 8), 4, norm="static"), ())
+
+
 # --------------------------------------------------------------------------------------------------- Decoupled
 def test_decoupled_levels_share_nothing() -> None:
     """Only clients of level 1 come back: the others' weights stay to the bit, level 1's is their mean."""
@@ -276,6 +309,31 @@ def test_decoupled_asks_k_capable_devices_for_each_level() -> None:
         for order in orders:
             share = next(m.share for m in site.pool if m.name == order.hints["model"])
             assert site.fleet[order.client].most > 100 * share
+
+
+def test_decoupled_takes_a_selector_that_learns() -> None:
+    algorithm = Decoupled(training=TRAINING, selection=Curiosity(per_type=1))
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    for round in range(3):
+        plan = algorithm.plan(state, round, SEED)
+        assert {o.client for o in plan.orders} <= {d.client for d in site.fleet}
+        state = algorithm.merge(state, plan, [execute(algorithm, order, site) for order in plan.orders])
+    assert state.tables != start_of(algorithm, site).tables
+
+
+@pytest.mark.parametrize("kind", [FedRolex, FederatedDropout])
+def test_a_selector_learns_the_size_that_a_rolling_device_stepped_down_to(kind: Any) -> None:
+    algorithm = kind(training=TRAINING, selection=Curiosity(per_type=1, score="c"), widths=(0.25, 0.5, 1.0))
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = algorithm.plan(state, 5, SEED)
+    order = next(o for o in plan.orders if o.hints["model"] == "1x")
+    task = algorithm.task(order, context(site, order.client, 50.0))
+    update = update_of(order, task.spec, take(order.payload, state.layout, task.spec))
+    after = algorithm.merge(state, replace(plan, orders=(order,)), [update])
+    column = [row[order.client] for row in after.tables["curiosity"]]
+    assert column == [1.0, 2.0, 2.0], "sent 1x, brought back 0.5x"
 
 
 def test_decoupled_cannot_prune_on_the_device() -> None:

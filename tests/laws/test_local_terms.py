@@ -186,8 +186,8 @@ def test_exit_losses_by_hand() -> None:
         """KL(teacher || student) of two-class distributions by the share of class 0."""
         return t * math.log(t / s) + (1 - t) * math.log((1 - t) / (1 - s))
 
-    last = distil_from_last(logits, 1.0)
-    assert float(last) == pytest.approx((1 * kl(0.1, 0.5) + 2 * kl(0.1, 0.25)) / 6, rel=1e-5)
+    last = distil_from_last(logits, 1.0)  # mean over the two classes, too
+    assert float(last) == pytest.approx((1 * kl(0.1, 0.5) + 2 * kl(0.1, 0.25)) / 6 / 2, rel=1e-5)
     pairs = [kl(t, s) for s in (0.5, 0.25, 0.1) for t in (0.5, 0.25, 0.1) if s != t]
     assert float(distil_mutually(logits, 1.0)) == pytest.approx(sum(pairs) / 2, rel=1e-5)
     # At tau = 2 the logits are halved and the result is multiplied by four.
