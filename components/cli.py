@@ -8,16 +8,30 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fl_engine
 from components import common
 from fl_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fl_engine.config import Config
 
 DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
 
   flexfleet run                                   FlexFL on the bundled digits
   flexfleet run --set algorithm.name=all_large    its control
   flexfleet report runs/a runs/b                  both in one page
+  flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2
+"""
+
+COMPARE = """Several algorithms on the same task, with several seeds, side by side in one table and one page.
+
+  flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2 --jobs 2
+  flexfleet compare --algorithms flexfl,no_kd=flexfl --set no_kd:algorithm.kd_weight=0
+
+--set a.b=value is for all runs, --set LABEL:algorithm.x=value for one algorithm. All runs of a seed have the same data,
+partition, fleet and training. Each is a run like any other, <run.store>/<id>/<label>-s<seed>/.
 """
 
 
@@ -35,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         discard_damaged=args.discard_damaged,
         accept_numerics=args.accept_numerics,
+        shared=args.shared,
+        tags=tags_of(args.tag),
     )
     if args.json:
         print(found.model_dump_json())
@@ -46,6 +62,42 @@ def run(args: argparse.Namespace) -> int:
         if config.tracking.mlflow:
             print(f"MLflow: mlflow ui --backend-store-uri {config.tracking.mlflow}")
     return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    from components import entries
+
+    if args.resume and args.id is None:
+        raise ConfigError("--resume needs --id: the name of the comparison to go on with, a folder of the run store")
+
+    def load(sets: list[str]) -> Config:
+        return common.config_of(argparse.Namespace(config=args.config, set=sets))
+
+    to = () if args.to is None else entries.accuracies_of(args.to)
+    name = args.id or time.strftime("compare-%Y%m%d-%H%M%S")
+    runs = entries.entries_for(args.algorithms, args.seeds, args.set, load, name)
+
+    from components.compare import compare as compare_all
+    from components.tabulate import text as table
+
+    options = [f"--{o.replace('_', '-')}" for o in ("discard_damaged", "accept_numerics") if getattr(args, o)]
+    found = compare_all(runs, name, to=to, at_once=args.jobs, resume=args.resume, options=options)
+    if args.json:
+        print(found.model_dump_json())
+    else:
+        print(table(found))
+        print(f"page: {entries.folder_of(runs) / 'comparison.html'}")
+        if runs[0].config.tracking.mlflow:
+            print(f"MLflow: mlflow ui --backend-store-uri {runs[0].config.tracking.mlflow}")
+    return 0
+
+
+def tags_of(texts: Sequence[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts]
+    wrong = [text for text, (key, sign, _) in zip(texts, pairs, strict=True) if not key or not sign]
+    if wrong:
+        raise ConfigError(f"--tag takes key=value, got {wrong[0]!r}")
+    return {key: value for key, _, value in pairs}
 
 
 def pool(args: argparse.Namespace) -> int:
@@ -186,7 +238,23 @@ def parser() -> argparse.ArgumentParser:
     c = add("run", "partition, pre-train, build the pool, run the rounds, evaluate, report")
     c.add_argument("--run-id", metavar="NAME", help="name of the run's folder (default: algorithm, seed and time)")
     common.add_resume(c)
+    c.add_argument(
+        "--shared", type=Path, metavar="DIR", help="take over partition and pre-training that a comparison computed"
+    )
+    c.add_argument(
+        "--tag", action="append", default=[], metavar="key=value", help="of the MLflow run; may be repeated"
+    )
     c.set_defaults(call=run)
+
+    c = add("compare", "several algorithms and seeds on one task, in one table")
+    c.description, c.formatter_class = COMPARE, argparse.RawDescriptionHelpFormatter
+    c.add_argument("--algorithms", required=True, metavar="LIST", help="names, or label=name: flexfl,no_kd=flexfl")
+    c.add_argument("--seeds", metavar="LIST", help="0,1,2 (default: the configuration's seed alone)")
+    c.add_argument("--id", metavar="NAME", help="name of the comparison's folder (default: the time)")
+    c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, one thread each (default: 1)")
+    c.add_argument("--to", metavar="LIST", help="accuracies to reach with the full model, as shares: 0.4,0.45")
+    common.add_resume(c)
+    c.set_defaults(call=compare)
 
     c = add("pool", "show the model pool: sizes, multiply-adds, widths")
     c.add_argument("--algorithm", metavar="NAME")

@@ -21,6 +21,7 @@ from fl_engine.backends import InProcess
 from fl_engine.client import Site
 from fl_engine.config import Config
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped
+from fl_engine.evaluate import published
 from fl_engine.ledger import Ledger
 from fl_engine.slicing import initial_params
 from fl_engine.store import FolderStore, encode, sha256
@@ -56,7 +57,7 @@ def federate(
     Raises ConfigError where `out` holds a run and `resume` is not given, a run of another configuration, or one that
     is running; EnvironmentFailure where this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
     """
-    with _alone(out):
+    with alone(out):
         return _federate(
             config,
             partition_dir,
@@ -71,7 +72,7 @@ def federate(
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def alone(out: Path) -> Iterator[None]:
     """Two processes must not write one ledger. The lock goes with the process, whatever ends it."""
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "w") as lock:
@@ -138,7 +139,7 @@ def _federate(
                 tracker,
                 config.rounds,
                 config.seed,
-                rounds.Evaluation(family, pool, data, config.run.devices),
+                rounds.Evaluation(family, pool, data, config.run.devices, fleet),
                 should_stop,
                 discard_damaged,
             )
@@ -183,7 +184,6 @@ def _mlflow(config: Config, run: RunFile, out: Path, tags: dict[str, str]) -> ML
     c, uri = config, config.tracking.mlflow
     if uri is None:
         return None
-    experiment = c.tracking.experiment or f"{c.dataset.name}-{c.model['name']}-{c.partition.rule}"
     about = {
         "algorithm": str(c.algorithm["name"]),
         "seed": str(c.seed),
@@ -194,7 +194,13 @@ def _mlflow(config: Config, run: RunFile, out: Path, tags: dict[str, str]) -> ML
         "flexfleet.version": fl_engine.__version__,
         **tags,
     }
-    return MLflow(uri, experiment, f"{c.algorithm['name']}-s{c.seed}", about, run.mlflow_run_id)
+    return MLflow(uri, experiment(c), f"{about['algorithm']}-s{c.seed}", about, run.mlflow_run_id)
+
+
+def experiment(config: Config) -> str:
+    """The name of the MLflow experiment that a run belongs to."""
+    c = config
+    return c.tracking.experiment or f"{c.dataset.name}-{c.model['name']}-{c.partition.rule}"
 
 
 def _git_commit() -> dict[str, str]:
@@ -233,7 +239,7 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 
 def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:
-    value = encode(final.params)
+    value = encode(published(final))
     FolderStore(out).put("model.safetensors", value)
     rows = ledger.rows()
     history = History(

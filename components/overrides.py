@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from components.entries import Entry, by_label, entries, labels_of, seeds_of
 from fl_engine.config import Config, parse, set_path
 from fl_engine.errors import ConfigError, nearest
 
@@ -50,6 +51,21 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
             raise ConfigError(f'advanced takes dotted names, {{"{path}.{inner}": value}}, got a mapping for {path!r}')
         set_path(values, path, whole(value))
     return parse(values)
+
+
+def comparison_from(
+    parameters: Mapping[str, Any], advanced: Mapping[str, Any], algorithms: str, seeds: str, id: str
+) -> list[Entry]:
+    """The runs of a comparison: `config_from` for each algorithm and seed, where `advanced` may also hold
+    `label:algorithm.x` for one algorithm alone. Raises ConfigError."""
+    labels = labels_of(algorithms)
+    given = by_label(advanced.items(), labels)
+
+    def configure(label: str, seed: int) -> Config:
+        own = {"algorithm": labels[label], "seed": seed}
+        return config_from({**parameters, **own}, {**dict(given[None]), **dict(given[label])})
+
+    return entries(labels, seeds_of(seeds), configure, id)
 
 
 def whole(value: Any) -> Any:

@@ -101,10 +101,48 @@ def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-accuracy") -
             axes.plot([mb for mb, _ in points], _percent(scored, "avg"), linestyle=dash, **_look(i, len(points)))
         _axes(axes, "MB sent, down + up", "test accuracy (%)")
         axes.set_xlim(left=0)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 10 else f"{x:.3g}")
+        axes.xaxis.set_major_formatter(_mb)
         _legend(figure, runs, band=False)
 
     return _drawing(name, "Test accuracy against the megabytes sent, a line for each run", _height(runs), paint)
+
+
+Points = Sequence[tuple[int, float, Sequence[float]]]
+"""A round from 1, the mean MB sent so far, and every seed's accuracy."""
+
+
+def comparison(curves: Sequence[tuple[str, Points, Points]], name: str = "comparison") -> str:
+    """Of each algorithm avg (no points: it has none) and full, as means over the seeds in a band from the lowest to
+    the highest: on the left over the rounds, on the right full against all MB sent so far."""
+
+    def paint(figure: Any) -> None:
+        from matplotlib.patches import Patch
+
+        left, right = figure.subplots(1, 2, sharey=True)
+        for i, (_, avg, full) in enumerate(curves):
+            for axes, points, across, dash in ((left, avg, 0, "-"), (left, full, 0, "--"), (right, full, 1, "--")):
+                if not points:
+                    continue
+                x, seeds = [point[across] for point in points], 100 * np.array([point[2] for point in points])
+                look = _look(i, len(x))
+                thin = {"linewidth": look["linewidth"] - (0.5 if dash == "--" else 0)}
+                axes.plot(x, seeds.mean(axis=1), linestyle=dash, **look | thin)
+                if seeds.shape[1] > 1:
+                    low, high = seeds.min(axis=1), seeds.max(axis=1)
+                    axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
+        _axes(left, "round", "test accuracy (%)", whole_x=True)
+        _axes(right, "MB sent, down + up", "")
+        right.set_xlim(left=0)
+        right.xaxis.set_major_formatter(_mb)
+        handles = [*(_line(**_look(i, 8)) for i in range(len(curves))), _line(color=GREY)]
+        handles += [_line(color=GREY, linestyle="--", linewidth=1.2)]
+        names = [*(label for label, _, _ in curves), "avg", "full"]
+        if any(len(point[2]) > 1 for _, _, full in curves for point in full):
+            handles, names = [*handles, Patch(color=GREY, alpha=0.25, linewidth=0)], [*names, "range of seeds"]
+        _put_legend(figure, handles, names)
+
+    return _drawing(name, "Test accuracy over the rounds and against the megabytes sent, a line for each algorithm",
+                    3.9 + 0.1 * len(curves), paint, width=10.5)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ one run
@@ -259,6 +297,10 @@ def _axes(axes: Any, x: str, y: str, whole_x: bool = False) -> None:
         axes.xaxis.set_major_locator(_whole())
 
 
+def _mb(x: float, _: int) -> str:
+    return f"{x:,.0f}" if x >= 10 else f"{x:.3g}"
+
+
 def _whole() -> Any:
     from matplotlib.ticker import MaxNLocator
 
@@ -301,12 +343,12 @@ def _style(values: Mapping[str, Any]) -> AbstractContextManager[None]:
     return context
 
 
-def _drawing(name: str, alt: str, height: float, paint: Callable[[Any], None]) -> str:
-    """An SVG 6.4 inches wide and `height` inches high. `alt` says what it shows to those who do not see it."""
+def _drawing(name: str, alt: str, height: float, paint: Callable[[Any], None], width: float = 6.4) -> str:
+    """An SVG of `width` x `height` inches. `alt` says what it shows to those who do not see it."""
     with _style(STYLE):
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(6.4, height), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         paint(figure)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None})

@@ -14,6 +14,7 @@ from components.model_pool import model_pool
 from components.partition import partition
 from components.pretrain import pretrain
 from components.report import report
+from components.share import adopt
 from fl_engine.config import Config
 from fl_engine.errors import ConfigError, EnvironmentFailure
 
@@ -25,12 +26,14 @@ def run(
     resume: bool = False,
     discard_damaged: bool = False,
     accept_numerics: bool = False,
+    shared: Path | None = None,
+    tags: dict[str, str] | None = None,
 ) -> Result:
-    """Partition, pre-train, pool, federate, evaluate, report, under `<run.store>/<run_id>`; resumable."""
-    for package in ("matplotlib", "jinja2", *(["mlflow"] if config.tracking.mlflow else [])):
-        if find_spec(package) is None:  # now, not after hours of training
-            hint = ", or --set tracking.mlflow=null" if package == "mlflow" else ""
-            raise EnvironmentFailure(missing(package) + hint)
+    """Partition, pre-train, pool, federate, evaluate, report, under `<run.store>/<run_id>`; resumable.
+
+    `shared`: the folder of a `share` step; what is there is taken over, not computed again. `tags`: of the MLflow run.
+    """
+    need_packages(config)
     out = Path(config.run.store) / run_id
     if out.exists() and not resume:
         raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")
@@ -38,8 +41,11 @@ def run(
         known_run(config, out, resume)
     else:  # the steps before the rounds are quick, and pure: done again after a kill
         check(config)
-        partition(config, out / "partition")
-        pretrain(config, out / "partition", out / "pretrain")
+        if shared is not None:
+            adopt(config, shared, out)
+        else:
+            partition(config, out / "partition")
+            pretrain(config, out / "partition", out / "pretrain")
         model_pool(config, out / "pretrain", out / "pool")
     federate(
         config,
@@ -50,9 +56,18 @@ def run(
         resume=resume,
         discard_damaged=discard_damaged,
         accept_numerics=accept_numerics,
+        tags=tags,
     )
     evaluate(config, out, out / "pool", out)
     return conclude(config, out)
+
+
+def need_packages(config: Config) -> None:
+    """Raises EnvironmentFailure for what is not installed: now, not after hours of training."""
+    for package in ("matplotlib", "jinja2", *(["mlflow"] if config.tracking.mlflow else [])):
+        if find_spec(package) is None:
+            hint = ", or --set tracking.mlflow=null" if package == "mlflow" else ""
+            raise EnvironmentFailure(missing(package) + hint)
 
 
 def conclude(config: Config, out: Path, store_uri: str | None = None) -> Result:

@@ -14,9 +14,10 @@ from typing import Any
 
 from kfp import compiler
 
+from pipelines.compare import comparison
 from pipelines.train import train
 
-PIPELINES: dict[str, Any] = {"train": train}
+PIPELINES: dict[str, Any] = {"train": train, "compare": comparison}
 COMPILED = Path(__file__).parent / "compiled"
 
 

@@ -160,8 +160,8 @@ def train(
 
     Args:
         dataset: digits, fashion_mnist, cifar10, or package.module:NAME.
-        model: small_cnn, vgg16, resnet18, resnet34, mobilenetv2, or package.module:NAME.
-        algorithm: flexfl, all_large, or package.module:NAME.
+        model: small_cnn, vgg16, resnet18, resnet34, preresnet18, mobilenetv2, or package.module:NAME.
+        algorithm: flexfl, adaptivefl, heterofl, ... (fl_engine/algorithms), or package.module:NAME.
         clients: Number of devices.
         partition_rule: iid, dirichlet, disjoint_labels or natural.
         dirichlet_alpha: Concentration of the Dirichlet partition; smaller is more heterogeneous.

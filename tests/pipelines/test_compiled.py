@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from components.overrides import PARAMETERS, config_from
+from components.overrides import PARAMETERS, comparison_from, config_from
 from fl_engine.config import Config
-from pipelines.compile import COMPILED
+from pipelines.compile import COMPILED, PIPELINES
 
 ORDER = ("partition", "pretrain", "model-pool", "federate", "evaluate", "report")
 HEAVY = {"torch", "mlflow", "sklearn", "matplotlib", "fl_engine.config"}
@@ -32,23 +32,39 @@ def test_checked_in_files_are_current_and_compiling_imports_nothing_heavy(hash_s
     assert not HEAVY & set(python(code, PYTHONHASHSEED=hash_seed).split())
 
 
-def test_the_image_is_chosen_in_one_place() -> None:
-    code = "from pipelines.compile import compiled; print(compiled('train'))"
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_image_is_chosen_in_one_place(name: str) -> None:
+    code = f"from pipelines.compile import compiled; print(compiled({name!r}))"
     executors = yaml.safe_load(python(code, FLEXFLEET_IMAGE="here/python:1"))["deploymentSpec"]["executors"]
     assert {e["container"]["image"] for e in executors.values()} == {"here/python:1"}
 
 
-@pytest.fixture(scope="module")
-def root() -> dict[str, Any]:
-    spec: dict[str, Any] = yaml.safe_load((COMPILED / "train.yaml").read_text())
+def root_of(name: str) -> dict[str, Any]:
+    spec: dict[str, Any] = next(yaml.safe_load_all((COMPILED / f"{name}.yaml").read_text()))
     return spec["root"]  # type: ignore[no-any-return]
 
 
-def test_the_form_is_short_explained_and_its_defaults_are_the_embedded_job(root: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def root() -> dict[str, Any]:
+    return root_of("train")
+
+
+@pytest.fixture(scope="module")
+def comparison() -> dict[str, Any]:
+    return root_of("compare")
+
+
+def form_of(root: dict[str, Any]) -> dict[str, Any]:
+    """Defaults of a run form that is short and explained."""
     form = root["inputDefinitions"]["parameters"]
     assert len(form) <= 15
     assert all(p.get("description") for p in form.values())
-    values = {name: p["defaultValue"] for name, p in form.items()}
+    return {name: p["defaultValue"] for name, p in form.items()}
+
+
+# ------------------------------------------------------------------------------------------------------- train
+def test_the_form_is_the_embedded_job(root: dict[str, Any]) -> None:
+    values = form_of(root)
     assert set(values) == {*PARAMETERS, "run_id", "advanced"}
     given = {name: values[name] for name in PARAMETERS}
     assert config_from(given, values["advanced"]) == config_from({"mlflow_uri": ""}, {})
@@ -66,3 +82,28 @@ def test_nothing_is_cached_and_the_rounds_are_retried(root: dict[str, Any]) -> N
     tasks = root["dag"]["tasks"]
     assert all(not task["cachingOptions"] for task in tasks.values())
     assert tasks["federate"]["retryPolicy"]["maxRetryCount"] == 3
+
+
+# ----------------------------------------------------------------------------------------------------- compare
+def test_the_form_of_a_comparison_is_the_embedded_job_too(comparison: dict[str, Any]) -> None:
+    values = form_of(comparison)
+    common = PARAMETERS.keys() - {"algorithm", "seed"}
+    assert set(values) == common | {"algorithms", "seeds", "comparison_id", "advanced"}
+    given = {name: values[name] for name in common}
+    runs = comparison_from(given, values["advanced"], values["algorithms"], values["seeds"], "a")
+    assert [run.name for run in runs][:3] == ["flexfl-s0", "all_large-s0", "flexfl-s1"]
+    expected = config_from({"mlflow_uri": "", "store_uri": "runs/a"}, {})
+    assert runs[0].config == expected
+
+
+def test_a_comparison_is_one_flat_loop(comparison: dict[str, Any]) -> None:
+    spec = next(yaml.safe_load_all((COMPILED / "compare.yaml").read_text()))
+    tasks = comparison["dag"]["tasks"]
+    assert tasks.keys() == {"prepare", "for-loop-1", "compare"}
+    assert "prepare" in tasks["for-loop-1"]["dependentTasks"]
+    assert "for-loop-1" in tasks["compare"]["dependentTasks"]
+    loop = spec["components"][tasks["for-loop-1"]["componentRef"]["name"]]["dag"]["tasks"]
+    assert loop.keys() == {"run"}
+    assert loop["run"]["retryPolicy"]["maxRetryCount"] == 3
+    for task in (tasks["prepare"], tasks["compare"], loop["run"]):
+        assert not task["cachingOptions"]

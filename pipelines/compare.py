@@ -1,0 +1,162 @@
+"""The comparison pipeline: prepare -> (for each algorithm and seed) run -> compare.
+
+The first task resolves and checks every run, cuts each seed's partition and pre-trains on its proxy once; then the
+runs are made side by side, as many as the cluster has room for, each as `flexfleet run` makes it in the folder
+`<store_uri>/<comparison_id>/<label>-s<seed>`; the last task puts them in one table and one page.
+
+The loop is flat, over pairs of algorithm and seed: two nested ones would start a seed only when all runs of the one
+before are over, and `kfp.local` cannot run them.
+
+Retries: a run goes on with what it finds in its folder, so that has to outlive a pod. Give `comparison_id` to go on
+with a comparison of an earlier job. Caching is off, for the reasons given in pipelines/train.py.
+"""
+
+from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of lists of artifacts only
+
+from kfp import dsl
+
+from pipelines.task import pipeline, task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def prepare(
+    dataset: str,
+    model: str,
+    algorithms: str,
+    seeds: str,
+    clients: int,
+    partition_rule: str,
+    dirichlet_alpha: float,
+    rounds: int,
+    client_fraction: float,
+    local_epochs: int,
+    learning_rate: float,
+    mlflow_uri: str,
+    store_uri: str,
+    comparison_id: str,
+    job_id: str,
+    advanced: dict[str, Any],
+    shared: dsl.Output[Artifact],
+) -> list[dict[str, str]]:
+    from pathlib import Path
+
+    from components import overrides
+    from components.compare import prepare as step
+
+    given = locals()
+    parameters = {name: given[name] for name in overrides.PARAMETERS if name in given}
+    name = comparison_id or f"compare-{job_id}"
+    runs = overrides.comparison_from(parameters, advanced, algorithms, seeds, name)
+    return step(runs, name, Path(shared.path))
+
+
+@task
+def run(
+    pair: dict[str, str],
+    shared: dsl.Input[Artifact],
+    job_id: str,
+    finished: dsl.Output[Artifact],
+    page: dsl.Output[dsl.HTML],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    import shutil
+    from pathlib import Path
+
+    from components.compare import run_pair
+
+    found = run_pair(pair, Path(shared.path), Path(finished.path), {"kfp.job_id": job_id})
+    shutil.copyfile(Path(finished.path) / "report.html", page.path)
+    for name, value in (("avg", found.metrics["avg"]), ("full", found.metrics["full"]), ("waste", found.waste)):
+        metrics.log_metric(name, value)
+
+
+@task
+def compare(
+    pairs: list[dict[str, str]],
+    finished: dsl.Input[List[Artifact]],  # noqa: UP006
+    comparison: dsl.Output[Artifact],
+    page: dsl.Output[dsl.HTML],
+    table: dsl.Output[dsl.Markdown],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    import shutil
+    from pathlib import Path
+
+    from components.compare import collect
+    from components.tabulate import metrics as figures
+
+    out = Path(comparison.path)
+    found = collect(pairs, [Path(run.path) for run in finished], out)
+    shutil.copyfile(out / "comparison.html", page.path)
+    shutil.copyfile(out / "comparison.md", table.path)
+    for name, value in figures(found).items():
+        metrics.log_metric(name, value)
+
+
+@pipeline(name="compare", description="Several federated algorithms on one task, with several seeds, in one table.")
+def comparison(
+    dataset: str = "digits",
+    model: str = "small_cnn",
+    algorithms: str = "flexfl,all_large",
+    seeds: str = "0,1,2",
+    clients: int = 20,
+    partition_rule: str = "dirichlet",
+    dirichlet_alpha: float = 0.6,
+    rounds: int = 40,
+    client_fraction: float = 0.3,
+    local_epochs: int = 5,
+    learning_rate: float = 0.05,
+    mlflow_uri: str = "",
+    store_uri: str = "runs",
+    comparison_id: str = "",
+    advanced: dict[str, Any] = {},  # noqa: B006 - kfp writes it into the specification, nobody holds it
+) -> None:
+    """The defaults are `flexfleet compare`'s, without MLflow.
+
+    Args:
+        dataset: digits, fashion_mnist, cifar10, or package.module:NAME.
+        model: small_cnn, vgg16, resnet18, resnet34, mobilenetv2, or package.module:NAME.
+        algorithms: Names of algorithms, separated by commas; a variant of one is label=name, e.g. flexfl,no_kd=flexfl.
+        seeds: Whole numbers, separated by commas; every algorithm runs with each.
+        clients: Number of devices.
+        partition_rule: iid, dirichlet, disjoint_labels or natural.
+        dirichlet_alpha: Concentration of the Dirichlet partition; smaller is more heterogeneous.
+        rounds: Rounds in all.
+        client_fraction: Share of all clients selected per round, above 0, at most 1.
+        local_epochs: Epochs that a client trains per round.
+        learning_rate: Of the clients' SGD, in the first round.
+        mlflow_uri: Tracking URI of an MLflow server; empty: no tracking.
+        store_uri: Folder of all runs; on a cluster, of a volume that outlives a pod.
+        comparison_id: Name of the comparison's folder; the same name goes on with it. Empty: the job's.
+        advanced: Any other parameter of params.yaml by its dotted name, for all runs, e.g. {"training.momentum": 0.9};
+            for one algorithm alone with its label, e.g. {"no_kd:algorithm.kd_weight": 0}.
+    """
+    job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+    start = prepare(
+        dataset=dataset,
+        model=model,
+        algorithms=algorithms,
+        seeds=seeds,
+        clients=clients,
+        partition_rule=partition_rule,
+        dirichlet_alpha=dirichlet_alpha,
+        rounds=rounds,
+        client_fraction=client_fraction,
+        local_epochs=local_epochs,
+        learning_rate=learning_rate,
+        mlflow_uri=mlflow_uri,
+        store_uri=store_uri,
+        comparison_id=comparison_id,
+        job_id=job_id,
+        advanced=advanced,
+    )
+    pairs = start.outputs["Output"]
+    with dsl.ParallelFor(pairs) as pair:
+        one = run(pair=pair, shared=start.outputs["shared"], job_id=job_id)
+        one.set_retry(num_retries=3, backoff_duration="30s", backoff_factor=2)
+    told = compare(pairs=pairs, finished=dsl.Collected(one.outputs["finished"]))
+    for each in (start, one, told):
+        each.set_caching_options(False)

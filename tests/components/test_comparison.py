@@ -1,0 +1,90 @@
+"""The arithmetic of a comparison, on histories that a person can check: what an accuracy took, means, deviations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from components import comparison, report, tabulate
+from components.comparison import Spread
+from fl_engine.ledger import Row
+
+
+def rows(*measured: tuple[float | None, float], simulated: bool = True) -> tuple[Row, ...]:
+    """A round for each (full, MB down and up), each of 2 s, or 10 s on the fleet; full None: not evaluated."""
+    out = []
+    for i, (full, mb) in enumerate(measured):
+        metrics = {"bytes_down": 0.75e6 * mb, "bytes_up": 0.25e6 * mb, "seconds_round": 2.0, "clients_trained": 3.0}
+        metrics |= {"seconds_simulated": 10.0} if simulated else {}
+        metrics |= {"avg": full - 0.1, "full": full} if full is not None else {}
+        out.append(Row(round=i, metrics=metrics, clients=()))
+    return tuple(out)
+
+
+SLOW = rows((0.2, 1), (0.4, 1), (None, 1), (0.5, 1), (0.3, 1))
+FAST = rows((0.4, 2), (0.5, 2), (0.7, 2), (0.6, 2), (0.6, 2))
+
+
+def near(found: Spread | None, mean: float, std: float | None) -> bool:
+    return found is not None and found.model_dump() == {"mean": pytest.approx(mean), "std": pytest.approx(std)}
+
+
+def test_rounds_mb_and_seconds_to_an_accuracy() -> None:
+    """SLOW reaches 40 % in round 2 after 2 MB, FAST in round 1 after 2 MB."""
+    found = comparison.reached((0, 1), (SLOW, FAST), 0.4)
+    assert (found.accuracy, found.seeds) == (0.4, (0, 1))
+    assert near(found.rounds, 1.5, 0.5**0.5)
+    assert near(found.mb, 2, 0)
+    assert near(found.seconds, 3, 2**0.5)
+    assert near(found.seconds_simulated, 15, 50**0.5)
+
+
+def test_an_accuracy_that_some_seeds_reach_or_none() -> None:
+    some = comparison.reached((5, 7), (SLOW, FAST), 0.55)
+    assert (some.seeds, some.rounds, some.mb) == ((7,), Spread(mean=3, std=None), Spread(mean=6, std=None))
+    none = comparison.reached((5, 7), (SLOW, FAST), 0.8)
+    assert (none.seeds, none.rounds, none.mb, none.seconds, none.seconds_simulated) == ((), None, None, None, None)
+    # What is not evaluated is not known: round 3 of SLOW may have been there, round 4 is the first that is.
+    assert comparison.reached((0,), (SLOW,), 0.45).rounds == Spread(mean=4, std=None)
+    assert comparison.reached((0,), (SLOW,), 0.5).rounds == Spread(mean=4, std=None), "the accuracy itself counts"
+
+
+def test_the_simulated_clock_is_optional() -> None:
+    assert comparison.simulated(SLOW) == 50
+    untimed = rows((0.5, 1), (0.6, 1), simulated=False)
+    assert comparison.simulated(untimed) is None
+    assert comparison.simulated((*SLOW[:1], *untimed)) is None, "a part of the rounds is no sum"
+    assert comparison.reached((0,), (untimed,), 0.5).seconds_simulated is None
+    idle = untimed[0].model_copy(update={"metrics": untimed[0].metrics | {"clients_trained": 0.0}})
+    assert comparison.simulated((*SLOW[:1], idle)) == 10, "nobody trained: nobody was waited for"
+
+
+@pytest.mark.parametrize(
+    ("best", "targets"),
+    [
+        (0.72, (0.55, 0.6, 0.65, 0.7)),
+        (0.7, (0.5, 0.55, 0.6, 0.65)),
+        (0.12, (0.05, 0.1)),
+        (0.05, ()),
+        (1.0, (0.8, 0.85, 0.9, 0.95)),
+    ],
+)
+def test_the_accuracies_to_reach_where_none_are_given(best: float, targets: tuple[float, ...]) -> None:
+    @dataclass(frozen=True)
+    class Fake:
+        rows: tuple[Row, ...]
+
+    runs: Any = {"a": [Fake(rows((best / 2, 1)))], "b": [Fake(rows((best, 1), (best / 3, 1)))]}
+    assert comparison.default_targets(runs) == targets
+
+
+def test_means_and_sample_standard_deviations() -> None:
+    assert near(comparison.spread([1.0, 2.0, 6.0]), 3, 7**0.5)
+    assert comparison.spread([4.0]) == Spread(mean=4.0, std=None)
+    assert comparison.spread([]) is None
+    assert comparison.spread([1.0, None]) is None
+    assert tabulate.cell(Spread(mean=0.8523, std=0.0051), 100) == "85.23 ± 0.51"
+    assert tabulate.cell(Spread(mean=1234.5, std=None)) == "1,234.50"
+    assert tabulate.cell(None) == report.NONE

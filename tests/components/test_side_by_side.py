@@ -1,0 +1,83 @@
+"""Processes side by side: their exit codes, their logs, so many at once and no more, and signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components import side_by_side
+from fl_engine.errors import Stopped
+
+JOB = """
+import os, signal, sys, time
+name, seconds, code = sys.argv[1:]
+print(name, "begins", os.environ["OMP_NUM_THREADS"], "at", time.monotonic(), flush=True)
+if code == "patient":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    print("ready", flush=True)
+time.sleep(float(seconds))
+print("at", time.monotonic())
+print("error: something else")
+print(f"error: {name} says why", flush=True)
+sys.exit(int(code))
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., side_by_side.Job]:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "one_job.py").write_text(JOB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+
+    def make(name: str, seconds: float = 0, code: Any = 0) -> side_by_side.Job:
+        return side_by_side.Job(name, "one_job", (name, str(seconds), str(code)), tmp_path / "logs" / f"{name}.log")
+
+    return make
+
+
+def test_jobs_end_with_their_own_codes_and_logs(job: Any) -> None:
+    jobs = [job("a"), job("b", code=7), job("c", code=0)]
+    assert side_by_side.side_by_side(jobs, 2) == {"a": 0, "b": 7, "c": 0}
+    side_by_side.side_by_side(jobs[1:2], 1)
+    log = jobs[1].log.read_text()
+    assert log.count("$ python -m one_job b 0 7\n") == log.count("b begins 1") == 2, "a second attempt is added"
+    assert side_by_side.last_words(jobs[1].log) == "b says why"
+    with open(jobs[1].log, "a") as file:
+        file.write(f"{side_by_side.BEGINS}again\nKilled")
+    assert side_by_side.last_words(jobs[1].log) == "Killed", "not what an earlier attempt said"
+    assert side_by_side.side_by_side([], 3) == {}
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 9])
+def test_so_many_at_once_and_no_more(job: Any, at_once: int) -> None:
+    jobs = [job(f"{i}", 0.5) for i in range(4)]
+    side_by_side.side_by_side(jobs, at_once)
+    times = [[float(t) for t in re.findall(r"at ([\d.]+)", one.log.read_text())] for one in jobs]
+    together = [sum(begin <= start < end for begin, end in times) for start, _ in times]
+    assert max(together) == min(at_once, 4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_and_nothing_else_starts(job: Any, number: signal.Signals) -> None:
+    jobs = [job("a", 60, "patient"), job("b", 60, "patient"), job("c", 60)]
+    watch = (
+        "import os, sys, time\n"
+        "while not all(os.path.exists(p) and 'ready' in open(p).read() for p in sys.argv[3:]): time.sleep(0.02)\n"
+        "os.kill(int(sys.argv[1]), int(sys.argv[2]))\n"
+    )
+    logs = [str(one.log) for one in jobs[:2]]
+    killer = subprocess.Popen([sys.executable, "-c", watch, str(os.getpid()), str(int(number)), *logs])
+    with pytest.raises(Stopped if number == signal.SIGTERM else KeyboardInterrupt):
+        side_by_side.side_by_side(jobs, 2)
+    assert killer.wait() == 0
+    assert not jobs[2].log.exists()
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)

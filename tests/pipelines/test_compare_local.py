@@ -1,0 +1,154 @@
+"""The comparison graph, each task a process of its own, on the digits: two algorithms with two seeds give the models
+that `flexfleet compare` gives, and one table."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from kfp import local
+
+import components.compare
+from components import cli, share
+from components.artifacts import RunFile
+from components.comparison import Comparison
+from components.side_by_side import Job
+from pipelines.compare import comparison
+
+PARAMETERS: dict[str, Any] = {"rounds": 2, "clients": 6, "client_fraction": 0.5, "local_epochs": 1}
+ADVANCED = {"pretrain.epochs": 3, "training.batch_size": 20, "partition.minimum": 10, "flexfl:algorithm.kd_weight": 5}
+SETS = ("rounds.stop=2", "partition.clients=6", "training.fraction=0.5", "training.epochs=1", "tracking.mlflow=null",
+        *(f"{key}={value}" for key, value in ADVANCED.items()))  # fmt: skip
+WHAT = {"algorithms": "flexfl,all_large", "seeds": "0,3"}
+NAMES = ("flexfl-s0", "all_large-s0", "flexfl-s3", "all_large-s3")
+
+pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping to run a task that uses custom:RuntimeWarning")
+
+
+@dataclass(frozen=True)
+class Ran:
+    direct: Path
+    """Folder of `flexfleet compare`."""
+    store: Path
+    tasks: Path
+    """A folder for each task."""
+
+
+def in_this_process(jobs: Sequence[Job], at_once: int) -> dict[str, int]:
+    mains = {"components.cli": cli.dispatch, "components.share": share.main}
+    with contextlib.redirect_stdout(io.StringIO()):
+        return {job.name: mains[job.module](list(job.argv)) for job in jobs}
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("compare")
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(components.compare, "side_by_side", in_this_process)
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        # kfp.local indents what tasks print by replacing `print`, and two loop bodies at once put back the wrong one.
+        patch.setattr(builtins, "print", print)
+        local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root="tasks")
+        yield folder
+    for number, handler in handlers.items():  # runs in this process take them
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def ran(scratch: Path) -> Ran:
+    argv = ["compare", *(word for key, value in WHAT.items() for word in (f"--{key}", value)), "--id", "same"]
+    sets = [word for one in (*SETS, "run.store=direct") for word in ("--set", one)]
+    assert cli.dispatch([*argv, *sets]) == 0
+    given = {"store_uri": "store", "mlflow_uri": "sqlite:///mlflow.db", "comparison_id": "same", "advanced": ADVANCED}
+    comparison(**WHAT, **PARAMETERS, **given)
+    (tasks,) = (scratch / "tasks").glob("compare-*")
+    return Ran(scratch / "direct" / "same", scratch / "store" / "same", tasks)
+
+
+def test_the_models_are_bit_identical_to_those_of_the_command_line(ran: Ran) -> None:
+    direct = Comparison.read(ran.direct / "comparison.json")
+    graph = Comparison.read(ran.tasks / "compare" / "comparison" / "comparison.json")
+    assert (graph.id, graph.labels, graph.seeds) == (direct.id, direct.labels, direct.seeds)
+    shas = [[one.model_sha256 for r in found.results.values() for one in r.runs] for found in (direct, graph)]
+    assert shas[0] == shas[1]
+    assert len(set(shas[0])) == 4
+    for label in direct.labels:
+        ours, theirs = graph.results[label], direct.results[label]
+        assert (ours.last, ours.best, ours.waste, ours.mb_up) == (theirs.last, theirs.best, theirs.waste, theirs.mb_up)
+        assert [r.rounds for r in ours.reached] == [r.rounds for r in theirs.reached]
+    for name in NAMES:
+        models = [(store / name / "model.safetensors").read_bytes() for store in (ran.store, ran.direct)]
+        assert models[0] == models[1]
+
+
+def test_all_runs_of_a_seed_start_from_the_same(ran: Ran) -> None:
+    shared = ran.tasks / "prepare" / "shared"
+    for name in NAMES:
+        label, _, seed = name.partition("-")
+        of_seed, run = shared / f"shared-{seed}", ran.store / name
+        for file in ("partition.json", "partition.safetensors"):
+            assert (run / "partition" / file).read_bytes() == (of_seed / "partition" / file).read_bytes()
+        taken = (run / "pretrain" / "apoz.json").read_bytes() == (of_seed / "pretrain" / "apoz.json").read_bytes()
+        assert taken == (label == "flexfl")
+
+
+def test_every_pair_is_a_task_with_a_finished_run_a_page_and_figures(ran: Ran) -> None:
+    found = {}
+    for folder in ran.tasks.glob("for-loop-*/run"):
+        name = RunFile.read(folder / "finished" / "run.json").run_id
+        told = json.loads((folder / "executor_output.json").read_text())
+        found[name] = told["artifacts"]["metrics"]["artifacts"][0]["metadata"]
+        assert (folder / "page").read_text() == (folder / "finished" / "report.html").read_text()
+        assert not (folder / "finished" / "rounds").exists()
+    assert found.keys() == set(NAMES)
+    results = {name: json.loads((ran.direct / name / "result.json").read_text()) for name in NAMES}
+    for name, metrics in found.items():
+        assert metrics == {k: results[name]["metrics"][k] for k in ("avg", "full")} | {"waste": results[name]["waste"]}
+
+
+def test_the_last_task_has_the_page_the_table_and_the_figures(ran: Ran) -> None:
+    task = ran.tasks / "compare"
+    for name, file in (("page", "comparison.html"), ("table", "comparison.md")):
+        assert (task / name).read_text() == (task / "comparison" / file).read_text()
+    assert "<svg" in (task / "page").read_text()
+    told = json.loads((task / "executor_output.json").read_text())["artifacts"]["metrics"]["artifacts"][0]["metadata"]
+    found = Comparison.read(task / "comparison" / "comparison.json")
+    assert told["full/flexfl"] == found.results["flexfl"].last.full.mean
+    assert "avg/all_large" not in told
+
+
+def test_mlflow_groups_the_runs_of_the_graph(ran: Ran, scratch: Path) -> None:
+    client = mlflow.MlflowClient(f"sqlite:///{scratch / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("digits-small_cnn-dirichlet")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id], "tags.`flexfleet.comparison` = 'same'")
+    assert {run.info.run_name for run in runs} == {*NAMES, "same"}
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert all("kfp.job_id" in run.data.tags for run in runs if run.info.run_name != "same")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"algorithms": "flexfl,fedavgg"}, "ConfigError: fedavgg: no algorithm named 'fedavgg'"),
+        ({"advanced": {"no_kd:algorithm.kd_weight": 0}}, "no algorithm of this comparison is labelled 'no_kd'"),
+        ({"store_uri": "s3://bucket/runs"}, "the run store is a folder"),
+    ],
+)
+def test_a_bad_parameter_fails_in_the_first_task_with_the_clear_error(
+    scratch: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RuntimeError, match="prepare"):
+        comparison(**{"store_uri": "store", **given})
+    assert said in capsys.readouterr().out
