@@ -118,7 +118,7 @@ def comparison(
 
     Args:
         dataset: digits, fashion_mnist, cifar10, or package.module:NAME.
-        model: small_cnn, vgg16, resnet18, resnet34, mobilenetv2, or package.module:NAME.
+        model: small_cnn, vgg16, resnet18, resnet34, preresnet18, mobilenetv2, or package.module:NAME.
         algorithms: Names of algorithms, separated by commas; a variant of one is label=name, e.g. flexfl,no_kd=flexfl.
         seeds: Whole numbers, separated by commas; every algorithm runs with each.
         clients: Number of devices.

@@ -29,7 +29,7 @@ from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, start_of,
 from fl_engine.types import FULL, Device, ModelFamily, Pool, TaskContext, WorkOrder
 
 VGG = VGG16((3, 32, 32), 10)
-SMALL = SmallCNN((1, 8, 8), 4, width=0.5)
+SMALL = SmallCNN((1, 16, 16), 4, width=0.25)
 law = settings(max_examples=60, deadline=None)
 
 
@@ -104,7 +104,7 @@ def test_table_1_holds_to_the_last_parameter(row: tuple[str, float, int, int, in
 def test_the_pool_of_vgg16_is_table_1_in_ascending_order() -> None:
     pool = vgg_pool()
     assert [(m.name, m.params) for m in pool] == [(row[0], row[3]) for row in TABLE_1]
-    # The table's last column, but for M1, S1 and L1, which are exact halves and quarters nearly.
+    # The table's last column.
     assert [f"{m.share:.2f}" for m in pool] == ["0.17", "0.19", "0.25", "0.44", "0.46", "0.50", "1.00"]
     assert all(m.dispatched for m in pool)
     assert all(not (m.ensemble or m.static_bn) for m in pool)
@@ -119,9 +119,7 @@ def test_the_command_prints_table_1(flexfleet: Any, tmp_path: Path, monkeypatch:
     argv = ("--algorithm", "adaptivefl", "--model", "vgg16", "--input", "3x32x32", "--classes", "10", "--json")
     levels = flexfleet("pool", *argv).json["levels"]
     found = [(level["name"], level["params"], level["flops"]) for level in levels]
-    assert found == [(row[0], row[3], row[4] / 1e6) for row in TABLE_1] or found == [
-        (row[0], row[3], row[4]) for row in TABLE_1
-    ]
+    assert found == [(row[0], row[3], row[4]) for row in TABLE_1]
     for level, row in zip(levels, TABLE_1, strict=True):
         assert list(level["widths"].values()) == widths_of(row[1], row[2])
     assert list(tmp_path.iterdir()) == []
@@ -154,22 +152,25 @@ def test_resnet18_takes_the_papers_starts() -> None:
 SEVEN = ["S3", "S2", "S1", "M3", "M2", "M1", "L1"]
 
 
+FIVE = ["S2", "S1", "M2", "M1", "L1"]
+
+
 @pytest.mark.parametrize(
-    "family",
+    ("family", "expected"),
     [
-        ResNet18((3, 32, 32), 10),
-        ResNet34((3, 32, 32), 10),
-        MobileNetV2((3, 32, 32), 10),
-        SmallCNN((1, 8, 8), 10),
-        SMALL,
-        SmallCNN((3, 32, 32), 10),
+        pytest.param(ResNet18((3, 32, 32), 10), SEVEN, id="resnet18"),
+        pytest.param(ResNet34((3, 32, 32), 10), SEVEN, id="resnet34"),
+        pytest.param(MobileNetV2((3, 32, 32), 10), SEVEN, id="mobilenetv2"),
+        pytest.param(SmallCNN((3, 32, 32), 10), SEVEN, id="small_cnn"),
+        pytest.param(SMALL, SEVEN, id="small_cnn of a quarter"),
+        # S1 and M1 stay within their limits with I = 1 only, so there is one more, I = 0, and no third.
+        pytest.param(SmallCNN((1, 8, 8), 10), FIVE, id="small_cnn on digits"),
     ],
-    ids=lambda f: f"{type(f).__name__}-{f.width:g}-{f.input_chw[1]}",
 )
-def test_the_default_starts_ascend(family: ModelFamily) -> None:
+def test_the_default_starts_ascend(family: ModelFamily, expected: list[str]) -> None:
     """Also where the paper names none. S1 is a real saving, and M1 lies between it and the whole."""
     pool = AdaptiveFL().pool(family, ())
-    assert names(pool) == SEVEN
+    assert names(pool) == expected
     for small, large in pairwise(pool):
         assert small.params < large.params
         assert small.name[0] != large.name[0] or small.macs < large.macs
@@ -186,7 +187,7 @@ def test_the_default_starts_ascend(family: ModelFamily) -> None:
             assert layout.width(m.spec, p.group) == int(ratio * layout.groups[p.group])
 
 
-@pytest.mark.parametrize("starts", [(8, 6, 4), (10, 5, 0), (12, 2, 1)])
+@pytest.mark.parametrize("starts", [(8, 6, 4), (9, 5, 0), (7, 2, 1)])
 def test_starts_can_be_given(starts: tuple[int, int, int]) -> None:
     pool = AdaptiveFL(starts=starts).pool(VGG, ())
     expected = [cost_of(widths_of(r, i))[0] for r in (0.4, 0.66) for i in reversed(starts)]
@@ -221,11 +222,12 @@ def test_more_models_per_level_than_the_paper_has(p: int) -> None:
 
 
 # BUG: ResNet34 has as many prunable layers as ResNet18, so with p = 1 it gets ResNet18's I = 4, and S1 is half of it.
-@pytest.mark.xfail(strict=True, reason="S1 has 50.3 % and M1 66.9 % of ResNet34; with p = 3 they have 22.6 and 47.9 %")
-def test_the_coarse_pool_of_resnet34_is_the_fine_one_thinned_out() -> None:
-    family = ResNet34((3, 32, 32), 10)
-    fine = {m.name: m.share for m in AdaptiveFL().pool(family, ())}
-    assert {m.name: m.share for m in AdaptiveFL(p=1).pool(family, ())} == {n: fine[n] for n in ("S1", "M1", "L1")}
+@pytest.mark.xfail(strict=True, reason="S1 has 50.3 % and M1 66.9 %; with p = 3 they have 22.6 and 47.9 %")
+def test_the_coarse_pool_of_resnet34_has_a_quarter_and_a_half() -> None:
+    """What the docstring of `starts` promises for networks that the paper does not name."""
+    small, medium, _ = AdaptiveFL(p=1).pool(ResNet34((3, 32, 32), 10), ())
+    assert small.share <= 0.30
+    assert medium.share <= 0.55
 
 
 # BUG: where no I keeps S1 and M1 within the limits, the search falls through to I = 1: two models a level for p = 3.

@@ -298,7 +298,7 @@ def single_picks(selector: Curiosity, tables: Tables, pool: Pool, clients: int, 
 
 @pytest.mark.parametrize(("score", "reward"), [("cs", R), ("c", R_C), ("s", R_S)])
 def test_models_come_alike_and_clients_by_their_reward(score: Any, reward: dict[str, tuple[Fraction, ...]]) -> None:
-    draws = 6000
+    draws = 3000
     expected = {
         (client, model): float(reward[kind][client] / sum(reward[kind])) / 7
         for model, kind in enumerate("SSSMMML")
@@ -315,7 +315,7 @@ def test_models_come_alike_and_clients_by_their_reward(score: Any, reward: dict[
 
 
 def test_the_first_round_asks_everybody_alike() -> None:
-    draws, clients = 4000, 5
+    draws, clients = 2000, 5
     tables = Curiosity(per_type=1).init(fleet_of(clients), pool_of(3))
     expected = {(c, m): 1 / 15 for c in range(clients) for m in range(3)}
     found = single_picks(Curiosity(per_type=1), tables, pool_of(3), clients, draws)
@@ -392,7 +392,7 @@ def test_only_dispatched_models_are_drawn() -> None:
 
 
 # ================================================================================================= in a run
-SMALL = SmallCNN((1, 8, 8), 4, width=0.5)
+SMALL = SmallCNN((1, 16, 16), 4, width=0.25)
 
 
 def test_a_round_moves_the_columns_of_those_who_brought_something_back() -> None:
