@@ -89,6 +89,8 @@ class Summary(_Part):
     algorithm: str
     settings: dict[str, Any]
     """The algorithm's own, where they were set."""
+    levels: tuple[float, ...]
+    """Sizes of the reported models in % of the full one, mean over the seeds."""
     last: Score
     best: Score
     """Of the round with the best avg; chosen on test data, as in the papers."""
@@ -176,6 +178,7 @@ def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float]
     return Summary(
         algorithm=runs[0].pool.algorithm,
         settings={k: v for k, v in settings.items() if k != "name"},
+        levels=tuple(statistics.fmean(sizes) for sizes in zip(*map(_sizes, runs), strict=True)),
         last=Score(
             round=_sure([len(run.rows) for run in runs]),
             avg=spread([one.avg for one in each]),
@@ -261,6 +264,10 @@ def simulated(rows: Sequence[Row]) -> float | None:
 
 
 # -------------------------------------------------------------------------------------------- over the seeds
+def _sizes(run: Run) -> list[float]:
+    return [100 * level.share for level in run.pool.levels if level.reported]
+
+
 def spread(values: Sequence[float | None]) -> Spread | None:
     """None where there is no value, or not one for each run."""
     known = [value for value in values if value is not None]

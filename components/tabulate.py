@@ -57,10 +57,11 @@ def tables(c: Comparison) -> list[Table]:
     results = c.results.items()
     accuracy = Table(
         "Test accuracy, %",
-        ("algorithm", "avg last", "full last", "avg at best", "full at best", "best round"),
+        ("algorithm", "levels %", "avg last", "full last", "avg at best", "full at best", "best round"),
         tuple(
             (
                 label,
+                " / ".join(f"{size:.0f}" for size in r.levels),
                 *(cell(score, 100) for score in (r.last.avg, r.last.full, r.best.avg, r.best.full)),
                 cell(r.best.round, digits=1),
             )
@@ -130,8 +131,8 @@ def notes(c: Comparison) -> list[str]:
     seeds = ", ".join(map(str, c.seeds))
     many = len(c.seeds) > 1
     lines = [f"Mean ± sample standard deviation over the seeds {seeds}." if many else f"One seed, {seeds}: no spread."]
-    lines.append("avg: mean over the reported levels; full: the largest model. best: the round with the highest avg, "
-                 "a choice made on test data.")  # fmt: skip
+    lines.append("levels: sizes of the models that avg is the mean of; full: the largest of them. best: the round with "
+                 "the highest avg, a choice made on test data.")  # fmt: skip
     if any(r.last.avg is None for r in c.results.values()):
         lines.append(f"avg {NONE}: the algorithm reports one level alone.")
     if any(r.reached for r in c.results.values()):
