@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +21,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fl_engine import rounds
+from fl_engine.backends import InProcess
 from fl_engine.client import Site, execute
+from fl_engine.config import RoundsConfig
 from fl_engine.errors import ClientError
 from fl_engine.evaluate import evaluate, published, weights_of
+from fl_engine.ledger import Ledger
+from fl_engine.rounds import Evaluation
 from fl_engine.selection import round_size
 from fl_engine.slicing import contains, count_params, full_shapes, initial_params, shapes, take
 from fl_engine.state import pack, unpack
-from fl_engine.store import decode, encode
+from fl_engine.store import FolderStore, decode, encode
 from fl_engine.testing.models import kept_mask
 from fl_engine.testing.tiny import (
     SEED,
@@ -38,6 +44,7 @@ from fl_engine.testing.tiny import (
     tiny_site,
     update_of,
 )
+from fl_engine.tracking import Memory
 from fl_engine.types import FULL, Algorithm, ModelFamily, Outcome, Params, RoundPlan, SubmodelSpec, TaskContext
 
 # Sites and states are immutable, so sharing them between examples is safe.
@@ -289,6 +296,24 @@ class AlgorithmSuite:
         first = _run(algorithm, site, state, rounds=2)[0].params
         torch.manual_seed(2)
         assert_same_bits(_run(algorithm, site, state, rounds=2)[0].params, first)
+
+
+    @pytest.mark.parametrize("keep_updates", [False, True], ids=["in memory", "through the ledger"])
+    def test_a_resumed_run_equals_one_that_was_not_stopped(
+        self, algorithm: Algorithm, site: Site, tmp_path: Path, keep_updates: bool
+    ) -> None:
+        def federate(folder: str, stop: int) -> Params:
+            config = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=keep_updates)
+            evaluation = Evaluation(site.family, site.pool, site.data, ("cpu",), site.fleet)
+            ledger, backend = Ledger(FolderStore(tmp_path / folder)), InProcess(site)
+            start = start_of(algorithm, site)
+            final = rounds.federate(algorithm, start, backend, ledger, Memory(), config, SEED, evaluation)
+            return dict(published(final))
+
+        whole = federate("whole", 3)
+        for stop in (1, 2):
+            federate("stopped", stop)
+        assert_same_bits(federate("stopped", 3), whole)
 
 
 # -------------------------------------------------------------------------------------------------- helpers
