@@ -131,6 +131,11 @@ def choose_exits(family: ModelFamily, widths: Sequence[float], targets: Sequence
 
     Counts one exit head per level. Raises PoolError where the network has no such point.
     """
+    if len(widths) != len(targets) or not widths or list(targets) != sorted(targets):
+        raise PoolError(
+            "a width and a target for each level are expected, targets in ascending order: got widths "
+            f"{list(widths)} and targets {list(targets)}"
+        )
     points = exit_points(family)
     every = with_exits(family, points)
     heads = {exit_name(p) for p in points}

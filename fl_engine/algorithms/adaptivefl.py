@@ -58,7 +58,7 @@ Variant = Literal["cs", "c", "s", "random", "greed"]
 STARTS = {15: (8, 6, 4), 5: (4, 3, 2)}
 """The paper's I, by the number of layers that can be pruned: VGG16, and ResNet18 (the stem counts)."""
 
-LIMITS = (30.0, 55.0)
+LIMITS = (30.0, 60.0)
 """For other networks: the largest I with which S_1 and M_1 stay within these % of the whole."""
 
 
@@ -113,14 +113,16 @@ class AdaptiveFL:
                     f"got {list(starts)}"
                 )
             return starts
-        paper = STARTS.get(layers, ())[: self.p]
-        if len(paper) == self.p and shares(paper, self.widths[0])[0] < shares(paper, self.widths[1])[-1]:
-            return paper
+        paper = STARTS.get(layers, ())
+        if len(paper) >= self.p and shares(paper, self.widths[0])[0] < shares(paper, self.widths[1])[-1]:
+            return paper[: self.p]
         for first in range(layers - 1, 0, -1):
-            small, medium = (shares((first,), width)[0] for width in self.widths)
-            if small <= LIMITS[0] and medium <= LIMITS[1]:
-                break
-        return tuple(range(first, max(-1, first - self.p), -1))
+            if all(shares((first,), w)[0] <= limit for w, limit in zip(self.widths, LIMITS, strict=True)):
+                return tuple(range(first, max(-1, first - self.p), -1))
+        raise PoolError(
+            f"{type(family).__name__} has no I with which S1 and M1, of widths {list(self.widths)}, stay within "
+            f"{LIMITS[0]:g} and {LIMITS[1]:g} % of the whole: give algorithm.starts, or smaller algorithm.widths"
+        )
 
     def _selector(self, pool: Pool) -> Selector:
         if self.selection is not None:

@@ -7,11 +7,12 @@ clients alike (Eq. 3.10). The output layer is never cut. With all widths below 1
 client's.
 
 Departs from the paper: a device with less free than its width needs trains a part of the window it received (the
-paper's capacities are fixed). Widths default to this project's common fleet; the paper's are 1/16, 1/8, 1/4, 1/2 and 1
-on the fleet `capacities`. Only the full model is reported, as in the paper: a sub-model of one round is nothing to
-deploy. Weighting by updates takes a client's local steps (the paper says "number of updates"; the code counts how often
-each parameter was updated). The authors' code rolls the window backwards and rounds up; this follows the paper.
-`mask_labels` is the code's label-masked output layer, with batch norm and scaler as in HeteroFL.
+paper's capacities are fixed); at least one channel stays where beta * K_i is below 1. Widths default to this project's
+common fleet; the paper's are 1/16, 1/8, 1/4, 1/2 and 1 on the fleet `capacities`. Only the full model is reported, as
+in the paper: a sub-model of one round is nothing to deploy. Weighting by updates takes a client's local steps (the
+paper says "number of updates"; the code counts how often each parameter was updated). The authors' code rolls the
+window backwards and rounds up; this follows the paper. `mask_labels` is the code's label-masked output layer, with
+batch norm and scaler as in HeteroFL.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class FedRolex:
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
     """The clients' capacities beta, ascending; the last may be below 1."""
     overlap: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """r of Sec. 3.3.7: the window advances by 1 + floor(beta * (1 - r) * K_i) channels per round."""
+    """r of Sec. 3.3.7: the window advances by 1 + floor(beta * (1 - r) * K_i) channels per round. Below 1, as
+    printed, a stride that divides K_i can leave channels out for good."""
     weighting: Weight = "uniform"
     """How much a client counts (Sec. 3.3.6): all alike, by the kernels of its model, by its local steps, or by the
     product of both."""

@@ -1,0 +1,439 @@
+"""FedRolex (Alam et al., NeurIPS 2022; thesis ch. 3) and Federated Dropout, its neighbour: which channels are sent,
+what a device makes of them, and how much a client counts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fl_engine.algorithms import FederatedDropout, FedRolex
+from fl_engine.client import Site, execute
+from fl_engine.errors import ClientError, PoolError
+from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.resnet import ResNet18
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.selection import Curiosity
+from fl_engine.slicing import take
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_orders, start_of, tiny_site
+from fl_engine.types import (
+    FULL,
+    ClientUpdate,
+    Device,
+    ModelFamily,
+    ParamLayout,
+    Params,
+    RoundPlan,
+    SubmodelSpec,
+    TaskContext,
+    WorkOrder,
+)
+
+law = settings(max_examples=40, deadline=None)
+TINY = TinyNet()
+LAYOUT = TINY.layout()
+SIZES = {"conv": 8, "hidden": 32}
+WIDTHS = (0.5, 0.71, 1.0)
+KINDS = [FedRolex, FederatedDropout]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def channels(layout: ParamLayout, spec: SubmodelSpec, group: str) -> list[int]:
+    keep = layout.indices(spec, group)
+    return list(range(keep)) if isinstance(keep, int) else list(keep)
+
+
+def around(start: int, count: int, size: int) -> set[int]:
+    """{start, ..., start + count - 1} mod size."""
+    return {(start + i) % size for i in range(count)}
+
+
+def capacity(device: Device) -> float:
+    """By hand: TinyNet has 2,324 parameters; at half width 652, at 0.71 (5 and 22 channels) 1,110, or 28 and 48 %.
+    A weak device holds 35 %, a medium one 60 %, a strong one 110 %."""
+    return {"weak": 0.5, "medium": 0.71, "strong": 1.0}[device.tier]
+
+
+def entries_of(name: str, spec: SubmodelSpec) -> tuple[list[int], ...]:
+    """Where the sub-model's entries lie in TinyNet's tensor, axis by axis."""
+    conv, hidden = channels(LAYOUT, spec, "conv"), channels(LAYOUT, spec, "hidden")
+    pixels = [4 * c + pixel for c in conv for pixel in range(4)]  # of the 2 x 2 map that is flattened
+    return {
+        "conv.conv.weight": (conv, [0], [0, 1, 2], [0, 1, 2]),
+        "conv.conv.bias": (conv,),
+        "fc.linear.weight": (hidden, pixels),
+        "fc.linear.bias": (hidden,),
+        "extra.linear.weight": (hidden, hidden),
+        "extra.linear.bias": (hidden,),
+        "classifier.weight": ([0, 1, 2, 3], hidden),
+        "classifier.bias": ([0, 1, 2, 3],),
+    }[name]
+
+
+# =============================================================================================== what is sent
+SITE = tiny_site(FedRolex(training=TRAINING))
+
+
+@law
+@given(round=st.integers(0, 3000))
+def test_clients_get_the_window_of_their_capacity_and_the_round(round: int) -> None:
+    """Eq. 3.4: floor(beta * K_i) channels from round mod K_i on, in every layer."""
+    algorithm = FedRolex(training=TRAINING)
+    orders = algorithm.plan(start_of(algorithm, SITE), round, SEED).orders
+    assert orders
+    for order in orders:
+        beta = capacity(SITE.fleet[order.client])
+        assert order.hints["model"] == f"{beta:g}x"
+        for group, size in SIZES.items():
+            expected = around(round % size, math.floor(beta * size + 1e-9), size)
+            assert set(channels(LAYOUT, order.spec, group)) == expected
+        assert "classes" not in order.spec.kept, "the output layer is never cut"
+
+
+@pytest.mark.parametrize(("overlap", "steps"), [(1.0, (1, 1)), (0.5, (3, 9)), (0.0, (5, 17))])
+def test_less_overlap_moves_the_window_further(overlap: float, steps: tuple[int, int]) -> None:
+    """Width 1/2 of 8 and 32 channels: 1 + floor(1/2 * (1 - r) * K) is 1, 1; 1 + 2, 1 + 8; 1 + 4, 1 + 16."""
+    algorithm = FedRolex(training=TRAINING, overlap=overlap)
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    seen = 0
+    for round in range(40):
+        for order in algorithm.plan(state, round, SEED).orders:
+            if order.hints["model"] == "0.5x":
+                seen += 1
+                for (group, size), step in zip(SIZES.items(), steps, strict=True):
+                    assert set(channels(LAYOUT, order.spec, group)) == around(round * step % size, size // 2, size)
+    assert seen > 20
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_the_payload_is_these_entries_of_the_global_tensors(kind: Any) -> None:
+    algorithm = kind(training=TRAINING)
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    numbered, begin = {}, 0
+    for name, tensor in state.params.items():
+        numbered[name] = torch.arange(begin, begin + tensor.numel(), dtype=torch.float32).view(tensor.shape)
+        begin += tensor.numel()
+    assert begin == 2324, "each entry has a number of its own"
+    state = replace(state, params=numbered)
+    widths = set()
+    for round in (0, 3, 7, 29, 31):
+        for order in algorithm.plan(state, round, SEED).orders:
+            widths.add(order.hints["model"])
+            assert list(order.payload) == list(numbered)
+            for name, tensor in order.payload.items():
+                expected = numbered[name].numpy()[np.ix_(*entries_of(name, order.spec))]
+                assert np.array_equal(tensor.numpy(), expected), name
+    assert widths == {"0.5x", "0.71x", "1x"}
+
+
+def test_all_channels_are_trained_alike_over_a_cycle() -> None:
+    """Half of 32 hidden channels: after 32 rounds, a client of this capacity has had each one sixteen times."""
+    algorithm = FedRolex(training=TRAINING, widths=(0.5,))
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    visits = np.zeros(32, dtype=int)
+    for round in range(5, 37):
+        spec = algorithm.plan(state, round, SEED).orders[0].spec
+        visits[channels(LAYOUT, spec, "hidden")] += 1
+    assert visits.tolist() == [16] * 32
+
+
+# =================================================================================================== the pool
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_the_pool_has_the_sizes_and_reports_the_full_model(kind: Any) -> None:
+    pool = kind().pool(TINY, ())
+    assert [(m.name, m.params, m.dispatched, m.reported) for m in pool] == [
+        ("0.5x", 652, True, False),
+        ("0.71x", 1110, True, False),
+        ("1x", 2324, True, True),
+    ]
+    assert all(m.static_bn for m in pool)
+    assert not any(m.static_bn for m in kind(static_bn=False).pool(TINY, ()))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_the_servers_model_may_be_larger_than_every_clients(kind: Any) -> None:
+    """Widths below 1: the full model is in the pool and is reported, but nobody is sent it."""
+    algorithm = kind(training=TRAINING, widths=(0.25, 0.5))
+    site = tiny_site(algorithm)
+    assert [(m.name, m.dispatched, m.reported) for m in site.pool] == [
+        ("0.25x", True, False),
+        ("0.5x", True, False),
+        ("1x", False, True),
+    ]
+    assert site.pool[-1].spec == FULL
+    state = start_of(algorithm, site)
+    orders = [o for round in range(20) for o in algorithm.plan(state, round, SEED).orders]
+    assert {o.hints["model"] for o in orders} == {"0.5x"}, "the weakest device of this fleet can hold one half"
+    assert {o.client for o in orders} == set(range(20)), "and so can all others"
+    assert {len(channels(LAYOUT, o.spec, "hidden")) for o in orders} == {16}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("widths", [(), (0.71, 0.5), (0.5, 0.5, 1.0)])
+def test_wrong_widths_are_an_error(kind: Any, widths: tuple[float, ...]) -> None:
+    with pytest.raises(PoolError, match=r"algorithm\.widths: different ratios in ascending order are expected, got \["):
+        kind(widths=widths).pool(TINY, ())
+
+
+# ============================================================================================== on the device
+def task_for(algorithm: Any, order: WorkOrder, site: Site, free: float) -> Any:
+    return algorithm.task(order, TaskContext(LAYOUT, site.pool, site.fleet[order.client], free))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    ("free", "beta"), [(110.0, 1.0), (100.0, 0.71), (60.0, 0.71), (47.0, 0.5), (29.0, 0.5), (28.0, 0.5), (5.0, 0.5)]
+)
+def test_a_device_with_less_free_trains_a_part_of_what_it_received(kind: Any, free: float, beta: float) -> None:
+    """652, 1,110 and 2,324 parameters are 28.06, 47.76 and 100 %."""
+    algorithm = kind(training=TRAINING)
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    for round in (0, 6, 30):
+        for order in algorithm.plan(state, round, SEED).orders:
+            sent = float(order.hints["model"][:-1])
+            task = task_for(algorithm, order, site, free)
+            width = min(sent, beta)
+            assert task.scaler == width, "the scaler is that of the width that is trained"
+            assert task == task_for(algorithm, order, site, free)
+            for group, size in SIZES.items():
+                found = channels(LAYOUT, task.spec, group)
+                assert len(found) == math.floor(width * size + 1e-9)
+                assert set(found) <= set(channels(LAYOUT, order.spec, group))
+                if kind is FedRolex:
+                    assert set(found) == around(round % size, len(found), size), "from the same start on"
+            assert "classes" not in task.spec.kept
+            take(order.payload, LAYOUT, task.spec, have=order.spec)
+
+
+@pytest.mark.parametrize("overlap", [1.0, 0.5, 0.0])
+def test_a_shrunk_window_starts_where_the_one_received_does(overlap: float) -> None:
+    """Strides differ with the width (r < 1): those of what was sent count, else the part would lie outside."""
+    algorithm = FedRolex(training=TRAINING, overlap=overlap)
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    shrunk = 0
+    for round in range(40):
+        for order in algorithm.plan(state, round, SEED).orders:
+            if order.hints["model"] != "0.71x":
+                continue
+            shrunk += 1
+            task = task_for(algorithm, order, site, 30.0)
+            for group, size in SIZES.items():
+                step = 1 + math.floor(0.71 * (1 - overlap) * size)
+                assert set(channels(LAYOUT, task.spec, group)) == around(round * step % size, size // 2, size)
+    assert shrunk > 10
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_a_device_below_the_smallest_width_fails_where_asked(kind: Any) -> None:
+    algorithm = kind(training=TRAINING, on_too_small="fail")
+    site = tiny_site(algorithm)
+    (order, *_) = algorithm.plan(start_of(algorithm, site), 4, SEED).orders
+    with pytest.raises(ClientError, match=r"28\.0 % .* 28\.1 %"):
+        task_for(algorithm, order, site, 28.0)
+
+
+def test_switches_reach_the_task() -> None:
+    for scaler, mask in itertools.product((False, True), (False, True)):
+        algorithm = FedRolex(training=TRAINING, scaler=scaler, mask_labels=mask)
+        site = tiny_site(algorithm)
+        order = next(
+            o for r in range(9) for o in algorithm.plan(start_of(algorithm, site), r, SEED).orders
+            if o.hints["model"] == "0.5x"
+        )  # fmt: skip
+        task = task_for(algorithm, order, site, 110.0)
+        assert (task.scaler, task.mask_labels) == (0.5 if scaler else 1.0, mask)
+
+
+# ============================================================================ how much a client counts, Sec. 3.3.6
+HALF = SubmodelSpec.of({"conv": [0, 1, 2, 7], "hidden": range(16)})
+
+
+def constant(spec: SubmodelSpec, value: float, family: ModelFamily = TINY) -> Params:
+    layout = family.layout()
+    with torch.device("meta"):  # a prefix of the same widths has the same shapes
+        prefix = SubmodelSpec.of({group: layout.width(spec, group) for group in layout.groups})
+        state = family.module(prefix).state_dict()
+    return {name: torch.full(t.shape, value) for name, t in state.items()}
+
+
+def merged(weighting: Any, family: ModelFamily, updates: Sequence[tuple[SubmodelSpec, Params, float, int]]) -> Params:
+    """Of clients 0, 1, ... that come back with (sub-model, payload, local steps, samples)."""
+    algorithm = FedRolex(training=TRAINING, widths=(1.0,), weighting=weighting)
+    site = tiny_site(algorithm, family)
+    state = start_of(algorithm, site)
+    orders = tuple(WorkOrder(0, client, spec, {}, client, {"model": "1x"}) for client, (spec, *_) in enumerate(updates))
+    outcomes = [
+        ClientUpdate(0, client, spec, payload, samples, {"loss": 1.0, "steps": steps})
+        for client, (spec, payload, steps, samples) in enumerate(updates)
+    ]
+    found: Params = algorithm.merge(state, RoundPlan(0, orders), outcomes).params
+    return found
+
+
+WEIGHTED = [
+    # A has all of TinyNet: 8 + 32 + 32 = 72 kernels, 1 step, brings 1. B has 4 + 16 + 16 = 36, 4 steps, brings 4.
+    ("uniform", (1 + 4) / 2),  # 2.5
+    ("model_size", (72 * 1 + 36 * 4) / (72 + 36)),  # 2
+    ("updates", (1 * 1 + 4 * 4) / (1 + 4)),  # 3.4
+    ("hybrid", (72 * 1 * 1 + 36 * 4 * 4) / (72 * 1 + 36 * 4)),  # 3
+]
+
+
+@pytest.mark.parametrize(("weighting", "expected"), WEIGHTED)
+def test_the_four_weightings(weighting: str, expected: float) -> None:
+    """Sample counts (1,000 and 1) do not matter. Where B has no part, A's value stands."""
+    found = merged(weighting, TINY, [(FULL, constant(FULL, 1.0), 1.0, 1000), (HALF, constant(HALF, 4.0), 4.0, 1)])
+    for name, tensor in found.items():
+        shared = np.zeros(tuple(tensor.shape), dtype=bool)
+        shared[np.ix_(*entries_of(name, HALF))] = True
+        assert tensor.numpy()[shared] == pytest.approx(expected, rel=1e-6), name
+        assert (tensor.numpy()[~shared] == 1).all(), name
+    assert sorted({round(e, 6) for _, e in WEIGHTED}) == [2.0, 2.5, 3.0, 3.4], "the four can be told apart"
+
+
+def test_kernels_of_what_was_trained_count() -> None:
+    """B left the residual layer out: 4 + 16 = 20 kernels. Its own classifier never counts."""
+    payload = {n: t for n, t in constant(HALF, 4.0).items() if not n.startswith("extra")}
+    found = merged("model_size", TINY, [(FULL, constant(FULL, 1.0), 1.0, 1), (HALF, payload, 1.0, 1)])
+    assert float(found["fc.linear.bias"][0]) == pytest.approx((72 * 1 + 20 * 4) / 92, rel=1e-6)
+    assert float(found["extra.linear.bias"][0]) == 1
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        SmallCNN((1, 8, 8), 10),
+        # Shortcuts are convolutions, too; the hidden channels of an inverted residual are six times its input's.
+        ResNet18((1, 16, 16), 10, width=0.125),
+        MobileNetV2((1, 24, 24), 10, width=0.125),
+    ],
+    ids=lambda f: type(f).__name__,
+)
+def test_every_convolution_and_hidden_layer_has_kernels(family: ModelFamily) -> None:
+    """Counted from the modules. For SmallCNN 16 + 32 + 64 + 64 = 176; batch norm and classifier have none. B keeps all
+    of the last layer before the classifier, half of the others, so that their ratio is none that a slip would give."""
+    layout = family.layout()
+    groups = [p.group for p in family.prunable()][:-1]
+    spec = SubmodelSpec.of({group: layout.groups[group] // 2 for group in groups})
+    counts = []
+    for s in (FULL, spec):
+        with torch.device("meta"):
+            modules = dict(family.module(s).named_modules())
+        del modules["classifier"]
+        convs = [m.out_channels for m in modules.values() if isinstance(m, nn.Conv2d)]
+        counts.append(sum(convs) + sum(m.out_features for m in modules.values() if isinstance(m, nn.Linear)))
+    if isinstance(family, SmallCNN):
+        assert counts == [176, 8 + 16 + 32 + 64]
+    full, part = counts
+    found = merged(
+        "model_size", family, [(FULL, constant(FULL, 1.0, family), 1.0, 1), (spec, constant(spec, 4.0, family), 1.0, 1)]
+    )
+    first = next(iter(found.values()))
+    assert float(first.flatten()[0]) == pytest.approx((full * 1 + part * 4) / (full + part), rel=1e-6)
+
+
+def test_steps_are_those_that_the_client_took() -> None:
+    """Eight samples in batches of four, two epochs: four steps. They arrive in the update's metrics."""
+    algorithm = FedRolex(training=TRAINING, weighting="hybrid")
+    site = tiny_site(algorithm)
+    (order, *_) = algorithm.plan(start_of(algorithm, site), 0, SEED).orders
+    outcome = execute(algorithm, order, site)
+    assert isinstance(outcome, ClientUpdate)
+    assert outcome.metrics["steps"] == 4
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_a_selector_learns_that_a_device_had_to_shrink(kind: Any) -> None:
+    """A rolled or random part is no member of the pool; its widths say which member's size it has."""
+    algorithm = kind(training=TRAINING, selection=Curiosity(per_type=1))
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    orders = [o for r in range(1, 20) for o in algorithm.plan(state, r, SEED).orders]
+    order = next(o for o in orders if o.hints["model"] == "1x")
+    spec = task_for(algorithm, order, site, 40.0).spec
+    payload = take(order.payload, LAYOUT, spec, have=order.spec)
+    update = ClientUpdate(order.round, order.client, spec, payload, 5, {"loss": 1.0, "steps": 1.0})
+    tables = algorithm.merge(state, RoundPlan(order.round, (order,)), [update]).tables
+    # p = 1, sent 1x, back 0.5x: 1 + 1, then max(1 - 1, 0), max(1 - 2, 0).
+    assert [row[order.client] for row in tables["resource"]] == [2, 0, 0]
+
+
+# ============================================================================================ Federated Dropout
+def dropped(seed: int, rounds: int) -> dict[tuple[int, int], WorkOrder]:
+    algorithm = FederatedDropout(training=TRAINING)
+    state = start_of(algorithm, tiny_site(algorithm))
+    return {(r, o.client): o for r in range(rounds) for o in algorithm.plan(state, r, seed).orders}
+
+
+def test_dropout_sets_are_of_the_right_size_and_differ() -> None:
+    """Between clients of a round and between rounds: 16 of 32 hidden channels hardly ever come twice."""
+    orders = dropped(SEED, 30)
+    for order in orders.values():
+        beta = float(order.hints["model"][:-1])
+        for group, size in SIZES.items():
+            found = channels(LAYOUT, order.spec, group)
+            assert len(set(found)) == len(found) == math.floor(beta * size + 1e-9)
+            assert set(found) <= set(range(size))
+    halves = [(at, o) for at, o in orders.items() if o.hints["model"] == "0.5x"]
+    assert len(halves) > 30
+    same_round = [(a, b) for (at, a), (bt, b) in itertools.combinations(halves, 2) if at[0] == bt[0]]
+    same_client = [(a, b) for (at, a), (bt, b) in itertools.combinations(halves, 2) if at[1] == bt[1]]
+    for pairs in (same_round, same_client):
+        assert len(pairs) > 10
+        for a, b in pairs:
+            assert channels(LAYOUT, a.spec, "hidden") != channels(LAYOUT, b.spec, "hidden")
+
+
+def test_dropout_sets_follow_from_the_seed() -> None:
+    first, again, other = dropped(1, 4), dropped(1, 4), dropped(2, 4)
+    assert first.keys() == again.keys()
+    for at, order in first.items():
+        assert_same_orders(RoundPlan(at[0], (order,)), RoundPlan(at[0], (again[at],)))
+    both = [at for at in first.keys() & other.keys() if first[at].hints["model"] == other[at].hints["model"] != "1x"]
+    assert both
+    assert all(first[at].spec != other[at].spec for at in both)
+
+
+def test_dropout_trains_all_channels_in_the_long_run() -> None:
+    visits = np.zeros(32, dtype=int)
+    count = 0
+    for order in dropped(SEED, 120).values():
+        if order.hints["model"] == "0.5x":
+            visits[channels(LAYOUT, order.spec, "hidden")] += 1
+            count += 1
+    assert visits.sum() == 16 * count
+    assert abs(visits / count - 0.5).max() < 4 * math.sqrt(0.25 / count), "four standard deviations"
+
+
+@pytest.mark.parametrize(("weighting", "expected"), [("uniform", 2.5), ("examples", (3 * 1 + 1 * 4) / 4)])
+def test_dropout_counts_clients_alike_or_by_samples(weighting: Any, expected: float) -> None:
+    algorithm = FederatedDropout(training=TRAINING, weighting=weighting)
+    state = start_of(algorithm, tiny_site(algorithm))
+    orders = tuple(WorkOrder(0, c, FULL, {}, c, {"model": "1x"}) for c in range(2))
+    updates = [
+        ClientUpdate(0, 0, FULL, constant(FULL, 1.0), 3, {"loss": 1.0, "steps": 1.0}),
+        ClientUpdate(0, 1, FULL, constant(FULL, 4.0), 1, {"loss": 1.0, "steps": 9.0}),
+    ]
+    for tensor in algorithm.merge(state, RoundPlan(0, orders), updates).params.values():
+        assert tensor.numpy() == pytest.approx(expected, rel=1e-6)
