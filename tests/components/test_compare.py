@@ -275,7 +275,9 @@ def test_the_tables_say_the_same_everywhere(ran: Ran) -> None:
             assert table.title in shown
             assert all(value in shown for row in table.rows for value in row)
     (line,) = [line for line in text.splitlines() if line.startswith("  all_large") and "±" in line][:1]
-    assert line.split()[1] == report.NONE, "one level has no avg"
+    assert line.split()[1:3] == ["100", report.NONE], "one level has no avg"
+    assert " / ".join(f"{size:.0f}" for size in flexfl.levels) in text
+    assert flexfl.levels[-1] == 100
     assert "both: small_cnn on digits, 6 clients (dirichlet), 3 rounds" in text
     assert "seeds 0, 1" in text
 
