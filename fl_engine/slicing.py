@@ -97,13 +97,6 @@ def is_statistic(name: str) -> bool:
     return name.endswith(("running_mean", "running_var"))
 
 
-def without_classes(spec: SubmodelSpec) -> SubmodelSpec:
-    """The same sub-model with all classes (with masked labels, the rows of absent ones do not come back)."""
-    if "classes" not in spec.kept:
-        return spec
-    return SubmodelSpec.of({g: k for g, k in spec.kept.items() if g != "classes"}, spec.blocks)
-
-
 def shapes(layout: ParamLayout, spec: SubmodelSpec, full: dict[str, torch.Size]) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of the sub-model, given those of the full network. Touches no tensor."""
     out = {}

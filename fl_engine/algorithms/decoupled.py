@@ -115,7 +115,7 @@ class Decoupled:
         moments: Params = {}
         for model in state.pool:
             name = model.name
-            own, moved = stepped(self.server, old[name], _with_prefix(state.moments, name), means[name])
+            moved, own = stepped(self.server, _with_prefix(state.moments, name), old[name], means[name])
             levels |= {f"{name}/{n}": t for n, t in own.items()}
             moments |= {f"{name}/{n}": t for n, t in moved.items()}
         largest = state.pool[-1].name

@@ -199,18 +199,17 @@ def merge_mean(
         if isinstance(outcome, ClientUpdate):
             mean.add(outcome.payload, outcome.spec, weight(outcome))
             tables = learned(selection, tables, state.layout, state.pool, orders[outcome.client], outcome)
-    params, moments = stepped(server, state.params, state.moments, mean)
+    moments, params = stepped(server, state.moments, state.params, mean)
     return replace(state, params=params, moments=moments, tables=tables)
 
 
-def stepped(server: ServerOptimizer, old: Params, moments: Params, mean: Mean) -> tuple[Params, Params]:
-    """(params, moments) after the server's step towards the mean; as they were where no update arrived."""
+def stepped(server: ServerOptimizer, moments: Params, old: Params, mean: Mean) -> tuple[Params, Params]:
+    """(moments, params) after the server's step towards the mean; as they were where no update arrived."""
     if mean.empty:
-        return old, moments
+        return moments, old
     if isinstance(server, Average):  # without asking which elements were trained
-        return mean.result(), moments
-    moments, params = server.step(moments, old, mean.result(), mean.trained())
-    return params, moments
+        return moments, mean.result()
+    return server.step(moments, old, mean.result(), mean.trained())
 
 
 def learned(
