@@ -53,6 +53,12 @@ AS_PUBLISHED: dict[str, tuple[str, ...]] = {
     "heterofl_published=heterofl": (),
     "scalefl_kd=scalefl": (WIDTHS, "algorithm.kd_weight=0.05"),
 }
+ABLATIONS: dict[str, tuple[str, ...]] = {
+    "no_kd=flexfl": ("algorithm.epsilon=3.0", "algorithm.kd_weight=0.0"),
+    "no_adaptive=flexfl": ("algorithm.epsilon=3.0", "algorithm.adaptive_size=null"),
+    "no_apoz=flexfl": ("algorithm.epsilon=3.0", "algorithm.use_apoz=false"),
+    "no_adjustment=flexfl": ("algorithm.epsilon=3.0", "algorithm.use_adjustment=false"),
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ DIRICHLET = ("partition.rule=dirichlet", "partition.alpha=0.3")
 IID = ("partition.rule=iid",)
 CAMPAIGNS = (
     Campaign("cifar10", DIRICHLET, "0,1,2", 60, MAIN),
-    Campaign("fashion_mnist", DIRICHLET, "0", 40, MAIN),
+    Campaign("fashion_mnist", DIRICHLET, "0", 40, {**MAIN, **ABLATIONS}),
     Campaign("cifar10", IID, "0", 40, {**MAIN, **AS_PUBLISHED}),
     Campaign("fashion_mnist", IID, "0", 40, MAIN),
 )
