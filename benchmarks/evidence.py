@@ -113,7 +113,8 @@ def main() -> None:
         found = run(campaign)
         folder = STORE / campaign.id
         results[campaign.id] = {"command": shlex.join(campaign.command), "comparison": found}
-        tables.append(f"### {campaign.id}\n\n{(folder / 'comparison.md').read_text().strip()}\n")
+        text = (folder / "comparison.md").read_text().strip()
+        tables.append(text.replace("(comparison.svg)", f"({campaign.id}.svg)") + "\n")
         shutil.copyfile(folder / "comparison.svg", OUT / f"{campaign.id}.svg")
         (OUT / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         (OUT / "tables.md").write_text("\n".join(tables))
