@@ -30,6 +30,6 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Real data, an hour on two cores; start it again and it goes on. See docs/evidence.md.
+# Real data, an hour and a half on two cores; start it again and it goes on. See docs/evidence.md.
 evidence: setup
 	$(BIN)/python -m benchmarks.evidence

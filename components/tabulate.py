@@ -6,7 +6,6 @@ comparison.html all of it, and how it was run.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -18,7 +17,7 @@ from components.entries import Entry
 from components.federate import experiment
 from components.report import NONE, plain
 from fl_engine.config import Config
-from fl_engine.errors import ConfigError, EnvironmentFailure
+from fl_engine.errors import EnvironmentFailure
 from fl_engine.store import FolderStore, sha256
 
 FILES = ("comparison.json", "comparison.md", "comparison.svg", "comparison.html")
@@ -218,21 +217,9 @@ def prepare_tracking(config: Config) -> None:
     uri = config.tracking.mlflow
     if uri is None:
         return
-    import mlflow
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
+    from fl_engine.tracking import connect
 
-    from fl_engine.tracking import _create_sqlite
-
-    for noisy in ("alembic", "mlflow.store.db.utils"):  # tell of every table that they create
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    try:
-        _create_sqlite(uri)
-        client, name = mlflow.MlflowClient(tracking_uri=uri), experiment(config)
-        if client.get_experiment_by_name(name) is None:
-            client.create_experiment(name)
-    except (MlflowException, SQLAlchemyError, OSError) as error:
-        raise ConfigError(f"tracking.mlflow = {uri!r} cannot be used: {str(error).splitlines()[0]}") from error
+    connect(uri, experiment(config))
 
 
 def track(c: Comparison, runs: Runs, config: Config, uri: str, out: Path) -> Comparison:

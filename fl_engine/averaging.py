@@ -39,8 +39,8 @@ class Mean:
         if not 0 < weight < math.inf:
             raise ModelError(f"an update's weight must be positive and finite, got {weight}")
         self._layout.check(spec)
-        for tensor in list(payload.values())[:1]:
-            self._device = self._device or tensor.device  # where the first update lies; the others follow it there
+        # Where the first update lies; the others follow it there.
+        self._device = self._device or next((tensor.device for tensor in payload.values()), None)
         payload = {name: tensor.to(self._device) for name, tensor in payload.items()}
         regions = {name: self._region(name, tensor, spec) for name, tensor in payload.items()}
         for name, tensor in payload.items():

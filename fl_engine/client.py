@@ -76,7 +76,7 @@ def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "c
     }
     spec, payload = task.spec, trained.params
     if task.mask_labels:  # the rows of classes that the client does not hold were not trained
-        held = sorted({int(label) for label in site.data.train_y[indices]})
+        held = torch.unique(site.data.train_y[indices]).tolist()
         spec = SubmodelSpec.of({**task.spec.kept, "classes": held}, task.spec.blocks)
         payload = take(payload, layout, spec, have=task.spec)
     return ClientUpdate(order.round, order.client, spec, payload, len(indices), metrics)

@@ -19,9 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from fl_engine.algorithms.pooled import (
-    Training,
-)
+from fl_engine.algorithms.pooled import Training
 from fl_engine.devices import FLEETS, Tier, named
 from fl_engine.errors import ConfigError, FlexfleetError, nearest
 from fl_engine.fields import Count, Positive

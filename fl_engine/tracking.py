@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,50 +85,61 @@ def _brief(values: Mapping[str, float]) -> str:
     return "  ".join([*parts, f"trained/pruned/failed {counts}", f"{values['seconds_round']:.1f} s"])
 
 
+def connect(uri: str, experiment: str) -> tuple[Any, str]:
+    """A client, and the id of the experiment, which is created (as is the data base, where it is an SQLite file that
+    is not there yet). Raises ConfigError where the address cannot be used, EnvironmentFailure without mlflow."""
+    try:
+        import mlflow
+        from mlflow.exceptions import MlflowException
+    except ImportError as error:
+        raise EnvironmentFailure(
+            "tracking.mlflow is set, but mlflow is not installed: pip install 'flexfleet[tracking]', "
+            "or --set tracking.mlflow=null"
+        ) from error
+    # Alembic tells of every table that it creates on first use.
+    for noisy in ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    with _usable(uri):
+        _create_sqlite(uri)
+        client = mlflow.MlflowClient(tracking_uri=uri)
+        found = client.get_experiment_by_name(experiment)
+        if found is None:
+            try:
+                return client, str(client.create_experiment(experiment))
+            except MlflowException:  # another run has created it meanwhile
+                found = client.get_experiment_by_name(experiment)
+                if found is None:
+                    raise
+    return client, str(found.experiment_id)
+
+
+@contextmanager
+def _usable(uri: str) -> Iterator[None]:
+    """Turns what MLflow raises into a ConfigError that names the address."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        raise ConfigError(f"tracking.mlflow = {uri!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
 class MLflow:
     """One flat run; step = round. A resumed run goes on in the same MLflow run and skips steps already there."""
 
     def __init__(
         self, uri: str, experiment: str, name: str, tags: Mapping[str, str], run_id: str | None = None
     ) -> None:
-        try:
-            import mlflow
-            from mlflow.exceptions import MlflowException
-            from sqlalchemy.exc import SQLAlchemyError
-        except ImportError as error:
-            raise EnvironmentFailure(
-                "tracking.mlflow is set, but mlflow is not installed: pip install 'flexfleet[tracking]', "
-                "or --set tracking.mlflow=null"
-            ) from error
-        # Alembic tells of every table that it creates on first use.
-        for noisy in ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
-        try:
-            _create_sqlite(uri)
-            self._client = mlflow.MlflowClient(tracking_uri=uri)
-            found = self._client.get_experiment_by_name(experiment)
-            self.experiment_id = found.experiment_id if found else self._create_experiment(experiment)
+        self._client, self.experiment_id = connect(uri, experiment)
+        with _usable(uri):
             run_id = run_id or self._begun(tags.get(TOKEN))
             if run_id is None:
                 run_id = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags)).info.run_id
             self.run_id: str = run_id
             self._client.update_run(self.run_id, status="RUNNING")
             logged = self._client.get_metric_history(self.run_id, "seconds_round")
-        except (MlflowException, SQLAlchemyError, OSError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"tracking.mlflow = {uri!r} cannot be used: {reason}") from error
         self._last_step = max((int(m.step) for m in logged), default=0)
-
-    def _create_experiment(self, name: str) -> str:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            return str(self._client.create_experiment(name))
-        except MlflowException:  # another run has created it meanwhile
-            found = self._client.get_experiment_by_name(name)
-            if found is None:
-                raise
-            return str(found.experiment_id)
 
     def _begun(self, token: str | None) -> str | None:
         """The run that an attempt began which was killed before it could note the run's id."""

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from typing import ClassVar, Literal
 
 from fl_engine import pool as pools
 from fl_engine.algorithms.pooled import (
@@ -32,7 +30,7 @@ from fl_engine.algorithms.pooled import (
     start,
 )
 from fl_engine.errors import PoolError
-from fl_engine.fields import STRICT, Count, Fraction
+from fl_engine.fields import STRICT, Count, Fraction, Index
 from fl_engine.selection import Curiosity, Selection, Uniform
 from fl_engine.server_opt import Average, Server
 from fl_engine.slicing import contains, count_params
@@ -72,7 +70,7 @@ class AdaptiveFL:
     """r_w of the S and the M models."""
     p: Count = 3
     """Models per level: 3 is fine-grained, 1 coarse (the ablation of Fig. 5)."""
-    starts: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    starts: tuple[Index, ...] | None = None
     """I of the models 1 .. p of a level: so many layers keep full width. null: the paper's for VGG16 (8, 6, 4) and
     ResNet18 (4, 3, 2); for other networks the largest with which S_1 makes about a quarter and M_1 half of the
     whole, and the next smaller ones (fewer than p where the network has too few layers)."""

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from typing import ClassVar
 
 from fl_engine.algorithms.pooled import (
     PooledState,
@@ -36,7 +34,7 @@ from fl_engine.algorithms.pooled import (
     start,
     weight_of,
 )
-from fl_engine.fields import STRICT, Fraction, NotNegative, Positive
+from fl_engine.fields import STRICT, Fraction, Index, NotNegative, Positive
 from fl_engine.selection import Selection, Uniform
 from fl_engine.server_opt import Average, Server
 from fl_engine.types import (
@@ -70,7 +68,7 @@ class ScaleFL:
     """The block after which each level but the last ends; null: chosen by the targets."""
     kd_weight: NotNegative = 0.05
     temperature: Positive = 3.0
-    kd_from: Annotated[int, Field(ge=0)] = 0
+    kd_from: Index = 0
     """The first round that distils; the authors' code takes a quarter of all rounds."""
     weighting: Weighting = "examples"
     on_too_small: TooSmall = "train"
