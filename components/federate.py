@@ -16,17 +16,20 @@ import fl_engine
 from components import common
 from components.artifacts import History, PoolFile, RunFile
 from fl_engine import config as configs
-from fl_engine import devices, partition, rounds, seeds
+from fl_engine import devices, partition, probe, rounds, seeds
 from fl_engine.backends import InProcess
+from fl_engine.backends.in_process import prepare_process
 from fl_engine.client import Site
 from fl_engine.config import Config
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped
 from fl_engine.evaluate import published
 from fl_engine.ledger import Ledger
+from fl_engine.numerics import Numerics, describe
+from fl_engine.selection import round_size
 from fl_engine.slicing import initial_params
 from fl_engine.store import FolderStore, encode, sha256
 from fl_engine.tracking import TOKEN, Console, MLflow, Several
-from fl_engine.types import Tracker
+from fl_engine.types import ModelFamily, Tracker
 
 MAY_CHANGE = (
     "dataset.root",
@@ -100,7 +103,9 @@ def _federate(
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     algorithm = configs.algorithm(config)
-    site = Site(family, pool, fleet, data, parts, config.seed)
+    prepare_process(config.run.devices)
+    numerics = _numerics(config, family, known)
+    site = Site(family, pool, fleet, data, parts, config.seed, numerics)
     backend = InProcess(site, config.run.devices)
     ledger = Ledger(FolderStore(out), config.rounds.keep_every)
 
@@ -108,7 +113,7 @@ def _federate(
         run_id=run_id,
         token=known.token if known else uuid.uuid4().hex if config.tracking.mlflow else "",
         config=config.model_dump(mode="json"),
-        numerics=rounds.numerics(config.run.devices),
+        numerics=describe(numerics, config.run.devices),
         pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
         mlflow_run_id=known.mlflow_run_id if known else None,
@@ -147,6 +152,18 @@ def _federate(
         tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
         raise
     return _finish(out, ledger, final, tracker, mlflow)
+
+
+def _numerics(config: Config, family: ModelFamily, known: RunFile | None) -> Numerics:
+    """As configured, as the run began, or as measured."""
+    run, per_round = config.run, round_size(config.training.fraction, config.partition.clients)
+    if run.strategy == "single":
+        return Numerics(precision=run.precision)
+    if run.strategy == "batched":
+        return Numerics("batched", per_round, run.precision)
+    if known is not None and known.numerics.get("precision") == run.precision:
+        return Numerics(known.numerics["strategy"], known.numerics["lanes"], run.precision)
+    return probe.choose(family, config.training.batch_size, per_round, run.precision, run.devices[0])
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:

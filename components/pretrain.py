@@ -82,7 +82,7 @@ def _scores(
     chosen = torch.from_numpy(np.sort(train))
     x, y = data.normalise(data.train_x[chosen].to(device)), data.train_y[chosen].to(device)
     common.log.info("pretrain: %d samples, %d epochs", len(y), task.epochs)
-    trained = next(local.train(family, [local.Job(task, start, x, y)]))
+    trained = local.train(family, [local.Job(task, start, x, y)])[0]
     x_held_out = data.normalise(data.train_x[torch.from_numpy(np.sort(held_out))].to(device))
     return trained.params, pool.measure_apoz(family, trained.params, x_held_out)
 

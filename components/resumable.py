@@ -17,8 +17,8 @@ from pathlib import Path
 import fl_engine
 from components import common
 from components.federate import MAY_CHANGE, federate
-from fl_engine import rounds
 from fl_engine.config import Config, flatten
+from fl_engine.numerics import Numerics, describe
 from fl_engine.store import sha256
 
 OUTCOME = ("run.json", "history.json", "model.safetensors")
@@ -56,7 +56,8 @@ def identity(config: Config, partition: Path, pool: Path) -> str:
         "parameters": parameters,
         "partition": sha256((partition / "partition.json").read_bytes()),
         "pool": sha256((pool / "pool.json").read_bytes()),
-        "numerics": rounds.numerics(config.run.devices),
+        "numerics": describe(Numerics(precision=config.run.precision), config.run.devices),
+        "strategy": config.run.strategy,
         "code": {str(p.relative_to(package)): sha256(p.read_bytes()) for p in sorted(package.rglob("*.py"))},
     }
     digest = sha256(json.dumps(parts, sort_keys=True).encode())

@@ -1,16 +1,19 @@
-"""What a client does with an order, in whatever process it runs."""
+"""What a client does with an order, in whatever process it runs; alone, or side by side with others."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from fl_engine import devices, local
 from fl_engine.errors import ClientError, ModelError
+from fl_engine.numerics import SINGLE, Numerics
 from fl_engine.partition import Partition
 from fl_engine.slicing import count_macs, take
 from fl_engine.types import (
@@ -22,6 +25,7 @@ from fl_engine.types import (
     LocalTask,
     ModelFamily,
     Outcome,
+    Params,
     Pool,
     SubmodelSpec,
     TaskContext,
@@ -31,7 +35,8 @@ from fl_engine.types import (
 
 @dataclass(frozen=True)
 class Site:
-    """Where clients live: the network, the pool that all know, the fleet, and who holds which samples."""
+    """Where clients live: the network, the pool that all know, the fleet, who holds which samples, and how arithmetic
+    is done."""
 
     family: ModelFamily
     pool: Pool
@@ -39,11 +44,29 @@ class Site:
     data: Data
     partition: Partition
     seed: int
+    numerics: Numerics = SINGLE
+
+
+@dataclass(frozen=True)
+class Work:
+    """An order as the client understands it: its task, the weights to start from (after pruning on the device, views
+    where they can be), its samples' indices, and what it had free, in % of the full model's parameters."""
+
+    order: WorkOrder
+    task: LocalTask
+    start: Params
+    indices: np.ndarray
+    free: float
 
 
 def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "cpu") -> Outcome:
     """Carries out one order: look at what is free, prune, train, hand back. A failure is an outcome."""
-    started = time.monotonic()
+    work = accept(algorithm, order, site)
+    return work if isinstance(work, ClientFailure) else train([work], site, device)[0]
+
+
+def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientFailure:
+    """Looks at what is free, and prunes."""
     layout = site.family.layout()
     free = devices.observe(site.fleet[order.client], site.seed, order.round)
     context = TaskContext(layout, site.pool, site.fleet[order.client], free)
@@ -53,33 +76,74 @@ def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "c
     except (ClientError, ModelError) as error:
         return ClientFailure(order.round, order.client, "prune", str(error))
     indices = site.partition.clients[order.client]
-    job = local.Job(
-        task,
-        {name: tensor.to(device) for name, tensor in start.items()},
-        site.data.normalise(site.data.train_x[indices].to(device)),
-        site.data.train_y[indices].to(device),
-        {name: tensor.to(device) for name, tensor in order.memory.items() if name in start},
-    )
+    if not len(indices):
+        return ClientFailure(order.round, order.client, "train", "a client without samples cannot train")
+    return Work(order, task, start, indices, free)
+
+
+def side_by_side(works: Iterable[Work], site: Site, at_most: int) -> list[list[Work]]:
+    """Groups that `train` takes: works of equal kind with batched numerics, else each alone. In the order of their
+    first members."""
+    groups: list[list[Work]] = []
+    open_groups: dict[object, list[Work]] = {}
+    for work in works:
+        shared = site.numerics.strategy == "batched" and local.can_share(work.task)
+        key = (_kind(work, site) if shared else work.order.client, shared)
+        group = open_groups.get(key)
+        if group is None or len(group) >= min(at_most, site.numerics.lanes):
+            group = open_groups[key] = []
+            groups.append(group)
+        group.append(work)
+    return groups
+
+
+def _kind(work: Work, site: Site) -> object:
+    return local.kind(site.family.layout(), work.task, len(work.indices), frozenset(work.order.memory))
+
+
+def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcome]:
+    """Trains works of equal kind side by side. A failure is an outcome."""
+    started = time.monotonic()
     try:
-        trained = next(local.train(site.family, [job]))
+        trained = list(local.train(site.family, list(_jobs(works, site, device)), site.numerics))
     except (ModelError, MemoryError, torch.OutOfMemoryError) as error:
-        return ClientFailure(order.round, order.client, "train", str(error) or "out of memory")
-    if not math.isfinite(trained.loss) or not all(bool(t.isfinite().all()) for t in trained.params.values()):
+        if len(works) > 1:  # what one cannot do is no reason for the others to fail
+            return [outcome for work in works for outcome in train([work], site, device)]
+        order = works[0].order
+        return [ClientFailure(order.round, order.client, "train", str(error) or "out of memory")]
+    seconds = (time.monotonic() - started) / len(works)
+    return [_outcome(work, result, site, seconds) for work, result in zip(works, trained, strict=True)]
+
+
+def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]:
+    sizes = [len(work.indices) for work in works]
+    chosen = torch.from_numpy(np.concatenate([work.indices for work in works]))
+    images = torch.split(site.data.normalise(site.data.train_x[chosen].to(device)), sizes)
+    labels = torch.split(site.data.train_y[chosen].to(device), sizes)
+    for work, x_nchw, y_n in zip(works, images, labels, strict=True):
+        start = {name: tensor.to(device) for name, tensor in work.start.items()}
+        linear = {name: tensor.to(device) for name, tensor in work.order.memory.items() if name in start}
+        yield local.Job(work.task, start, x_nchw, y_n, linear)
+
+
+def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float) -> Outcome:
+    order, task = work.order, work.task
+    if not math.isfinite(trained.loss) or not trained.finite:
         rate = task.optimizer.lr
         return ClientFailure(order.round, order.client, "train", f"training diverged (learning rate {rate:g})")
     metrics = {
         "loss": trained.loss,
         "steps": float(trained.steps),
         "macs": float(trained.samples * macs_per_sample(site.family, task)),
-        "seconds": time.monotonic() - started,
-        "free": free,
+        "seconds": seconds,
+        "free": work.free,
     }
     spec, payload = task.spec, trained.params
     if task.mask_labels:  # the rows of classes that the client does not hold were not trained
-        held = torch.unique(site.data.train_y[indices]).tolist()
+        held = torch.unique(site.data.train_y[work.indices]).tolist()
         spec = SubmodelSpec.of({**task.spec.kept, "classes": held}, task.spec.blocks)
-        payload = take(payload, layout, spec, have=task.spec)
-    return ClientUpdate(order.round, order.client, spec, payload, len(indices), metrics)
+        payload = take(payload, site.family.layout(), spec, have=task.spec)
+    return ClientUpdate(order.round, order.client, spec, payload, len(work.indices), metrics)
 
 
 def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:

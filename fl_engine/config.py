@@ -23,6 +23,7 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.devices import FLEETS, Tier, named
 from fl_engine.errors import ConfigError, FlexfleetError, nearest
 from fl_engine.fields import Count, Positive
+from fl_engine.numerics import Precision, Strategy
 from fl_engine.types import Algorithm, ChoosesNetwork, ModelFamily
 
 T = TypeVar("T")
@@ -92,7 +93,12 @@ class RunConfig(_Section):
     store: str = "runs"
     """Folder of all runs."""
     devices: tuple[str, ...] = ("cpu",)
-    """Torch devices that train clients side by side, e.g. [cpu, cpu] or [cuda:0, cuda:1]."""
+    """Torch devices that train clients at the same time, e.g. [cpu, cpu] or [cuda:0, cuda:1]."""
+    strategy: Literal["auto"] | Strategy = "auto"
+    """single: a device trains one client at a time; batched: several side by side, for small networks; auto: what is
+    faster, by a short measurement before the first round."""
+    precision: Precision = "fp32"
+    """bf16: forward and backward pass in bfloat16, which CPUs with AMX and recent GPUs do several times faster."""
 
 
 class TrackingConfig(_Section):

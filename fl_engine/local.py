@@ -1,19 +1,23 @@
-"""The one local training loop. Clients use it, and so does the server's proxy pre-training."""
+"""The one local training loop. Clients use it, and so does the server's proxy pre-training.
+
+It trains a group of clients side by side (`lanes`), or a group of one.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fl_engine import losses, seeds
+from fl_engine import lanes, losses, seeds
 from fl_engine.errors import ModelError
-from fl_engine.slicing import runnable, take
-from fl_engine.types import SGD, LocalTask, ModelFamily, Params
+from fl_engine.lanes import Network
+from fl_engine.numerics import SINGLE, Numerics
+from fl_engine.slicing import is_statistic, take
+from fl_engine.types import FULL, SGD, LocalTask, ModelFamily, ParamLayout, Params
 
 
 @dataclass(frozen=True)
@@ -34,204 +38,244 @@ class Job:
 @dataclass(frozen=True)
 class Trained:
     """`loss` is the mean over all steps of the objective (less the proximal and linear terms, which act on the
-    gradient alone); not finite when training diverged. `samples` counts a sample once for each time it was seen."""
+    gradient alone). `finite`: whether all weights are. `samples` counts a sample once for each time it was seen."""
 
     params: Params
     loss: float
+    finite: bool
     steps: int
     samples: int
 
 
-Objective = Callable[[Tensor, Tensor], Tensor]
-"""A batch (B, C, H, W) and its labels (B,) to the loss of the current weights."""
-
-
-def train(family: ModelFamily, jobs: Iterable[Job]) -> Iterator[Trained]:
-    """Trains each job from its own copy of the weights; yields in order.
+def train(family: ModelFamily, jobs: Sequence[Job], numerics: Numerics = SINGLE) -> list[Trained]:
+    """Trains each job from its own copy of the weights: side by side, which takes jobs of equal `kind`, or one after
+    the other with `single` numerics.
 
     A last batch smaller than `batch_size` is dropped with `drop_last`, unless it is the only one: a client with
     few samples would train nothing (the authors' loader yields no batch at all there).
-    Bits depend on the job alone: order, dropout and initial weights come from `task.seed` and `start`.
+    Bits depend on the job and the numerics alone: order, dropout and initial weights come from `task.seed` and `start`.
     """
-    for job in jobs:
-        yield _train_one(family, job)
-
-
-def _train_one(family: ModelFamily, job: Job) -> Trained:
-    task, n = job.task, len(job.y_n)
-    if n == 0:
+    if any(len(job.y_n) == 0 for job in jobs):
         raise ModelError("a client without samples cannot train")
-    start = {name: tensor.detach().clone() for name, tensor in job.start.items()}
-    module = runnable(family, task.spec, start).train()
-    order = torch.Generator().manual_seed(seeds.derive(task.seed, "order"))
-    seed_dropout(module, seeds.derive(task.seed, "dropout"), job.x_nchw.device)
-    objective = _objective(family, job, module)
-    optimizer = _optimizer(task, module)
-    correct = _gradient_terms(job, module)
+    if numerics.strategy == "single" or not can_share(jobs[0].task):
+        return [trained for job in jobs for trained in _train(family, [job], numerics)]
+    if len(jobs) == 1:  # a lane on its own would have other bits: a copy runs beside it
+        return _train(family, [*jobs, *jobs], numerics)[:1]
+    return _train(family, jobs, numerics)
 
-    batch = min(task.batch_size, n)
-    steps_per_epoch = n // batch if task.drop_last else math.ceil(n / batch)
-    total = torch.zeros((), dtype=torch.float64, device=job.x_nchw.device)
-    samples = 0
+
+def can_share(task: LocalTask) -> bool:
+    """Whether clients with such a task can train side by side. In ordered dropout each draws widths of its own; Adam's
+    kernel rounds the last elements of a tensor, those of the last lane, in another way."""
+    return not task.widths and isinstance(task.optimizer, SGD)
+
+
+def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozenset[str] = frozenset()) -> object:
+    """Tasks of equal kind do the same steps on the same shapes. Which channels a sub-model keeps does not matter, but
+    how many; a distillation's teachers lie in the student as its first channels, and are compared as they are."""
+    widths = tuple(layout.width(task.spec, group) for group in layout.groups)
+    same = replace(task, seed=0, spec=task.spec if task.distillation else FULL)
+    return widths, task.spec.blocks, same, _batches(task, samples), remembered
+
+
+def _batches(task: LocalTask, samples: int) -> tuple[int, ...]:
+    """Sizes of the batches of one epoch."""
+    batch = min(task.batch_size, samples)
+    rest = 0 if task.drop_last else samples % batch
+    return (batch,) * (samples // batch) + ((rest,) if rest else ())
+
+
+def _train(family: ModelFamily, jobs: Sequence[Job], numerics: Numerics) -> list[Trained]:
+    task, device = jobs[0].task, jobs[0].x_nchw.device
+    state = lanes.stack([job.start for job in jobs])
+    weights = [t.requires_grad_() for name, t in state.items() if not is_statistic(name)]
+    images = torch.cat([job.x_nchw for job in jobs])
+    labels = torch.cat([job.y_n for job in jobs])
+    objective = _objective(family, jobs, state, numerics)
+    optimizer = _optimizer(task, weights)
+    correct = _gradient_terms(jobs, state)
+
+    total = torch.zeros(len(jobs), dtype=torch.float64, device=device)
+    steps = samples = 0
+    for chosen_bn in _order(jobs):
+        chosen = chosen_bn.to(device)
+        x = images[chosen.flatten()].view(len(chosen), -1, *images.shape[2:])
+        loss_n = objective(x.contiguous(memory_format=torch.channels_last), labels[chosen])
+        optimizer.zero_grad(set_to_none=True)
+        loss_n.sum().backward()  # type: ignore[no-untyped-call]
+        correct()
+        optimizer.step()
+        total += loss_n.detach()
+        steps, samples = steps + 1, samples + len(chosen)
+    means = (total / max(1, steps)).tolist()
+    finite = torch.stack([t.isfinite().flatten(1).all(1) for t in state.values()]).all(0).tolist()
+    parts = zip(lanes.unstack(state), means, finite, strict=True)
+    return [Trained(params, loss, whole, steps, samples) for params, loss, whole in parts]
+
+
+def _order(jobs: Sequence[Job]) -> Iterator[Tensor]:
+    """For each step, int64 (B, n): which samples of the concatenated data each lane sees."""
+    task, n = jobs[0].task, [len(job.y_n) for job in jobs]
+    generators = [torch.Generator().manual_seed(seeds.derive(job.task.seed, "order")) for job in jobs]
+    first = [sum(n[:i]) for i in range(len(n))]
+    sizes = _batches(task, n[0])
     for _ in range(task.epochs):
-        permutation = torch.randperm(n, generator=order).to(job.y_n.device)
-        for step in range(steps_per_epoch):
-            chosen = permutation[step * batch : (step + 1) * batch]
-            loss = objective(job.x_nchw[chosen], job.y_n[chosen])
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            correct()
-            optimizer.step()
-            total += loss.detach()
-            samples += len(chosen)
-    steps = steps_per_epoch * task.epochs
-    params = {k: v.detach() for k, v in module.state_dict().items()}
-    return Trained(params, float(total) / max(1, steps), steps, samples)
+        lanes_in = zip(n, generators, first, strict=True)
+        drawn = [torch.randperm(k, generator=g)[: sum(sizes)] + at for k, g, at in lanes_in]
+        yield from torch.split(torch.stack(drawn, dim=1), list(sizes))
 
 
 # ---------------------------------------------------------------------------------------------- the objective
-def _objective(family: ModelFamily, job: Job, module: nn.Module) -> Objective:
-    """Cross entropy, and whatever the task asks for besides."""
-    task = job.task
-    forward = _one_of_widths(family, task, module, job.x_nchw.device) if task.widths else module
-    _scale(family, module, task.scaler)
-    teachers = _teachers(family, task, module, job.x_nchw.device)
-    present = _present(family, job.y_n) if task.mask_labels else None
+Objective = Callable[[Tensor, Tensor], Tensor]
+"""A batch (B, n*C, H, W) and its labels (B, n) to the loss of each lane (n,)."""
+
+
+def _objective(family: ModelFamily, jobs: Sequence[Job], state: Params, numerics: Numerics) -> Objective:
+    """Cross entropy, and whatever the task asks for besides: rows of logits are (B*n, classes), the mean over a lane's
+    rows is its loss."""
+    task, n, device = jobs[0].task, len(jobs), jobs[0].x_nchw.device
+    layout = lanes.layout_of(family.layout())
+    forward = _student(family, layout, jobs, state)
+    teachers = _teachers(family, layout, jobs, state)
+    present = _present(family, jobs) if task.mask_labels else None
+
+    def rows(logits: Tensor) -> Tensor:
+        return logits.float().reshape(len(logits) * n, -1)
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
-        out = forward(x)
-        logits: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
+        with numerics.autocast(device):
+            out = forward(x)
+            with torch.no_grad():
+                soft = [rows(_last(teacher(x))) for teacher in teachers]
+        logits = tuple(rows(each) for each in out) if isinstance(out, tuple) else (rows(out),)
         if present is not None:
-            logits = tuple(losses.mask_absent(each, present) for each in logits)
+            logits = tuple(losses.mask_absent(each, present.repeat(len(x), 1)) for each in logits)
+        labels = y.flatten()
         if task.exits is not None:
             e = task.exits
-            loss = losses.exits_cross_entropy(logits, y, e.weights)
+            loss = losses.exits_cross_entropy(logits, labels, e.weights)
             if e.kd_weight > 0 and len(logits) > 1:
                 distil = losses.distil_from_last if e.teachers == "last" else losses.distil_mutually
                 loss = loss + e.kd_weight * distil(logits, e.temperature)
-            return loss
-        loss = F.cross_entropy(logits[-1], y)
-        if task.distillation is not None and teachers:
-            with torch.no_grad():
-                soft = [teacher(x) for teacher in teachers]
-            d = task.distillation
-            loss = loss + d.weight * losses.self_distillation(logits[-1], soft, d.temperature)
-        return loss
+        else:
+            loss = F.cross_entropy(logits[-1], labels, reduction="none")
+            if task.distillation is not None and soft:
+                d = task.distillation
+                loss = loss + d.weight * losses.self_distillation(logits[-1], soft, d.temperature)
+        # The mean as a matrix product, like a bias in `lanes.Linear`.
+        return (loss.view(len(x), n).T.unsqueeze(1) @ loss.new_ones(len(x), 1)).flatten() / len(x)
 
     return objective
 
 
-def _present(family: ModelFamily, y_n: Tensor) -> Tensor:
-    """bool (classes,): the labels that occur."""
-    return torch.bincount(y_n, minlength=family.classes) > 0
+def _last(out: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return out[-1] if isinstance(out, tuple) else out
 
 
-def _scale(family: ModelFamily, module: nn.Module, rate: float) -> None:
-    """HeteroFL's scaler: every convolution and hidden layer puts out 1/rate times as much."""
-    if rate == 1:
-        return
-    slots = family.layout().slots
-    for name, layer in module.named_modules():
-        weight = f"{name}.weight"
-        if isinstance(layer, nn.Conv2d | nn.Linear) and slots[weight].axes[0].group != "classes":
-            layer.register_forward_hook(lambda _, __, out: out / rate)
+def _present(family: ModelFamily, jobs: Sequence[Job]) -> Tensor:
+    """bool (n, classes): the labels that occur."""
+    return torch.stack([torch.bincount(job.y_n, minlength=family.classes) > 0 for job in jobs])
 
 
-def _one_of_widths(
-    family: ModelFamily, task: LocalTask, module: nn.Module, device: torch.device
-) -> Callable[[Tensor], Tensor]:
+def _student(family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], state: Params) -> lanes.Forward:
+    task = jobs[0].task
+    if not task.widths:
+        network = _network(family, jobs, "dropout", task)
+        network.bind(state)
+        return network
+    return _one_of_widths(family, layout, jobs[0], state)
+
+
+def _network(family: ModelFamily, jobs: Sequence[Job], purpose: str, task: LocalTask) -> Network:
+    """The sub-network `task.spec`, in training. HeteroFL's scaler: every convolution and hidden layer puts out 1/rate
+    times as much."""
+    device = jobs[0].x_nchw.device
+    generators = [
+        torch.Generator(device=device).manual_seed(seeds.derive(job.task.seed, purpose)) for job in jobs
+    ]
+    with torch.device("meta"):
+        network = Network(family.module(task.spec).train(), generators)
+    if task.scaler != 1:
+        slots = family.layout().slots
+        for name, layer in network.weighted.items():
+            if slots[f"{name}.weight"].axes[0].group != "classes":
+                layer.register_forward_hook(lambda _, __, out: out / task.scaler)
+    return network
+
+
+def _one_of_widths(family: ModelFamily, layout: ParamLayout, job: Job, state: Params) -> lanes.Forward:
     """Ordered dropout (FjORD): each call runs one of the sub-models, drawn uniformly, on slices of the weights; the
     gradient flows into the slices, and is zero elsewhere."""
-    if list(module.buffers()):
+    task = job.task
+    if any(is_statistic(name) for name in state):
         raise ModelError("ordered dropout keeps no running statistics (they differ by width): use norm=batch")
-    layout = family.layout()
-    with torch.device("meta"):
-        networks = [family.module(spec).train() for spec in task.widths]
-    for i, network in enumerate(networks):
-        seed_dropout(network, seeds.derive(task.seed, f"width{i}"), device)
+    networks = [
+        _network(family, [job], f"width{i}", replace(task, spec=spec)) for i, spec in enumerate(task.widths)
+    ]
     draw = torch.Generator().manual_seed(seeds.derive(task.seed, "widths"))
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor | tuple[Tensor, ...]:
         i = int(torch.randint(len(networks), (1,), generator=draw))
-        weights = take(dict(module.named_parameters()), layout, task.widths[i], have=task.spec)
-        out: Tensor = torch.func.functional_call(networks[i], weights, (x,))
-        return out
+        networks[i].bind(take(state, layout, task.widths[i], have=task.spec))
+        return networks[i](x)
 
     return forward
 
 
-def _teachers(family: ModelFamily, task: LocalTask, module: nn.Module, device: torch.device) -> list[nn.Module]:
+def _teachers(family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], state: Params) -> list[Network]:
     """Sub-networks whose weights are views of the weights in training, so they are current at every step."""
+    task = jobs[0].task
     if task.distillation is None or task.distillation.weight == 0:
         return []
-    layout, buffers = family.layout(), {name for name, _ in module.named_buffers()}
     out = []
     for i, spec in enumerate(task.distillation.teachers):
-        state = {k: v.detach() for k, v in module.state_dict().items()}
-        views = take(state, layout, spec, have=task.spec)
+        views = take({k: v.detach() for k, v in state.items()}, layout, spec, have=task.spec)
         for name, view in views.items():
             if view.untyped_storage().data_ptr() != state[name].untyped_storage().data_ptr():
                 raise ModelError(f"a teacher must be made of leading channels of the student; in {name} it is not")
         # A teacher's forward pass must not write the running statistics of the network in training.
-        own = {name: view.clone() if name in buffers else view for name, view in views.items()}
-        teacher = runnable(family, spec, own).train().requires_grad_(False)
-        seed_dropout(teacher, seeds.derive(task.seed, f"teacher{i}"), device)
+        own = {name: view.clone() if is_statistic(name) else view for name, view in views.items()}
+        teacher = _network(family, jobs, f"teacher{i}", replace(task, spec=spec, scaler=1.0))
+        teacher.bind(own)
         out.append(teacher)
     return out
 
 
 # --------------------------------------------------------------------------------------------- the step
-def _optimizer(task: LocalTask, module: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(task: LocalTask, weights: list[Tensor]) -> torch.optim.Optimizer:
     o = task.optimizer
     if isinstance(o, SGD):
-        return torch.optim.SGD(module.parameters(), o.lr, momentum=o.momentum, weight_decay=o.weight_decay)
-    return torch.optim.Adam(module.parameters(), o.lr)
+        return torch.optim.SGD(weights, o.lr, momentum=o.momentum, weight_decay=o.weight_decay, fused=True)
+    return torch.optim.Adam(weights, o.lr, fused=True)
 
 
-def _gradient_terms(job: Job, module: nn.Module) -> Callable[[], None]:
+def _gradient_terms(jobs: Sequence[Job], state: Params) -> Callable[[], None]:
     """What is added to the gradient after the backward pass: mu * (theta - theta_received) (FedProx), minus the linear
     term (FedDyn); then the norm is clipped."""
-    task = job.task
+    task = jobs[0].task
     mu, limit = task.proximal, task.clip_norm
-    named = dict(module.named_parameters())
-    pulled = [(p, job.start[name].detach()) for name, p in named.items()] if mu > 0 else []
-    pushed = [(named[name], g) for name, g in job.linear.items() if name in named]
+    trained = {name: t for name, t in state.items() if t.requires_grad}
+    received = lanes.stack([job.start for job in jobs]) if mu > 0 else {}
+    linear = lanes.stack([job.linear for job in jobs]) if jobs[0].linear else {}
+    pulled = [(t, received[name]) for name, t in trained.items() if name in received]
+    pushed = [(t, linear[name]) for name, t in trained.items() if name in linear]
 
     def correct() -> None:
-        with torch.no_grad():
-            for p, received in pulled:
-                if p.grad is not None:
-                    p.grad.add_(p - received, alpha=mu)
-            for p, g in pushed:
-                if p.grad is not None:
-                    p.grad.sub_(g)
+        for weight, sent in pulled:
+            if weight.grad is not None:
+                weight.grad.add_(weight.detach() - sent, alpha=mu)
+        for weight, g in pushed:
+            if weight.grad is not None:
+                weight.grad.sub_(g)
         if limit is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), limit)
+            _clip([t.grad for t in trained.values() if t.grad is not None], limit)
 
     return correct
 
 
-# ----------------------------------------------------------------------------------------------- dropout
-class _SeededDropout(nn.Module):
-    """Dropout that draws from its own generator: clients trained side by side must not share one."""
-
-    def __init__(self, p: float, generator: torch.Generator) -> None:
-        super().__init__()
-        self.p = p
-        self.generator = generator
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
-        keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=self.generator)
-        return x * keep / (1 - self.p)
-
-
-def seed_dropout(module: nn.Module, seed: int, device: torch.device) -> None:
-    """Replaces every `nn.Dropout` in place by one that draws from `seed`."""
-    generator: torch.Generator | None = None
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Dropout:
-                generator = generator or torch.Generator(device=device).manual_seed(seed)
-                setattr(parent, name, _SeededDropout(child.p, generator).train(child.training))
+def _clip(gradients: Sequence[Tensor], limit: float) -> None:
+    """`torch.nn.utils.clip_grad_norm_`, for each lane by itself."""
+    norms_n = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
+    factors_n = (limit / (norms_n + 1e-6)).clamp(max=1.0)
+    for g in gradients:
+        g.mul_(factors_n.view(-1, *[1] * (g.dim() - 1)))

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from fl_engine.config import RoundsConfig
 from fl_engine.devices import simulated_seconds
 from fl_engine.errors import ConfigError, Stopped
@@ -50,19 +48,6 @@ class Evaluation:
     devices: tuple[str, ...] = ("cpu",)
     fleet: tuple[Device, ...] = ()
     """For the simulated clock; empty: none."""
-
-
-def numerics(devices: Iterable[str]) -> dict[str, Any]:
-    """All that bits depend on besides configuration and seed: equal numerics, equal models."""
-    kinds = sorted({d.split(":")[0] for d in devices})
-    names = [torch.cuda.get_device_name()] if "cuda" in kinds else []
-    return {
-        "strategy": "one client at a time",
-        "threads_per_client": 1,
-        "torch": torch.__version__,
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "devices": kinds + names,
-    }
 
 
 def federate(

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fl_engine import lanes
 from fl_engine.errors import ModelError
 from fl_engine.models.layers import linear_slots
 from fl_engine.types import Axis, ParamLayout, Slot, SubmodelSpec
@@ -60,7 +61,19 @@ class ExitHead(nn.Linear):
     """Map (B, C, H, W) or vector (B, C) -> logits (B, kept classes)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.mean((2, 3)) if input.dim() == 4 else input)
+        return super().forward(_pooled(input))
+
+    def in_lanes(self) -> nn.Module:
+        return _ExitLanes()
+
+
+class _ExitLanes(lanes.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(_pooled(input))
+
+
+def _pooled(x: Tensor) -> Tensor:
+    return lanes.mean_of_pixels(x).flatten(1) if x.dim() == 4 else x
 
 
 class WithExits(nn.Module):
@@ -84,18 +97,19 @@ class WithExits(nn.Module):
                 layer = step.partition(".")[0]
                 self.add_module(layer, layers[layer])
         self.steps = tuple(steps)
+        self.heads = frozenset(heads)
         self.order = tuple(name for name, slot in layout.slots.items() if layout.has_block(spec, slot.block))
         self.register_state_dict_post_hook(_in_network_order)  # type: ignore[no-untyped-call]
 
     def forward(self, x_bchw: Tensor) -> tuple[Tensor, ...]:
         x, logits = x_bchw, []
-        units = [self.get_submodule(step) for step in self.steps]
-        for unit in units:
-            if isinstance(unit, ExitHead):
+        for step in self.steps:
+            unit = self.get_submodule(step)
+            if step in self.heads:
                 logits.append(unit(x))
             else:
                 x = unit(x)
-        return tuple(logits) if isinstance(units[-1], ExitHead) else (*logits, x)
+        return tuple(logits) if self.steps[-1] in self.heads else (*logits, x)
 
 
 def _steps(layers: Iterable[str], layout: ParamLayout, exits: tuple[str, ...]) -> Iterator[str]:

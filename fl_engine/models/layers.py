@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fl_engine import lanes
 from fl_engine.errors import ModelError
 from fl_engine.types import Axis, ModelFamily, ParamLayout, Slot, SubmodelSpec
 from fl_engine.widths import exit_name
@@ -39,6 +40,9 @@ class StaticBatchNorm2d(nn.BatchNorm2d):
     def forward(self, x_bchw: Tensor) -> Tensor:
         mean, var = self.running_mean, self.running_var
         return F.batch_norm(x_bchw, mean, var, self.weight, self.bias, self.training, 0.1, self.eps)
+
+    def in_lanes(self) -> nn.Module:
+        return lanes.BatchNorm2d(self)
 
 
 def scaled(channels: int, width: float) -> int:

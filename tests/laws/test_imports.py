@@ -19,9 +19,10 @@ ROOT = Path(__file__).parents[2]
 # From what everything may import to what nothing may. A package stands for its modules.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "seeds", "fields"}),
-    frozenset({"slicing", "averaging", "widths"}),
+    frozenset({"slicing", "averaging", "widths", "numerics", "lanes"}),
     frozenset({"selection", "server_opt", "codecs", "losses", "devices", "store", "state", "tracking"}),
     frozenset({"local", "pool", "evaluate", "ledger"}),
+    frozenset({"probe"}),
     frozenset({"algorithms", "models", "datasets", "partition"}),
     frozenset({"rounds", "client", "config"}),
     frozenset({"backends"}),

@@ -15,6 +15,7 @@ from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.client import execute
 from fl_engine.errors import ModelError
+from fl_engine.lanes import Dropout
 from fl_engine.local import Job, Trained, train
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.slicing import initial_params
@@ -201,21 +202,21 @@ def test_what_comes_back_needs_no_gradient() -> None:
     assert not any(t.requires_grad for t in trained(task_of()).params.values())
 
 
-def test_dropout_drops_half_and_doubles_the_rest() -> None:
-    """The mean over many masks is what goes in, and another seed drops others."""
-    from fl_engine.local import seed_dropout
+def test_dropout_drops_a_quarter_and_scales_the_rest() -> None:
+    """The mean over many masks is what goes in; another seed drops others, whoever is in the other lane."""
 
-    module = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.25))
-    x = torch.ones(4000)
-    seed_dropout(module, 3, torch.device("cpu"))
-    first = module[1](x)
+    def dropout(*lanes: int) -> Dropout:
+        return Dropout(0.25, [torch.Generator().manual_seed(seed) for seed in lanes])
+
+    layer, x = dropout(3), torch.ones(1, 4000)
+    first = layer(x)
     assert first.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
     assert float((first == 0).float().mean()) == pytest.approx(0.25, abs=0.03)
-    assert not torch.equal(module[1](x), first), "a new mask for every batch"
-    again = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.25))
-    seed_dropout(again, 3, torch.device("cpu"))
-    assert torch.equal(again[1](x), first)
-    assert torch.equal(again.eval()[1](x), x)
+    assert not torch.equal(layer(x), first), "a new mask for every batch"
+    both = dropout(8, 3)(torch.ones(1, 8000))
+    assert torch.equal(both[:, 4000:], first)
+    assert not torch.equal(both[:, :4000], first)
+    assert torch.equal(layer.eval()(x), x)
 
 
 def test_a_teacher_inside_scattered_channels_is_current_or_refused() -> None:

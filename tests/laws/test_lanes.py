@@ -1,0 +1,261 @@
+"""Clients side by side: a lane's bits are its own, and its figures those of a client on its own, but for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fl_engine import lanes, probe
+from fl_engine.errors import ModelError
+from fl_engine.local import Job, kind, train
+from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.preresnet import PreResNet18
+from fl_engine.models.resnet import ResNet18
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.vgg16 import VGG16
+from fl_engine.numerics import SINGLE, Numerics
+from fl_engine.slicing import initial_params, take
+from fl_engine.testing.tiny import TinyNet, assert_same_bits
+from fl_engine.types import (
+    FULL,
+    SGD,
+    Adam,
+    Axis,
+    Distillation,
+    ExitLoss,
+    LocalTask,
+    ModelFamily,
+    ParamLayout,
+    Params,
+    Prunable,
+    Slot,
+    SubmodelSpec,
+)
+from fl_engine.widths import prefix
+
+BATCHED = Numerics("batched", 64)
+
+FAMILIES: dict[str, ModelFamily] = {
+    "tiny": TinyNet(),
+    "small": SmallCNN((1, 8, 8), 4),
+    "static": SmallCNN((3, 9, 9), 5, width=0.4, norm="static"),
+    "vgg": VGG16((3, 32, 32), 4, fc=(24, 20), width=0.06),
+    "resnet": ResNet18((1, 9, 9), 3, width=0.08),
+    "preresnet": PreResNet18((3, 9, 9), 3, width=0.08),
+    "mobile": MobileNetV2((3, 17, 17), 4, width=0.2),
+}
+
+TASK = LocalTask(FULL, SGD(0.05, 0.5, 1e-3), epochs=2, batch_size=5, drop_last=False, seed=0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def job(family: ModelFamily, task: LocalTask, i: int, samples: int = 12, remembered: bool = False) -> Job:
+    """Client i: weights, samples, labels and seed of its own."""
+    generator = torch.Generator().manual_seed(100 + i)
+    x = torch.randn(samples, *family.input_chw, generator=generator)
+    y = torch.randint(0, family.classes, (samples,), generator=generator)
+    start = take(initial_params(family, i), family.layout(), task.spec)
+    start = {name: t.clone() for name, t in start.items()}
+    linear = {name: 0.01 * t for name, t in list(start.items())[:2]} if remembered else {}
+    return Job(replace(task, seed=i), start, x, y, linear)
+
+
+def terms(family: ModelFamily) -> dict[str, LocalTask]:
+    half = prefix(family.layout(), 0.5)
+    return {
+        "plain": TASK,
+        "adam": replace(TASK, optimizer=Adam(0.01), drop_last=True),
+        "half": replace(TASK, spec=half),
+        "distilled": replace(TASK, distillation=Distillation((prefix(family.layout(), 0.3), half), 10.0, 3.0)),
+        "proximal, clipped": replace(TASK, proximal=0.3, clip_norm=0.5),
+        "masked, scaled": replace(TASK, mask_labels=True, scaler=0.5),
+    }
+
+
+def assert_same(family: ModelFamily, jobs: list[Job], others: int) -> None:
+    """Each job alone, and in groups of every size from two to all: the same bits, the same loss."""
+    together = train(family, jobs, BATCHED)
+    for i in (0, len(jobs) - 1):
+        alone = train(family, [jobs[i]], BATCHED)[0]
+        assert_same_bits(alone.params, together[i].params)
+        assert (alone.loss, alone.steps, alone.samples) == (together[i].loss, together[i].steps, together[i].samples)
+    some = train(family, jobs[1 : 1 + others], BATCHED)
+    for a, b in zip(some, together[1 : 1 + others], strict=True):
+        assert_same_bits(a.params, b.params)
+        assert a.loss == b.loss
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_lane_has_the_same_bits_whoever_is_beside_it(name: str) -> None:
+    family = FAMILIES[name]
+    for task in terms(family).values():
+        assert_same(family, [job(family, task, i) for i in range(7)], 3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    chw=st.tuples(st.integers(1, 4), st.integers(8, 11), st.integers(8, 11)),
+    classes=st.integers(2, 11),
+    width=st.floats(0.1, 1.3),
+    batch=st.integers(1, 9),
+    samples=st.integers(2, 20),
+    count=st.integers(2, 40),
+    norm=st.sampled_from(["batch", "static"]),
+)
+def test_in_any_shape(
+    chw: tuple[int, int, int], classes: int, width: float, batch: int, samples: int, count: int, norm: str
+) -> None:
+    family = SmallCNN(chw, classes, width, norm)  # type: ignore[arg-type]
+    task = replace(TASK, batch_size=batch, epochs=1)
+    assert_same(family, [job(family, task, i, samples) for i in range(count)], count // 2)
+
+
+def test_exits_remembered_terms_and_dropout() -> None:
+    exits = TinyNet(exits=("conv", "fc"))
+    for teachers in ("last", "all"):
+        task = replace(TASK, exits=ExitLoss((0.2, 0.3, 0.5), 0.5, 2.0, teachers))  # type: ignore[arg-type]
+        assert_same(exits, [job(exits, task, i, remembered=True) for i in range(5)], 2)
+    dropout = TinyNet(dropout=0.5)
+    assert_same(dropout, [job(dropout, TASK, i) for i in range(5)], 2)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_side_by_side_is_one_at_a_time_but_for_rounding(name: str) -> None:
+    family = FAMILIES[name]
+    for task in terms(family).values():
+        task = replace(task, optimizer=SGD(0.01), epochs=1, batch_size=12)
+        jobs = [job(family, task, i) for i in range(3)]
+        for a, b in zip(train(family, jobs, BATCHED), train(family, jobs, SINGLE), strict=True):
+            assert a.loss == pytest.approx(b.loss, rel=1e-4)
+            for key in a.params:
+                torch.testing.assert_close(a.params[key], b.params[key], rtol=1e-3, atol=1e-4)
+
+
+def test_one_diverged_lane_leaves_the_others_alone() -> None:
+    family = FAMILIES["small"]
+    jobs = [job(family, TASK, i) for i in range(3)]
+    expected = train(family, jobs, BATCHED)
+    sick = replace(jobs[1], start={k: t * float("nan") for k, t in jobs[1].start.items()})
+    found = train(family, [jobs[0], sick, jobs[2]], BATCHED)
+    assert [t.finite for t in found] == [True, False, True]
+    for i in (0, 2):
+        assert_same_bits(found[i].params, expected[i].params)
+
+
+def test_ordered_dropout_draws_widths_for_each_client_so_it_trains_alone() -> None:
+    family = FAMILIES["tiny"]
+    task = replace(TASK, widths=(prefix(family.layout(), 0.5), FULL))
+    jobs = [job(family, task, i) for i in range(3)]
+    for a, b in zip(train(family, jobs, BATCHED), train(family, jobs, SINGLE), strict=True):
+        assert_same_bits(a.params, b.params)
+
+
+def test_kinds() -> None:
+    """Other weights, seeds and channels go together; other widths, batches, rates or teachers do not."""
+    layout = FAMILIES["tiny"].layout()
+
+    def of(samples: int = 12, **changes: object) -> object:
+        return kind(layout, replace(TASK, **changes), samples)  # type: ignore[arg-type]
+
+    assert of() == of(seed=5) == of(seed=5, spec=SubmodelSpec.of({"conv": 8}))
+    scattered, first = SubmodelSpec.of({"conv": [0, 2, 5]}), SubmodelSpec.of({"conv": 3})
+    assert of(spec=scattered) == of(spec=first)
+    teacher = Distillation((SubmodelSpec.of({"conv": 2}),), 1.0, 1.0)
+    assert of(spec=scattered, distillation=teacher) != of(spec=first, distillation=teacher)
+    different = [of(), of(11), of(epochs=3), of(optimizer=SGD(0.1)), of(spec=first), of(proximal=0.1)]
+    assert len(set(different)) == len(different)
+    assert of(12, drop_last=True) == of(14, drop_last=True) != of(15, drop_last=True)
+
+
+# ------------------------------------------------------------------------------------ what cannot, or must not
+@dataclass(frozen=True)
+class Odd:
+    """One hidden layer; with `grouped`, a layer norm whose weights know nothing of lanes; with `mixing`, a softmax over
+    the features, which mixes lanes."""
+
+    grouped: bool = False
+    mixing: bool = False
+    input_chw: tuple[int, int, int] = (1, 2, 2)
+    classes: int = 3
+    min_hw = 1
+
+    def layout(self) -> ParamLayout:
+        free = Axis(None)
+        slots = {"0.weight": Slot("a", (Axis("h"), free)), "0.bias": Slot("a", (Axis("h"),))}
+        if self.grouped:
+            slots |= {"1.weight": Slot("a", (Axis("h"),)), "1.bias": Slot("a", (Axis("h"),))}
+        slots |= {"2.weight": Slot("b", (Axis("classes"), Axis("h"))), "2.bias": Slot("b", (Axis("classes"),))}
+        return ParamLayout({"h": 6, "classes": 3}, slots)
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        width = self.layout().width(spec, "h")
+        middle = nn.LayerNorm(width) if self.grouped else nn.Softmax(1) if self.mixing else nn.ReLU()
+        return nn.Sequential(_Flat(4, width), middle, nn.Linear(width, 3))
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        return ()
+
+
+class _Flat(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1))
+
+    def in_lanes(self) -> nn.Module:
+        class Flat(lanes.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x.flatten(1))
+
+        return Flat()
+
+
+def test_a_layer_of_ones_own_says_how_it_runs() -> None:
+    assert_same(Odd(), [job(Odd(), TASK, i) for i in range(4)], 2)  # type: ignore[arg-type]
+
+
+def test_a_layer_that_cannot_trains_alone() -> None:
+    family: ModelFamily = Odd(grouped=True)  # type: ignore[assignment]
+    found = train(family, [job(family, TASK, i) for i in range(2)])
+    x, y = (job(family, TASK, 1).x_nchw, job(family, TASK, 1).y_n)
+    assert torch.isfinite(family.module()(x)).all() and len(y) == 12
+    start = initial_params(family, 1)
+    assert all(not torch.equal(found[1].params[name], start[name]) for name in start)
+    with pytest.raises(ModelError, match=r"LayerNorm cannot train clients side by side.*run\.strategy"):
+        train(family, [job(family, TASK, i) for i in range(2)], BATCHED)
+    assert probe.choose(family, 5, 10, "fp32").strategy == "single"
+
+
+def test_a_network_that_mixes_channels_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    family: ModelFamily = Odd(mixing=True)  # type: ignore[assignment]
+    assert probe.choose(family, 5, 10, "fp32").strategy == "single"
+    assert "mixes channels" in caplog.text
+
+
+def test_large_networks_are_not_even_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_seconds", lambda *_: pytest.fail("measured"))
+    assert probe.choose(VGG16((3, 32, 32), 10), 50, 10, "fp32") == SINGLE
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    family = FAMILIES["tiny"]
+    with torch.device("meta"):
+        network = lanes.Network(family.module(), [torch.Generator()] * 2)
+    stacked = lanes.stack([initial_params(family, 1)] * 2)
+    wrong: Params = {**stacked, "classifier.bias": torch.zeros(2, 9)}
+    with pytest.raises(ModelError, match=r"classifier.bias: \(9,\) for \(4,\)"):
+        network.bind(wrong)
+    wrong.pop("classifier.bias")
+    with pytest.raises(ModelError, match=r"classifier\.bias: missing"):
+        network.bind(wrong)
