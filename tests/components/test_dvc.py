@@ -18,6 +18,7 @@ from dvc.repo import Repo
 from components import model_pool, partition, pretrain, resumable
 from components.artifacts import History
 from fl_engine import config as configs
+from fl_engine import rounds as loop
 from fl_engine.algorithms import FlexFL
 from fl_engine.config import Config, load_config
 from fl_engine.errors import Stopped
@@ -136,7 +137,7 @@ def job(tmp_path: Path, quick: Sequence[str]) -> tuple[Config, Path, Path]:
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     """Every run stops when it has committed this many rounds more."""
-    original = resumable.rounds._round
+    original = loop._round
     left = rounds
 
     def stopping(*args: Any) -> Any:
@@ -146,7 +147,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
         left -= 1
         return original(*args)
 
-    monkeypatch.setattr(resumable.rounds, "_round", stopping)
+    monkeypatch.setattr(loop, "_round", stopping)
 
 
 def test_an_interrupted_run_goes_on_and_another_configuration_does_not_meet_it(
