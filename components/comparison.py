@@ -155,7 +155,7 @@ def summarise(id: str, seeds: Sequence[int], runs: Runs, to: Sequence[float] = (
     """The figures. `to`: accuracies to reach, default `default_targets`."""
     any_run = next(iter(runs.values()))[0]
     targets = tuple(to) or default_targets(runs)
-    numerics = [run.file.numerics for of_label in runs.values() for run in of_label]
+    numerics = [deciding(run.file.numerics) for of_label in runs.values() for run in of_label]
     notes = []
     if any(found != numerics[0] for found in numerics):
         notes.append("the runs were computed with different numerics (machine, device or torch): see their run.json")

@@ -24,7 +24,7 @@ from fl_engine.config import Config
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped
 from fl_engine.evaluate import published
 from fl_engine.ledger import Ledger
-from fl_engine.numerics import Numerics, describe
+from fl_engine.numerics import Numerics, deciding, describe
 from fl_engine.selection import round_size
 from fl_engine.slicing import initial_params
 from fl_engine.store import FolderStore, encode, sha256
@@ -120,7 +120,8 @@ def _federate(
     )
     if known:
         _same(known, run, out, accept_numerics)
-        before = known.earlier_numerics + ((known.numerics,) if known.numerics != run.numerics else ())
+        others = (known.numerics,) if deciding(known.numerics) != deciding(run.numerics) else ()
+        before = known.earlier_numerics + others
         run = run.model_copy(update={"earlier_numerics": before})
     run.write(out / "run.json")
     mlflow = _mlflow(config, run, out, tags)
@@ -160,10 +161,10 @@ def _numerics(config: Config, family: ModelFamily, known: RunFile | None) -> Num
     if run.strategy == "single":
         return Numerics(precision=run.precision)
     if run.strategy == "batched":
-        return Numerics("batched", per_round, run.precision)
+        return probe.measured(family, config.training.batch_size, per_round, run.precision, run.devices)
     if known is not None and known.numerics.get("precision") == run.precision:
-        return Numerics(known.numerics["strategy"], known.numerics["lanes"], run.precision)
-    return probe.choose(family, config.training.batch_size, per_round, run.precision, run.devices[0])
+        return Numerics(known.numerics["strategy"], known.numerics.get("lanes", 1), run.precision)
+    return probe.choose(family, config.training.batch_size, per_round, run.precision, run.devices)
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
@@ -186,7 +187,7 @@ def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> Non
     for name in ("pool_sha256", "partition_sha256"):
         if getattr(known, name) != getattr(run, name):
             raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
-    if known.numerics != run.numerics and not accept_numerics:
+    if deciding(known.numerics) != deciding(run.numerics) and not accept_numerics:
         raise EnvironmentFailure(
             f"this machine would not compute the same bits: the run was started with {known.numerics}, here is "
             f"{run.numerics}. Resume where it started, or give --accept-numerics"
@@ -236,14 +237,16 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
     received: list[int] = []
 
     def request(signum: int, _: object) -> None:
-        if signum == signal.SIGINT and signal.SIGINT in received:
+        if signum == signal.SIGALRM or (signum == signal.SIGINT and signal.SIGINT in received):
+            # Once more in a while: where this lands in a destructor or a weak reference's callback, Python drops it.
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
             raise KeyboardInterrupt
         received.append(signum)
 
     if current_thread() is not main_thread():
         yield lambda: False
         return
-    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
     try:
         yield lambda: bool(received)
     except Stopped:
@@ -251,6 +254,7 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt from None
         raise
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -20,15 +20,28 @@ from fl_engine.errors import ModelError
 from fl_engine.slicing import entries
 from fl_engine.types import ParamLayout, Params, SubmodelSpec
 
+Region = tuple[slice | Tensor, ...]
+"""Where an update's entries lie in the global tensor: slices, or broadcast indices like `numpy.ix_`."""
+
+Kind = tuple[SubmodelSpec, tuple[str, ...]]
+"""What updates hold: a sub-model, and the names that they bring of it."""
+
+HELD_BYTES = 2**20
+"""Small updates of one kind are held back until there are so many, and added at once."""
+
 
 class Mean:
-    """Streams: holds one running sum and one running weight per element, however many updates arrive."""
+    """Streams: holds one running sum per element, however many updates arrive, and HELD_BYTES of updates."""
 
     def __init__(self, old: Params, layout: ParamLayout) -> None:
         self._old = old
         self._layout = layout
         self._sum: Params = {}
-        self._weight: Params = {}
+        self._weight: dict[Kind, float] = {}
+        self._regions: dict[Kind, dict[str, Region]] = {}
+        self._shapes: dict[Kind, dict[str, tuple[int, ...]]] = {}
+        self._held: list[tuple[Params, float]] = []
+        self._held_kind: Kind | None = None
         self._device: torch.device | None = None
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
@@ -38,65 +51,97 @@ class Mean:
         """
         if not 0 < weight < math.inf:
             raise ModelError(f"an update's weight must be positive and finite, got {weight}")
-        self._layout.check(spec)
+        kind = (spec, tuple(payload))
+        if kind not in self._regions:
+            self._locate(kind)
+        for name, shape in self._shapes[kind].items():
+            if payload[name].shape != shape:
+                found = tuple(payload[name].shape)
+                raise ModelError(f"{name}: the update brings shape {found}, its sub-model has {list(shape)}")
+        if kind != self._held_kind or len(self._held) >= self._at_once(kind):
+            self._flush()
         # Where the first update lies; the others follow it there.
         self._device = self._device or next((tensor.device for tensor in payload.values()), None)
-        payload = {name: tensor.to(self._device) for name, tensor in payload.items()}
-        regions = {name: self._region(name, tensor, spec) for name, tensor in payload.items()}
-        for name, tensor in payload.items():
-            if name not in self._sum:
-                self._sum[name] = torch.zeros(self._old[name].shape, dtype=torch.float64, device=tensor.device)
-                self._weight[name] = torch.zeros_like(self._sum[name])
-            region = regions[name]
-            self._sum[name][region] += tensor.double() * weight
-            self._weight[name][region] += weight
+        self._held_kind = kind
+        self._held.append((payload, weight))
+        self._weight[kind] = self._weight.get(kind, 0.0) + weight
 
     @property
     def empty(self) -> bool:
         """Whether nothing was added."""
-        return not self._sum
+        return not any(names for _, names in self._weight)
 
     def trained(self) -> Params:
         """bool, shaped like the model: which elements some update held."""
-        return {
-            name: self._weight[name].cpu() > 0 if name in self._weight else torch.zeros(old.shape, dtype=torch.bool)
-            for name, old in self._old.items()
-        }
+        return {name: self._weights(name).cpu() > 0 for name in self._old}
 
     def result(self) -> Params:
         """The new model on the CPU; `old` itself where nothing was added."""
+        self._flush()
         out = dict(self._old)
         for name, total in self._sum.items():
-            old, weight = self._old[name].to(total.device), self._weight[name]
+            old, weight = self._old[name].to(total.device), self._weights(name)
             mean = torch.where(weight > 0, total / weight.clamp_min(1e-300), old.double())
             out[name] = mean.to(old.dtype).cpu()
         return out
 
-    def _region(self, name: str, tensor: Tensor, spec: SubmodelSpec) -> tuple[slice | Tensor, ...]:
-        """Where the update's entries lie in the global tensor: slices, or broadcast indices like `numpy.ix_`."""
+    def _at_once(self, kind: Kind) -> int:
+        size = 4 * sum(math.prod(shape) for shape in self._shapes[kind].values())
+        return max(1, HELD_BYTES // max(1, size))
+
+    def _flush(self) -> None:
+        """Adds what is held: in one pass over the sum for each update, or for all of them where they are small."""
+        if self._held_kind is None:
+            return
+        regions, self._held_kind = self._regions[self._held_kind], None
+        held, self._held = self._held, []
+        weights = torch.tensor([weight for _, weight in held], dtype=torch.float64, device=self._device)
+        for name, region in regions.items():
+            if name not in self._sum:
+                self._sum[name] = torch.zeros(self._old[name].shape, dtype=torch.float64, device=self._device)
+            into = self._sum[name][region]
+            if len(held) == 1:
+                into.add_(held[0][0][name].to(self._device), alpha=held[0][1])
+            else:
+                rows = torch.stack([payload[name].to(self._device) for payload, _ in held])
+                into += torch.mv(rows.flatten(1).double().T, weights).view(rows.shape[1:])
+            if any(isinstance(index, Tensor) for index in region):  # a copy was added to, not a view
+                self._sum[name][region] = into
+
+    def _weights(self, name: str) -> Tensor:
+        """float64, shaped like the tensor: the weight of each element."""
+        out = torch.zeros(self._old[name].shape, dtype=torch.float64, device=self._device)
+        for kind, weight in self._weight.items():
+            if name in self._regions[kind]:
+                out[self._regions[kind][name]] += weight
+        return out
+
+    def _locate(self, kind: Kind) -> None:
+        spec, names = kind
+        self._layout.check(spec)
+        found = {name: self._region(name, spec) for name in names}
+        self._regions[kind] = {name: region for name, (region, _) in found.items()}
+        self._shapes[kind] = {name: shape for name, (_, shape) in found.items()}
+
+    def _region(self, name: str, spec: SubmodelSpec) -> tuple[Region, tuple[int, ...]]:
+        """The region, and the shape that an update has there."""
         slot = self._layout.slots.get(name)
         if slot is None or not self._layout.has_block(spec, slot.block):
             raise ModelError(f"the update brings {name!r}, which its sub-model does not have")
         full = self._old[name].shape
         index: list[slice | Tensor] = []
-        expected: list[int] = []
-        prefixes = True
+        shape: list[int] = []
         for dim, axis in enumerate(slot.axes):
             keep = full[dim] if axis.group is None else self._layout.indices(spec, axis.group)
             repeat = 1 if axis.group is None else axis.repeat
             if isinstance(keep, int):
                 index.append(slice(0, keep * repeat))
-                expected.append(keep * repeat)
+                shape.append(keep * repeat)
             else:
-                prefixes = False
                 index.append(entries(keep, repeat))
-                expected.append(len(keep) * repeat)
-        if tuple(tensor.shape) != tuple(expected):
-            raise ModelError(f"{name}: the update brings shape {tuple(tensor.shape)}, its sub-model has {expected}")
-        if prefixes:
-            return tuple(index)
+                shape.append(len(keep) * repeat)
+        if all(isinstance(i, slice) for i in index):
+            return tuple(index), tuple(shape)
         rows = [torch.arange(i.stop) if isinstance(i, slice) else i for i in index]
-        return tuple(
-            row.to(tensor.device).view([-1 if d == dim else 1 for d in range(len(rows))])
-            for dim, row in enumerate(rows)
-        )
+        grid = [row.view([-1 if d == dim else 1 for d in range(len(rows))]) for dim, row in enumerate(rows)]
+        return tuple(grid), tuple(shape)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from fl_engine.types import (
     LocalTask,
     ModelFamily,
     Outcome,
+    ParamLayout,
     Params,
     Pool,
     SubmodelSpec,
@@ -45,6 +46,10 @@ class Site:
     partition: Partition
     seed: int
     numerics: Numerics = SINGLE
+
+    @cached_property
+    def layout(self) -> ParamLayout:
+        return self.family.layout()
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "c
 
 def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientFailure:
     """Looks at what is free, and prunes."""
-    layout = site.family.layout()
+    layout = site.layout
     free = devices.observe(site.fleet[order.client], site.seed, order.round)
     context = TaskContext(layout, site.pool, site.fleet[order.client], free)
     try:
@@ -81,7 +86,7 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     return Work(order, task, start, indices, free)
 
 
-def side_by_side(works: Iterable[Work], site: Site, at_most: int) -> list[list[Work]]:
+def side_by_side(works: Iterable[Work], site: Site) -> list[list[Work]]:
     """Groups that `train` takes: works of equal kind with batched numerics, else each alone. In the order of their
     first members."""
     groups: list[list[Work]] = []
@@ -90,7 +95,7 @@ def side_by_side(works: Iterable[Work], site: Site, at_most: int) -> list[list[W
         shared = site.numerics.strategy == "batched" and local.can_share(work.task)
         key = (_kind(work, site) if shared else work.order.client, shared)
         group = open_groups.get(key)
-        if group is None or len(group) >= min(at_most, site.numerics.lanes):
+        if group is None or len(group) >= site.numerics.lanes:
             group = open_groups[key] = []
             groups.append(group)
         group.append(work)
@@ -98,7 +103,7 @@ def side_by_side(works: Iterable[Work], site: Site, at_most: int) -> list[list[W
 
 
 def _kind(work: Work, site: Site) -> object:
-    return local.kind(site.family.layout(), work.task, len(work.indices), frozenset(work.order.memory))
+    return local.kind(site.layout, work.task, len(work.indices), frozenset(work.order.memory))
 
 
 def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcome]:
@@ -121,9 +126,8 @@ def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]
     images = torch.split(site.data.normalise(site.data.train_x[chosen].to(device)), sizes)
     labels = torch.split(site.data.train_y[chosen].to(device), sizes)
     for work, x_nchw, y_n in zip(works, images, labels, strict=True):
-        start = {name: tensor.to(device) for name, tensor in work.start.items()}
-        linear = {name: tensor.to(device) for name, tensor in work.order.memory.items() if name in start}
-        yield local.Job(work.task, start, x_nchw, y_n, linear)
+        linear = {name: tensor for name, tensor in work.order.memory.items() if name in work.start}
+        yield local.Job(work.task, work.start, x_nchw, y_n, linear)
 
 
 def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float) -> Outcome:
@@ -142,7 +146,7 @@ def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float) -> 
     if task.mask_labels:  # the rows of classes that the client does not hold were not trained
         held = torch.unique(site.data.train_y[work.indices]).tolist()
         spec = SubmodelSpec.of({**task.spec.kept, "classes": held}, task.spec.blocks)
-        payload = take(payload, site.family.layout(), spec, have=task.spec)
+        payload = take(payload, site.layout, spec, have=task.spec)
     return ClientUpdate(order.round, order.client, spec, payload, len(work.indices), metrics)
 
 
@@ -154,6 +158,7 @@ def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:
     return 3 * sum(trained) / len(trained) + sum(macs_of(family, spec) for spec in teachers)
 
 
+@lru_cache(maxsize=1024)
 def macs_of(family: ModelFamily, spec: SubmodelSpec) -> int:
     """`count_macs`, remembered by widths: which channels are kept does not matter."""
     layout = family.layout()

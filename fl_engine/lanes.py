@@ -12,7 +12,7 @@ for a single lane add up in another order. What would break that is written in a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -47,18 +47,40 @@ class Conv2d(Lane):
 
 class Linear(Lane):
     def forward(self, x_bf: Tensor) -> Tensor:
-        n, b = len(self.weight), len(x_bf)
-        if n == 1:
+        if len(self.weight) == 1:
             return F.linear(x_bf, self.weight[0], None if self.bias is None else self.bias[0])
-        x_nfb = x_bf.view(b, n, -1).permute(1, 2, 0)
-        if self.bias is None:
-            out = torch.bmm(self.weight, x_nfb)
-        else:
-            # A matrix product with ones, so that its gradient is one, too: a plain sum over the batch adds up in an
-            # order that depends on n.
-            offset = torch.bmm(self.bias[:, :, None], x_bf.new_ones(1, 1, b).expand(n, 1, b))
-            out = torch.baddbmm(offset, self.weight, x_nfb)
-        return out.permute(2, 0, 1).reshape(b, -1)
+        operands = (x_bf, self.weight, self.bias)
+        if torch.is_autocast_enabled(x_bf.device.type):
+            half = torch.get_autocast_dtype(x_bf.device.type)
+            operands = (x_bf.to(half), self.weight.to(half), None if self.bias is None else self.bias.to(half))
+        with torch.autocast(x_bf.device.type, enabled=False):
+            out: Tensor = _BatchedLinear.apply(*operands)  # type: ignore[no-untyped-call]
+            return out
+
+
+class _BatchedLinear(torch.autograd.Function):
+    """Batched matrix products, forward and backward, on layouts that BLAS takes as they are. The bias's gradient is a
+    product with ones: a plain sum over the batch adds up in an order that depends on n."""
+
+    @staticmethod
+    def forward(ctx: Any, x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        n, b = len(weight), len(x_bf)
+        x_nbf = x_bf.reshape(b, n, -1).transpose(0, 1)
+        ctx.save_for_backward(x_nbf, weight)
+        out_nbo = torch.bmm(x_nbf, weight.mT) if bias is None else torch.baddbmm(bias[:, None], x_nbf, weight.mT)
+        return out_nbo.transpose(0, 1).reshape(b, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x_nbf, weight = ctx.saved_tensors
+        n, b, _ = x_nbf.shape
+        g_bo = gradients[0].contiguous()
+        g_nbo = g_bo.view(b, n, -1).transpose(0, 1)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        g_x = torch.bmm(g_nbo, weight).transpose(0, 1).reshape(b, -1) if needs_x else None
+        g_weight = torch.bmm(g_nbo.mT, x_nbf) if needs_weight else None
+        g_bias = torch.bmm(g_bo.new_ones(1, 1, b).expand(n, 1, b), g_nbo).squeeze(1) if needs_bias else None
+        return g_x, g_weight, g_bias
 
 
 class BatchNorm2d(Lane):
@@ -150,16 +172,19 @@ def _holds_weights(layer: nn.Module) -> bool:
 Forward = Callable[[Tensor], "Tensor | tuple[Tensor, ...]"]
 
 
+Generators = Callable[[], list[torch.Generator]]
+
+
 class Network:
     """A module (without storage) prepared for lanes. `bind` gives it its weights, (n, ...) each; a module that cannot
     run side by side is left as it is, and takes n = 1 only.
 
-    `generators`: one per lane, for dropout. None: dropout is off.
+    `generators` gives one per lane, for dropout; it is asked where there is some.
     """
 
-    def __init__(self, module: nn.Module, generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, module: nn.Module, n: int, generators: Generators) -> None:
         self._side_by_side = can_run(module)
-        if not self._side_by_side and len(generators) > 1:
+        if not self._side_by_side and n > 1:
             names = sorted({type(m).__name__ for m in module.modules() if _holds_weights(m) and not _replacement(m)})
             raise ModelError(f"{', '.join(names)} cannot train clients side by side: use run.strategy=single")
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
@@ -190,10 +215,13 @@ class Network:
         return out
 
 
-def _replace(module: nn.Module, generators: Sequence[torch.Generator], side_by_side: bool) -> nn.Module:
+def _replace(module: nn.Module, generators: Generators, side_by_side: bool) -> nn.Module:
+    drawn: list[torch.Generator] = []  # all layers draw from the same
+
     def new(layer: nn.Module) -> nn.Module | None:
         if type(layer) is nn.Dropout:
-            return Dropout(layer.p, generators).train(layer.training)
+            drawn.extend([] if drawn else generators())
+            return Dropout(layer.p, drawn).train(layer.training)
         found = _replacement(layer) if side_by_side else None
         return None if found is None else found.train(layer.training)
 
@@ -212,11 +240,11 @@ def layout_of(layout: ParamLayout) -> ParamLayout:
     return ParamLayout(layout.groups, slots)
 
 
-def stack(lanes: Sequence[Params]) -> Params:
+def stack(lanes: Sequence[Params], device: torch.device | None = None) -> Params:
     """A copy, with the lane as the first axis. Convolution weights are laid out channels last."""
     out = {}
     for name in lanes[0]:
-        tensor = torch.stack([params[name].detach() for params in lanes])
+        tensor = torch.stack([params[name].detach() for params in lanes]).to(device)
         out[name] = channels_last(tensor) if tensor.dim() == 5 else tensor
     return out
 

@@ -6,7 +6,8 @@ It trains a group of clients side by side (`lanes`), or a group of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +18,15 @@ from fl_engine.errors import ModelError
 from fl_engine.lanes import Network
 from fl_engine.numerics import SINGLE, Numerics
 from fl_engine.slicing import is_statistic, take
-from fl_engine.types import FULL, SGD, LocalTask, ModelFamily, ParamLayout, Params
+from fl_engine.types import SGD, LocalTask, ModelFamily, ParamLayout, Params
 
 
 @dataclass(frozen=True)
 class Job:
     """One client's work: what to do, from which weights (the sub-model `task.spec`), on which samples.
 
-    `x_nchw` is float32 and normalised, `y_n` int64; both and the weights lie on one torch device. `linear` holds, by
-    parameter, what FedDyn subtracts from the gradient (shapes of the weights; a parameter without one: nothing).
+    `x_nchw` is float32 and normalised, `y_n` int64, both on the torch device that trains. `linear` holds, by parameter,
+    what FedDyn subtracts from the gradient (shapes of the weights; a parameter without one: nothing).
     """
 
     task: LocalTask
@@ -73,9 +74,12 @@ def can_share(task: LocalTask) -> bool:
 def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozenset[str] = frozenset()) -> object:
     """Tasks of equal kind do the same steps on the same shapes. Which channels a sub-model keeps does not matter, but
     how many; a distillation's teachers lie in the student as its first channels, and are compared as they are."""
-    widths = tuple(layout.width(task.spec, group) for group in layout.groups)
-    same = replace(task, seed=0, spec=task.spec if task.distillation else FULL)
-    return widths, task.spec.blocks, same, _batches(task, samples), remembered
+    same = tuple(getattr(task, name) for name in _ALIKE)
+    spec = task.spec if task.distillation else layout.form(task.spec)
+    return spec, same, _batches(task, samples), remembered
+
+
+_ALIKE = tuple(f.name for f in fields(LocalTask) if f.name not in ("spec", "seed"))
 
 
 def _batches(task: LocalTask, samples: int) -> tuple[int, ...]:
@@ -87,7 +91,7 @@ def _batches(task: LocalTask, samples: int) -> tuple[int, ...]:
 
 def _train(family: ModelFamily, jobs: Sequence[Job], numerics: Numerics) -> list[Trained]:
     task, device = jobs[0].task, jobs[0].x_nchw.device
-    state = lanes.stack([job.start for job in jobs])
+    state = lanes.stack([job.start for job in jobs], device)
     weights = [t.requires_grad_() for name, t in state.items() if not is_statistic(name)]
     images = torch.cat([job.x_nchw for job in jobs])
     labels = torch.cat([job.y_n for job in jobs])
@@ -108,21 +112,23 @@ def _train(family: ModelFamily, jobs: Sequence[Job], numerics: Numerics) -> list
         total += loss_n.detach()
         steps, samples = steps + 1, samples + len(chosen)
     means = (total / max(1, steps)).tolist()
-    finite = torch.stack([t.isfinite().flatten(1).all(1) for t in state.values()]).all(0).tolist()
+    # A sum is finite where all its terms are, unless they are so large that training has diverged all the same.
+    finite = torch.stack([t.detach().flatten(1).sum(1) for t in state.values()]).isfinite().all(0).tolist()
     parts = zip(lanes.unstack(state), means, finite, strict=True)
     return [Trained(params, loss, whole, steps, samples) for params, loss, whole in parts]
 
 
 def _order(jobs: Sequence[Job]) -> Iterator[Tensor]:
     """For each step, int64 (B, n): which samples of the concatenated data each lane sees."""
-    task, n = jobs[0].task, [len(job.y_n) for job in jobs]
-    generators = [torch.Generator().manual_seed(seeds.derive(job.task.seed, "order")) for job in jobs]
-    first = [sum(n[:i]) for i in range(len(n))]
-    sizes = _batches(task, n[0])
+    task, counts = jobs[0].task, [len(job.y_n) for job in jobs]
+    sizes, first = list(_batches(task, counts[0])), torch.tensor([0, *accumulate(counts[:-1])])
+    used = sum(sizes)
+    lanes_in = [(torch.Generator(), count) for count in counts]
+    for job, (generator, _) in zip(jobs, lanes_in, strict=True):
+        generator.manual_seed(seeds.derive(job.task.seed, "order"))
     for _ in range(task.epochs):
-        lanes_in = zip(n, generators, first, strict=True)
-        drawn = [torch.randperm(k, generator=g)[: sum(sizes)] + at for k, g, at in lanes_in]
-        yield from torch.split(torch.stack(drawn, dim=1), list(sizes))
+        drawn = [torch.randperm(count, generator=generator)[:used] for generator, count in lanes_in]
+        yield from torch.split(torch.stack(drawn, dim=1) + first, sizes)
 
 
 # ---------------------------------------------------------------------------------------------- the objective
@@ -162,8 +168,7 @@ def _objective(family: ModelFamily, jobs: Sequence[Job], state: Params, numerics
             if task.distillation is not None and soft:
                 d = task.distillation
                 loss = loss + d.weight * losses.self_distillation(logits[-1], soft, d.temperature)
-        # The mean as a matrix product, like a bias in `lanes.Linear`.
-        return (loss.view(len(x), n).T.unsqueeze(1) @ loss.new_ones(len(x), 1)).flatten() / len(x)
+        return loss.view(len(x), n).T.contiguous().mean(1)  # a row's sum depends on nothing but the row
 
     return objective
 
@@ -190,11 +195,13 @@ def _network(family: ModelFamily, jobs: Sequence[Job], purpose: str, task: Local
     """The sub-network `task.spec`, in training. HeteroFL's scaler: every convolution and hidden layer puts out 1/rate
     times as much."""
     device = jobs[0].x_nchw.device
-    generators = [
-        torch.Generator(device=device).manual_seed(seeds.derive(job.task.seed, purpose)) for job in jobs
-    ]
+
+    def generators() -> list[torch.Generator]:
+        of = [seeds.derive(job.task.seed, purpose) for job in jobs]
+        return [torch.Generator(device=device).manual_seed(seed) for seed in of]
+
     with torch.device("meta"):
-        network = Network(family.module(task.spec).train(), generators)
+        network = Network(family.module(task.spec).train(), len(jobs), generators)
     if task.scaler != 1:
         slots = family.layout().slots
         for name, layer in network.weighted.items():
@@ -252,11 +259,11 @@ def _optimizer(task: LocalTask, weights: list[Tensor]) -> torch.optim.Optimizer:
 def _gradient_terms(jobs: Sequence[Job], state: Params) -> Callable[[], None]:
     """What is added to the gradient after the backward pass: mu * (theta - theta_received) (FedProx), minus the linear
     term (FedDyn); then the norm is clipped."""
-    task = jobs[0].task
+    task, device = jobs[0].task, jobs[0].x_nchw.device
     mu, limit = task.proximal, task.clip_norm
     trained = {name: t for name, t in state.items() if t.requires_grad}
-    received = lanes.stack([job.start for job in jobs]) if mu > 0 else {}
-    linear = lanes.stack([job.linear for job in jobs]) if jobs[0].linear else {}
+    received = lanes.stack([job.start for job in jobs], device) if mu > 0 else {}
+    linear = lanes.stack([job.linear for job in jobs], device) if jobs[0].linear else {}
     pulled = [(t, received[name]) for name, t in trained.items() if name in received]
     pushed = [(t, linear[name]) for name, t in trained.items() if name in linear]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -34,7 +34,7 @@ SINGLE = Numerics()
 
 
 def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
-    """For the run's record."""
+    """For the run's record: what has to be equal for equal bits, and `lanes`."""
     kinds = sorted({d.split(":")[0] for d in devices})
     names = [torch.cuda.get_device_name()] if "cuda" in kinds else []
     return {
@@ -44,3 +44,8 @@ def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "devices": kinds + names,
     }
+
+
+def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what `describe` gave, that on which bits depend."""
+    return {name: value for name, value in described.items() if name != "lanes"}

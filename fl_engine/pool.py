@@ -162,7 +162,7 @@ def _gamma_max(apoz: Sequence[float], adjust: Sequence[float]) -> float:
     slopes = [1 - a * w for a, w in zip(apoz, adjust, strict=True) if 1 - a * w > 1e-9]
     if not slopes:
         raise PoolError("every layer has APoZ * AdjW = 1: no gamma can widen any of them")
-    return 1 / min(slopes)
+    return (1 + 1e-12) / min(slopes)  # times a slope, the quotient alone may round to just below 1
 
 
 def member(

@@ -1,4 +1,4 @@
-"""How clients are trained fastest here: one at a time, or side by side? A short measurement before the first round."""
+"""How clients are trained here: one at a time, or side by side, and then how many."""
 
 from __future__ import annotations
 
@@ -17,35 +17,46 @@ from fl_engine.types import FULL, SGD, LocalTask, ModelFamily
 
 log = logging.getLogger("flexfleet")
 
-ARITHMETIC = 2e9
-"""Multiply-adds per step above which one client at a time is certain to be faster on a CPU: calling kernels costs
-nothing beside running them."""
-GAIN = 1.3
-"""Side by side has to be so much faster: nearer than that, one at a time needs less memory."""
-LANES = (4, 16, 64)
+SMALL_STEP = 3e8
+"""Multiply-adds of a training step up to which clients train side by side. In larger ones, arithmetic takes so long
+that calling kernels costs nothing beside it (docs/performance.md). A rule and not a measurement, because it decides
+about bits: the same configuration gives the same model on a busy machine and an idle one."""
+LANES = (2, 4, 16, 64)
+SPREAD_S = 0.01
+"""Seconds of a step from which on several threads gain something: in shorter ones they wait for Python's lock."""
 STEPS = 3
 REPEATS = 3
 
 
-def choose(family: ModelFamily, batch_size: int, clients: int, precision: Precision, device: str = "cpu") -> Numerics:
-    """Numerics for rounds of `clients` clients. Measures on made-up samples; about a second at most."""
-    single = Numerics(precision=precision)
+def choose(
+    family: ModelFamily, batch_size: int, clients: int, precision: Precision, devices: Sequence[str] = ("cpu",)
+) -> Numerics:
+    """Numerics for rounds of `clients` clients on `devices`. The strategy follows from the network and the batch; how
+    many go side by side, which moves no bit, is measured on made-up samples, in about a second."""
+    single, device = Numerics(precision=precision), devices[0]
     with torch.device("meta"):
         capable = can_run(family.module(FULL))
-    if not capable or clients < 2 or 3 * count_macs(family) * batch_size > ARITHMETIC:
+    if not capable or 3 * count_macs(family) * batch_size > SMALL_STEP:
         return single
-    alone = _seconds(family, batch_size, single, 1, device)
-    best, fastest = single, alone / GAIN
-    for lanes in sorted({min(n, clients) for n in (*LANES, clients)}):
+    if not _agrees(family, batch_size, Numerics("batched", 2, precision), device):
+        log.warning("%s mixes channels where it has no weights: clients train one at a time", type(family).__name__)
+        return single
+    return measured(family, batch_size, clients, precision, devices)
+
+
+def measured(
+    family: ModelFamily, batch_size: int, clients: int, precision: Precision, devices: Sequence[str]
+) -> Numerics:
+    """Side by side, as many as take least time for all."""
+    best, fastest = Numerics("batched", max(2, clients), precision), float("inf")
+    for lanes in sorted({max(2, min(n, clients)) for n in (*LANES, -(-clients // len(devices)), clients)}):
         numerics = Numerics("batched", lanes, precision)
-        if lanes == min(LANES[0], clients) and not _agrees(family, batch_size, numerics, device):
-            log.warning("%s mixes channels where it has no weights: clients train one at a time", type(family).__name__)
-            return single
-        seconds = _seconds(family, batch_size, numerics, lanes, device)
-        if seconds >= fastest:
-            break
-        best, fastest = numerics, seconds
-    log.info("%d client(s) side by side: %.2f ms a step each, %.2f alone", best.lanes, 1e3 * fastest, 1e3 * alone)
+        step = _seconds(family, batch_size, numerics, lanes, devices[0])
+        groups = -(-clients // lanes)
+        at_once = min(groups, len(devices)) if step > SPREAD_S else 1
+        if step * groups / at_once < fastest:
+            best, fastest = numerics, step * groups / at_once
+    log.info("%d clients side by side: a step of %d takes %.1f ms", best.lanes, clients, 1e3 * fastest)
     return best
 
 
@@ -60,9 +71,9 @@ def _jobs(family: ModelFamily, batch_size: int, lanes: int, steps: int, device: 
 
 
 def _seconds(family: ModelFamily, batch_size: int, numerics: Numerics, lanes: int, device: str) -> float:
-    """Of one step of one client, the best of a few attempts."""
+    """Of one step of all lanes, the best of a few attempts."""
     jobs = _jobs(family, batch_size, lanes, STEPS, device)
-    return min(_timed(family, jobs, numerics, device) for _ in range(REPEATS)) / STEPS / lanes
+    return min(_timed(family, jobs, numerics, device) for _ in range(REPEATS)) / STEPS
 
 
 def _timed(family: ModelFamily, jobs: Sequence[local.Job], numerics: Numerics, device: str) -> float:

@@ -28,8 +28,10 @@ from fl_engine.types import (
     Device,
     ModelFamily,
     Outcome,
+    Params,
     Pool,
     RoundPlan,
+    SubmodelSpec,
     Tracker,
 )
 
@@ -217,14 +219,22 @@ class _Watch:
         pool, layout = self.evaluation.pool, self.evaluation.family.layout()
         fleet = {d.client: d for d in self.evaluation.fleet}
         orders = {o.client: o for o in self.plan.orders}
+        sizes: dict[tuple[object, ...], int] = {}
+
+        def size(spec: SubmodelSpec, payload: Params) -> int:
+            held = (spec, *payload)
+            if held not in sizes:
+                sizes[held] = tensor_bytes(payload)
+            return sizes[held]
+
         for outcome in outcomes:
             order = orders[outcome.client]
-            down = tensor_bytes(order.payload)
+            down = size(order.spec, order.payload)
             self.sent += down
             sent = str(order.hints.get("model", ""))
             line: dict[str, Any] = {"client": outcome.client, "sent": sent}
             if isinstance(outcome, ClientUpdate):
-                up = tensor_bytes(outcome.payload)
+                up = size(outcome.spec, outcome.payload)
                 trained = index_of(pool, layout, outcome.spec)
                 whole = trained == index_of(pool, layout, order.spec)
                 self.back += up

@@ -55,14 +55,15 @@ class Uniform:
         self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int
     ) -> list[Pick]:
         levels = dispatched(pool)
-        fitting = {d.client: [i for i in levels if holds(d, pool[i].share)] for d in fleet}
-        able = [d.client for d in fleet if self.model != "capacity" or fitting[d.client]]
+        least = pool[levels[0]].share
+        able = [d.client for d in fleet if self.model != "capacity" or holds(d, least)]
         chosen = rng.choice(np.asarray(able), size=min(k, len(able)), replace=False)
+        devices = {d.client: d for d in fleet}
         picks: list[Pick] = []
         for client in (int(c) for c in sorted(chosen)):
             match self.model:
                 case "capacity":
-                    picks.append((client, fitting[client][-1]))
+                    picks.append((client, max(i for i in levels if holds(devices[client], pool[i].share))))
                 case "largest":
                     picks.append((client, levels[-1]))
                 case "random":
@@ -94,19 +95,17 @@ class ResourceTable:
         self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int
     ) -> list[Pick]:
         levels = dispatched(pool)
+        free = {level: [d.client for d in fleet if holds(d, pool[level].share)] for level in levels}
         picks: list[Pick] = []
-        chosen: set[int] = set()
         while len(picks) < k:
-            free = {
-                level: [d.client for d in fleet if d.client not in chosen and holds(d, pool[level].share)]
-                for level in levels
-            }
             open_levels = [level for level in levels if free[level]]
             if not open_levels:
                 break
             level = int(rng.choice(open_levels))
-            client = int(rng.choice(free[level]))
-            chosen.add(client)
+            client = free[level][int(rng.integers(len(free[level])))]
+            for clients in free.values():
+                if client in clients:
+                    clients.remove(client)
             picks.append((client, level))
         return sorted(picks)
 

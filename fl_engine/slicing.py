@@ -18,6 +18,11 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
     Prefixes come back as views, anything else as copies. A name that `have` contains but `params` lacks was
     not trained and stays absent. Raises ModelError, naming group and indices, where `want` is not within `have`.
     """
+    if want is have or want == have:
+        unknown = next((name for name in params if name not in layout.slots), None)
+        if unknown is not None:
+            raise ModelError(f"the layout knows no parameter {unknown!r}")
+        return dict(params)
     layout.check(want)
     layout.check(have)
     local = {group: _local(layout, group, want, have) for group in layout.groups}
@@ -84,12 +89,8 @@ def contains(layout: ParamLayout, outer: SubmodelSpec, inner: SubmodelSpec) -> b
 
 def index_of(pool: Pool, layout: ParamLayout, spec: SubmodelSpec) -> int | None:
     """Which pool model a sub-model is, or has the widths and blocks of; the classes do not count."""
-    return next((i for i, m in enumerate(pool) if _form(layout, m.spec) == _form(layout, spec)), None)
-
-
-def _form(layout: ParamLayout, spec: SubmodelSpec) -> tuple[object, ...]:
-    widths = tuple(layout.width(spec, group) for group in layout.groups if group != "classes")
-    return widths, tuple(b for b in layout.blocks if layout.has_block(spec, b))
+    form = layout.form(spec)
+    return next((i for i, m in enumerate(pool) if layout.form(m.spec) == form), None)
 
 
 def is_statistic(name: str) -> bool:

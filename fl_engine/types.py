@@ -46,6 +46,10 @@ class Slot:
     axes: tuple[Axis, ...]
 
 
+FORMS_KEPT = 1024
+"""So many forms a layout remembers: a pool has a handful, rolling windows have new ones in every round."""
+
+
 @dataclass(frozen=True)
 class ParamLayout:
     """Channel counts of all groups, and a slot for each parameter, both in network order.
@@ -80,6 +84,19 @@ class ParamLayout:
 
     def has_block(self, spec: SubmodelSpec, block: str) -> bool:
         return spec.blocks is None or block in spec.blocks
+
+    def form(self, spec: SubmodelSpec) -> tuple[object, ...]:
+        """Widths and blocks: what sub-models of the same form have in common. The classes do not count."""
+        if spec not in self._forms:
+            if len(self._forms) >= FORMS_KEPT:
+                self._forms.clear()
+            widths = tuple(self.width(spec, group) for group in self.groups if group != "classes")
+            self._forms[spec] = (widths, tuple(b for b in self.blocks if self.has_block(spec, b)))
+        return self._forms[spec]
+
+    @cached_property
+    def _forms(self) -> dict[SubmodelSpec, tuple[object, ...]]:
+        return {}
 
     def check(self, spec: SubmodelSpec) -> None:
         """Raises ModelError where the specification asks for what the network does not have."""
@@ -125,6 +142,13 @@ class SubmodelSpec:
     @cached_property
     def kept(self) -> dict[str, Keep]:
         return dict(self.keep)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.keep, self.blocks))
 
     def to_json(self) -> dict[str, Any]:
         keep = {group: value if isinstance(value, int) else list(value) for group, value in self.keep}

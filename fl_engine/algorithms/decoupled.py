@@ -92,10 +92,8 @@ class Decoupled:
             free = [d for d in state.fleet if d.client not in asked]
             alone = tuple(replace(m, dispatched=i == level) for i, m in enumerate(state.pool))
             picks += self.selection.pick(state.tables, free, alone, rng, k)
-        return RoundPlan(round, tuple(self._order(state, pick, round, seed) for pick in sorted(picks)))
-
-    def _order(self, state: DecoupledState, pick: Pick, round: int, seed: int) -> WorkOrder:
-        return replace(order_for(state, pick, round, seed), payload=_own(state, state.pool[pick[1]]))
+        own = [_own(state, m) for m in state.pool]
+        return RoundPlan(round, tuple(order_for(state, pick, round, seed, own[pick[1]]) for pick in sorted(picks)))
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         needs_room(ctx, received(order, ctx), self.on_too_small)

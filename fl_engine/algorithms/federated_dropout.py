@@ -32,6 +32,7 @@ from fl_engine.algorithms.pooled import (
 from fl_engine.fields import STRICT, Fraction
 from fl_engine.selection import Selection, Uniform
 from fl_engine.server_opt import Average, Server
+from fl_engine.slicing import take
 from fl_engine.types import (
     Device,
     LocalTask,
@@ -75,7 +76,7 @@ class FederatedDropout:
         orders = []
         for client, level in select(state, self.selection, self.training, round, seed):
             spec = random_drop(state.layout, self.widths[level], seeds.rng(seed, "dropout", round, client))
-            orders.append(order_for(state, (client, level), round, seed, spec))
+            orders.append(order_for(state, (client, level), round, seed, take(state.params, state.layout, spec), spec))
         return RoundPlan(round, tuple(orders))
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:

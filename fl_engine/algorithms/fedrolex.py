@@ -27,6 +27,7 @@ from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
     Training,
+    cutter,
     largest_fitting,
     local_task,
     merge_mean,
@@ -87,11 +88,12 @@ class FedRolex:
         return start(params, layout, fleet, pool, self.selection)
 
     def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
-        orders = []
+        orders, cut = [], cutter(state)
         for client, level in select(state, self.selection, self.training, round, seed):
             width = self.widths[level]
             first = window_start(state.layout, width, round, self.overlap)
-            orders.append(order_for(state, (client, level), round, seed, rolling(state.layout, width, first)))
+            spec = rolling(state.layout, width, first)
+            orders.append(order_for(state, (client, level), round, seed, cut(spec), spec))
         return RoundPlan(round, tuple(orders))
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:

@@ -146,11 +146,23 @@ def start(
     return PooledState(params=params, tables=tables, moments={}, layout=layout, fleet=tuple(fleet), pool=pool)
 
 
+def cutter(state: PooledState) -> Callable[[SubmodelSpec], Params]:
+    """`take` from the global model; clients of one round share what they are sent."""
+    cut: dict[SubmodelSpec, Params] = {}
+
+    def of(spec: SubmodelSpec) -> Params:
+        if spec not in cut:
+            cut[spec] = take(state.params, state.layout, spec)
+        return cut[spec]
+
+    return of
+
+
 def order_for(
-    state: PooledState, pick: Pick, round: int, seed: int, spec: SubmodelSpec | None = None
+    state: PooledState, pick: Pick, round: int, seed: int, payload: Params, spec: SubmodelSpec | None = None
 ) -> WorkOrder:
-    """Sends the picked client the current weights of the picked pool model, or of `spec` instead, a sub-model of its
-    size; the hint is the pool model's name."""
+    """Sends the picked client the picked pool model, or `spec` instead, a sub-model of its size, with the weights
+    `payload`; the hint is the pool model's name."""
     client, level = pick
     model = state.pool[level]
     spec = model.spec if spec is None else spec
@@ -158,7 +170,7 @@ def order_for(
         round=round,
         client=client,
         spec=spec,
-        payload=take(state.params, state.layout, spec),
+        payload=payload,
         seed=seeds.derive(seed, "client", round, client),
         hints={"model": model.name},
     )
@@ -172,7 +184,9 @@ def select(state: PooledState, selection: Selector, training: Training, round: i
 def plan_pool(state: PooledState, selection: Selector, training: Training, round: int, seed: int) -> RoundPlan:
     """Each selected client gets its pool model."""
     picks = select(state, selection, training, round, seed)
-    return RoundPlan(round, tuple(order_for(state, pick, round, seed) for pick in picks))
+    cut = cutter(state)
+    orders = (order_for(state, pick, round, seed, cut(state.pool[pick[1]].spec)) for pick in picks)
+    return RoundPlan(round, tuple(orders))
 
 
 def by_examples(update: ClientUpdate) -> float:

@@ -33,8 +33,7 @@ class InProcess:
                 yield work
             else:
                 works.append(work)
-        each = -(-len(works) // len(self._devices))
-        groups = side_by_side(works, self._site, at_most=max(1, each))
+        groups = side_by_side(works, self._site)
         if len(self._devices) == 1:
             for group in groups:
                 yield from train(group, self._site, self._devices[0])

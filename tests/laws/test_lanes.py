@@ -248,10 +248,20 @@ def test_large_networks_are_not_even_measured(monkeypatch: pytest.MonkeyPatch) -
     assert probe.choose(VGG16((3, 32, 32), 10), 50, 10, "fp32") == SINGLE
 
 
+@pytest.mark.parametrize("seconds", [{2: 3.0, 4: 1.0, 5: 4.0, 10: 9.0}, {2: 0.002, 4: 0.003, 5: 0.003, 10: 0.004}])
+def test_what_is_measured_moves_no_bit(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> None:
+    """On two devices, ten clients in three groups of four take 2 steps of 1 s; where a step is short, one thread does
+    all ten in 4 ms."""
+    monkeypatch.setattr(probe, "_seconds", lambda family, batch, numerics, lanes, device: seconds[lanes])
+    found = probe.choose(FAMILIES["small"], 5, 10, "fp32", ("cpu", "cpu"))
+    assert found.strategy == "batched"
+    assert found.lanes == (4 if seconds[2] > 1 else 10)
+
+
 def test_weights_that_do_not_fit_are_named() -> None:
     family = FAMILIES["tiny"]
     with torch.device("meta"):
-        network = lanes.Network(family.module(), [torch.Generator()] * 2)
+        network = lanes.Network(family.module(), 2, list)
     stacked = lanes.stack([initial_params(family, 1)] * 2)
     wrong: Params = {**stacked, "classifier.bias": torch.zeros(2, 9)}
     with pytest.raises(ModelError, match=r"classifier.bias: \(9,\) for \(4,\)"):

@@ -1,0 +1,241 @@
+"""How fast is it, against what else one could use? All contestants take turns in one run, so that a noisy machine is
+noisy for all of them, and every figure is a ratio within that run.
+
+python -m benchmarks W3 --against naive,flower,pfl     a table of one workload
+python -m benchmarks --json W1 --precision bf16        one line of JSON last
+make bench                                             the naive loop on all of them
+
+A contestant is a process that runs rounds when it is told to (`gate`). Flower, pfl-research and FedJAX live in virtual
+environments of their own (`make bench-peers` makes them, from benchmarks/requirements/).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workloads import WORKLOADS, Workload
+
+ROOT = Path(__file__).parents[1]
+PEERS = ("naive", "flower", "pfl", "fedjax")
+BUSY = 0.1
+"""Share of the processors that others may use before the run says so."""
+
+
+class Contestant:
+    """Started at once, then waiting; `run` has it do some rounds."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        self.name = name
+        command = [str(python_of(name)), "-m", f"benchmarks.{name}", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        self._answer()
+
+    def run(self, rounds: int) -> list[float]:
+        """Seconds of each round."""
+        self._tell(str(rounds))
+        return list(self._answer()["seconds"])
+
+    def finish(self) -> float:
+        """Peak memory in MB."""
+        self._tell("")
+        peak = float(self._answer()["peak_mb"])
+        self._process.wait(timeout=60)
+        return peak
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            _, said = self._process.communicate()
+            raise SystemExit(f"{self.name} ended:\n{said[-3000:]}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def python_of(name: str) -> Path:
+    """The interpreter of a contestant; a peer has an environment of its own."""
+    if name in ("ours", "naive"):
+        return Path(sys.executable)
+    python = ROOT / f".venv-{name}" / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"{name} is not installed: `make bench-peers` makes .venv-{name}")
+    return python
+
+
+def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, options: Sequence[str]) -> dict[str, Any]:
+    """Each contestant in turn, ours first, `turns` times; a turn is as many rounds as fit into about `seconds`."""
+    contestants: dict[str, Contestant] = {}
+    rounds: dict[str, int] = {}
+    for name in ("ours", *peers):
+        given = [workload, *(options if name == "ours" else _for_peers(options))]
+        contestants[name] = Contestant(name, given)
+        warm = contestants[name].run(2)[1:]
+        rounds[name] = max(1, min(200, int(seconds / statistics.median(warm))))
+        note(f"{name}: {rounds[name]} round(s) a turn")
+    busy, measured = [others_busy()], {name: [] for name in contestants}
+    peaks = []
+    for turn in range(turns):
+        for name, contestant in contestants.items():
+            measured[name] += contestant.run(rounds[name])
+        peaks.append(matmul_gflops())
+        busy.append(others_busy())
+        note(f"turn {turn + 1} of {turns}")
+    memory = {name: contestant.finish() for name, contestant in contestants.items()}
+    medians = {name: statistics.median(values) for name, values in measured.items()}
+    arithmetic = gflop(workload, options)
+    peak = max(peaks)
+    return {
+        "workload": workload,
+        "ours_s": medians["ours"],
+        "peers": {name: medians[name] for name in peers},
+        "ratios": {name: medians[name] / medians["ours"] for name in peers},
+        "gflops": {name: arithmetic / medians[name] for name in medians},
+        "peak_gflops": peak,
+        "peak_share": arithmetic / medians["ours"] / peak,
+        "peak_mb": memory,
+        "quartiles_s": {name: _quartiles(values) for name, values in measured.items()},
+        "others_busy": max(busy),
+        "options": list(options),
+    }
+
+
+def _for_peers(options: Sequence[str]) -> list[str]:
+    """Peers get the workload's size; the precision and the devices are ours."""
+    own = ("--precision", "--devices")
+    out: list[str] = []
+    keep = True
+    for option in options:
+        if option.startswith("--"):
+            keep = option not in own
+        if keep:
+            out.append(option)
+    return out
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return [values[0]] * 2 if len(values) < 2 else [statistics.quantiles(values, n=4)[i] for i in (0, 2)]
+
+
+# ---------------------------------------------------------------------------------------------- the machine
+def others_busy(seconds: float = 1.0) -> float:
+    """Share of all processors that is at work while every contestant waits."""
+    before, idle = _cpu_times()
+    time.sleep(seconds)
+    after, idle_after = _cpu_times()
+    return 1 - (idle_after - idle) / max(1.0, after - before)
+
+
+def _cpu_times() -> tuple[float, float]:
+    try:
+        fields = [float(f) for f in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    except OSError:  # not Linux: nothing is known
+        return 0.0, 0.0
+    return sum(fields), fields[3] + fields[4]
+
+
+def matmul_gflops(size: int = 1024, repeats: int = 10) -> float:
+    """float32 matrix products, one per processor at the same time: the most that this machine can do."""
+    code = (
+        "import sys, time, torch; torch.set_num_threads(1)\n"
+        "n, k = map(int, sys.argv[1:]); a = torch.rand(n, n); a @ a\n"
+        "sys.stdin.readline(); t = time.perf_counter()\n"
+        "for _ in range(k): a @ a\n"
+        "print(k * 2 * n**3 / (time.perf_counter() - t) / 1e9)"
+    )
+    command = [sys.executable, "-c", code, str(size), str(repeats)]
+    several = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(os.cpu_count() or 1)
+    ]
+    time.sleep(3)  # until all have imported torch
+    for one in several:
+        assert one.stdin
+        one.stdin.write("\n")
+        one.stdin.flush()
+    return sum(float(one.communicate()[0]) for one in several)
+
+
+def gflop(workload: str, options: Sequence[str]) -> float:
+    """What one round computes: three forward passes per sample and step, one per teacher; the mean of a few rounds."""
+    from benchmarks.ours import SEED, site_of
+    from benchmarks.workloads import chosen
+    from fl_engine.client import Work, accept, macs_per_sample
+    from fl_engine.slicing import initial_params
+
+    name, w, _ = chosen([workload, *options])
+    algorithm, site = site_of(name, w)
+    state = algorithm.init(initial_params(site.family, SEED), site.family.layout(), site.fleet, site.pool)
+    rounds = 5
+    works = [accept(algorithm, o, site) for r in range(rounds) for o in algorithm.plan(state, r, SEED).orders]
+    macs = sum(macs_per_sample(site.family, work.task) for work in works if isinstance(work, Work))
+    return 2 * macs * w.samples * w.epochs / rounds / 1e9
+
+
+# ------------------------------------------------------------------------------------------------- the report
+def table(found: dict[str, Any], w: Workload) -> str:
+    options = ", ".join(["", *found["options"]]) if found["options"] else ""
+    lines = [f"{found['workload']}  {w.title}: {w.per_round} of {w.clients} clients{options}"]
+    lines.append(f"{'':10}{'s/round':>10}{'quartiles':>20}{'ratio':>8}{'GFLOP/s':>10}{'of peak':>9}{'MB':>8}")
+    for name, gflops in found["gflops"].items():
+        seconds = found["ours_s"] if name == "ours" else found["peers"][name]
+        low, high = found["quartiles_s"][name]
+        ratio = f"{found['ratios'][name]:.2f}" if name in found["ratios"] else ""
+        share = f"{100 * gflops / found['peak_gflops']:.1f} %"
+        spread = f"{low:.4g} - {high:.4g}"
+        lines.append(f"{name:10}{seconds:10.4g}{spread:>20}{ratio:>8}{gflops:10.1f}{share:>9}{found['peak_mb'][name]:8.0f}")
+    lines.append(f"matrix products on all processors: {found['peak_gflops']:.0f} GFLOP/s")
+    if found["others_busy"] > BUSY:
+        lines.append(f"the machine was not idle: others used up to {100 * found['others_busy']:.0f} % of it")
+    return "\n".join(lines)
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    p.add_argument("workloads", nargs="+", choices=WORKLOADS, metavar="WORKLOAD", help=", ".join(WORKLOADS))
+    p.add_argument("--against", default="naive", help=f"peers, of {','.join(PEERS)}")
+    p.add_argument("--turns", type=int, default=5)
+    p.add_argument("--seconds", type=float, default=10.0, help="of a contestant's turn, about")
+    p.add_argument("--samples", type=int, help="of each client, instead of the workload's")
+    p.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="ours; peers stay in fp32")
+    p.add_argument("--json", action="store_true", help="print one line of JSON for each workload, last")
+    args = p.parse_args(argv)
+    options = [] if args.samples is None else ["--samples", str(args.samples)]
+    options += [] if args.precision == "fp32" else ["--precision", args.precision]
+    for name in args.workloads:
+        peers = [peer for peer in args.against.split(",") if peer in WORKLOADS[name].peers]
+        for peer in args.against.split(","):
+            if peer not in PEERS:
+                p.error(f"--against: no peer {peer!r}; there are {', '.join(PEERS)}")
+            if peer not in peers:
+                note(f"{peer} does not run {name}")
+        found = compete(name, peers, args.turns, args.seconds, options)
+        print(table(found, WORKLOADS[name]), file=sys.stderr if args.json else sys.stdout, flush=True)
+        if args.json:
+            print(json.dumps(found), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""How a contestant is told to run rounds, and tells how long they took: lines of JSON on its standard streams.
+
+A contestant calls `Gate.round_begins()` at the start of each round, and nothing else; what a round costs is the time
+from one call to the next, so nothing between two rounds goes uncounted. It stops there until it is told to go on, so
+contestants can take turns. Needs nothing but Python, because contestants live in environments of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from typing import Any
+
+
+class Gate:
+    def __init__(self) -> None:
+        # What libraries print goes to stderr: stdout is the line to the harness.
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        self._marks: list[float] = []
+        self._left = 0
+        self._begun = False
+
+    def round_begins(self) -> None:
+        """Returns when the next round may start. Exits the process when there is no other."""
+        now = time.perf_counter()
+        if not self._begun:
+            self._say({"ready": True})
+            self._begun = True
+        elif self._left:
+            self._marks.append(now)
+            self._left -= 1
+        if not self._left:
+            if self._marks:
+                self._say({"seconds": [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]})
+            line = sys.stdin.readline().strip()
+            if not line:
+                self._say({"peak_mb": _peak_mb()})
+                os._exit(0)
+            self._left = int(line)
+            self._marks = [time.perf_counter()]
+
+    def _say(self, what: dict[str, Any]) -> None:
+        print(json.dumps(what), file=self._out, flush=True)
+
+
+def _peak_mb() -> float:
+    """Largest resident memory of this process and of the largest of its children (Linux counts in kB)."""
+    kb = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(kb) / 1024

@@ -1,0 +1,193 @@
+"""The loop that a researcher writes by hand: plain PyTorch, one process per core, data in memory as tensors.
+
+python -m benchmarks.naive W3
+
+Each client copies the global model (or its slice), trains, and hands its weights back through shared memory; the server
+averages. The workers take the next client as soon as they are free.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import networks
+from benchmarks.gate import Gate
+from benchmarks.workloads import Workload, chosen, normalised
+
+TEMPERATURE = 3.0
+PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A client of a round: which sub-network it trains, with which teachers inside it (indices of `Plan.nets`)."""
+
+    client: int
+    net: int = 0
+    teachers: tuple[int, ...] = ()
+
+
+@dataclass
+class Plan:
+    """The sub-networks in play, freshly built, the largest last, and who trains which in each round."""
+
+    nets: list[nn.Module]
+    rounds: Iterator[list[Pick]]
+    kd_weight: float = 0.0
+    binary: bool = False
+
+
+def plan_of(name: str, w: Workload) -> Plan:
+    if w.algorithm != "fedavg":
+        return _like_ours(name, w)
+    net = networks.mlp(w.chw[0]) if name == "W3" else networks.mcmahan_cnn(w.chw[0], w.chw[1], w.classes)
+    if name == "W2":
+        from fl_engine.models import ResNet18
+
+        net = ResNet18(w.chw, w.classes).module()
+    rng = np.random.default_rng(1)
+
+    def rounds() -> Iterator[list[Pick]]:
+        while True:
+            yield [Pick(int(c)) for c in rng.choice(w.clients, w.per_round, replace=False)]
+
+    return Plan([net], rounds(), binary=name == "W3")
+
+
+def _like_ours(name: str, w: Workload) -> Plan:
+    """The same sub-networks and the same picks as flexfleet's, so that both do the same work; nothing else is taken."""
+    from benchmarks.ours import SEED, site_of
+    from fl_engine.client import Work, accept
+    from fl_engine.slicing import initial_params
+
+    algorithm, site = site_of(name, w)
+    state = algorithm.init(initial_params(site.family, SEED), site.family.layout(), site.fleet, site.pool)
+    specs = [m.spec for m in site.pool]
+
+    def rounds() -> Iterator[list[Pick]]:
+        number = 0
+        while True:
+            works = [accept(algorithm, order, site) for order in algorithm.plan(state, number, SEED).orders]
+            picks = []
+            for work in works:
+                if isinstance(work, Work):
+                    teachers = work.task.distillation.teachers if work.task.distillation else ()
+                    trained = specs.index(work.task.spec)
+                    picks.append(Pick(work.order.client, trained, tuple(specs.index(spec) for spec in teachers)))
+            yield picks
+            number += 1
+
+    kd_weight = getattr(algorithm, "kd_weight", 0.0)
+    return Plan([site.family.module(spec) for spec in specs], rounds(), kd_weight)
+
+
+# ------------------------------------------------------------------------------------------------- a client
+class Client:
+    """What a worker process holds."""
+
+    def __init__(self, w: Workload, plan: Plan) -> None:
+        torch.set_num_threads(1)
+        x, y = w.data()
+        self.w, self.plan = w, plan
+        self.x, self.y = torch.from_numpy(normalised(x)), torch.from_numpy(y)
+        self.nets = [copy.deepcopy(net).train() for net in plan.nets]
+
+    def train(self, pick: Pick, weights: dict[str, Tensor], order: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
+        """`order`: which samples each epoch goes through, permutations of all; None: drawn."""
+        w, net = self.w, self.nets[pick.net]
+        net.load_state_dict(cut(weights, net))
+        teachers = [self.nets[i] for i in pick.teachers]
+        optimizer = torch.optim.SGD(net.parameters(), w.lr, momentum=w.momentum)
+        x, y = self.x[pick.client], self.y[pick.client]
+        for epoch in range(w.epochs):
+            permutation = torch.randperm(len(y)) if order is None else order[epoch]
+            for batch in permutation.split(w.batch):
+                logits = net(x[batch])
+                loss = self.loss(logits, y[batch])
+                if teachers and self.plan.kd_weight > 0:
+                    loss = loss + self.plan.kd_weight * self.distil(net, teachers, logits, x[batch])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return {name: t.detach() for name, t in net.state_dict().items()}
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        if self.plan.binary:
+            return F.binary_cross_entropy_with_logits(logits.squeeze(1), y.float())
+        return F.cross_entropy(logits, y)
+
+    def distil(self, net: nn.Module, teachers: Sequence[nn.Module], logits: Tensor, x: Tensor) -> Tensor:
+        """FlexFL Eq. 4: the smaller sub-networks, with the weights of this very step, teach the one in training."""
+        log_s = F.log_softmax(logits / TEMPERATURE, dim=1)
+        state = net.state_dict()
+        terms = []
+        for teacher in teachers:
+            with torch.no_grad():
+                for name, t in teacher.state_dict().items():
+                    t.copy_(state[name][tuple(slice(0, k) for k in t.shape)])
+                soft = F.softmax(teacher(x) / TEMPERATURE, dim=1)
+            terms.append(F.kl_div(log_s, soft, reduction="none").mean() * TEMPERATURE**2)
+        return torch.stack(terms).mean()
+
+
+def cut(weights: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+    """The first channels of every tensor: what the sub-network has of the global model."""
+    return {name: weights[name][tuple(slice(0, k) for k in t.shape)] for name, t in net.state_dict().items()}
+
+
+# ------------------------------------------------------------------------------------------------- the server
+def average(weights: dict[str, Tensor], updates: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Mean of each element over the clients that have it; the old value where none has. (All clients hold equally many
+    samples.)"""
+    total = {name: torch.zeros_like(t) for name, t in weights.items()}
+    count = {name: torch.zeros_like(t) for name, t in weights.items()}
+    for update in updates:
+        for name, t in update.items():
+            region = tuple(slice(0, k) for k in t.shape)
+            total[name][region] += t
+            count[name][region] += 1
+    means = {name: total[name] / count[name].clamp(min=1) for name in weights}
+    return {name: torch.where(count[name] > 0, means[name], t) for name, t in weights.items()}
+
+
+_client: Client
+
+
+def _start(w: Workload, plan: Plan) -> None:
+    global _client
+    _client = Client(w, plan)
+
+
+def _work(job: tuple[Pick, dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in _client.train(*job).items()}
+
+
+def main(argv: list[str]) -> None:
+    gate = Gate()
+    name, w, _ = chosen(argv)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    plan = plan_of(name, w)
+    rounds, plan.rounds = plan.rounds, iter(())
+    weights = {key: t.clone().share_memory_() for key, t in plan.nets[-1].state_dict().items()}
+    mp.set_sharing_strategy("file_system")
+    with mp.get_context("fork").Pool(PROCESSES, _start, (w, plan)) as pool:
+        for picks in rounds:
+            gate.round_begins()
+            jobs = [(pick, weights) for pick in picks]
+            new = average(weights, pool.imap_unordered(_work, jobs, chunksize=max(1, len(jobs) // (8 * PROCESSES))))
+            for key, t in weights.items():
+                t.copy_(new[key])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

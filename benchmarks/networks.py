@@ -1,0 +1,99 @@
+"""The networks of the workloads that are nobody's but the benchmarks': as plain PyTorch for the peers, and as model
+families for flexfleet. ResNet18 and VGG16 are flexfleet's own modules, for everybody."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fl_engine.models.layers import FREE, linear_slots
+from fl_engine.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+
+HIDDEN = 64
+
+
+def mlp(features: int) -> nn.Sequential:
+    """(B, features) -> one logit (B, 1)."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(features, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
+
+
+def mcmahan_cnn(channels: int, side: int, classes: int) -> nn.Sequential:
+    """Two 5x5 convolutions (32 and 64 channels), each with a 2x2 max pool, and 512 hidden units (McMahan et al.,
+    AISTATS 2017, Sec. 3)."""
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64 * (side // 4) ** 2, 512), nn.ReLU(), nn.Linear(512, classes),
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ as model families
+@dataclass(frozen=True)
+class BinaryMLP:
+    """`mlp` for two classes: the logits are 0 and the network's one output, so that cross entropy is the logistic
+    loss."""
+
+    input_chw: tuple[int, int, int]
+    classes: int = 2
+
+    min_hw: ClassVar[int] = 1
+
+    def layout(self) -> ParamLayout:
+        slots = linear_slots("hidden", "hidden", FREE, Axis("hidden"))
+        return ParamLayout({"hidden": HIDDEN}, slots | linear_slots("out", "out", Axis("hidden"), FREE))
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        c, h, w = self.input_chw
+        width = self.layout().width(spec, "hidden")
+        hidden, out = nn.Linear(c * h * w, width), nn.Linear(width, 1)
+        return nn.Sequential(OrderedDict(flatten=nn.Flatten(), hidden=hidden, relu=nn.ReLU(), out=out, pair=_Pair()))
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        return (Prunable("hidden", ("hidden.",), ("relu",)),)
+
+
+class _Pair(nn.Module):
+    """(B, n) -> (B, n * 2): a zero before each."""
+
+    def forward(self, x_bn: Tensor) -> Tensor:
+        return torch.stack([torch.zeros_like(x_bn), x_bn], dim=2).flatten(1)
+
+
+@dataclass(frozen=True)
+class McMahanCNN:
+    """`mcmahan_cnn`. Each pool comes before its ReLU, which is the same and touches a quarter of the values."""
+
+    input_chw: tuple[int, int, int]
+    classes: int
+
+    min_hw: ClassVar[int] = 4
+
+    def layout(self) -> ParamLayout:
+        inside, conv1, conv2, hidden = FREE, Axis("conv1"), Axis("conv2"), Axis("hidden")
+        slots = {"conv1.weight": Slot("conv1", (conv1, inside, FREE, FREE)), "conv1.bias": Slot("conv1", (conv1,))}
+        slots |= {"conv2.weight": Slot("conv2", (conv2, conv1, FREE, FREE)), "conv2.bias": Slot("conv2", (conv2,))}
+        slots |= linear_slots("fc", "fc", Axis("conv2", self._last_map()), hidden)
+        slots |= linear_slots("out", "out", hidden, Axis("classes"))
+        return ParamLayout({"conv1": 32, "conv2": 64, "hidden": 512, "classes": self.classes}, slots)
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        layout = self.layout()
+        c1, c2, hidden, classes = (layout.width(spec, group) for group in layout.groups)
+        layers: OrderedDict[str, nn.Module] = OrderedDict(
+            conv1=nn.Conv2d(self.input_chw[0], c1, 5, padding=2), pool1=nn.MaxPool2d(2), relu1=nn.ReLU(),
+            conv2=nn.Conv2d(c1, c2, 5, padding=2), pool2=nn.MaxPool2d(2), relu2=nn.ReLU(),
+            flatten=nn.Flatten(), fc=nn.Linear(c2 * self._last_map(), hidden), relu3=nn.ReLU(),
+            out=nn.Linear(hidden, classes),
+        )  # fmt: skip
+        return nn.Sequential(layers)
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        names = (("conv1", "relu1"), ("conv2", "relu2"), ("hidden", "relu3"))
+        return tuple(Prunable(group, (f"{'fc' if group == 'hidden' else group}.",), (relu,)) for group, relu in names)
+
+    def _last_map(self) -> int:
+        return (self.input_chw[1] // 4) * (self.input_chw[2] // 4)

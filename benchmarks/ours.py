@@ -1,0 +1,109 @@
+"""flexfleet as a contestant: `rounds.federate` with its ledger on, on two devices; evaluation is left out.
+
+python -m benchmarks.ours W3
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gate import Gate
+from benchmarks.networks import BinaryMLP, McMahanCNN
+from benchmarks.workloads import MEAN, STD, Workload, chosen
+from fl_engine import devices, probe, rounds
+from fl_engine.algorithms import AdaptiveFL, AllLarge, FlexFL
+from fl_engine.algorithms.pooled import Training
+from fl_engine.backends.in_process import InProcess, prepare_process
+from fl_engine.client import Site
+from fl_engine.config import RoundsConfig
+from fl_engine.devices import Tier
+from fl_engine.ledger import Ledger
+from fl_engine.models import VGG16, ResNet18
+from fl_engine.numerics import Numerics
+from fl_engine.partition import Partition
+from fl_engine.slicing import initial_params
+from fl_engine.store import FolderStore
+from fl_engine.tracking import Memory
+from fl_engine.types import Algorithm, Backend, Data, ModelFamily, Outcome, RoundPlan
+
+SEED = 0
+
+
+def family_of(name: str, w: Workload) -> ModelFamily:
+    if name == "W1":
+        return McMahanCNN(w.chw, w.classes)
+    if name == "W3":
+        return BinaryMLP(w.chw)
+    return VGG16(w.chw, w.classes, width=0.5) if name.startswith("W4") else ResNet18(w.chw, w.classes)
+
+
+def algorithm_of(w: Workload) -> Algorithm:
+    training = Training(
+        fraction=w.per_round / w.clients, epochs=w.epochs, batch_size=w.batch, lr=w.lr, momentum=w.momentum,
+        weight_decay=0.0, lr_decay=1.0, drop_last=False,
+    )  # fmt: skip
+    if w.algorithm.startswith("flexfl"):
+        return FlexFL(training=training, use_apoz=False, kd_weight=0.0 if w.algorithm.endswith("no-kd") else 10.0)
+    return AdaptiveFL(training=training) if w.algorithm == "adaptivefl" else AllLarge(training=training)
+
+
+def site_of(name: str, w: Workload, numerics: Numerics = Numerics()) -> tuple[Algorithm, Site]:  # noqa: B008
+    algorithm, family = algorithm_of(w), family_of(name, w)
+    x, y = w.data()
+    images, labels = torch.from_numpy(x).flatten(0, 1), torch.from_numpy(y).flatten()
+    data = Data(name, w.classes, images, labels, images[:1], labels[:1], (MEAN,) * w.chw[0], (STD,) * w.chw[0])
+    parts = tuple(np.arange(c * w.samples, (c + 1) * w.samples) for c in range(w.clients))
+    nobody = np.zeros(0, dtype=np.int64)
+    counts = np.stack([np.bincount(row, minlength=w.classes) for row in y], axis=1)
+    partition = Partition(nobody, nobody, parts, "made up", {}, name, counts)
+    mixed = w.algorithm != "fedavg"
+    fleet = devices.fleet("4:3:3" if mixed else (Tier("strong", 1.0, 110.0, (0.0,)),), w.clients, SEED)
+    pool = algorithm.pool(family, (0.5,) * len(family.prunable()))
+    return algorithm, Site(family, pool, fleet, data, partition, SEED, numerics)
+
+
+class Gated:
+    """The backend, and a stop before each round."""
+
+    def __init__(self, inner: Backend, gate: Gate) -> None:
+        self._inner = inner
+        self._gate = gate
+
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        self._gate.round_begins()
+        return self._inner.run(algorithm, plan)
+
+
+def main(argv: list[str]) -> None:
+    gate = Gate()
+    name, w, options = chosen(argv)
+    threads = tuple(options.devices)
+    prepare_process(threads)
+    algorithm, site = site_of(name, w)
+    numerics = probe.choose(site.family, w.batch, w.per_round, options.precision, threads)
+    site = replace(site, numerics=numerics)
+    print(f"ours: {numerics} on {threads}", file=sys.stderr)
+    initial: Any = algorithm.init(initial_params(site.family, SEED), site.family.layout(), site.fleet, site.pool)
+    with tempfile.TemporaryDirectory() as folder:
+        rounds.federate(
+            algorithm,
+            initial,
+            Gated(InProcess(site, threads), gate),
+            Ledger(FolderStore(Path(folder)), None),
+            Memory(),
+            RoundsConfig(stop=10**9, evaluate_every=10**9),
+            SEED,
+            rounds.Evaluation(site.family, site.pool, site.data, threads, site.fleet),
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

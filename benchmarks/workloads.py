@@ -1,0 +1,78 @@
+"""What is trained, for every contestant alike. Needs numpy alone."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+MEAN, STD = 0.5, 0.25
+
+
+@dataclass(frozen=True)
+class Workload:
+    title: str
+    clients: int
+    per_round: int
+    samples: int
+    """Of each client."""
+    chw: tuple[int, int, int]
+    classes: int
+    batch: int
+    lr: float
+    momentum: float
+    epochs: int = 1
+    algorithm: str = "fedavg"
+    peers: tuple[str, ...] = ("naive",)
+
+    def data(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Made-up samples: uint8 (clients, samples, C, H, W) and int64 labels (clients, samples)."""
+        rng = np.random.default_rng(seed)
+        x = rng.integers(0, 256, (self.clients, self.samples, *self.chw), dtype=np.uint8)
+        return x, rng.integers(0, self.classes, (self.clients, self.samples), dtype=np.int64)
+
+
+def normalised(x: np.ndarray) -> np.ndarray:
+    """uint8 to float32, as every contestant feeds it to the network."""
+    out: np.ndarray = (x.astype(np.float32) / 255 - MEAN) / STD
+    return out
+
+
+def _cifar_like(title: str, **changes: object) -> Workload:
+    base = {"clients": 100, "per_round": 10, "samples": 500, "chw": (3, 32, 32), "classes": 10, "batch": 50}
+    return Workload(title, **{**base, "lr": 0.01, "momentum": 0.5, **changes})  # type: ignore[arg-type]
+
+
+WORKLOADS = {
+    "W1": _cifar_like("FedAvg, McMahan CNN", peers=("naive", "flower", "pfl", "fedjax")),
+    "W2": _cifar_like("FedAvg, ResNet18", peers=("naive", "flower", "pfl")),
+    "W3": Workload(
+        "FedAvg, MLP 18-64-1",
+        clients=1000,
+        per_round=100,
+        samples=40,
+        chw=(18, 1, 1),
+        classes=2,
+        batch=10,
+        lr=0.1,
+        momentum=0.0,
+        peers=("naive", "flower", "pfl", "fedjax"),
+    ),
+    "W4": _cifar_like("FlexFL, VGG16 of half width, lambda 10", algorithm="flexfl"),
+    "W4-no-kd": _cifar_like("FlexFL, VGG16 of half width, lambda 0", algorithm="flexfl-no-kd"),
+    "W5": _cifar_like("AdaptiveFL, ResNet18, pool of seven", algorithm="adaptivefl"),
+}
+
+
+def chosen(argv: list[str]) -> tuple[str, Workload, argparse.Namespace]:
+    """What a contestant was started with: a workload's name, the workload (of which it may be asked a share only), and
+    options."""
+    p = argparse.ArgumentParser()
+    p.add_argument("workload", choices=WORKLOADS)
+    p.add_argument("--samples", type=int, help="of each client, instead of the workload's")
+    p.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    p.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
+    args = p.parse_args(argv)
+    w = WORKLOADS[args.workload]
+    return args.workload, replace(w, samples=args.samples or w.samples), args
