@@ -20,6 +20,7 @@ from components.entries import run_name
 from components.report import Run, differences, load, plain
 from fl_engine.errors import ConfigError
 from fl_engine.ledger import Row
+from fl_engine.numerics import deciding
 
 MB = 1e6
 STEPS = 20
