@@ -73,6 +73,8 @@ def site_of(name: str, w: Workload, numerics: Numerics = Numerics()) -> tuple[Al
 class Gated:
     """The backend, and a stop before each round."""
 
+    durable = False
+
     def __init__(self, inner: Backend, gate: Gate) -> None:
         self._inner = inner
         self._gate = gate

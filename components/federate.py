@@ -7,7 +7,7 @@ import signal
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
@@ -17,7 +17,7 @@ from components import common
 from components.artifacts import History, PoolFile, RunFile
 from fl_engine import config as configs
 from fl_engine import devices, partition, probe, rounds, seeds
-from fl_engine.backends import InProcess
+from fl_engine.backends import BACKENDS, Processes
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.client import Site
 from fl_engine.config import Config
@@ -29,7 +29,7 @@ from fl_engine.selection import round_size
 from fl_engine.slicing import initial_params
 from fl_engine.store import FolderStore, encode, sha256
 from fl_engine.tracking import TOKEN, Console, MLflow, Several
-from fl_engine.types import ModelFamily, Tracker
+from fl_engine.types import Backend, ModelFamily, Tracker
 
 MAY_CHANGE = (
     "dataset.root",
@@ -106,7 +106,6 @@ def _federate(
     prepare_process(config.run.devices)
     numerics = _numerics(config, family, known)
     site = Site(family, pool, fleet, data, parts, config.seed, numerics)
-    backend = InProcess(site, config.run.devices)
     ledger = Ledger(FolderStore(out), config.rounds.keep_every)
 
     run = RunFile(
@@ -136,7 +135,7 @@ def _federate(
         initial_params(family, seeds.derive(config.seed, "init")), family.layout(), fleet, pool
     )
     try:
-        with _stop_on_signals() as should_stop:
+        with _stop_on_signals() as should_stop, _backend(config, site, ledger) as backend:
             final = rounds.federate(
                 algorithm,
                 initial,
@@ -165,6 +164,13 @@ def _numerics(config: Config, family: ModelFamily, known: RunFile | None) -> Num
     if known is not None and known.numerics.get("precision") == run.precision:
         return Numerics(known.numerics["strategy"], known.numerics.get("lanes", 1), run.precision)
     return probe.choose(family, config.training.batch_size, per_round, run.precision, run.devices)
+
+
+@contextmanager
+def _backend(config: Config, site: Site, ledger: Ledger) -> Iterator[Backend]:
+    backend = BACKENDS[config.run.backend](site, config.run.devices, ledger)
+    with closing(backend) if isinstance(backend, Processes) else nullcontext():
+        yield backend
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:

@@ -77,12 +77,14 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     context = TaskContext(layout, site.pool, site.fleet[order.client], free)
     try:
         task = algorithm.task(order, context)
-        start = take(order.payload, layout, task.spec, have=order.spec)
+        taken = take(order.payload, layout, task.spec, have=order.spec)
     except (ClientError, ModelError) as error:
         return ClientFailure(order.round, order.client, "prune", str(error))
     indices = site.partition.clients[order.client]
     if not len(indices):
         return ClientFailure(order.round, order.client, "train", "a client without samples cannot train")
+    # Sums over all parameters depend on their order, which a file does not keep.
+    start = {name: taken[name] for name in layout.slots if name in taken}
     return Work(order, task, start, indices, free)
 
 

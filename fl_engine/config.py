@@ -92,6 +92,8 @@ class RoundsConfig(_Section):
 class RunConfig(_Section):
     store: str = "runs"
     """Folder of all runs."""
+    backend: Literal["in_process", "processes"] = "in_process"
+    """Where clients live: in threads of this process, or in worker processes that get orders through the store."""
     devices: tuple[str, ...] = ("cpu",)
     """Torch devices that train clients at the same time, e.g. [cpu, cpu] or [cuda:0, cuda:1]."""
     strategy: Literal["auto"] | Strategy = "auto"

@@ -1,6 +1,7 @@
 """The round ledger: what makes a run resumable after a kill at any instant.
 
     rounds/00012/plan.json              which clients were asked for which sub-model
+    rounds/00012/orders/3.json          what client 3 is asked, for clients in other processes; tensors beside it
     rounds/00012/updates/3.safetensors  what client 3 brought, then its manifest, last
     rounds/00012/updates/3.json
     rounds/00012/closed.json            the accepted set, frozen before the merge
@@ -25,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from fl_engine.errors import IntegrityError, brief
 from fl_engine.store import Store, decode, encode, sha256
-from fl_engine.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, SubmodelSpec
+from fl_engine.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
 
 log = logging.getLogger("flexfleet")
 
@@ -70,6 +71,18 @@ class Committed(_Record):
 class Closed(_Record):
     accepted: tuple[int, ...]
     """Clients, ascending."""
+
+
+class Order(_Record):
+    """A `WorkOrder`. `payload` and `memory` name the files beside it with the tensors; None: there are none."""
+
+    round: int
+    client: int
+    spec: dict[str, Any]
+    seed: int
+    hints: dict[str, Any]
+    payload: str | None
+    memory: str | None
 
 
 class Manifest(_Record):
@@ -186,6 +199,56 @@ class Ledger:
             {"client": o.client, "spec": o.spec.to_json(), "seed": o.seed, "hints": dict(o.hints)} for o in plan.orders
         ]
         self.store.put(f"{_folder(plan.round)}plan.json", _json({"round": plan.round, "orders": orders}))
+
+    def put_orders(self, plan: RoundPlan) -> None:
+        """What clients in other processes read. Tensors are written once, however many clients are sent the same."""
+        written: dict[tuple[int, ...], str] = {}
+
+        def put(tensors: Params) -> str | None:
+            if not tensors:
+                return None
+            same = tuple(id(tensor) for tensor in tensors.values())
+            if same not in written:
+                value = encode(tensors)
+                written[same] = f"{sha256(value)}.safetensors"
+                self.store.put(f"{_folder(plan.round)}orders/{written[same]}", value)
+            return written[same]
+
+        for o in plan.orders:
+            order = Order(
+                round=o.round,
+                client=o.client,
+                spec=o.spec.to_json(),
+                seed=o.seed,
+                hints=dict(o.hints),
+                payload=put(o.payload),
+                memory=put(o.memory),
+            )
+            self.store.put(f"{_folder(plan.round)}orders/{o.client}.json", order.model_dump_json().encode())
+
+    def order(self, round: int, client: int) -> WorkOrder:
+        """Raises IntegrityError where the order, or what it sends, is missing or damaged."""
+        folder = f"{_folder(round)}orders/"
+        name = f"{folder}{client}.json"
+        order = _parse(Order, self.store.get(name), self.store.uri(name))
+
+        def get(file: str | None) -> Params:
+            if file is None:
+                return {}
+            value = self.store.get(folder + file)
+            if file != f"{sha256(value)}.safetensors":
+                raise IntegrityError(f"{self.store.uri(folder + file)} is damaged: its name is not its sha256")
+            return decode(value, self.store.uri(folder + file))
+
+        return WorkOrder(
+            round=order.round,
+            client=order.client,
+            spec=SubmodelSpec.from_json(order.spec),
+            payload=get(order.payload),
+            seed=order.seed,
+            hints=order.hints,
+            memory=get(order.memory),
+        )
 
     def put_outcome(self, plan: RoundPlan, outcome: Outcome) -> None:
         """The payload first, the manifest last: a manifest vouches for its file."""

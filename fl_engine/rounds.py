@@ -23,6 +23,7 @@ from fl_engine.store import tensor_bytes
 from fl_engine.types import (
     Algorithm,
     Backend,
+    ClientFailure,
     ClientUpdate,
     Data,
     Device,
@@ -91,7 +92,7 @@ def federate(
             commit()
             raise
         pending.append(row)
-        if _due(config, round, last_commit):
+        if _due(config, backend, round, last_commit):
             commit()
     return state
 
@@ -114,11 +115,11 @@ def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Any, i
     return state, last + 1
 
 
-def _due(config: RoundsConfig, round: int, last_commit: float) -> bool:
+def _due(config: RoundsConfig, backend: Backend, round: int, last_commit: float) -> bool:
     if round + 1 == config.stop or (config.keep_every and (round + 1) % config.keep_every == 0):
         return True
     if config.commit_every == "auto":
-        return config.keep_updates or time.monotonic() - last_commit >= AUTO_COMMIT_S
+        return config.keep_updates or backend.durable or time.monotonic() - last_commit >= AUTO_COMMIT_S
     return (round + 1) % config.commit_every == 0
 
 
@@ -136,7 +137,7 @@ def _round(
     started = time.monotonic()
     plan = algorithm.plan(state, round, seed)
     watch = _Watch(plan, evaluation, should_stop)
-    if config.keep_updates:
+    if config.keep_updates or backend.durable:
         outcomes = _through_ledger(algorithm, plan, backend, ledger, watch)
     else:
         outcomes = in_order(plan, watch.arriving(backend.run(algorithm, plan)))
@@ -170,7 +171,8 @@ def _through_ledger(
             log.info("round %d: adopting %d updates of %d", plan.round + 1, len(done), len(plan.orders))
         rest = replace(plan, orders=tuple(o for o in plan.orders if o.client not in done))
         for outcome in watch.arriving(backend.run(algorithm, rest)):
-            ledger.put_outcome(plan, outcome)
+            if isinstance(outcome, ClientFailure) or not backend.durable:
+                ledger.put_outcome(plan, outcome)
         accepted = sorted(o.client for o in plan.orders)
         ledger.close(plan, accepted)
     for client in accepted:

@@ -475,6 +475,10 @@ class ServerOptimizer(Protocol):
 class Backend(Protocol):
     """One function: a plan in, outcomes out as they finish, in any order, one for each order."""
 
+    @property
+    def durable(self) -> bool:
+        """Whether an update is in the ledger when it comes out."""
+
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]: ...
 
 

@@ -138,6 +138,8 @@ class Remembering:
     An outcome is a function of its order, payload included; hundreds of killed runs need not train hundreds of times.
     """
 
+    durable = False
+
     def __init__(self, inner: InProcess) -> None:
         self.inner = inner
         self.asked: list[tuple[int, int]] = []

@@ -1,7 +1,19 @@
 """How orders reach clients. Each backend gives the same bits for the same plan."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
 from fl_engine.backends.in_process import InProcess
+from fl_engine.backends.processes import Processes
+from fl_engine.client import Site
+from fl_engine.ledger import Ledger
+from fl_engine.types import Backend
 
-BACKENDS = {"in_process": InProcess}
+BACKENDS: dict[str, Callable[[Site, Sequence[str], Ledger], Backend]] = {
+    "in_process": lambda site, devices, ledger: InProcess(site, devices),
+    "processes": Processes,
+}
+"""By the name that `run.backend` takes: where clients live, the torch devices, and the run's ledger."""
 
-__all__ = ["BACKENDS", "InProcess"]
+__all__ = ["BACKENDS", "InProcess", "Processes"]

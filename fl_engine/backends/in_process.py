@@ -18,6 +18,8 @@ class InProcess:
     """Outcomes come as clients finish, those of a group that trained side by side together. Each device takes the
     next group when it is free."""
 
+    durable = False
+
     def __init__(self, site: Site, devices: Sequence[str] = ("cpu",)) -> None:
         self._site = site
         self._devices = tuple(devices)
@@ -52,8 +54,7 @@ class InProcess:
             finally:
                 free.put(device)
 
-        # The longest first, so that none is left over at the end.
-        waiting = sorted(groups, key=self._cost)
+        waiting = by_cost(groups, self._site)
         with ThreadPoolExecutor(len(self._devices)) as threads:
             flying: set[Future[list[Outcome]]] = set()
             while waiting or flying:
@@ -63,9 +64,15 @@ class InProcess:
                 for future in done:
                     yield from future.result()
 
-    def _cost(self, group: list[Work]) -> float:
+
+def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
+    """The longest last: who pops them has no long one left over at the end."""
+
+    def cost(group: list[Work]) -> float:
         task = group[0].task
-        return macs_per_sample(self._site.family, task) * task.epochs * sum(len(work.indices) for work in group)
+        return macs_per_sample(site.family, task) * task.epochs * sum(len(work.indices) for work in group)
+
+    return sorted(groups, key=cost)
 
 
 def prepare_process(devices: Sequence[str]) -> None:

@@ -2,32 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.backends import BACKENDS, InProcess
-from fl_engine.client import Site
+from fl_engine.backends import BACKENDS, InProcess, Processes
+from fl_engine.client import Site, execute
 from fl_engine.errors import EnvironmentFailure
+from fl_engine.ledger import Ledger
+from fl_engine.numerics import Numerics
+from fl_engine.store import FolderStore
 from fl_engine.testing.backends import BackendSuite, Make
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
-from fl_engine.types import Backend
+from fl_engine.types import Backend, ClientFailure, ClientUpdate, RoundPlan
 
 
 class TestBackends(BackendSuite):
     @pytest.fixture(params=sorted(BACKENDS))
-    def make(self, request: pytest.FixtureRequest) -> Make:
-        def build(site: Site, devices: Sequence[str]) -> Backend:
-            return BACKENDS[request.param](site, tuple(devices))
+    def make(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+        with ExitStack() as opened:
 
-        return build
+            def build(site: Site, devices: Sequence[str]) -> Backend:
+                backend = BACKENDS[request.param](site, tuple(devices), Ledger(FolderStore(tmp_path)))
+                if isinstance(backend, Processes):
+                    opened.enter_context(closing(backend))
+                return backend
+
+            yield build
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
     with pytest.raises(EnvironmentFailure, match=r"run\.devices names 'warp:9'"):
         InProcess(tiny_site(FlexFL()), ("cpu", "warp:9"))
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[tuple[FlexFL, Processes, Site]]:
+    algorithm = FlexFL(training=TRAINING)
+    site = tiny_site(algorithm)
+    with closing(Processes(site, ("cpu", "cpu"), Ledger(FolderStore(tmp_path)))) as backend:
+        yield algorithm, backend, site
+
+
+def test_a_killed_worker_is_replaced_and_nothing_is_lost(
+    workers: tuple[FlexFL, Processes, Site], caplog: pytest.LogCaptureFixture
+) -> None:
+    algorithm, backend, site = workers
+    plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+    expected = sorted(InProcess(site).run(algorithm, plan), key=lambda o: o.client)
+    os.kill(backend._workers[0].process.pid or 0, signal.SIGKILL)
+    found = sorted(backend.run(algorithm, plan), key=lambda o: o.client)
+    assert_same_outcomes(found, expected)
+    assert "signal 9; asking again" in caplog.text
+
+
+class Losing(Ledger):
+    """Loses the second order of each round."""
+
+    def put_orders(self, plan: RoundPlan) -> None:
+        super().put_orders(plan)
+        self.store.delete(f"rounds/{plan.round:05d}/orders/{plan.orders[1].client}.json")
+
+
+def test_what_kills_every_worker_is_a_failure(workers: tuple[FlexFL, Processes, Site]) -> None:
+    """Here an order that a worker cannot read; the others come back."""
+    algorithm, backend, site = workers
+    backend._ledger = Losing(backend._ledger.store)
+    plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+    found = {o.client: o for o in backend.run(algorithm, plan)}
+    failed = found.pop(plan.orders[1].client)
+    assert isinstance(failed, ClientFailure)
+    assert "worker process ended with exit code 1" in failed.reason
+    assert all(isinstance(o, ClientUpdate) for o in found.values()) and len(found) == len(plan.orders) - 1
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 64])
+def test_side_by_side_every_backend_gives_the_same_bits(lanes: int, tmp_path: Path) -> None:
+    algorithm = FlexFL(training=replace(TRAINING, fraction=0.6))
+    site = replace(tiny_site(algorithm), numerics=Numerics("batched", lanes))
+    plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+    expected = [execute(algorithm, order, site) for order in plan.orders]
+    with closing(Processes(site, ("cpu",), Ledger(FolderStore(tmp_path)))) as processes:
+        for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), processes):
+            assert_same_outcomes(sorted(backend.run(algorithm, plan), key=lambda o: o.client), expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -42,6 +42,7 @@ class Remembering:
     plans: list[RoundPlan]
     outcomes: list[Outcome]
     failing: frozenset[int] = frozenset()
+    durable: ClassVar[bool] = False
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         self.plans.append(plan)

@@ -185,6 +185,8 @@ def test_tracking_comes_after_the_commit_and_a_resume_makes_it_whole(
 class Failing:
     """A backend whose chosen clients bring nothing."""
 
+    durable = False
+
     def __init__(self, inner: Any, fails: Callable[[int, int], bool]) -> None:
         self.inner = inner
         self.fails = fails

@@ -1,0 +1,157 @@
+"""Clients in worker processes of this machine: one per entry of `run.devices`, for as long as the run lasts.
+
+Orders and updates go through the run store, as they do between a coordinator and pods: the worker reads an order,
+writes the update, then its manifest. What a worker is told directly is only which orders are its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shared memory
+
+from fl_engine.backends.in_process import by_cost, check_device, prepare_process
+from fl_engine.client import Site, Work, accept, side_by_side, train
+from fl_engine.ledger import Ledger
+from fl_engine.types import Algorithm, ClientFailure, Outcome, RoundPlan
+
+log = logging.getLogger("flexfleet")
+
+ATTEMPTS = 2
+"""A worker that dies takes its orders with it: they are given to another one so many times in all."""
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    link: Connection
+    device: str
+    group: list[Work] | None = None
+
+
+class Processes:
+    """Outcomes come as clients finish. A worker that dies is replaced."""
+
+    durable = True
+
+    def __init__(self, site: Site, devices: Sequence[str], ledger: Ledger) -> None:
+        self._site = site
+        self._ledger = ledger
+        for name in devices:
+            check_device(name)
+        # Workers start from a small process that has torch loaded: quick, and safe whatever threads this one has.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__, "torch._dynamo"])  # the latter an optimiser imports
+        self._workers = [self._start(device) for device in devices]
+
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        works: list[Work] = []
+        for order in plan.orders:
+            work = accept(algorithm, order, self._site)
+            if isinstance(work, ClientFailure):
+                yield work
+            else:
+                works.append(work)
+        self._ledger.put_orders(plan)
+        waiting = by_cost(side_by_side(works, self._site), self._site)
+        tried: dict[int, int] = {}
+        while waiting or any(worker.group for worker in self._workers):
+            for worker in self._workers:
+                if worker.group is None and waiting:
+                    worker.group = waiting.pop()
+                    _tell(worker.link, (algorithm, plan.round, [work.order.client for work in worker.group]))
+            for place, worker in self._finished():
+                group, worker.group = worker.group or [], None
+                if _answered(worker.link):
+                    for work in group:
+                        yield self._ledger.outcome(plan, work.order.client)
+                    continue
+                worker.process.join()
+                reason = f"its worker process ended with {_said(worker.process.exitcode)}"
+                self._workers[place] = self._start(worker.device)
+                first = group[0].order.client
+                tried[first] = tried.get(first, 0) + 1
+                if tried[first] < ATTEMPTS:
+                    log.warning("round %d, client %d: %s; asking again", plan.round + 1, first, reason)
+                    waiting.append(group)
+                else:
+                    for work in group:
+                        yield ClientFailure(plan.round, work.order.client, "train", reason)
+
+    def close(self) -> None:
+        """Ends the workers; what they are at is lost."""
+        for worker in self._workers:
+            worker.link.close()
+            worker.process.terminate()
+        for worker in self._workers:
+            worker.process.join()
+
+    def _start(self, device: str) -> _Worker:
+        here, there = self._context.Pipe()
+        process = self._context.Process(
+            target=_serve, args=(self._site, self._ledger, device, there), daemon=True, name=f"client on {device}"
+        )
+        process.start()
+        there.close()
+        return _Worker(process, here, device)
+
+    def _finished(self) -> list[tuple[int, _Worker]]:
+        busy = {worker.link: (place, worker) for place, worker in enumerate(self._workers) if worker.group}
+        return [busy[link] for link in wait(list(busy)) if isinstance(link, Connection)]
+
+
+def _tell(link: Connection, what: Any) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # it died meanwhile: seen when its answer is asked for
+        link.send(what)
+
+
+def _answered(link: Connection) -> bool:
+    try:
+        link.recv()
+    except (EOFError, ConnectionResetError):
+        return False
+    return True
+
+
+def _said(exit_code: int | None) -> str:
+    return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
+
+
+def _serve(site: Site, ledger: Ledger, device: str, link: Connection) -> None:
+    """A worker's life: until the coordinator closes the line, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the coordinator decides
+    prepare_process((device,))
+    while True:
+        try:
+            algorithm, round, clients = link.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        carry_out(algorithm, site, ledger, round, clients, device)
+        _tell(link, clients)
+
+
+def carry_out(
+    algorithm: Algorithm, site: Site, ledger: Ledger, round: int, clients: Sequence[int], device: str
+) -> None:
+    """What these clients do in this round: orders from the ledger, side by side where they can, outcomes into it."""
+    orders = {client: ledger.order(round, client) for client in clients}
+    found: list[Outcome] = []
+    works: list[Work] = []
+    for order in orders.values():
+        work = accept(algorithm, order, site)
+        if isinstance(work, ClientFailure):
+            found.append(work)
+        else:
+            works.append(work)
+    for group in side_by_side(works, site):
+        found += train(group, site, device)
+    for outcome in found:
+        ledger.put_outcome(RoundPlan(round, (orders[outcome.client],)), outcome)
