@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export DVC_NO_ANALYTICS ?= 1
 
-.PHONY: setup run test lint evidence
+.PHONY: setup run test lint evidence bench bench-peers
 
 setup: $(VENV)/.ready
 
@@ -33,3 +33,17 @@ lint: setup
 # Real data, an hour and a half on two cores; start it again and it goes on. See docs/evidence.md.
 evidence: setup
 	$(BIN)/python -m benchmarks.evidence
+
+# Speed against a hand-written PyTorch loop, a quarter of an hour; see docs/performance.md. With peers, after
+# `make bench-peers`: .venv/bin/python -m benchmarks W1 W3 --against naive,flower,pfl,fedjax
+bench: setup
+	$(BIN)/python -m benchmarks W3 --against naive
+	$(BIN)/python -m benchmarks W1 W2 W4 W4-no-kd W5 --against naive --samples 100 --turns 3
+
+# Each peer lives in an environment of its own: their dependencies exclude each other.
+bench-peers: .venv-flower/.ready .venv-pfl/.ready .venv-fedjax/.ready
+
+.venv-%/.ready: benchmarks/requirements/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet --requirement $<
+	touch $@

@@ -2,8 +2,9 @@
 
 python -m benchmarks.naive W3
 
-Each client copies the global model (or its slice), trains, and hands its weights back through shared memory; the server
-averages. The workers take the next client as soon as they are free.
+The global model lies in memory that the workers share. Each client copies it (or its slice), trains, and hands its
+weights back as arrays, several clients in one message; the server averages. The workers take the next clients as soon
+as they are free.
 """
 
 from __future__ import annotations
@@ -160,15 +161,16 @@ def average(weights: dict[str, Tensor], updates: Iterator[dict[str, Tensor]]) ->
 
 
 _client: Client
+_weights: dict[str, Tensor]
 
 
-def _start(w: Workload, plan: Plan) -> None:
-    global _client
-    _client = Client(w, plan)
+def _start(w: Workload, plan: Plan, weights: dict[str, Tensor]) -> None:
+    global _client, _weights
+    _client, _weights = Client(w, plan), weights
 
 
-def _work(job: tuple[Pick, dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: t.clone() for name, t in _client.train(*job).items()}
+def _work(picks: Sequence[Pick]) -> list[dict[str, np.ndarray]]:
+    return [{name: t.numpy().copy() for name, t in _client.train(pick, _weights).items()} for pick in picks]
 
 
 def main(argv: list[str]) -> None:
@@ -179,12 +181,13 @@ def main(argv: list[str]) -> None:
     plan = plan_of(name, w)
     rounds, plan.rounds = plan.rounds, iter(())
     weights = {key: t.clone().share_memory_() for key, t in plan.nets[-1].state_dict().items()}
-    mp.set_sharing_strategy("file_system")
-    with mp.get_context("fork").Pool(PROCESSES, _start, (w, plan)) as pool:
+    with mp.get_context("fork").Pool(PROCESSES, _start, (w, plan, weights)) as pool:
         for picks in rounds:
             gate.round_begins()
-            jobs = [(pick, weights) for pick in picks]
-            new = average(weights, pool.imap_unordered(_work, jobs, chunksize=max(1, len(jobs) // (8 * PROCESSES))))
+            size = max(1, len(picks) // (8 * PROCESSES))
+            jobs = [picks[i : i + size] for i in range(0, len(picks), size)]
+            updates = (update for chunk in pool.imap_unordered(_work, jobs) for update in chunk)
+            new = average(weights, ({key: torch.from_numpy(a) for key, a in u.items()} for u in updates))
             for key, t in weights.items():
                 t.copy_(new[key])
 

@@ -18,7 +18,7 @@ import torch
 from benchmarks.gate import Gate
 from benchmarks.networks import BinaryMLP, McMahanCNN
 from benchmarks.workloads import MEAN, STD, Workload, chosen
-from fl_engine import devices, probe, rounds
+from fl_engine import devices, rounds, strategy
 from fl_engine.algorithms import AdaptiveFL, AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
     threads = tuple(options.devices)
     prepare_process(threads)
     algorithm, site = site_of(name, w)
-    numerics = probe.choose(site.family, w.batch, w.per_round, options.precision, threads)
+    numerics = strategy.choose(site.family, w.batch, w.per_round, options.precision, threads)
     site = replace(site, numerics=numerics)
     print(f"ours: {numerics} on {threads}", file=sys.stderr)
     initial: Any = algorithm.init(initial_params(site.family, SEED), site.family.layout(), site.fleet, site.pool)

@@ -16,7 +16,7 @@ import fl_engine
 from components import common
 from components.artifacts import History, PoolFile, RunFile
 from fl_engine import config as configs
-from fl_engine import devices, partition, probe, rounds, seeds
+from fl_engine import devices, partition, rounds, seeds, strategy
 from fl_engine.backends import BACKENDS, Processes
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.client import Site
@@ -104,7 +104,7 @@ def _federate(
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     algorithm = configs.algorithm(config)
     prepare_process(config.run.devices)
-    numerics = _numerics(config, family, known)
+    numerics = _numerics(config, family)
     site = Site(family, pool, fleet, data, parts, config.seed, numerics)
     ledger = Ledger(FolderStore(out), config.rounds.keep_every)
 
@@ -154,16 +154,14 @@ def _federate(
     return _finish(out, ledger, final, tracker, mlflow)
 
 
-def _numerics(config: Config, family: ModelFamily, known: RunFile | None) -> Numerics:
-    """As configured, as the run began, or as measured."""
+def _numerics(config: Config, family: ModelFamily) -> Numerics:
+    """As configured, or as suits the network."""
     run, per_round = config.run, round_size(config.training.fraction, config.partition.clients)
     if run.strategy == "single":
         return Numerics(precision=run.precision)
     if run.strategy == "batched":
-        return probe.measured(family, config.training.batch_size, per_round, run.precision, run.devices)
-    if known is not None and known.numerics.get("precision") == run.precision:
-        return Numerics(known.numerics["strategy"], known.numerics.get("lanes", 1), run.precision)
-    return probe.choose(family, config.training.batch_size, per_round, run.precision, run.devices)
+        return strategy.batched(family, config.training.batch_size, per_round, run.precision, run.devices)
+    return strategy.choose(family, config.training.batch_size, per_round, run.precision, run.devices)
 
 
 @contextmanager

@@ -97,8 +97,8 @@ class RunConfig(_Section):
     devices: tuple[str, ...] = ("cpu",)
     """Torch devices that train clients at the same time, e.g. [cpu, cpu] or [cuda:0, cuda:1]."""
     strategy: Literal["auto"] | Strategy = "auto"
-    """single: a device trains one client at a time; batched: several side by side, for small networks; auto: what is
-    faster, by a short measurement before the first round."""
+    """single: a device trains one client at a time; batched: several side by side, for small networks; auto: what
+    suits the size of the network."""
     precision: Precision = "fp32"
     """bf16: forward and backward pass in bfloat16, which CPUs with AMX and recent GPUs do several times faster."""
 

@@ -46,20 +46,41 @@ def evaluate(
     (HeteroFL, ICLR 2021, Sec. 3). A network with early exits answers with its last, or with the mean of the logits
     of all (`ensemble`).
     """
+    network = _network(family, params, spec, data, device, batch_size, static_bn)
+    return _one_pass([(network, ensemble)], data, x_nchw, y_n, device, batch_size)[0]
+
+
+def _network(
+    family: ModelFamily, params: Params, spec: SubmodelSpec, data: Data, device: str, batch_size: int, static_bn: bool
+) -> nn.Module:
     module = runnable(family, spec, {k: v.to(device) for k, v in params.items()}).eval()
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if static_bn:
         _collect_statistics(module, data, device, batch_size)
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    loss = torch.zeros((), dtype=torch.float64, device=device)
+    return module
+
+
+def _one_pass(
+    networks: Sequence[tuple[nn.Module, bool]], data: Data, x_nchw: Tensor, y_n: Tensor, device: str, batch_size: int
+) -> list[Score]:
+    """Every network (and whether its exits vote) on each batch in turn: images are gathered and normalised once."""
+    correct = torch.zeros(len(networks), dtype=torch.int64, device=device)
+    loss = torch.zeros(len(networks), dtype=torch.float64, device=device)
     with torch.no_grad():
         for chunk in _batches(len(y_n), batch_size):
-            y = y_n[chunk].to(device)
-            out = module(data.normalise(x_nchw[chunk].to(device)))
-            exits: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
-            logits = torch.stack(exits).mean(0) if ensemble else exits[-1]
-            correct += (logits.argmax(1) == y).sum()
-            loss += F.cross_entropy(logits, y, reduction="sum")
-    return Score(int(correct) / len(y_n), float(loss) / len(y_n))
+            x, y = _images(data, x_nchw, chunk, device), y_n[chunk].to(device)
+            for i, (network, ensemble) in enumerate(networks):
+                out = network(x)
+                exits: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
+                logits = torch.stack(exits).mean(0) if ensemble else exits[-1]
+                correct[i] += (logits.argmax(1) == y).sum()
+                loss[i] += F.cross_entropy(logits, y, reduction="sum")
+    totals = zip(correct.tolist(), loss.tolist(), strict=True)
+    return [Score(right / len(y_n), lost / len(y_n)) for right, lost in totals]
+
+
+def _images(data: Data, x_nchw: Tensor, chunk: Tensor, device: str) -> Tensor:
+    return data.normalise(x_nchw[chunk].to(device)).contiguous(memory_format=torch.channels_last)
 
 
 def _batches(count: int, batch_size: int) -> list[Tensor]:
@@ -87,7 +108,7 @@ def _collect_statistics(module: nn.Module, data: Data, device: str, batch_size: 
         norm.train()
     with torch.no_grad():
         for chunk in _batches(len(data.train_y), batch_size):
-            module(data.normalise(data.train_x[chunk].to(device)))
+            module(_images(data, data.train_x, chunk, device))
     for norm in norms:
         norm.eval()
 
@@ -121,26 +142,17 @@ def evaluate_pool(
     layout = family.layout()
     reported = [m for m in pool if m.reported]
 
-    def score(i: int) -> Score:
-        m = reported[i]
-        weights = weights_of(params, layout, m)
-        return evaluate(
-            family,
-            weights,
-            m.spec,
-            data,
-            data.test_x,
-            data.test_y,
-            devices[i % len(devices)],
-            batch_size,
-            ensemble=m.ensemble,
-            static_bn=m.static_bn,
-        )
+    def score(place: int) -> list[Score]:
+        device = devices[place]
+        networks = [
+            (_network(family, weights_of(params, layout, m), m.spec, data, device, batch_size, m.static_bn), m.ensemble)
+            for m in reported[place :: len(devices)]
+        ]
+        return _one_pass(networks, data, data.test_x, data.test_y, device, batch_size)
 
     with ThreadPoolExecutor(len(devices)) as threads:
-        # The largest takes longest: it goes first.
-        scores = dict(zip(reversed(reported), threads.map(score, reversed(range(len(reported)))), strict=True))
-    return {m.name: scores[m] for m in reported}
+        found = list(threads.map(score, range(min(len(devices), len(reported)))))
+    return {m.name: found[i % len(devices)][i // len(devices)] for i, m in enumerate(reported)}
 
 
 def average_accuracy(scores: Mapping[str, Score]) -> float:

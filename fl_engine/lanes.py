@@ -160,8 +160,8 @@ def _replacement(layer: nn.Module) -> nn.Module | None:
 
 
 def can_run(module: nn.Module) -> bool:
-    """Whether every layer that holds weights can run side by side. Says nothing about what has none: `numerics.probe`
-    sees for itself."""
+    """Whether every layer that holds weights can run side by side. Says nothing about what has none: `strategy.choose`
+    tries it."""
     return all(_replacement(layer) is not None for layer in module.modules() if _holds_weights(layer))
 
 

@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"slicing", "averaging", "widths", "numerics", "lanes"}),
     frozenset({"selection", "server_opt", "codecs", "losses", "devices", "store", "state", "tracking"}),
     frozenset({"local", "pool", "evaluate", "ledger"}),
-    frozenset({"probe"}),
+    frozenset({"strategy"}),
     frozenset({"algorithms", "models", "datasets", "partition"}),
     frozenset({"rounds", "client", "config"}),
     frozenset({"backends"}),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fl_engine import lanes, probe
+from fl_engine import lanes, strategy
 from fl_engine.errors import ModelError
 from fl_engine.local import Job, kind, train
 from fl_engine.models.mobilenetv2 import MobileNetV2
@@ -20,7 +20,7 @@ from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.numerics import SINGLE, Numerics
-from fl_engine.slicing import initial_params, take
+from fl_engine.slicing import count_macs, initial_params, take
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from fl_engine.types import (
     FULL,
@@ -234,28 +234,25 @@ def test_a_layer_that_cannot_trains_alone() -> None:
     assert all(not torch.equal(found[1].params[name], start[name]) for name in start)
     with pytest.raises(ModelError, match=r"LayerNorm cannot train clients side by side.*run\.strategy"):
         train(family, [job(family, TASK, i) for i in range(2)], BATCHED)
-    assert probe.choose(family, 5, 10, "fp32").strategy == "single"
+    assert strategy.choose(family, 5, 10, "fp32").strategy == "single"
 
 
 def test_a_network_that_mixes_channels_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
     family: ModelFamily = Odd(mixing=True)  # type: ignore[assignment]
-    assert probe.choose(family, 5, 10, "fp32").strategy == "single"
+    assert strategy.choose(family, 5, 10, "fp32").strategy == "single"
     assert "mixes channels" in caplog.text
 
 
-def test_large_networks_are_not_even_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_seconds", lambda *_: pytest.fail("measured"))
-    assert probe.choose(VGG16((3, 32, 32), 10), 50, 10, "fp32") == SINGLE
-
-
-@pytest.mark.parametrize("seconds", [{2: 3.0, 4: 1.0, 5: 4.0, 10: 9.0}, {2: 0.002, 4: 0.003, 5: 0.003, 10: 0.004}])
-def test_what_is_measured_moves_no_bit(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> None:
-    """On two devices, ten clients in three groups of four take 2 steps of 1 s; where a step is short, one thread does
-    all ten in 4 ms."""
-    monkeypatch.setattr(probe, "_seconds", lambda family, batch, numerics, lanes, device: seconds[lanes])
-    found = probe.choose(FAMILIES["small"], 5, 10, "fp32", ("cpu", "cpu"))
-    assert found.strategy == "batched"
-    assert found.lanes == (4 if seconds[2] > 1 else 10)
+def test_the_strategy_follows_from_the_size() -> None:
+    """A step of the small CNN at 8x8 has 3 * 145,000 * 10 multiply-adds; VGG16's at 32x32 has 3 * 333 million * 50."""
+    assert strategy.choose(VGG16((3, 32, 32), 10), 50, 10, "fp32") == SINGLE
+    assert strategy.choose(SmallCNN((1, 8, 8), 10), 10, 6, "fp32") == Numerics("batched", 6)
+    large = SmallCNN((3, 32, 32), 10)
+    step = 3 * count_macs(large) * 20
+    assert step < strategy.SMALL_STEP
+    assert strategy.choose(large, 20, 100, "fp32") == Numerics("batched", int(strategy.AT_ONCE // step))
+    assert strategy.choose(large, 20, 6, "bf16", ("cpu", "cpu")) == Numerics("batched", 3, "bf16")
+    assert strategy.batched(FAMILIES["tiny"], 1, 1, "fp32").lanes == 2, "one client has a copy beside it"
 
 
 def test_weights_that_do_not_fit_are_named() -> None:

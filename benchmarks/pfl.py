@@ -1,0 +1,137 @@
+"""pfl-research as a contestant: its federated averaging over its simulated backend; evaluation is left out.
+
+python -m benchmarks.pfl W3
+
+For speed: two worker processes of one torch thread each, started here and joined by pfl's own switch for that (the
+variables PFL_WORKER_*). Each trains half of a round's clients, and they add up over torch.distributed. One process was
+slower (W3: 0.34 s a round against 0.18 s), with two torch threads as with one. SGD's fused kernel made no difference.
+Data sit in memory as tensors, and pfl prints no metrics.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.gate import Gate
+from benchmarks.naive import plan_of
+from benchmarks.workloads import Workload, chosen, normalised
+
+RANK, ADDRESSES = "PFL_WORKER_RANK", "PFL_WORKER_ADDRESSES"
+
+
+# ------------------------------------------------------------------------------------------ two processes
+def lead(argv: list[str]) -> Callable[[], None]:
+    """Starts the other process. Returns the stop before a round, for both: without it the other one would be at work
+    while this one is held at the gate."""
+    gate = Gate()
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = f"localhost:{s.getsockname()[1]}"
+    # pfl counts the addresses and meets at the first.
+    os.environ |= {RANK: "0", ADDRESSES: f"{address},{address}"}
+    command = [sys.executable, "-m", "benchmarks.pfl", *argv]
+    other = subprocess.Popen(command, env={**os.environ, RANK: "1"}, stdin=subprocess.PIPE, text=True)
+
+    def round_begins() -> None:
+        gate.round_begins()
+        print(file=other.stdin, flush=True)
+
+    return round_begins
+
+
+def follow() -> None:
+    """The other process's stop before a round. Its standard input closes when the first process ends."""
+    if not sys.stdin.readline():
+        os._exit(0)
+
+
+# -------------------------------------------------------------------------------------------- the training
+class Net(nn.Module):
+    """A network as pfl takes it, with its loss."""
+
+    def __init__(self, net: nn.Module, binary: bool) -> None:
+        super().__init__()
+        self.net = net
+        self.binary = binary
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.net(x)
+        if self.binary:
+            return F.binary_cross_entropy_with_logits(logits.squeeze(1), y.float())
+        return F.cross_entropy(logits, y)
+
+    def metrics(self, x: Tensor, y: Tensor) -> dict[str, float]:
+        return {"loss": self.loss(x, y).item()}
+
+
+def federate(name: str, w: Workload, round_begins: Callable[[], None]) -> None:
+    # Here, because the import waits for the other process.
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.aggregate.weighting import WeightByDatapoints
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.callback.base import TrainingProcessCallback
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.data.sampling import get_user_sampler
+    from pfl.hyperparam.base import NNTrainHyperParams
+    from pfl.metrics import Metrics
+    from pfl.model.pytorch import PyTorchModel
+
+    class Gated(TrainingProcessCallback[PyTorchModel]):
+        """The stop before each round but the first, in which pfl evaluates however rarely it is told to."""
+
+        def after_central_iteration(
+            self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
+        ) -> tuple[bool, Metrics]:
+            round_begins()
+            return False, Metrics()
+
+    x, y = w.data()
+    images, labels = torch.from_numpy(normalised(x)), torch.from_numpy(y)
+
+    def client(number: int) -> Dataset:
+        # pfl takes batches in the order of the data.
+        order = torch.randperm(w.samples)
+        return Dataset((images[number][order], labels[number][order]), user_id=str(number))
+
+    users = FederatedDataset(client, get_user_sampler("minimize_reuse", range(w.clients)))
+    net = Net(plan_of(name, w).nets[-1], binary=name == "W3")
+    sgd = partial(torch.optim.SGD, momentum=w.momentum)
+    FederatedAveraging().run(
+        NNAlgorithmParams(
+            central_num_iterations=10**9,
+            evaluation_frequency=10**9,
+            train_cohort_size=w.per_round,
+            val_cohort_size=None,
+        ),
+        SimulatedBackend(users, users, [WeightByDatapoints()]),
+        PyTorchModel(net, sgd, torch.optim.SGD(net.parameters(), lr=1.0)),
+        NNTrainHyperParams(local_num_epochs=w.epochs, local_learning_rate=w.lr, local_batch_size=w.batch),
+        callbacks=[Gated()],
+        send_metrics_to_platform=False,
+    )
+
+
+def main(argv: list[str]) -> None:
+    round_begins = follow if RANK in os.environ else lead(argv)
+    name, w, _ = chosen(argv)
+    # pfl wants the same seeds in both processes.
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    federate(name, w, round_begins)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

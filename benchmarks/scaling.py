@@ -1,0 +1,167 @@
+"""How long is a round, and how much of it is not training, as things grow? Measured, fitted by a line, and drawn.
+
+python -m benchmarks.scaling --out docs/performance
+
+Each point is a federated training of its own through `rounds.federate`, ledger on, one device, evaluation left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.networks import BinaryMLP
+from benchmarks.workloads import MEAN, STD, WORKLOADS
+from fl_engine import devices, rounds, strategy
+from fl_engine.algorithms import AdaptiveFL, AllLarge
+from fl_engine.algorithms.pooled import Training
+from fl_engine.backends.in_process import InProcess, prepare_process
+from fl_engine.client import Site
+from fl_engine.config import RoundsConfig
+from fl_engine.devices import Tier
+from fl_engine.ledger import Ledger
+from fl_engine.models import SmallCNN
+from fl_engine.partition import Partition
+from fl_engine.slicing import count_params, initial_params
+from fl_engine.store import FolderStore
+from fl_engine.tracking import Memory
+from fl_engine.types import Algorithm, Data, ModelFamily
+
+STRONG = (Tier("strong", 1.0, 110.0, (0.0,)),)
+
+
+@dataclass(frozen=True)
+class Point:
+    x: float
+    round_s: float
+    outside_s: float
+    """Mean over the run: planning, merging, bookkeeping, commits."""
+
+
+def measure(
+    algorithm: Algorithm, family: ModelFamily, clients: int, samples: int, stop: int, x: float, tiers: Any = STRONG
+) -> Point:
+    """Of a run of `stop` rounds; the first three do not count for the median."""
+    generator = torch.Generator().manual_seed(0)
+    n = clients * samples
+    images = torch.randint(0, 256, (n, *family.input_chw), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, family.classes, (n,), generator=generator)
+    c = family.input_chw[0]
+    data = Data("made up", family.classes, images, labels, images[:1], labels[:1], (MEAN,) * c, (STD,) * c)
+    parts = tuple(np.arange(i * samples, (i + 1) * samples) for i in range(clients))
+    nobody = np.zeros(0, dtype=np.int64)
+    counts = np.zeros((family.classes, clients), dtype=np.int64)
+    partition = Partition(nobody, nobody, parts, "made up", {}, data.name, counts)
+    fleet = devices.fleet(tiers, clients, 0)
+    pool = algorithm.pool(family, (0.5,) * len(family.prunable()))
+    training = algorithm.training  # type: ignore[attr-defined]
+    per_round = max(1, round(training.fraction * clients))
+    numerics = strategy.choose(family, training.batch_size, per_round, "fp32")
+    site = Site(family, pool, fleet, data, partition, 0, numerics)
+    initial = algorithm.init(initial_params(family, 0), family.layout(), fleet, pool)
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(FolderStore(Path(folder)))
+        config = RoundsConfig(stop=stop, evaluate_every=10**9)
+        evaluation = rounds.Evaluation(family, pool, data, ("cpu",), fleet)
+        started = time.perf_counter()
+        rounds.federate(algorithm, initial, InProcess(site), ledger, Memory(), config, 0, evaluation)
+        seconds = time.perf_counter() - started
+        rows = ledger.rows()
+    inside = sum(row.metrics["seconds_train"] + row.metrics.get("seconds_evaluate", 0.0) for row in rows)
+    return Point(x, statistics.median(row.metrics["seconds_round"] for row in rows[3:-1]), (seconds - inside) / stop)
+
+
+def training(fraction: float, batch: int = 10) -> Training:
+    return Training(fraction=fraction, epochs=1, batch_size=batch, lr=0.05, weight_decay=0.0, drop_last=False)
+
+
+def clients_per_round() -> list[Point]:
+    w, family = WORKLOADS["W3"], BinaryMLP(WORKLOADS["W3"].chw)
+    counts = (10, 30, 100, 300, 1000)
+    return [measure(AllLarge(training=training(k / 2000)), family, 2000, w.samples, 25, k) for k in counts]
+
+
+def pool_size() -> list[Point]:
+    family = SmallCNN((1, 8, 8), 10)
+    algorithms = [AdaptiveFL(training=training(0.2), p=p) for p in (1, 2, 3, 4)]
+    return [measure(a, family, 100, 40, 20, len(a.pool(family, ())), "4:3:3") for a in algorithms]
+
+
+def model_size() -> list[Point]:
+    families = [SmallCNN((1, 8, 8), 10, width=width) for width in (0.5, 1.0, 2.0, 4.0, 8.0)]
+    return [measure(AllLarge(training=training(0.1)), f, 100, 40, 15, count_params(f) / 1e6) for f in families]
+
+
+def number_of_rounds() -> list[Point]:
+    """Seconds of all rounds; what the ledger lists and reads must not grow with what was committed."""
+    family = BinaryMLP(WORKLOADS["W3"].chw)
+    return [measure(AllLarge(training=training(0.1)), family, 100, 40, stop, stop) for stop in (50, 200, 800, 2000)]
+
+
+SWEEPS: dict[str, tuple[str, Callable[[], list[Point]]]] = {
+    "clients per round": ("MLP 18-64-1, 40 samples each", clients_per_round),
+    "models in the pool": ("AdaptiveFL, small CNN, 20 clients", pool_size),
+    "million parameters": ("small CNN from half to eight times its width, 10 clients", model_size),
+    "rounds of the run": ("MLP 18-64-1, 10 clients", number_of_rounds),
+}
+
+
+def fit(points: Sequence[Point]) -> tuple[float, float]:
+    """(seconds at zero, seconds per unit): least squares on relative errors."""
+    x, y = np.array([p.x for p in points]), np.array([p.round_s for p in points])
+    slope, base = np.polyfit(x, y, 1, w=1 / y)
+    return float(base), float(slope)
+
+
+def draw(found: dict[str, list[Point]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "scaling"})
+    figure, axes = pyplot.subplots(1, len(found), figsize=(4 * len(found), 3.2), constrained_layout=True)
+    for axis, (name, points) in zip(axes, found.items(), strict=True):
+        base, slope = fit(points)
+        x = np.linspace(0, max(p.x for p in points), 50)
+        axis.plot(x, 1e3 * (base + slope * x), color="0.7", label=f"{1e3 * base:.1f} + {1e3 * slope:.3g} x ms")
+        axis.plot([p.x for p in points], [1e3 * p.round_s for p in points], "o", label="a round")
+        axis.plot([p.x for p in points], [1e3 * p.outside_s for p in points], "^", label="outside training")
+        axis.set(xlabel=name, ylabel="ms", title=SWEEPS[name][0], ylim=(0, None))
+        axis.title.set_fontsize(9)
+        axis.legend(fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="for scaling.json and scaling.svg")
+    args = p.parse_args(argv)
+    prepare_process(("cpu",))
+    found: dict[str, list[Point]] = {}
+    for name, (about, sweep) in SWEEPS.items():
+        found[name] = sweep()
+        base, slope = fit(found[name])
+        print(f"{name} ({about}): {1e3 * base:.2f} ms + {1e3 * slope:.4g} ms each")
+        for point in found[name]:
+            print(f"  {point.x:10.4g}  {1e3 * point.round_s:10.2f} ms, outside training {1e3 * point.outside_s:.2f} ms")
+    args.out.mkdir(parents=True, exist_ok=True)
+    values = {name: [vars(point) for point in points] for name, points in found.items()}
+    (args.out / "scaling.json").write_text(json.dumps(values, indent=1) + "\n")
+    draw(found, args.out / "scaling.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The benchmarks compare like with like: the naive loop ends in flexfleet's model, given the same order of samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import __main__ as harness
+from benchmarks import naive, ours
+from benchmarks.workloads import WORKLOADS
+from fl_engine import seeds
+from fl_engine.backends import InProcess
+from fl_engine.client import execute
+from fl_engine.losses import self_distillation
+from fl_engine.numerics import Numerics
+from fl_engine.slicing import initial_params, take
+from fl_engine.types import ClientUpdate, Params, WorkOrder
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def order_of(order: WorkOrder, samples: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seeds.derive(order.seed, "order"))
+    return [torch.randperm(samples, generator=generator)]
+
+
+def positional(params: Params, names: list[str]) -> Params:
+    """The same tensors under the names of another implementation of the network."""
+    return dict(zip(names, params.values(), strict=True))
+
+
+def assert_close(left: Params, right: Params) -> None:
+    for (name, a), b in zip(left.items(), right.values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("name", "samples"), [("W1", 100), ("W2", 10), ("W3", 40), ("W5", 10)])
+def test_a_client_of_the_naive_loop_learns_what_ours_does(name: str, samples: int) -> None:
+    w = replace(WORKLOADS[name], samples=samples)
+    algorithm, site = ours.site_of(name, w)
+    start = initial_params(site.family, ours.SEED)
+    state = algorithm.init(start, site.family.layout(), site.fleet, site.pool)
+    order = algorithm.plan(state, 0, ours.SEED).orders[0]
+    update = execute(algorithm, order, site)
+    assert isinstance(update, ClientUpdate)
+
+    client = naive.Client(w, naive.plan_of(name, w))
+    net = 0 if w.algorithm == "fedavg" else [m.spec for m in site.pool].index(update.spec)
+    names = list(client.nets[net].state_dict())
+    weights = positional(take(start, site.family.layout(), update.spec), names)
+    found = client.train(naive.Pick(order.client, net), weights, order_of(order, samples))
+    assert_close(found, update.payload)
+    assert not torch.equal(next(iter(found.values())), next(iter(weights.values())))
+
+
+def test_a_round_of_the_naive_loop_is_ours() -> None:
+    """A hundred clients of W3 side by side, merged, against one after the other, averaged."""
+    w = WORKLOADS["W3"]
+    algorithm, site = ours.site_of("W3", w, Numerics("batched", 100))
+    start = initial_params(site.family, ours.SEED)
+    state = algorithm.init(start, site.family.layout(), site.fleet, site.pool)
+    plan = algorithm.plan(state, 0, ours.SEED)
+    merged = algorithm.merge(state, plan, sorted(InProcess(site).run(algorithm, plan), key=lambda o: o.client)).params
+
+    client = naive.Client(w, naive.plan_of("W3", w))
+    weights = positional(start, list(client.nets[0].state_dict()))
+    updates = (client.train(naive.Pick(o.client), weights, order_of(o, w.samples)) for o in plan.orders)
+    assert_close(naive.average(weights, updates), merged)
+
+
+def test_the_naive_loop_distils_like_ours() -> None:
+    """The same teachers with the weights of the step; dropout is off, its masks are everyone's own."""
+    w = replace(WORKLOADS["W4"], samples=50)
+    algorithm, site = ours.site_of("W4", w)
+    site = replace(site, family=replace(site.family, width=0.1))
+    site = replace(site, pool=algorithm.pool(site.family, (0.5,) * 15))
+    state = algorithm.init(initial_params(site.family, 0), site.family.layout(), site.fleet, site.pool)
+    x = torch.rand(10, *w.chw)
+    specs = [m.spec for m in site.pool]
+    nets = [site.family.module(spec).eval() for spec in specs]
+    for net, spec in zip(nets, specs, strict=True):
+        net.load_state_dict(take(state.params, site.family.layout(), spec))
+    client = naive.Client(replace(w, clients=1, samples=1), naive.Plan(nets, iter(()), kd_weight=10.0))
+    logits = nets[-1](x)
+    soft = [net(x) for net in nets[:-1]]
+    found = client.distil(nets[-1], nets[:-1], logits, x)
+    torch.testing.assert_close(found, self_distillation(logits, soft, naive.TEMPERATURE).mean())
+
+
+def test_the_harness_lets_them_take_turns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["W3", "--json", "--turns", "2", "--seconds", "0.2", "--samples", "10", "--against", "naive,flower"]
+    monkeypatch.setitem(WORKLOADS, "W3", replace(WORKLOADS["W3"], peers=("naive",)))
+    assert harness.main(argv) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["workload"] == "W3"
+    assert set(found["peers"]) == set(found["ratios"]) == {"naive"}
+    assert found["ratios"]["naive"] == pytest.approx(found["peers"]["naive"] / found["ours_s"])
+    assert 0 < found["peak_share"] < 1
+    assert "flower does not run W3" in captured.err
+    assert "GFLOP/s" in captured.err
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match=r"flower is not installed: `make bench-peers`"):
+        harness.python_of("flower")
