@@ -36,7 +36,7 @@ class InProcess:
             else:
                 works.append(work)
         groups = side_by_side(works, self._site)
-        if len(self._devices) == 1:
+        if len(self._devices) == 1 or len(groups) == 1:
             for group in groups:
                 yield from train(group, self._site, self._devices[0])
         else:
