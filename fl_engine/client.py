@@ -88,6 +88,15 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     return Work(order, task, start, indices, free)
 
 
+def accept_all(
+    algorithm: Algorithm, orders: Iterable[WorkOrder], site: Site
+) -> tuple[list[list[Work]], list[ClientFailure]]:
+    """(groups that train side by side, what failed before training)."""
+    accepted = [accept(algorithm, order, site) for order in orders]
+    works = [work for work in accepted if isinstance(work, Work)]
+    return side_by_side(works, site), [failure for failure in accepted if isinstance(failure, ClientFailure)]
+
+
 def side_by_side(works: Iterable[Work], site: Site) -> list[list[Work]]:
     """Groups that `train` takes: works of equal kind with batched numerics, else each alone. In the order of their
     first members."""

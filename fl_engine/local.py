@@ -122,13 +122,13 @@ def _order(jobs: Sequence[Job]) -> Iterator[Tensor]:
     """For each step, int64 (B, n): which samples of the concatenated data each lane sees."""
     task, counts = jobs[0].task, [len(job.y_n) for job in jobs]
     sizes, first = list(_batches(task, counts[0])), torch.tensor([0, *accumulate(counts[:-1])])
-    used = sum(sizes)
-    lanes_in = [(torch.Generator(), count) for count in counts]
-    for job, (generator, _) in zip(jobs, lanes_in, strict=True):
-        generator.manual_seed(seeds.derive(job.task.seed, "order"))
+    generators = [torch.Generator().manual_seed(seeds.derive(job.task.seed, "order")) for job in jobs]
+    drawing = list(zip(counts, generators, strict=True))
+    alike, used = len(set(counts)) == 1, sum(sizes)
     for _ in range(task.epochs):
-        drawn = [torch.randperm(count, generator=generator)[:used] for generator, count in lanes_in]
-        yield from torch.split(torch.stack(drawn, dim=1) + first, sizes)
+        drawn = [torch.randperm(count, generator=generator) for count, generator in drawing]
+        chosen = torch.stack(drawn if alike else [order[:used] for order in drawn], dim=1)[:used]
+        yield from torch.split(chosen + first, sizes)
 
 
 # ---------------------------------------------------------------------------------------------- the objective

@@ -9,9 +9,9 @@ from queue import SimpleQueue
 
 import torch
 
-from fl_engine.client import Site, Work, accept, macs_per_sample, side_by_side, train
+from fl_engine.client import Site, Work, accept_all, macs_per_sample, train
 from fl_engine.errors import EnvironmentFailure
-from fl_engine.types import Algorithm, ClientFailure, Outcome, RoundPlan
+from fl_engine.types import Algorithm, Outcome, RoundPlan
 
 
 class InProcess:
@@ -28,14 +28,8 @@ class InProcess:
         prepare_process(devices)
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-        works: list[Work] = []
-        for order in plan.orders:
-            work = accept(algorithm, order, self._site)
-            if isinstance(work, ClientFailure):
-                yield work
-            else:
-                works.append(work)
-        groups = side_by_side(works, self._site)
+        groups, failures = accept_all(algorithm, plan.orders, self._site)
+        yield from failures
         if len(self._devices) == 1 or len(groups) == 1:
             for group in groups:
                 yield from train(group, self._site, self._devices[0])

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shared memory
 
 from fl_engine.backends.in_process import by_cost, check_device, prepare_process
-from fl_engine.client import Site, Work, accept, side_by_side, train
+from fl_engine.client import Site, Work, accept_all, train
 from fl_engine.ledger import Ledger
 from fl_engine.types import Algorithm, ClientFailure, Outcome, RoundPlan
 
@@ -53,15 +54,10 @@ class Processes:
         self._workers = [self._start(device) for device in devices]
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-        works: list[Work] = []
-        for order in plan.orders:
-            work = accept(algorithm, order, self._site)
-            if isinstance(work, ClientFailure):
-                yield work
-            else:
-                works.append(work)
+        groups, failures = accept_all(algorithm, plan.orders, self._site)
+        yield from failures
         self._ledger.put_orders(plan)
-        waiting = by_cost(side_by_side(works, self._site), self._site)
+        waiting = by_cost(groups, self._site)
         tried: dict[int, int] = {}
         while waiting or any(worker.group for worker in self._workers):
             for worker in self._workers:
@@ -143,15 +139,7 @@ def carry_out(
 ) -> None:
     """What these clients do in this round: orders from the ledger, side by side where they can, outcomes into it."""
     orders = {client: ledger.order(round, client) for client in clients}
-    found: list[Outcome] = []
-    works: list[Work] = []
-    for order in orders.values():
-        work = accept(algorithm, order, site)
-        if isinstance(work, ClientFailure):
-            found.append(work)
-        else:
-            works.append(work)
-    for group in side_by_side(works, site):
-        found += train(group, site, device)
-    for outcome in found:
+    groups, failures = accept_all(algorithm, orders.values(), site)
+    trained = (outcome for group in groups for outcome in train(group, site, device))
+    for outcome in chain(failures, trained):
         ledger.put_outcome(RoundPlan(round, (orders[outcome.client],)), outcome)
