@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,14 +18,6 @@ from fl_engine.losses import self_distillation
 from fl_engine.numerics import Numerics
 from fl_engine.slicing import initial_params, take
 from fl_engine.types import ClientUpdate, Params, WorkOrder
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def order_of(order: WorkOrder, samples: int) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,14 +19,6 @@ FAMILY = SmallCNN((1, 8, 8), 4, width=0.5)
 TASK = LocalTask(FULL, SGD(0.05, 0.5), epochs=6, batch_size=8, drop_last=True, seed=3)
 HALF = Numerics(precision="bf16")
 HALF_BATCHED = Numerics("batched", 8, "bf16")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def jobs(task: LocalTask, count: int = 3) -> list[Job]:
