@@ -60,8 +60,10 @@ class Mean:
                 raise ModelError(f"{name}: the update brings shape {found}, its sub-model has {list(shape)}")
         if kind != self._held_kind or len(self._held) >= self._at_once(kind):
             self._flush()
-        # Where the first update lies; the others follow it there.
-        self._device = self._device or next((tensor.device for tensor in payload.values()), None)
+        device = next((tensor.device for tensor in payload.values()), None)
+        self._device = self._device or device
+        if device != self._device:  # updates follow the first one to where it lies
+            payload = {name: tensor.to(self._device) for name, tensor in payload.items()}
         self._held_kind = kind
         self._held.append((payload, weight))
         self._weight[kind] = self._weight.get(kind, 0.0) + weight
@@ -101,9 +103,9 @@ class Mean:
                 self._sum[name] = torch.zeros(self._old[name].shape, dtype=torch.float64, device=self._device)
             into = self._sum[name][region]
             if len(held) == 1:
-                into.add_(held[0][0][name].to(self._device), alpha=held[0][1])
+                into.add_(held[0][0][name], alpha=held[0][1])
             else:
-                rows = torch.stack([payload[name].to(self._device) for payload, _ in held])
+                rows = torch.stack([payload[name] for payload, _ in held])
                 into += torch.mv(rows.flatten(1).double().T, weights).view(rows.shape[1:])
             if any(isinstance(index, Tensor) for index in region):  # a copy was added to, not a view
                 self._sum[name][region] = into

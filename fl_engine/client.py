@@ -128,7 +128,8 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcom
         order = works[0].order
         return [ClientFailure(order.round, order.client, "train", str(error) or "out of memory")]
     seconds = (time.monotonic() - started) / len(works)
-    return [_outcome(work, result, site, seconds) for work, result in zip(works, trained, strict=True)]
+    macs = macs_per_sample(site.family, works[0].task)
+    return [_outcome(work, result, site, seconds, macs) for work, result in zip(works, trained, strict=True)]
 
 
 def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]:
@@ -141,7 +142,7 @@ def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]
         yield local.Job(work.task, work.start, x_nchw, y_n, linear)
 
 
-def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float) -> Outcome:
+def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float, macs: float) -> Outcome:
     order, task = work.order, work.task
     if not math.isfinite(trained.loss) or not trained.finite:
         rate = task.optimizer.lr
@@ -149,7 +150,7 @@ def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float) -> 
     metrics = {
         "loss": trained.loss,
         "steps": float(trained.steps),
-        "macs": float(trained.samples * macs_per_sample(site.family, task)),
+        "macs": float(trained.samples * macs),
         "seconds": seconds,
         "free": work.free,
     }

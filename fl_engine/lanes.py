@@ -49,13 +49,17 @@ class Linear(Lane):
     def forward(self, x_bf: Tensor) -> Tensor:
         if len(self.weight) == 1:
             return F.linear(x_bf, self.weight[0], None if self.bias is None else self.bias[0])
-        operands = (x_bf, self.weight, self.bias)
-        if torch.is_autocast_enabled(x_bf.device.type):
-            half = torch.get_autocast_dtype(x_bf.device.type)
-            operands = (x_bf.to(half), self.weight.to(half), None if self.bias is None else self.bias.to(half))
+        if not torch.is_autocast_enabled(x_bf.device.type):
+            return _batched_linear(x_bf, self.weight, self.bias)
+        half = torch.get_autocast_dtype(x_bf.device.type)
+        bias = None if self.bias is None else self.bias.to(half)
         with torch.autocast(x_bf.device.type, enabled=False):
-            out: Tensor = _BatchedLinear.apply(*operands)  # type: ignore[no-untyped-call]
-            return out
+            return _batched_linear(x_bf.to(half), self.weight.to(half), bias)
+
+
+def _batched_linear(x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = _BatchedLinear.apply(x_bf, weight, bias)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _BatchedLinear(torch.autograd.Function):
@@ -124,10 +128,11 @@ def mean_of_pixels(x_bchw: Tensor) -> Tensor:
 class Dropout(nn.Module):
     """Each lane draws from its own generator, whoever trains beside it."""
 
-    def __init__(self, p: float, generators: Sequence[torch.Generator]) -> None:
+    generators: Sequence[torch.Generator] = ()
+
+    def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-        self.generators = generators
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -177,26 +182,27 @@ Generators = Callable[[], list[torch.Generator]]
 
 class Network:
     """A module (without storage) prepared for lanes. `bind` gives it its weights, (n, ...) each; a module that cannot
-    run side by side is left as it is, and takes n = 1 only.
+    run side by side is left as it is, and takes n = 1 only."""
 
-    `generators` gives one per lane, for dropout; it is asked where there is some.
-    """
-
-    def __init__(self, module: nn.Module, n: int, generators: Generators) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._side_by_side = can_run(module)
-        if not self._side_by_side and n > 1:
-            names = sorted({type(m).__name__ for m in module.modules() if _holds_weights(m) and not _replacement(m)})
-            raise ModelError(f"{', '.join(names)} cannot train clients side by side: use run.strategy=single")
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        self.module = _replace(module, generators, self._side_by_side)
-        self.weighted: dict[str, nn.Module] = {}
+        names = {type(m).__name__ for m in module.modules() if _holds_weights(m) and not _replacement(m)}
+        self._odd = ", ".join(sorted(names))
+        self.module = _replace(module, self._side_by_side)
+        layers = dict(self.module.named_modules())
+        self._dropouts = [layer for layer in layers.values() if isinstance(layer, Dropout)]
+        self._holders = {name: (layers[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self._shapes}
+        kinds = Conv2d | Linear | nn.Conv2d | nn.Linear
+        self.weighted = {name: layer for name, layer in layers.items() if isinstance(layer, kinds)}
         """By name, the convolutions and linear layers."""
-        for name, layer in self.module.named_modules():
-            if isinstance(layer, Conv2d | Linear | nn.Conv2d | nn.Linear):
-                self.weighted[name] = layer
 
-    def bind(self, params: Params) -> None:
-        """From now on the network runs with these very tensors. Raises ModelError where they do not fit."""
+    def bind(self, params: Params, generators: Generators) -> None:
+        """From now on the network runs with these very tensors. `generators` gives one per lane, for dropout; it is
+        asked where there is some. Raises ModelError where the tensors do not fit."""
+        n = len(next(iter(params.values()), ()))
+        if not self._side_by_side and n > 1:
+            raise ModelError(f"{self._odd} cannot train clients side by side: use run.strategy=single")
         given = {name: tuple(tensor.shape[1:]) for name, tensor in params.items()}
         if given != self._shapes:
             names = given.keys() | self._shapes.keys()
@@ -204,24 +210,28 @@ class Network:
             said = ", ".join(f"{n}: {given.get(n, 'missing')} for {self._shapes.get(n, 'nothing')}" for n in odd)
             raise ModelError(f"these parameters do not fit the sub-model ({said})")
         for name, tensor in params.items():
-            path, _, leaf = name.rpartition(".")
-            layer = self.module.get_submodule(path)
+            layer, leaf = self._holders[name]
             layer._parameters.pop(leaf, None)
             layer._buffers.pop(leaf, None)
             setattr(layer, leaf, tensor if self._side_by_side else tensor[0])
+        drawn = generators() if self._dropouts else []
+        for dropout in self._dropouts:
+            dropout.generators = drawn
+
+    def release(self) -> None:
+        """Forgets the tensors."""
+        for layer, leaf in self._holders.values():
+            setattr(layer, leaf, None)
 
     def __call__(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         out: Tensor | tuple[Tensor, ...] = self.module(x)
         return out
 
 
-def _replace(module: nn.Module, generators: Generators, side_by_side: bool) -> nn.Module:
-    drawn: list[torch.Generator] = []  # all layers draw from the same
-
+def _replace(module: nn.Module, side_by_side: bool) -> nn.Module:
     def new(layer: nn.Module) -> nn.Module | None:
         if type(layer) is nn.Dropout:
-            drawn.extend([] if drawn else generators())
-            return Dropout(layer.p, drawn).train(layer.training)
+            return Dropout(layer.p).train(layer.training)
         found = _replacement(layer) if side_by_side else None
         return None if found is None else found.train(layer.training)
 
@@ -243,8 +253,11 @@ def layout_of(layout: ParamLayout) -> ParamLayout:
 def stack(lanes: Sequence[Params], device: torch.device | None = None) -> Params:
     """A copy, with the lane as the first axis. Convolution weights are laid out channels last."""
     out = {}
-    for name in lanes[0]:
-        tensor = torch.stack([params[name].detach() for params in lanes]).to(device)
+    for name, first in lanes[0].items():
+        if all(params[name] is first for params in lanes):
+            tensor = first.detach().to(device).repeat(len(lanes), *[1] * first.dim())
+        else:
+            tensor = torch.stack([params[name].detach() for params in lanes]).to(device)
         out[name] = channels_last(tensor) if tensor.dim() == 5 else tensor
     return out
 

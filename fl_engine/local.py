@@ -6,8 +6,10 @@ It trains a group of clients side by side (`lanes`), or a group of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
@@ -74,12 +76,11 @@ def can_share(task: LocalTask) -> bool:
 def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozenset[str] = frozenset()) -> object:
     """Tasks of equal kind do the same steps on the same shapes. Which channels a sub-model keeps does not matter, but
     how many; a distillation's teachers lie in the student as its first channels, and are compared as they are."""
-    same = tuple(getattr(task, name) for name in _ALIKE)
     spec = task.spec if task.distillation else layout.form(task.spec)
-    return spec, same, _batches(task, samples), remembered
+    return spec, _rest(task), _batches(task, samples), remembered
 
 
-_ALIKE = tuple(f.name for f in fields(LocalTask) if f.name not in ("spec", "seed"))
+_rest = attrgetter(*(f.name for f in fields(LocalTask) if f.name not in ("spec", "seed")))
 
 
 def _batches(task: LocalTask, samples: int) -> tuple[int, ...]:
@@ -95,22 +96,24 @@ def _train(family: ModelFamily, jobs: Sequence[Job], numerics: Numerics) -> list
     weights = [t.requires_grad_() for name, t in state.items() if not is_statistic(name)]
     images = torch.cat([job.x_nchw for job in jobs])
     labels = torch.cat([job.y_n for job in jobs])
-    objective = _objective(family, jobs, state, numerics)
     optimizer = _optimizer(task, weights)
     correct = _gradient_terms(jobs, state)
 
     total = torch.zeros(len(jobs), dtype=torch.float64, device=device)
     steps = samples = 0
-    for chosen_bn in _order(jobs):
-        chosen = chosen_bn.to(device)
-        x = images[chosen.flatten()].view(len(chosen), -1, *images.shape[2:])
-        loss_n = objective(x.contiguous(memory_format=torch.channels_last), labels[chosen])
-        optimizer.zero_grad(set_to_none=True)
-        loss_n.sum().backward()  # type: ignore[no-untyped-call]
-        correct()
-        optimizer.step()
-        total += loss_n.detach()
-        steps, samples = steps + 1, samples + len(chosen)
+    with ExitStack() as borrowed:
+        objective = _objective(family, jobs, state, numerics, borrowed)
+        for chosen_bn in _order(jobs):
+            chosen = chosen_bn.to(device)
+            x = images[chosen.flatten()].view(len(chosen), -1, *images.shape[2:])
+            loss_n = objective(x.contiguous(memory_format=torch.channels_last), labels[chosen])
+            for weight in weights:
+                weight.grad = None
+            loss_n.sum().backward()  # type: ignore[no-untyped-call]
+            correct()
+            optimizer.step()
+            total += loss_n.detach()
+            steps, samples = steps + 1, samples + len(chosen)
     means = (total / max(1, steps)).tolist()
     # A sum is finite where all its terms are, unless they are so large that training has diverged all the same.
     finite = torch.stack([t.detach().flatten(1).sum(1) for t in state.values()]).isfinite().all(0).tolist()
@@ -122,13 +125,16 @@ def _order(jobs: Sequence[Job]) -> Iterator[Tensor]:
     """For each step, int64 (B, n): which samples of the concatenated data each lane sees."""
     task, counts = jobs[0].task, [len(job.y_n) for job in jobs]
     sizes, first = list(_batches(task, counts[0])), torch.tensor([0, *accumulate(counts[:-1])])
-    generators = [torch.Generator().manual_seed(seeds.derive(job.task.seed, "order")) for job in jobs]
-    drawing = list(zip(counts, generators, strict=True))
-    alike, used = len(set(counts)) == 1, sum(sizes)
-    for _ in range(task.epochs):
-        drawn = [torch.randperm(count, generator=generator) for count, generator in drawing]
-        chosen = torch.stack(drawn if alike else [order[:used] for order in drawn], dim=1)[:used]
-        yield from torch.split(chosen + first, sizes)
+    used, generator = sum(sizes), torch.Generator()
+    drawn: list[Tensor] = []  # lane by lane, all epochs of each
+    for job, count in zip(jobs, counts, strict=True):
+        generator.manual_seed(seeds.derive(job.task.seed, "order"))
+        drawn += [torch.randperm(count, generator=generator) for _ in range(task.epochs)]
+    if any(count != used for count in counts):
+        drawn = [order[:used] for order in drawn]
+    chosen = torch.stack(drawn).view(len(jobs), task.epochs, used) + first[:, None, None]
+    for of_epoch in chosen.permute(1, 2, 0).contiguous():
+        yield from torch.split(of_epoch, sizes)
 
 
 # ---------------------------------------------------------------------------------------------- the objective
@@ -136,13 +142,15 @@ Objective = Callable[[Tensor, Tensor], Tensor]
 """A batch (B, n*C, H, W) and its labels (B, n) to the loss of each lane (n,)."""
 
 
-def _objective(family: ModelFamily, jobs: Sequence[Job], state: Params, numerics: Numerics) -> Objective:
+def _objective(
+    family: ModelFamily, jobs: Sequence[Job], state: Params, numerics: Numerics, borrowed: ExitStack
+) -> Objective:
     """Cross entropy, and whatever the task asks for besides: rows of logits are (B*n, classes), the mean over a lane's
-    rows is its loss."""
+    rows is its loss. Good as long as the networks are `borrowed`."""
     task, n, device = jobs[0].task, len(jobs), jobs[0].x_nchw.device
     layout = lanes.layout_of(family.layout())
-    forward = _student(family, layout, jobs, state)
-    teachers = _teachers(family, layout, jobs, state)
+    forward = _student(family, layout, jobs, state, borrowed)
+    teachers = _teachers(family, layout, jobs, state, borrowed)
     present = _present(family, jobs) if task.mask_labels else None
 
     def rows(logits: Tensor) -> Tensor:
@@ -182,26 +190,47 @@ def _present(family: ModelFamily, jobs: Sequence[Job]) -> Tensor:
     return torch.stack([torch.bincount(job.y_n, minlength=family.classes) > 0 for job in jobs])
 
 
-def _student(family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], state: Params) -> lanes.Forward:
+def _student(
+    family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], state: Params, borrowed: ExitStack
+) -> lanes.Forward:
     task = jobs[0].task
     if not task.widths:
-        network = _network(family, jobs, "dropout", task)
-        network.bind(state)
+        network = borrowed.enter_context(_network(family, task))
+        network.bind(state, _generators(jobs, "dropout"))
         return network
-    return _one_of_widths(family, layout, jobs[0], state)
+    return _one_of_widths(family, layout, jobs[0], state, borrowed)
 
 
-def _network(family: ModelFamily, jobs: Sequence[Job], purpose: str, task: LocalTask) -> Network:
-    """The sub-network `task.spec`, in training. HeteroFL's scaler: every convolution and hidden layer puts out 1/rate
-    times as much."""
-    device = jobs[0].x_nchw.device
+def _generators(jobs: Sequence[Job], purpose: str) -> lanes.Generators:
+    device, of = jobs[0].x_nchw.device, [job.task.seed for job in jobs]
+    return lambda: [torch.Generator(device=device).manual_seed(seeds.derive(seed, purpose)) for seed in of]
 
-    def generators() -> list[torch.Generator]:
-        of = [seeds.derive(job.task.seed, purpose) for job in jobs]
-        return [torch.Generator(device=device).manual_seed(seed) for seed in of]
 
+NETWORKS_KEPT = 64
+_free: dict[object, list[Network]] = {}
+"""Networks that nobody uses at the moment, by what they are: building one takes as long as a small step."""
+
+
+@contextmanager
+def _network(family: ModelFamily, task: LocalTask) -> Iterator[Network]:
+    """The sub-network `task.spec`, in training, until the context ends."""
+    what = (family, family.layout().form(task.spec), task.spec.kept.get("classes"), task.scaler)
+    free = _free.setdefault(what, [])
+    try:
+        network = free.pop()
+    except IndexError:
+        network = _built(family, task)
+    yield network
+    network.release()
+    if len(_free) > NETWORKS_KEPT:  # windows that roll: hardly any comes again
+        _free.clear()
+    _free.setdefault(what, []).append(network)
+
+
+def _built(family: ModelFamily, task: LocalTask) -> Network:
+    """HeteroFL's scaler: every convolution and hidden layer puts out 1/rate times as much."""
     with torch.device("meta"):
-        network = Network(family.module(task.spec).train(), len(jobs), generators)
+        network = Network(family.module(task.spec).train())
     if task.scaler != 1:
         slots = family.layout().slots
         for name, layer in network.weighted.items():
@@ -210,26 +239,30 @@ def _network(family: ModelFamily, jobs: Sequence[Job], purpose: str, task: Local
     return network
 
 
-def _one_of_widths(family: ModelFamily, layout: ParamLayout, job: Job, state: Params) -> lanes.Forward:
+def _one_of_widths(
+    family: ModelFamily, layout: ParamLayout, job: Job, state: Params, borrowed: ExitStack
+) -> lanes.Forward:
     """Ordered dropout (FjORD): each call runs one of the sub-models, drawn uniformly, on slices of the weights; the
     gradient flows into the slices, and is zero elsewhere."""
     task = job.task
     if any(is_statistic(name) for name in state):
         raise ModelError("ordered dropout keeps no running statistics (they differ by width): use norm=batch")
-    networks = [
-        _network(family, [job], f"width{i}", replace(task, spec=spec)) for i, spec in enumerate(task.widths)
-    ]
+    networks = [borrowed.enter_context(_network(family, replace(task, spec=spec))) for spec in task.widths]
+    dropped = [_generators([job], f"width{i}")() for i in range(len(networks))]
     draw = torch.Generator().manual_seed(seeds.derive(task.seed, "widths"))
 
     def forward(x: Tensor) -> Tensor | tuple[Tensor, ...]:
         i = int(torch.randint(len(networks), (1,), generator=draw))
-        networks[i].bind(take(state, layout, task.widths[i], have=task.spec))
+        weights = take(state, layout, task.widths[i], have=task.spec)
+        networks[i].bind(weights, lambda: dropped[i])
         return networks[i](x)
 
     return forward
 
 
-def _teachers(family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], state: Params) -> list[Network]:
+def _teachers(
+    family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], state: Params, borrowed: ExitStack
+) -> list[Network]:
     """Sub-networks whose weights are views of the weights in training, so they are current at every step."""
     task = jobs[0].task
     if task.distillation is None or task.distillation.weight == 0:
@@ -242,8 +275,8 @@ def _teachers(family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], sta
                 raise ModelError(f"a teacher must be made of leading channels of the student; in {name} it is not")
         # A teacher's forward pass must not write the running statistics of the network in training.
         own = {name: view.clone() if is_statistic(name) else view for name, view in views.items()}
-        teacher = _network(family, jobs, f"teacher{i}", replace(task, spec=spec, scaler=1.0))
-        teacher.bind(own)
+        teacher = borrowed.enter_context(_network(family, replace(task, spec=spec, scaler=1.0)))
+        teacher.bind(own, _generators(jobs, f"teacher{i}"))
         out.append(teacher)
     return out
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from fl_engine.config import RoundsConfig
@@ -229,6 +230,10 @@ class _Watch:
                 sizes[held] = tensor_bytes(payload)
             return sizes[held]
 
+        @cache
+        def member(spec: SubmodelSpec) -> int | None:
+            return index_of(pool, layout, spec)
+
         for outcome in outcomes:
             order = orders[outcome.client]
             down = size(order.spec, order.payload)
@@ -237,8 +242,8 @@ class _Watch:
             line: dict[str, Any] = {"client": outcome.client, "sent": sent}
             if isinstance(outcome, ClientUpdate):
                 up = size(outcome.spec, outcome.payload)
-                trained = index_of(pool, layout, outcome.spec)
-                whole = trained == index_of(pool, layout, order.spec)
+                trained = member(outcome.spec)
+                whole = trained == member(order.spec)
                 self.back += up
                 self.trained += 1
                 self.pruned += not whole

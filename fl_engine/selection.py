@@ -56,9 +56,9 @@ class Uniform:
     ) -> list[Pick]:
         levels = dispatched(pool)
         least = pool[levels[0]].share
-        able = [d.client for d in fleet if self.model != "capacity" or holds(d, least)]
-        chosen = rng.choice(np.asarray(able), size=min(k, len(able)), replace=False)
-        devices = {d.client: d for d in fleet}
+        able = [d for d in fleet if holds(d, least)] if self.model == "capacity" else fleet
+        chosen = rng.choice(np.asarray([d.client for d in able]), size=min(k, len(able)), replace=False)
+        devices = {d.client: d for d in able}
         picks: list[Pick] = []
         for client in (int(c) for c in sorted(chosen)):
             match self.model:

@@ -249,11 +249,11 @@ def test_the_strategy_follows_from_the_size() -> None:
 def test_weights_that_do_not_fit_are_named() -> None:
     family = FAMILIES["tiny"]
     with torch.device("meta"):
-        network = lanes.Network(family.module(), 2, list)
+        network = lanes.Network(family.module())
     stacked = lanes.stack([initial_params(family, 1)] * 2)
     wrong: Params = {**stacked, "classifier.bias": torch.zeros(2, 9)}
     with pytest.raises(ModelError, match=r"classifier.bias: \(9,\) for \(4,\)"):
-        network.bind(wrong)
+        network.bind(wrong, list)
     wrong.pop("classifier.bias")
     with pytest.raises(ModelError, match=r"classifier\.bias: missing"):
-        network.bind(wrong)
+        network.bind(wrong, list)

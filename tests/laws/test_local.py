@@ -206,7 +206,9 @@ def test_dropout_drops_a_quarter_and_scales_the_rest() -> None:
     """The mean over many masks is what goes in; another seed drops others, whoever is in the other lane."""
 
     def dropout(*lanes: int) -> Dropout:
-        return Dropout(0.25, [torch.Generator().manual_seed(seed) for seed in lanes])
+        layer = Dropout(0.25)
+        layer.generators = [torch.Generator().manual_seed(seed) for seed in lanes]
+        return layer
 
     layer, x = dropout(3), torch.ones(1, 4000)
     first = layer(x)
