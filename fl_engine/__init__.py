@@ -1,3 +1,9 @@
 """The engine of flexfleet: sub-models, rounds, and what an algorithm is. See `types.py` first."""
 
+import os
+
 __version__ = "0.1.0"
+
+# MKL reads this at its first call. Without it, on a CPU without AVX-512 the bits of a matrix product depend on where in
+# memory the matrices lie, and so on who trains beside a client.
+os.environ.setdefault("MKL_CBWR", "AUTO")

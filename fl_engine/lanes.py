@@ -12,12 +12,13 @@ for a single lane add up in another order. What would break that is written in a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fl_engine import kernels
 from fl_engine.errors import ModelError
 from fl_engine.types import Axis, ParamLayout, Params, Slot
 
@@ -36,55 +37,29 @@ class Conv2d(Lane):
     def __init__(self, of: nn.Conv2d) -> None:
         super().__init__()
         self.stride, self.padding, self.dilation, self.groups = of.stride, of.padding, of.dilation, of.groups
+        self._pixels = () if isinstance(of.padding, str) else of.padding
+        self._plain = bool(self._pixels) and set(of.dilation) == {1}
 
     def forward(self, x_bchw: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.flatten()
+        weight, bias = self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten()
         groups = self.groups * len(self.weight)
-        return F.conv2d(
-            x_bchw, self.weight.flatten(0, 1), bias, self.stride, self.padding, self.dilation, groups
-        )
+        if groups == 1 and self._plain and kernels.suits_unfolding(x_bchw, weight, self.stride, self._pixels):
+            return kernels.unfolded_conv2d(x_bchw, weight, bias, self.stride, self._pixels)
+        if groups != 3 or x_bchw.shape[1] != 3 or len(self.weight) == 1:
+            return F.conv2d(x_bchw, weight, bias, self.stride, self.padding, self.dilation, groups)
+        # Kernels for a CPU without AVX-512 take three channels for those of a picture: a fourth lane, of zeros.
+        outputs = len(weight)
+        x, weight = F.pad(x_bchw, (0, 0, 0, 0, 0, 1)), F.pad(weight, (0, 0, 0, 0, 0, 0, 0, outputs // 3))
+        bias = None if bias is None else F.pad(bias, (0, outputs // 3))
+        out = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, 4)
+        return F.pad(out, (0, 0, 0, 0, 0, -(outputs // 3)))  # unlike a slice, hands a gradient back channels last
 
 
 class Linear(Lane):
     def forward(self, x_bf: Tensor) -> Tensor:
         if len(self.weight) == 1:
             return F.linear(x_bf, self.weight[0], None if self.bias is None else self.bias[0])
-        if not torch.is_autocast_enabled(x_bf.device.type):
-            return _batched_linear(x_bf, self.weight, self.bias)
-        half = torch.get_autocast_dtype(x_bf.device.type)
-        bias = None if self.bias is None else self.bias.to(half)
-        with torch.autocast(x_bf.device.type, enabled=False):
-            return _batched_linear(x_bf.to(half), self.weight.to(half), bias)
-
-
-def _batched_linear(x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = _BatchedLinear.apply(x_bf, weight, bias)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _BatchedLinear(torch.autograd.Function):
-    """Batched matrix products, forward and backward, on layouts that BLAS takes as they are. The bias's gradient is a
-    product with ones: a plain sum over the batch adds up in an order that depends on n."""
-
-    @staticmethod
-    def forward(ctx: Any, x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        n, b = len(weight), len(x_bf)
-        x_nbf = x_bf.reshape(b, n, -1).transpose(0, 1)
-        ctx.save_for_backward(x_nbf, weight)
-        out_nbo = torch.bmm(x_nbf, weight.mT) if bias is None else torch.baddbmm(bias[:, None], x_nbf, weight.mT)
-        return out_nbo.transpose(0, 1).reshape(b, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x_nbf, weight = ctx.saved_tensors
-        n, b, _ = x_nbf.shape
-        g_bo = gradients[0].contiguous()
-        g_nbo = g_bo.view(b, n, -1).transpose(0, 1)
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        g_x = torch.bmm(g_nbo, weight).transpose(0, 1).reshape(b, -1) if needs_x else None
-        g_weight = torch.bmm(g_nbo.mT, x_nbf) if needs_weight else None
-        g_bias = torch.bmm(g_bo.new_ones(1, 1, b).expand(n, 1, b), g_nbo).squeeze(1) if needs_bias else None
-        return g_x, g_weight, g_bias
+        return kernels.batched_linear(x_bf, self.weight, self.bias)
 
 
 class BatchNorm2d(Lane):
@@ -111,7 +86,7 @@ class BatchNorm2d(Lane):
         for kept, updated in ((mean, wide[0]), (var, wide[1])):
             if kept is not None and updated is not None:
                 kept.copy_(updated[:channels])
-        return F.pad(out, (0, 0, 0, 0, 0, -more))  # unlike a slice, hands a gradient back channels last
+        return F.pad(out, (0, 0, 0, 0, 0, -more))  # as above
 
 
 class MeanOfPixels(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -42,6 +43,7 @@ def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
         "threads_per_client": 1,
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkl_cbwr": os.environ["MKL_CBWR"],
         "devices": kinds + names,
     }
 

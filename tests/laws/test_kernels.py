@@ -1,0 +1,104 @@
+"""Kernels of our own compute what PyTorch's do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine import kernels
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 4),
+    channels=st.tuples(st.integers(1, 5), st.integers(1, 6)),
+    size=st.tuples(st.integers(3, 7), st.integers(3, 7)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_unfolded_convolution_and_its_gradients_are_those_of_conv2d(
+    batch: int,
+    channels: tuple[int, int],
+    size: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    with_bias: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    x, weight = drawn(batch, channels[0], *size), drawn(channels[1], channels[0], *kernel)
+    bias = drawn(channels[1]) if with_bias else None
+    inputs = [t for t in (x, weight, bias) if t is not None]
+    expected = F.conv2d(x, weight, bias, stride, padding)
+    ours = kernels.unfolded_conv2d(x, weight, bias, stride, padding)
+    torch.testing.assert_close(ours, expected)
+    upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    for got, wanted in zip(
+        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "channels", "kernel", "expected"),
+    [
+        (4, (128, 128), 3, True),  # 16 output pixels
+        (5, (128, 128), 3, False),  # 25
+        (4, (127, 128), 3, False),  # too few channels
+        (4, (128, 128), 1, False),  # a matrix product already
+    ],
+)
+def test_unfolding_is_for_wide_convolutions_with_small_maps(
+    pixels: int, channels: tuple[int, int], kernel: int, expected: bool
+) -> None:
+    x, weight = torch.zeros(2, channels[0], pixels, pixels), torch.zeros(channels[1], channels[0], kernel, kernel)
+    padding = (kernel // 2, kernel // 2)
+    assert kernels.suits_unfolding(x, weight, (1, 1), padding) is expected
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not kernels.suits_unfolding(x, weight, (1, 1), padding)
+    # A stride of 2 makes one of 8 pixels fit.
+    wide = torch.zeros(2, channels[0], 2 * pixels, 2 * pixels)
+    assert kernels.suits_unfolding(wide, weight, (2, 2), padding) is expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(1, 4),
+    batch=st.integers(1, 5),
+    features=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_linear_layers_side_by_side_and_their_gradients_are_those_of_each(
+    n: int, batch: int, features: tuple[int, int], with_bias: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    x, weight = drawn(batch, n * features[0]), drawn(n, features[1], features[0])
+    bias = drawn(n, features[1]) if with_bias else None
+    parts = x.view(batch, n, features[0]).unbind(1)
+    expected = torch.cat(
+        [F.linear(part, weight[i], None if bias is None else bias[i]) for i, part in enumerate(parts)], dim=1
+    )
+    ours = kernels.batched_linear(x, weight, bias)
+    torch.testing.assert_close(ours, expected)
+    upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    inputs = [t for t in (x, weight, bias) if t is not None]
+    for got, wanted in zip(
+        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(got, wanted)
