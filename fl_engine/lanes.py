@@ -39,8 +39,14 @@ class Conv2d(Lane):
         self.stride, self.padding, self.dilation, self.groups = of.stride, of.padding, of.dilation, of.groups
         self._pixels = () if isinstance(of.padding, str) else of.padding
         self._plain = bool(self._pixels) and set(of.dilation) == {1}
+        self._skips: tuple[int, ...] = (1, 1)
+        if set(of.kernel_size) == {1} and set(self._pixels) == {0}:
+            # oneDNN does the same, but writes beyond its memory for fewer than 8 channels on a CPU without AVX-512.
+            self._skips, self.stride = of.stride, (1, 1)
 
     def forward(self, x_bchw: Tensor) -> Tensor:
+        if self._skips != (1, 1):
+            x_bchw = F.avg_pool2d(x_bchw, 1, self._skips)  # unlike a slice, hands a gradient back channels last
         weight, bias = self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten()
         groups = self.groups * len(self.weight)
         if groups == 1 and self._plain and kernels.suits_unfolding(x_bchw, weight, self.stride, self._pixels):
@@ -52,7 +58,7 @@ class Conv2d(Lane):
         x, weight = F.pad(x_bchw, (0, 0, 0, 0, 0, 1)), F.pad(weight, (0, 0, 0, 0, 0, 0, 0, outputs // 3))
         bias = None if bias is None else F.pad(bias, (0, outputs // 3))
         out = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, 4)
-        return F.pad(out, (0, 0, 0, 0, 0, -(outputs // 3)))  # unlike a slice, hands a gradient back channels last
+        return F.pad(out, (0, 0, 0, 0, 0, -(outputs // 3)))  # as above
 
 
 class Linear(Lane):
@@ -161,13 +167,14 @@ class Network:
 
     def __init__(self, module: nn.Module) -> None:
         self._side_by_side = can_run(module)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        """Of a single lane's weights."""
         names = {type(m).__name__ for m in module.modules() if _holds_weights(m) and not _replacement(m)}
         self._odd = ", ".join(sorted(names))
         self.module = _replace(module, self._side_by_side)
         layers = dict(self.module.named_modules())
         self._dropouts = [layer for layer in layers.values() if isinstance(layer, Dropout)]
-        self._holders = {name: (layers[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self._shapes}
+        self._holders = {name: (layers[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.shapes}
         kinds = Conv2d | Linear | nn.Conv2d | nn.Linear
         self.weighted = {name: layer for name, layer in layers.items() if isinstance(layer, kinds)}
         """By name, the convolutions and linear layers."""
@@ -179,10 +186,10 @@ class Network:
         if not self._side_by_side and n > 1:
             raise ModelError(f"{self._odd} cannot train clients side by side: use run.strategy=single")
         given = {name: tuple(tensor.shape[1:]) for name, tensor in params.items()}
-        if given != self._shapes:
-            names = given.keys() | self._shapes.keys()
-            odd = sorted(name for name in names if given.get(name) != self._shapes.get(name))[:4]
-            said = ", ".join(f"{n}: {given.get(n, 'missing')} for {self._shapes.get(n, 'nothing')}" for n in odd)
+        if given != self.shapes:
+            names = given.keys() | self.shapes.keys()
+            odd = sorted(name for name in names if given.get(name) != self.shapes.get(name))[:4]
+            said = ", ".join(f"{n}: {given.get(n, 'missing')} for {self.shapes.get(n, 'nothing')}" for n in odd)
             raise ModelError(f"these parameters do not fit the sub-model ({said})")
         for name, tensor in params.items():
             layer, leaf = self._holders[name]

@@ -19,6 +19,7 @@ from fl_engine import lanes, losses, seeds
 from fl_engine.errors import ModelError
 from fl_engine.lanes import Network
 from fl_engine.numerics import SINGLE, Numerics
+from fl_engine.sharing import Seen, shared
 from fl_engine.slicing import is_statistic, take
 from fl_engine.types import SGD, LocalTask, ModelFamily, ParamLayout, Params
 
@@ -151,6 +152,9 @@ def _objective(
     layout = lanes.layout_of(family.layout())
     forward = _student(family, layout, jobs, state, borrowed)
     teachers = _teachers(family, layout, jobs, state, borrowed)
+    seen = Seen()
+    if isinstance(forward, Network) and teachers and task.scaler == 1:
+        seen = borrowed.enter_context(shared(forward, teachers))
     present = _present(family, jobs) if task.mask_labels else None
 
     def rows(logits: Tensor) -> Tensor:
@@ -160,7 +164,8 @@ def _objective(
         with numerics.autocast(device):
             out = forward(x)
             with torch.no_grad():
-                soft = [rows(_last(teacher(x))) for teacher in teachers]
+                soft = [rows(_last(teacher(x))).detach() for teacher in teachers]
+        seen.clear()
         logits = tuple(rows(each) for each in out) if isinstance(out, tuple) else (rows(out),)
         if present is not None:
             logits = tuple(losses.mask_absent(each, present.repeat(len(x), 1)) for each in logits)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # From what everything may import to what nothing may. A package stands for its modules.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "seeds", "fields"}),
-    frozenset({"slicing", "averaging", "widths", "numerics", "kernels", "lanes"}),
+    frozenset({"slicing", "averaging", "widths", "numerics", "kernels", "lanes", "sharing"}),
     frozenset({"selection", "server_opt", "codecs", "losses", "devices", "store", "state", "tracking"}),
     frozenset({"local", "pool", "evaluate", "ledger"}),
     frozenset({"strategy"}),
