@@ -31,7 +31,7 @@ from fl_engine.client import Site
 from fl_engine.config import RoundsConfig
 from fl_engine.devices import Tier
 from fl_engine.ledger import Ledger
-from fl_engine.models import SmallCNN
+from fl_engine.models import ResNet18, SmallCNN
 from fl_engine.partition import Partition
 from fl_engine.slicing import count_params, initial_params
 from fl_engine.store import FolderStore
@@ -93,7 +93,7 @@ def clients_per_round() -> list[Point]:
 
 
 def pool_size() -> list[Point]:
-    family = SmallCNN((1, 8, 8), 10)
+    family = ResNet18((1, 9, 9), 10, width=0.1)
     algorithms = [AdaptiveFL(training=training(0.2), p=p) for p in (1, 2, 3, 4)]
     return [measure(a, family, 100, 40, 20, len(a.pool(family, ())), "4:3:3") for a in algorithms]
 
@@ -111,7 +111,7 @@ def number_of_rounds() -> list[Point]:
 
 SWEEPS: dict[str, tuple[str, Callable[[], list[Point]]]] = {
     "clients per round": ("MLP 18-64-1, 40 samples each", clients_per_round),
-    "models in the pool": ("AdaptiveFL, small CNN, 20 clients", pool_size),
+    "models in the pool": ("AdaptiveFL, ResNet18 of a tenth of the width, 20 clients", pool_size),
     "million parameters": ("small CNN from half to eight times its width, 10 clients", model_size),
     "rounds of the run": ("MLP 18-64-1, 10 clients", number_of_rounds),
 }
