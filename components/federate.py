@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import secrets
 import signal
 import subprocess
 import uuid
@@ -17,19 +18,26 @@ from components import common
 from components.artifacts import History, PoolFile, RunFile
 from fl_engine import config as configs
 from fl_engine import devices, partition, rounds, seeds, strategy
+from fl_engine.assignment import SITE_FILES
 from fl_engine.backends import BACKENDS, Processes
 from fl_engine.backends.in_process import prepare_process
+from fl_engine.backends.kubernetes import Kubernetes
 from fl_engine.client import Site
 from fl_engine.config import Config
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped
 from fl_engine.evaluate import published
 from fl_engine.ledger import Ledger
+from fl_engine.memory import training_peak
 from fl_engine.numerics import Numerics, deciding, describe
 from fl_engine.selection import round_size
 from fl_engine.slicing import initial_params
-from fl_engine.store import FolderStore, encode, sha256
+from fl_engine.store import FolderStore, Store, encode, open_store, sha256
 from fl_engine.tracking import TOKEN, Console, MLflow, Several
 from fl_engine.types import Backend, ModelFamily, Tracker
+from fl_engine.updates import Rules, key_of
+
+RUN_KEY = f"site/{SITE_FILES[0]}"
+SECRET_KEY = "secret/key"
 
 MAY_CHANGE = (
     "dataset.root",
@@ -38,9 +46,12 @@ MAY_CHANGE = (
     "rounds.keep_every",
     "rounds.keep_updates",
     "run.",
+    "kubernetes.",
     "tracking.",
 )
 """What a resumed run may set differently: none of it moves a bit of the model."""
+FIXED = ("kubernetes.over_provision", "kubernetes.observe")
+"""But these."""
 
 
 def federate(
@@ -97,6 +108,8 @@ def _federate(
     accept_numerics: bool,
     tags: dict[str, str],
 ) -> Path:
+    store = store_of(config, run_id, out)
+    _fetch_run(store, out)
     known = known_run(config, out, resume)
     data, family = common.prepare(config)
     parts = partition.load(partition_dir, data)
@@ -106,7 +119,10 @@ def _federate(
     prepare_process(config.run.devices)
     numerics = _numerics(config, family)
     site = Site(family, pool, fleet, data, parts, config.seed, numerics)
-    ledger = Ledger(FolderStore(out), config.rounds.keep_every)
+    held = [len(indices) for indices in parts.clients]
+    secret = _secret(store) if config.run.backend == "kubernetes" else None
+    rules = Rules(site.layout, held.__getitem__)
+    ledger = Ledger(store, config.rounds.keep_every, rules, None if secret is None else key_of(secret))
 
     run = RunFile(
         run_id=run_id,
@@ -127,6 +143,7 @@ def _federate(
     if mlflow is not None:
         run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
         run.write(out / "run.json")
+    _put_site(ledger, out, partition_dir, pool_dir)
 
     done = max((round + 1 for round in ledger.commits()), default=0)
     tracker = Several([Console(config.rounds.stop, done), *([mlflow] if mlflow else [])])
@@ -135,7 +152,7 @@ def _federate(
         initial_params(family, seeds.derive(config.seed, "init")), family.layout(), fleet, pool
     )
     try:
-        with _stop_on_signals() as should_stop, _backend(config, site, ledger) as backend:
+        with _stop_on_signals() as should_stop, _backend(config, site, ledger, run_id) as backend:
             final = rounds.federate(
                 algorithm,
                 initial,
@@ -148,6 +165,8 @@ def _federate(
                 should_stop,
                 discard_damaged,
             )
+            if isinstance(backend, Kubernetes):
+                backend.finish()
     except BaseException as error:
         tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
         raise
@@ -165,10 +184,43 @@ def _numerics(config: Config, family: ModelFamily) -> Numerics:
 
 
 @contextmanager
-def _backend(config: Config, site: Site, ledger: Ledger) -> Iterator[Backend]:
+def _backend(config: Config, site: Site, ledger: Ledger, run_id: str) -> Iterator[Backend]:
+    if config.run.backend == "kubernetes":
+        memory = None
+        if config.kubernetes.observe == "cgroup":
+            memory = training_peak(site.family, config.training.batch_size, site.numerics)
+        yield Kubernetes(config.kubernetes, run_id, site.fleet, ledger, memory)
+        return
     backend = BACKENDS[config.run.backend](site, config.run.devices, ledger)
     with closing(backend) if isinstance(backend, Processes) else nullcontext():
         yield backend
+
+
+def store_of(config: Config, run_id: str, out: Path) -> Store:
+    """Where the run's ledger is: beside its other files, or in `run.remote`."""
+    return FolderStore(out) if config.run.remote is None else open_store(f"{config.run.remote.rstrip('/')}/{run_id}")
+
+
+def _fetch_run(store: Store, out: Path) -> None:
+    """A coordinator that starts on another machine finds what the run is in its store."""
+    if not isinstance(store, FolderStore) and not (out / "run.json").exists() and store.list(RUN_KEY):
+        (out / "run.json").write_bytes(store.get(RUN_KEY))
+
+
+def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) -> None:
+    """What clients elsewhere need to know."""
+    if isinstance(ledger.store, FolderStore) and ledger.key is None:
+        return
+    folders = {"run.json": out, "pool.json": pool_dir}
+    for name in SITE_FILES:
+        ledger.store.put(f"site/{name}", (folders.get(name, partition_dir) / name).read_bytes())
+
+
+def _secret(store: Store) -> bytes:
+    """What the keys of this run's clients come from; made once, and read by nobody but the coordinator."""
+    if SECRET_KEY not in store.list(SECRET_KEY):
+        store.put(SECRET_KEY, secrets.token_bytes(32))
+    return store.get(SECRET_KEY)
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
@@ -180,7 +232,7 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
         raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
     before, now = _flat(known.config), configs.flatten(config)
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
-    fixed = [k for k in changed if not k.startswith(MAY_CHANGE)]
+    fixed = [k for k in changed if k in FIXED or not k.startswith(MAY_CHANGE)]
     if fixed:
         lines = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in fixed[:6])
         raise ConfigError(f"{out} was started with another configuration ({lines}): choose another --run-id")

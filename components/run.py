@@ -9,7 +9,7 @@ from components.artifacts import EvaluationFile, History, Result, RunFile
 from components.check import check
 from components.common import missing
 from components.evaluate import evaluate
-from components.federate import federate, known_run
+from components.federate import federate, known_run, store_of
 from components.model_pool import model_pool
 from components.partition import partition
 from components.pretrain import pretrain
@@ -59,7 +59,7 @@ def run(
         tags=tags,
     )
     evaluate(config, out, out / "pool", out)
-    return conclude(config, out)
+    return conclude(config, out, None if config.run.remote is None else store_of(config, run_id, out).uri())
 
 
 def need_packages(config: Config) -> None:

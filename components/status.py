@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from components.artifacts import RunFile
+from components.federate import store_of
+from fl_engine import config as configs
 from fl_engine.errors import ConfigError
 from fl_engine.ledger import Ledger
-from fl_engine.store import FolderStore
 
 
 def describe(run: Path) -> dict[str, Any]:
@@ -16,7 +17,7 @@ def describe(run: Path) -> dict[str, Any]:
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
-    rows = Ledger(FolderStore(run)).rows()
+    rows = Ledger(store_of(configs.parse(file.config), file.run_id, run)).rows()
     scored = [row for row in rows if "avg" in row.metrics]
     done = rows[-1].round + 1 if rows else 0
     stop = int(file.config["rounds"]["stop"])

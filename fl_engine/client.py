@@ -46,6 +46,8 @@ class Site:
     partition: Partition
     seed: int
     numerics: Numerics = SINGLE
+    free: float | None = None
+    """What the device has free, in % of the full model's parameters, where it was looked at; None: as simulated."""
 
     @cached_property
     def layout(self) -> ParamLayout:
@@ -73,7 +75,7 @@ def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "c
 def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientFailure:
     """Looks at what is free, and prunes."""
     layout = site.layout
-    free = devices.observe(site.fleet[order.client], site.seed, order.round)
+    free = devices.observe(site.fleet[order.client], site.seed, order.round) if site.free is None else site.free
     context = TaskContext(layout, site.pool, site.fleet[order.client], free)
     try:
         task = algorithm.task(order, context)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from fl_engine.algorithms.pooled import Training
 from fl_engine.devices import FLEETS, Tier, named
 from fl_engine.errors import ConfigError, FlexfleetError, nearest
-from fl_engine.fields import Count, Positive
+from fl_engine.fields import Count, Fraction, Positive
 from fl_engine.numerics import Precision, Strategy
 from fl_engine.types import Algorithm, ChoosesNetwork, ModelFamily
 
@@ -87,13 +87,19 @@ class RoundsConfig(_Section):
     """Keep the state of every n-th round; null: only the last two commits."""
     keep_updates: bool = False
     """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
+    norm_bound: Positive | None = 100.0
+    """Where updates go through the store: one whose weights moved further than so many times the median of its round
+    (root mean square) is not merged; null: all are."""
 
 
 class RunConfig(_Section):
     store: str = "runs"
     """Folder of all runs."""
-    backend: Literal["in_process", "processes"] = "in_process"
-    """Where clients live: in threads of this process, or in worker processes that get orders through the store."""
+    remote: str | None = None
+    """s3://bucket/prefix for the ledgers of all runs, where another coordinator finds them; null: in `store`."""
+    backend: Literal["in_process", "processes", "kubernetes"] = "in_process"
+    """Where clients live: in threads of this process, in worker processes that get orders through the store, or in
+    pods (see `kubernetes`)."""
     devices: tuple[str, ...] = ("cpu",)
     """Torch devices that train clients at the same time, e.g. [cpu, cpu] or [cuda:0, cuda:1]."""
     strategy: Literal["auto"] | Strategy = "auto"
@@ -101,6 +107,65 @@ class RunConfig(_Section):
     suits the size of the network."""
     precision: Precision = "fp32"
     """bf16: forward and backward pass in bfloat16, which CPUs with AMX and recent GPUs do several times faster."""
+
+
+class NodePool(_Section):
+    """Where the pods of one device tier run, and what they get."""
+
+    cpu: str = "1"
+    memory: str = "1Gi"
+    """Request and limit, as Kubernetes writes quantities."""
+    arch: Literal["amd64", "arm64"] | None = None
+    """kubernetes.io/arch; null: any."""
+    device_type: str | None = None
+    """flexfleet.io/device-type, e.g. rpi4, rpi5, jetson-nano."""
+    selector: dict[str, str] = {}
+    """More node labels."""
+    taint: str | None = None
+    """Key of a NoSchedule taint that the pods tolerate, e.g. flexfleet.io/edge."""
+    runtime_class: str | None = None
+    torch_device: str = "cpu"
+
+
+class KubernetesConfig(_Section):
+    """For `run.backend=kubernetes`: one Indexed Job per round and device tier. The cluster is the one that this
+    process runs in, else KUBECONFIG's."""
+
+    namespace: str = "flexfleet-clients"
+    image: str = "flexfleet:latest"
+    template: str | None = None
+    """The Job's YAML; null: k8s/base/client-job.yaml."""
+    pools: dict[str, NodePool] = {}
+    """By device tier; one that is not named gets the defaults of a pool."""
+    placement: Literal["pool", "device"] = "pool"
+    """device: each client's data lies on one node; a Job of its own is bound to it by `hostname`."""
+    hostname: str = "device-{client}"
+    """The node of a client, for placement=device."""
+    clients_per_pod: Count = 1
+    """Simulated clients that share a pod; 1: each client is one."""
+    data: str | None = None
+    """Where pods find the data files: pvc:<claim> or host:<folder of the node>, mounted read-only; null: the data set
+    comes with the image."""
+    access: Literal["presigned", "ambient"] = "presigned"
+    """presigned: clients get URLs, and hold no keys; ambient: their pods have credentials of their own."""
+    endpoint: str | None = None
+    """What pods call the S3 server, where that differs from AWS_ENDPOINT_URL."""
+    observe: Literal["simulated", "cgroup"] = "simulated"
+    """cgroup: a client prunes to what its pod's memory limit allows; simulated: as the fleet says (equal bits)."""
+    require_numerics: bool = False
+    """A node that would compute other bits than the coordinator refuses to train."""
+    over_provision: Annotated[float, Field(ge=1)] = 1.0
+    """Ask so many times more clients than `training.fraction` says; the round ends with as many updates as it says."""
+    quorum: Fraction = 1.0
+    """Share of the wanted updates with which a round can end once nothing more is to be had; with fewer, those that
+    are missing are asked again."""
+    attempts: Count = 2
+    """How often a client is asked in a round where the quorum is missed."""
+    deadline_s: Count = 3600
+    """A round's pods end after so many seconds."""
+    pending_s: Count = 600
+    """A pod that has not started after so many seconds counts as failed (no node fits, the image cannot be pulled)."""
+    poll_s: Positive = 1.0
 
 
 class TrackingConfig(_Section):
@@ -124,6 +189,7 @@ class Config(_Section):
     training: Training = Training(fraction=0.3, epochs=5, batch_size=10, lr=0.05)
     rounds: RoundsConfig = RoundsConfig()
     run: RunConfig = RunConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     tracking: TrackingConfig = TrackingConfig()
 
 
@@ -312,6 +378,8 @@ def algorithm(config: Config) -> Algorithm:
     known = [f.name for f in fields(kind) if f.name != "training"]  # type: ignore[arg-type]
     _check_names("algorithm", options, known)
     training = TypeAdapter(Training).dump_python(config.training, mode="json")
+    if config.run.backend == "kubernetes":
+        training["fraction"] = min(1.0, training["fraction"] * config.kubernetes.over_provision)
     try:
         return TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
     except ValidationError as error:
@@ -378,7 +446,7 @@ def flatten(config: Config) -> dict[str, Any]:
         if isinstance(value, dict) and value:
             for key, inner in value.items():
                 walk(f"{prefix}.{key}" if prefix else key, inner)
-        else:
+        elif not isinstance(value, dict):
             out[prefix] = value
 
     walk("", config.model_dump(mode="json"))

@@ -25,8 +25,19 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from fl_engine.errors import IntegrityError, brief
-from fl_engine.store import Store, decode, encode, sha256
-from fl_engine.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.store import Store, canonical, decode, encode, sha256
+from fl_engine.types import ClientFailure, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.updates import (
+    MANIFEST_BYTES,
+    KeyOf,
+    Manifest,
+    Rejected,
+    Rules,
+    manifest_of,
+    order_sum,
+    signed,
+    update_of,
+)
 
 log = logging.getLogger("flexfleet")
 
@@ -85,25 +96,17 @@ class Order(_Record):
     memory: str | None
 
 
-class Manifest(_Record):
-    """One outcome. `sha256` and `spec` belong to an update, `stage` and `reason` to a failure."""
-
-    round: int
-    client: int
-    order: str
-    """sha256 of the order, so that an update is never adopted for another plan."""
-    sha256: str | None = None
-    spec: dict[str, Any] | None = None
-    num_examples: int = 0
-    metrics: dict[str, float] = {}
-    stage: str | None = None
-    reason: str | None = None
-
-
 class Ledger:
-    def __init__(self, store: Store, keep_every: int | None = None) -> None:
+    """`rules` say what an update may be, and `key` with which key its manifest is signed; None: not checked, not
+    signed (clients that are this very process)."""
+
+    def __init__(
+        self, store: Store, keep_every: int | None = None, rules: Rules | None = None, key: KeyOf | None = None
+    ) -> None:
         self.store = store
         self.keep_every = keep_every
+        self.rules = rules
+        self.key = key
 
     # ------------------------------------------------------------------------------------------ commits
     def commits(self) -> list[int]:
@@ -114,8 +117,8 @@ class Ledger:
         """Makes `round` the last finished one, then removes what is no longer needed."""
         files = {
             "state.safetensors": encode(tensors),
-            "state.json": _json(rest),
-            "metrics.json": _json([row.model_dump(mode="json") for row in rows]),
+            "state.json": canonical(rest),
+            "metrics.json": canonical([row.model_dump(mode="json") for row in rows]),
         }
         for name, value in files.items():
             self.store.put(f"{_folder(round)}{name}", value)
@@ -173,8 +176,9 @@ class Ledger:
         """Forgets every round after `round` (None: all)."""
         first = 0 if round is None else round + 1
         keys = [k for k in self.store.list("rounds/") if int(k.split("/")[1]) >= first]
-        for key in sorted(keys, key=lambda k: not k.endswith("/COMMITTED")):
-            self.store.delete(key)
+        marks = [k for k in keys if k.endswith("/COMMITTED")]
+        self.store.delete(*marks)
+        self.store.delete(*(k for k in keys if k not in marks))
 
     def tidy(self) -> None:
         """Removes what a kill left behind, a started round's updates excepted: they are adopted."""
@@ -184,24 +188,29 @@ class Ledger:
             self._prune(commits[-1])
 
     def _prune(self, round: int) -> None:
-        commits = [r for r in self.commits() if r <= round]
-        for key in self.store.list("rounds/"):
+        keys = self.store.list("rounds/")
+        commits = sorted(r for k in keys if k.endswith("/COMMITTED") and (r := int(k.split("/")[1])) <= round)
+        gone = []
+        for key in keys:
             folder, name = int(key.split("/")[1]), key.split("/", 2)[2]
             unfinished = folder <= round and (folder not in commits or name not in (*STATE_FILES, "COMMITTED"))
             kept = self.keep_every is not None and (folder + 1) % self.keep_every == 0
             old = folder < commits[-2:][0] and name in ("state.safetensors", "state.json") and not kept
             if unfinished or old:
-                self.store.delete(key)
+                gone.append(key)
+        self.store.delete(*gone)
 
     # -------------------------------------------------------------------------------------- inside a round
     def open_round(self, plan: RoundPlan) -> None:
         orders = [
             {"client": o.client, "spec": o.spec.to_json(), "seed": o.seed, "hints": dict(o.hints)} for o in plan.orders
         ]
-        self.store.put(f"{_folder(plan.round)}plan.json", _json({"round": plan.round, "orders": orders}))
+        self.store.put(f"{_folder(plan.round)}plan.json", canonical({"round": plan.round, "orders": orders}))
 
-    def put_orders(self, plan: RoundPlan) -> None:
-        """What clients in other processes read. Tensors are written once, however many clients are sent the same."""
+    def put_orders(self, plan: RoundPlan) -> dict[int, list[str]]:
+        """What clients in other processes read: by client, the keys. Tensors are written once, however many clients are
+        sent the same."""
+        keys: dict[int, list[str]] = {}
         written: dict[tuple[int, ...], str] = {}
 
         def put(tensors: Params) -> str | None:
@@ -224,7 +233,15 @@ class Ledger:
                 payload=put(o.payload),
                 memory=put(o.memory),
             )
-            self.store.put(f"{_folder(plan.round)}orders/{o.client}.json", order.model_dump_json().encode())
+            folder = f"{_folder(plan.round)}orders/"
+            self.store.put(f"{folder}{o.client}.json", order.model_dump_json().encode())
+            files = (f"{o.client}.json", order.payload, order.memory)
+            keys[o.client] = [folder + file for file in files if file is not None]
+        return keys
+
+    def ordered(self, round: int) -> int:
+        """How many orders were written."""
+        return sum(key.endswith(".json") for key in self.store.list(f"{_folder(round)}orders/"))
 
     def order(self, round: int, client: int) -> WorkOrder:
         """Raises IntegrityError where the order, or what it sends, is missing or damaged."""
@@ -250,12 +267,16 @@ class Ledger:
             memory=get(order.memory),
         )
 
+    def outcome_keys(self, round: int, client: int) -> list[str]:
+        """What a client writes."""
+        return [f"{_folder(round)}updates/{client}.{kind}" for kind in ("safetensors", "json")]
+
     def put_outcome(self, plan: RoundPlan, outcome: Outcome) -> None:
         """The payload first, the manifest last: a manifest vouches for its file."""
-        base = f"{_folder(plan.round)}updates/{outcome.client}"
-        manifest = Manifest(round=plan.round, client=outcome.client, order=_order_sum(plan, outcome.client))
+        base, order = f"{_folder(plan.round)}updates/{outcome.client}", _order_of(plan, outcome.client)
+        manifest = Manifest(round=plan.round, client=outcome.client, order=order_sum(order))
         if isinstance(outcome, ClientFailure):
-            manifest = manifest.model_copy(update={"stage": outcome.stage, "reason": outcome.reason})
+            manifest = manifest.model_copy(update={"stage": outcome.stage[:64], "reason": outcome.reason[:4096]})
         else:
             value = encode(outcome.payload)
             self.store.put(f"{base}.safetensors", value)
@@ -264,26 +285,51 @@ class Ledger:
                     "sha256": sha256(value),
                     "spec": outcome.spec.to_json(),
                     "num_examples": outcome.num_examples,
-                    "metrics": dict(outcome.metrics),
+                    "metrics": {name: float(value) for name, value in outcome.metrics.items()},
                 }
             )
+        manifest = signed(manifest, self.key and self.key(order))
         self.store.put(f"{base}.json", manifest.model_dump_json().encode())
 
+    def answered(self, round: int) -> set[int]:
+        """Clients that have left a manifest, good or bad."""
+        folder = f"{_folder(round)}updates/"
+        names = [key.removeprefix(folder).partition(".") for key in self.store.list(folder)]
+        return {int(client) for client, _, rest in names if rest == "json" and client.isdecimal()}
+
     def finished(self, plan: RoundPlan) -> set[int]:
-        """Clients of this plan whose outcome is there and whole; the others are to be asked (again)."""
-        return {o.client for o in plan.orders if self._manifest(plan, o.client) is not None}
+        """Clients of this plan whose outcome is there and good; the others are to be asked (again)."""
+        good = set()
+        for client in self.answered(plan.round) & {o.client for o in plan.orders}:
+            try:
+                self._read(plan, client)
+            except (Rejected, IntegrityError) as error:
+                log.warning("round %d, client %d: %s; asking again", plan.round + 1, client, error)
+            else:
+                good.add(client)
+        return good
+
+    def receive(self, plan: RoundPlan, client: int) -> Outcome:
+        """A client's answer; one that is not to be trusted is a failure at the stage `validate`."""
+        try:
+            return self._read(plan, client)
+        except Rejected as error:
+            return ClientFailure(plan.round, client, "validate", str(error))
 
     def outcome(self, plan: RoundPlan, client: int) -> Outcome:
         """Raises IntegrityError where the stored outcome is missing or damaged."""
-        manifest = self._manifest(plan, client)
-        key = f"{_folder(plan.round)}updates/{client}.safetensors"
-        if manifest is None:
-            raise IntegrityError(f"{self.store.uri(key)}: the update of client {client} is not whole. {WAY_OUT}")
-        if manifest.spec is None:
-            return ClientFailure(plan.round, client, manifest.stage or "train", manifest.reason or "")
-        payload = decode(self.store.get(key), self.store.uri(key))
-        spec = SubmodelSpec.from_json(manifest.spec)
-        return ClientUpdate(plan.round, client, spec, payload, manifest.num_examples, manifest.metrics)
+        try:
+            return self._read(plan, client)
+        except (Rejected, IntegrityError) as error:
+            name = self.store.uri(f"{_folder(plan.round)}updates/{client}.safetensors")
+            raise IntegrityError(f"{name}: the update of client {client} is not whole ({error}). {WAY_OUT}") from error
+
+    def _read(self, plan: RoundPlan, client: int) -> Outcome:
+        order, base = _order_of(plan, client), f"{_folder(plan.round)}updates/{client}"
+        manifest = manifest_of(
+            self.store.get(f"{base}.json", MANIFEST_BYTES), order, self.key and self.key(order)
+        )
+        return update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
 
     def close(self, plan: RoundPlan, accepted: Sequence[int]) -> None:
         """Freezes the set that the merge uses."""
@@ -299,32 +345,13 @@ class Ledger:
         except IntegrityError as error:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
 
-    def _manifest(self, plan: RoundPlan, client: int) -> Manifest | None:
-        """None where the outcome is missing, not whole, or for another order: the client is asked (again)."""
-        key = f"{_folder(plan.round)}updates/{client}.json"
-        if key not in self.store.list(key):
-            return None
-        try:
-            manifest = _parse(Manifest, self.store.get(key), self.store.uri(key))
-            payload = key.replace(".json", ".safetensors")
-            whole = manifest.sha256 is None or manifest.sha256 == sha256(self.store.get(payload))
-        except IntegrityError as error:
-            log.warning("%s: asking client %d again", error, client)
-            return None
-        return manifest if whole and manifest.order == _order_sum(plan, client) else None
-
 
 def _folder(round: int) -> str:
     return f"rounds/{round:05d}/"
 
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, allow_nan=False).encode()
-
-
-def _order_sum(plan: RoundPlan, client: int) -> str:
-    order = next(o for o in plan.orders if o.client == client)
-    return sha256(_json([plan.round, client, order.seed, order.spec.to_json(), dict(order.hints)]))
+def _order_of(plan: RoundPlan, client: int) -> WorkOrder:
+    return next(o for o in plan.orders if o.client == client)
 
 
 def _parse(kind: type[R], value: bytes, name: str) -> R:

@@ -7,10 +7,13 @@ committed state, the round number and the seed, and what a kill left unfinished 
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from fl_engine.config import RoundsConfig
@@ -36,6 +39,7 @@ from fl_engine.types import (
     SubmodelSpec,
     Tracker,
 )
+from fl_engine.updates import movement, too_far
 
 log = logging.getLogger("flexfleet")
 
@@ -139,7 +143,7 @@ def _round(
     plan = algorithm.plan(state, round, seed)
     watch = _Watch(plan, evaluation, should_stop)
     if config.keep_updates or backend.durable:
-        outcomes = _through_ledger(algorithm, plan, backend, ledger, watch)
+        outcomes = _through_ledger(algorithm, plan, backend, ledger, watch, config.norm_bound)
     else:
         outcomes = in_order(plan, watch.arriving(backend.run(algorithm, plan)))
     state = algorithm.merge(state, plan, watch.merging(outcomes))
@@ -161,20 +165,27 @@ def _round(
 
 
 def _through_ledger(
-    algorithm: Algorithm, plan: RoundPlan, backend: Backend, ledger: Ledger, watch: _Watch
+    algorithm: Algorithm, plan: RoundPlan, backend: Backend, ledger: Ledger, watch: _Watch, norm_bound: float | None
 ) -> Iterator[Outcome]:
     """Stores outcomes as they arrive, closes the round, then reads them back one at a time, in client order."""
     ledger.open_round(plan)
     accepted = ledger.closed(plan.round)
     if accepted is None:
+        orders, moved = {o.client: o for o in plan.orders}, {}
+        layout = watch.evaluation.family.layout()
         done = ledger.finished(plan)
         if done:
             log.info("round %d: adopting %d updates of %d", plan.round + 1, len(done), len(plan.orders))
         rest = replace(plan, orders=tuple(o for o in plan.orders if o.client not in done))
-        for outcome in watch.arriving(backend.run(algorithm, rest)):
-            if isinstance(outcome, ClientFailure) or not backend.durable:
+        known = (ledger.outcome(plan, client) for client in sorted(done))
+        for outcome in chain(known, watch.arriving(backend.run(algorithm, rest))):
+            if isinstance(outcome, ClientFailure) or not (backend.durable or outcome.client in done):
                 ledger.put_outcome(plan, outcome)
-        accepted = sorted(o.client for o in plan.orders)
+            if isinstance(outcome, ClientUpdate):
+                moved[outcome.client] = movement(outcome, orders[outcome.client], layout)
+        for client, why in too_far(moved, norm_bound or math.inf).items():
+            ledger.put_outcome(plan, ClientFailure(plan.round, client, "validate", why))
+        accepted = sorted(orders)
         ledger.close(plan, accepted)
     for client in accepted:
         yield ledger.outcome(plan, client)
@@ -205,6 +216,8 @@ class _Watch:
     waited: float = 0.0
     """Seconds until the backend had outcomes."""
     losses: list[tuple[float, int]] = field(default_factory=list)
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Updates that were not to be trusted, by code (`updates`)."""
     simulated: list[float] = field(default_factory=list)
 
     def arriving(self, outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
@@ -258,6 +271,8 @@ class _Watch:
                 where = f"round {outcome.round + 1}, client {outcome.client}"
                 log.warning("%s: failed to %s: %s", where, outcome.stage, outcome.reason)
                 line |= {"failure": f"{outcome.stage}: {outcome.reason}"}
+                if outcome.stage == "validate":
+                    self.rejected[outcome.reason.partition(":")[0]] += 1
             self.clients.append(line)
             yield outcome
 
@@ -273,6 +288,7 @@ class _Watch:
             "clients_pruned": float(self.pruned),
             "clients_failed": float(len(self.clients) - self.trained),
         }
+        out |= {f"rejected/{code}": float(count) for code, count in sorted(self.rejected.items())}
         if self.simulated:
             out["seconds_simulated"] = max(self.simulated)
         if self.losses:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -98,8 +99,9 @@ def is_statistic(name: str) -> bool:
     return name.endswith(("running_mean", "running_var"))
 
 
-def shapes(layout: ParamLayout, spec: SubmodelSpec, full: dict[str, torch.Size]) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of the sub-model, given those of the full network. Touches no tensor."""
+def shapes(layout: ParamLayout, spec: SubmodelSpec, full: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of the sub-model, given those of the full network, or of one that it is part of.
+    Touches no tensor."""
     out = {}
     for name, slot in layout.slots.items():
         if layout.has_block(spec, slot.block):

@@ -7,10 +7,11 @@ new ones, never a part.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -22,13 +23,13 @@ from fl_engine.types import Params
 class Store(Protocol):
     def put(self, key: str, value: bytes) -> None: ...
 
-    def get(self, key: str) -> bytes:
-        """Raises IntegrityError where the key does not exist."""
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        """Raises IntegrityError where the key does not exist, or holds more than `limit` bytes."""
 
     def list(self, prefix: str) -> list[str]:
         """Keys that start with `prefix`, sorted."""
 
-    def delete(self, key: str) -> None:
+    def delete(self, *keys: str) -> None:
         """Deleting what does not exist is no error: a kill may have come between two deletions."""
 
     def sweep(self, prefix: str) -> None:
@@ -62,9 +63,11 @@ class FolderStore:
             finally:
                 os.close(descriptor)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, limit: int | None = None) -> bytes:
         try:
-            return (self.root / key).read_bytes()
+            with open(self.root / key, "rb") as file:
+                check_size(self.uri(key), os.fstat(file.fileno()).st_size, limit)
+                return file.read()
         except FileNotFoundError:
             raise IntegrityError(f"{self.uri(key)} is missing from the run store") from None
 
@@ -75,13 +78,14 @@ class FolderStore:
         keys = (p.relative_to(self.root).as_posix() for p in base.rglob("*") if p.is_file())
         return sorted(k for k in keys if k.startswith(prefix) and not k.endswith(".part"))
 
-    def delete(self, key: str) -> None:
-        path = self.root / key
-        path.unlink(missing_ok=True)
-        folder = path.parent
-        while folder != self.root and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-            folder = folder.parent
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            path = self.root / key
+            path.unlink(missing_ok=True)
+            folder = path.parent
+            while folder != self.root and folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+                folder = folder.parent
 
     def sweep(self, prefix: str) -> None:
         for part in (self.root / prefix).rglob(".*.part"):
@@ -89,6 +93,26 @@ class FolderStore:
 
     def uri(self, key: str = "") -> str:
         return str(self.root / key)
+
+
+def open_store(uri: str) -> Store:
+    """`s3://bucket/prefix`, or a folder."""
+    if "://" not in uri:
+        return FolderStore(uri)
+    from fl_engine.s3 import S3Store
+
+    return S3Store(uri)
+
+
+def check_size(name: str, size: int, limit: int | None) -> None:
+    """Raises IntegrityError for more than `limit` bytes."""
+    if limit is not None and size > limit:
+        raise IntegrityError(f"{name} holds {size} bytes, at most {limit} were expected")
+
+
+def canonical(value: Any) -> bytes:
+    """JSON, the same for equal values. Raises ValueError for a number that is not finite."""
+    return json.dumps(value, sort_keys=True, allow_nan=False).encode()
 
 
 def sha256(value: bytes) -> str:

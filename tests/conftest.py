@@ -33,7 +33,7 @@ from fl_engine.errors import IntegrityError
 from fl_engine.ledger import Ledger
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.slicing import initial_params
-from fl_engine.store import Store, encode, sha256
+from fl_engine.store import Store, check_size, encode, sha256
 from fl_engine.tracking import Memory
 from fl_engine.types import Algorithm, Data, Outcome, RoundPlan, Tracker
 
@@ -77,16 +77,18 @@ class MemoryStore:
     def put(self, key: str, value: bytes) -> None:
         self.files[key] = bytes(value)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, limit: int | None = None) -> bytes:
         if key not in self.files:
             raise IntegrityError(f"{self.uri(key)} is missing from the run store")
+        check_size(self.uri(key), len(self.files[key]), limit)
         return self.files[key]
 
     def list(self, prefix: str) -> list[str]:
         return sorted(key for key in self.files if key.startswith(prefix))
 
-    def delete(self, key: str) -> None:
-        self.files.pop(key, None)
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self.files.pop(key, None)
 
     def sweep(self, prefix: str) -> None:
         """Nothing to do: a put is never cut off."""
@@ -115,12 +117,13 @@ class DyingStore:
         self._write()
         self.inner.put(key, value)
 
-    def delete(self, key: str) -> None:
-        self._write()
-        self.inner.delete(key)
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self._write()
+            self.inner.delete(key)
 
-    def get(self, key: str) -> bytes:
-        return self.inner.get(key)
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        return self.inner.get(key, limit)
 
     def list(self, prefix: str) -> list[str]:
         return self.inner.list(prefix)

@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[2]
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "seeds", "fields"}),
     frozenset({"slicing", "averaging", "widths", "numerics", "kernels", "lanes", "sharing"}),
-    frozenset({"selection", "server_opt", "codecs", "losses", "devices", "store", "state", "tracking"}),
-    frozenset({"local", "pool", "evaluate", "ledger"}),
+    frozenset({"selection", "server_opt", "codecs", "losses", "devices", "store", "s3", "state", "tracking"}),
+    frozenset({"local", "pool", "evaluate", "updates", "ledger"}),
     frozenset({"strategy"}),
     frozenset({"algorithms", "models", "datasets", "partition"}),
-    frozenset({"rounds", "client", "config"}),
+    frozenset({"rounds", "client", "config", "assignment", "memory"}),
     frozenset({"backends"}),
     frozenset({"tune"}),
 )

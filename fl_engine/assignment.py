@@ -1,0 +1,52 @@
+"""What a client's pod is told, as one JSON file: which orders are its own, and how it gets at them.
+
+The file is a secret: it holds the keys that sign the answers, and URLs that let anybody who has them read an order or
+write an update until they expire.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fl_engine.errors import ConfigError, brief
+from fl_engine.s3 import UrlStore
+from fl_engine.store import Store, open_store
+
+SITE_FILES = ("run.json", "pool.json", "partition.json", "partition.safetensors")
+"""Under `site/` in the run's store: what a client needs besides its orders and the data."""
+
+
+class Assignment(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    schema_version: Literal[1] = 1
+    round: int
+    clients: tuple[int, ...]
+    keys: dict[int, str]
+    """By client, hexadecimal: what signs its answer."""
+    device: str = "cpu"
+    """Torch device."""
+    observe: Literal["simulated", "cgroup"] = "simulated"
+    memory: tuple[int, int] | None = None
+    """For `cgroup`: bytes that a client takes before it trains, and at the peak of training the full model."""
+    require_numerics: bool = False
+    store: str | None = None
+    """The run's store, for clients with credentials of their own; None: by URL."""
+    reads: dict[str, str] = {}
+    writes: dict[str, str] = {}
+    """Keys of the store to URLs."""
+
+    @staticmethod
+    def read(path: Path) -> Assignment:
+        """Raises ConfigError where the file is missing or is none."""
+        try:
+            return Assignment.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"no assignment at {path}: {error.strerror}") from error
+        except ValidationError as error:
+            raise ConfigError(f"{path} is no assignment: {brief(error)}") from error
+
+    def open(self) -> Store:
+        return open_store(self.store) if self.store else UrlStore(self.reads, self.writes)

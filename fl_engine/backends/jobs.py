@@ -1,0 +1,231 @@
+"""A round's Jobs: which clients share one, and its manifest, filled into the template. Pure."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_engine.config import KubernetesConfig, NodePool
+from fl_engine.errors import ConfigError
+from fl_engine.types import Device, WorkOrder
+
+Resource = dict[str, Any]
+
+TEMPLATE = Path(__file__).parents[2] / "k8s" / "base" / "client-job.yaml"
+RUN, ROUND, TIER = "flexfleet.io/run", "flexfleet.io/round", "flexfleet.io/tier"
+CLIENTS, ATTEMPT = "flexfleet.io/clients", "flexfleet.io/attempt"
+PODS_PER_JOB = 200
+"""A Secret holds 1 MiB: what so many pods of one client are told, with URLs, is a little less."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A Job to be: the clients of each of its pods, all of one tier."""
+
+    tier: str
+    pods: tuple[tuple[int, ...], ...]
+    part: int
+    """A tier that needs more than one Job numbers them."""
+    host: str | None = None
+
+
+def groups(orders: Sequence[WorkOrder], fleet: Sequence[Device], options: KubernetesConfig) -> list[Group]:
+    """Clients in order of their numbers, `clients_per_pod` to a pod; with placement=device a Job for each."""
+    tiers: dict[str, list[int]] = {}
+    for client in sorted(o.client for o in orders):
+        tiers.setdefault(fleet[client].tier, []).append(client)
+    found = []
+    for tier, clients in tiers.items():
+        if options.placement == "device":
+            hosts = ((client, options.hostname.format(client=client)) for client in clients)
+            found += [Group(tier, ((client,),), client, host) for client, host in hosts]
+            continue
+        n = options.clients_per_pod
+        pods = [tuple(clients[i : i + n]) for i in range(0, len(clients), n)]
+        most = max(1, PODS_PER_JOB // n)
+        found += [Group(tier, tuple(pods[i : i + most]), i // most) for i in range(0, len(pods), most)]
+    return found
+
+
+def run_label(run_id: str, store_uri: str) -> str:
+    """At most 24 characters that a label and a name can hold, different for runs of equal name in other stores."""
+    plain = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")[:17].strip("-")
+    return f"{plain or 'run'}-{hashlib.sha256(f'{store_uri}/{run_id}'.encode()).hexdigest()[:6]}"
+
+
+def job_name(run: str, round: int, group: Group, attempt: int) -> str:
+    """At most 63 characters: a pod's hostname is cut from it."""
+    tier = re.sub(r"[^a-z0-9]+", "-", group.tier.lower()).strip("-")[:12].strip("-")
+    part = f"-{group.part}" if group.part or group.host else ""
+    return f"{run}-r{round}-{tier}{part}-a{attempt}"
+
+
+def template(path: str | None) -> Resource:
+    """Raises ConfigError where the file is missing or holds no Job with a container `client`."""
+    file = Path(path) if path else TEMPLATE
+    try:
+        job: Resource = yaml.safe_load(file.read_text())
+        names = [c["name"] for c in job["spec"]["template"]["spec"]["containers"]]
+        if job["kind"] != "Job" or "client" not in names:
+            raise ConfigError(f"{file}: a Job with a container `client` is expected, got a {job['kind']} with {names}")
+    except OSError as error:
+        raise ConfigError(f"the client Job's template {file} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, TypeError, KeyError) as error:
+        raise ConfigError(f"{file} is no Job: {error}") from error
+    return job
+
+
+def labels(run: str, round: int, tier: str) -> dict[str, str]:
+    return {RUN: run, ROUND: str(round), TIER: re.sub(r"[^A-Za-z0-9._-]+", "-", tier)[:63].strip("-._")}
+
+
+def job(
+    of: Resource,
+    options: KubernetesConfig,
+    run: str,
+    round: int,
+    group: Group,
+    attempt: int,
+    owner: Resource,
+    data_folder: str,
+) -> Resource:
+    """The manifest. Its Secret has its name."""
+    out = copy.deepcopy(of)
+    name, own = job_name(run, round, group, attempt), labels(run, round, group.tier)
+    pool = options.pools.get(group.tier, NodePool())
+    out["metadata"] |= {
+        "name": name,
+        "namespace": options.namespace,
+        "labels": {**out["metadata"].get("labels", {}), **own},
+        "annotations": {CLIENTS: json.dumps(group.pods), ATTEMPT: str(attempt)},
+        "ownerReferences": [owner],
+    }
+    spec = out["spec"]
+    spec |= {
+        "completions": len(group.pods),
+        "parallelism": len(group.pods),
+        "activeDeadlineSeconds": options.deadline_s,
+    }
+    pod = spec["template"]
+    pod["metadata"] = {**pod.get("metadata", {}), "labels": {**pod.get("metadata", {}).get("labels", {}), **own}}
+    _place(pod["spec"], pool, group.host)
+    container = next(c for c in pod["spec"]["containers"] if c["name"] == "client")
+    amounts = {"cpu": pool.cpu, "memory": pool.memory}
+    container |= {"image": options.image, "resources": {"requests": amounts, "limits": {"memory": pool.memory}}}
+    secret = next(v for v in pod["spec"]["volumes"] if v["name"] == "assignment")
+    secret["secret"]["secretName"] = name
+    if options.data is not None:
+        pod["spec"]["volumes"].append({"name": "data", **_data_volume(options.data)})
+        container["volumeMounts"].append({"name": "data", "mountPath": data_folder, "readOnly": True})
+        container["env"].append({"name": "FLEXFLEET_DATA", "value": data_folder})
+    return out
+
+
+def _place(pod: Resource, pool: NodePool, host: str | None) -> None:
+    where = {
+        "kubernetes.io/arch": pool.arch,
+        "flexfleet.io/device-type": pool.device_type,
+        "kubernetes.io/hostname": host,
+        **pool.selector,
+    }
+    selector = {key: value for key, value in where.items() if value is not None}
+    if selector:
+        pod["nodeSelector"] = {**pod.get("nodeSelector", {}), **selector}
+    if pool.taint:
+        toleration = {"key": pool.taint, "operator": "Exists", "effect": "NoSchedule"}
+        pod["tolerations"] = [*pod.get("tolerations", []), toleration]
+    if pool.runtime_class:
+        pod["runtimeClassName"] = pool.runtime_class
+
+
+def _data_volume(data: str) -> Resource:
+    kind, _, what = data.partition(":")
+    if kind == "pvc" and what:
+        return {"persistentVolumeClaim": {"claimName": what, "readOnly": True}}
+    if kind == "host" and what.startswith("/"):
+        return {"hostPath": {"path": what, "type": "Directory"}}
+    raise ConfigError(f"kubernetes.data is pvc:<claim> or host:/folder, got {data!r}")
+
+
+def secret(job: Resource, texts: Mapping[int, str]) -> Resource:
+    """What the Job's pods are told, by index."""
+    meta = {key: job["metadata"][key] for key in ("name", "namespace", "labels", "ownerReferences")}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": meta,
+        "type": "Opaque",
+        "stringData": {str(index): text for index, text in texts.items()},
+    }
+
+
+def pods_of(job: Resource) -> list[list[int]]:
+    """The clients of each index of a Job that is there already."""
+    found: list[list[int]] = json.loads(job["metadata"]["annotations"][CLIENTS])
+    return found
+
+
+def attempt_of(job: Resource) -> int:
+    return int(job["metadata"]["annotations"][ATTEMPT])
+
+
+# ------------------------------------------------------------------------------------------- what its status says
+def failed_indexes(job: Resource) -> set[int]:
+    """`status.failedIndexes`, e.g. "1,3-5,7"."""
+    found: set[int] = set()
+    for part in filter(None, (job.get("status") or {}).get("failedIndexes", "").split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def ended(job: Resource) -> str | None:
+    """Why the Job is over (`Complete`, `DeadlineExceeded`, ...); None: it is not."""
+    for condition in (job.get("status") or {}).get("conditions") or []:
+        if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
+            return "Complete" if condition["type"] == "Complete" else condition.get("reason") or "Failed"
+    return None
+
+
+@dataclass(frozen=True)
+class PodState:
+    """What a pod is at: `reason` says why it failed, or what it waits for."""
+
+    index: int
+    phase: str
+    reason: str
+    started: bool
+
+
+def pod_state(pod: Resource) -> PodState:
+    status = pod.get("status") or {}
+    index = int(pod["metadata"].get("annotations", {}).get("batch.kubernetes.io/job-completion-index", -1))
+    reason = ""
+    for condition in status.get("conditions") or []:
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            reason = f"{condition.get('reason', 'Unschedulable')}: {condition.get('message', '')}"
+        if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
+            reason = f"{condition.get('reason', 'Disrupted')}: {condition.get('message', '')}"
+    started = False
+    for container in status.get("containerStatuses") or []:
+        state = container.get("state") or {}
+        started = started or "running" in state or "terminated" in state
+        waiting = state.get("waiting") or {}
+        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            reason = f"{waiting['reason']}: {waiting.get('message', '')}"
+        over = state.get("terminated") or {}
+        if over.get("exitCode"):
+            why = over.get("reason", "Error")
+            last = (over.get("message") or "").strip().splitlines()[-1:]
+            reason = f"{why} (exit code {over['exitCode']})" + (f": {last[0]}" if last and why != "OOMKilled" else "")
+    if status.get("reason") and not reason:
+        reason = f"{status['reason']}: {status.get('message', '')}"
+    return PodState(index, status.get("phase", "Pending"), reason.rstrip(": ")[:500], started)

@@ -1,0 +1,215 @@
+"""Updates as files, and why one is not taken: what a client sends is not trusted.
+
+An update is `<client>.safetensors`, and a manifest that vouches for it; neither can hold code. All is checked before a
+tensor reaches the mean. What fails is `Rejected` with one of the codes below: a client's failure at the stage
+`validate`, never an exception of the coordinator's.
+
+    size        more bytes than the sub-model can have
+    schema      not a manifest, or not safetensors
+    order       for another round, client or order than the one given
+    signature   not signed with the key that came with the order
+    spec        a sub-model that is no part of what was sent
+    checksum    other bytes than the manifest says
+    names       tensors that the sub-model does not have
+    dtype, shape
+    finite      not a number, or infinite
+    examples    another number of samples than the client holds
+    metrics     a loss or a count that cannot be
+    norm        moved much further than the others of its round
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fl_engine.errors import FlexfleetError, IntegrityError, ModelError, brief
+from fl_engine.slicing import contains, is_statistic, shapes, take
+from fl_engine.store import canonical, decode, sha256
+from fl_engine.types import ClientFailure, ClientUpdate, Outcome, ParamLayout, Params, SubmodelSpec, WorkOrder
+
+Code = Literal[
+    "size", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "finite", "examples",
+    "metrics", "norm",
+]  # fmt: skip
+
+MANIFEST_BYTES = 2**20
+"""A manifest is never larger: the longest holds the kept channels of a wide network, one by one."""
+HEADER_BYTES = 2**10
+"""More than safetensors writes for a tensor besides its numbers."""
+
+
+class Rejected(Exception):
+    def __init__(self, code: Code, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+
+
+class Manifest(BaseModel):
+    """One outcome. `sha256` and `spec` belong to an update, `stage` and `reason` to a failure."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    schema_version: Literal[1] = 1
+    round: int
+    client: int
+    order: str
+    """sha256 of the order, so that an update is never adopted for another plan."""
+    sha256: str | None = None
+    spec: dict[str, Any] | None = None
+    num_examples: int = 0
+    metrics: dict[str, float] = Field(default={}, max_length=64)
+    stage: str | None = Field(default=None, max_length=64)
+    reason: str | None = Field(default=None, max_length=4096)
+    signature: str | None = None
+    """HMAC-SHA256 of all the rest, with the key that came with the order."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is known about honest updates. `samples` gives a client's sample count."""
+
+    layout: ParamLayout
+    samples: Callable[[int], int]
+
+
+KeyOf = Callable[[WorkOrder], bytes]
+"""The key that signs a client's answer to an order."""
+
+
+def key_of(secret: bytes) -> KeyOf:
+    """Keys of a run, from its secret: one for each order, good for nothing else."""
+    return lambda order: hmac.digest(secret, order_sum(order).encode(), "sha256")
+
+
+def order_sum(order: WorkOrder) -> str:
+    """sha256 of the order, its tensors apart: they follow from the round's state."""
+    return sha256(canonical([order.round, order.client, order.seed, order.spec.to_json(), dict(order.hints)]))
+
+
+def signed(manifest: Manifest, key: bytes | None) -> Manifest:
+    if key is None:
+        return manifest
+    return manifest.model_copy(update={"signature": _signature(manifest, key)})
+
+
+def _signature(manifest: Manifest, key: bytes) -> str:
+    return hmac.new(key, canonical(manifest.model_dump(exclude={"signature"})), "sha256").hexdigest()
+
+
+def manifest_of(value: bytes, order: WorkOrder, key: bytes | None) -> Manifest:
+    """A manifest that answers this order. Raises Rejected."""
+    try:
+        manifest = Manifest.model_validate_json(value)
+        said = canonical(manifest.model_dump(exclude={"signature"}))
+    except ValidationError as error:
+        raise Rejected("schema", f"not a manifest: {brief(error)}") from error
+    except ValueError as error:  # a number that JSON has no word for
+        raise Rejected("metrics", str(error)) from error
+    found = (manifest.round, manifest.client, manifest.order)
+    if found != (order.round, order.client, order_sum(order)):
+        raise Rejected("order", f"answers round {manifest.round}, client {manifest.client}, another order")
+    if key is not None:
+        expected = hmac.new(key, said, "sha256").hexdigest()
+        if not hmac.compare_digest(expected.encode(), (manifest.signature or "").encode()):
+            raise Rejected("signature", "not signed with the key that came with the order")
+    return manifest
+
+
+Read = Callable[[int | None], bytes]
+"""Reads a file of at most so many bytes, or raises IntegrityError."""
+
+
+def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules | None) -> Outcome:
+    """The outcome that a manifest vouches for; `payload` reads its file. Raises Rejected; without rules,
+    only for what does not match the manifest."""
+    if manifest.spec is None:
+        return ClientFailure(order.round, order.client, manifest.stage or "train", manifest.reason or "")
+    try:
+        spec = SubmodelSpec.from_json(manifest.spec)
+    except (FlexfleetError, TypeError, ValueError, AttributeError) as error:
+        raise Rejected("spec", f"not a sub-model: {error}") from error
+    expected = None if rules is None else _expected(rules.layout, spec, order)
+    limit = None if expected is None else _most_bytes(expected)
+    try:
+        value = payload(limit)
+    except IntegrityError as error:
+        raise Rejected("size", str(error)) from error
+    if sha256(value) != manifest.sha256:
+        raise Rejected("checksum", f"the sha256 is not {manifest.sha256}")
+    try:
+        tensors = decode(value, "the update")
+    except IntegrityError as error:
+        raise Rejected("schema", str(error)) from error
+    if expected is not None and rules is not None:
+        _check(tensors, expected)
+        held = rules.samples(order.client)
+        if manifest.num_examples != held:
+            raise Rejected("examples", f"says {manifest.num_examples} samples, the client holds {held}")
+        odd = {name: value for name, value in manifest.metrics.items() if not math.isfinite(value)}
+        if odd or "loss" not in manifest.metrics or any(manifest.metrics.get(m, 0.0) < 0 for m in COUNTS):
+            raise Rejected("metrics", f"a loss, and counts of 0 or more, got {dict(manifest.metrics)}")
+    return ClientUpdate(order.round, order.client, spec, tensors, manifest.num_examples, manifest.metrics)
+
+
+def _most_bytes(expected: Expected) -> int:
+    tensors = sum(dtype.itemsize * math.prod(shape) for dtype, shape in expected.values())
+    return tensors + HEADER_BYTES * (1 + len(expected))
+
+
+COUNTS = ("steps", "macs", "seconds", "free")
+
+
+Expected = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Type and shape, by name."""
+
+
+def _expected(layout: ParamLayout, spec: SubmodelSpec, order: WorkOrder) -> Expected:
+    try:
+        layout.check(spec)
+    except ModelError as error:
+        raise Rejected("spec", str(error)) from error
+    if not contains(layout, order.spec, spec):
+        raise Rejected("spec", "no part of the sub-model that was sent")
+    found = shapes(layout, spec, {name: tensor.shape for name, tensor in order.payload.items()})
+    return {name: (order.payload[name].dtype, shape) for name, shape in found.items()}
+
+
+def _check(tensors: Params, expected: Expected) -> None:
+    odd = sorted(tensors.keys() - expected.keys())
+    if odd:
+        raise Rejected("names", f"the sub-model has no {', '.join(odd[:4])}")
+    for name, tensor in tensors.items():
+        dtype, shape = expected[name]
+        if tensor.dtype != dtype:
+            raise Rejected("dtype", f"{name} is {tensor.dtype}, not {dtype}")
+        if tensor.shape != shape:
+            raise Rejected("shape", f"{name} is {list(tensor.shape)}, not {list(shape)}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise Rejected("finite", f"{name} is not finite everywhere")
+
+
+def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> float:
+    """Root mean square of how far the trained weights moved: comparable between sub-models of all sizes."""
+    sent = take(order.payload, layout, update.spec, have=order.spec)
+    weights = [name for name in update.payload if not is_statistic(name)]
+    square = sum(float((update.payload[name].double() - sent[name].double()).square().sum()) for name in weights)
+    return math.sqrt(square / max(1, sum(update.payload[name].numel() for name in weights)))
+
+
+def too_far(movements: Mapping[int, float], bound: float) -> dict[int, str]:
+    """By client, why: those that moved more than `bound` times the median of their round."""
+    if not movements:
+        return {}
+    median = statistics.median(movements.values())
+    return {
+        client: str(Rejected("norm", f"moved {moved:.3g} a weight, {bound:g} times the median is {bound * median:.3g}"))
+        for client, moved in movements.items()
+        if moved > bound * median
+    }

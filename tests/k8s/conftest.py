@@ -1,0 +1,120 @@
+"""A cluster and an S3 server on this machine, and a run that is ready for its rounds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from components.federate import federate
+from components.model_pool import model_pool
+from components.partition import partition
+from components.pretrain import pretrain
+from fl_engine.config import load_config
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"k8s_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+fake = _load("fake")
+
+TINY = (
+    "tracking.mlflow=null",
+    "dataset.train_samples=240",
+    "dataset.test_samples=60",
+    "partition.clients=6",
+    "partition.minimum=5",
+    "partition.proxy=0.1",
+    "pretrain.epochs=1",
+    "model.name=small_cnn",
+    "model.width=0.5",
+    "training.fraction=0.5",
+    "training.epochs=1",
+    "rounds.stop=2",
+    "kubernetes.poll_s=0.1",
+)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """An S3 server with the bucket `runs`; gives its address. Credentials come from the environment."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    given = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "somebody",
+        "AWS_SECRET_ACCESS_KEY": "something",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in given.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="runs")
+        yield given["AWS_ENDPOINT_URL"]
+    server.stop()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A fake cluster that KUBECONFIG points to."""
+    found = fake.Cluster(tmp_path / "cluster")
+    with fake.serving(found) as kubeconfig:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        yield found
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Partition and pool of the run."""
+    out = tmp_path_factory.mktemp("prepared")
+    config = load_config(None, TINY)
+    partition(config, out / "partition")
+    pretrain(config, out / "partition", out / "pretrain")
+    model_pool(config, out / "pretrain", out / "pool")
+    return out
+
+
+Rounds = Callable[..., Path]
+
+
+@pytest.fixture
+def rounds(prepared: Path, tmp_path: Path) -> Rounds:
+    """`rounds("name", "a.b=c", ..., resume=False)`: the rounds of a run of that name; gives its folder."""
+
+    def run(name: str, *sets: str, resume: bool = False) -> Path:
+        config = load_config(None, (*TINY, *sets))
+        out = tmp_path / "runs" / name
+        federate(config, prepared / "partition", prepared / "pool", out, run_id=name, resume=resume)
+        return out
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def expected(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The model that the same rounds give without a cluster."""
+    out = tmp_path_factory.mktemp("expected")
+    federate(load_config(None, TINY), prepared / "partition", prepared / "pool", out)
+    return (out / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def remote(s3: str, tmp_path: Path) -> tuple[str, ...]:
+    """Settings of a run on the cluster, its ledger under a prefix of its own."""
+    return ("run.backend=kubernetes", f"run.remote=s3://runs/{tmp_path.name}-{os.getpid()}")

@@ -1,0 +1,291 @@
+"""A Kubernetes API server of a few kinds, with a kubelet that really runs the pods' commands, as subprocesses.
+
+What is posted is validated against the published schemas. `Kubelet.script` decides what befalls a pod; the server can
+be told to answer the next requests with an error, or to break the connection.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import kubernetes_validate
+import yaml
+
+Resource = dict[str, Any]
+VERSION = "1.33"
+KINDS = {"configmaps": "ConfigMap", "jobs": "Job", "pods": "Pod", "secrets": "Secret"}
+PATH = re.compile(r"/(?:api/v1|apis/batch/v1)/namespaces/(?P<namespace>[^/]+)/(?P<kind>[a-z]+)(?:/(?P<name>[^/]+))?")
+
+Script = Callable[[Resource, int, int], str]
+"""(job, index, how often it was started before) to what befalls the pod: run, oom, evict, image, unschedulable, vanish
+(its node is lost after the work is done, before anybody hears of it) or hang."""
+
+
+def runs(job: Resource, index: int, before: int) -> str:
+    return "run"
+
+
+@dataclass
+class Cluster:
+    folder: Path
+    script: Script = runs
+    objects: dict[tuple[str, str], Resource] = field(default_factory=dict)
+    faults: list[int] = field(default_factory=list)
+    """Statuses that the next requests are answered with; 0 breaks the connection."""
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(verb, kind), as a Role names them."""
+    created: list[Resource] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    slots: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(2))
+    logs: list[str] = field(default_factory=list)
+
+    # --------------------------------------------------------------------------------------------- API server
+    def ask(self, method: str, path: str, query: dict[str, list[str]], body: Resource | None) -> tuple[int, Resource]:
+        match = PATH.fullmatch(path)
+        if match is None or match["kind"] not in KINDS or match["namespace"] != "flexfleet-clients":
+            return 404, {"kind": "Status", "message": f"no {path}"}
+        kind, name = match["kind"], match["name"]
+        verb = {"POST": "create", "PUT": "update", "DELETE": "delete", "GET": "get" if name else "list"}[method]
+        with self.lock:
+            self.calls[verb, kind] += 1
+            if verb == "list":
+                wanted = dict(pair.split("=") for pair in query["labelSelector"][0].split(","))
+                items = [o for (k, _), o in sorted(self.objects.items()) if k == kind and has(o, wanted)]
+                return 200, {"items": json.loads(json.dumps(items)), "metadata": {}}
+            if verb == "create":
+                return self._create(kind, body or {})
+            found = self.objects.get((kind, name))
+            if found is None:
+                return 404, {"kind": "Status", "message": f"{kind} {name} not found"}
+            if verb == "update":
+                validate(kind, body or {})
+                found |= body or {}
+            if verb == "delete":
+                self._delete(kind, name)
+            return 200, found
+
+    def _create(self, kind: str, body: Resource) -> tuple[int, Resource]:
+        validate(kind, body)
+        name = body["metadata"]["name"]
+        if (kind, name) in self.objects:
+            return 409, {"kind": "Status", "message": f"{kind} {name} already exists"}
+        size = sum(len(v) for v in body.get("stringData", {}).values())
+        if size > 2**20:
+            return 422, {"kind": "Status", "message": f"a Secret holds at most 1048576 bytes, got {size}"}
+        made = json.loads(json.dumps(body))
+        made["metadata"]["uid"] = str(uuid.uuid4())
+        made["status"] = {}
+        self.objects[kind, name] = made
+        self.created.append(made)
+        if kind == "jobs":
+            threading.Thread(target=self._run_job, args=(made,), daemon=True).start()
+        return 201, made
+
+    def _delete(self, kind: str, name: str) -> None:
+        gone = self.objects.pop((kind, name))
+        uid = gone["metadata"]["uid"]
+        for (k, n), other in list(self.objects.items()):
+            if any(o["uid"] == uid for o in other["metadata"].get("ownerReferences", ())):
+                self._delete(k, n)
+
+    def alive(self, job: Resource) -> bool:
+        return self.objects.get(("jobs", job["metadata"]["name"])) is job
+
+    # ------------------------------------------------------------------------------------- Job controller, kubelet
+    def _run_job(self, job: Resource) -> None:
+        spec, started = job["spec"], time.monotonic()
+        results: dict[int, bool] = {}
+
+        def one(index: int) -> None:
+            failures = before = 0
+            while self.alive(job):
+                end = self._pod(job, index, before, failures, started)
+                before += 1
+                if end == "ignored":
+                    continue
+                if end == "ok" or end == "final" or failures >= spec["backoffLimitPerIndex"]:
+                    with self.lock:
+                        results[index] = end == "ok"
+                        bad = sorted(i for i, good in results.items() if not good)
+                        if bad:
+                            job["status"]["failedIndexes"] = ",".join(map(str, bad))
+                    return
+                failures += 1
+
+        threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(spec["completions"])]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, started + spec["activeDeadlineSeconds"] - time.monotonic()))
+        with self.lock:
+            late = any(thread.is_alive() for thread in threads)
+            good = len(results) == spec["completions"] and all(results.values())
+            why = "DeadlineExceeded" if late else "FailedIndexes"
+            over = {"type": "Complete" if good else "Failed", "status": "True", **({} if good else {"reason": why})}
+            job["status"]["conditions"] = [over]
+            job["over"] = True
+
+    def _pod(self, job: Resource, index: int, before: int, failures: int, started: float) -> str:
+        """One pod from start to end: ok, failed, final (no retry) or ignored (does not count)."""
+        fate = self.script(job, index, before)
+        template = job["spec"]["template"]
+        pod: Resource = {
+            "metadata": {
+                "name": f"{job['metadata']['name']}-{index}-{before}",
+                "labels": {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": job["metadata"]["name"]},
+                "annotations": {
+                    "batch.kubernetes.io/job-completion-index": str(index),
+                    "batch.kubernetes.io/job-index-failure-count": str(failures),
+                },
+                "ownerReferences": [{"uid": job["metadata"]["uid"]}],
+                "uid": str(uuid.uuid4()),
+            },
+            "spec": template["spec"],
+            "status": {"phase": "Pending"},
+        }
+        with self.lock:
+            self.objects["pods", pod["metadata"]["name"]] = pod
+        status = pod["status"]
+        if fate in ("image", "unschedulable"):
+            if fate == "image":
+                waiting = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
+                status["containerStatuses"] = [{"state": {"waiting": waiting}}]
+            else:
+                message = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector"
+                condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+                status["conditions"] = [condition]
+            return self._linger(job)
+        if fate == "evict":
+            status |= {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True"}]}
+            return "ignored"
+        status |= {"phase": "Running", "containerStatuses": [{"state": {"running": {}}}]}
+        if fate == "hang":
+            return self._linger(job)
+        code, message = (137, "") if fate == "oom" else self._execute(job, pod, index)
+        if not self.alive(job):
+            return "final"
+        if fate == "vanish":
+            status |= {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True"}]}
+            return "ignored"
+        reason = "Completed" if code == 0 else "OOMKilled" if fate == "oom" else "Error"
+        over = {"exitCode": code, "reason": reason, "message": message}
+        status |= {"phase": "Failed" if code else "Succeeded", "containerStatuses": [{"state": {"terminated": over}}]}
+        return "ok" if code == 0 else "final" if code == 42 else "failed"
+
+    def _linger(self, job: Resource) -> str:
+        while self.alive(job) and "over" not in job:
+            time.sleep(0.05)
+        return "final"
+
+    def _execute(self, job: Resource, pod: Resource, index: int) -> tuple[int, str]:
+        (container,) = pod["spec"]["containers"]
+        name = job["metadata"]["name"]
+        told = self.objects["secrets", name]["stringData"][str(index)]
+        place = self.folder / pod["metadata"]["name"]
+        place.mkdir(parents=True)
+        (place / "assignment.json").write_text(told)
+        (place / "memory.max").write_text(str(quantity(container["resources"]["limits"]["memory"])))
+        env = {"PATH": os.environ["PATH"], "JOB_COMPLETION_INDEX": str(index), "FLEXFLEET_CGROUP": str(place)}
+        for variable in container["env"]:
+            path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+            annotation = re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)
+            env[variable["name"]] = (
+                pod["metadata"]["annotations"].get(annotation[1], "") if annotation else variable["value"]
+            )
+        mount = "/etc/flexfleet/assignment.json"
+        command = [sys.executable if word == "python" else word for word in container["command"]]
+        command = [str(place / "assignment.json") if word == mount else word for word in command]
+        with self.slots:
+            if not self.alive(job):
+                return 137, ""
+            process = subprocess.Popen(
+                command, env={**env, "HOME": str(place)}, cwd=Path(__file__).parents[2], text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            while process.poll() is None:
+                if not self.alive(job) or "over" in job:
+                    process.kill()
+                time.sleep(0.02)
+        out = process.communicate()[0]
+        self.logs.append(f"{pod['metadata']['name']}: {process.returncode}\n{out}")
+        return process.returncode, out[-2048:]
+
+
+def has(resource: Resource, labels: dict[str, str]) -> bool:
+    return labels.items() <= resource["metadata"].get("labels", {}).items()
+
+
+def validate(kind: str, body: Resource) -> None:
+    assert body["kind"] == KINDS[kind]
+    kubernetes_validate.validate(body, VERSION, strict=True)
+
+
+def quantity(text: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)(Ki|Mi|Gi)?", text).groups()  # type: ignore[union-attr]
+    return int(number) * {None: 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}[unit]
+
+
+@contextmanager
+def serving(cluster: Cluster) -> Iterator[Path]:
+    """Gives the path of a kubeconfig."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            fault = cluster.faults.pop(0) if cluster.faults else None
+            if fault == 0:
+                self.connection.close()
+                return
+            url = urlsplit(self.path)
+            status, found = (
+                (fault, {"kind": "Status", "message": "injected"})
+                if fault
+                else cluster.ask(self.command, url.path, parse_qs(url.query), body)
+            )
+            value = json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(value)))
+            self.end_headers()
+            self.wfile.write(value)
+
+        do_GET = do_POST = do_PUT = do_DELETE = _answer
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "fake", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+        "users": [{"name": "nobody", "user": {}}],
+        "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "nobody"}}],
+        "current-context": "fake",
+    }
+    cluster.folder.mkdir(parents=True, exist_ok=True)
+    path = cluster.folder / "kubeconfig"
+    path.write_text(yaml.safe_dump(config))
+    try:
+        yield path
+    finally:
+        with cluster.lock:
+            cluster.objects.clear()  # ends all pods
+        server.shutdown()

@@ -1,0 +1,291 @@
+"""Clients as pods, on a fake cluster whose kubelet really runs their commands, over a real HTTP S3 server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import yaml
+
+from fl_engine.errors import ConfigError, EnvironmentFailure, Stopped
+from fl_engine.ledger import Ledger, Row
+from fl_engine.store import open_store
+
+ROOT = Path(__file__).parents[2]
+
+Rounds = Callable[..., Path]
+Remote = tuple[str, ...]
+
+
+def rows(remote: Remote, name: str) -> list[Row]:
+    return Ledger(open_store(f"{remote[1].partition('=')[2]}/{name}")).rows()
+
+
+def failures(row: Row) -> list[str]:
+    return [line["failure"] for line in row.clients if "failure" in line]
+
+
+def model(out: Path) -> bytes:
+    return (out / "model.safetensors").read_bytes()
+
+
+def test_a_run_has_the_bits_of_one_without_a_cluster_and_leaves_nothing(
+    cluster: Any, rounds: Rounds, remote: Remote, expected: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also: every call is one that the Role allows, and every phase's seconds are told."""
+    caplog.set_level("INFO")
+    out = rounds("plain", *remote)
+    assert model(out) == expected, "\n".join(cluster.logs)
+    assert not cluster.objects
+    pods = [o for o in cluster.created if o["kind"] == "Job"]
+    assert sum(job["spec"]["completions"] for job in pods) == 6
+    assert "first answer" in caplog.text
+    role = next(d for d in yaml.safe_load_all((ROOT / "k8s/base/role.yaml").read_text()) if d["kind"] == "Role")
+    allowed = {(verb, kind) for rule in role["rules"] for verb in rule["verbs"] for kind in rule["resources"]}
+    assert set(cluster.calls) <= allowed
+    # A client's pod holds no credentials and no name of a service account.
+    (container,) = pods[0]["spec"]["template"]["spec"]["containers"]
+    assert not any(variable["name"].startswith("AWS") for variable in container["env"])
+    assert pods[0]["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
+
+
+def test_several_clients_share_a_pod(cluster: Any, rounds: Rounds, remote: Remote, expected: bytes) -> None:
+    assert model(rounds("packed", *remote, "kubernetes.clients_per_pod=4")) == expected
+    assert all(job["spec"]["completions"] == 1 for job in cluster.created if job["kind"] == "Job")
+
+
+def test_eviction_a_lost_node_and_one_kill_for_memory_cost_nothing(
+    cluster: Any, rounds: Rounds, remote: Remote, expected: bytes
+) -> None:
+    fates = iter(["evict", "run", "vanish", "run", "oom", "run"])
+    lock = threading.Lock()
+
+    def script(job: Any, index: int, before: int) -> str:
+        with lock:
+            return next(fates, "run")
+
+    cluster.script = script
+    out = rounds("bumpy", *remote)
+    assert model(out) == expected
+    assert next(fates, "") == ""
+
+
+def test_an_api_server_that_is_busy_or_breaks_off_is_asked_again(
+    cluster: Any, rounds: Rounds, remote: Remote, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fl_engine.backends import cluster as api
+
+    monkeypatch.setattr(api.time, "sleep", lambda _: None)
+    cluster.faults[:] = [429, 500, 0, 503]
+    seen: list[int] = []
+
+    def script(job: Any, index: int, before: int) -> str:
+        if not seen:
+            seen.append(index)
+            cluster.faults[:] = [0, 500, 0, 429]
+        return "run"
+
+    cluster.script = script
+    assert model(rounds("busy", *remote)) == expected
+    assert seen and not cluster.faults
+
+
+def test_a_client_that_is_killed_for_memory_twice_fails_with_that_reason(
+    cluster: Any, rounds: Rounds, remote: Remote
+) -> None:
+    first: list[tuple[str, int]] = []
+
+    def script(job: Any, index: int, before: int) -> str:
+        if not first:
+            first.append((job["metadata"]["name"], index))
+        return "oom" if (job["metadata"]["name"], index) == first[0] else "run"
+
+    cluster.script = script
+    rounds("heavy", *remote, "kubernetes.quorum=0.5")
+    found = rows(remote, "heavy")
+    (failure,) = failures(found[0])
+    assert "OOMKilled (exit code 137)" in failure and found[0].metrics["clients_trained"] == 2
+    assert failures(found[1]) == []
+
+
+@pytest.mark.parametrize(
+    ("fate", "said"),
+    [("image", "ImagePullBackOff: Back-off pulling image"), ("unschedulable", "0/3 nodes are available")],
+)
+def test_a_pod_that_cannot_start_is_given_up_and_the_log_says_what_its_tier_waits_for(
+    cluster: Any, rounds: Rounds, remote: Remote, fate: str, said: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    from fl_engine.backends import kubernetes
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(kubernetes, "SAY_EVERY_S", 0.3)
+    stuck: list[str] = []
+
+    def script(job: Any, index: int, before: int) -> str:
+        stuck[:] = stuck or [job["metadata"]["labels"]["flexfleet.io/tier"]]
+        return fate if job["metadata"]["labels"]["flexfleet.io/tier"] == stuck[0] else "run"
+
+    cluster.script = script
+    rounds("stuck", *remote, "rounds.stop=1", "kubernetes.quorum=0.1", "kubernetes.pending_s=1")
+    found = failures(rows(remote, "stuck")[0])
+    assert found and all(said in failure and stuck[0] in failure for failure in found)
+    assert f"tier {stuck[0]} waits for" in caplog.text and said in caplog.text
+
+
+def test_below_the_quorum_clients_are_asked_again_then_the_run_stops_and_goes_on_later(
+    cluster: Any, rounds: Rounds, remote: Remote, expected: bytes
+) -> None:
+    cluster.script = lambda job, index, before: "oom"
+    with pytest.raises(Stopped, match=r"0 of 3 clients have answered, 3 are needed .*OOMKilled"):
+        rounds("again", *remote)
+    names = [job["metadata"]["name"] for job in cluster.created if job["kind"] == "Job"]
+    assert {name[-3:] for name in names} == {"-a0", "-a1"}
+    cluster.script = lambda job, index, before: "run"
+    assert model(rounds("again", *remote, resume=True)) == expected
+    assert not cluster.objects
+
+
+def test_a_round_ends_at_its_deadline(cluster: Any, rounds: Rounds, remote: Remote) -> None:
+    cluster.script = lambda job, index, before: "hang" if index == 0 else "run"
+    settings = ("rounds.stop=1", "kubernetes.deadline_s=20", "kubernetes.quorum=0.1", "training.fraction=1.0")
+    rounds("late", *remote, *settings)
+    found = rows(remote, "late")[0]
+    assert found.metrics["clients_trained"] >= 1
+    assert failures(found) and all("DeadlineExceeded" in failure for failure in failures(found))
+
+
+def test_more_clients_are_asked_and_the_round_ends_with_as_many_as_are_wanted(
+    cluster: Any, rounds: Rounds, remote: Remote
+) -> None:
+    first: list[tuple[str, int]] = []
+
+    def script(job: Any, index: int, before: int) -> str:
+        me = (job["metadata"]["name"], index)
+        if len(first) < 2 and me not in first:
+            first.append(me)
+        return "hang" if me in first else "run"
+
+    cluster.script = script
+    rounds("more", *remote, "rounds.stop=1", "training.fraction=0.67", "kubernetes.over_provision=1.5")
+    (row,) = rows(remote, "more")
+    assert row.metrics["clients_trained"] == 4 and len(row.clients) == 6
+    assert all("straggle" in failure for failure in failures(row))
+    assert not cluster.objects
+
+
+def test_a_killed_coordinator_finds_its_jobs_again(
+    cluster: Any, rounds: Rounds, remote: Remote, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fl_engine.backends.kubernetes import Kubernetes
+
+    class Killed(BaseException):
+        pass
+
+    def collect(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Kubernetes, "_collect", collect)
+        with pytest.raises(Killed):
+            rounds("killed", *remote)
+    before = [job["metadata"]["name"] for job in cluster.created if job["kind"] == "Job"]
+    assert before
+    assert model(rounds("killed", *remote, resume=True)) == expected
+    after = [job["metadata"]["name"] for job in cluster.created if job["kind"] == "Job"]
+    assert after[: len(before)] == before and len(set(after)) == len(after), "no Job was made twice"
+
+
+def test_another_machine_goes_on_with_what_the_store_holds(
+    cluster: Any, rounds: Rounds, remote: Remote, expected: bytes, tmp_path: Path
+) -> None:
+    rounds("moved", *remote, "rounds.stop=1")
+    (tmp_path / "runs" / "moved").rename(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="holds a run already"):
+        rounds("moved", *remote)
+    assert model(rounds("moved", *remote, resume=True)) == expected
+
+
+def test_a_device_prunes_to_its_memory_limit_and_steps_down_after_it_was_killed(
+    cluster: Any, rounds: Rounds, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from components import federate as step
+
+    monkeypatch.setattr(step, "training_peak", lambda *_: (100 * 2**20, 200 * 2**20))
+    pools = "{weak: {memory: 160Mi}, medium: {memory: 160Mi}, strong: {memory: 2Gi}}"
+    settings = ("rounds.stop=1", "training.fraction=1.0", "kubernetes.observe=cgroup", f"kubernetes.pools={pools}")
+    rounds("limits", *remote, *settings)
+    (row,) = rows(remote, "limits")
+    tiers = {}
+    for job in cluster.created:
+        if job["kind"] == "Job":
+            for pod in json.loads(job["metadata"]["annotations"]["flexfleet.io/clients"]):
+                tiers |= dict.fromkeys(pod, job["metadata"]["labels"]["flexfleet.io/tier"])
+    for line in row.clients:
+        assert line["free"] == pytest.approx(60.0 if tiers[line["client"]] != "strong" else 1948.0)
+    cluster.script = lambda job, index, before: "run" if before else "oom"
+    rounds("down", *remote, *settings)
+    (row,) = rows(remote, "down")
+    assert all(line["free"] < 60.0 for line in row.clients if tiers[line["client"]] != "strong" and "free" in line)
+    assert not any("pod" in failure for failure in failures(row))
+
+
+def test_updates_that_were_tampered_with_are_rejected_counted_and_shown(
+    cluster: Any, rounds: Rounds, remote: Remote, s3: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thief of one client's URLs and keys is one client; without the key, nothing is."""
+    from fl_engine.backends.kubernetes import Kubernetes
+
+    prefix = remote[1].partition("=")[2].removeprefix("s3://runs/")
+    receive = Ledger.receive
+    done: list[int] = []
+
+    def tampered(self: Ledger, plan: Any, client: int) -> Any:
+        if not done:
+            done.append(client)
+            key = f"{prefix}/forged/rounds/00000/updates/{client}.json"
+            manifest = json.loads(boto3.client("s3").get_object(Bucket="runs", Key=key)["Body"].read())
+            manifest["metrics"]["loss"] += 1.0
+            boto3.client("s3").put_object(Bucket="runs", Key=key, Body=json.dumps(manifest).encode())
+        return receive(self, plan, client)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ledger, "receive", tampered)
+        rounds("forged", *remote, "rounds.stop=1")
+    (row,) = rows(remote, "forged")
+    assert row.metrics["rejected/signature"] == 1.0 and row.metrics["clients_trained"] == 2
+    assert failures(row) == ["validate: signature: not signed with the key that came with the order"]
+    assert "failed to validate: signature" in caplog.text
+    assert Kubernetes.durable
+
+
+def test_a_store_that_pods_cannot_reach_and_a_cluster_that_is_not_there_are_said(
+    cluster: Any, rounds: Rounds, remote: Remote, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"set run\.remote=s3://bucket/prefix"):
+        rounds("folder", "run.backend=kubernetes")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(EnvironmentFailure, match="no cluster"):
+        rounds("nowhere", *remote)
+
+
+def test_what_the_role_forbids_names_the_role(cluster: Any, rounds: Rounds, remote: Remote) -> None:
+    cluster.faults[:] = [403]
+    with pytest.raises(EnvironmentFailure, match=r"403 injected\. The service account needs .*role\.yaml"):
+        rounds("denied", *remote)
+
+
+def test_clients_of_one_device_each_run_where_their_data_is(cluster: Any, rounds: Rounds, remote: Remote) -> None:
+    rounds("bound", *remote, "rounds.stop=1", "kubernetes.placement=device", "kubernetes.hostname=pi-{client}")
+    found = [job for job in cluster.created if job["kind"] == "Job"]
+    assert len(found) == 3
+    for job in found:
+        ((client,),) = json.loads(job["metadata"]["annotations"]["flexfleet.io/clients"])
+        assert job["spec"]["template"]["spec"]["nodeSelector"] == {"kubernetes.io/hostname": f"pi-{client}"}
+    time.sleep(0)
