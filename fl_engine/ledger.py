@@ -27,17 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from fl_engine.errors import IntegrityError, brief
 from fl_engine.store import Store, canonical, decode, encode, sha256
 from fl_engine.types import ClientFailure, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
-from fl_engine.updates import (
-    MANIFEST_BYTES,
-    KeyOf,
-    Manifest,
-    Rejected,
-    Rules,
-    manifest_of,
-    order_sum,
-    signed,
-    update_of,
-)
+from fl_engine.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, order_sum, signed, update_of
 
 log = logging.getLogger("flexfleet")
 
@@ -288,7 +278,7 @@ class Ledger:
                     "metrics": {name: float(value) for name, value in outcome.metrics.items()},
                 }
             )
-        manifest = signed(manifest, self.key and self.key(order))
+        manifest = signed(manifest, None if self.key is None else self.key(order))
         self.store.put(f"{base}.json", manifest.model_dump_json().encode())
 
     def answered(self, round: int) -> set[int]:
@@ -326,9 +316,8 @@ class Ledger:
 
     def _read(self, plan: RoundPlan, client: int) -> Outcome:
         order, base = _order_of(plan, client), f"{_folder(plan.round)}updates/{client}"
-        manifest = manifest_of(
-            self.store.get(f"{base}.json", MANIFEST_BYTES), order, self.key and self.key(order)
-        )
+        key = None if self.key is None else self.key(order)
+        manifest = manifest_of(lambda limit: self.store.get(f"{base}.json", limit), order, key)
         return update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
 
     def close(self, plan: RoundPlan, accepted: Sequence[int]) -> None:

@@ -27,8 +27,12 @@ T = TypeVar("T")
 
 PART = 64 * 2**20
 """Larger values go up in parts of so many bytes."""
+ATTEMPTS = 6
+"""So often a request is made that the server does not answer, or answers with 429 or 5xx."""
 READS = 4
 """A body that breaks off is asked for so many times."""
+PAGE = 1000
+"""Keys of one listing or deletion."""
 MISSING = ("NoSuchKey", "404", "NotFound")
 
 
@@ -99,15 +103,17 @@ class S3Store:
         with self._explained(prefix):
             found = [
                 item["Key"].removeprefix(self._prefix)
-                for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix)
+                for page in pages.paginate(
+                    Bucket=self._bucket, Prefix=self._prefix + prefix, PaginationConfig={"PageSize": PAGE}
+                )
                 for item in page.get("Contents", ())
             ]
         return sorted(found)
 
     def delete(self, *keys: str) -> None:
         with self._explained(keys[0] if keys else ""):
-            for start in range(0, len(keys), 1000):
-                objects = [{"Key": self._prefix + key} for key in keys[start : start + 1000]]
+            for start in range(0, len(keys), PAGE):
+                objects = [{"Key": self._prefix + key} for key in keys[start : start + PAGE]]
                 answer = self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
                 for error in answer.get("Errors", ()):
                     raise EnvironmentFailure(f"{self.uri()}: {error['Key']} cannot be deleted: {error['Code']}")
@@ -202,13 +208,13 @@ class UrlStore:
 
 
 def _connect(endpoint: str | None) -> Any:
-    import boto3
+    import boto3.session
     from botocore.config import Config
 
     named = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     config = Config(
         signature_version="s3v4",
-        retries={"mode": "standard", "total_max_attempts": 8},
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
         connect_timeout=10,
         read_timeout=120,
         s3={"addressing_style": "path"} if named else {},
@@ -217,7 +223,7 @@ def _connect(endpoint: str | None) -> Any:
         response_checksum_validation="when_required",
     )
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-    return boto3.client("s3", endpoint_url=named, region_name=region, config=config)
+    return boto3.session.Session().client("s3", endpoint_url=named, region_name=region, config=config)
 
 
 def _again(read: Callable[[], T]) -> T:

@@ -4,7 +4,7 @@ An update is `<client>.safetensors`, and a manifest that vouches for it; neither
 tensor reaches the mean. What fails is `Rejected` with one of the codes below: a client's failure at the stage
 `validate`, never an exception of the coordinator's.
 
-    size        more bytes than the sub-model can have
+    file        missing, or of more bytes than the sub-model can have
     schema      not a manifest, or not safetensors
     order       for another round, client or order than the one given
     signature   not signed with the key that came with the order
@@ -36,7 +36,7 @@ from fl_engine.store import canonical, decode, sha256
 from fl_engine.types import ClientFailure, ClientUpdate, Outcome, ParamLayout, Params, SubmodelSpec, WorkOrder
 
 Code = Literal[
-    "size", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "finite", "examples",
+    "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "finite", "examples",
     "metrics", "norm",
 ]  # fmt: skip
 
@@ -103,11 +103,17 @@ def _signature(manifest: Manifest, key: bytes) -> str:
     return hmac.new(key, canonical(manifest.model_dump(exclude={"signature"})), "sha256").hexdigest()
 
 
-def manifest_of(value: bytes, order: WorkOrder, key: bytes | None) -> Manifest:
+Read = Callable[[int | None], bytes]
+"""Reads a file of at most so many bytes, or raises IntegrityError."""
+
+
+def manifest_of(file: Read, order: WorkOrder, key: bytes | None) -> Manifest:
     """A manifest that answers this order. Raises Rejected."""
     try:
-        manifest = Manifest.model_validate_json(value)
+        manifest = Manifest.model_validate_json(file(MANIFEST_BYTES))
         said = canonical(manifest.model_dump(exclude={"signature"}))
+    except IntegrityError as error:
+        raise Rejected("file", str(error)) from error
     except ValidationError as error:
         raise Rejected("schema", f"not a manifest: {brief(error)}") from error
     except ValueError as error:  # a number that JSON has no word for
@@ -120,10 +126,6 @@ def manifest_of(value: bytes, order: WorkOrder, key: bytes | None) -> Manifest:
         if not hmac.compare_digest(expected.encode(), (manifest.signature or "").encode()):
             raise Rejected("signature", "not signed with the key that came with the order")
     return manifest
-
-
-Read = Callable[[int | None], bytes]
-"""Reads a file of at most so many bytes, or raises IntegrityError."""
 
 
 def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules | None) -> Outcome:
@@ -140,7 +142,7 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
     try:
         value = payload(limit)
     except IntegrityError as error:
-        raise Rejected("size", str(error)) from error
+        raise Rejected("file", str(error)) from error
     if sha256(value) != manifest.sha256:
         raise Rejected("checksum", f"the sha256 is not {manifest.sha256}")
     try:

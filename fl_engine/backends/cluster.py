@@ -23,6 +23,7 @@ log = logging.getLogger("flexfleet")
 Resource = dict[str, Any]
 
 TRIES = 8
+FIRST_WAIT_S = 0.5
 PATHS = {
     "configmaps": "/api/v1/namespaces/{namespace}/configmaps",
     "jobs": "/apis/batch/v1/namespaces/{namespace}/jobs",
@@ -35,9 +36,8 @@ class Cluster:
     """One namespace of a cluster, as plain JSON. Raises EnvironmentFailure for what is refused (which right is missing)
     or cannot be reached."""
 
-    def __init__(self, namespace: str, first_wait_s: float = 0.5) -> None:
+    def __init__(self, namespace: str) -> None:
         self.namespace = namespace
-        self._first_wait_s = first_wait_s
         self._made: Any = None
 
     @property
@@ -111,7 +111,7 @@ class Cluster:
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
                 said = str(error)
             if attempt + 1 < TRIES:
-                wait = self._first_wait_s * 2**attempt * (1 + random.random() / 4)
+                wait = FIRST_WAIT_S * 2**attempt * (1 + random.random() / 4)
                 log.warning("the Kubernetes API: %s (%s %s); asking again in %.1f s", said, method, path, wait)
                 time.sleep(wait)
         raise EnvironmentFailure(f"the Kubernetes API does not answer: {said} ({method} {path})")
@@ -125,7 +125,8 @@ def _connect() -> Any:
         if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
             kubernetes.config.load_incluster_config(config)
         else:
-            kubernetes.config.load_kube_config(client_configuration=config)
+            # The package looks at KUBECONFIG when it is imported; what counts is what it says now.
+            kubernetes.config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=config)
     except kubernetes.config.ConfigException as error:
         raise EnvironmentFailure(
             f"no cluster: {error}. run.backend=kubernetes takes the cluster that it runs in, else KUBECONFIG's"

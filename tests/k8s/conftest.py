@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import boto3
+import boto3.session
 import pytest
 from moto.server import ThreadedMotoServer
 
@@ -64,7 +64,7 @@ def s3() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in given.items():
             patch.setenv(name, value)
-        boto3.client("s3").create_bucket(Bucket="runs")
+        boto3.session.Session().client("s3").create_bucket(Bucket="runs")
         yield given["AWS_ENDPOINT_URL"]
     server.stop()
 

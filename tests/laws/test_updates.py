@@ -1,0 +1,248 @@
+"""What clients send is not trusted: each lie has its code, and no bytes at all crash the reader or reach the model."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine.algorithms import FlexFL
+from fl_engine.client import execute
+from fl_engine.errors import IntegrityError
+from fl_engine.ledger import Ledger
+from fl_engine.store import FolderStore, canonical, encode, sha256
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
+from fl_engine.types import ClientFailure, ClientUpdate, Params, RoundPlan
+from fl_engine.updates import Manifest, Rules, key_of, movement, order_sum, signed, too_far
+
+SECRET = b"a run's own"
+ALGORITHM = FlexFL(training=TRAINING)
+SITE = tiny_site(ALGORITHM)
+STATE = start_of(ALGORITHM, SITE)
+PLAN = ALGORITHM.plan(STATE, 0, SEED)
+ORDER = PLAN.orders[0]
+KEY = key_of(SECRET)(ORDER)
+HONEST = execute(ALGORITHM, ORDER, SITE)
+assert isinstance(HONEST, ClientUpdate)
+BASE = f"rounds/00000/updates/{ORDER.client}"
+FILES: dict[str, bytes] = {}
+
+
+class Memory(FolderStore):
+    """In a dict, for speed."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__("memory")
+        self.files = files
+
+    def put(self, key: str, value: bytes) -> None:
+        self.files[key] = value
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        if key not in self.files:
+            raise IntegrityError(f"{key} is missing")
+        if limit is not None and len(self.files[key]) > limit:
+            raise IntegrityError(f"{key} holds {len(self.files[key])} bytes, at most {limit} were expected")
+        return self.files[key]
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted(k for k in self.files if k.startswith(prefix))
+
+
+def ledger_of(files: dict[str, bytes]) -> Ledger:
+    held = [len(indices) for indices in SITE.partition.clients]
+    return Ledger(Memory(files), rules=Rules(SITE.layout, held.__getitem__), key=key_of(SECRET))
+
+
+def honest_files() -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    ledger_of(files).put_outcome(PLAN, HONEST)
+    return files
+
+
+FILES = honest_files()
+
+
+def lying(key: bytes | None = KEY, payload: bytes | None = None, **changes: Any) -> dict[str, bytes]:
+    """Files of a client that signs whatever it likes."""
+    manifest = Manifest.model_validate_json(FILES[f"{BASE}.json"])
+    value = FILES[f"{BASE}.safetensors"] if payload is None else payload
+    manifest = manifest.model_copy(update={"sha256": sha256(value), "signature": None, **changes})
+    return {f"{BASE}.json": signed(manifest, key).model_dump_json().encode(), f"{BASE}.safetensors": value}
+
+
+def tensors(**changes: Callable[[Params], Params]) -> bytes:
+    (change,) = changes.values()
+    assert isinstance(HONEST, ClientUpdate)
+    return encode(change({name: t.clone() for name, t in HONEST.payload.items()}))
+
+
+def first(params: Params, to: Callable[[torch.Tensor], torch.Tensor]) -> Params:
+    name = next(iter(params))
+    return {**params, name: to(params[name])}
+
+
+def poisoned(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(t: torch.Tensor) -> torch.Tensor:
+        t.view(-1)[0] = value
+        return t
+
+    return change
+
+
+def test_an_honest_update_is_taken_as_it_is() -> None:
+    assert_same_outcomes([ledger_of(FILES).receive(PLAN, ORDER.client)], [HONEST])
+    assert ledger_of(FILES).finished(PLAN) == ledger_of(FILES).answered(0) == {ORDER.client}
+
+
+OTHER_SPEC = {"keep": {next(iter(SITE.layout.groups)): 10**6}, "blocks": None}
+LIES: dict[str, tuple[str, dict[str, bytes]]] = {
+    "unsigned": ("signature", lying(key=None)),
+    "another client's key": ("signature", lying(key=key_of(SECRET)(PLAN.orders[1]))),
+    "another run's key": ("signature", lying(key=key_of(b"another")(ORDER))),
+    "another round": ("order", lying(round=1)),
+    "another client": ("order", lying(client=ORDER.client + 1)),
+    "a replayed order": ("order", lying(order=order_sum(replace(ORDER, seed=ORDER.seed + 1)))),
+    "another file": ("checksum", lying() | {f"{BASE}.safetensors": tensors(a=lambda p: first(p, poisoned(9.0)))}),
+    "a pickle": ("schema", lying(payload=b"\x80\x04K\x01.")),
+    "a large file": ("file", lying(payload=b"x" * 10**6)),
+    "no file": ("file", {f"{BASE}.json": FILES[f"{BASE}.json"]}),
+    "no manifest": ("schema", {f"{BASE}.json": b"[]"}),
+    "a large manifest": ("file", {f"{BASE}.json": b" " * 2**21}),
+    "an unknown field": ("schema", {f"{BASE}.json": b'{"run": "rm"}'}),
+    "nan": ("finite", lying(payload=tensors(a=lambda p: first(p, poisoned(float("nan")))))),
+    "infinity": ("finite", lying(payload=tensors(a=lambda p: first(p, poisoned(float("inf")))))),
+    "half precision": ("dtype", lying(payload=tensors(a=lambda p: first(p, torch.Tensor.half)))),
+    "integers": ("dtype", lying(payload=tensors(a=lambda p: first(p, torch.Tensor.int)))),
+    "a row too few": ("shape", lying(payload=tensors(a=lambda p: first(p, lambda t: t[1:])))),
+    "a tensor too many": ("names", lying(payload=tensors(a=lambda p: {**p, "more": torch.zeros(1)}))),
+    "channels that are not there": ("spec", lying(spec=OTHER_SPEC)),
+    "no sub-model": ("spec", lying(spec={"keep": 7})),
+    "odd indices": ("spec", lying(spec={"keep": {next(iter(SITE.layout.groups)): [3, 1]}, "blocks": None})),
+    "more samples": ("examples", lying(num_examples=10**9)),
+    "fewer samples": ("examples", lying(num_examples=0)),
+    "no loss": ("metrics", lying(metrics={})),
+    "a negative count": ("metrics", lying(metrics={"loss": 1.0, "steps": -1.0})),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_each_lie_has_its_code(lie: str) -> None:
+    code, files = LIES[lie]
+    found = ledger_of(files).receive(PLAN, ORDER.client)
+    assert isinstance(found, ClientFailure)
+    assert (found.stage, found.reason.partition(":")[0]) == ("validate", code)
+    assert ledger_of(files).finished(PLAN) == set()
+    with pytest.raises(IntegrityError, match="--discard-damaged"):
+        ledger_of(files).outcome(PLAN, ORDER.client)
+
+
+def test_a_larger_sub_model_than_was_sent_is_rejected() -> None:
+    small = min(PLAN.orders, key=lambda o: sum(t.numel() for t in o.payload.values()))
+    held = len(SITE.partition.clients[small.client])
+    update = ClientUpdate(0, small.client, SITE.pool[-1].spec, STATE.params, held, {"loss": 1.0})
+    assert small.spec != update.spec
+    ledger = ledger_of({})
+    ledger.put_outcome(RoundPlan(0, (small,)), update)
+    found = ledger.receive(RoundPlan(0, (small,)), small.client)
+    assert isinstance(found, ClientFailure) and found.reason.startswith("spec:")
+
+
+# -------------------------------------------------------------------------------------------------- any bytes
+def unharmed(files: dict[str, bytes]) -> None:
+    """Whatever the files hold: the honest update, or a failure with a known code; never an exception."""
+    found = ledger_of(files).receive(PLAN, ORDER.client)
+    if isinstance(found, ClientFailure):
+        assert found.stage == "validate"
+    else:
+        assert_same_outcomes([found], [HONEST])
+
+
+def mutated(value: bytes, edits: list[tuple[float, int, int]]) -> bytes:
+    """Flips, cuts, repeats and overwrites at places between 0 and 1."""
+    out = bytearray(value)
+    for where, kind, byte in edits:
+        i = int(where * max(0, len(out) - 1))
+        if kind == 0 and out:
+            out[i] ^= byte or 1
+        elif kind == 1:
+            del out[i : i + byte]
+        elif kind == 2:
+            out[i:i] = out[: byte + 1]
+        else:
+            out[i : i + 8] = struct.pack("<Q", byte << 40)
+    return bytes(out)
+
+
+EDITS = st.lists(
+    st.tuples(st.floats(0, 1), st.integers(0, 3), st.integers(0, 255)), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(manifest=EDITS)
+def test_mutated_manifests(manifest: list[tuple[float, int, int]]) -> None:
+    unharmed(FILES | {f"{BASE}.json": mutated(FILES[f"{BASE}.json"], manifest)})
+
+
+@settings(max_examples=1500, deadline=None)
+@given(edits=EDITS, in_header=st.booleans())
+def test_mutated_files_whose_liar_signs_them(edits: list[tuple[float, int, int]], in_header: bool) -> None:
+    """Here nothing but the reader stands between the bytes and the coordinator."""
+    value = FILES[f"{BASE}.safetensors"]
+    (size,) = struct.unpack("<Q", value[:8])
+    cut = 8 + size if in_header else len(value)
+    payload = mutated(value[:cut], edits) + value[cut:]
+    files = lying(payload=payload)
+    found = ledger_of(files).receive(PLAN, ORDER.client)
+    if isinstance(found, ClientUpdate):  # other numbers, but of the right shape and kind
+        assert isinstance(HONEST, ClientUpdate)
+        assert {k: (t.dtype, t.shape) for k, t in found.payload.items()}.items() <= {
+            k: (t.dtype, t.shape) for k, t in HONEST.payload.items()
+        }.items()
+        assert all(bool(torch.isfinite(t).all()) for t in found.payload.values())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=800, deadline=None)
+@given(field=st.sampled_from(sorted(Manifest.model_fields)), value=JSON)
+def test_any_json_in_any_field(field: str, value: Any) -> None:
+    manifest = json.loads(FILES[f"{BASE}.json"]) | {field: value}
+    try:
+        said = {k: v for k, v in manifest.items() if k != "signature"}
+        import hmac
+
+        manifest["signature"] = hmac.new(KEY, canonical(said), "sha256").hexdigest() if field != "signature" else value
+    except ValueError:
+        pass
+    files = FILES | {f"{BASE}.json": json.dumps(manifest).encode()}
+    found = ledger_of(files).receive(PLAN, ORDER.client)
+    assert isinstance(found, ClientUpdate | ClientFailure)
+
+
+# ----------------------------------------------------------------------------------------------------- norms
+def test_how_far_an_update_moved_and_who_moved_too_far() -> None:
+    assert isinstance(HONEST, ClientUpdate)
+    assert movement(HONEST, ORDER, SITE.layout) > 0
+    still = replace(HONEST, payload={n: ORDER.payload[n].clone() for n in HONEST.payload}, spec=ORDER.spec)
+    if HONEST.spec == ORDER.spec:
+        assert movement(still, ORDER, SITE.layout) == 0.0
+        by_two = replace(still, payload={n: t + 2.0 for n, t in still.payload.items()})
+        assert movement(by_two, ORDER, SITE.layout) == pytest.approx(2.0)
+    assert too_far({}, 10.0) == {}
+    assert too_far({1: 1.0, 2: 1.1, 3: 0.9, 4: 10.5}, 10.0) == {}
+    found = too_far({1: 1.0, 2: 1.1, 3: 0.9, 4: 11.0}, 10.0)
+    assert list(found) == [4] and found[4].startswith("norm: ")

@@ -1,0 +1,232 @@
+"""The store on S3, against moto and, where it is installed, a real server (Ceph's radosgw)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import boto3.session
+import pytest
+from moto.server import ThreadedMotoServer
+
+from components.federate import federate
+from components.model_pool import model_pool
+from components.partition import partition
+from components.pretrain import pretrain
+from fl_engine import s3
+from fl_engine.config import load_config
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.s3 import S3Store, UrlStore
+
+SCRIPT = Path(__file__).with_name("radosgw")
+BUCKET = "runs"
+
+
+@pytest.fixture(scope="module", params=["moto", "radosgw"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its kind; the environment points to it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "moto":
+            moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+            moto.start()
+            host, port = moto.get_host_and_port()
+            given = {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}
+            given |= {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+            stop = moto.stop
+        else:
+            if shutil.which("radosgw") is None:
+                pytest.skip("radosgw is not installed (tests/s3/radosgw says how)")
+            folder = tmp_path_factory.mktemp("rgw")
+            port = 7000 + os.getpid() % 400 * 2
+            told = subprocess.run([SCRIPT, "start", folder, str(port)], capture_output=True, text=True, check=True)
+            given = dict(pair.split("=", 1) for pair in told.stdout.removeprefix("export ").split())
+
+            def stop() -> None:
+                subprocess.run([SCRIPT, "stop", folder], check=True)
+
+        for name, value in given.items():
+            patch.setenv(name, value)
+        try:
+            boto3.session.Session(region_name="us-east-1").client("s3").create_bucket(Bucket=BUCKET)
+            yield str(request.param)
+        finally:
+            stop()
+
+
+@pytest.fixture
+def store(server: str, request: pytest.FixtureRequest) -> S3Store:
+    return S3Store(f"s3://{BUCKET}/{request.node.name.replace('[', '-').rstrip(']')}")
+
+
+def test_values_come_back_and_keys_are_listed_under_their_prefix(store: S3Store) -> None:
+    for key in ("b/2", "a/1", "a/10", "empty"):
+        store.put(key, key.encode() if key != "empty" else b"")
+    assert store.get("a/1") == b"a/1" and store.get("empty") == b""
+    assert store.list("") == ["a/1", "a/10", "b/2", "empty"]
+    assert store.list("a/1") == ["a/1", "a/10"] and store.list("c") == []
+    store.put("a/1", b"new")
+    assert store.get("a/1") == b"new"
+    store.delete("a/1", "nothing")
+    store.delete()
+    assert store.list("a/") == ["a/10"]
+    assert store.uri("a/10").endswith("/a/10") and store.uri().startswith("s3://runs/")
+
+
+def test_more_keys_than_a_page_holds(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "PAGE", 10)
+    keys = [f"k/{i:04d}" for i in range(25)]
+    for key in keys:
+        store.put(key, b"")
+    assert store.list("k/") == keys
+    store.delete(*keys)
+    assert store.list("") == []
+
+
+def test_what_is_missing_or_too_large_is_said(store: S3Store) -> None:
+    with pytest.raises(IntegrityError, match=r"/none is missing from the run store"):
+        store.get("none")
+    store.put("key", b"12345")
+    assert store.get("key", 5) == b"12345"
+    with pytest.raises(IntegrityError, match="holds 5 bytes, at most 4"):
+        store.get("key", 4)
+    with pytest.raises(EnvironmentFailure, match=r"NoSuchBucket.*run\.remote"):
+        S3Store("s3://nobodys-bucket/x").put("key", b"")
+    with pytest.raises(ConfigError, match="s3://bucket/prefix"):
+        S3Store("s3://")
+
+
+def test_a_large_value_goes_up_in_parts_and_appears_whole_or_never(
+    store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "PART", 5 * 2**20)
+    value = os.urandom(11 * 2**20)
+    store.put("large", value)
+    assert store.get("large") == value
+    sent: list[int] = []
+    upload = store._client.upload_part
+
+    def breaks(**given: object) -> object:
+        if sent:
+            raise KeyboardInterrupt
+        sent.append(1)
+        return upload(**given)
+
+    monkeypatch.setattr(store._client, "upload_part", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        store.put("larger", value)
+    assert store.list("larger") == []
+    client = boto3.session.Session(region_name="us-east-1").client("s3")
+    left = client.create_multipart_upload(Bucket=BUCKET, Key=store.uri("rounds/x").split("/", 3)[3])
+    store.sweep("rounds/")
+    with pytest.raises(client.exceptions.ClientError, match=r"NoSuch(Upload|Key)"):
+        client.list_parts(Bucket=BUCKET, Key=left["Key"], UploadId=left["UploadId"])
+
+
+def test_damage_is_seen_when_it_is_read(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3.time, "sleep", lambda _: None)
+    store.put("key", b"good")
+    client, key = boto3.session.Session(region_name="us-east-1").client("s3"), store.uri("key").split("/", 3)[3]
+    known = client.head_object(Bucket=BUCKET, Key=key)["Metadata"]
+    client.put_object(Bucket=BUCKET, Key=key, Body=b"evil", Metadata=known)
+    with pytest.raises(IntegrityError, match="is damaged"):
+        store.get("key")
+
+
+def test_a_client_without_keys_reads_and_writes_what_it_was_given(store: S3Store) -> None:
+    store.put("order", b"do it")
+    urls = UrlStore({"order": store.presign("order", "get", 60)}, {"update": store.presign("update", "put", 60)})
+    assert urls.get("order") == b"do it"
+    urls.put("update", b"done")
+    assert store.get("update") == b"done" and urls.list("") == ["order"]
+    with pytest.raises(IntegrityError, match="no URL was given to GET update"):
+        urls.get("update")
+    with pytest.raises(IntegrityError, match="no URL was given to PUT order"):
+        urls.put("order", b"")
+
+
+def test_what_a_server_refuses_is_explained(server: str, store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    if server == "moto":
+        pytest.skip("moto takes any secret and any signature")
+    store.put("key", b"x")
+    old = UrlStore({"key": store.presign("key", "get", 1)}, {})
+    monkeypatch.setattr(s3, "READS", 1)
+    time.sleep(2.1)
+    with pytest.raises(IntegrityError, match="HTTP 403"):
+        old.get("key")
+    url = store.presign("key", "get", 60)
+    forged = UrlStore({"key": url[:-4] + "0000"}, {"key": url})
+    with pytest.raises(IntegrityError, match="HTTP 403"):
+        forged.get("key")
+    with pytest.raises(IntegrityError, match="HTTP 403"):
+        forged.put("key", b"a URL to read does not write")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(EnvironmentFailure, match=r"SignatureDoesNotMatch.*check AWS_SECRET_ACCESS_KEY"):
+        S3Store(store.uri()).get("key")
+
+
+class _Broken(BaseHTTPRequestHandler):
+    """Answers by the plan: a status, or `cut` for a body that breaks off."""
+
+    plan: list[object] = []  # noqa: RUF012 - set by the test
+
+    def do_GET(self) -> None:
+        step = self.plan.pop(0) if self.plan else 200
+        self.send_response(200 if step == "cut" else int(str(step)))
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+        self.wfile.write(b"wh" if step == "cut" else b"whole")
+        self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(s3.time, "sleep", lambda _: None)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Broken)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name, value in {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}.items():
+        monkeypatch.setenv(name, value)
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_answers_that_break_off_and_busy_servers_are_asked_again(broken: str) -> None:
+    _Broken.plan = ["cut", 503, "cut"]
+    assert S3Store("s3://runs/x", broken).get("key") == b"whole"
+    _Broken.plan = ["cut", 500, 429]
+    assert UrlStore({"key": f"{broken}/key?secret=1"}, {}).get("key") == b"whole"
+    assert not _Broken.plan
+
+
+def test_a_server_that_is_not_there_is_said_without_its_secrets(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "ATTEMPTS", 2)
+    with pytest.raises(EnvironmentFailure, match=r"cannot be reached.*AWS_ENDPOINT_URL"):
+        S3Store("s3://runs/x", "http://127.0.0.1:9").get("key")
+    with pytest.raises(EnvironmentFailure) as error:
+        UrlStore({"key": "http://127.0.0.1:9/key?X-Amz-Signature=secret"}, {}).get("key")
+    assert "secret" not in str(error.value)
+
+
+def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
+    server: str, tmp_path: Path, quick: tuple[str, ...]
+) -> None:
+    config = load_config(None, quick)
+    partition(config, tmp_path / "partition")
+    pretrain(config, tmp_path / "partition", tmp_path / "pretrain")
+    model_pool(config, tmp_path / "pretrain", tmp_path / "pool")
+    models = []
+    for name, more in (("folder", ()), ("bucket", (f"run.remote=s3://{BUCKET}/{server}", "rounds.keep_updates=true"))):
+        out = tmp_path / name
+        federate(load_config(None, (*quick, *more)), tmp_path / "partition", tmp_path / "pool", out, run_id=name)
+        models.append((out / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
+    kept = S3Store(f"s3://{BUCKET}/{server}/bucket").list("rounds/")
+    assert "rounds/00002/COMMITTED" in kept and not any("updates" in key or "orders" in key for key in kept)
