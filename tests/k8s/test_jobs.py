@@ -1,0 +1,161 @@
+"""Generated Jobs: valid by the published schemas whatever the configuration, and what a restarted coordinator reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine import devices
+from fl_engine.backends import jobs
+from fl_engine.config import KubernetesConfig, NodePool
+from fl_engine.errors import ConfigError
+from fl_engine.types import SubmodelSpec, WorkOrder
+
+BASE = Path(__file__).parents[2] / "k8s" / "base"
+VERSIONS = ("1.33", "1.37")
+FLEET = devices.fleet("4:3:3", 40, 0)
+OWNER = {"apiVersion": "v1", "kind": "ConfigMap", "name": "run", "uid": "0"}
+
+
+def orders(clients: list[int]) -> list[WorkOrder]:
+    return [WorkOrder(3, client, SubmodelSpec(), {}, 0) for client in clients]
+
+
+def made(options: KubernetesConfig, clients: list[int], run_id: str = "My Run_1") -> list[dict[str, Any]]:
+    run = jobs.run_label(run_id, "s3://runs/x")
+    found = jobs.groups(orders(clients), FLEET, options)
+    return [jobs.job(jobs.template(None), options, run, 3, group, 0, OWNER, "/data") for group in found]
+
+
+@pytest.mark.parametrize("path", sorted(BASE.glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_manifest_is_valid(path: Path, version: str) -> None:
+    for document in yaml.safe_load_all(path.read_text()):
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+POOLS = st.builds(
+    NodePool,
+    memory=st.sampled_from(["512Mi", "2Gi"]),
+    arch=st.sampled_from([None, "arm64", "amd64"]),
+    device_type=st.sampled_from([None, "rpi4", "jetson-nano"]),
+    selector=st.dictionaries(st.sampled_from(["zone", "disk"]), st.sampled_from(["a", "b"])),
+    taint=st.sampled_from([None, "flexfleet.io/edge"]),
+    runtime_class=st.sampled_from([None, "nvidia"]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    clients=st.sets(st.integers(0, 39), min_size=1),
+    pools=st.dictionaries(st.sampled_from(["weak", "medium", "strong"]), POOLS),
+    packed=st.integers(1, 5),
+    placement=st.sampled_from(["pool", "device"]),
+    data=st.sampled_from([None, "pvc:images", "host:/mnt/images"]),
+    run_id=st.text(max_size=40),
+)
+def test_every_job_is_valid_and_names_each_client_once(
+    clients: set[int], pools: dict[str, NodePool], packed: int, placement: Any, data: str | None, run_id: str
+) -> None:
+    options = KubernetesConfig(pools=pools, clients_per_pod=packed, placement=placement, data=data)
+    found = made(options, sorted(clients), run_id)
+    named = [client for job in found for pod in jobs.pods_of(job) for client in pod]
+    assert sorted(named) == sorted(clients)
+    names = [job["metadata"]["name"] for job in found]
+    assert len(set(names)) == len(names)
+    for job in found:
+        assert len(job["metadata"]["name"]) <= 57, "a pod's name adds an index and five characters"
+        tiers = {FLEET[client].tier for pod in jobs.pods_of(job) for client in pod}
+        assert tiers == {job["metadata"]["labels"]["flexfleet.io/tier"]}
+        assert job["spec"]["completions"] == len(jobs.pods_of(job)) and jobs.attempt_of(job) == 0
+        kubernetes_validate.validate(job, "1.33", strict=True)
+        secret = jobs.secret(job, dict.fromkeys(range(job["spec"]["completions"]), "{}"))
+        kubernetes_validate.validate(secret, "1.33", strict=True)
+        _restricted(job["spec"]["template"]["spec"], host=data is not None and data.startswith("host:"))
+
+
+def _restricted(pod: dict[str, Any], host: bool) -> None:
+    """What Pod Security `restricted` asks for (a folder of the node, which only tests mount, is not allowed there)."""
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+    assert not pod.get("hostNetwork") and not pod.get("hostPID")
+    assert host == any("hostPath" in volume for volume in pod["volumes"])
+
+
+def test_where_a_tiers_pods_may_run() -> None:
+    pool = NodePool(arch="arm64", device_type="rpi4", selector={"room": "7"}, taint="flexfleet.io/edge", memory="700Mi")
+    options = KubernetesConfig(pools={"weak": pool}, image="registry/flexfleet:1")
+    found = {job["metadata"]["labels"]["flexfleet.io/tier"]: job for job in made(options, list(range(20)))}
+    pod = found["weak"]["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == {
+        "kubernetes.io/arch": "arm64", "flexfleet.io/device-type": "rpi4", "room": "7",
+    }  # fmt: skip
+    assert pod["tolerations"] == [{"key": "flexfleet.io/edge", "operator": "Exists", "effect": "NoSchedule"}]
+    assert pod["containers"][0]["resources"]["limits"] == {"memory": "700Mi"}
+    assert "nodeSelector" not in found["strong"]["spec"]["template"]["spec"]
+    assert {job["spec"]["template"]["spec"]["containers"][0]["image"] for job in found.values()} == {options.image}
+
+
+def test_a_tier_that_fills_a_secret_is_split() -> None:
+    fleet = [replace(FLEET[0], client=client) for client in range(450)]
+    found = jobs.groups(orders(list(range(450))), fleet, KubernetesConfig())
+    assert [len(group.pods) for group in found] == [200, 200, 50]
+    assert len({jobs.job_name("run", 0, group, 0) for group in found}) == 3
+
+
+@pytest.mark.parametrize(("said", "expected"), [("", set()), ("1", {1}), ("1,3-5,7", {1, 3, 4, 5, 7}), ("0-1", {0, 1})])
+def test_failed_indexes(said: str, expected: set[int]) -> None:
+    assert jobs.failed_indexes({"status": {"failedIndexes": said}}) == expected
+    assert jobs.failed_indexes({}) == jobs.failed_indexes({"status": None}) == set()
+
+
+def test_runs_of_one_name_in_two_stores_are_told_apart() -> None:
+    one, two = (jobs.run_label("nightly", store) for store in ("s3://a", "s3://b"))
+    assert one != two and one.startswith("nightly-") and len(jobs.run_label("x" * 80, "s3://a")) <= 24
+
+
+def test_a_template_that_is_none_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        jobs.template(str(tmp_path / "none.yaml"))
+    path = tmp_path / "job.yaml"
+    empty = json.dumps({"kind": "Job", "spec": {"template": {"spec": {"containers": []}}}})
+    for text in ("[]", "kind: Job", "{", empty):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"job\.yaml"):
+            jobs.template(str(path))
+    with pytest.raises(ConfigError, match=r"pvc:<claim> or host:/folder"):
+        made(KubernetesConfig(data="nfs:x"), [0])
+
+
+def test_what_a_pod_waits_for_and_why_it_failed() -> None:
+    def state(**status: Any) -> str:
+        pod = {"metadata": {"annotations": {"batch.kubernetes.io/job-completion-index": "4"}}, "status": status}
+        found = jobs.pod_state(pod)
+        assert found.index == 4
+        return found.reason
+
+    def container(**state: Any) -> list[dict[str, Any]]:
+        return [{"state": state}]
+
+    assert state(phase="Pending") == ""
+    assert state(containerStatuses=container(waiting={"reason": "ContainerCreating"})) == ""
+    assert state(containerStatuses=container(waiting={"reason": "ErrImagePull", "message": "no"})) == "ErrImagePull: no"
+    assert state(containerStatuses=container(terminated={"exitCode": 137, "reason": "OOMKilled"})) == (
+        "OOMKilled (exit code 137)"
+    )
+    failed = {"exitCode": 1, "reason": "Error", "message": "Traceback\nValueError: x\n"}
+    assert state(containerStatuses=container(terminated=failed)) == "Error (exit code 1): ValueError: x"
+    assert state(reason="Evicted", message="low on memory") == "Evicted: low on memory"
