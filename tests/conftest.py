@@ -55,6 +55,14 @@ QUICK = (
 """FlexFL on digits in well under a second of training."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tests/cluster")
+    group.addoption("--image", default="python:3.11-slim", help="image that clients run in")
+    group.addoption("--client-python", metavar="hostpath:DIR", help="folder of the nodes with src/ and venv/")
+    group.addoption("--pods-endpoint", metavar="URL", help="what pods call the S3 server")
+    group.addoption("--fake-edge", metavar="NODE", help="a node that is labelled and tainted for a test")
+
+
 @pytest.fixture(autouse=True)
 def _leave_the_process_as_it_was() -> Iterator[None]:
     """A run sets torch's thread count and signal handlers; pytest's own Ctrl-C should stay what it is."""

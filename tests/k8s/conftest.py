@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,7 +45,7 @@ TINY = (
     "model.width=0.5",
     "training.fraction=0.5",
     "training.epochs=1",
-    "rounds.stop=2",
+    "rounds.stop=1",
     "kubernetes.poll_s=0.1",
 )
 
@@ -107,11 +108,17 @@ def rounds(prepared: Path, tmp_path: Path) -> Rounds:
 
 
 @pytest.fixture(scope="session")
-def expected(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The model that the same rounds give without a cluster."""
-    out = tmp_path_factory.mktemp("expected")
-    federate(load_config(None, TINY), prepared / "partition", prepared / "pool", out)
-    return (out / "model.safetensors").read_bytes()
+def expected(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], bytes]:
+    """The model that so many rounds give without a cluster."""
+
+    @cache
+    def after(rounds: int) -> bytes:
+        out = tmp_path_factory.mktemp("expected")
+        config = load_config(None, (*TINY, f"rounds.stop={rounds}"))
+        federate(config, prepared / "partition", prepared / "pool", out)
+        return (out / "model.safetensors").read_bytes()
+
+    return after
 
 
 @pytest.fixture

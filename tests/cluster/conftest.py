@@ -1,0 +1,185 @@
+"""A real cluster, by KUBECONFIG. What the suite needs besides:
+
+--image NAME                     an image with flexfleet in it, or
+--client-python hostpath:DIR     a folder of the nodes with the repository in DIR/src and a virtual environment in
+                                 DIR/venv (for clusters without a registry; `--image` is then any image with a libc
+                                 that the environment runs on, by default python:3.11-slim)
+AWS_ENDPOINT_URL and credentials of an S3 server that pods reach under --pods-endpoint (default: the same address)
+
+    KUBECONFIG=... .venv/bin/python -m pytest tests/cluster --image registry/flexfleet:1
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3.session
+import pytest
+import yaml
+
+from components.federate import federate
+from components.model_pool import model_pool
+from components.partition import partition
+from components.pretrain import pretrain
+from fl_engine.backends import jobs
+from fl_engine.backends.cluster import Cluster
+from fl_engine.config import Config, load_config
+
+NAMESPACE = f"flexfleet-test-{uuid.uuid4().hex[:6]}"
+
+TINY = (
+    "tracking.mlflow=null", "dataset.train_samples=240", "dataset.test_samples=60", "partition.clients=6",
+    "partition.minimum=5", "partition.proxy=0.1", "pretrain.epochs=1", "model.name=small_cnn", "model.width=0.5",
+    "training.fraction=0.5", "training.epochs=1", "rounds.stop=3",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and "KUBECONFIG" not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="no cluster: set KUBECONFIG (see tests/cluster/conftest.py)"))
+
+
+Api = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def api() -> Api:
+    """`api("GET", "/api/v1/nodes", body=None, missing=None)`: one request; `missing` is a status that gives None."""
+    import kubernetes
+
+    kubernetes.config.load_kube_config(os.environ["KUBECONFIG"])
+    client = kubernetes.client.ApiClient()
+
+    def ask(method: str, path: str, body: Any = None, missing: int | None = None) -> Any:
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        try:
+            answer = client.call_api(
+                path, method, body=body, header_params={"Content-Type": kind, "Accept": "application/json"},
+                auth_settings=["BearerToken"], _preload_content=False, _return_http_data_only=True,
+            )  # fmt: skip
+        except kubernetes.client.exceptions.ApiException as error:
+            if error.status == missing:
+                return None
+            raise
+        return json.loads(answer.data)
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def client_python(request: pytest.FixtureRequest) -> str | None:
+    """The nodes' folder with the code and its environment; None: both are in the image."""
+    given = request.config.getoption("--client-python")
+    if given is None:
+        return None
+    kind, _, folder = str(given).partition(":")
+    assert kind == "hostpath" and folder.startswith("/"), f"--client-python is hostpath:/folder, got {given!r}"
+    return folder
+
+
+@pytest.fixture(scope="session")
+def namespace(api: Api, client_python: str | None) -> Iterator[str]:
+    """One of its own, gone afterwards; `restricted`, but where a folder of the nodes has to be mounted. With the
+    coordinator's account and its Role."""
+    level = "privileged" if client_python else "restricted"
+    labels = {"pod-security.kubernetes.io/enforce": level}
+    metadata = {"name": NAMESPACE, "labels": labels}
+    api("POST", "/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+    name = "flexfleet-coordinator"
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}
+    api("POST", f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts", account)
+    role = yaml.safe_load((jobs.TEMPLATE.parent / "role.yaml").read_text())
+    role["metadata"]["namespace"] = NAMESPACE
+    group = "rbac.authorization.k8s.io"
+    api("POST", f"/apis/{group}/v1/namespaces/{NAMESPACE}/roles", role)
+    binding = {
+        "apiVersion": f"{group}/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": NAMESPACE}],
+    }
+    api("POST", f"/apis/{group}/v1/namespaces/{NAMESPACE}/rolebindings", binding)
+    yield NAMESPACE
+    api("DELETE", f"/api/v1/namespaces/{NAMESPACE}")
+
+
+@pytest.fixture(scope="session")
+def template(client_python: str | None, tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    """The Job's template that runs the nodes' own Python; None: the repository's."""
+    if client_python is None:
+        return None
+    job = jobs.template(None)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    container["command"][0] = f"{client_python}/venv/bin/python"
+    container["workingDir"] = f"{client_python}/src"
+    container["volumeMounts"].append({"name": "code", "mountPath": client_python, "readOnly": True})
+    pod["volumes"].append({"name": "code", "hostPath": {"path": client_python, "type": "Directory"}})
+    path = tmp_path_factory.mktemp("template") / "client-job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def settings(request: pytest.FixtureRequest, namespace: str, template: str | None) -> tuple[str, ...]:
+    """What every run of the suite is configured with; its bucket is there."""
+    assert "AWS_ENDPOINT_URL" in os.environ, "the suite needs an S3 server: AWS_ENDPOINT_URL and credentials"
+    client = boto3.session.Session(region_name=os.environ.get("AWS_DEFAULT_REGION", "us-east-1")).client("s3")
+    if "flexfleet-tests" not in [bucket["Name"] for bucket in client.list_buckets()["Buckets"]]:
+        client.create_bucket(Bucket="flexfleet-tests")
+    found = [
+        *TINY,
+        "run.backend=kubernetes",
+        f"run.remote=s3://flexfleet-tests/{namespace}",
+        f"kubernetes.namespace={namespace}",
+        f"kubernetes.image={request.config.getoption('--image')}",
+        "kubernetes.deadline_s=600",
+        "kubernetes.pending_s=240",
+    ]
+    endpoint = request.config.getoption("--pods-endpoint")
+    found += [f"kubernetes.endpoint={endpoint}"] if endpoint else []
+    found += [f"kubernetes.template={template}"] if template else []
+    return tuple(found)
+
+
+@pytest.fixture(scope="session")
+def cluster(namespace: str) -> Cluster:
+    return Cluster(namespace)
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], Path]:
+    """Partition and pool of a configuration."""
+    known: dict[str, Path] = {}
+
+    def of(config: Config) -> Path:
+        key = config.model_dump_json(include={"dataset", "partition", "model", "seed"})
+        if key not in known:
+            out = known[key] = tmp_path_factory.mktemp("prepared")
+            partition(config, out / "partition")
+            pretrain(config, out / "partition", out / "pretrain")
+            model_pool(config, out / "pretrain", out / "pool")
+        return known[key]
+
+    return of
+
+
+@pytest.fixture
+def rounds(settings: tuple[str, ...], prepared: Callable[[Config], Path], tmp_path: Path) -> Callable[..., Path]:
+    """`rounds("name", "a.b=c", ..., resume=False)`: the rounds of a run of that name; gives its folder."""
+
+    def run(name: str, *sets: str, resume: bool = False, **more: Any) -> Path:
+        config = load_config(None, (*settings, *sets))
+        inputs, out = prepared(config), tmp_path / name
+        federate(config, inputs / "partition", inputs / "pool", out, run_id=name, resume=resume, **more)
+        return out
+
+    return run
