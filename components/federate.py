@@ -34,7 +34,7 @@ from fl_engine.slicing import initial_params
 from fl_engine.store import FolderStore, Store, encode, open_store, sha256
 from fl_engine.tracking import TOKEN, Console, MLflow, Several
 from fl_engine.types import Backend, ModelFamily, Tracker
-from fl_engine.updates import Rules, key_of
+from fl_engine.updates import KeyOf, Rules, key_of
 
 RUN_KEY = f"site/{SITE_FILES[0]}"
 SECRET_KEY = "secret/key"
@@ -120,9 +120,8 @@ def _federate(
     numerics = _numerics(config, family)
     site = Site(family, pool, fleet, data, parts, config.seed, numerics)
     held = [len(indices) for indices in parts.clients]
-    secret = _secret(store) if config.run.backend == "kubernetes" else None
     rules = Rules(site.layout, held.__getitem__)
-    ledger = Ledger(store, config.rounds.keep_every, rules, None if secret is None else key_of(secret))
+    ledger = Ledger(store, config.rounds.keep_every, rules, *_keys(store, config))
 
     run = RunFile(
         run_id=run_id,
@@ -214,6 +213,14 @@ def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) ->
     folders = {"run.json": out, "pool.json": pool_dir}
     for name in SITE_FILES:
         ledger.store.put(f"site/{name}", (folders.get(name, partition_dir) / name).read_bytes())
+
+
+def _keys(store: Store, config: Config) -> tuple[KeyOf | None, KeyOf | None]:
+    """What clients sign with, and the coordinator; None where both are this machine's own processes."""
+    if config.run.backend != "kubernetes":
+        return None, None
+    secret = _secret(store)
+    return key_of(secret), key_of(secret, "coordinator")
 
 
 def _secret(store: Store) -> bytes:

@@ -379,7 +379,12 @@ def algorithm(config: Config) -> Algorithm:
     _check_names("algorithm", options, known)
     training = TypeAdapter(Training).dump_python(config.training, mode="json")
     if config.run.backend == "kubernetes":
-        training["fraction"] = min(1.0, training["fraction"] * config.kubernetes.over_provision)
+        training["fraction"] *= config.kubernetes.over_provision
+        if training["fraction"] > 1:
+            raise ConfigError(
+                f"training.fraction = {config.training.fraction} of the clients, times kubernetes.over_provision = "
+                f"{config.kubernetes.over_provision}, is more than all: lower one of them"
+            )
     try:
         return TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
     except ValidationError as error:

@@ -20,6 +20,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
@@ -70,8 +71,8 @@ class Committed(_Record):
 
 
 class Closed(_Record):
-    accepted: tuple[int, ...]
-    """Clients, ascending."""
+    accepted: dict[int, str]
+    """Clients, and the sha256 of the manifest that was seen of each: one that is replaced later does not count."""
 
 
 class Order(_Record):
@@ -87,16 +88,23 @@ class Order(_Record):
 
 
 class Ledger:
-    """`rules` say what an update may be, and `key` with which key its manifest is signed; None: not checked, not
-    signed (clients that are this very process)."""
+    """`rules` say what an update may be, and `key` with which key a client signs its manifest; None: not checked, not
+    signed (clients that are this very process). `own` is what the coordinator signs with."""
 
     def __init__(
-        self, store: Store, keep_every: int | None = None, rules: Rules | None = None, key: KeyOf | None = None
+        self,
+        store: Store,
+        keep_every: int | None = None,
+        rules: Rules | None = None,
+        key: KeyOf | None = None,
+        own: KeyOf | None = None,
     ) -> None:
         self.store = store
         self.keep_every = keep_every
         self.rules = rules
         self.key = key
+        self.own = own
+        self._seen: dict[tuple[int, int], str] = {}
 
     # ------------------------------------------------------------------------------------------ commits
     def commits(self) -> list[int]:
@@ -278,8 +286,11 @@ class Ledger:
                     "metrics": {name: float(value) for name, value in outcome.metrics.items()},
                 }
             )
-        manifest = signed(manifest, None if self.key is None else self.key(order))
-        self.store.put(f"{base}.json", manifest.model_dump_json().encode())
+        key = self.own or self.key
+        manifest = signed(manifest, None if key is None else key(order))
+        said = manifest.model_dump_json().encode()
+        self.store.put(f"{base}.json", said)
+        self._seen[plan.round, outcome.client] = sha256(said)
 
     def answered(self, round: int) -> set[int]:
         """Clients that have left a manifest, good or bad."""
@@ -316,21 +327,40 @@ class Ledger:
 
     def _read(self, plan: RoundPlan, client: int) -> Outcome:
         order, base = _order_of(plan, client), f"{_folder(plan.round)}updates/{client}"
-        key = None if self.key is None else self.key(order)
-        manifest = manifest_of(lambda limit: self.store.get(f"{base}.json", limit), order, key)
+
+        def read(limit: int | None) -> bytes:
+            value = self.store.get(f"{base}.json", limit)
+            self._seen[plan.round, client] = sha256(value)
+            return value
+
+        client_key, own_key = (None if key is None else key(order) for key in (self.key, self.own))
+        manifest = manifest_of(read, order, client_key, own_key)
         return update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
 
+    def accepted(self, plan: RoundPlan, client: int, seen: str) -> Outcome:
+        """The outcome that the round was closed with; a failure where a client has replaced it since. Raises
+        IntegrityError where it is missing or damaged."""
+        with suppress(IntegrityError):
+            found = self.outcome(plan, client)
+            if self._seen.get((plan.round, client)) == seen:
+                return found
+        if self.key is not None:
+            return ClientFailure(plan.round, client, "validate", "order: replaced after the round was closed")
+        return self.outcome(plan, client)
+
     def close(self, plan: RoundPlan, accepted: Sequence[int]) -> None:
-        """Freezes the set that the merge uses."""
-        closed = Closed(accepted=tuple(sorted(accepted)))
+        """Freezes the set that the merge uses, as it was read or written here."""
+        closed = Closed(accepted={client: self._seen[plan.round, client] for client in sorted(accepted)})
+        self._seen.clear()
         self.store.put(f"{_folder(plan.round)}closed.json", closed.model_dump_json().encode())
 
-    def closed(self, round: int) -> list[int] | None:
+    def closed(self, round: int) -> dict[int, str] | None:
+        """What the round was closed with, by client; None: it was not."""
         key = f"{_folder(round)}closed.json"
         if key not in self.store.list(key):
             return None
         try:
-            return list(_parse(Closed, self.store.get(key), self.store.uri(key)).accepted)
+            return _parse(Closed, self.store.get(key), self.store.uri(key)).accepted
         except IntegrityError as error:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
 

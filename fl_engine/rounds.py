@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 from fl_engine.config import RoundsConfig
 from fl_engine.devices import simulated_seconds
@@ -39,7 +38,7 @@ from fl_engine.types import (
     SubmodelSpec,
     Tracker,
 )
-from fl_engine.updates import movement, too_far
+from fl_engine.updates import Code, movement, too_far
 
 log = logging.getLogger("flexfleet")
 
@@ -169,26 +168,27 @@ def _through_ledger(
 ) -> Iterator[Outcome]:
     """Stores outcomes as they arrive, closes the round, then reads them back one at a time, in client order."""
     ledger.open_round(plan)
-    accepted = ledger.closed(plan.round)
-    if accepted is None:
+    if ledger.closed(plan.round) is None:
         orders, moved = {o.client: o for o in plan.orders}, {}
         layout = watch.evaluation.family.layout()
         done = ledger.finished(plan)
         if done:
             log.info("round %d: adopting %d updates of %d", plan.round + 1, len(done), len(plan.orders))
-        rest = replace(plan, orders=tuple(o for o in plan.orders if o.client not in done))
-        known = (ledger.outcome(plan, client) for client in sorted(done))
-        for outcome in chain(known, watch.arriving(backend.run(algorithm, rest))):
-            if isinstance(outcome, ClientFailure) or not (backend.durable or outcome.client in done):
+        for client in done:
+            outcome = ledger.outcome(plan, client)
+            if isinstance(outcome, ClientUpdate):
+                moved[client] = movement(outcome, orders[client], layout)
+        rest = replace(plan, orders=tuple(o for o in plan.orders if o.client not in done), adopted=len(moved))
+        for outcome in watch.arriving(backend.run(algorithm, rest)):
+            if isinstance(outcome, ClientFailure) or not backend.durable:
                 ledger.put_outcome(plan, outcome)
             if isinstance(outcome, ClientUpdate):
                 moved[outcome.client] = movement(outcome, orders[outcome.client], layout)
         for client, why in too_far(moved, norm_bound or math.inf).items():
             ledger.put_outcome(plan, ClientFailure(plan.round, client, "validate", why))
-        accepted = sorted(orders)
-        ledger.close(plan, accepted)
-    for client in accepted:
-        yield ledger.outcome(plan, client)
+        ledger.close(plan, sorted(orders))
+    for client, seen in sorted((ledger.closed(plan.round) or {}).items()):
+        yield ledger.accepted(plan, client, seen)
 
 
 def in_order(plan: RoundPlan, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
@@ -271,8 +271,8 @@ class _Watch:
                 where = f"round {outcome.round + 1}, client {outcome.client}"
                 log.warning("%s: failed to %s: %s", where, outcome.stage, outcome.reason)
                 line |= {"failure": f"{outcome.stage}: {outcome.reason}"}
-                if outcome.stage == "validate":
-                    self.rejected[outcome.reason.partition(":")[0]] += 1
+                if outcome.stage == "validate" and (code := outcome.reason.partition(":")[0]) in get_args(Code):
+                    self.rejected[code] += 1
             self.clients.append(line)
             yield outcome
 

@@ -51,16 +51,19 @@ class S3Store:
             raise ConfigError(f"an S3 store is s3://bucket/prefix, got {uri!r}")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
-        self._made: Any = None
+        self._made: dict[str | None, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None}  # a connection is not for another process
+        return {**self.__dict__, "_made": {}}  # a connection is not for another process
 
     @property
     def _client(self) -> Any:
-        if self._made is None:
-            self._made = _connect(self._endpoint)
-        return self._made
+        return self._client_of(self._endpoint)
+
+    def _client_of(self, endpoint: str | None) -> Any:
+        if endpoint not in self._made:
+            self._made[endpoint] = _connect(endpoint)
+        return self._made[endpoint]
 
     def put(self, key: str, value: bytes) -> None:
         given = {"Bucket": self._bucket, "Key": self._prefix + key, "Metadata": {"sha256": sha256(value)}}
@@ -133,7 +136,7 @@ class S3Store:
     def presign(self, key: str, verb: str, seconds: int, endpoint: str | None = None) -> str:
         """A URL for one `get` or `put` of `key`, good for `seconds`; `endpoint` is what devices call the server, where
         that differs."""
-        client = self._client if endpoint in (None, self._endpoint) else _connect(endpoint)
+        client = self._client_of(endpoint or self._endpoint)
         method = {"get": "get_object", "put": "put_object"}[verb]
         url: str = client.generate_presigned_url(
             method, Params={"Bucket": self._bucket, "Key": self._prefix + key}, ExpiresIn=seconds

@@ -158,6 +158,9 @@ class SubmodelSpec:
     def from_json(value: Mapping[str, Any]) -> SubmodelSpec:
         if set(value) != {"keep", "blocks"}:
             raise ModelError(f"a sub-model is {{keep, blocks}}, got the keys {sorted(value)}")
+        blocks = value["blocks"]
+        if blocks is not None and not (isinstance(blocks, list) and all(isinstance(b, str) for b in blocks)):
+            raise ModelError(f"the blocks of a sub-model are a list of names, or null, got {blocks!r}")
         return SubmodelSpec.of(value["keep"], value["blocks"])
 
 
@@ -276,6 +279,8 @@ class RoundPlan:
     round: int
     orders: tuple[WorkOrder, ...]
     deadline_s: float | None = None
+    adopted: int = 0
+    """Updates of this round that were there already when the coordinator started again."""
 
 
 @dataclass(frozen=True)

@@ -83,9 +83,10 @@ KeyOf = Callable[[WorkOrder], bytes]
 """The key that signs a client's answer to an order."""
 
 
-def key_of(secret: bytes) -> KeyOf:
-    """Keys of a run, from its secret: one for each order, good for nothing else."""
-    return lambda order: hmac.digest(secret, order_sum(order).encode(), "sha256")
+def key_of(secret: bytes, whose: Literal["client", "coordinator"] = "client") -> KeyOf:
+    """Keys of a run, from its secret: one for each order, good for nothing else. The coordinator's own sign what it
+    says of a client: that its pod failed, that its update was not to be trusted."""
+    return lambda order: hmac.digest(secret, f"{whose} {order_sum(order)}".encode(), "sha256")
 
 
 def order_sum(order: WorkOrder) -> str:
@@ -107,8 +108,9 @@ Read = Callable[[int | None], bytes]
 """Reads a file of at most so many bytes, or raises IntegrityError."""
 
 
-def manifest_of(file: Read, order: WorkOrder, key: bytes | None) -> Manifest:
-    """A manifest that answers this order. Raises Rejected."""
+def manifest_of(file: Read, order: WorkOrder, key: bytes | None, own: bytes | None = None) -> Manifest:
+    """A manifest that answers this order, signed with the client's `key` or the coordinator's `own`. Of its failures a
+    client says no more than that it could not prune or train. Raises Rejected."""
     try:
         manifest = Manifest.model_validate_json(file(MANIFEST_BYTES))
         said = canonical(manifest.model_dump(exclude={"signature"}))
@@ -122,10 +124,24 @@ def manifest_of(file: Read, order: WorkOrder, key: bytes | None) -> Manifest:
     if found != (order.round, order.client, order_sum(order)):
         raise Rejected("order", f"answers round {manifest.round}, client {manifest.client}, another order")
     if key is not None:
-        expected = hmac.new(key, said, "sha256").hexdigest()
-        if not hmac.compare_digest(expected.encode(), (manifest.signature or "").encode()):
+        if own is not None and _is_signed(manifest, said, own):
+            return manifest
+        if not _is_signed(manifest, said, key):
             raise Rejected("signature", "not signed with the key that came with the order")
+        if manifest.spec is None:
+            stage = manifest.stage if manifest.stage in SAID_BY_CLIENTS else "train"
+            reason = " ".join((manifest.reason or "").split())[:500]
+            manifest = manifest.model_copy(update={"stage": stage, "reason": reason})
     return manifest
+
+
+def _is_signed(manifest: Manifest, said: bytes, key: bytes) -> bool:
+    expected = hmac.new(key, said, "sha256").hexdigest()
+    return hmac.compare_digest(expected.encode(), (manifest.signature or "").encode())
+
+
+SAID_BY_CLIENTS = ("prune", "train")
+"""Stages at which a client can say that it failed; the others are for the coordinator to say."""
 
 
 def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules | None) -> Outcome:
@@ -155,8 +171,9 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
         if manifest.num_examples != held:
             raise Rejected("examples", f"says {manifest.num_examples} samples, the client holds {held}")
         odd = {name: value for name, value in manifest.metrics.items() if not math.isfinite(value)}
-        if odd or "loss" not in manifest.metrics or any(manifest.metrics.get(m, 0.0) < 0 for m in COUNTS):
-            raise Rejected("metrics", f"a loss, and counts of 0 or more, got {dict(manifest.metrics)}")
+        named = manifest.metrics.keys() == {"loss", *COUNTS}
+        if odd or not named or any(manifest.metrics[name] < 0 for name in COUNTS):
+            raise Rejected("metrics", f"a loss, and {', '.join(COUNTS)} of 0 or more, got {dict(manifest.metrics)}")
     return ClientUpdate(order.round, order.client, spec, tensors, manifest.num_examples, manifest.metrics)
 
 
@@ -175,7 +192,7 @@ Expected = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 def _expected(layout: ParamLayout, spec: SubmodelSpec, order: WorkOrder) -> Expected:
     try:
         layout.check(spec)
-    except ModelError as error:
+    except (ModelError, TypeError, ValueError) as error:
         raise Rejected("spec", str(error)) from error
     if not contains(layout, order.spec, spec):
         raise Rejected("spec", "no part of the sub-model that was sent")

@@ -105,7 +105,7 @@ class Cluster:
                 if error.status == missing:
                     return None
                 # A create that was cut off may have succeeded: the next try says 409, which is what it means.
-                if error.status != 429 and (error.status or 0) < 500:
+                if error.status != 429 and 0 < (error.status or 0) < 500:  # 0: the connection was cut within TLS
                     raise EnvironmentFailure(_why(error, method, kind, name, self.namespace)) from None
                 said = f"HTTP {error.status}"
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:

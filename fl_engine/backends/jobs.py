@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,10 @@ def run_label(run_id: str, store_uri: str) -> str:
 
 
 def job_name(run: str, round: int, group: Group, attempt: int) -> str:
-    """At most 63 characters: a pod's hostname is cut from it."""
-    tier = re.sub(r"[^a-z0-9]+", "-", group.tier.lower()).strip("-")[:12].strip("-")
+    """At most 57 characters: a pod's name adds its index and five more. Different for different tiers."""
+    tier = re.sub(r"[^a-z0-9]+", "-", group.tier.lower()).strip("-")[:8].strip("-")
+    if tier != group.tier:
+        tier += hashlib.sha256(group.tier.encode()).hexdigest()[:5]
     part = f"-{group.part}" if group.part or group.host else ""
     return f"{run}-r{round}-{tier}{part}-a{attempt}"
 
@@ -203,6 +205,18 @@ class PodState:
     phase: str
     reason: str
     started: bool
+
+
+def newest(pods: Iterable[Resource], job: str) -> list[PodState]:
+    """What the Job's pods are at; of several with one index the last, for a Job keeps those that failed."""
+    last: dict[int, tuple[tuple[str, bool], PodState]] = {}
+    for pod in pods:
+        if pod["metadata"].get("labels", {}).get("batch.kubernetes.io/job-name") == job:
+            state = pod_state(pod)
+            age = (pod["metadata"].get("creationTimestamp", ""), state.phase != "Failed")
+            if state.index not in last or age >= last[state.index][0]:
+                last[state.index] = age, state
+    return [state for _, state in last.values()]
 
 
 def pod_state(pod: Resource) -> PodState:

@@ -42,8 +42,10 @@ class _Live:
     tier: str
     pods: list[list[int]]
     until: float
+    pending_since: dict[int, float]
+    """Of those that have not started."""
     reasons: dict[int, str] = field(default_factory=dict)
-    pending_since: dict[int, float] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -102,10 +104,12 @@ class Kubernetes:
         wanted = math.ceil((before + len(plan.orders)) / self._options.over_provision - 1e-9)
         enough = math.ceil(wanted * self._options.quorum - 1e-9)
         open_ = {o.client for o in plan.orders}
-        answers = updates = before
+        answers, updates = before, plan.adopted
         lost: dict[int, ClientFailure] = {}
         live, first = self._adopt(plan)
         for attempt in range(first, first + self._options.attempts):
+            if updates >= wanted:
+                break
             covered = {client for job in live for pod in job.pods for client in pod}
             live += self._launch(plan, open_ - covered, names, attempt)
             for outcome in self._collect(plan, live, open_):
@@ -170,9 +174,9 @@ class Kubernetes:
         return found, following
 
     def _live(self, job: Resource) -> _Live:
-        until = time.monotonic() + self._options.deadline_s + GRACE_S
-        meta = job["metadata"]
-        return _Live(meta["name"], meta["labels"].get(jobs.TIER, ""), jobs.pods_of(job), until)
+        now, meta, pods = time.monotonic(), job["metadata"], jobs.pods_of(job)
+        until = now + self._options.deadline_s + GRACE_S
+        return _Live(meta["name"], meta["labels"].get(jobs.TIER, ""), pods, until, dict.fromkeys(range(len(pods)), now))
 
     def _launch(
         self, plan: RoundPlan, clients: set[int], names: Mapping[int, list[str]], attempt: int
@@ -270,10 +274,8 @@ class Kubernetes:
 
     def _heard(self, job: _Live, pods: Sequence[Resource]) -> None:
         now = time.monotonic()
-        for pod in pods:
-            if pod["metadata"].get("labels", {}).get("batch.kubernetes.io/job-name") != job.name:
-                continue
-            state = jobs.pod_state(pod)
+        for state in jobs.newest(pods, job.name):
+            job.seen.add(state.index)
             if state.phase == "Pending" and not state.started:
                 job.pending_since.setdefault(state.index, now)
             else:
@@ -293,7 +295,8 @@ class Kubernetes:
             reason = job.reasons.get(index, "")
             since = job.pending_since.get(index)
             if since is not None and time.monotonic() - since > self._options.pending_s:
-                reason = f"not started after {self._options.pending_s} s: {reason or 'no node took it'}"
+                why = "no node took it" if index in job.seen else f"no pod was made: kubectl describe job {job.name}"
+                reason = f"not started after {self._options.pending_s} s: {reason or why}"
             elif over is None and index not in failed:
                 continue
             elif over == "Complete" and not reason:

@@ -32,13 +32,6 @@ from fl_engine.config import Config, load_config
 
 NAMESPACE = f"flexfleet-test-{uuid.uuid4().hex[:6]}"
 
-TINY = (
-    "tracking.mlflow=null", "dataset.train_samples=240", "dataset.test_samples=60", "partition.clients=6",
-    "partition.minimum=5", "partition.proxy=0.1", "pretrain.epochs=1", "model.name=small_cnn", "model.width=0.5",
-    "training.fraction=0.5", "training.epochs=1", "rounds.stop=3",
-)  # fmt: skip
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
@@ -129,14 +122,16 @@ def template(client_python: str | None, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
-def settings(request: pytest.FixtureRequest, namespace: str, template: str | None) -> tuple[str, ...]:
+def settings(
+    request: pytest.FixtureRequest, quick: tuple[str, ...], namespace: str, template: str | None
+) -> tuple[str, ...]:
     """What every run of the suite is configured with; its bucket is there."""
     assert "AWS_ENDPOINT_URL" in os.environ, "the suite needs an S3 server: AWS_ENDPOINT_URL and credentials"
     client = boto3.session.Session(region_name=os.environ.get("AWS_DEFAULT_REGION", "us-east-1")).client("s3")
     if "flexfleet-tests" not in [bucket["Name"] for bucket in client.list_buckets()["Buckets"]]:
         client.create_bucket(Bucket="flexfleet-tests")
     found = [
-        *TINY,
+        *quick,
         "run.backend=kubernetes",
         f"run.remote=s3://flexfleet-tests/{namespace}",
         f"kubernetes.namespace={namespace}",

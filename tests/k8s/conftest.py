@@ -33,21 +33,9 @@ def _load(name: str) -> ModuleType:
 
 fake = _load("fake")
 
-TINY = (
-    "tracking.mlflow=null",
-    "dataset.train_samples=240",
-    "dataset.test_samples=60",
-    "partition.clients=6",
-    "partition.minimum=5",
-    "partition.proxy=0.1",
-    "pretrain.epochs=1",
-    "model.name=small_cnn",
-    "model.width=0.5",
-    "training.fraction=0.5",
-    "training.epochs=1",
-    "rounds.stop=1",
-    "kubernetes.poll_s=0.1",
-)
+@pytest.fixture(scope="session")
+def tiny(quick: tuple[str, ...]) -> tuple[str, ...]:
+    return (*quick, "rounds.stop=1", "kubernetes.poll_s=0.1")
 
 
 @pytest.fixture(scope="session")
@@ -81,10 +69,10 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tiny: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Partition and pool of the run."""
     out = tmp_path_factory.mktemp("prepared")
-    config = load_config(None, TINY)
+    config = load_config(None, tiny)
     partition(config, out / "partition")
     pretrain(config, out / "partition", out / "pretrain")
     model_pool(config, out / "pretrain", out / "pool")
@@ -95,11 +83,11 @@ Rounds = Callable[..., Path]
 
 
 @pytest.fixture
-def rounds(prepared: Path, tmp_path: Path) -> Rounds:
+def rounds(tiny: tuple[str, ...], prepared: Path, tmp_path: Path) -> Rounds:
     """`rounds("name", "a.b=c", ..., resume=False)`: the rounds of a run of that name; gives its folder."""
 
     def run(name: str, *sets: str, resume: bool = False) -> Path:
-        config = load_config(None, (*TINY, *sets))
+        config = load_config(None, (*tiny, *sets))
         out = tmp_path / "runs" / name
         federate(config, prepared / "partition", prepared / "pool", out, run_id=name, resume=resume)
         return out
@@ -108,13 +96,15 @@ def rounds(prepared: Path, tmp_path: Path) -> Rounds:
 
 
 @pytest.fixture(scope="session")
-def expected(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], bytes]:
+def expected(
+    tiny: tuple[str, ...], prepared: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], bytes]:
     """The model that so many rounds give without a cluster."""
 
     @cache
     def after(rounds: int) -> bytes:
         out = tmp_path_factory.mktemp("expected")
-        config = load_config(None, (*TINY, f"rounds.stop={rounds}"))
+        config = load_config(None, (*tiny, f"rounds.stop={rounds}"))
         federate(config, prepared / "partition", prepared / "pool", out)
         return (out / "model.safetensors").read_bytes()
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,7 @@ class Cluster:
                 },
                 "ownerReferences": [{"uid": job["metadata"]["uid"]}],
                 "uid": str(uuid.uuid4()),
+                "creationTimestamp": datetime.now(UTC).isoformat(),
             },
             "spec": template["spec"],
             "status": {"phase": "Pending"},

@@ -172,9 +172,9 @@ def test_more_clients_are_asked_and_the_round_ends_with_as_many_as_are_wanted(
         return "hang" if me in first else "run"
 
     cluster.script = script
-    rounds("more", *remote, "training.fraction=0.67", "kubernetes.over_provision=1.5")
+    rounds("more", *remote, "kubernetes.over_provision=2.0")
     (row,) = rows(remote, "more")
-    assert row.metrics["clients_trained"] == 4 and len(row.clients) == 6
+    assert row.metrics["clients_trained"] == 3 and len(row.clients) == 6
     assert all("straggle" in failure for failure in failures(row))
     assert not cluster.objects
 

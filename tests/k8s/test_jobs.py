@@ -159,3 +159,26 @@ def test_what_a_pod_waits_for_and_why_it_failed() -> None:
     failed = {"exitCode": 1, "reason": "Error", "message": "Traceback\nValueError: x\n"}
     assert state(containerStatuses=container(terminated=failed)) == "Error (exit code 1): ValueError: x"
     assert state(reason="Evicted", message="low on memory") == "Evicted: low on memory"
+
+
+def test_of_the_pods_with_one_index_the_last_one_counts() -> None:
+    def pod(index: int, at: str, phase: str, job: str = "a") -> dict[str, Any]:
+        return {
+            "metadata": {
+                "labels": {"batch.kubernetes.io/job-name": job},
+                "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
+                "creationTimestamp": at,
+            },
+            "status": {"phase": phase},
+        }
+
+    pods = [pod(0, "2", "Failed"), pod(0, "2", "Pending"), pod(1, "3", "Running"), pod(1, "1", "Failed")]
+    for order in (pods, pods[::-1]):
+        found = {state.index: state.phase for state in jobs.newest([*order, pod(2, "1", "Running", "b")], "a")}
+        assert found == {0: "Pending", 1: "Running"}
+
+
+def test_tiers_that_begin_alike_have_jobs_of_their_own() -> None:
+    tiers = ("jetson-nano-2gb", "jetson-nano-4gb", "Weak", "weak", "a b", "a-b")
+    names = {jobs.job_name("run", 0, jobs.Group(tier, ((0,),), 0), 0) for tier in tiers}
+    assert len(names) == len(tiers)

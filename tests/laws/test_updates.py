@@ -125,11 +125,13 @@ LIES: dict[str, tuple[str, dict[str, bytes]]] = {
     "a tensor too many": ("names", lying(payload=tensors(a=lambda p: {**p, "more": torch.zeros(1)}))),
     "channels that are not there": ("spec", lying(spec=OTHER_SPEC)),
     "no sub-model": ("spec", lying(spec={"keep": 7})),
+    "blocks that are no names": ("spec", lying(spec={"keep": {}, "blocks": [1]})),
     "odd indices": ("spec", lying(spec={"keep": {next(iter(SITE.layout.groups)): [3, 1]}, "blocks": None})),
     "more samples": ("examples", lying(num_examples=10**9)),
     "fewer samples": ("examples", lying(num_examples=0)),
     "no loss": ("metrics", lying(metrics={})),
-    "a negative count": ("metrics", lying(metrics={"loss": 1.0, "steps": -1.0})),
+    "a negative count": ("metrics", lying(metrics={**dict(HONEST.metrics), "steps": -1.0})),
+    "a metric that would be a client's number": ("metrics", lying(metrics={**dict(HONEST.metrics), "client": 7.0})),
 }
 
 
@@ -153,6 +155,34 @@ def test_a_larger_sub_model_than_was_sent_is_rejected() -> None:
     ledger.put_outcome(RoundPlan(0, (small,)), update)
     found = ledger.receive(RoundPlan(0, (small,)), small.client)
     assert isinstance(found, ClientFailure) and found.reason.startswith("spec:")
+
+
+@pytest.mark.parametrize("stage", ["pod", "validate", "straggle", "x\n$$"])
+def test_a_client_does_not_say_what_the_coordinator_says(stage: str) -> None:
+    files = lying(spec=None, sha256=None, stage=stage, reason="norm:\n$$")
+    found = ledger_of(files).receive(PLAN, ORDER.client)
+    assert found == ClientFailure(0, ORDER.client, "train", "norm: $$")
+    own = key_of(SECRET, "coordinator")
+    ledger = Ledger(Memory({}), key=key_of(SECRET), own=own)
+    ledger.put_outcome(PLAN, ClientFailure(0, ORDER.client, stage, "said by the coordinator"))
+    assert ledger.outcome(PLAN, ORDER.client) == ClientFailure(0, ORDER.client, stage, "said by the coordinator")
+
+
+@pytest.mark.parametrize("later", ["another", "garbage", "nothing"])
+def test_an_answer_that_is_replaced_after_the_round_was_closed_does_not_count(later: str) -> None:
+    files = dict(FILES)
+    ledger = ledger_of(files)
+    plan = replace(PLAN, orders=(ORDER,))
+    assert ledger.finished(plan) == {ORDER.client}
+    ledger.close(plan, [ORDER.client])
+    (seen,) = (ledger.closed(0) or {}).values()
+    assert_same_outcomes([ledger_of(files).accepted(plan, ORDER.client, seen)], [HONEST])
+    if later == "another":
+        files |= lying(payload=tensors(a=lambda p: first(p, poisoned(1e6))))
+    else:
+        files[f"{BASE}.json"] = b"garbage" if later == "garbage" else b""
+    found = ledger_of(files).accepted(plan, ORDER.client, seen)
+    assert isinstance(found, ClientFailure) and found.stage == "validate" and "replaced" in found.reason
 
 
 # -------------------------------------------------------------------------------------------------- any bytes
