@@ -219,6 +219,7 @@ def test_a_device_prunes_to_its_memory_limit_and_steps_down_after_it_was_killed(
     monkeypatch.setattr(step, "training_peak", lambda *_: (100 * 2**20, 200 * 2**20))
     pools = "{weak: {memory: 160Mi}, medium: {memory: 160Mi}, strong: {memory: 2Gi}}"
     settings = ("training.fraction=1.0", "kubernetes.observe=cgroup", f"kubernetes.pools={pools}")
+    settings += ("kubernetes.clients_per_pod=6",)
     rounds("limits", *remote, *settings)
     (row,) = rows(remote, "limits")
     tiers = {}
