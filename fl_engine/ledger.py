@@ -72,7 +72,8 @@ class Committed(_Record):
 
 class Closed(_Record):
     accepted: dict[int, str]
-    """Clients, and the sha256 of the manifest that was seen of each: one that is replaced later does not count."""
+    """Clients, and a checksum of what was seen of each: an answer that is replaced later does not count. (One that a
+    client gives again, because its pod was started again, is the same but for its seconds.)"""
 
 
 class Order(_Record):
@@ -288,9 +289,8 @@ class Ledger:
             )
         key = self.own or self.key
         manifest = signed(manifest, None if key is None else key(order))
-        said = manifest.model_dump_json().encode()
-        self.store.put(f"{base}.json", said)
-        self._seen[plan.round, outcome.client] = sha256(said)
+        self.store.put(f"{base}.json", manifest.model_dump_json().encode())
+        self._seen[plan.round, outcome.client] = _said(manifest)
 
     def answered(self, round: int) -> set[int]:
         """Clients that have left a manifest, good or bad."""
@@ -327,14 +327,9 @@ class Ledger:
 
     def _read(self, plan: RoundPlan, client: int) -> Outcome:
         order, base = _order_of(plan, client), f"{_folder(plan.round)}updates/{client}"
-
-        def read(limit: int | None) -> bytes:
-            value = self.store.get(f"{base}.json", limit)
-            self._seen[plan.round, client] = sha256(value)
-            return value
-
         client_key, own_key = (None if key is None else key(order) for key in (self.key, self.own))
-        manifest = manifest_of(read, order, client_key, own_key)
+        manifest = manifest_of(lambda limit: self.store.get(f"{base}.json", limit), order, client_key, own_key)
+        self._seen[plan.round, client] = _said(manifest)
         return update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
 
     def accepted(self, plan: RoundPlan, client: int, seen: str) -> Outcome:
@@ -367,6 +362,11 @@ class Ledger:
 
 def _folder(round: int) -> str:
     return f"rounds/{round:05d}/"
+
+
+def _said(manifest: Manifest) -> str:
+    """A checksum of what a manifest says that moves a bit of the model."""
+    return sha256(canonical(manifest.model_dump(exclude={"metrics", "signature"})))
 
 
 def _order_of(plan: RoundPlan, client: int) -> WorkOrder:

@@ -185,6 +185,16 @@ def test_an_answer_that_is_replaced_after_the_round_was_closed_does_not_count(la
     assert isinstance(found, ClientFailure) and found.stage == "validate" and "replaced" in found.reason
 
 
+def test_an_answer_that_is_given_again_with_other_seconds_still_counts() -> None:
+    files = dict(FILES)
+    ledger, plan = ledger_of(files), replace(PLAN, orders=(ORDER,))
+    assert ledger.finished(plan) == {ORDER.client}
+    ledger.close(plan, [ORDER.client])
+    (seen,) = (ledger.closed(0) or {}).values()
+    files |= lying(metrics={**dict(HONEST.metrics), "seconds": 99.0})
+    assert isinstance(ledger_of(files).accepted(plan, ORDER.client, seen), ClientUpdate)
+
+
 # -------------------------------------------------------------------------------------------------- any bytes
 def unharmed(files: dict[str, bytes]) -> None:
     """Whatever the files hold: the honest update, or a failure with a known code; never an exception."""
