@@ -333,8 +333,8 @@ class Ledger:
         return update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
 
     def accepted(self, plan: RoundPlan, client: int, seen: str) -> Outcome:
-        """The outcome that the round was closed with; a failure where a client has replaced it since. Raises
-        IntegrityError where it is missing or damaged."""
+        """The outcome that the round was closed with. Where clients hold keys and one has replaced or damaged its own
+        since, a failure; without keys it is this machine's file that is damaged: raises IntegrityError."""
         with suppress(IntegrityError):
             found = self.outcome(plan, client)
             if self._seen.get((plan.round, client)) == seen:
