@@ -6,6 +6,7 @@ import fcntl
 import secrets
 import signal
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -301,15 +302,21 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
 
     def request(signum: int, _: object) -> None:
         if signum == signal.SIGALRM or (signum == signal.SIGINT and signal.SIGINT in received):
-            # Once more in a while: where this lands in a destructor or a weak reference's callback, Python drops it.
+            # Once more in a while: where this lands in a destructor or a weak reference's callback, Python drops it
+            # and tells sys.unraisablehook instead.
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             raise KeyboardInterrupt
         received.append(signum)
+
+    def dropped(about: sys.UnraisableHookArgs) -> None:
+        if about.exc_type is not KeyboardInterrupt:
+            told(about)
 
     if current_thread() is not main_thread():
         yield lambda: False
         return
     before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
+    told, sys.unraisablehook = sys.unraisablehook, dropped
     try:
         yield lambda: bool(received)
     except Stopped:
@@ -318,6 +325,7 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
         raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = told
         for number, handler in before.items():
             signal.signal(number, handler)
 

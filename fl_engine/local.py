@@ -14,6 +14,8 @@ from operator import attrgetter
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from fl_engine import lanes, losses, seeds
 from fl_engine.errors import ModelError
@@ -97,7 +99,7 @@ def _train(family: ModelFamily, jobs: Sequence[Job], numerics: Numerics) -> list
     weights = [t.requires_grad_() for name, t in state.items() if not is_statistic(name)]
     images = torch.cat([job.x_nchw for job in jobs])
     labels = torch.cat([job.y_n for job in jobs])
-    optimizer = _optimizer(task, weights)
+    step = _stepper(task, weights)
     correct = _gradient_terms(jobs, state)
 
     total = torch.zeros(len(jobs), dtype=torch.float64, device=device)
@@ -112,7 +114,7 @@ def _train(family: ModelFamily, jobs: Sequence[Job], numerics: Numerics) -> list
                 weight.grad = None
             loss_n.sum().backward()  # type: ignore[no-untyped-call]
             correct()
-            optimizer.step()
+            step()
             total += loss_n.detach()
             steps, samples = steps + 1, samples + len(chosen)
     means = (total / max(1, steps)).tolist()
@@ -287,11 +289,37 @@ def _teachers(
 
 
 # --------------------------------------------------------------------------------------------- the step
-def _optimizer(task: LocalTask, weights: list[Tensor]) -> torch.optim.Optimizer:
+def _stepper(task: LocalTask, weights: Sequence[Tensor]) -> Callable[[], None]:
+    """`torch.optim.SGD` or `Adam` over the weights that have a gradient.
+
+    As functions, with the same kernels: the classes import torch's compiler first, 1.5 s in every pod on a fast core.
+    """
     o = task.optimizer
-    if isinstance(o, SGD):
-        return torch.optim.SGD(weights, o.lr, momentum=o.momentum, weight_decay=o.weight_decay, fused=True)
-    return torch.optim.Adam(weights, o.lr, fused=True)
+    momenta: dict[int, Tensor | None] = {}
+    adam_state: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def step() -> None:
+        used = [i for i, w in enumerate(weights) if w.grad is not None]
+        moved, gradients = [weights[i] for i in used], [g for w in weights if (g := w.grad) is not None]
+        if isinstance(o, SGD):
+            buffers = [momenta.get(i) for i in used]
+            sgd(
+                moved, gradients, buffers, fused=True, lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay,
+                dampening=0.0, nesterov=False, maximize=False,
+            )  # fmt: skip
+            momenta.update(zip(used, buffers, strict=True))
+            return
+        for i, w in zip(used, moved, strict=True):
+            if i not in adam_state:
+                adam_state[i] = torch.zeros_like(w), torch.zeros_like(w), torch.zeros((), device=w.device)
+        means, squares, steps = (list(column) for column in zip(*(adam_state[i] for i in used), strict=True))
+        adam(
+            moved, gradients, means, squares, [], steps, fused=True, lr=o.lr, beta1=0.9, beta2=0.999, eps=1e-8,
+            weight_decay=0.0, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return step
 
 
 def _gradient_terms(jobs: Sequence[Job], state: Params) -> Callable[[], None]:

@@ -10,9 +10,10 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from statistics import median
 from typing import Any, get_args
 
 from fl_engine.config import RoundsConfig
@@ -98,7 +99,18 @@ def federate(
         pending.append(row)
         if _due(config, backend, round, last_commit):
             commit()
+    _tell_cost(ledger.rows())
     return state
+
+
+def _tell_cost(rows: Sequence[Row]) -> None:
+    """Where a backend tells phases apart, what they took."""
+    measured = rows[-1].metrics if rows else {}
+    names = [name for name in measured if name.startswith("seconds_") and name != "seconds_simulated"]
+    if any("/" in name for name in names):
+        seconds = {name: median(row.metrics[name] for row in rows if name in row.metrics) for name in names}
+        said = ", ".join(f"{name.removeprefix('seconds_')} {s:.2f}" for name, s in seconds.items())
+        log.info("median seconds of a round: %s", said)
 
 
 def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Any, int]:
@@ -140,6 +152,7 @@ def _round(
 ) -> tuple[Any, Row]:
     started = time.monotonic()
     plan = algorithm.plan(state, round, seed)
+    planned = time.monotonic()
     watch = _Watch(plan, evaluation, should_stop)
     if config.keep_updates or backend.durable:
         outcomes = _through_ledger(algorithm, plan, backend, ledger, watch, config.norm_bound)
@@ -148,8 +161,10 @@ def _round(
     state = algorithm.merge(state, plan, watch.merging(outcomes))
     merged = time.monotonic()
     metrics = watch.metrics()
+    metrics["seconds_plan"] = planned - started
     metrics["seconds_train"] = watch.waited
-    metrics["seconds_merge"] = merged - started - watch.waited
+    metrics |= {f"seconds_train/{phase}": seconds for phase, seconds in backend.phases.items()}
+    metrics["seconds_merge"] = merged - planned - watch.waited
     if (round + 1) % config.evaluate_every == 0 or round + 1 == config.stop:
         e = evaluation
         scores = evaluate_pool(e.family, published(state), e.pool, e.data, e.devices)

@@ -128,7 +128,11 @@ def count_params(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
 
 def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
     """Multiply-adds per sample as the papers' tables count them (the thop convention): convolutions and linear
-    layers without bias, 4*C*H*W per batch norm; ReLU, pooling and dropout count 0. Runs on the meta device."""
+    layers without bias, 4*C*H*W per batch norm; ReLU, pooling and dropout count 0.
+
+    Runs one image of nothing through weights of nothing: on torch's meta device the first convolution would import its
+    compiler and sympy, seconds in every client's pod.
+    """
     total = 0
 
     def count(module: nn.Module, _: object, output: Tensor) -> None:
@@ -141,10 +145,11 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
         elif isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d):
             total += 4 * output.numel()
 
-    with torch.device("meta"):
-        module = family.module(spec).eval()
-        for child in module.modules():
-            child.register_forward_hook(count)
+    nothing = shapes(family.layout(), spec, full_shapes(family))
+    module = runnable(family, spec, {name: torch.empty(shape) for name, shape in nothing.items()}).eval()
+    for child in module.modules():
+        child.register_forward_hook(count)
+    with torch.inference_mode():
         module(torch.empty(1, *family.input_chw))
     return total
 

@@ -484,6 +484,10 @@ class Backend(Protocol):
     def durable(self) -> bool:
         """Whether an update is in the ledger when it comes out."""
 
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """What the last round's waiting was for, in seconds; empty where there is nothing to tell apart."""
+
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]: ...
 
 

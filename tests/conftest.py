@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -150,6 +150,7 @@ class Remembering:
     """
 
     durable = False
+    phases: ClassVar[dict[str, float]] = {}
 
     def __init__(self, inner: InProcess) -> None:
         self.inner = inner
@@ -325,7 +326,7 @@ def step() -> Callable[..., Done]:
 NURSERY = """
 import json, os, sys, traceback
 from pathlib import Path
-import mlflow, numpy, sklearn.datasets, torch._dynamo
+import mlflow, numpy
 import components.cli, components.common, components.federate, components.report, components.run
 import fl_engine.partition
 
@@ -370,6 +371,11 @@ class Child:
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)  # dead or alive, the number is still its own: nobody has waited for it
+
+    @property
+    def err(self) -> str:
+        """What it has said so far."""
+        return self._err.read_text()
 
     def wait(self) -> Done:
         """The exit code is -n where signal n ended the process."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
+from types import MappingProxyType
 
 import torch
 
@@ -19,6 +20,7 @@ class InProcess:
     next group when it is free."""
 
     durable = False
+    phases: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, site: Site, devices: Sequence[str] = ("cpu",)) -> None:
         self._site = site

@@ -30,6 +30,8 @@ DATA_FOLDER = "/data"
 GRACE_S = 30
 """A Job that outlives its deadline by so much is deleted from here."""
 SAY_EVERY_S = 30.0
+PHASES = ("upload", "create", "first_answer", "others", "tidy")
+"""Writing the orders, making Jobs, waiting for the first answer and for the others, deleting what is done."""
 LOST = "pod"
 """The stage at which a client fails whose pod does: it may be asked again."""
 
@@ -46,18 +48,6 @@ class _Live:
     """Of those that have not started."""
     reasons: dict[int, str] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
-
-
-@dataclass
-class Phases:
-    """Seconds of the last round: writing the orders, making Jobs, waiting for the first answer and for the others,
-    deleting what is done."""
-
-    upload: float = 0.0
-    create: float = 0.0
-    first: float = 0.0
-    others: float = 0.0
-    tidy: float = 0.0
 
 
 class Kubernetes:
@@ -90,12 +80,12 @@ class Kubernetes:
         self._run = jobs.run_label(run_id, ledger.store.uri())
         self._template = jobs.template(options.template)
         self._owner: Resource | None = None
-        self.phases = Phases()
+        self.phases: dict[str, float] = {}
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         """Asks clients whose pods fail again, `attempts` times, as long as fewer than the quorum have answered; raises
         Stopped where they never do. With over_provision the others are called off once enough updates are there."""
-        self.phases = Phases()
+        self.phases = dict.fromkeys(PHASES, 0.0)
         if not plan.orders:
             return
         with self._timed("upload"):
@@ -137,11 +127,7 @@ class Kubernetes:
         for client in sorted(open_):
             late = ClientFailure(plan.round, client, "straggle", "the round had enough updates before this one")
             yield lost.get(client, late)
-        p = self.phases
-        log.info(
-            "round %d: orders %.1f s, Jobs %.1f s, first answer %.1f s, the others %.1f s, tidying %.1f s",
-            plan.round + 1, p.upload, p.create, p.first, p.others, p.tidy,
-        )  # fmt: skip
+        log.info("round %d: %s", plan.round + 1, ", ".join(f"{name} {s:.1f} s" for name, s in self.phases.items()))
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -149,7 +135,7 @@ class Kubernetes:
         try:
             yield
         finally:
-            setattr(self.phases, phase, getattr(self.phases, phase) + time.monotonic() - started)
+            self.phases[phase] += time.monotonic() - started
 
     def finish(self) -> None:
         """The run is over: everything of it in the cluster goes."""
@@ -194,7 +180,7 @@ class Kubernetes:
                 self._cluster.replace("secrets", secret)
             self._cluster.create("jobs", job)
             made.append(self._live(job))
-        self.phases.create += time.monotonic() - started
+        self.phases["create"] += time.monotonic() - started
         return made
 
     def _ensure_owner(self) -> Resource:
@@ -256,10 +242,10 @@ class Kubernetes:
             # Looked at after the Jobs: a pod writes its answer before its Job counts it.
             for client in sorted(self._ledger.answered(plan.round) & waiting):
                 if first:
-                    self.phases.first += time.monotonic() - started
+                    self.phases["first_answer"] += time.monotonic() - started
                     started, first = time.monotonic(), False
                 waiting.discard(client)
-                self.phases.others = 0.0 if first else time.monotonic() - started
+                self.phases["others"] = 0.0 if first else time.monotonic() - started
                 yield self._ledger.receive(plan, client)
             for job in live:
                 self._heard(job, pods)

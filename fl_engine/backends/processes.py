@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from types import MappingProxyType
 from typing import Any
 
 import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shared memory
@@ -42,6 +43,7 @@ class Processes:
     """Outcomes come as clients finish. A worker that dies is replaced."""
 
     durable = True
+    phases: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, site: Site, devices: Sequence[str], ledger: Ledger) -> None:
         self._site = site
@@ -50,7 +52,7 @@ class Processes:
             check_device(name)
         # Workers start from a small process that has torch loaded: quick, and safe whatever threads this one has.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, "torch._dynamo"])  # the latter an optimiser imports
+        self._context.set_forkserver_preload([__name__])
         self._workers = [self._start(device) for device in devices]
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:

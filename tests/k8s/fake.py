@@ -215,15 +215,16 @@ class Cluster:
         with self.slots:
             if not self.alive(job):
                 return 137, ""
-            process = subprocess.Popen(
-                command, env={**env, "HOME": str(place)}, cwd=Path(__file__).parents[2], text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            with (place / "log").open("w") as log:
+                process = subprocess.Popen(
+                    command, env={**env, "HOME": str(place)}, cwd=Path(__file__).parents[2],
+                    stdout=log, stderr=subprocess.STDOUT,
+                )  # fmt: skip
             while process.poll() is None:
                 if not self.alive(job) or "over" in job:
                     process.kill()
                 time.sleep(0.02)
-        out = process.communicate()[0]
+        out = (place / "log").read_text()
         self.logs.append(f"{pod['metadata']['name']}: {process.returncode}\n{out}")
         return process.returncode, out[-2048:]
 

@@ -118,7 +118,7 @@ def test_extras_are_imported_where_they_are_used(path: Path) -> None:
 
 def loaded(statement: str, names: tuple[str, ...]) -> list[str]:
     """Which of `names` are loaded after `statement` in a fresh interpreter."""
-    script = f"import sys; {statement}; print(*[n for n in {names!r} if n in sys.modules])"
+    script = f"import sys\n{statement}\nprint(*[n for n in {names!r} if n in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
     )
@@ -152,3 +152,22 @@ def test_a_pipeline_needs_no_torch(name: str) -> None:
 
 def test_the_command_line_answers_without_torch() -> None:
     assert loaded("import components.cli", ("torch",)) == []
+
+
+ROUNDS = """\
+from pathlib import Path
+from components import federate, model_pool, partition, pretrain
+from fl_engine.config import load_config
+config, here = load_config(None, {sets!r}), Path({here!r})
+partition.partition(config, here / "partition")
+pretrain.pretrain(config, here / "partition", here / "pretrain")
+model_pool.model_pool(config, here / "pretrain", here / "pool")
+federate.federate(config, here / "partition", here / "pool", here / "run")
+"""
+
+
+def test_a_run_on_the_digits_loads_no_compiler_and_no_scikit_learn(quick: tuple[str, ...], tmp_path: Path) -> None:
+    """Each takes seconds, in every pod. Torch loads its compiler where an optimiser's class or its meta device is
+    used."""
+    statement = ROUNDS.format(sets=[*quick, "rounds.stop=1"], here=str(tmp_path))
+    assert loaded(statement, ("torch._dynamo", "sympy", "sklearn")) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -186,6 +186,7 @@ class Failing:
     """A backend whose chosen clients bring nothing."""
 
     durable = False
+    phases: ClassVar[dict[str, float]] = {}
 
     def __init__(self, inner: Any, fails: Callable[[int, int], bool]) -> None:
         self.inner = inner
