@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export DVC_NO_ANALYTICS ?= 1
 
-.PHONY: setup run test lint evidence bench bench-peers
+.PHONY: setup run test lint evidence bench bench-peers image e2e-containers
 
 setup: $(VENV)/.ready
 
@@ -29,6 +29,16 @@ test: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+IMAGE ?= flexfleet:latest
+
+image:
+	docker build --file components/Dockerfile --target flexfleet --tag $(IMAGE) .
+
+# The training graph, a client's pod and the worker processes, in the image: `make image` first.
+e2e-containers: setup
+	docker image inspect --format 'in {{.Id}}' $(IMAGE)
+	FLEXFLEET_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/k8s/test_image.py
 
 # Real data, an hour and a half on two cores; start it again and it goes on. See docs/evidence.md.
 evidence: setup

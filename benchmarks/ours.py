@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -74,6 +74,7 @@ class Gated:
     """The backend, and a stop before each round."""
 
     durable = False
+    phases: ClassVar[dict[str, float]] = {}
 
     def __init__(self, inner: Backend, gate: Gate) -> None:
         self._inner = inner

@@ -123,8 +123,8 @@ def by_label(settings: Iterable[tuple[str, V]], labels: Iterable[str]) -> dict[s
 def entries(
     labels: Mapping[str, str], seeds: Sequence[int], configure: Callable[[str, int], Config], id: str
 ) -> list[Entry]:
-    """All runs, seed by seed, in the folder `<run.store>/<id>`. `configure` gives the configuration of a label and a
-    seed; its errors are told with the label."""
+    """All runs, seed by seed, in the folder `<run.store>/<id>`, ledgers under `<run.remote>/<id>` where that is given.
+    `configure` gives the configuration of a label and a seed; its errors are told with the label."""
     if Path(id).name != id or id.startswith("."):
         raise ConfigError(f"a comparison's id is a plain name, it becomes a folder of the run store; got {id!r}")
     out = []
@@ -134,12 +134,10 @@ def entries(
                 config = configure(label, seed)
             except ConfigError as error:
                 raise ConfigError(f"{label}: {error}") from error
-            if "://" in config.run.store:
-                raise ConfigError(
-                    f"the run store is a folder (on a cluster: of a mounted volume), got {config.run.store!r}"
-                )
-            run = config.run.model_copy(update={"store": str(Path(config.run.store) / id)})
-            out.append(Entry(label, seed, config.model_copy(update={"run": run})))
+            where = {"store": str(Path(config.run.store) / id)}
+            if config.run.remote is not None:
+                where["remote"] = f"{config.run.remote.rstrip('/')}/{id}"
+            out.append(Entry(label, seed, config.model_copy(update={"run": config.run.model_copy(update=where)})))
     return out
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from components import common
 from components.artifacts import Result, RunFile
+from components.federate import store_of
 from components.report import table
 from components.run import conclude
 from fl_engine.config import parse
@@ -33,7 +34,8 @@ def finish(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: P
     file = RunFile.read(out / "run.json")
     config = parse(file.config)
     folder = Path(config.run.store) / file.run_id
-    return conclude(config, out, str(folder.resolve()) if folder.is_dir() else None)
+    kept = str(folder.resolve()) if folder.is_dir() else None
+    return conclude(config, out, kept if config.run.remote is None else store_of(config, file.run_id, folder).uri())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,7 +33,8 @@ PARAMETERS = {
 def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Config:
     """The defaults, with `parameters` (names of PARAMETERS) and `advanced` (dotted names) on top, checked.
 
-    A value has one place: what is a parameter cannot be set in `advanced` too. Raises ConfigError.
+    A `store_uri` with a scheme (s3://bucket/prefix) becomes `run.remote`. A value has one place: what is a parameter
+    cannot be set in `advanced` too. Raises ConfigError.
     """
     values = Config().model_dump(mode="json")
     for name, value in parameters.items():
@@ -41,8 +42,9 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
             raise ConfigError(f"unknown parameter {name!r}{nearest(name, PARAMETERS)}")
         # A form cannot say null: an empty MLflow URI is none.
         value = None if (name, value) == ("mlflow_uri", "") else whole(value)
-        set_path(values, PARAMETERS[name], value)
-    names = {path: name for name, path in PARAMETERS.items()}
+        remote = name == "store_uri" and "://" in str(value)
+        set_path(values, "run.remote" if remote else PARAMETERS[name], value)
+    names = {path: name for name, path in PARAMETERS.items()} | {"run.remote": "store_uri"}
     for path, value in advanced.items():
         if path in names:
             raise ConfigError(f"advanced: {path!r} is the parameter {names[path]!r}, set it there")
@@ -96,7 +98,5 @@ def run_name(wanted: str, job_id: str, config: Config) -> str:
 
 
 def run_folder(config: Config, name: str) -> Path:
-    """`<run.store>/<name>`. Raises ConfigError for a store that is no folder."""
-    if "://" in config.run.store:
-        raise ConfigError(f"the run store is a folder (on a cluster: of a mounted volume), got {config.run.store!r}")
+    """`<run.store>/<name>`; where the ledger is in `run.remote`, this holds what a pod may lose."""
     return Path(config.run.store) / name

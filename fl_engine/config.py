@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from fl_engine.algorithms.pooled import Training
 from fl_engine.devices import FLEETS, Tier, named
@@ -95,6 +95,14 @@ class RoundsConfig(_Section):
 class RunConfig(_Section):
     store: str = "runs"
     """Folder of all runs."""
+
+    @field_validator("store")
+    @classmethod
+    def _a_folder(cls, value: str) -> str:
+        if "://" in value:
+            raise ValueError("a folder of this machine is expected; for ledgers in S3 set run.remote=s3://bucket/prefix")
+        return value
+
     remote: str | None = None
     """s3://bucket/prefix for the ledgers of all runs, where another coordinator finds them; null: in `store`."""
     backend: Literal["in_process", "processes", "kubernetes"] = "in_process"
@@ -132,9 +140,10 @@ class KubernetesConfig(_Section):
     process runs in, else KUBECONFIG's."""
 
     namespace: str = "flexfleet-clients"
-    image: str = "flexfleet:latest"
+    image: str | None = None
+    """null: that of the environment variable FLEXFLEET_IMAGE, which the pipelines set to the one that tasks run in."""
     template: str | None = None
-    """The Job's YAML; null: k8s/base/client-job.yaml."""
+    """The Job's YAML; null: fl_engine/backends/client-job.yaml."""
     pools: dict[str, NodePool] = {}
     """By device tier; one that is not named gets the defaults of a pool."""
     placement: Literal["pool", "device"] = "pool"

@@ -15,7 +15,7 @@ from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of
 
 from kfp import dsl
 
-from pipelines.task import pipeline, task
+from pipelines.task import on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -129,7 +129,7 @@ def comparison(
         local_epochs: Epochs that a client trains per round.
         learning_rate: Of the clients' SGD, in the first round.
         mlflow_uri: Tracking URI of an MLflow server; empty: no tracking.
-        store_uri: Folder of all runs; on a cluster, of a volume that outlives a pod.
+        store_uri: s3://bucket/prefix of all runs, or a folder that outlives a pod.
         comparison_id: Name of the comparison's folder; the same name goes on with it. Empty: the job's.
         advanced: Any other parameter of params.yaml by its dotted name, for all runs, e.g. {"training.momentum": 0.9};
             for one algorithm alone with its label, e.g. {"no_kd:algorithm.kd_weight": 0}.
@@ -156,7 +156,6 @@ def comparison(
     pairs = start.outputs["Output"]
     with dsl.ParallelFor(pairs) as pair:
         one = run(pair=pair, shared=start.outputs["shared"], job_id=job_id)
-        one.set_retry(num_retries=3, backoff_duration="30s", backoff_factor=2)
     told = compare(pairs=pairs, finished=dsl.Collected(one.outputs["finished"]))
-    for each in (start, one, told):
-        each.set_caching_options(False)
+    on_cluster(start, retries=0)
+    on_cluster(one, told)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from kfp import dsl
+from kfp import dsl, kubernetes
 
 from fl_engine import __version__
 
@@ -14,6 +14,32 @@ IMAGE = os.environ.get("FLEXFLEET_IMAGE", DEFAULT_IMAGE)
 """Chosen when a pipeline is compiled. Give a digest (`name@sha256:...`) where every task of every run is to have the
 very same code."""
 
+S3_SECRET = os.environ.get("FLEXFLEET_S3_SECRET", "flexfleet-s3")
+"""Secret of the namespace that pipelines run in. Its keys are the variables that boto3 reads."""
+S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
+
+DATA_CLAIM = os.environ.get("FLEXFLEET_DATA_CLAIM")
+"""A volume claim of that namespace with the data sets in it; none: the digits, which the image holds."""
+
+NODE_SELECTOR = dict(pair.split("=", 1) for pair in os.environ.get("FLEXFLEET_TASK_NODES", "").split(",") if pair)
+"""label=value, separated by commas: where tasks run (clients' pods have `kubernetes.pools`)."""
+
 # kfp has no types; naming them here keeps `ignore` comments out of the components, whose source kfp copies.
 task: Callable[[Callable[..., Any]], Any] = dsl.component(base_image=IMAGE, install_kfp_package=False)
 pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
+
+
+def on_cluster(*tasks: Any, retries: int = 3) -> None:
+    """What every task has there: the same image for the pods that it makes, S3's credentials where the Secret exists,
+    the data, its nodes; and a new pod where one is lost, with no answer from the cache."""
+    for each in tasks:
+        each.set_caching_options(False)
+        if retries:
+            each.set_retry(num_retries=retries, backoff_duration="30s", backoff_factor=2)
+        each.set_env_variable("FLEXFLEET_IMAGE", IMAGE)
+        kubernetes.use_secret_as_env(each, S3_SECRET, {key: key for key in S3_KEYS}, optional=True)
+        if DATA_CLAIM:
+            kubernetes.mount_pvc(each, pvc_name=DATA_CLAIM, mount_path="/data")
+            each.set_env_variable("FLEXFLEET_DATA", "/data")
+        for label, value in NODE_SELECTOR.items():
+            kubernetes.add_node_selector(each, label, value)

@@ -3,8 +3,9 @@
 The graph alone: each body unpacks paths and calls the function of `components` that the command line and DVC call.
 The first task resolves and checks the whole configuration; every other task reads its outcome.
 
-Retries: `federate` owns all rounds and goes on with what it finds in `<store_uri>/<run_id>`, so that folder has to
-outlive a pod. Give `run_id` to go on with a run of an earlier job.
+Retries: every task but the first, which is quick, starts again where its pod is lost. `federate` owns all rounds and
+goes on with what it finds in `<store_uri>/<run_id>`, so that has to outlive a pod: s3://bucket/prefix, or a folder of a
+volume. Nothing rests on a graceful end. Give `run_id` to go on with a run of an earlier job.
 
 Caching is off for every task. Kubeflow's key is a task's parameters and the ids of its input artifacts: it does not
 see the data set, which every task reads, and it hits only where every task before has hit. Resuming is the run
@@ -15,7 +16,7 @@ from typing import Any
 
 from kfp import dsl
 
-from pipelines.task import pipeline, task
+from pipelines.task import on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -171,7 +172,7 @@ def train(
         learning_rate: Of the clients' SGD, in the first round.
         seed: Everything random follows from it.
         mlflow_uri: Tracking URI of an MLflow server; empty: no tracking.
-        store_uri: Folder of all runs; on a cluster, of a volume that outlives a pod.
+        store_uri: s3://bucket/prefix of all runs, or a folder that outlives a pod.
         run_id: Name of the run's folder; the same name goes on with the run. Empty: algorithm, seed and job.
         advanced: Any other parameter of params.yaml by its dotted name, e.g. {"algorithm.kd_weight": 5}.
     """
@@ -201,11 +202,10 @@ def train(
     rounds_done = federate(
         config=config, parts=parts, pool=pool, run_name=start.outputs["Output"], job_id=job_id
     )
-    rounds_done.set_retry(num_retries=3, backoff_duration="30s", backoff_factor=2)
     run = rounds_done.outputs["run"]
     scored = evaluate(config=config, run=run, pool=pool)
     told = report(
         run=run, parts=parts, apoz=scores.outputs["apoz"], pool=pool, evaluation=scored.outputs["evaluation"]
     )
-    for each in (start, scores, built, rounds_done, scored, told):
-        each.set_caching_options(False)
+    on_cluster(start, retries=0)
+    on_cluster(scores, built, rounds_done, scored, told)

@@ -324,7 +324,7 @@ def step() -> Callable[..., Done]:
 
 # -------------------------------------------------------------------------------------------- real processes
 NURSERY = """
-import json, os, sys, traceback
+import json, os, signal, sys, traceback
 from pathlib import Path
 import mlflow, numpy
 import components.cli, components.common, components.federate, components.report, components.run
@@ -333,6 +333,8 @@ import fl_engine.partition
 fl_engine.partition.draw(numpy.ones((2, 2), dtype=int), Path(sys.argv[1], "fonts.svg"))  # loads the fonts
 
 MAINS = {"flexfleet": components.cli.dispatch, "federate": components.federate.main}
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 
 for line in sys.stdin:
     order = json.loads(line)

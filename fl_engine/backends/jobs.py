@@ -19,7 +19,7 @@ from fl_engine.types import Device, WorkOrder
 
 Resource = dict[str, Any]
 
-TEMPLATE = Path(__file__).parents[2] / "k8s" / "base" / "client-job.yaml"
+TEMPLATE = Path(__file__).with_name("client-job.yaml")
 RUN, ROUND, TIER = "flexfleet.io/run", "flexfleet.io/round", "flexfleet.io/tier"
 CLIENTS, ATTEMPT = "flexfleet.io/clients", "flexfleet.io/attempt"
 PODS_PER_JOB = 200

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,7 +73,10 @@ class Kubernetes:
                 f"kubernetes.access=presigned hands out URLs of an S3 server, but the store is {ledger.store.uri()}: "
                 "set run.remote=s3://bucket/prefix"
             )
-        self._options = options
+        image = options.image or os.environ.get("FLEXFLEET_IMAGE")
+        if not image:
+            raise ConfigError("which image do clients run in? set kubernetes.image, or FLEXFLEET_IMAGE")
+        self._options = options.model_copy(update={"image": image})
         self._fleet = fleet
         self._ledger = ledger
         self._memory = memory

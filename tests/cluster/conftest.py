@@ -88,7 +88,7 @@ def namespace(api: Api, client_python: str | None) -> Iterator[str]:
     name = "flexfleet-coordinator"
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}
     api("POST", f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts", account)
-    role = yaml.safe_load((jobs.TEMPLATE.parent / "role.yaml").read_text())
+    role = yaml.safe_load((Path(__file__).parents[2] / "k8s/base/role.yaml").read_text())
     role["metadata"]["namespace"] = NAMESPACE
     group = "rbac.authorization.k8s.io"
     api("POST", f"/apis/{group}/v1/namespaces/{NAMESPACE}/roles", role)

@@ -73,8 +73,12 @@ def test_run_names_and_folders() -> None:
     for bad in ("../mine", "a/b", ".hidden", ".."):
         with pytest.raises(ConfigError, match="run_id is a plain name"):
             run_name(bad, "8d1f", config)
-    with pytest.raises(ConfigError, match=r"the run store is a folder .* got 's3://bucket/runs'"):
-        run_folder(config_from({"store_uri": "s3://bucket/runs"}, {}), "mine")
+    config = config_from({"store_uri": "s3://bucket/runs"}, {})
+    assert (config.run.remote, run_folder(config, "mine")) == ("s3://bucket/runs", Path("runs/mine"))
+    with pytest.raises(ConfigError, match=r"'run\.remote' is the parameter 'store_uri'"):
+        config_from({}, {"run.remote": "s3://bucket/runs"})
+    with pytest.raises(ConfigError, match=r"set run\.remote=s3://bucket/prefix"):
+        load_config(None, ("run.store=s3://bucket/runs",))
 
 
 def test_check_finds_what_only_data_can_tell() -> None:

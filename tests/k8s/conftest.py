@@ -35,7 +35,7 @@ fake = _load("fake")
 
 @pytest.fixture(scope="session")
 def tiny(quick: tuple[str, ...]) -> tuple[str, ...]:
-    return (*quick, "rounds.stop=1", "kubernetes.poll_s=0.1")
+    return (*quick, "rounds.stop=1", "kubernetes.poll_s=0.1", "kubernetes.image=flexfleet:latest")
 
 
 @pytest.fixture(scope="session")

@@ -44,6 +44,8 @@ def runs(job: Resource, index: int, before: int) -> str:
 @dataclass
 class Cluster:
     folder: Path
+    image: str | None = None
+    """The kubelet runs pods in containers of this image; None: as processes, with this interpreter."""
     script: Script = runs
     objects: dict[tuple[str, str], Resource] = field(default_factory=dict)
     faults: list[int] = field(default_factory=list)
@@ -209,9 +211,14 @@ class Cluster:
             env[variable["name"]] = (
                 pod["metadata"]["annotations"].get(annotation[1], "") if annotation else variable["value"]
             )
-        mount = "/etc/flexfleet/assignment.json"
-        command = [sys.executable if word == "python" else word for word in container["command"]]
-        command = [str(place / "assignment.json") if word == mount else word for word in command]
+        told_at = "/etc/flexfleet/assignment.json"
+        if self.image is None:
+            here = {"python": sys.executable, told_at: str(place / "assignment.json")}
+            command = [here.get(word, word) for word in container["command"]]
+        else:
+            del env["PATH"], env["FLEXFLEET_CGROUP"]
+            command = in_container(pod["spec"], self.image, env, {str(place / "assignment.json"): told_at})
+            env = dict(os.environ)
         with self.slots:
             if not self.alive(job):
                 return 137, ""
@@ -227,6 +234,21 @@ class Cluster:
         out = (place / "log").read_text()
         self.logs.append(f"{pod['metadata']['name']}: {process.returncode}\n{out}")
         return process.returncode, out[-2048:]
+
+
+def in_container(pod: Resource, image: str, env: dict[str, str], mounts: dict[str, str]) -> list[str]:
+    """What a kubelet makes of the pod, as a command of docker's."""
+    (container,) = pod["containers"]
+    user = pod["securityContext"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] and pod["securityContext"]["runAsNonRoot"]
+    return [
+        "docker", "run", "--rm", "--network=host", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges",
+        f"--user={user['runAsUser']}:{user['runAsGroup']}", "--tmpfs=/tmp",
+        f"--memory={quantity(container['resources']['limits']['memory'])}",
+        *(f"--env={name}={value}" for name, value in env.items()),
+        *(f"--volume={source}:{target}:ro" for source, target in mounts.items()),
+        image, *container["command"],
+    ]  # fmt: skip
 
 
 def has(resource: Resource, labels: dict[str, str]) -> bool:

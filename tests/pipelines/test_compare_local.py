@@ -143,7 +143,7 @@ def test_mlflow_groups_the_runs_of_the_graph(ran: Ran, scratch: Path) -> None:
     [
         ({"algorithms": "flexfl,fedavgg"}, "ConfigError: fedavgg: no algorithm named 'fedavgg'"),
         ({"advanced": {"no_kd:algorithm.kd_weight": 0}}, "no algorithm of this comparison is labelled 'no_kd'"),
-        ({"store_uri": "s3://bucket/runs"}, "the run store is a folder"),
+        ({"store_uri": "runs", "advanced": {"run.remote": "s3://bucket/runs"}}, "is the parameter 'store_uri'"),
     ],
 )
 def test_a_bad_parameter_fails_in_the_first_task_with_the_clear_error(

@@ -14,13 +14,14 @@ import yaml
 from components.overrides import PARAMETERS, comparison_from, config_from
 from fl_engine.config import Config
 from pipelines.compile import COMPILED, PIPELINES
+from pipelines.task import S3_KEYS
 
 ORDER = ("partition", "pretrain", "model-pool", "federate", "evaluate", "report")
 HEAVY = {"torch", "mlflow", "sklearn", "matplotlib", "fl_engine.config"}
 
 
 def python(code: str, **env: str) -> str:
-    clean = {k: v for k, v in os.environ.items() if k != "FLEXFLEET_IMAGE"}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("FLEXFLEET_")}
     done = subprocess.run([sys.executable, "-c", code], env=clean | env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -35,7 +36,8 @@ def test_checked_in_files_are_current_and_compiling_imports_nothing_heavy(hash_s
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_image_is_chosen_in_one_place(name: str) -> None:
     code = f"from pipelines.compile import compiled; print(compiled({name!r}))"
-    executors = yaml.safe_load(python(code, FLEXFLEET_IMAGE="here/python:1"))["deploymentSpec"]["executors"]
+    spec, _ = yaml.safe_load_all(python(code, FLEXFLEET_IMAGE="here/python:1"))
+    executors = spec["deploymentSpec"]["executors"]
     assert {e["container"]["image"] for e in executors.values()} == {"here/python:1"}
 
 
@@ -78,10 +80,38 @@ def test_each_task_follows_the_one_before(root: dict[str, Any]) -> None:
         assert before in tasks[task]["dependentTasks"]
 
 
-def test_nothing_is_cached_and_the_rounds_are_retried(root: dict[str, Any]) -> None:
+def test_nothing_is_cached_and_all_but_the_quick_first_task_is_retried(root: dict[str, Any]) -> None:
     tasks = root["dag"]["tasks"]
     assert all(not task["cachingOptions"] for task in tasks.values())
-    assert tasks["federate"]["retryPolicy"]["maxRetryCount"] == 3
+    retried = {name: task.get("retryPolicy", {}).get("maxRetryCount", 0) for name, task in tasks.items()}
+    assert retried == {name: 0 if name == "partition" else 3 for name in ORDER}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_tasks_get_the_credentials_of_the_secret_and_know_their_image(name: str) -> None:
+    spec, platform = yaml.safe_load_all((COMPILED / f"{name}.yaml").read_text())
+    executors = spec["deploymentSpec"]["executors"]
+    settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert settings.keys() == executors.keys()
+    for key, executor in executors.items():
+        (variable,) = executor["container"]["env"]
+        assert variable == {"name": "FLEXFLEET_IMAGE", "value": executor["container"]["image"]}
+        (secret,) = settings[key]["secretAsEnv"]
+        assert (secret["secretName"], secret["optional"]) == ("flexfleet-s3", True)
+        assert {pair["envVar"] for pair in secret["keyToEnv"]} == set(S3_KEYS)
+
+
+def test_nodes_data_and_the_secret_are_chosen_when_it_is_compiled() -> None:
+    given = {"FLEXFLEET_TASK_NODES": "kubernetes.io/arch=amd64,disk=fast", "FLEXFLEET_DATA_CLAIM": "sets"}
+    code = "from pipelines.compile import compiled; print(compiled('train'))"
+    spec, platform = yaml.safe_load_all(python(code, FLEXFLEET_S3_SECRET="mine", **given))
+    executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    for key, settings in executors.items():
+        assert settings["nodeSelector"]["labels"] == {"kubernetes.io/arch": "amd64", "disk": "fast"}
+        assert settings["secretAsEnv"][0]["secretName"] == "mine"
+        assert settings["pvcMount"][0]["mountPath"] == "/data"
+        env = spec["deploymentSpec"]["executors"][key]["container"]["env"]
+        assert {"name": "FLEXFLEET_DATA", "value": "/data"} in env
 
 
 # ----------------------------------------------------------------------------------------------------- compare
@@ -94,6 +124,9 @@ def test_the_form_of_a_comparison_is_the_embedded_job_too(comparison: dict[str, 
     assert [run.name for run in runs][:3] == ["flexfl-s0", "all_large-s0", "flexfl-s1"]
     expected = config_from({"mlflow_uri": "", "store_uri": "runs/a"}, {})
     assert runs[0].config == expected
+    given["store_uri"] = "s3://bucket/all/"
+    for run in comparison_from(given, values["advanced"], values["algorithms"], values["seeds"], "a"):
+        assert (run.config.run.remote, run.config.run.store) == ("s3://bucket/all/a", "runs/a")
 
 
 def test_a_comparison_is_one_flat_loop(comparison: dict[str, Any]) -> None:

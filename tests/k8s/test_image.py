@@ -1,0 +1,100 @@
+"""The image, really run: the training graph, worker processes, clients' pods. `make image e2e-containers`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.overrides import config_from
+from components.run import run
+from fl_engine.ledger import Ledger
+from fl_engine.store import open_store
+
+IMAGE = os.environ.get("FLEXFLEET_TEST_IMAGE", "")
+
+pytestmark = pytest.mark.skipif(not IMAGE, reason="no image: `make image`, then `make e2e-containers`")
+
+PARAMETERS: dict[str, Any] = {"rounds": 2, "clients": 6, "client_fraction": 0.5, "local_epochs": 1, "seed": 5}
+ADVANCED = {"pretrain.epochs": 3, "training.batch_size": 20, "partition.minimum": 10}
+
+GRAPH = """
+import json, sys
+from kfp import local
+from pipelines.train import train
+
+root, user, given = sys.argv[1:]
+runner = local.DockerRunner(user=user, network_mode="host", read_only=True, tmpfs={"/tmp": ""})
+local.init(runner=runner, pipeline_root=root)
+train(**json.loads(given))
+"""
+
+
+def docker(*argv: str) -> str:
+    done = subprocess.run(["docker", "run", "--rm", *argv], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the same settings give in this process."""
+    given = PARAMETERS | {"mlflow_uri": "", "store_uri": str(tmp_path_factory.mktemp("plain"))}
+    return run(config_from(given, ADVANCED), "same")
+
+
+def test_the_image_is_for_nobody_in_particular_and_brings_what_the_steps_need() -> None:
+    said = docker("--read-only", "--tmpfs=/tmp", IMAGE, "sh", "-c", "id -u; flexfleet doctor --json")
+    user, _, told = said.partition("\n")
+    assert user == "10001"
+    extras = json.loads(told)["extras"]
+    assert extras["engine"]["missing"] == extras["tracking"]["missing"] == []
+
+
+def test_the_graph_in_containers_gives_what_one_process_gives(plain: Any, tmp_path: Path) -> None:
+    given = PARAMETERS | {"run_id": "same", "store_uri": str(tmp_path / "store"), "advanced": ADVANCED}
+    # kfp mounts the pipeline's root alone, and containers write there as whoever runs this.
+    argv = [str(tmp_path), f"{os.getuid()}:{os.getgid()}", json.dumps(given)]
+    done = subprocess.run(
+        [sys.executable, "-c", GRAPH, *argv],
+        env=os.environ | {"FLEXFLEET_IMAGE": IMAGE}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    (found,) = tmp_path.glob("train-*/report/finished/result.json")
+    result = json.loads(found.read_text())
+    assert result["model_sha256"] == plain.model_sha256
+    assert result["metrics"] == json.loads(plain.model_dump_json())["metrics"]
+
+
+def test_worker_processes_in_the_image_give_it_too(plain: Any) -> None:
+    config = {
+        "rounds.stop": 2, "partition.clients": 6, "training.fraction": 0.5, "training.epochs": 1, "seed": 5,
+        "tracking.mlflow": "null", "run.backend": "processes", "run.devices": "[cpu, cpu]", **ADVANCED,
+    }  # fmt: skip
+    sets = [word for key, value in config.items() for word in ("--set", f"{key}={value}")]
+    said = docker("--read-only", "--tmpfs=/tmp", IMAGE, "flexfleet", "run", "--json", "--run-id", "a", *sets)
+    assert json.loads(said)["model_sha256"] == plain.model_sha256
+
+
+Rounds = Callable[..., Path]
+
+
+def test_a_pod_of_the_image_has_a_read_only_root_and_sees_its_memory_limit(
+    cluster: Any, rounds: Rounds, remote: Sequence[str], expected: Callable[[int], bytes]
+) -> None:
+    """The client's command, as user 10001, without capabilities, in a real cgroup."""
+    cluster.image = IMAGE
+    out = rounds("image", *remote, "kubernetes.clients_per_pod=3")
+    assert (out / "model.safetensors").read_bytes() == expected(1), "\n".join(cluster.logs)
+    pools = "{weak: {memory: 600Mi}, medium: {memory: 600Mi}, strong: {memory: 600Mi}}"
+    settings = ("kubernetes.observe=cgroup", f"kubernetes.pools={pools}", "kubernetes.clients_per_pod=3")
+    rounds("limited", *remote, *settings)
+    (row,) = Ledger(open_store(f"{remote[1].partition('=')[2]}/limited")).rows()
+    assert row.metrics["clients_trained"] == 3, "\n".join(cluster.logs)
+    assert all(line["free"] > 100 for line in row.clients)
