@@ -1,0 +1,163 @@
+"""What is applied to a cluster: valid, restricted, complete; and the Role grants what the backend calls, no more."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from fl_engine.backends import jobs
+from fl_engine.config import load_config
+
+ROOT = Path(__file__).parents[2]
+OVERLAYS = ("kind", "cluster", "edge")
+VERSIONS = ("1.33", "1.37")
+
+Resource = dict[str, Any]
+
+
+@cache
+def rendered(overlay: str) -> list[Resource]:
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl, which renders the overlays")
+    folder = ROOT / "k8s" / "overlays" / overlay
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def first_run() -> Resource:
+    found: Resource = yaml.safe_load((ROOT / "k8s/overlays/kind/run.yaml").read_text())
+    return found
+
+
+def pods(resources: list[Resource]) -> Iterator[tuple[str, Resource]]:
+    for resource in resources:
+        if resource["kind"] in ("Deployment", "StatefulSet", "Job"):
+            yield f"{resource['kind']} {resource['metadata']['name']}", resource["spec"]["template"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlays_are_valid(overlay: str, version: str) -> None:
+    for resource in rendered(overlay):
+        kubernetes_validate.validate(resource, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_first_run_is_valid_and_its_settings_are(version: str) -> None:
+    job = first_run()
+    kubernetes_validate.validate(job, version, strict=True)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    config = load_config(None, [word.removeprefix("--set=") for word in container["args"]])
+    assert (config.run.backend, config.run.remote) == ("kubernetes", "s3://flexfleet/runs")
+
+
+def test_the_settings_for_the_edge_name_the_labels_that_nodes_are_given() -> None:
+    config = load_config(ROOT / "k8s/overlays/edge/params.yaml", [])
+    script = (ROOT / "k8s/overlays/edge/label-nodes").read_text()
+    for tier, pool in config.kubernetes.pools.items():
+        assert pool.selector == {"flexfleet.io/tier": tier} and "flexfleet.io/tier=$tier" in script
+        assert pool.device_type is not None and "flexfleet.io/device-type=$type" in script
+        assert f"{pool.taint}=true:NoSchedule" in script
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_pod_is_restricted(overlay: str) -> None:
+    """Pod Security's level `restricted`, and more: a numeric user, a root that is read-only, a limit of memory."""
+    given = [*pods(rendered(overlay)), *pods([first_run(), jobs.template(None)])]
+    assert len(given) > 2
+    for name, template in given:
+        spec = template["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys(), name
+        assert all(set(v) & {"secret", "configMap", "emptyDir"} for v in spec.get("volumes", [])), name
+        assert "serviceAccountName" in spec or spec["automountServiceAccountToken"] is False, name
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False and security["readOnlyRootFilesystem"], name
+            assert security["capabilities"] == {"drop": ["ALL"]}, name
+            # The backend fills in those of the clients' Jobs.
+            assert "memory" in container.get("resources", {}).get("limits", {}) or name == "Job filled-in", name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_namespaces_are_restricted_and_closed(overlay: str) -> None:
+    resources = rendered(overlay)
+    for namespace in (r for r in resources if r["kind"] == "Namespace"):
+        assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    closed = {
+        (r["metadata"]["namespace"], direction)
+        for r in resources
+        if r["kind"] == "NetworkPolicy" and r["spec"]["podSelector"] == {}
+        for direction in r["spec"]["policyTypes"]
+        if direction.lower() not in r["spec"]
+    }
+    assert closed == {("flexfleet-clients", "Ingress"), ("flexfleet-clients", "Egress"), ("flexfleet", "Ingress")}
+
+
+def named(value: Any) -> Iterator[str]:
+    """Secrets that a manifest refers to."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key in ("secretRef", "secretKeyRef"):
+                yield inner["name"]
+            if key == "secretName":
+                yield inner
+            yield from named(inner)
+    if isinstance(value, list):
+        for inner in value:
+            yield from named(inner)
+
+
+def test_the_laptop_has_everything_that_is_referred_to() -> None:
+    resources = rendered("kind")
+    secrets = {r["metadata"]["name"] for r in resources if r["kind"] == "Secret"}
+    for name, template in [*pods(resources), *pods([first_run()])]:
+        assert set(named(template)) <= secrets, name
+        for container in template["spec"]["containers"]:
+            assert not container["image"].startswith("ghcr.io/flexfleet"), f"{name} runs an image that kind cannot load"
+    templates = [t["metadata"]["labels"] for _, t in pods(resources) if "metadata" in t]
+    for service in (r for r in resources if r["kind"] == "Service"):
+        assert any(service["spec"]["selector"].items() <= labels.items() for labels in templates)
+
+
+def test_the_role_is_bound_to_accounts_that_exist() -> None:
+    accounts = {("flexfleet", "flexfleet-coordinator"), ("kubeflow", "pipeline-runner")}
+    for overlay in OVERLAYS:
+        bound = [r for r in rendered(overlay) if r["kind"] == "RoleBinding"]
+        assert {r["roleRef"]["name"] for r in bound} == {"flexfleet-coordinator"}
+        assert {(s["namespace"], s["name"]) for r in bound for s in r["subjects"]} <= accounts
+
+
+VERBS = {"create": "create", "replace": "update", "delete": "delete", "get": "get", "select": "list"}
+"""Methods of fl_engine.backends.cluster.Cluster."""
+
+
+def test_the_role_grants_what_the_backend_calls_and_no_more() -> None:
+    called = set()
+    for node in ast.walk(ast.parse((ROOT / "fl_engine/backends/kubernetes.py").read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self._cluster."):
+            assert isinstance(node.args[0], ast.Constant), "what is asked for is written out"
+            called.add((VERBS[ast.unparse(node.func).rpartition(".")[2]], node.args[0].value))
+    (role,) = (d for d in yaml.safe_load_all((ROOT / "k8s/base/role.yaml").read_text()) if d["kind"] == "Role")
+    granted = {(verb, kind) for rule in role["rules"] for verb in rule["verbs"] for kind in rule["resources"]}
+    assert granted == called
+
+
+def test_every_image_that_is_baked_is_a_stage_for_both_architectures() -> None:
+    bake = (ROOT / "components/docker-bake.hcl").read_text()
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "components/Dockerfile").read_text(), re.MULTILINE)
+    targets = re.findall(r'^  target\s+= "(\S+)"$', bake, re.MULTILINE)
+    assert targets == ["flexfleet", "mlflow"] and set(targets) <= set(stages)
+    assert 'platforms  = ["linux/amd64", "linux/arm64"]' in bake
