@@ -32,8 +32,10 @@ lint: setup
 
 IMAGE ?= flexfleet:latest
 
+# The second is MLflow's server, for clusters that have none.
 image:
 	docker build --file components/Dockerfile --target flexfleet --tag $(IMAGE) .
+	docker build --file components/Dockerfile --target mlflow --tag flexfleet-mlflow:latest .
 
 # The training graph, a client's pod and the worker processes, in the image: `make image` first.
 e2e-containers: setup

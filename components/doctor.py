@@ -14,6 +14,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "data": (("sklearn", "dvc"), "the bundled digits; the steps as `dvc repro`, artifacts in a DVC remote"),
     "tracking": (("mlflow", "matplotlib", "jinja2"), "metrics in MLflow, drawings, the HTML report"),
     "pipeline": (("kfp",), "compiling and submitting the steps as a Kubeflow pipeline"),
+    "kubernetes": (("kubernetes", "boto3"), "clients as pods of a cluster, with their ledger in S3"),
     "tune": (("optuna",), "searching hyper-parameters"),
 }
 

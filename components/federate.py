@@ -198,7 +198,9 @@ def _backend(config: Config, site: Site, ledger: Ledger, run_id: str) -> Iterato
 
 def store_of(config: Config, run_id: str, out: Path) -> Store:
     """Where the run's ledger is: beside its other files, or in `run.remote`."""
-    return FolderStore(out) if config.run.remote is None else open_store(f"{config.run.remote.rstrip('/')}/{run_id}")
+    if config.run.remote is None:
+        return FolderStore(out.resolve())
+    return open_store(f"{config.run.remote.rstrip('/')}/{run_id}")
 
 
 def _fetch_run(store: Store, out: Path) -> None:
@@ -333,6 +335,8 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
 def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:
     value = encode(published(final))
     FolderStore(out).put("model.safetensors", value)
+    if not isinstance(ledger.store, FolderStore):
+        ledger.store.put("model.safetensors", value)
     rows = ledger.rows()
     history = History(
         rounds=tuple(row.model_dump(mode="json") for row in rows),

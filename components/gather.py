@@ -34,8 +34,7 @@ def finish(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: P
     file = RunFile.read(out / "run.json")
     config = parse(file.config)
     folder = Path(config.run.store) / file.run_id
-    kept = str(folder.resolve()) if folder.is_dir() else None
-    return conclude(config, out, kept if config.run.remote is None else store_of(config, file.run_id, folder).uri())
+    return conclude(config, out, store_of(config, file.run_id, folder if folder.is_dir() else out))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from components.report import report
 from components.share import adopt
 from fl_engine.config import Config
 from fl_engine.errors import ConfigError, EnvironmentFailure
+from fl_engine.store import Store
 
 
 def run(
@@ -59,7 +60,7 @@ def run(
         tags=tags,
     )
     evaluate(config, out, out / "pool", out)
-    return conclude(config, out, None if config.run.remote is None else store_of(config, run_id, out).uri())
+    return conclude(config, out, store_of(config, run_id, out))
 
 
 def need_packages(config: Config) -> None:
@@ -70,12 +71,15 @@ def need_packages(config: Config) -> None:
             raise EnvironmentFailure(missing(package) + hint)
 
 
-def conclude(config: Config, out: Path, store_uri: str | None = None) -> Result:
-    """Report and result.json of a run whose steps are done; the report becomes an MLflow artifact. `store_uri` says
-    where the rounds are, where that is not `out`."""
+def conclude(config: Config, out: Path, store: Store) -> Result:
+    """Report and result.json of a run whose steps are done; the report becomes an MLflow artifact. Where the run's
+    ledger is in another `store` than `out`, they go there too: a pod's folder is gone with it."""
     page = report([out], out / "report.html")
-    found = result(out, page, store_uri or str(out.resolve()))
+    found = result(out, page, store.uri())
     found.write(out / "result.json")
+    if config.run.remote is not None:
+        for name in ("report.html", "result.json"):
+            store.put(name, (out / name).read_bytes())
     if config.tracking.mlflow is not None and found.mlflow_run_id is not None:
         from fl_engine.tracking import log_outcome
 

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +117,15 @@ def connect(uri: str, experiment: str) -> tuple[Any, str]:
 def _usable(uri: str) -> Iterator[None]:
     """Turns what MLflow raises into a ConfigError that names the address."""
     from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
 
+    errors: tuple[type[Exception], ...] = (MlflowException, OSError)
+    with suppress(ImportError):  # mlflow-skinny, which talks to servers alone, comes without
+        from sqlalchemy.exc import SQLAlchemyError
+
+        errors += (SQLAlchemyError,)
     try:
         yield
-    except (MlflowException, SQLAlchemyError, OSError) as error:
+    except errors as error:
         raise ConfigError(f"tracking.mlflow = {uri!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 

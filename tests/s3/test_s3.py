@@ -15,10 +15,7 @@ import boto3.session
 import pytest
 from moto.server import ThreadedMotoServer
 
-from components.federate import federate
-from components.model_pool import model_pool
-from components.partition import partition
-from components.pretrain import pretrain
+from components.run import run
 from fl_engine import s3
 from fl_engine.config import load_config
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError
@@ -216,17 +213,21 @@ def test_a_server_that_is_not_there_is_said_without_its_secrets(broken: str, mon
 
 
 def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
-    server: str, tmp_path: Path, quick: tuple[str, ...]
+    server: str, tmp_path: Path, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config(None, quick)
-    partition(config, tmp_path / "partition")
-    pretrain(config, tmp_path / "partition", tmp_path / "pretrain")
-    model_pool(config, tmp_path / "pretrain", tmp_path / "pool")
-    models = []
-    for name, more in (("folder", ()), ("bucket", (f"run.remote=s3://{BUCKET}/{server}", "rounds.keep_updates=true"))):
-        out = tmp_path / name
-        federate(load_config(None, (*quick, *more)), tmp_path / "partition", tmp_path / "pool", out, run_id=name)
-        models.append((out / "model.safetensors").read_bytes())
-    assert models[0] == models[1]
-    kept = S3Store(f"s3://{BUCKET}/{server}/bucket").list("rounds/")
+    """And what it has come to is there too: the machine that it ran on may go."""
+    monkeypatch.chdir(tmp_path)
+    folder = run(load_config(None, quick), "folder")
+    remote = (f"run.remote=s3://{BUCKET}/{server}", "rounds.keep_updates=true")
+    bucket = run(load_config(None, (*quick, *remote)), "bucket")
+    assert folder.model_sha256 == bucket.model_sha256
+    store = S3Store(f"s3://{BUCKET}/{server}/bucket")
+    assert bucket.store_uri == store.uri()
+    assert store.get("model.safetensors") == Path("runs/folder/model.safetensors").read_bytes()
+    for name in ("result.json", "report.html"):
+        assert store.get(name) == Path("runs/bucket", name).read_bytes()
+    kept = store.list("rounds/")
     assert "rounds/00002/COMMITTED" in kept and not any("updates" in key or "orders" in key for key in kept)
+    # On another machine, with nothing but the store.
+    Path("runs/bucket").rename("gone")
+    assert run(load_config(None, (*quick, *remote)), "bucket", resume=True).model_sha256 == bucket.model_sha256
