@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
+import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ import mlflow.store.db.utils
 import pytest
 
 from components.artifacts import RunFile
+from fl_engine import tracking
 from fl_engine.config import Config, flatten
 from fl_engine.errors import ConfigError, Stopped
 from fl_engine.ledger import Ledger
@@ -322,3 +324,11 @@ def test_a_stopped_run_is_marked_killed(job: Any, memory_store: Any, mlflow_uri:
     job.federate(memory_store, tracker=resumed)
     resumed.finish("FINISHED")
     assert {(step, n) for _, step, n in logged(mlflow_uri)} == {(1, 1), (2, 1), (3, 1), (4, 1)}
+
+
+def test_an_address_that_cannot_be_used_is_said_without_sqlalchemy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlflow-skinny, which the image has, comes without."""
+    monkeypatch.setitem(sys.modules, "sqlalchemy.exc", None)
+    with pytest.raises(ConfigError, match=r"tracking\.mlflow = 'http://nowhere' cannot be used: refused"):
+        with tracking._usable("http://nowhere"):
+            raise ConnectionError("refused")
