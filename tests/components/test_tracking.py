@@ -329,6 +329,6 @@ def test_a_stopped_run_is_marked_killed(job: Any, memory_store: Any, mlflow_uri:
 def test_an_address_that_cannot_be_used_is_said_without_sqlalchemy_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """mlflow-skinny, which the image has, comes without."""
     monkeypatch.setitem(sys.modules, "sqlalchemy.exc", None)
-    with pytest.raises(ConfigError, match=r"tracking\.mlflow = 'http://nowhere' cannot be used: refused"):
-        with tracking._usable("http://nowhere"):
-            raise ConnectionError("refused")
+    said = r"tracking\.mlflow = 'http://nowhere' cannot be used: refused"
+    with pytest.raises(ConfigError, match=said), tracking._usable("http://nowhere"):
+        raise ConnectionError("refused")
