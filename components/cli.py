@@ -92,6 +92,24 @@ def compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def tune(args: argparse.Namespace) -> int:
+    if args.resume and args.id is None:
+        raise ConfigError("--resume needs --id: the name of the study to go on with, a folder of the run store")
+    if args.jobs < 1:
+        raise ConfigError(f"--jobs is at least 1, got {args.jobs}")
+    name = args.id or time.strftime("tune-%Y%m%d-%H%M%S")
+    if Path(name).name != name or name.startswith("."):
+        raise ConfigError(f"--id is a plain name, it becomes a folder of the run store; got {name!r}")
+    config = common.config_of(args)
+
+    from components.tune import told
+    from components.tune import tune as search
+
+    found = search(config, name, resume=args.resume, at_once=args.jobs)
+    print(found.model_dump_json() if args.json else told(found, Path(config.run.store) / name))
+    return 0
+
+
 def tags_of(texts: Sequence[str]) -> dict[str, str]:
     pairs = [text.partition("=") for text in texts]
     wrong = [text for text, (key, sign, _) in zip(texts, pairs, strict=True) if not key or not sign]
@@ -255,6 +273,12 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--to", metavar="LIST", help="accuracies to reach with the full model, as shares: 0.4,0.45")
     common.add_resume(c)
     c.set_defaults(call=compare)
+
+    c = add("tune", "search hyper-parameters: trials, then the best against the default on new seeds")
+    c.add_argument("--id", metavar="NAME", help="name of the study's folder (default: the time)")
+    c.add_argument("--jobs", type=int, default=1, metavar="N", help="workers side by side (default: 1)")
+    c.add_argument("--resume", action="store_true", help="go on with the study if it exists")
+    c.set_defaults(call=tune)
 
     c = add("pool", "show the model pool: sizes, multiply-adds, widths")
     c.add_argument("--algorithm", metavar="NAME")

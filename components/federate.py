@@ -49,6 +49,7 @@ MAY_CHANGE = (
     "run.",
     "kubernetes.",
     "tracking.",
+    "tune.",
 )
 """What a resumed run may set differently: none of it moves a bit of the model."""
 FIXED = ("kubernetes.over_provision", "kubernetes.observe")
@@ -66,8 +67,9 @@ def federate(
     discard_damaged: bool = False,
     accept_numerics: bool = False,
     tags: dict[str, str] | None = None,
+    observer: Tracker | None = None,
 ) -> Path:
-    """Writes run.json, rounds/, model.safetensors and history.json into `out`.
+    """Writes run.json, rounds/, model.safetensors and history.json into `out`. `observer` is told what is measured.
 
     Raises ConfigError where `out` holds a run and `resume` is not given, a run of another configuration, or one that
     is running; EnvironmentFailure where this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
@@ -83,6 +85,7 @@ def federate(
             discard_damaged,
             accept_numerics,
             tags or {},
+            observer,
         )
 
 
@@ -108,6 +111,7 @@ def _federate(
     discard_damaged: bool,
     accept_numerics: bool,
     tags: dict[str, str],
+    observer: Tracker | None,
 ) -> Path:
     store = store_of(config, run_id, out)
     _fetch_run(store, out)
@@ -146,7 +150,7 @@ def _federate(
     _put_site(ledger, out, partition_dir, pool_dir)
 
     done = max((round + 1 for round in ledger.commits()), default=0)
-    tracker = Several([Console(config.rounds.stop, done), *([mlflow] if mlflow else [])])
+    tracker = Several([Console(config.rounds.stop, done), *(t for t in (mlflow, observer) if t is not None)])
     tracker.params(configs.flatten(config))
     initial = algorithm.init(
         initial_params(family, seeds.derive(config.seed, "init")), family.layout(), fleet, pool

@@ -30,6 +30,12 @@ PARAMETERS = {
 """What a run form asks for, and where it goes. Everything else is one dotted name away, in `advanced`."""
 
 
+STUDY = {"trials": "tune.trials"}
+"""What the form of a study asks for besides."""
+MAPPINGS = ("kubernetes.pools", "tune.space")
+"""What has keys of one's own, and so is given whole."""
+
+
 def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Config:
     """The defaults, with `parameters` (names of PARAMETERS) and `advanced` (dotted names) on top, checked.
 
@@ -37,18 +43,19 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
     cannot be set in `advanced` too. Raises ConfigError.
     """
     values = Config().model_dump(mode="json")
+    known = PARAMETERS | STUDY
     for name, value in parameters.items():
-        if name not in PARAMETERS:
-            raise ConfigError(f"unknown parameter {name!r}{nearest(name, PARAMETERS)}")
+        if name not in known:
+            raise ConfigError(f"unknown parameter {name!r}{nearest(name, known)}")
         # A form cannot say null: an empty MLflow URI is none.
         value = None if (name, value) == ("mlflow_uri", "") else whole(value)
         remote = name == "store_uri" and "://" in str(value)
-        set_path(values, "run.remote" if remote else PARAMETERS[name], value)
-    names = {path: name for name, path in PARAMETERS.items()} | {"run.remote": "store_uri"}
+        set_path(values, "run.remote" if remote else known[name], value)
+    names = {path: name for name, path in known.items()} | {"run.remote": "store_uri"}
     for path, value in advanced.items():
         if path in names:
             raise ConfigError(f"advanced: {path!r} is the parameter {names[path]!r}, set it there")
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and path not in MAPPINGS:
             inner = next(iter(value), "name")
             raise ConfigError(f'advanced takes dotted names, {{"{path}.{inner}": value}}, got a mapping for {path!r}')
         set_path(values, path, whole(value))

@@ -145,6 +145,38 @@ def comparison(curves: Sequence[tuple[str, Points, Points]], name: str = "compar
                     3.9 + 0.1 * len(curves), paint, width=10.5)  # fmt: skip
 
 
+def study(
+    trials: Sequence[tuple[int, float, Mapping[str, Any]]],
+    importances: Mapping[str, float],
+    logarithmic: Sequence[str],
+    name: str = "study",
+) -> str:
+    """Complete trials (number, value, parameters): in the order in which they ran, with the best so far; what each
+    parameter mattered (shares that add up to 1); and the values over each parameter."""
+
+    def paint(figure: Any) -> None:
+        names = list(importances)
+        panels = figure.subplots(1, 2 + len(names))
+        numbers, values = [t[0] for t in trials], [100 * t[1] for t in trials]
+        panels[0].plot(numbers, values, linestyle="", marker="o", color=PALETTE[0], alpha=0.7)
+        panels[0].step(numbers, list(accumulate(values, max)), where="post", color=PALETTE[1])
+        _axes(panels[0], "trial", "value (%); line: the best so far", whole_x=True)
+        panels[1].barh(range(len(names)), [importances[n] for n in names], color=PALETTE[2])
+        panels[1].set_yticks(range(len(names)), [n.removeprefix("algorithm.") for n in names])
+        panels[1].invert_yaxis()
+        _axes(panels[1], "importance", "")
+        for axes, path in zip(panels[2:], names, strict=True):
+            known = [(t[2][path], 100 * t[1]) for t in trials if path in t[2]]
+            xs = [x if isinstance(x, int | float) else str(x) for x, _ in known]
+            axes.plot(xs, [y for _, y in known], linestyle="", marker="o", color=PALETTE[0], alpha=0.7)
+            if path in logarithmic:
+                axes.set_xscale("log")
+            _axes(axes, path.removeprefix("algorithm."), "")
+
+    about = "A study: values by trial, what each parameter mattered, and the values over each parameter"
+    return _drawing(name, about, 3.6, paint, width=3.2 * (2 + len(importances)))
+
+
 # ------------------------------------------------------------------------------------------------ one run
 def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") -> str:
     """Each level's width in every prunable layer, in % of the full width; levels that only devices make are dashed.

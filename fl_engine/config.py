@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from fl_engine.algorithms.pooled import Training
 from fl_engine.devices import FLEETS, Tier, named
@@ -184,6 +184,44 @@ class TrackingConfig(_Section):
     """null: <dataset>-<model>-<partition>."""
 
 
+class Range(_Section):
+    """What a parameter may be in a search: from `low` to `high`, or one of `choices`."""
+
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    """As likely between 1 and 10 as between 10 and 100."""
+    whole: bool = False
+    """Whole numbers only."""
+    choices: tuple[Any, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> Range:
+        if self.choices:
+            if self.low is not None or self.high is not None or self.log or self.whole:
+                raise ValueError("choices stand alone: without low, high, log and whole")
+        elif self.low is None or self.high is None or not self.low < self.high or (self.log and self.low <= 0):
+            raise ValueError("low and high are expected, low below high, and above 0 for log; or choices")
+        return self
+
+
+class TuneConfig(_Section):
+    """For `flexfleet tune`."""
+
+    trials: Count = 30
+    metric: Literal["avg", "full"] = "avg"
+    """Of the last round, over all `seeds`."""
+    seeds: tuple[int, ...] = (0,)
+    """Of each trial's runs."""
+    held_out: tuple[int, ...] = (100, 101, 102)
+    """Seeds on which the best setting and the default are compared in the end."""
+    space: dict[str, Range] = {}
+    """By dotted name (`algorithm.gammas.0`: the first of a list); empty, for flexfl: gamma of every level around what
+    its target size gives, lambda (kd_weight) and Gamma (adaptive_size)."""
+    storage: str | None = None
+    """URL of a data base for workers on several machines; null: a journal in the study's folder."""
+
+
 class Config(_Section):
     schema_version: Literal[1] = 1
     seed: int = 0
@@ -200,6 +238,7 @@ class Config(_Section):
     run: RunConfig = RunConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
     tracking: TrackingConfig = TrackingConfig()
+    tune: TuneConfig = TuneConfig()
 
 
 # ----------------------------------------------------------------------------------------------- reading it

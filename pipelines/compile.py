@@ -16,8 +16,9 @@ from kfp import compiler
 
 from pipelines.compare import comparison
 from pipelines.train import train
+from pipelines.tune import tuning
 
-PIPELINES: dict[str, Any] = {"train": train, "compare": comparison}
+PIPELINES: dict[str, Any] = {"train": train, "compare": comparison, "tune": tuning}
 COMPILED = Path(__file__).parent / "compiled"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from components.overrides import PARAMETERS, comparison_from, config_from
+from components.overrides import PARAMETERS, STUDY, comparison_from, config_from
 from fl_engine.config import Config
 from pipelines.compile import COMPILED, PIPELINES
 from pipelines.task import S3_KEYS
@@ -140,3 +140,16 @@ def test_a_comparison_is_one_flat_loop(comparison: dict[str, Any]) -> None:
     assert loop["run"]["retryPolicy"]["maxRetryCount"] == 3
     for task in (tasks["prepare"], tasks["compare"], loop["run"]):
         assert not task["cachingOptions"]
+
+
+# -------------------------------------------------------------------------------------------------------- tune
+def test_the_form_of_a_study_is_the_embedded_job_too() -> None:
+    root = root_of("tune")
+    values = form_of(root)
+    common = (PARAMETERS | STUDY).keys() - {"seed"}
+    assert set(values) == common | {"study_id", "advanced"}
+    given = {name: values[name] for name in common}
+    assert config_from(given, values["advanced"]) == config_from({"mlflow_uri": ""}, {})
+    tasks = root["dag"]["tasks"]
+    assert all(not task["cachingOptions"] for task in tasks.values())
+    assert tasks["tune"]["retryPolicy"]["maxRetryCount"] == 3

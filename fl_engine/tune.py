@@ -1,0 +1,198 @@
+"""Searching hyper-parameters with Optuna: the space, the study, and a trial's report of each round.
+
+A study's values are dotted names of the configuration, so it tunes whatever any algorithm takes. What a trial trains is
+the caller's (`components.tune`); this module draws values, sets them, judges sizes, and prunes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from fl_engine.config import Config, Range, algorithm, parse, set_path
+from fl_engine.errors import ConfigError, Stopped
+from fl_engine.types import Pool
+
+log = logging.getLogger("flexfleet")
+
+WORKER = "worker"
+"""Attribute of a trial: which process runs it."""
+Values = Mapping[str, Any]
+
+
+class Pruned(Stopped):
+    """A trial's run is behind the others at the same round."""
+
+
+# ------------------------------------------------------------------------------------------------------ the space
+def space_of(config: Config, pool: Pool) -> dict[str, Range]:
+    """`tune.space`; for flexfl without one: gamma of each dispatched level below the full model, up to a fifth from
+    what its target size gives and never across to the next level's (`pool` is the default's), lambda and Gamma.
+
+    Raises ConfigError where there is none.
+    """
+    if config.tune.space:
+        return dict(config.tune.space)
+    if config.algorithm["name"] != "flexfl":
+        raise ConfigError(f"tune.space is empty: say what of {config.algorithm['name']} to search, a.b: {{low, high}}")
+    solved, found = gammas(pool), dict[str, Range]()
+    middles = [math.sqrt(a * b) for a, b in pairwise(solved)]
+    for i, (gamma, low, high) in enumerate(zip(solved, [0.0, *middles], [*middles, math.inf], strict=True)):
+        found[f"algorithm.gammas.{i}"] = Range(low=max(gamma / 1.2, low), high=min(gamma * 1.2, high), log=True)
+    found["algorithm.kd_weight"] = Range(low=0.1, high=100.0, log=True)
+    found["algorithm.adaptive_size"] = Range(low=2.0, high=20.0)
+    return found
+
+
+def gammas(pool: Pool) -> list[float]:
+    return [m.gamma for m in pool if m.dispatched and m.gamma is not None]
+
+
+def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str, Any]:
+    """What the configuration has where the space varies it: the first trial. A gamma that its target size gives is
+    taken from `pool`. A value outside the space is left out, and drawn."""
+    values = config.model_dump(mode="json")
+    own = vars(algorithm(config))
+    found = {}
+    for path, range in space.items():
+        section, *rest = path.split(".")
+        here: Any = own if section == "algorithm" else values[section]
+        if path.startswith("algorithm.gammas.") and own.get("gammas") is None:
+            here = {"gammas": gammas(pool)}
+        for part in rest:
+            here = _inside(here, part)
+        if here is not None and (here in range.choices if range.choices else _within(here, range)):
+            found[path] = here
+    return found
+
+
+def _inside(value: Any, part: str) -> Any:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return value[int(part)] if part.isdecimal() and int(part) < len(value) else None
+    return value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+
+
+def _within(value: Any, range: Range) -> bool:
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    assert range.low is not None and range.high is not None
+    return numeric and range.low <= value <= range.high
+
+
+def suggest(trial: Any, space: Mapping[str, Range]) -> dict[str, Any]:
+    """Draws a value for each name."""
+    found = {}
+    for path, r in space.items():
+        if r.choices:
+            found[path] = trial.suggest_categorical(path, list(r.choices))
+        elif r.whole:
+            found[path] = trial.suggest_int(path, int(r.low or 0), int(r.high or 0), log=r.log)
+        else:
+            found[path] = trial.suggest_float(path, r.low, r.high, log=r.log)
+    return found
+
+
+def applied(config: Config, values: Values) -> Config:
+    """The configuration with these values, checked. `a.b.0` and `a.b.1` make the list a.b: all of it is given."""
+    out, lists = config.model_dump(mode="json"), dict[str, dict[int, Any]]()
+    for path, value in values.items():
+        parent, _, last = path.rpartition(".")
+        if last.isdecimal():
+            lists.setdefault(parent, {})[int(last)] = value
+        else:
+            set_path(out, path, value)
+    for path, items in lists.items():
+        if sorted(items) != list(range(len(items))):
+            raise ConfigError(f"tune.space: of {path} {sorted(items)} are searched: all of a list have to be")
+        set_path(out, path, [items[i] for i in range(len(items))])
+    return parse(out)
+
+
+def excess(pool: Pool, config: Config) -> dict[str, float]:
+    """By how many points (% of the full model) each level is larger than the tier it is meant for can hold; 0 or less:
+    it fits. Level i is tier i's where there are as many of both; else the smallest level has to fit the weakest."""
+    levels = sorted(100 * m.share for m in pool if m.dispatched)
+    tiers = sorted(config.fleet.tiers, key=lambda tier: tier.memory)
+    pairs = zip(levels, tiers, strict=True) if len(levels) == len(tiers) else zip(levels[:1], tiers[:1], strict=True)
+    return {f"size/{tier.name}": level - tier.memory for level, tier in pairs}
+
+
+# ------------------------------------------------------------------------------------------------------ the study
+def open_study(config: Config, folder: Path, name: str) -> Any:
+    """The study in `tune.storage`, else in `<folder>/study.log`; created where it is not there yet."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = config.tune.storage
+    if storage is None:
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        folder.mkdir(parents=True, exist_ok=True)
+        storage = JournalStorage(JournalFileBackend(str(folder / "study.log")))
+    return optuna.create_study(
+        storage=storage,
+        study_name=name,
+        sampler=optuna.samplers.TPESampler(seed=config.seed),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=max(1, config.rounds.stop // 4)),
+        direction="maximize",
+        load_if_exists=True,
+    )
+
+
+def me() -> str:
+    """This process, as no later one is called: a number of a process is used again."""
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{socket.gethostname()}:{os.getpid()}:{started}"
+
+
+def clear_stale(study: Any) -> list[int]:
+    """Trials whose worker, of this machine, is gone count as failed, and what they tried is tried again."""
+    from optuna.trial import TrialState
+
+    gone = []
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        host, _, rest = str(trial.user_attrs.get(WORKER, "")).partition(":")
+        if host == socket.gethostname() and _alive(*rest.split(":")):
+            continue
+        if host and host != socket.gethostname():
+            continue  # another machine's: its own workers tell
+        study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+        study.enqueue_trial(dict(trial.params))
+        gone.append(trial.number)
+    return gone
+
+
+def _alive(pid: str, started: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19] == started
+    except OSError:
+        return False
+
+
+class Reporter:
+    """A tracker that reports a run's metric to its trial, and raises Pruned where the trial is behind."""
+
+    def __init__(self, trial: Any, metric: str) -> None:
+        self._trial, self._metric = trial, metric
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        """Nothing: the trial knows its own."""
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        for step, values in rows:
+            if self._metric in values:
+                self._trial.report(values[self._metric], step)
+                if self._trial.should_prune():
+                    raise Pruned(f"pruned after round {step}")
+
+    def artifact(self, path: str) -> None:
+        """Nothing."""
+
+    def finish(self, status: str) -> None:
+        """Nothing: the worker tells."""

@@ -1,0 +1,50 @@
+"""The tuning graph, each task a process of its own, on the digits."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kfp import local
+
+from components.tune import Tuned
+from pipelines.tune import tuning
+
+pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping to run a task that uses custom:RuntimeWarning")
+
+FEW = {
+    "pretrain.epochs": 3, "partition.minimum": 10, "algorithm.epsilon": 8, "tune.held_out": [7],
+    "tune.space": {"algorithm.kd_weight": {"low": 1, "high": 100, "log": True}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.chdir(tmp_path)
+    local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root="tasks")
+    yield tmp_path / "tasks"
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_study_as_a_pipeline(tasks: Path) -> None:
+    tuning(rounds=1, clients=6, client_fraction=0.5, local_epochs=1, study_id="a", trials=2, advanced=FEW)
+    (folder,) = tasks.glob("tune-*/tune")
+    found = Tuned.read(folder / "study" / "tune.json")
+    assert (found.id, sum(found.trials.values()), list(found.space)) == ("a", 2, ["algorithm.kd_weight"])
+    assert found.default == {"algorithm.kd_weight": 10.0}
+    assert "held-out seeds 7:" in (folder / "told").read_text() and "kd_weight" in (folder / "told").read_text()
+    assert "<svg" in (folder / "page").read_text()
+    told = json.loads((folder / "executor_output.json").read_text())["artifacts"]["metrics"]["artifacts"][0]["metadata"]
+    assert told == {"best/avg": found.best_value, "held_out/gain": found.gain}
+    assert (tasks.parent / "runs" / "a" / "study.log").is_file()
+
+
+def test_what_the_form_asks_for_is_not_given_twice(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError):
+        tuning(advanced={"tune.trials": 3})
+    assert "'tune.trials' is the parameter 'trials'" in capsys.readouterr().out
