@@ -110,11 +110,38 @@ def tune(args: argparse.Namespace) -> int:
     return 0
 
 
-def tags_of(texts: Sequence[str]) -> dict[str, str]:
+def submit(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from components.overrides import parameters_of
+    from pipelines.compile import PIPELINES, compiled
+    from pipelines.submit import form
+    from pipelines.submit import submit as start
+
+    parameters, advanced = parameters_of(common.config_of(args))
+    if args.pipeline in PIPELINES:  # else `submit` says so
+        asked = form(compiled(args.pipeline))
+        parameters = {name: value for name, value in parameters.items() if name in asked}
+    found = start(
+        args.pipeline,
+        {**parameters, **tags_of(args.param, "--param"), "advanced": advanced},
+        host=args.host,
+        namespace=args.namespace,
+        experiment=args.experiment,
+        run_name=args.run_name,
+    )
+    if args.json:
+        print(json.dumps(asdict(found)))
+    else:
+        print(f"{found.pipeline} {found.version}{' (new)' if found.uploaded else ''}: {found.url}")
+    return 0
+
+
+def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
     pairs = [text.partition("=") for text in texts]
     wrong = [text for text, (key, sign, _) in zip(texts, pairs, strict=True) if not key or not sign]
     if wrong:
-        raise ConfigError(f"--tag takes key=value, got {wrong[0]!r}")
+        raise ConfigError(f"{option} takes key=value, got {wrong[0]!r}")
     return {key: value for key, _, value in pairs}
 
 
@@ -279,6 +306,17 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="workers side by side (default: 1)")
     c.add_argument("--resume", action="store_true", help="go on with the study if it exists")
     c.set_defaults(call=tune)
+
+    c = add("submit", "start a pipeline on Kubeflow; uploads a new version where the graph has changed")
+    c.add_argument("pipeline", help="train, compare or tune")
+    c.add_argument("--host", metavar="URL", help="of Kubeflow Pipelines (default: as the KFP SDK finds it)")
+    c.add_argument("--namespace", metavar="NAME", help="of the profile, in a Kubeflow with several users")
+    c.add_argument("--experiment", default="flexfleet", metavar="NAME")
+    c.add_argument("--run-name", metavar="NAME", help="(default: the pipeline and its version)")
+    c.add_argument(
+        "--param", action="append", default=[], metavar="key=value", help="of the form alone, e.g. run_id, algorithms"
+    )
+    c.set_defaults(call=submit)
 
     c = add("pool", "show the model pool: sizes, multiply-adds, widths")
     c.add_argument("--algorithm", metavar="NAME")

@@ -62,6 +62,29 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
     return parse(values)
 
 
+def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The other way: `parameters` and `advanced` that `config_from` makes this configuration of. What is this machine's
+    alone stays here: an MLflow data base in a file is no tracking there."""
+    values, plain = _leaves(config.model_dump(mode="json")), _leaves(Config().model_dump(mode="json"))
+    known = PARAMETERS | STUDY
+    parameters = {name: values.pop(path) for name, path in known.items()}
+    if str(parameters["mlflow_uri"] or "").partition(":")[0] not in ("http", "https"):
+        parameters["mlflow_uri"] = ""
+    parameters["store_uri"] = values.pop("run.remote") or parameters["store_uri"]
+    return parameters, {path: v for path, v in values.items() if path not in plain or plain[path] != v}
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and path not in MAPPINGS:
+            out |= _leaves(value, f"{path}.")
+        else:
+            out[path] = value
+    return out
+
+
 def comparison_from(
     parameters: Mapping[str, Any], advanced: Mapping[str, Any], algorithms: str, seeds: str, id: str
 ) -> list[Entry]:
