@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from kfp import compiler
 
 from pipelines.compare import comparison
@@ -22,12 +23,23 @@ PIPELINES: dict[str, Any] = {"train": train, "compare": comparison, "tune": tuni
 COMPILED = Path(__file__).parent / "compiled"
 
 
+CHOICES = {"partition_rule": ("iid", "dirichlet", "disjoint_labels", "natural")}
+"""Parameters of which the form offers a list. The SDK takes no `Literal`, but the specification knows `literals`. Data
+sets, networks and algorithms have none: they may also be package.module:NAME."""
+
+
 def compiled(name: str) -> str:
     """The specification of a pipeline; the same source and image give the same text."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{name}.yaml"
         compiler.Compiler().compile(PIPELINES[name], str(path))
-        return path.read_text()
+        text = path.read_text()
+    spec, *platform = yaml.safe_load_all(text)
+    form = spec["root"]["inputDefinitions"]["parameters"]
+    for parameter, choices in CHOICES.items():
+        form[parameter]["literals"] = list(choices)
+    told = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    return told + yaml.safe_dump_all([spec, *platform], sort_keys=True, allow_unicode=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

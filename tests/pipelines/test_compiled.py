@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
+from google.protobuf import json_format
+from kfp.components import load_component_from_text
+from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec
 
 from components.overrides import PARAMETERS, STUDY, comparison_from, config_from
-from fl_engine.config import Config
+from fl_engine.config import Config, PartitionConfig
 from pipelines.compile import COMPILED, PIPELINES
 from pipelines.task import S3_KEYS
 
@@ -62,6 +65,16 @@ def form_of(root: dict[str, Any]) -> dict[str, Any]:
     assert len(form) <= 15
     assert all(p.get("description") for p in form.values())
     return {name: p["defaultValue"] for name, p in form.items()}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_choices_are_offered_as_such_and_parse(name: str) -> None:
+    known = get_args(PartitionConfig.model_fields["rule"].annotation)
+    text = (COMPILED / f"{name}.yaml").read_text()
+    spec = json_format.ParseDict(next(yaml.safe_load_all(text)), PipelineSpec())
+    literals = spec.root.input_definitions.parameters["partition_rule"].literals
+    assert tuple(each.string_value for each in literals) == known
+    assert load_component_from_text(text).name == name
 
 
 # ------------------------------------------------------------------------------------------------------- train
