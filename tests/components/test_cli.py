@@ -82,7 +82,9 @@ def without(packages: Sequence[str], *argv: str) -> subprocess.CompletedProcess[
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
 
-HEAVY = ("torch", "numpy", "safetensors", "sklearn", "mlflow", "matplotlib", "jinja2", "kfp", "optuna", "dvc")
+HEAVY = (
+    "torch", "numpy", "safetensors", "sklearn", "mlflow", "matplotlib", "jinja2", "kfp", "kubernetes", "optuna", "dvc"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("argv", [("--help",), ("run", "--help"), ("--version",)])
@@ -97,7 +99,7 @@ def test_doctor_says_what_a_bare_installation_lacks() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["version"] == fl_engine.__version__
-    assert found["extras"].keys() == {"engine", "data", "tracking", "pipeline", "tune"}
+    assert found["extras"].keys() == {"engine", "data", "tracking", "pipeline", "kubernetes", "tune"}
     assert set(found["extras"]["engine"]["missing"]) >= {"torch", "safetensors", "numpy"}
     assert all(about["missing"] and about["enables"] for about in found["extras"].values())
     text = without(HEAVY, "doctor")
