@@ -133,6 +133,8 @@ class NodePool(_Section):
     """Key of a NoSchedule taint that the pods tolerate, e.g. flexfleet.io/edge."""
     runtime_class: str | None = None
     torch_device: str = "cpu"
+    image: str | None = None
+    """null: kubernetes.image. E.g. one built for a GPU."""
 
 
 class KubernetesConfig(_Section):

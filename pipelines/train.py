@@ -3,9 +3,10 @@
 The graph alone: each body unpacks paths and calls the function of `components` that the command line and DVC call.
 The first task resolves and checks the whole configuration; every other task reads its outcome.
 
-Retries: every task but the first, which is quick, starts again where its pod is lost. `federate` owns all rounds and
-goes on with what it finds in `<store_uri>/<run_id>`, so that has to outlive a pod: s3://bucket/prefix, or a folder of a
-volume. Nothing rests on a graceful end. Give `run_id` to go on with a run of an earlier job.
+Retries: every task but the first, which is quick, starts again where its pod fails. (Kubeflow does not start again what
+was deleted, or lost with its node: then give `run_id` to go on with the run in a new job.) `federate` owns all rounds
+and goes on with what it finds in `<store_uri>/<run_id>`, so that has to outlive a pod: s3://bucket/prefix, or a folder
+of a volume. Nothing rests on a graceful end.
 
 Caching is off for every task. Kubeflow's key is a task's parameters and the ids of its input artifacts: it does not
 see the data set, which every task reads, and it hits only where every task before has hit. Resuming is the run

@@ -121,7 +121,8 @@ def job(
     _place(pod["spec"], pool, group.host)
     container = next(c for c in pod["spec"]["containers"] if c["name"] == "client")
     amounts = {"cpu": pool.cpu, "memory": pool.memory}
-    container |= {"image": options.image, "resources": {"requests": amounts, "limits": {"memory": pool.memory}}}
+    container["image"] = pool.image or options.image
+    container["resources"] = {"requests": amounts, "limits": {"memory": pool.memory}}
     secret = next(v for v in pod["spec"]["volumes"] if v["name"] == "assignment")
     secret["secret"]["secretName"] = name
     if options.data is not None:

@@ -50,6 +50,7 @@ POOLS = st.builds(
     selector=st.dictionaries(st.sampled_from(["zone", "disk"]), st.sampled_from(["a", "b"])),
     taint=st.sampled_from([None, "flexfleet.io/edge"]),
     runtime_class=st.sampled_from([None, "nvidia"]),
+    image=st.sampled_from([None, "flexfleet:jetson"]),
 )
 
 

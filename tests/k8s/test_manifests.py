@@ -127,6 +127,8 @@ def test_the_laptop_has_everything_that_is_referred_to() -> None:
         assert set(named(template)) <= secrets, name
         for container in template["spec"]["containers"]:
             assert not container["image"].startswith("ghcr.io/flexfleet"), f"{name} runs an image that kind cannot load"
+            own = container["image"].startswith("flexfleet")
+            assert not own or container["imagePullPolicy"] == "IfNotPresent", f"{name} would be pulled: it is :latest"
     templates = [t["metadata"]["labels"] for _, t in pods(resources) if "metadata" in t]
     for service in (r for r in resources if r["kind"] == "Service"):
         assert any(service["spec"]["selector"].items() <= labels.items() for labels in templates)

@@ -116,6 +116,30 @@ def test_extras_are_imported_where_they_are_used(path: Path) -> None:
     assert [name for name in imports(path) if name.split(".")[0] in HEAVY] == []
 
 
+FROM = {"yaml": "pyyaml", "sklearn": "scikit-learn"}
+"""Packages whose modules have another name."""
+BROUGHT = {"botocore": "boto3", "urllib3": "boto3", "sqlalchemy": "optuna", "markupsafe": "jinja2"}
+"""What comes with others."""
+
+
+def test_the_image_holds_what_steps_and_clients_import() -> None:
+    """Also inside functions; pipelines are compiled where kfp is."""
+    listed = {
+        line
+        for name in ("requirements.txt", "requirements-alone.txt")
+        for line in (ROOT / "components" / name).read_text().splitlines()
+        if line and not line.startswith("#")
+    }
+    for path in modules("fl_engine", "components"):
+        if "testing" in path.parts:
+            continue
+        tops = {name.split(".")[0] for name in imports(path, functions=True)}
+        theirs = tops - set(sys.stdlib_module_names) - {"fl_engine", "components", "pipelines"}
+        needed = {BROUGHT.get(top, FROM.get(top, top)) for top in theirs if top != "mlflow"}
+        assert needed <= listed, f"{path}: {sorted(needed - listed)} is not in the image"
+    assert "mlflow-skinny" in listed
+
+
 def loaded(statement: str, names: tuple[str, ...]) -> list[str]:
     """Which of `names` are loaded after `statement` in a fresh interpreter."""
     script = f"import sys\n{statement}\nprint(*[n for n in {names!r} if n in sys.modules])"

@@ -111,7 +111,9 @@ def test_tasks_get_the_credentials_of_the_secret_and_know_their_image(name: str)
         assert variable == {"name": "FLEXFLEET_IMAGE", "value": executor["container"]["image"]}
         (secret,) = settings[key]["secretAsEnv"]
         assert (secret["secretName"], secret["optional"]) == ("flexfleet-s3", True)
-        assert {pair["envVar"] for pair in secret["keyToEnv"]} == set(S3_KEYS)
+        named = {pair["secretKey"]: pair["envVar"] for pair in secret["keyToEnv"]}
+        assert named == {key: f"FLEXFLEET_{key}" for key in S3_KEYS}, "not those that Kubeflow's launcher reads"
+        assert settings[key]["imagePullPolicy"] == "IfNotPresent"
 
 
 def test_nodes_data_and_the_secret_are_chosen_when_it_is_compiled() -> None:

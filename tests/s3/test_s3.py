@@ -195,6 +195,15 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.shutdown()
 
 
+def test_variables_of_its_own_come_before_those_of_everybody(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a task of Kubeflow's, the launcher reads the others."""
+    S3Store(f"s3://{BUCKET}/{server}").put("own", b"value")
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(f"FLEXFLEET_{name}", os.environ[name])
+        monkeypatch.setenv(name, "http://127.0.0.1:9" if name == "AWS_ENDPOINT_URL" else "another's")
+    assert S3Store(f"s3://{BUCKET}/{server}").get("own") == b"value"
+
+
 def test_answers_that_break_off_and_busy_servers_are_asked_again(broken: str) -> None:
     _Broken.plan = ["cut", 503, "cut"]
     assert S3Store("s3://runs/x", broken).get("key") == b"whole"
