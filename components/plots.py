@@ -171,6 +171,8 @@ def study(
             axes.plot(xs, [y for _, y in known], linestyle="", marker="o", color=PALETTE[0], alpha=0.7)
             if path in logarithmic:
                 axes.set_xscale("log")
+                axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")  # its own writes formulas
+                axes.xaxis.set_minor_formatter(lambda x, _: "")
             _axes(axes, path.removeprefix("algorithm."), "")
 
     about = "A study: values by trial, what each parameter mattered, and the values over each parameter"

@@ -291,7 +291,8 @@ def _drawn(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) -> str
     if len(complete) > 3 and varied and len({t.value for t in complete}) > 1:
         shares |= optuna.importance.get_param_importances(study, params=sorted(varied))
     trials = [(t.number, t.value, t.params) for t in sorted(complete, key=lambda t: t.number)]
-    return plots.study(trials, shares, [path for path, range in space.items() if range.log])
+    wide = [path for path, range in space.items() if range.log and range.high >= 10 * range.low]
+    return plots.study(trials, shares, wide)
 
 
 def in_graph(config: Config, id: str, out: Path, text: Path, page: Path) -> Tuned:
