@@ -20,6 +20,8 @@ from components.model_pool import model_pool
 from components.partition import partition
 from components.pretrain import pretrain
 from fl_engine.config import load_config
+from fl_engine.ledger import Ledger, Row
+from fl_engine.store import open_store
 
 
 def _load(name: str) -> ModuleType:
@@ -115,3 +117,9 @@ def expected(
 def remote(s3: str, tmp_path: Path) -> tuple[str, ...]:
     """Settings of a run on the cluster, its ledger under a prefix of its own."""
     return ("run.backend=kubernetes", f"run.remote=s3://runs/{tmp_path.name}-{os.getpid()}")
+
+
+@pytest.fixture(scope="session")
+def rows() -> Callable[[tuple[str, ...], str], list[Row]]:
+    """`rows(remote, "name")`: what the ledger of a run holds of its rounds."""
+    return lambda remote, name: Ledger(open_store(f"{remote[1].partition('=')[2]}/{name}")).rows()

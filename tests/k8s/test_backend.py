@@ -11,18 +11,14 @@ import pytest
 import yaml
 
 from fl_engine.errors import ConfigError
-from fl_engine.ledger import Ledger, Row
-from fl_engine.store import open_store
+from fl_engine.ledger import Row
 
 ROOT = Path(__file__).parents[2]
 
 Rounds = Callable[..., Path]
 Remote = tuple[str, ...]
 Expected = Callable[[int], bytes]
-
-
-def rows(remote: Remote, name: str) -> list[Row]:
-    return Ledger(open_store(f"{remote[1].partition('=')[2]}/{name}")).rows()
+Rows = Callable[[Remote, str], list[Row]]
 
 
 def failures(row: Row) -> list[str]:
@@ -34,7 +30,7 @@ def model(out: Path) -> bytes:
 
 
 def test_a_run_has_the_bits_of_one_without_a_cluster_and_leaves_nothing(
-    cluster: Any, rounds: Rounds, remote: Remote, expected: Expected, caplog: pytest.LogCaptureFixture
+    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, expected: Expected, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also: every call is one that the Role allows, and every phase's seconds are told."""
     caplog.set_level("INFO")
@@ -96,7 +92,7 @@ def test_another_machine_goes_on_with_what_the_store_holds(
 
 
 def test_a_device_prunes_to_its_memory_limit_and_steps_down_after_it_was_killed(
-    cluster: Any, rounds: Rounds, remote: Remote, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from components import federate as step
 

@@ -13,15 +13,11 @@ import pytest
 
 from fl_engine.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.ledger import Ledger, Row
-from fl_engine.store import open_store
 
 Rounds = Callable[..., Path]
 Remote = tuple[str, ...]
 Expected = Callable[[int], bytes]
-
-
-def rows(remote: Remote, name: str) -> list[Row]:
-    return Ledger(open_store(f"{remote[1].partition('=')[2]}/{name}")).rows()
+Rows = Callable[[Remote, str], list[Row]]
 
 
 def failures(row: Row) -> list[str]:
@@ -69,7 +65,7 @@ def test_an_api_server_that_is_busy_or_breaks_off_is_asked_again(
 
 
 def test_a_client_that_is_killed_for_memory_twice_fails_with_that_reason(
-    cluster: Any, rounds: Rounds, remote: Remote
+    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows
 ) -> None:
     first: list[tuple[str, int]] = []
 
@@ -90,7 +86,7 @@ def test_a_client_that_is_killed_for_memory_twice_fails_with_that_reason(
     [("image", "ImagePullBackOff: Back-off pulling image"), ("unschedulable", "0/3 nodes are available")],
 )
 def test_a_pod_that_cannot_start_is_given_up_and_the_log_says_what_its_tier_waits_for(
-    cluster: Any, rounds: Rounds, remote: Remote, fate: str, said: str, monkeypatch: pytest.MonkeyPatch,
+    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, fate: str, said: str, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     from fl_engine.backends import kubernetes
@@ -123,7 +119,7 @@ def test_below_the_quorum_clients_are_asked_again_then_the_run_stops_and_goes_on
     assert not cluster.objects
 
 
-def test_a_round_ends_at_its_deadline(cluster: Any, rounds: Rounds, remote: Remote) -> None:
+def test_a_round_ends_at_its_deadline(cluster: Any, rounds: Rounds, remote: Remote, rows: Rows) -> None:
     cluster.script = lambda job, index, before: "hang" if index == 0 else "run"
     settings = ("kubernetes.deadline_s=20", "kubernetes.quorum=0.1", "training.fraction=1.0")
     rounds("late", *remote, *settings)
@@ -133,7 +129,7 @@ def test_a_round_ends_at_its_deadline(cluster: Any, rounds: Rounds, remote: Remo
 
 
 def test_more_clients_are_asked_and_the_round_ends_with_as_many_as_are_wanted(
-    cluster: Any, rounds: Rounds, remote: Remote
+    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows
 ) -> None:
     first: list[tuple[str, int]] = []
 
@@ -152,7 +148,7 @@ def test_more_clients_are_asked_and_the_round_ends_with_as_many_as_are_wanted(
 
 
 def test_updates_that_were_tampered_with_are_rejected_counted_and_shown(
-    cluster: Any, rounds: Rounds, remote: Remote, s3: str, caplog: pytest.LogCaptureFixture
+    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, s3: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A thief of one client's URLs and keys is one client; without the key, nothing is."""
     prefix = remote[1].partition("=")[2].removeprefix("s3://runs/")

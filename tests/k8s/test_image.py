@@ -14,8 +14,6 @@ import pytest
 
 from components.overrides import config_from
 from components.run import run
-from fl_engine.ledger import Ledger
-from fl_engine.store import open_store
 
 IMAGE = os.environ.get("FLEXFLEET_TEST_IMAGE", "")
 
@@ -86,7 +84,7 @@ Rounds = Callable[..., Path]
 
 
 def test_a_pod_of_the_image_has_a_read_only_root_and_sees_its_memory_limit(
-    cluster: Any, rounds: Rounds, remote: Sequence[str], expected: Callable[[int], bytes]
+    cluster: Any, rounds: Rounds, remote: Sequence[str], expected: Callable[[int], bytes], rows: Any
 ) -> None:
     """The client's command, as user 10001, without capabilities, in a real cgroup."""
     cluster.image = IMAGE
@@ -95,6 +93,6 @@ def test_a_pod_of_the_image_has_a_read_only_root_and_sees_its_memory_limit(
     pools = "{weak: {memory: 600Mi}, medium: {memory: 600Mi}, strong: {memory: 600Mi}}"
     settings = ("kubernetes.observe=cgroup", f"kubernetes.pools={pools}", "kubernetes.clients_per_pod=3")
     rounds("limited", *remote, *settings)
-    (row,) = Ledger(open_store(f"{remote[1].partition('=')[2]}/limited")).rows()
+    (row,) = rows(remote, "limited")
     assert row.metrics["clients_trained"] == 3, "\n".join(cluster.logs)
     assert all(line["free"] > 100 for line in row.clients)
