@@ -253,12 +253,14 @@ class Kubernetes:
                 yield self._ledger.receive(plan, client)
             for job in live:
                 self._heard(job, pods)
-                for client, reason in self._lost(job, states.get(job.name), waiting).items():
-                    waiting.discard(client)
-                    yield ClientFailure(plan.round, client, LOST, reason)
+            # Before anything is given up, so that what it waited for is told.
             if waiting and time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
                 self._say(plan, live, waiting)
+            for job in live:
+                for client, reason in self._lost(job, states.get(job.name), waiting).items():
+                    waiting.discard(client)
+                    yield ClientFailure(plan.round, client, LOST, reason)
             if waiting:
                 time.sleep(self._options.poll_s)
 
