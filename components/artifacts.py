@@ -146,6 +146,12 @@ class EvaluationFile(Artifact):
     levels: dict[str, LevelScore]
 
 
+class ConfusionFile(Artifact):
+    """confusion.json: by level, how many test images of a class (row) the final model took for which (column)."""
+
+    levels: dict[str, tuple[tuple[int, ...], ...]]
+
+
 class Result(Artifact):
     """result.json, and what `--json` prints."""
 

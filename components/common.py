@@ -99,7 +99,7 @@ def prepare(config: Config) -> tuple[Data, ModelFamily]:
         raise ConfigError(f"dataset.name = {config.dataset.name!r} is {source!r}; a Source is expected")
     data = source.load(data_root(config.dataset.root))
     if config.dataset.train_samples is not None or config.dataset.test_samples is not None:
-        data = subset(data, config.dataset.train_samples, config.dataset.test_samples, config.seed)
+        data = subset(data, config.dataset.train_samples, config.dataset.test_samples, configs.cut_seed(config))
     wanted, side = config.dataset.pad, max(data.input_chw[1:])
     if wanted == "auto":
         smallest = configs.min_side(config)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from components import common
-from components.artifacts import EvaluationFile, History, LevelScore, PoolFile
+from components.artifacts import ConfusionFile, EvaluationFile, History, LevelScore, PoolFile
 from fl_engine.config import Config
 from fl_engine.errors import IntegrityError
 from fl_engine.evaluate import average_accuracy, evaluate_pool
@@ -14,7 +14,8 @@ from fl_engine.store import FolderStore, decode, sha256
 
 
 def evaluate(config: Config, run: Path, pool_dir: Path, out: Path) -> Path:
-    """Writes evaluation.json into `out`. Raises IntegrityError where the model is not the one of the history."""
+    """Writes confusion.json and evaluation.json into `out`. Raises IntegrityError where the model is not the one of the
+    history."""
     data, family = common.prepare(config)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     history = History.read(run / "history.json")
@@ -24,6 +25,8 @@ def evaluate(config: Config, run: Path, pool_dir: Path, out: Path) -> Path:
     params = decode(value, str(run / "model.safetensors"))
     scores = evaluate_pool(family, params, pool, data, config.run.devices)
     sizes = {m.name: m.params for m in pool}
+    matrices = {n: tuple(map(tuple, s.confusion.tolist())) for n, s in scores.items()}
+    ConfusionFile(levels=matrices).write(out / "confusion.json")
     return EvaluationFile(
         rounds=len(history.rounds),
         test_samples=len(data.test_y),

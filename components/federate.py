@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import secrets
 import signal
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +13,7 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
 
-import fl_engine
-from components import common
+from components import common, track
 from components.artifacts import History, PoolFile, RunFile
 from fl_engine import config as configs
 from fl_engine import devices, partition, rounds, seeds, strategy
@@ -33,11 +31,10 @@ from fl_engine.numerics import Numerics, deciding, describe
 from fl_engine.selection import round_size
 from fl_engine.slicing import initial_params
 from fl_engine.store import FolderStore, Store, encode, open_store, sha256
-from fl_engine.tracking import TOKEN, Console, MLflow, Several
+from fl_engine.tracking import Console, MLflow, Several
 from fl_engine.types import Backend, ModelFamily, Tracker
 from fl_engine.updates import KeyOf, Rules, key_of
 
-RUN_KEY = f"site/{SITE_FILES[0]}"
 SECRET_KEY = "secret/key"
 
 MAY_CHANGE = (
@@ -67,9 +64,11 @@ def federate(
     discard_damaged: bool = False,
     accept_numerics: bool = False,
     tags: dict[str, str] | None = None,
+    mlflow_run_id: str | None = None,
     observer: Tracker | None = None,
 ) -> Path:
-    """Writes run.json, rounds/, model.safetensors and history.json into `out`. `observer` is told what is measured.
+    """Writes run.json, rounds/, model.safetensors and history.json into `out`. `tags`: of the MLflow run;
+    `mlflow_run_id`: one that has been begun for it. `observer` is told what is measured.
 
     Raises ConfigError where `out` holds a run and `resume` is not given, a run of another configuration, or one that
     is running; EnvironmentFailure where this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
@@ -85,6 +84,7 @@ def federate(
             discard_damaged,
             accept_numerics,
             tags or {},
+            mlflow_run_id,
             observer,
         )
 
@@ -111,6 +111,7 @@ def _federate(
     discard_damaged: bool,
     accept_numerics: bool,
     tags: dict[str, str],
+    mlflow_run_id: str | None,
     observer: Tracker | None,
 ) -> Path:
     store = store_of(config, run_id, out)
@@ -135,7 +136,7 @@ def _federate(
         numerics=describe(numerics, config.run.devices),
         pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
-        mlflow_run_id=known.mlflow_run_id if known else None,
+        mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
     )
     if known:
         _same(known, run, out, accept_numerics)
@@ -143,8 +144,9 @@ def _federate(
         before = known.earlier_numerics + others
         run = run.model_copy(update={"earlier_numerics": before})
     run.write(out / "run.json")
-    mlflow = _mlflow(config, run, out, tags)
+    mlflow = track.start(config, run, out, tags)
     if mlflow is not None:
+        track.inputs(mlflow, config, parts.data, run.partition_sha256)
         run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
         run.write(out / "run.json")
     _put_site(ledger, out, partition_dir, pool_dir)
@@ -209,8 +211,8 @@ def store_of(config: Config, run_id: str, out: Path) -> Store:
 
 def _fetch_run(store: Store, out: Path) -> None:
     """A coordinator that starts on another machine finds what the run is in its store."""
-    if not isinstance(store, FolderStore) and not (out / "run.json").exists() and store.list(RUN_KEY):
-        (out / "run.json").write_bytes(store.get(RUN_KEY))
+    if not isinstance(store, FolderStore) and not (out / "run.json").exists() and store.list(track.RUN_KEY):
+        (out / "run.json").write_bytes(store.get(track.RUN_KEY))
 
 
 def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) -> None:
@@ -266,39 +268,6 @@ def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> Non
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return configs.flatten(configs.parse(config))
-
-
-def _mlflow(config: Config, run: RunFile, out: Path, tags: dict[str, str]) -> MLflow | None:
-    c, uri = config, config.tracking.mlflow
-    if uri is None:
-        return None
-    about = {
-        "algorithm": str(c.algorithm["name"]),
-        "seed": str(c.seed),
-        "flexfleet.run_id": run.run_id,
-        "flexfleet.store": str(out.resolve()),
-        TOKEN: run.token,
-        **_git_commit(),
-        "flexfleet.version": fl_engine.__version__,
-        **tags,
-    }
-    return MLflow(uri, experiment(c), f"{about['algorithm']}-s{c.seed}", about, run.mlflow_run_id)
-
-
-def experiment(config: Config) -> str:
-    """The name of the MLflow experiment that a run belongs to."""
-    c = config
-    return c.tracking.experiment or f"{c.dataset.name}-{c.model['name']}-{c.partition.rule}"
-
-
-def _git_commit() -> dict[str, str]:
-    """The commit of the code, under MLflow's own tag; nothing where the code is no checkout."""
-    command = ["git", "-C", str(Path(fl_engine.__file__).parent), "rev-parse", "HEAD"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return {}
-    return {"mlflow.source.git.commit": found.stdout.strip()} if found.returncode == 0 else {}
 
 
 @contextmanager

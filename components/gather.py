@@ -23,7 +23,8 @@ def gather(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: P
     shutil.copytree(run, out, dirs_exist_ok=True)
     for name, folder in (("partition", partition), ("pretrain", pretrain), ("pool", pool)):
         shutil.copytree(folder, out / name, dirs_exist_ok=True)
-    shutil.copyfile(evaluation / "evaluation.json", out / "evaluation.json")
+    for name in ("evaluation.json", "confusion.json"):
+        shutil.copyfile(evaluation / name, out / name)
     return out
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from components import common
 from fl_engine import partition as partitions
-from fl_engine.config import Config
+from fl_engine.config import Config, cut_seed
 from fl_engine.partition import Partition
 from fl_engine.types import Data
 
@@ -28,7 +28,7 @@ def cut(config: Config, data: Data) -> Partition:
         p.rule,
         p.clients,
         p.proxy,
-        config.seed,
+        cut_seed(config),
         alpha=p.alpha,
         labels_per_client=p.labels_per_client,
         minimum=p.minimum,

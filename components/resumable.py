@@ -25,11 +25,17 @@ OUTCOME = ("run.json", "history.json", "model.safetensors")
 
 
 def federate_in(
-    folder: Path, config: Config, partition: Path, pool: Path, out: Path, tags: dict[str, str] | None = None
+    folder: Path,
+    config: Config,
+    partition: Path,
+    pool: Path,
+    out: Path,
+    tags: dict[str, str] | None = None,
+    mlflow_run_id: str | None = None,
 ) -> Path:
     """Runs the rounds in `folder`, going on with what is there, and copies the outcome into `out`. The run's name is
     the folder's. Raises as `federate` does."""
-    federate(config, partition, pool, folder, resume=True, tags=tags)
+    federate(config, partition, pool, folder, resume=True, tags=tags, mlflow_run_id=mlflow_run_id)
     out.mkdir(parents=True, exist_ok=True)
     for name in OUTCOME:
         shutil.copyfile(folder / name, out / name)

@@ -14,8 +14,8 @@ from pathlib import Path
 from components import plots
 from components.comparison import Comparison, Runs, Spread, Summary, curve, read, summarise
 from components.entries import Entry
-from components.federate import experiment
 from components.report import NONE, plain
+from components.track import experiment
 from fl_engine.config import Config
 from fl_engine.errors import EnvironmentFailure
 from fl_engine.store import FolderStore, sha256

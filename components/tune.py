@@ -23,12 +23,13 @@ from components import common, plots
 from components.artifacts import Artifact, History, PoolFile
 from components.check import check
 from components.compare import RunsFailed
-from components.federate import alone, experiment, federate
+from components.federate import alone, federate
 from components.model_pool import model_pool
 from components.overrides import write_config
 from components.run import need_packages
 from components.share import adopt, fits, share
 from components.side_by_side import Job, side_by_side
+from components.track import experiment
 from fl_engine import tune as search
 from fl_engine.config import Config, flatten, load_config, set_path
 from fl_engine.errors import BadInput, ConfigError, Stopped

@@ -59,6 +59,8 @@ class PartitionConfig(_Section):
     """Samples that each client gets at least (dirichlet)."""
     proxy: float = 0.05
     """Share of the training data kept by the server: 80 % to pre-train, 20 % to measure APoZ."""
+    seed: int | None = None
+    """Of the cut alone; null: the run's, so that runs of several seeds have as many partitions."""
 
 
 class FleetConfig(_Section):
@@ -184,6 +186,8 @@ class TrackingConfig(_Section):
     """MLflow tracking URI; null: off."""
     experiment: str | None = None
     """null: <dataset>-<model>-<partition>."""
+    ui: str | None = None
+    """Where people open MLflow, if that is another address than `mlflow`; for links."""
 
 
 class Range(_Section):
@@ -456,6 +460,11 @@ def model(config: Config, input_chw: tuple[int, int, int], classes: int) -> Mode
         if isinstance(cause, FlexfleetError):
             raise cause from error
         raise ConfigError(f"model.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from error
+
+
+def cut_seed(config: Config) -> int:
+    """The seed of which samples are used, and of who holds them."""
+    return config.seed if config.partition.seed is None else config.partition.seed
 
 
 def min_side(config: Config) -> int:

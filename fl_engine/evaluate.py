@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,12 @@ from fl_engine.types import Data, ModelFamily, ParamLayout, Params, Pool, PoolMo
 
 @dataclass(frozen=True)
 class Score:
-    """`accuracy` in [0, 1], `loss` the mean cross entropy."""
+    """`accuracy` in [0, 1], `loss` the mean cross entropy; `confusion` (classes, classes) int64: how many images of a
+    class (row) were taken for which (column)."""
 
     accuracy: float
     loss: float
+    confusion: Tensor = field(default_factory=lambda: torch.empty(0, 0), compare=False, repr=False)
 
 
 def evaluate(
@@ -64,7 +66,8 @@ def _one_pass(
     networks: Sequence[tuple[nn.Module, bool]], data: Data, x_nchw: Tensor, y_n: Tensor, device: str, batch_size: int
 ) -> list[Score]:
     """Every network (and whether its exits vote) on each batch in turn: images are gathered and normalised once."""
-    correct = torch.zeros(len(networks), dtype=torch.int64, device=device)
+    classes = data.classes
+    seen = torch.zeros(len(networks), classes * classes, dtype=torch.int64, device=device)
     loss = torch.zeros(len(networks), dtype=torch.float64, device=device)
     with torch.no_grad():
         for chunk in _batches(len(y_n), batch_size):
@@ -73,10 +76,11 @@ def _one_pass(
                 out = network(x)
                 exits: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
                 logits = torch.stack(exits).mean(0) if ensemble else exits[-1]
-                correct[i] += (logits.argmax(1) == y).sum()
+                seen[i] += torch.bincount(y * classes + logits.argmax(1), minlength=classes * classes)
                 loss[i] += F.cross_entropy(logits, y, reduction="sum")
-    totals = zip(correct.tolist(), loss.tolist(), strict=True)
-    return [Score(right / len(y_n), lost / len(y_n)) for right, lost in totals]
+    matrices = seen.view(-1, classes, classes).cpu()
+    totals = zip(matrices, loss.tolist(), strict=True)
+    return [Score(int(m.trace()) / len(y_n), lost / len(y_n), m) for m, lost in totals]
 
 
 def _images(data: Data, x_nchw: Tensor, chunk: Tensor, device: str) -> Tensor:

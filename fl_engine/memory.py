@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import resource
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -47,15 +48,18 @@ def training_peak(family: ModelFamily, batch_size: int, numerics: Numerics) -> t
 
 def _measure(answer: Connection, family: ModelFamily, batch_size: int, numerics: Numerics) -> None:
     torch.set_num_threads(1)
-    base = _resident()
+    base = resident_peak()
     task = LocalTask(FULL, SGD(0.01, 0.5), epochs=1, batch_size=batch_size, drop_last=True, seed=0)
     x = torch.zeros(3 * batch_size, *family.input_chw)
     train(family, [Job(task, initial_params(family, 0), x, torch.arange(len(x)) % family.classes)], numerics)
-    answer.send((base, _resident()))
+    answer.send((base, resident_peak()))
 
 
-def _resident() -> int:
-    """The largest resident memory of this process so far, in bytes. (`getrusage` begins with the parent's.)"""
+def resident_peak() -> int:
+    """The largest resident memory of this process so far, in bytes. (`getrusage` begins with the parent's, so it is
+    asked only where there is no /proc: on macOS, which counts in bytes too.)"""
+    if not Path("/proc/self/status").exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 

@@ -21,6 +21,7 @@ from fl_engine.devices import simulated_seconds
 from fl_engine.errors import ConfigError, Stopped
 from fl_engine.evaluate import average_accuracy, evaluate_pool, published
 from fl_engine.ledger import Ledger, Row
+from fl_engine.memory import resident_peak
 from fl_engine.slicing import index_of
 from fl_engine.state import pack, unpack
 from fl_engine.store import tensor_bytes
@@ -174,6 +175,7 @@ def _round(
             metrics[f"accuracy/{name}"] = score.accuracy
             metrics[f"loss/{name}"] = score.loss
         metrics["seconds_evaluate"] = time.monotonic() - merged
+    metrics["peak_mb"] = resident_peak() / 1e6
     metrics["seconds_round"] = time.monotonic() - started
     return state, Row(round=round, metrics=metrics, clients=tuple(watch.clients))
 

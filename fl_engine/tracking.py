@@ -188,6 +188,16 @@ class MLflow:
         self._client.log_dict(self.run_id, {"columns": list(columns), "data": data}, name)
         self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": name, "type": "table"}]))
 
+    def dataset(self, name: str, digest: str, source: str, context: str) -> None:
+        """An input of the run. The same one again changes nothing. MLflow keeps 36 characters of a digest."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        found = Dataset(name=name, digest=digest[:36], source_type="local", source=json.dumps({"uri": source}))
+        self._client.log_inputs(self.run_id, [DatasetInput(found, [InputTag("mlflow.data.context", context)])])
+
+    def file(self, values: Mapping[str, Any], name: str) -> None:
+        self._client.log_dict(self.run_id, dict(values), name)
+
     def artifact(self, path: str) -> None:
         self._client.log_artifact(self.run_id, path)
 

@@ -43,20 +43,24 @@ def partition(
     advanced: dict[str, Any],
     config: dsl.Output[Artifact],
     parts: dsl.Output[Artifact],
-) -> str:
+    started: dsl.Output[dsl.Markdown],
+) -> dict[str, str]:
     from pathlib import Path
 
-    from components import check, overrides
+    from components import check, overrides, track
+    from components.federate import store_of
     from components.partition import partition as step
 
     given = locals()
     resolved = overrides.config_from({name: given[name] for name in overrides.PARAMETERS}, advanced)
     name = overrides.run_name(run_id, job_id, resolved)
-    overrides.run_folder(resolved, name)
+    store = store_of(resolved, name, overrides.run_folder(resolved, name))
     check.check(resolved)
     overrides.write_config(resolved, Path(config.path))
+    mlflow_run = track.begin(resolved, name, store, {"kfp.job_id": job_id})
+    Path(started.path).write_text(track.card(resolved, name, store.uri(), mlflow_run))
     step(resolved, Path(parts.path))
-    return name
+    return {"run": name, "mlflow": mlflow_run}
 
 
 @task
@@ -84,7 +88,7 @@ def federate(
     config: dsl.Input[Artifact],
     parts: dsl.Input[Artifact],
     pool: dsl.Input[Artifact],
-    run_name: str,
+    names: dict[str, str],
     job_id: str,
     run: dsl.Output[Artifact],
 ) -> None:
@@ -95,9 +99,9 @@ def federate(
     from fl_engine.config import load_config
 
     resolved = load_config(config.path)
-    folder = run_folder(resolved, run_name)
+    folder = run_folder(resolved, names["run"])
     tags = {"kfp.job_id": job_id}
-    federate_in(folder, resolved, Path(parts.path), Path(pool.path), Path(run.path), tags)
+    federate_in(folder, resolved, Path(parts.path), Path(pool.path), Path(run.path), tags, names["mlflow"] or None)
 
 
 @task
@@ -107,7 +111,7 @@ def evaluate(
     pool: dsl.Input[Artifact],
     evaluation: dsl.Output[Artifact],
     metrics: dsl.Output[dsl.Metrics],
-) -> None:
+) -> list[str]:
     from pathlib import Path
 
     from components.artifacts import EvaluationFile
@@ -119,6 +123,17 @@ def evaluate(
     metrics.log_metric("full", found.full)
     for name, score in found.levels.items():
         metrics.log_metric(f"accuracy/{name}", score.accuracy)
+    return list(found.levels)
+
+
+@task
+def confusion(level: str, evaluation: dsl.Input[Artifact], matrix: dsl.Output[dsl.ClassificationMetrics]) -> None:
+    from pathlib import Path
+
+    from components.artifacts import ConfusionFile
+
+    rows = ConfusionFile.read(Path(evaluation.path) / "confusion.json").levels[level]
+    matrix.log_confusion_matrix([str(c) for c in range(len(rows))], [list(row) for row in rows])
 
 
 @task
@@ -201,12 +216,14 @@ def train(
     built = model_pool(config=config, apoz=scores.outputs["apoz"])
     pool = built.outputs["pool"]
     rounds_done = federate(
-        config=config, parts=parts, pool=pool, run_name=start.outputs["Output"], job_id=job_id
+        config=config, parts=parts, pool=pool, names=start.outputs["Output"], job_id=job_id
     )
     run = rounds_done.outputs["run"]
     scored = evaluate(config=config, run=run, pool=pool)
+    with dsl.ParallelFor(scored.outputs["Output"]) as level:  # a task's matrix is drawn, and only one of them
+        seen = confusion(level=level, evaluation=scored.outputs["evaluation"])
     told = report(
         run=run, parts=parts, apoz=scores.outputs["apoz"], pool=pool, evaluation=scored.outputs["evaluation"]
     )
     on_cluster(start, retries=0)
-    on_cluster(scores, built, rounds_done, scored, told)
+    on_cluster(scores, built, rounds_done, scored, seen, told)

@@ -252,13 +252,13 @@ def killed() -> type[BaseException]:
 
 @pytest.fixture(scope="session")
 def timeless() -> Callable[[Store], list[Any]]:
-    """The ledger's rows without what may differ between two equal runs: seconds."""
+    """The ledger's rows without what may differ between two equal runs: seconds and memory."""
 
     def rows(store: Store) -> list[Any]:
         return [
             (
                 row.round,
-                {k: v for k, v in row.metrics.items() if not k.startswith("seconds")},
+                {k: v for k, v in row.metrics.items() if not k.startswith(("seconds", "peak_mb"))},
                 [{k: v for k, v in line.items() if k != "seconds"} for line in row.clients],
             )
             for row in Ledger(store).rows()

@@ -35,6 +35,7 @@ class Ran:
     """The ledger that the graph went on with."""
     tasks: Path
     """A folder for each task."""
+    mlflow: str
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +57,10 @@ def ran(scratch: Path) -> Ran:
     direct, store = scratch / "direct" / "same", scratch / "store" / "same"
     federate(config_from(given | {"rounds": 1}, ADVANCED), direct / "partition", direct / "pool", store)
     interrupted = History.read(store / "history.json")
-    train(**PARAMETERS, run_id="same", store_uri="store", advanced=ADVANCED)
+    mlflow = f"sqlite:///{scratch}/mlflow.db"
+    train(**PARAMETERS, run_id="same", store_uri="store", mlflow_uri=mlflow, advanced=ADVANCED)
     (tasks,) = (scratch / "tasks").glob("train-*")
-    return Ran(direct, interrupted, store, tasks)
+    return Ran(direct, interrupted, store, tasks, mlflow)
 
 
 def test_the_model_is_bit_identical_to_that_of_one_process(ran: Ran) -> None:
@@ -77,7 +79,7 @@ def test_the_interrupted_run_goes_on(ran: Ran) -> None:
 
 def test_every_task_used_the_configuration_of_the_first(ran: Ran) -> None:
     config = load_config(ran.tasks / "partition" / "config")
-    assert config == config_from(PARAMETERS | {"mlflow_uri": "", "store_uri": "store"}, ADVANCED)
+    assert config == config_from(PARAMETERS | {"mlflow_uri": ran.mlflow, "store_uri": "store"}, ADVANCED)
     assert json.loads((ran.store / "run.json").read_text())["config"] == config.model_dump(mode="json")
 
 
@@ -93,6 +95,37 @@ def test_evaluation_and_its_metrics(ran: Ran) -> None:
     metrics = told["artifacts"]["metrics"]["artifacts"][0]["metadata"]
     levels = {f"accuracy/{name}": score.accuracy for name, score in found.levels.items()}
     assert metrics == {"avg": found.avg, "full": found.full} | levels
+
+
+def test_a_confusion_matrix_for_each_level(ran: Ran) -> None:
+    found = EvaluationFile.read(ran.tasks / "evaluate" / "evaluation" / "evaluation.json")
+    shown = {}
+    for folder in ran.tasks.glob("for-loop-*/confusion"):
+        told = json.loads((folder / "executor_output.json").read_text())
+        matrix = told["artifacts"]["matrix"]["artifacts"][0]["metadata"]["confusionMatrix"]
+        counts = [row["row"] for row in matrix["rows"]]
+        assert [a["displayName"] for a in matrix["annotationSpecs"]] == [str(c) for c in range(10)]
+        assert sum(map(sum, counts)) == found.test_samples
+        shown[sum(row[i] for i, row in enumerate(counts)) / found.test_samples] = counts
+    assert sorted(shown) == sorted({score.accuracy for score in found.levels.values()})
+
+
+def test_the_first_task_begins_the_mlflow_run_that_the_rounds_go_on_with(ran: Ran) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=ran.mlflow)
+    (experiment,) = client.search_experiments(filter_string="name = 'digits-small_cnn-dirichlet'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    card = (ran.tasks / "partition" / "started").read_text()
+    assert run.info.run_id in card and "| algorithm | `flexfl` |" in card
+    assert json.loads((ran.store / "run.json").read_text())["mlflow_run_id"] == run.info.run_id
+    assert (run.info.status, run.data.tags["flexfleet.run_id"]) == ("FINISHED", "same")
+    assert run.data.tags["kfp.job_id"] and run.data.metrics["final/full"] > 0
+    assert {m.step for m in client.get_metric_history(run.info.run_id, "train_loss")} == {1, 2}
+    data, partition = run.inputs.dataset_inputs
+    parts = json.loads((ran.direct / "partition" / "partition.json").read_text())
+    assert (data.dataset.name, data.dataset.digest) == ("digits", parts["data_sha256"][:36])
+    assert partition.dataset.name.startswith("partition: dirichlet, 6 clients")
 
 
 def test_the_report_and_the_finished_run_folder(ran: Ran) -> None:
