@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from fl_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from fl_engine.config import Config
+
+MLFLOW_RUN = re.compile(r"[0-9a-f]{32}")
 
 DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
 
@@ -202,11 +205,13 @@ def report(args: argparse.Namespace) -> int:
 
 
 def fetch(args: argparse.Namespace) -> int:
+    if len(args.names) == 1 and MLFLOW_RUN.fullmatch(args.names[0]):
+        return fetch_run(args)
     from fl_engine.config import resolve
     from fl_engine.datasets import DATASETS, data_root
 
     root = data_root(args.root)
-    named = {name: resolve(DATASETS, name, "data set") for name in args.datasets}
+    named = {name: resolve(DATASETS, name, "data set") for name in args.names}
     for source in named.values():
         if source.fetch is not None:
             source.fetch(root)
@@ -220,6 +225,20 @@ def fetch(args: argparse.Namespace) -> int:
         fetched = "nothing to fetch, checked" if source.fetch is None else "complete and checked"
         state = fetched if named else ("there" if there[name] else "missing")
         print(f"{name:16} {state:8} {source.about}")
+    return 0
+
+
+def fetch_run(args: argparse.Namespace) -> int:
+    from components.versioned import fetch_run as bring
+
+    config = common.config_of(args)
+    if config.tracking.mlflow is None:
+        raise ConfigError(f"{args.names[0]} is looked up in MLflow, and tracking.mlflow is null")
+    folder, brought = bring(config.tracking.mlflow, args.names[0], args.out)
+    if args.json:
+        print(json.dumps({"folder": str(folder), "files": [str(path) for path in brought]}))
+    else:
+        print("\n".join(f"{path}  checked" for path in brought))
     return 0
 
 
@@ -331,9 +350,10 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
     c.set_defaults(call=report)
 
-    c = add("fetch", "download data sets and check them; without a name: list them", config=False)
-    c.add_argument("datasets", nargs="*", metavar="NAME")
-    c.add_argument("--root", metavar="DIR", help="where to (default: FLEXFLEET_DATA, else ~/.cache/flexfleet/data)")
+    c = add("fetch", "download data sets, or what a run pushed by DVC, and check them; without a name: list data sets")
+    c.add_argument("names", nargs="*", metavar="NAME", help="of data sets; or the id of an MLflow run")
+    c.add_argument("--root", metavar="DIR", help="of data (default: FLEXFLEET_DATA, else ~/.cache/flexfleet/data)")
+    c.add_argument("--out", type=Path, metavar="DIR", help="where a run's files go (default: runs/<its name>)")
     c.set_defaults(call=fetch)
 
     c = add("status", "how far runs are")

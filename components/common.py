@@ -90,14 +90,15 @@ def prepare(config: Config) -> tuple[Data, ModelFamily]:
     """The data set, cut and padded as configured, and the network for its images."""
     import torch
 
+    from components import versioned
     from fl_engine import config as configs
-    from fl_engine.datasets import DATASETS, Source, data_root, pad, subset
+    from fl_engine.datasets import DATASETS, Source, pad, subset
 
     torch.set_num_threads(1)  # in every step: the same bits on any number of cores
     source = configs.resolve(DATASETS, config.dataset.name, "data set")
     if not isinstance(source, Source):
         raise ConfigError(f"dataset.name = {config.dataset.name!r} is {source!r}; a Source is expected")
-    data = source.load(data_root(config.dataset.root))
+    data = source.load(versioned.folder_of(config.dataset.root))
     if config.dataset.train_samples is not None or config.dataset.test_samples is not None:
         data = subset(data, config.dataset.train_samples, config.dataset.test_samples, configs.cut_seed(config))
     wanted, side = config.dataset.pad, max(data.input_chw[1:])

@@ -27,7 +27,7 @@ STEPS = 20
 """Accuracies to reach are multiples of 1/20 where none are given,"""
 MOST_TARGETS = 4
 """and so many at most."""
-OF_A_RUN = ("algorithm", "seed", "run.", "tracking.", "rounds.commit_every", "rounds.keep_", "dataset.root")
+OF_A_RUN = ("algorithm", "seed", "run.", "tracking.", "publish.", "rounds.commit_every", "rounds.keep_", "dataset.root")
 """Parameters in which the runs of a comparison may differ: what is compared, and what moves no bit of a model."""
 
 Runs = Mapping[str, Sequence[Run]]

@@ -16,6 +16,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "pipeline": (("kfp",), "compiling and submitting the steps as a Kubeflow pipeline"),
     "kubernetes": (("kubernetes", "boto3"), "clients as pods of a cluster, with their ledger in S3"),
     "tune": (("optuna",), "searching hyper-parameters"),
+    "export": (("onnx", "onnxruntime"), "the models of a run as ONNX, for devices"),
 }
 
 

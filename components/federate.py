@@ -47,6 +47,7 @@ MAY_CHANGE = (
     "kubernetes.",
     "tracking.",
     "tune.",
+    "publish.",
 )
 """What a resumed run may set differently: none of it moves a bit of the model."""
 FIXED = ("kubernetes.over_provision", "kubernetes.observe")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from components import versioned
 from components.artifacts import EvaluationFile, History, Result, RunFile
 from components.check import check
 from components.common import missing
@@ -13,6 +14,7 @@ from components.federate import federate, known_run, store_of
 from components.model_pool import model_pool
 from components.partition import partition
 from components.pretrain import pretrain
+from components.publish import publish
 from components.report import report
 from components.share import adopt
 from fl_engine.config import Config
@@ -65,9 +67,15 @@ def run(
 
 def need_packages(config: Config) -> None:
     """Raises EnvironmentFailure for what is not installed: now, not after hours of training."""
-    for package in ("matplotlib", "jinja2", *(["mlflow"] if config.tracking.mlflow else [])):
+    wanted = {"matplotlib": "", "jinja2": ""}
+    if config.tracking.mlflow:
+        wanted["mlflow"] = ", or --set tracking.mlflow=null"
+    if config.publish.models and config.publish.onnx:
+        wanted |= dict.fromkeys(("onnx", "onnxruntime"), ", or --set publish.onnx=false")
+    if config.publish.dvc:
+        wanted["dvc"] = ", or --set publish.dvc=null"
+    for package, hint in wanted.items():
         if find_spec(package) is None:
-            hint = ", or --set tracking.mlflow=null" if package == "mlflow" else ""
             raise EnvironmentFailure(missing(package) + hint)
 
 
@@ -77,6 +85,11 @@ def conclude(config: Config, out: Path, store: Store) -> Result:
     page = report([out], out / "report.html")
     found = result(out, page, store.uri())
     found.write(out / "result.json")
+    if config.publish.models:
+        publish(config, out, found.mlflow_run_id)
+    tags = {"model_sha256": found.model_sha256}
+    if config.publish.dvc is not None:
+        tags |= versioned.push_run(out, config.publish.dvc)
     if config.run.remote is not None:
         for name in ("report.html", "result.json"):
             store.put(name, (out / name).read_bytes())
@@ -85,7 +98,8 @@ def conclude(config: Config, out: Path, store: Store) -> Result:
 
         metrics = {"final/avg": found.metrics["avg"], "final/full": found.metrics["full"]}
         files = [str(page), str(out / "pool" / "pool.json"), str(out / "result.json")]
-        log_outcome(config.tracking.mlflow, found.mlflow_run_id, metrics, {"model_sha256": found.model_sha256}, files)
+        pointers = out / versioned.POINTERS if config.publish.dvc else None
+        log_outcome(config.tracking.mlflow, found.mlflow_run_id, metrics, tags, files, pointers)
     return found
 
 

@@ -39,7 +39,8 @@ class DatasetConfig(_Section):
     name: str = "digits"
     """A registered data set, or package.module:NAME."""
     root: str | None = None
-    """Folder of the data files; null: FLEXFLEET_DATA, else ~/.cache/flexfleet/data."""
+    """Folder of the data files; `repo@rev:path`, or a .dvc file, of a DVC repository; null: FLEXFLEET_DATA, else
+    ~/.cache/flexfleet/data."""
     train_samples: Count | None = None
     """Use this many training samples; null: all."""
     test_samples: Count | None = None
@@ -49,14 +50,14 @@ class DatasetConfig(_Section):
 
 
 class PartitionConfig(_Section):
-    rule: Literal["iid", "dirichlet", "disjoint_labels", "natural"] = "dirichlet"
+    rule: Literal["iid", "dirichlet", "quantity", "disjoint_labels", "natural"] = "dirichlet"
     clients: Count = 20
     alpha: float = 0.6
-    """Dirichlet concentration; smaller is more heterogeneous."""
+    """Concentration of dirichlet and quantity; smaller is more heterogeneous."""
     labels_per_client: Count = 2
     """For disjoint_labels."""
     minimum: Count = 20
-    """Samples that each client gets at least (dirichlet)."""
+    """Samples that each client gets at least (dirichlet, quantity)."""
     proxy: float = 0.05
     """Share of the training data kept by the server: 80 % to pre-train, 20 % to measure APoZ."""
     seed: int | None = None
@@ -228,6 +229,18 @@ class TuneConfig(_Section):
     """URL of a data base for workers on several machines; null: a journal in the study's folder."""
 
 
+class PublishConfig(_Section):
+    """What becomes of a finished run."""
+
+    models: bool = False
+    """Export each reported level (safetensors, ONNX) and register it in MLflow, with one model that answers for any."""
+    name: str | None = None
+    """Of the registered models; null: <experiment>-<algorithm>."""
+    onnx: bool = True
+    dvc: str | None = None
+    """Remote (s3://bucket/prefix, or a folder) to which DVC pushes partition, pool, model and report; null: none."""
+
+
 class Config(_Section):
     schema_version: Literal[1] = 1
     seed: int = 0
@@ -245,6 +258,7 @@ class Config(_Section):
     kubernetes: KubernetesConfig = KubernetesConfig()
     tracking: TrackingConfig = TrackingConfig()
     tune: TuneConfig = TuneConfig()
+    publish: PublishConfig = PublishConfig()
 
 
 # ----------------------------------------------------------------------------------------------- reading it
@@ -448,12 +462,17 @@ def algorithm(config: Config) -> Algorithm:
 def model(config: Config, input_chw: tuple[int, int, int], classes: int) -> ModelFamily:
     """The configured network for these images, with what the configured algorithm changes in it (early exits). Raises
     ConfigError, ModelError or PoolError."""
-    options = {k: v for k, v in config.model.items() if k != "name"}
-    values = {**options, "input_chw": input_chw, "classes": classes}
     chosen = algorithm(config)
+    family = build_model(config.model, input_chw, classes)
+    return chosen.network(family) if isinstance(chosen, ChoosesNetwork) else family
+
+
+def build_model(model: Mapping[str, Any], input_chw: tuple[int, int, int], classes: int) -> ModelFamily:
+    """The network of a `model` section, for these images. Raises ConfigError or ModelError."""
+    values = {**{k: v for k, v in model.items() if k != "name"}, "input_chw": input_chw, "classes": classes}
     try:
-        family: ModelFamily = TypeAdapter(_model_kind(config)).validate_json(json.dumps(values), strict=True)
-        return chosen.network(family) if isinstance(chosen, ChoosesNetwork) else family
+        family: ModelFamily = TypeAdapter(_model_kind(model)).validate_json(json.dumps(values), strict=True)
+        return family
     except ValidationError as error:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")
@@ -469,13 +488,13 @@ def cut_seed(config: Config) -> int:
 
 def min_side(config: Config) -> int:
     """The smallest image side that the configured network takes."""
-    return _model_kind(config).min_hw
+    return _model_kind(config.model).min_hw
 
 
-def _model_kind(config: Config) -> type[ModelFamily]:
+def _model_kind(section: Mapping[str, Any]) -> type[ModelFamily]:
     from fl_engine.models import MODELS
 
-    return _dataclass(resolve(MODELS, _name_in(config.model, "model"), "model"), config.model)
+    return _dataclass(resolve(MODELS, _name_in(section, "model"), "model"), section)
 
 
 def _dataclass(kind: T, section: Mapping[str, Any]) -> T:
@@ -485,7 +504,8 @@ def _dataclass(kind: T, section: Mapping[str, Any]) -> T:
 
 
 def _check_model_options(config: Config) -> None:
-    known = [f.name for f in fields(_model_kind(config)) if f.name not in ("input_chw", "classes")]  # type: ignore[arg-type]
+    kind: Any = _model_kind(config.model)
+    known = [f.name for f in fields(kind) if f.name not in ("input_chw", "classes")]
     _check_names("model", {k: v for k, v in config.model.items() if k != "name"}, known)
 
 

@@ -58,7 +58,7 @@ def _network(
     module = runnable(family, spec, {k: v.to(device) for k, v in params.items()}).eval()
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if static_bn:
-        _collect_statistics(module, data, device, batch_size)
+        collect_statistics(module, data, data.train_x, device, batch_size)
     return module
 
 
@@ -95,12 +95,18 @@ def _batches(count: int, batch_size: int) -> list[Tensor]:
     return chunks
 
 
-def _collect_statistics(module: nn.Module, data: Data, device: str, batch_size: int) -> None:
-    """Gives every batch norm the mean over all training batches of their mean and variance.
+def score(network: nn.Module, data: Data, ensemble: bool, device: str = "cpu", batch_size: int = 128) -> Score:
+    """Scores a network as it is on the test images, which are normalised for it."""
+    return _one_pass([(network, ensemble)], data, data.test_x, data.test_y, device, batch_size)[0]
 
-    All training data, the server's proxy included. Where clients hold the data, this is a pass in which each of them
-    answers with sums of activations, for every level: more than the weights that federated averaging shows the server,
-    and it wants secure aggregation.
+
+def collect_statistics(module: nn.Module, data: Data, x_nchw: Tensor, device: str, batch_size: int) -> None:
+    """Gives every batch norm the mean over all batches of these images of their mean and variance.
+
+    In the rounds' figures (HeteroFL, FedRolex) these are all training data, the server's proxy included. Where clients
+    hold the data, that is a pass in which each of them answers with sums of activations, for every level: more than the
+    weights that federated averaging shows the server, and it wants secure aggregation. An exported model takes the
+    proxy alone.
     """
     norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
     for norm in norms:
@@ -111,8 +117,8 @@ def _collect_statistics(module: nn.Module, data: Data, device: str, batch_size: 
         norm.forward = partial(nn.BatchNorm2d.forward, norm)  # type: ignore[method-assign]
         norm.train()
     with torch.no_grad():
-        for chunk in _batches(len(data.train_y), batch_size):
-            module(_images(data, data.train_x, chunk, device))
+        for chunk in _batches(len(x_nchw), batch_size):
+            module(_images(data, x_nchw, chunk, device))
     for norm in norms:
         norm.eval()
 

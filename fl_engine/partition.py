@@ -9,6 +9,7 @@ Rules, each a pure function from labels (or groups) to one ascending index array
     dirichlet        one Dir(alpha) over the clients for every class (Yurochkin et al., ICML 2019;
                      "distribution-based label imbalance" of Li et al., Federated Learning on Non-IID Data
                      Silos: An Experimental Study, ICDE 2022)
+    quantity         equal mixtures of classes in shares drawn from Dir(alpha) ("quantity skew" of Li et al.)
     disjoint_labels  every client holds L labels ("quantity-based label imbalance", #C = L, of Li et al.)
     natural          by the writer or user whom the data set names
 
@@ -37,7 +38,7 @@ from fl_engine.types import Data
 
 Ints = NDArray[np.int64]
 
-RULES = ("iid", "dirichlet", "disjoint_labels", "natural")
+RULES = ("iid", "dirichlet", "quantity", "disjoint_labels", "natural")
 TENSORS = "partition.safetensors"
 MANIFEST = "partition.json"
 
@@ -86,12 +87,34 @@ def dirichlet(
     owner = np.empty(len(labels), dtype=np.int64)
     for label in np.unique(labels):
         samples = order[labels[order] == label]
-        shares = rng.dirichlet(np.full(clients, alpha))
-        if not math.isclose(shares.sum(), 1.0, rel_tol=1e-9):
-            raise PartitionError(f"alpha {alpha} is beyond what floating point can draw; take the rule iid")
-        cuts = np.floor(np.cumsum(shares)[:-1] * len(samples) + 0.5).astype(np.int64)
+        cuts = np.floor(np.cumsum(_drawn(clients, alpha, rng))[:-1] * len(samples) + 0.5).astype(np.int64)
         for client, part in enumerate(np.split(samples, cuts)):
             owner[part] = client
+    return _fed(owner, clients, minimum, rng)
+
+
+def quantity(labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator) -> tuple[Ints, ...]:
+    """One draw from Dir(alpha) says how large each client's random part is; then small clients are fed, as in
+    `dirichlet`. Raises as that does."""
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise PartitionError(f"alpha must be positive and finite, got {alpha}; for equal shares take the rule iid")
+    _check_room(len(labels), clients, minimum)
+    cuts = np.floor(np.cumsum(_drawn(clients, alpha, rng))[:-1] * len(labels) + 0.5).astype(np.int64)
+    owner = np.empty(len(labels), dtype=np.int64)
+    for client, part in enumerate(np.split(rng.permutation(len(labels)), cuts)):
+        owner[part] = client
+    return _fed(owner, clients, minimum, rng)
+
+
+def _drawn(clients: int, alpha: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    shares = rng.dirichlet(np.full(clients, alpha))
+    if not math.isclose(shares.sum(), 1.0, rel_tol=1e-9):
+        raise PartitionError(f"alpha {alpha} is beyond what floating point can draw; take the rule iid")
+    return shares
+
+
+def _fed(owner: Ints, clients: int, minimum: int, rng: np.random.Generator) -> tuple[Ints, ...]:
+    """Each client's samples, after those that have fewer than `minimum` were given some."""
     sizes = np.bincount(owner, minlength=clients)
     while sizes.min() < minimum:
         rich, poor = int(sizes.argmax()), int(sizes.argmin())
@@ -206,7 +229,7 @@ def partition(
 ) -> Partition:
     """Cuts the proxy, then deals the rest to `clients` by `rule`, each at least `minimum` samples.
 
-    `alpha` is for dirichlet, `labels_per_client` for disjoint_labels; other rules do not look at them. A
+    `alpha` is for dirichlet and quantity, `labels_per_client` for disjoint_labels; other rules do not look at them. A
     function of the arguments alone, on every machine. Raises PartitionError for what cannot be cut.
     """
     labels: Ints = data.train_y.numpy()
@@ -222,11 +245,12 @@ def partition(
     match rule:
         case "iid":
             parts = iid(labels[rest], clients, rng)
-        case "dirichlet":
+        case "dirichlet" | "quantity":
             if alpha is None:
-                raise PartitionError("the rule dirichlet needs alpha, for example 0.3; got none")
+                raise PartitionError(f"the rule {rule} needs alpha, for example 0.3; got none")
             parameters["alpha"] = alpha
-            parts = dirichlet(labels[rest], clients, alpha, minimum, rng)
+            cut = dirichlet if rule == "dirichlet" else quantity
+            parts = cut(labels[rest], clients, alpha, minimum, rng)
         case "disjoint_labels":
             if labels_per_client is None:
                 raise PartitionError(
@@ -238,7 +262,7 @@ def partition(
             if data.natural_client is None:
                 raise PartitionError(
                     f"{data.name} does not know where a sample comes from, so it has no natural "
-                    f"partition; take one of {', '.join(RULES[:3])}"
+                    f"partition; take one of {', '.join(RULES[:-1])}"
                 )
             parts = natural(data.natural_client.numpy()[rest], clients)
         case _:

@@ -214,7 +214,7 @@ def _connect(endpoint: str | None) -> Any:
     import boto3.session
     from botocore.config import Config
 
-    named = endpoint or _setting("AWS_ENDPOINT_URL_S3") or _setting("AWS_ENDPOINT_URL")
+    named = endpoint or setting("AWS_ENDPOINT_URL_S3") or setting("AWS_ENDPOINT_URL")
     config = Config(
         signature_version="s3v4",
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
@@ -225,7 +225,7 @@ def _connect(endpoint: str | None) -> Any:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    region = _setting("AWS_REGION") or _setting("AWS_DEFAULT_REGION") or "us-east-1"
+    region = setting("AWS_REGION") or setting("AWS_DEFAULT_REGION") or "us-east-1"
     session = boto3.session.Session(  # without own ones: wherever boto3 finds them
         os.environ.get(f"{OWN}AWS_ACCESS_KEY_ID"),
         os.environ.get(f"{OWN}AWS_SECRET_ACCESS_KEY"),
@@ -238,7 +238,7 @@ OWN = "FLEXFLEET_"
 """In front of a variable that boto3 reads: for this alone, where something else of the process reads the other."""
 
 
-def _setting(name: str) -> str | None:
+def setting(name: str) -> str | None:
     return os.environ.get(f"{OWN}{name}") or os.environ.get(name)
 
 

@@ -254,9 +254,14 @@ class Several:
 
 
 def log_outcome(
-    uri: str, run_id: str, metrics: Mapping[str, float], tags: Mapping[str, str], files: Sequence[str]
+    uri: str,
+    run_id: str,
+    metrics: Mapping[str, float],
+    tags: Mapping[str, str],
+    files: Sequence[str],
+    folder: Path | None = None,
 ) -> None:
-    """Adds final figures, tags and files to a run that has ended."""
+    """Adds final figures, tags, files and a folder to a run that has ended."""
     import mlflow
 
     client = mlflow.MlflowClient(tracking_uri=uri)
@@ -266,3 +271,5 @@ def log_outcome(
         client.set_tag(run_id, key, text)
     for path in files:
         client.log_artifact(run_id, path)
+    if folder is not None:
+        client.log_artifacts(run_id, str(folder), folder.name)

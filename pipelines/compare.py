@@ -122,8 +122,8 @@ def comparison(
         algorithms: Names of algorithms, separated by commas; a variant of one is label=name, e.g. flexfl,no_kd=flexfl.
         seeds: Whole numbers, separated by commas; every algorithm runs with each.
         clients: Number of devices.
-        partition_rule: iid, dirichlet, disjoint_labels or natural.
-        dirichlet_alpha: Concentration of the Dirichlet partition; smaller is more heterogeneous.
+        partition_rule: iid, dirichlet, quantity, disjoint_labels or natural.
+        dirichlet_alpha: Concentration of dirichlet and quantity; smaller is more heterogeneous.
         rounds: Rounds in all.
         client_fraction: Share of all clients selected per round, above 0, at most 1.
         local_epochs: Epochs that a client trains per round.

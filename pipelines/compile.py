@@ -23,7 +23,7 @@ PIPELINES: dict[str, Any] = {"train": train, "compare": comparison, "tune": tuni
 COMPILED = Path(__file__).parent / "compiled"
 
 
-CHOICES = {"partition_rule": ("iid", "dirichlet", "disjoint_labels", "natural")}
+CHOICES = {"partition_rule": ("iid", "dirichlet", "quantity", "disjoint_labels", "natural")}
 """Parameters of which the form offers a list. The SDK takes no `Literal`, but the specification knows `literals`. Data
 sets, networks and algorithms have none: they may also be package.module:NAME."""
 

@@ -93,8 +93,8 @@ def tuning(
         model: small_cnn, vgg16, resnet18, resnet34, preresnet18, mobilenetv2, or package.module:NAME.
         algorithm: flexfl, adaptivefl, heterofl, ... (fl_engine/algorithms), or package.module:NAME.
         clients: Number of devices.
-        partition_rule: iid, dirichlet, disjoint_labels or natural.
-        dirichlet_alpha: Concentration of the Dirichlet partition; smaller is more heterogeneous.
+        partition_rule: iid, dirichlet, quantity, disjoint_labels or natural.
+        dirichlet_alpha: Concentration of dirichlet and quantity; smaller is more heterogeneous.
         rounds: Rounds of each trial.
         client_fraction: Share of all clients selected per round, above 0, at most 1.
         local_epochs: Epochs that a client trains per round.

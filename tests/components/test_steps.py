@@ -299,3 +299,14 @@ def test_artifacts_are_read_strictly(tmp_path: Path) -> None:
 
 def test_the_configuration_of_a_run_file_is_whole(folder: Path, chained: dict[str, Any], quick: Sequence[str]) -> None:
     assert parse(RunFile.read(folder / "run" / "run.json").config) == load_config(None, quick)
+
+
+def test_runs_of_several_seeds_can_have_one_partition(tmp_path: Path) -> None:
+    cuts = []
+    for seed in (1, 2):
+        config = load_config(None, [f"seed={seed}", "partition.seed=5", "dataset.train_samples=600"])
+        components.partition.partition(config, tmp_path / str(seed))
+        cuts.append((tmp_path / str(seed) / "partition.json").read_bytes())
+    assert cuts[0] == cuts[1], "the samples too are chosen by partition.seed"
+    components.partition.partition(load_config(None, ["seed=5", "dataset.train_samples=600"]), tmp_path / "plain")
+    assert (tmp_path / "plain" / "partition.json").read_bytes() == cuts[0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine import seeds
-from fl_engine.evaluate import Score, _collect_statistics, average_accuracy, evaluate, evaluate_pool, weights_of
+from fl_engine.evaluate import Score, average_accuracy, collect_statistics, evaluate, evaluate_pool, weights_of
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.pool import member
 from fl_engine.slicing import initial_params, runnable, take
@@ -177,7 +177,7 @@ def test_static_statistics_are_the_mean_over_the_training_batches(norm: Any) -> 
     data = tiny_data((1, 8, 8))
     params = initial_params(family, 3)
     module = runnable(family, FULL, {name: t.clone() for name, t in params.items()}).eval()
-    _collect_statistics(module, data, "cpu", batch_size=50)
+    collect_statistics(module, data, data.train_x, "cpu", batch_size=50)
     conv, bn = module.get_submodule("conv1.conv"), module.get_submodule("conv1.bn")
     order = torch.from_numpy(seeds.rng(0, "evaluate").permutation(len(data.train_y)))
     with torch.no_grad():

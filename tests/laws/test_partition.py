@@ -58,12 +58,13 @@ def test_iid_deals_evenly(labels: p.Ints, clients: int, seed: int) -> None:
 
 @law
 @given(labels_st, st.integers(1, 40), st.floats(1e-300, 1e300), st.integers(1, 20), seed_st)
-def test_dirichlet_holds_the_minimum(
-    labels: p.Ints, clients: int, alpha: float, minimum: int, seed: int
+@pytest.mark.parametrize("rule", [p.dirichlet, p.quantity])
+def test_dirichlet_and_quantity_hold_the_minimum(
+    rule: Any, labels: p.Ints, clients: int, alpha: float, minimum: int, seed: int
 ) -> None:
     clients = min(clients, len(labels))
     minimum = min(minimum, len(labels) // clients)
-    parts = p.dirichlet(labels, clients, alpha, minimum, seeds.rng(seed, "test"))
+    parts = rule(labels, clients, alpha, minimum, seeds.rng(seed, "test"))
     check_law(parts, len(labels))
     assert min(map(len, parts)) >= minimum
 
@@ -129,6 +130,17 @@ def test_alpha_decides_how_uneven_the_classes_are() -> None:
     assert purity(1e6) < 0.13 < purity(0.3) < 0.6 < purity(0.01)
 
 
+def test_quantity_makes_sizes_uneven_and_leaves_the_classes_alike() -> None:
+    def spread(alpha: float) -> float:
+        sizes = p.partition(TEN, "quantity", 10, 0, 0, alpha=alpha).counts.sum(axis=0)
+        return float(sizes.std() / sizes.mean())
+
+    assert spread(1e6) < 0.01 < spread(5) < 0.7 < spread(0.2)
+    counts = p.partition(TEN, "quantity", 10, 0, 0, alpha=0.5).counts
+    large = counts[:, counts.sum(axis=0) >= 100]
+    assert large.shape[1] >= 2 and (np.abs(large / large.sum(axis=0) - 0.1) < 0.08).all()
+
+
 def test_disjoint_labels_share_the_classes_evenly() -> None:
     counts = p.partition(TEN, "disjoint_labels", 15, 0, 0, labels_per_client=2).counts
     assert sorted((counts > 0).sum(axis=1).tolist()) == [3] * 10
@@ -146,6 +158,7 @@ CASES: dict[str, dict[str, Any]] = {
         "alpha": 0.3,
         "minimum": 15,
     },
+    "quantity": {"rule": "quantity", "clients": 20, "proxy_share": 0.05, "seed": 7, "alpha": 0.3, "minimum": 5},
     "disjoint_labels": {
         "rule": "disjoint_labels",
         "clients": 20,
@@ -158,6 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
 GOLDEN = {
     "iid": "b1adac7e0aae8e93b5aa4900c26183c650c93554802e7880b0eaacfa97e06bba",
     "dirichlet": "36bf600645dd5d4f7062fefb05d3b0691d80ce8d59c01654b5a54ec95c9596c2",
+    "quantity": "33e4d377b443e1f444008cb8e7a3a5a27e5cbaef125f6cb26ae41c39542da547",
     "disjoint_labels": "0e608ffdb410272aa28752b30e6b2ac8eaf59cb5103ff8450c44c1770c6ba637",
     "natural": "939ae0af49b99ca3445587c7cd5ae339a88a6e0a116040d49e07a6a29dc35e92",
 }
@@ -219,6 +233,8 @@ def test_without_a_proxy_all_goes_to_the_clients() -> None:
         ({"rule": "dirichlet", "alpha": float("nan")}, "alpha must be positive"),
         ({"rule": "dirichlet", "alpha": float("inf")}, "alpha must be positive"),
         ({"rule": "dirichlet", "alpha": 1.7e308}, "beyond what floating point can draw; take the rule iid"),
+        ({"rule": "quantity"}, "quantity needs alpha"),
+        ({"rule": "quantity", "alpha": 0.0}, "alpha must be positive and finite, got 0.0"),
         ({"rule": "disjoint_labels"}, "needs labels_per_client"),
         ({"rule": "disjoint_labels", "labels_per_client": 0}, r"must be 1 to 10 \(the classes\), got 0"),
         ({"rule": "disjoint_labels", "labels_per_client": 11}, r"must be 1 to 10 \(the classes\), got 11"),

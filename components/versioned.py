@@ -1,0 +1,254 @@
+"""Folders and files kept by DVC: pushed to a remote under their content's md5, and found again by a small pointer.
+
+A pointer is the text of a `.dvc` file; the remote is `publish.dvc`. DVC works in a scratch repository of its own each
+time: one repository's lock does not take two writers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_engine.datasets import data_root
+from fl_engine.errors import ConfigError, DataError, EnvironmentFailure, IntegrityError
+from fl_engine.s3 import setting
+from fl_engine.store import sha256
+
+OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
+"""What of a run's folder is pushed."""
+POINTERS = "dvc"
+"""Folder of the pointers, in a run's folder and among the artifacts of its MLflow run."""
+REV = re.compile(r"(?P<repo>.+)@(?P<rev>[^@:]+):(?P<path>[^:]+)")
+
+log = logging.getLogger("flexfleet")
+
+
+def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
+    """Pushes files and folders under plain names; their pointers. What the remote has already is not sent again.
+
+    Raises ConfigError for a remote that cannot be one, EnvironmentFailure where it cannot be reached.
+    """
+    with _scratch(remote) as (repo, folder):
+        for name, path in paths.items():
+            if path.is_dir():
+                shutil.copytree(path, folder / name)
+            else:
+                shutil.copyfile(path, folder / name)
+        with _explained(remote):
+            repo.add([str(folder / name) for name in paths])
+            repo.push(targets=[str(folder / name) for name in paths])
+        return {name: (folder / f"{name}.dvc").read_text() for name in paths}
+
+
+def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
+    """Brings back into `out` what the pointers name, replacing what is there. Raises IntegrityError for what the remote
+    does not have or has with other content, ConfigError for a text that is no pointer."""
+    wanted = {name: checksum(text) for name, text in pointers.items()}
+    with _scratch(remote) as (repo, folder):
+        for name, text in pointers.items():
+            (folder / f"{name}.dvc").write_text(text)
+        with _explained(remote):
+            repo.pull(targets=[str(folder / f"{name}.dvc") for name in pointers])
+        for name, expected in wanted.items():
+            if not (folder / name).exists() or (found := md5(folder / name)) != expected:
+                has = f"md5 {found}" if (folder / name).exists() else "nothing"
+                raise IntegrityError(f"{name}: {remote} has {has} where the pointer says {expected}")
+        brought = []
+        for name in pointers:
+            target = out / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.is_dir():
+                shutil.rmtree(target)
+            shutil.move(folder / name, target)
+            brought.append(target)
+    return brought
+
+
+def hand_on(path: Path, name: str, remote: str | None, pointer: Path) -> None:
+    """A step's output, pushed by the step itself; its pointer, for the tasks that follow. Empty where there is no
+    remote."""
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    pointer.write_text("" if remote is None else push({name: path}, remote)[name])
+
+
+def push_run(out: Path, remote: str) -> dict[str, str]:
+    """Pushes what OF_RUN names of a finished run, and writes the pointers beside; tags that say what they point to."""
+    pointers = push({name: out / name for name in OF_RUN}, remote)
+    for name, text in pointers.items():
+        (out / POINTERS).mkdir(exist_ok=True)
+        (out / POINTERS / f"{name}.dvc").write_text(text)
+    return {"dvc.remote": remote, **{f"dvc.{name}": checksum(text) for name, text in pointers.items()}}
+
+
+def fetch_run(uri: str, mlflow_run_id: str, out: Path | None = None) -> tuple[Path, list[Path]]:
+    """Brings back what a run pushed, by the pointers that its MLflow run has, into `out` (default: runs/<its name>).
+
+    Raises ConfigError for a run that MLflow does not know or that pushed nothing, IntegrityError where the remote has
+    lost or changed something.
+    """
+    from mlflow import MlflowClient, artifacts
+    from mlflow.exceptions import MlflowException
+
+    try:
+        tags = MlflowClient(tracking_uri=uri).get_run(mlflow_run_id).data.tags
+    except MlflowException as error:
+        raise ConfigError(f"{uri} has no run {mlflow_run_id}: {error.message}") from error
+    if "dvc.remote" not in tags:
+        raise ConfigError(f"the run {mlflow_run_id} pushed nothing: it had publish.dvc=null")
+    with tempfile.TemporaryDirectory() as scratch:
+        got = artifacts.download_artifacts(
+            run_id=mlflow_run_id, artifact_path=POINTERS, dst_path=scratch, tracking_uri=uri
+        )
+        pointers = {path.stem: path.read_text() for path in sorted(Path(got).iterdir())}
+    for name, text in pointers.items():
+        if (says := checksum(text)) != (tag := tags.get(f"dvc.{name}")):
+            raise IntegrityError(f"{name}: its pointer says md5 {says}, the run's tag {tag}")
+    folder = out or Path("runs") / tags["flexfleet.run_id"]
+    brought = pull(pointers, tags["dvc.remote"], folder)
+    model = folder / "model.safetensors"
+    if (expected := tags.get("model_sha256")) and (found := sha256(model.read_bytes())) != expected:
+        raise IntegrityError(f"{model}: its sha256 is {found}, the run's tag says {expected}")
+    return folder, brought
+
+
+def checksum(pointer: str) -> str:
+    """The md5 that a pointer names; of a folder, with `.dir` behind it. Raises ConfigError."""
+    try:
+        (out,) = yaml.safe_load(pointer)["outs"]
+        return str(out["md5"])
+    except (yaml.YAMLError, KeyError, TypeError, ValueError):
+        raise ConfigError(f"not a .dvc pointer: {pointer[:80]!r}") from None
+
+
+def md5(path: Path) -> str:
+    """As DVC counts it: of a file's content; of a folder, of the list of its files."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+    listed = json.dumps([{"md5": md5(path / name), "relpath": name} for name in files])
+    return hashlib.md5(listed.encode(), usedforsecurity=False).hexdigest() + ".dir"
+
+
+# ------------------------------------------------------------------------------------ a data set kept by DVC
+def folder_of(root: str | None) -> Path:
+    """Where a data set's files lie, for `dataset.root`: a folder; or `repo@rev:path` of a DVC repository (an address or
+    a folder), or a `.dvc` file, which are brought into the cache below the data root first.
+
+    Raises DataError for what is not to be had there.
+    """
+    if root is not None and (found := REV.fullmatch(root)) and not Path(root).exists():
+        return _at_revision(found["repo"], found["rev"], found["path"])
+    if root is not None and root.endswith(".dvc"):
+        return _pointed_to(Path(root))
+    return data_root(root)
+
+
+def _at_revision(url: str, rev: str, path: str) -> Path:
+    from dvc.api import DVCFileSystem
+
+    what = f"dataset.root = {url}@{rev}:{path}"
+    try:
+        files = DVCFileSystem(url, rev=rev)
+        commit = files.repo.get_rev()
+        cached = _cached(f"{url}@{commit}:{path}")
+        if not cached.exists():
+            log.info("%s: fetching %s", what, commit[:12])
+            with _replacing(cached) as part:
+                files.get(path, str(part), recursive=True)
+        return cached
+    except Exception as error:  # DVC, git and the file systems each have errors of their own
+        raise DataError(f"{what} is not to be had: {type(error).__name__}: {error}") from error
+
+
+def _pointed_to(pointer: Path) -> Path:
+    """What a .dvc file of a repository on this machine names, as that repository's remote has it."""
+    if not pointer.is_file():
+        raise DataError(f"dataset.root = {pointer} does not exist: give a .dvc file, a folder, or repo@rev:path")
+    from dvc.repo import Repo
+
+    wanted = checksum(pointer.read_text())
+    cached = _cached(wanted)
+    if cached.exists():
+        return cached
+    try:
+        with Repo(str(pointer.parent)) as repo:
+            log.info("dataset.root = %s: fetching", pointer)
+            repo.fetch(targets=[str(pointer)])
+            with _replacing(cached) as part:
+                repo.dvcfs.get(os.path.relpath(pointer.with_suffix(""), repo.root_dir), str(part), recursive=True)
+    except Exception as error:
+        raise DataError(f"dataset.root = {pointer} is not to be had: {type(error).__name__}: {error}") from error
+    return cached
+
+
+def _cached(name: str) -> Path:
+    return data_root() / "dvc" / hashlib.sha256(name.encode()).hexdigest()[:24]
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A folder to write that appears under its name only when all went well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        part = Path(scratch) / "part"
+        yield part
+        if not path.exists():
+            part.rename(path)
+
+
+# ------------------------------------------------------------------------------------------------ DVC itself
+@contextmanager
+def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
+    try:
+        from dvc.repo import Repo
+    except ImportError as error:
+        raise EnvironmentFailure("publish.dvc wants dvc: pip install 'flexfleet[data]'") from error
+    logging.getLogger("dvc").setLevel(logging.WARNING)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch).resolve()
+        Repo.init(str(folder), no_scm=True).close()
+        (folder / ".dvc" / "config.local").write_text(_settings(remote, folder / ".dvc" / "site"))
+        with Repo(str(folder)) as repo:
+            yield repo, folder
+
+
+def _settings(remote: str, site: Path) -> str:
+    """`verify`: what the remote sends is counted again."""
+    scheme, sign, _ = remote.partition("://")
+    if sign and scheme != "s3":
+        raise ConfigError(f"publish.dvc is s3://bucket/prefix or a folder, got {remote!r}")
+    url = remote if sign else Path(remote).resolve()
+    given = {
+        "endpointurl": setting("AWS_ENDPOINT_URL_S3") or setting("AWS_ENDPOINT_URL"),
+        "access_key_id": setting("AWS_ACCESS_KEY_ID"),
+        "secret_access_key": setting("AWS_SECRET_ACCESS_KEY"),
+        "session_token": setting("AWS_SESSION_TOKEN"),
+        "region": setting("AWS_REGION") or setting("AWS_DEFAULT_REGION"),
+    }
+    lines = [f"    {key} = {value}" for key, value in given.items() if sign and value]
+    core = ["[core]", "    analytics = false", "    remote = here", f"    site_cache_dir = {site}"]
+    return "\n".join([*core, "['remote \"here\"']", f"    url = {url}", "    verify = true", *lines, ""])
+
+
+@contextmanager
+def _explained(remote: str) -> Iterator[None]:
+    from dvc.exceptions import DvcException
+
+    try:
+        yield
+    except DvcException as error:
+        raise IntegrityError(f"DVC at {remote}: {error}") from error
+    except Exception as error:  # the file systems' own
+        raise EnvironmentFailure(f"DVC at {remote}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,339 @@
+"""What becomes of a finished run: levels exported and registered, files pushed and fetched by their pointers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+
+from components import publish, versioned
+from components.artifacts import EvaluationFile, PoolFile, Result
+from components.common import prepare
+from components.run import conclude, run
+from fl_engine import config as configs
+from fl_engine import export
+from fl_engine.config import Config, load_config
+from fl_engine.errors import ConfigError, DataError, IntegrityError
+from fl_engine.evaluate import weights_of
+from fl_engine.models import SmallCNN
+from fl_engine.slicing import initial_params
+from fl_engine.store import FolderStore, decode
+from fl_engine.types import FULL, Data
+
+
+@dataclass(frozen=True)
+class Ran:
+    config: Config
+    out: Path
+    result: Result
+    client: Any
+    uri: str
+
+    @property
+    def data(self) -> Data:
+        return prepare(self.config)[0]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory, quick: tuple[str, ...]) -> Ran:
+    folder = tmp_path_factory.mktemp("published")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    sets = [*quick, f"tracking.mlflow={uri}", f"run.store={folder}/runs", "rounds.stop=3"]
+    sets += ["publish.models=true", f"publish.dvc={folder}/remote"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # artifacts of an SQLite MLflow go to ./mlruns
+        config = load_config(None, sets)
+        found = run(config, "mine")
+    return Ran(config, folder / "runs" / "mine", found, mlflow.MlflowClient(tracking_uri=uri), uri)
+
+
+NAME = "digits-small_cnn-dirichlet-flexfl"
+
+
+# ------------------------------------------------------------------------------------------------- export
+def test_a_level_answers_one_image_as_it_answers_many(ran: Ran) -> None:
+    network = export.load(ran.out / "export" / "M2")
+    images = ran.data.test_x[:40]
+    with torch.no_grad():
+        together, apart = network(images), torch.cat([network(images[i : i + 1]) for i in range(40)])
+    assert torch.allclose(together, apart, atol=1e-5)
+
+
+def test_both_accuracies_of_a_level_are_what_is_measured(ran: Ran) -> None:
+    scores = EvaluationFile.read(ran.out / "evaluation.json").levels
+    run_of = ran.client.get_run(ran.result.mlflow_run_id)
+    for name in scores:
+        about = export.read(ran.out / "export" / name)
+        network = export.load(ran.out / "export" / name)
+        with torch.no_grad():
+            right = (network(ran.data.test_x).argmax(1) == ran.data.test_y).double().mean().item()
+        assert about.accuracy_trained == scores[name].accuracy
+        assert right == pytest.approx(about.accuracy_exported, abs=1 / len(ran.data.test_y))
+        assert run_of.data.metrics[f"exported/{name}"] == about.accuracy_exported
+
+
+def test_the_statistics_are_those_of_the_proxy_by_hand() -> None:
+    family = SmallCNN((1, 8, 8), 10)
+    config = load_config(None, ["dataset.train_samples=200"])
+    data, _ = prepare(config)
+    params, proxy = initial_params(family, 0), torch.arange(30, 70)
+    static, found = export.with_statistics(family, params, FULL, data, proxy)
+    x = data.normalise(data.train_x[proxy])
+    y = torch.nn.functional.conv2d(x, params["conv1.conv.weight"], params["conv1.conv.bias"], padding=1)
+    assert torch.allclose(found["conv1.bn.running_mean"], y.mean((0, 2, 3)), atol=1e-5)
+    assert torch.allclose(found["conv1.bn.running_var"], y.var((0, 2, 3)), rtol=1e-4)
+    assert static == replace(family, norm="static")
+    again = export.with_statistics(static, found, FULL, data, proxy)
+    assert again[0] is static and again[1] is found, "a network that keeps statistics has them already"
+    with pytest.raises(ConfigError, match=r"set partition.proxy above 0"):
+        export.with_statistics(family, params, FULL, data, proxy[:0])
+
+
+def test_a_network_with_exits_is_exported_as_it_is_used(tmp_path: Path) -> None:
+    config = load_config(None, ["algorithm.name=depthfl", "dataset.train_samples=200"])
+    data, family = prepare(config)
+    member = configs.algorithm(config).pool(family, ())[-1]
+    assert member.ensemble
+    params = initial_params(family, 3)
+    made = export.export("small_cnn", family, params, member, data, torch.arange(100), 0.1, tmp_path)
+    network = export.load(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(network(data.test_x[:9]), made.network(data.test_x[:9]))
+        outs = network.network(data.normalise(data.test_x[:9]))
+        assert torch.allclose(torch.stack(outs).mean(0), network(data.test_x[:9]), atol=1e-6)
+    assert network.network.training is False
+
+
+def test_onnx_answers_the_same_with_nothing_of_this_package(ran: Ran) -> None:
+    images = ran.data.test_x[:7]
+    np.save(ran.out / "images.npy", images.numpy())
+    code = (
+        "import sys, numpy, onnxruntime\n"
+        "session = onnxruntime.InferenceSession(sys.argv[1], providers=['CPUExecutionProvider'])\n"
+        "for some in (numpy.load(sys.argv[2]), numpy.load(sys.argv[2])[:1]):\n"
+        "    print(session.run(None, {'images': some})[0].argmax(1).tolist())\n"
+        "assert not {'torch', 'fl_engine'} & set(sys.modules)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, ran.out / "export" / "M3" / "model.onnx", ran.out / "images.npy"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        wanted = export.load(ran.out / "export" / "M3")(images).argmax(1).tolist()
+    assert [json.loads(line) for line in told.stdout.splitlines()] == [wanted, wanted[:1]]
+
+
+def test_an_onnx_file_that_answers_something_else_is_refused(ran: Ran, tmp_path: Path) -> None:
+    shutil.copytree(ran.out / "export" / "M1", tmp_path / "M1")
+    made = export.Exported(export.read(tmp_path / "M1"), export.load(tmp_path / "M1"))
+    real, calls = torch.onnx.export, []
+
+    def other(network: Any, *rest: Any, **given: Any) -> None:
+        real(export.load(ran.out / "export" / "M1").requires_grad_(False), *rest, **given)
+        calls.append(1)
+        made.network.network.classifier.bias.data += 1  # type: ignore[union-attr, operator]
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(IntegrityError, match="from the network's on 60"):
+        patch.setattr(torch.onnx, "export", other)
+        export.to_onnx(made, ran.data, tmp_path / "other.onnx")
+    assert calls
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("model.safetensors", b"other", "is damaged: its sha256"),
+        ("submodel.json", b'{"level": "M1"}', "is no description of an exported level"),
+        ("submodel.json", b"nothing", "is no description of an exported level"),
+    ],
+)
+def test_what_is_damaged_is_not_loaded(ran: Ran, tmp_path: Path, file: str, content: bytes, said: str) -> None:
+    shutil.copytree(ran.out / "export" / "M1", tmp_path / "M1")
+    (tmp_path / "M1" / file).write_bytes(content)
+    with pytest.raises(IntegrityError, match=said):
+        export.load(tmp_path / "M1")
+    with pytest.raises(IntegrityError, match="give the folder of an exported level"):
+        export.load(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ registry
+def test_each_level_is_registered_and_loads_from_there(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {model.name: model for model in ran.client.search_registered_models()}
+    assert set(names) == {NAME, *(f"{NAME}-{level}" for level in ("M1", "M2", "M3"))}
+    assert [str(model.aliases["candidate"]) for model in names.values()] == ["1"] * 4
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", ran.uri)
+    mlflow.set_registry_uri(ran.uri)
+    folder = mlflow.artifacts.download_artifacts(f"models:/{NAME}-M2@candidate", tracking_uri=ran.uri)
+    assert (Path(folder) / "model.onnx").is_file()
+    images = ran.data.test_x[:5]
+    with torch.no_grad():
+        assert torch.equal(export.load(folder)(images), export.load(ran.out / "export" / "M2")(images))
+
+
+def test_one_model_answers_for_any_level_in_a_process_without_this_package(ran: Ran, tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", ran.data.test_x[:5].numpy())
+    code = (
+        "import sys, numpy, mlflow, json\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
+        "mlflow.set_tracking_uri(sys.argv[1]); mlflow.set_registry_uri(sys.argv[1])\n"
+        f"model = mlflow.pyfunc.load_model('models:/{NAME}@candidate')\n"
+        "images = numpy.load(sys.argv[2])\n"
+        "print(json.dumps({n: model.predict(images, params={'level': n}).tolist() for n in ('M1', 'M3')}))\n"
+        "print(json.dumps(model.predict(images).tolist()))\n"
+        "import fl_engine; print(json.dumps(fl_engine.__file__))\n"
+        "try: model.predict(images, params={'level': 'M9'})\n"
+        "except ValueError as error: print(json.dumps(str(error)))\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", code, ran.uri, tmp_path / "images.npy"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    levels, default, where, wrong = (json.loads(line) for line in told.stdout.splitlines())
+    for level, logits in levels.items():
+        with torch.no_grad():
+            wanted = export.load(ran.out / "export" / level)(ran.data.test_x[:5])
+        assert torch.allclose(torch.tensor(logits), wanted, atol=1e-5)
+    assert default == levels["M3"], "the largest, where no level is named"
+    assert str(ran.out.parents[1]) in where or "mlruns" in where, "the engine that came with the model"
+    assert wrong == "level is one of M1, M2, M3, got 'M9'"
+
+
+def test_done_again_it_makes_no_second_version_and_another_run_makes_one(ran: Ran) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ran.out.parents[1])
+        again = conclude(ran.config, ran.out, FolderStore(ran.out))
+        assert len(ran.client.search_model_versions(f"name = '{NAME}'")) == 1
+        other = ran.config.model_copy(update={"seed": 9})
+        second = run(other, "second")
+    assert again.mlflow_run_id == ran.result.mlflow_run_id
+    assert aliases(ran, NAME) == {"candidate": "2"}
+    assert publish.promote(ran.uri, str(ran.result.mlflow_run_id)) == [NAME, f"{NAME}-M1", f"{NAME}-M2", f"{NAME}-M3"]
+    assert aliases(ran, f"{NAME}-M1") == {"candidate": "2", "champion": "1"}
+    assert publish.promote(ran.uri, str(second.mlflow_run_id))
+    assert aliases(ran, f"{NAME}-M1") == {"candidate": "2", "champion": "2"}
+
+
+def aliases(ran: Ran, name: str) -> dict[str, str]:
+    return {alias: str(version) for alias, version in ran.client.get_registered_model(name).aliases.items()}
+
+
+# ----------------------------------------------------------------------------------------------------- DVC
+def test_a_run_comes_back_by_its_pointers(ran: Ran, flexfleet: Any, tmp_path: Path) -> None:
+    done = flexfleet("fetch", ran.result.mlflow_run_id, "--out", str(tmp_path / "back"), "--json",
+                     sets=[f"tracking.mlflow={ran.uri}"])  # fmt: skip
+    assert done.code == 0, done.err
+    assert {Path(path).name for path in done.json["files"]} == set(versioned.OF_RUN)
+    for name in ("model.safetensors", "report.html", "pool/pool.json", "partition/partition.safetensors"):
+        assert (tmp_path / "back" / name).read_bytes() == (ran.out / name).read_bytes()
+    tags = ran.client.get_run(ran.result.mlflow_run_id).data.tags
+    assert tags["dvc.model.safetensors"] == versioned.md5(ran.out / "model.safetensors")
+    assert tags["dvc.partition"] == versioned.md5(ran.out / "partition")
+
+
+def test_what_the_remote_has_lost_or_changed_is_told(ran: Ran, tmp_path: Path) -> None:
+    remote, value = tmp_path / "remote", b"a model"
+    (tmp_path / "m.bin").write_bytes(value)
+    pointers = versioned.push({"m.bin": tmp_path / "m.bin"}, str(remote))
+    (kept,) = (p for p in remote.rglob("*") if p.is_file() and p.read_bytes() == value)
+    kept.chmod(0o644)
+    kept.write_bytes(b"another")
+    with pytest.raises(IntegrityError, match=r"DVC at .*remote"):
+        versioned.pull(pointers, str(remote), tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    with pytest.raises(ConfigError, match=r"not a \.dvc pointer: 'nothing'"):
+        versioned.pull({"m.bin": "nothing"}, str(remote), tmp_path / "back")
+
+
+def test_a_run_that_pushed_nothing_and_one_that_is_not_there(ran: Ran, flexfleet: Any) -> None:
+    bare = ran.client.create_run(ran.client.create_experiment("bare")).info.run_id
+    done = flexfleet("fetch", bare, sets=[f"tracking.mlflow={ran.uri}"])
+    assert (done.code, "pushed nothing" in done.err) == (2, True)
+    done = flexfleet("fetch", "f" * 32, sets=[f"tracking.mlflow={ran.uri}"])
+    assert (done.code, "has no run ffff" in done.err) == (2, True)
+    done = flexfleet("fetch", "f" * 32, sets=["tracking.mlflow=null"])
+    assert (done.code, "tracking.mlflow is null" in done.err) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A git repository whose tag v1 and whose head keep different data sets by DVC."""
+    from dvc.repo import Repo
+
+    folder = tmp_path_factory.mktemp("kept")
+    root = folder / "repo"
+    root.mkdir()
+
+    def git(*words: str) -> None:
+        named = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *named, *words], cwd=root, check=True, capture_output=True)
+
+    git("init", "-b", "main")
+    repo = Repo.init(str(root))
+    with repo.config.edit() as settings:
+        settings["remote"] = {"here": {"url": str(folder / "remote")}}
+        settings["core"] = {"remote": "here"}
+    repo.close()
+    for tag, text in (("v1", "one"), ("v2", "two")):
+        (root / "set").mkdir(exist_ok=True)
+        (root / "set" / "a.txt").write_text(text)
+        with Repo(str(root)) as repo:
+            repo.add([str(root / "set")])
+            repo.push()
+        git("add", ".")
+        git("commit", "-m", tag)
+        git("tag", tag)
+    shutil.rmtree(root / "set")
+    shutil.rmtree(root / ".dvc" / "cache")
+    return root
+
+
+def test_a_data_set_comes_from_a_revision_or_a_pointer(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
+    old = versioned.folder_of(f"{repository}@v1:set")
+    assert (old / "a.txt").read_text() == "one" and old.is_relative_to(tmp_path)
+    assert (versioned.folder_of(f"{repository}@main:set") / "a.txt").read_text() == "two"
+    assert (versioned.folder_of(str(repository / "set.dvc")) / "a.txt").read_text() == "two"
+    (old / "a.txt").touch()
+    assert versioned.folder_of(f"{repository}@v1:set") == old, "not fetched twice"
+    for root in (f"{repository}@v3:set", f"{repository}@v1:other", str(repository / "other.dvc")):
+        with pytest.raises(DataError, match=r"dataset.root = .*(is not to be had|does not exist)"):
+            versioned.folder_of(root)
+    assert versioned.folder_of(None) == tmp_path and versioned.folder_of("/some/data") == Path("/some/data")
+
+
+def test_a_run_reads_its_data_from_there(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setenv("FLEXFLEET_DATA", str(tmp_path))
+    monkeypatch.setattr("fl_engine.datasets.digits.load", lambda root: seen.append(root))
+    from fl_engine.datasets import DATASETS
+
+    monkeypatch.setitem(DATASETS, "digits", replace(DATASETS["digits"], load=lambda root: seen.append(root)))
+    with pytest.raises(AttributeError):  # nothing was loaded
+        prepare(load_config(None, [f"dataset.root={repository}@v1:set"]))
+    assert (seen[0] / "a.txt").read_text() == "one"
+
+
+def test_decoupled_levels_are_exported_with_their_own_weights(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    sets = [*quick, "algorithm.name=decoupled", "tracking.mlflow=null", f"run.store={tmp_path}", "rounds.stop=2"]
+    config = load_config(None, [*sets, "publish.models=true", "publish.onnx=false"])
+    run(config, "own")
+    _, family = prepare(config)
+    params = decode((tmp_path / "own" / "model.safetensors").read_bytes(), "model")
+    pool = PoolFile.read(tmp_path / "own" / "pool" / "pool.json").pool()
+    for member in pool:
+        own = weights_of(params, family.layout(), member)
+        state = dict(export.load(tmp_path / "own" / "export" / member.name).network.state_dict())
+        assert all(torch.equal(state[name], t) for name, t in own.items()) and len(state) > len(own)
+    assert any(name.startswith(f"{pool[0].name}/") for name in params), "its own weights, not a slice"
