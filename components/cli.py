@@ -113,6 +113,22 @@ def tune(args: argparse.Namespace) -> int:
     return 0
 
 
+def regress(args: argparse.Namespace) -> int:
+    from components import regress as step
+    from fl_engine.errors import GateFailed
+
+    id = args.id or f"night-{time.strftime('%Y%m%d-%H%M%S')}"
+    night = step.prepare(args.suite, id, args.set, args.update)
+    common.log.info("folder: %s", night.folder)
+    if args.update:
+        figures = step.update(night, jobs=args.jobs, resume=args.resume)
+        print(figures.model_dump_json() if args.json else f"reference: {night.path.with_suffix('.json')}")
+        return 0
+    verdict = step.regress(night, jobs=args.jobs, resume=args.resume)
+    print(verdict.model_dump_json() if args.json else step.told(verdict))
+    return 0 if verdict.passed else GateFailed.exit_code
+
+
 def submit(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
@@ -137,6 +153,32 @@ def submit(args: argparse.Namespace) -> int:
         print(json.dumps(asdict(found)))
     else:
         print(f"{found.pipeline} {found.version}{' (new)' if found.uploaded else ''}: {found.url}")
+    return 0
+
+
+def nightly(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from components.overrides import form_of
+    from components.regress import prepare
+    from pipelines.submit import schedule
+
+    parameters = {"suite": args.suite, **form_of(args.set), **tags_of(args.param, "--param")}
+    prepare(args.suite, "nightly", [*args.set, "tracking.mlflow=null"])  # says what is wrong now, not at night
+    found = schedule(
+        "nightly",
+        parameters,
+        args.name,
+        args.cron,
+        host=args.host,
+        namespace=args.namespace,
+        experiment=args.experiment,
+    )
+    if args.json:
+        print(json.dumps(asdict(found)))
+    else:
+        before = f", in place of {found.replaced}" if found.replaced else ""
+        print(f"{found.name} at {found.cron!r} (UTC){before}: {found.url}")
     return 0
 
 
@@ -326,8 +368,17 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--resume", action="store_true", help="go on with the study if it exists")
     c.set_defaults(call=tune)
 
+    c = add("regress", "run a fixed suite; exit code 5 where a figure is worse than before", config=False)
+    c.add_argument("--suite", default="digits", metavar="NAME", help="a known one, or a file (default: digits)")
+    c.add_argument("--set", action="append", default=[], metavar="a.b=value", help="run.*, tracking.*, ...")
+    c.add_argument("--id", metavar="NAME", help="name of the night's folder (default: the time)")
+    c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side (default: 1)")
+    c.add_argument("--update", action="store_true", help="write the suite's reference figures, of 20 seeds, instead")
+    c.add_argument("--resume", action="store_true", help="go on with the night if it exists")
+    c.set_defaults(call=regress)
+
     c = add("submit", "start a pipeline on Kubeflow; uploads a new version where the graph has changed")
-    c.add_argument("pipeline", help="train, compare or tune")
+    c.add_argument("pipeline", help="train, compare, tune or nightly")
     c.add_argument("--host", metavar="URL", help="of Kubeflow Pipelines (default: as the KFP SDK finds it)")
     c.add_argument("--namespace", metavar="NAME", help="of the profile, in a Kubeflow with several users")
     c.add_argument("--experiment", default="flexfleet", metavar="NAME")
@@ -336,6 +387,17 @@ def parser() -> argparse.ArgumentParser:
         "--param", action="append", default=[], metavar="key=value", help="of the form alone, e.g. run_id, algorithms"
     )
     c.set_defaults(call=submit)
+
+    c = add("nightly", "have the regression run every night on Kubeflow; replaces the one of that name", config=False)
+    c.add_argument("--cron", default="0 0 2 * * *", help="six fields, seconds first; UTC (default: 0 0 2 * * *)")
+    c.add_argument("--name", default="flexfleet-nightly", help="of the recurring run (default: flexfleet-nightly)")
+    c.add_argument("--suite", default="digits", metavar="NAME", help="one that the image has (default: digits)")
+    c.add_argument("--set", action="append", default=[], metavar="a.b=value", help="tracking.mlflow, run.remote, ...")
+    c.add_argument("--host", metavar="URL", help="of Kubeflow Pipelines (default: as the KFP SDK finds it)")
+    c.add_argument("--namespace", metavar="NAME", help="of the profile, in a Kubeflow with several users")
+    c.add_argument("--experiment", default="flexfleet", metavar="NAME")
+    c.add_argument("--param", action="append", default=[], metavar="key=value", help="of the form alone")
+    c.set_defaults(call=nightly)
 
     c = add("pool", "show the model pool: sizes, multiply-adds, widths")
     c.add_argument("--algorithm", metavar="NAME")
@@ -375,7 +437,8 @@ def dispatch(argv: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 ok, 2 bad input, 3 stopped but resumable, 4 integrity, 6 environment, 130 Ctrl-C."""
+    """Entry point. Exit codes: 0 ok, 2 bad input, 3 stopped but resumable, 4 integrity, 5 gate failed,
+    6 environment, 130 Ctrl-C."""
     common.run_main(dispatch)
 
 

@@ -118,15 +118,9 @@ def _federate(
     store = store_of(config, run_id, out)
     _fetch_run(store, out)
     known = known_run(config, out, resume)
-    data, family = common.prepare(config)
-    parts = partition.load(partition_dir, data)
-    pool = PoolFile.read(pool_dir / "pool.json").pool()
-    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
+    site = site_of(config, partition_dir, pool_dir)
     algorithm = configs.algorithm(config)
-    prepare_process(config.run.devices)
-    numerics = _numerics(config, family)
-    site = Site(family, pool, fleet, data, parts, config.seed, numerics)
-    held = [len(indices) for indices in parts.clients]
+    held = [len(indices) for indices in site.partition.clients]
     rules = Rules(site.layout, held.__getitem__)
     ledger = Ledger(store, config.rounds.keep_every, rules, *_keys(store, config))
 
@@ -134,7 +128,7 @@ def _federate(
         run_id=run_id,
         token=known.token if known else uuid.uuid4().hex if config.tracking.mlflow else "",
         config=config.model_dump(mode="json"),
-        numerics=describe(numerics, config.run.devices),
+        numerics=describe(site.numerics, config.run.devices),
         pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
         mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
@@ -147,7 +141,7 @@ def _federate(
     run.write(out / "run.json")
     mlflow = track.start(config, run, out, tags)
     if mlflow is not None:
-        track.inputs(mlflow, config, parts.data, run.partition_sha256)
+        track.inputs(mlflow, config, site.partition.data, run.partition_sha256)
         run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
         run.write(out / "run.json")
     _put_site(ledger, out, partition_dir, pool_dir)
@@ -155,9 +149,7 @@ def _federate(
     done = max((round + 1 for round in ledger.commits()), default=0)
     tracker = Several([Console(config.rounds.stop, done), *(t for t in (mlflow, observer) if t is not None)])
     tracker.params(configs.flatten(config))
-    initial = algorithm.init(
-        initial_params(family, seeds.derive(config.seed, "init")), family.layout(), fleet, pool
-    )
+    initial = initial_state(config, site)
     try:
         with _stop_on_signals() as should_stop, _backend(config, site, ledger, run_id) as backend:
             final = rounds.federate(
@@ -168,7 +160,7 @@ def _federate(
                 tracker,
                 config.rounds,
                 config.seed,
-                rounds.Evaluation(family, pool, data, config.run.devices, fleet),
+                rounds.Evaluation(site.family, site.pool, site.data, config.run.devices, site.fleet),
                 should_stop,
                 discard_damaged,
             )
@@ -178,6 +170,22 @@ def _federate(
         tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
         raise
     return _finish(out, ledger, final, tracker, mlflow)
+
+
+def site_of(config: Config, partition_dir: Path, pool_dir: Path) -> Site:
+    """All that clients of this machine need to know. Prepares the process for training."""
+    data, family = common.prepare(config)
+    parts = partition.load(partition_dir, data)
+    pool = PoolFile.read(pool_dir / "pool.json").pool()
+    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
+    prepare_process(config.run.devices)
+    return Site(family, pool, fleet, data, parts, config.seed, _numerics(config, family))
+
+
+def initial_state(config: Config, site: Site) -> Any:
+    """The algorithm's state before the first round."""
+    params = initial_params(site.family, seeds.derive(config.seed, "init"))
+    return configs.algorithm(config).init(params, site.layout, site.fleet, site.pool)
 
 
 def _numerics(config: Config, family: ModelFamily) -> Numerics:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from components.entries import Entry, by_label, entries, labels_of, seeds_of
-from fl_engine.config import Config, parse, set_path
+from fl_engine.config import Config, parse, read_yaml, set_path
 from fl_engine.errors import ConfigError, nearest
 
 PARAMETERS = {
@@ -60,6 +61,24 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
             raise ConfigError(f'advanced takes dotted names, {{"{path}.{inner}": value}}, got a mapping for {path!r}')
         set_path(values, path, whole(value))
     return parse(values)
+
+
+def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> list[str]:
+    """What a form gives, as `a.b=value`: for a suite, which has its settings from elsewhere."""
+    where = "run.remote" if "://" in store_uri else "run.store"
+    values = {"tracking.mlflow": mlflow_uri or None, where: store_uri, **advanced}
+    return [f"{path}={json.dumps(whole(value))}" for path, value in values.items()]
+
+
+def form_of(sets: Sequence[str]) -> dict[str, Any]:
+    """The other way: what `a.b=value` is in a form."""
+    advanced = {key.strip(): read_yaml(value) for key, _, value in (text.partition("=") for text in sets)}
+    mlflow, folder = (advanced.pop(path, None) for path in ("tracking.mlflow", "run.store"))
+    return {
+        "mlflow_uri": mlflow or "",
+        "store_uri": advanced.pop("run.remote", None) or folder or Config().run.store,
+        "advanced": advanced,
+    }
 
 
 def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -43,16 +43,16 @@ NEEDED = ("torch", "numpy", "safetensors", "pydantic", "pyyaml")
 log = logging.getLogger("flexfleet")
 
 
-def publish(config: Config, out: Path, mlflow_run_id: str | None) -> list[About]:
-    """Exports the reported levels of the run in `out` into `out`/export, and registers them where the run is tracked.
-    Done again, it makes no second version. Raises as `fl_engine.export` does."""
-    data, levels = export(config, out)
+def publish(config: Config, out: Path, mlflow_run_id: str | None, to: Path) -> list[About]:
+    """Exports the reported levels of the run in `out` into `to`, and registers them where the run is tracked. Done
+    again, it makes no second version. Raises as `fl_engine.export` does."""
+    data, levels = export(config, out, to)
     if mlflow_run_id is not None and config.tracking.mlflow is not None:
-        register(config.tracking.mlflow, mlflow_run_id, name_of(config), data, out / "export", levels)
+        register(config.tracking.mlflow, mlflow_run_id, name_of(config), data, to, levels)
     return levels
 
 
-def export(config: Config, out: Path) -> tuple[Data, list[About]]:
+def export(config: Config, out: Path, to: Path) -> tuple[Data, list[About]]:
     """A folder for each reported level, smallest first."""
     data, family = common.prepare(config)
     history = History.read(out / "history.json")
@@ -63,11 +63,11 @@ def export(config: Config, out: Path) -> tuple[Data, list[About]]:
     parts = partitions.load(out / "partition", data)
     proxy = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
     scores = EvaluationFile.read(out / "evaluation.json").levels
-    shutil.rmtree(out / "export", ignore_errors=True)
+    shutil.rmtree(to, ignore_errors=True)
     levels = []
     for member in PoolFile.read(out / "pool" / "pool.json").pool():
         if member.reported:
-            folder, trained = out / "export" / member.name, scores[member.name].accuracy
+            folder, trained = to / member.name, scores[member.name].accuracy
             made = exports.export(config.model["name"], family, params, member, data, proxy, trained, folder)
             if config.publish.onnx:
                 exports.to_onnx(made, data, folder / exports.ONNX)

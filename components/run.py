@@ -86,7 +86,7 @@ def conclude(config: Config, out: Path, store: Store) -> Result:
     found = result(out, page, store.uri())
     found.write(out / "result.json")
     if config.publish.models:
-        publish(config, out, found.mlflow_run_id)
+        publish(config, out, found.mlflow_run_id, out / "export")
     tags = {"model_sha256": found.model_sha256}
     if config.publish.dvc is not None:
         tags |= versioned.push_run(out, config.publish.dvc)

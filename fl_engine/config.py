@@ -257,8 +257,8 @@ class Config(_Section):
     run: RunConfig = RunConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
     tracking: TrackingConfig = TrackingConfig()
-    tune: TuneConfig = TuneConfig()
     publish: PublishConfig = PublishConfig()
+    tune: TuneConfig = TuneConfig()
 
 
 # ----------------------------------------------------------------------------------------------- reading it
@@ -288,7 +288,8 @@ _Yaml.add_implicit_resolver(
 _Yaml.add_constructor(_INT, lambda loader, node: int(node.value, 10))
 
 
-def _read_yaml(text: str) -> Any:
+def read_yaml(text: str) -> Any:
+    """YAML as `params.yaml` and `--set` have it. Raises yaml.YAMLError."""
     return yaml.load(text, _Yaml)  # noqa: S506 - a SafeLoader
 
 
@@ -300,7 +301,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     values: Any = {}
     if path is not None:
         try:
-            values = _read_yaml(Path(path).read_text()) or {}
+            values = read_yaml(Path(path).read_text()) or {}
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -316,7 +317,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         if not sign or not key.strip():
             raise ConfigError(f"--set takes a.b=value, got {override!r}")
         try:
-            pairs.append((key.strip(), _read_yaml(text)))
+            pairs.append((key.strip(), read_yaml(text)))
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
     for key, value in sorted(pairs, key=lambda pair: pair[0] not in ("model.name", "algorithm.name")):

@@ -9,6 +9,7 @@
     │   └── ModelError           an input that a network cannot take, a slice that does not exist
     ├── Stopped              3   stopped on request; the run can be resumed
     ├── IntegrityError       4   a stored file is not what the ledger says
+    ├── GateFailed           5   a figure is worse than it was, beyond what noise explains
     ├── EnvironmentFailure   6   this machine cannot do it: a package, a device, other numerics
     └── ClientError         42   a client cannot do its order, and trying again will not help
 
@@ -56,6 +57,10 @@ class Stopped(FlexfleetError):
 
 class IntegrityError(FlexfleetError):
     exit_code = 4
+
+
+class GateFailed(FlexfleetError):
+    exit_code = 5
 
 
 class EnvironmentFailure(FlexfleetError):

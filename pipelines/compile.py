@@ -16,10 +16,11 @@ import yaml
 from kfp import compiler
 
 from pipelines.compare import comparison
+from pipelines.nightly import nightly
 from pipelines.train import train
 from pipelines.tune import tuning
 
-PIPELINES: dict[str, Any] = {"train": train, "compare": comparison, "tune": tuning}
+PIPELINES: dict[str, Any] = {"train": train, "compare": comparison, "tune": tuning, "nightly": nightly}
 COMPILED = Path(__file__).parent / "compiled"
 
 
@@ -37,7 +38,8 @@ def compiled(name: str) -> str:
     spec, *platform = yaml.safe_load_all(text)
     form = spec["root"]["inputDefinitions"]["parameters"]
     for parameter, choices in CHOICES.items():
-        form[parameter]["literals"] = list(choices)
+        if parameter in form:
+            form[parameter]["literals"] = list(choices)
     told = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
     return told + yaml.safe_dump_all([spec, *platform], sort_keys=True, allow_unicode=True)
 

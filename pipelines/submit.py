@@ -1,4 +1,5 @@
-"""Starting a pipeline on Kubeflow: a new version is uploaded where the graph has changed, then a run is created.
+"""Starting a pipeline on Kubeflow, once or every night: a new version is uploaded where the graph has changed, then a
+run or a recurring run is created.
 
 A version is named after what it was compiled to, so the same code and image never make a second one.
 """
@@ -9,7 +10,7 @@ import contextlib
 import hashlib
 import io
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,7 @@ def submit(
     Raises ConfigError for an unknown pipeline or parameter, EnvironmentFailure where the server refuses or is not to be
     reached.
     """
-    if name not in PIPELINES:
-        raise ConfigError(f"no pipeline is named {name!r}{nearest(name, PIPELINES)}: {', '.join(PIPELINES)}")
-    text = compiled(name)
-    asked = form(text)
-    for key in parameters:
-        if key not in asked:
-            raise ConfigError(f"the pipeline {name} has no parameter {key!r}{nearest(key, asked)}")
-    version = f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    text, version = _checked(name, parameters)
     with _client(host) as client:
         pipeline_id, version_id, uploaded = _uploaded(client, name, version, text, namespace)
         where = client.create_experiment(experiment, namespace=namespace)
@@ -75,6 +69,72 @@ def submit(
         )
         url = f"{client._get_url_prefix()}/#/runs/details/{run.run_id}"
     return Submitted(run.run_id, url, name, version, uploaded)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    recurring_run_id: str
+    url: str
+    name: str
+    cron: str
+    version: str
+    replaced: int
+    """How many of that name there were before."""
+
+
+def schedule(
+    pipeline: str,
+    parameters: Mapping[str, Any],
+    name: str,
+    cron: str,
+    *,
+    host: str | None = None,
+    namespace: str | None = None,
+    experiment: str = "flexfleet",
+    service_account: str | None = None,
+) -> Scheduled:
+    """Has the pipeline run by itself: one at a time, and nights that were missed are not made up for. A recurring run
+    cannot be changed: the new one is made, then those of the same name are deleted.
+
+    `cron`: six fields, seconds first. Raises as `submit` does.
+    """
+    if len(cron.split()) != 6:
+        raise ConfigError(
+            "cron has six fields in Kubeflow, seconds first: '0 0 2 * * *' is two o'clock every night (UTC); got "
+            f"{cron!r}"
+        )
+    text, version = _checked(pipeline, parameters)
+    with _client(host) as client:
+        pipeline_id, version_id, _ = _uploaded(client, pipeline, version, text, namespace)
+        where = client.create_experiment(experiment, namespace=namespace)
+        known = [r for r in _recurring(client, where.experiment_id) if r.display_name == name]
+        made = client.create_recurring_run(
+            where.experiment_id,
+            name,
+            cron_expression=cron,
+            max_concurrency=1,
+            no_catchup=True,
+            params=dict(parameters),
+            pipeline_id=pipeline_id,
+            version_id=version_id,
+            service_account=service_account,
+        )
+        for old in known:
+            client.delete_recurring_run(old.recurring_run_id)
+        url = f"{client._get_url_prefix()}/#/recurringrun/details/{made.recurring_run_id}"
+    return Scheduled(made.recurring_run_id, url, name, cron, version, len(known))
+
+
+def _checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
+    """The compiled pipeline and its version."""
+    if name not in PIPELINES:
+        raise ConfigError(f"no pipeline is named {name!r}{nearest(name, PIPELINES)}: {', '.join(PIPELINES)}")
+    text = compiled(name)
+    asked = form(text)
+    for key in parameters:
+        if key not in asked:
+            raise ConfigError(f"the pipeline {name} has no parameter {key!r}{nearest(key, asked)}")
+    return text, f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 @contextlib.contextmanager
@@ -110,10 +170,19 @@ def _uploaded(client: Any, name: str, version: str, text: str, namespace: str | 
 
 
 def _versions(client: Any, pipeline_id: str) -> Iterator[Any]:
+    return _pages(lambda token: client.list_pipeline_versions(pipeline_id, page_token=token, page_size=100),
+                  "pipeline_versions")  # fmt: skip
+
+
+def _recurring(client: Any, experiment_id: str) -> Iterator[Any]:
+    return _pages(lambda token: client.list_recurring_runs(token, 100, experiment_id=experiment_id), "recurring_runs")
+
+
+def _pages(ask: Callable[[str], Any], field: str) -> Iterator[Any]:
     token = ""
     while True:
-        page = client.list_pipeline_versions(pipeline_id, page_token=token, page_size=100)
-        yield from page.pipeline_versions or []
+        page = ask(token)
+        yield from getattr(page, field) or []
         token = page.next_page_token or ""
         if not token:
             return

@@ -8,6 +8,8 @@ was deleted, or lost with its node: then give `run_id` to go on with the run in 
 and goes on with what it finds in `<store_uri>/<run_id>`, so that has to outlive a pod: s3://bucket/prefix, or a folder
 of a volume. Nothing rests on a graceful end.
 
+With `publish.dvc`, what partition, model_pool and report make is pushed to a DVC remote; each hands on the pointers.
+
 Caching is off for every task. Kubeflow's key is a task's parameters and the ids of its input artifacts: it does not
 see the data set, which every task reads, and it hits only where every task before has hit. Resuming is the run
 store's work, and on a laptop `dvc repro` skips what is unchanged.
@@ -43,11 +45,12 @@ def partition(
     advanced: dict[str, Any],
     config: dsl.Output[Artifact],
     parts: dsl.Output[Artifact],
+    pointer: dsl.Output[Artifact],
     started: dsl.Output[dsl.Markdown],
 ) -> dict[str, str]:
     from pathlib import Path
 
-    from components import check, overrides, track
+    from components import check, overrides, track, versioned
     from components.federate import store_of
     from components.partition import partition as step
 
@@ -60,6 +63,7 @@ def partition(
     mlflow_run = track.begin(resolved, name, store, {"kfp.job_id": job_id})
     Path(started.path).write_text(track.card(resolved, name, store.uri(), mlflow_run))
     step(resolved, Path(parts.path))
+    versioned.hand_on(Path(parts.path), "partition", resolved.publish.dvc, Path(pointer.path))
     return {"run": name, "mlflow": mlflow_run}
 
 
@@ -74,13 +78,21 @@ def pretrain(config: dsl.Input[Artifact], parts: dsl.Input[Artifact], apoz: dsl.
 
 
 @task
-def model_pool(config: dsl.Input[Artifact], apoz: dsl.Input[Artifact], pool: dsl.Output[Artifact]) -> None:
+def model_pool(
+    config: dsl.Input[Artifact],
+    apoz: dsl.Input[Artifact],
+    pool: dsl.Output[Artifact],
+    pointer: dsl.Output[Artifact],
+) -> None:
     from pathlib import Path
 
+    from components import versioned
     from components.model_pool import model_pool as step
     from fl_engine.config import load_config
 
-    step(load_config(config.path), Path(apoz.path), Path(pool.path))
+    resolved = load_config(config.path)
+    step(resolved, Path(apoz.path), Path(pool.path))
+    versioned.hand_on(Path(pool.path), "pool", resolved.publish.dvc, Path(pointer.path))
 
 
 @task
@@ -144,15 +156,20 @@ def report(
     pool: dsl.Input[Artifact],
     evaluation: dsl.Input[Artifact],
     finished: dsl.Output[Artifact],
+    pointers: dsl.Output[Artifact],
     page: dsl.Output[dsl.HTML],
 ) -> None:
     import shutil
     from pathlib import Path
 
     from components.gather import finish
+    from components.versioned import POINTERS
 
     result = finish(*(Path(given.path) for given in (run, parts, apoz, pool, evaluation, finished)))
     shutil.copyfile(result.report, page.path)
+    Path(pointers.path).mkdir()
+    for pointer in Path(finished.path).glob(f"{POINTERS}/*.dvc"):
+        shutil.copyfile(pointer, Path(pointers.path) / pointer.name)
 
 
 @pipeline(name="train", description="Model-heterogeneous federated learning, from the partition to the report.")

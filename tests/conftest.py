@@ -267,6 +267,38 @@ def timeless() -> Callable[[Store], list[Any]]:
     return rows
 
 
+# ----------------------------------------------------------------------------------------------------- dvc.yaml
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A copy of the checkout's steps without git, with a short job, as an open DVC repository."""
+    import yaml
+    from dvc.repo import Repo
+
+    root, project = tmp_path / "checkout", Path(__file__).parents[1]
+    for folder in ("fl_engine", "components"):
+        shutil.copytree(project / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(project / "dvc.yaml", root / "dvc.yaml")
+    values = yaml.safe_load((project / "params.yaml").read_text())
+    short: dict[str, dict[str, Any]] = {
+        "partition": {"clients": 6, "minimum": 10},
+        "pretrain": {"epochs": 2},
+        "training": {"epochs": 1, "batch_size": 20},
+        "rounds": {"stop": 2},
+        "tracking": {"mlflow": None},
+    }
+    for section, changes in short.items():
+        values[section].update(changes)
+    (root / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    (root / ".dvcignore").write_text("__pycache__/\n")
+    monkeypatch.setenv("DVC_NO_ANALYTICS", "1")
+    monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
+    # The `python` of dvc.yaml, as in an activated environment.
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    monkeypatch.chdir(root)
+    with Repo.init(".", no_scm=True) as found:
+        yield found
+
+
 # ------------------------------------------------------------------------------------------- the command line
 @dataclass(frozen=True)
 class Done:

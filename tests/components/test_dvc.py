@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -58,15 +56,6 @@ def test_options_in_comments_are_the_defaults_too(section: str, kind: Any) -> No
 
 
 # -------------------------------------------------------------------------------------------------- dvc repro
-QUICK = {
-    "partition": {"clients": 6, "minimum": 10},
-    "pretrain": {"epochs": 2},
-    "training": {"epochs": 1, "batch_size": 20},
-    "rounds": {"stop": 2},
-    "tracking": {"mlflow": None},
-}
-
-
 def edit(path: Path, changes: dict[str, Any]) -> None:
     values = yaml.safe_load(path.read_text())
     for section, value in changes.items():
@@ -77,51 +66,32 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(values, sort_keys=False))
 
 
-@pytest.fixture
-def repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repo]:
-    """A copy of the checkout's steps without git."""
-    root = tmp_path / "checkout"
-    for folder in ("fl_engine", "components"):
-        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(ROOT / name, root / name)
-    (root / ".dvcignore").write_text("__pycache__/\n")
-    edit(root / "params.yaml", QUICK)
-    monkeypatch.setenv("DVC_NO_ANALYTICS", "1")
-    monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
-    # The `python` of dvc.yaml, as in an activated environment.
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-    monkeypatch.chdir(root)
-    with Repo.init(".", no_scm=True) as found:
-        yield found
+def ran(checkout: Repo) -> list[str]:
+    return [stage.name for stage in checkout.reproduce()]
 
 
-def ran(repo: Repo) -> list[str]:
-    return [stage.name for stage in repo.reproduce()]
+def changed(checkout: Repo) -> set[str]:
+    return {name for name in checkout.status() if name in STAGES}
 
 
-def changed(repo: Repo) -> set[str]:
-    return {name for name in repo.status() if name in STAGES}
-
-
-def test_repro_runs_what_a_change_concerns(repo: Repo) -> None:
+def test_repro_runs_what_a_change_concerns(checkout: Repo) -> None:
     root = Path.cwd()
-    assert ran(repo) == STAGES
+    assert ran(checkout) == STAGES
     first = History.read(root / "work" / "federate" / "history.json")
     assert (root / "work" / "report" / "report.html").is_file()
     assert not (root / "work" / "federate.unfinished").exists()
 
-    assert ran(repo) == []
+    assert ran(checkout) == []
 
     edit(root / "params.yaml", {"training": {"lr": 0.01}})
-    assert ran(repo) == ["federate", "evaluate", "report"]
+    assert ran(checkout) == ["federate", "evaluate", "report"]
     second = History.read(root / "work" / "federate" / "history.json")
     assert len(second.rounds) == 2 and second.model_sha256 != first.model_sha256
 
     edit(root / "params.yaml", {"tracking": {"experiment": "another"}})
-    assert changed(repo) == set()
+    assert changed(checkout) == set()
     edit(root / "params.yaml", {"seed": 1})
-    assert changed(repo) == {"partition", "pretrain", "model_pool", "federate", "evaluate"}
+    assert changed(checkout) == {"partition", "pretrain", "model_pool", "federate", "evaluate"}
 
 
 # --------------------------------------------------------------------------------- rounds that DVC interrupts

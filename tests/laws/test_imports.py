@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"local", "pool", "evaluate", "updates", "ledger"}),
     frozenset({"strategy"}),
     frozenset({"algorithms", "models", "datasets", "partition"}),
-    frozenset({"rounds", "client", "config", "assignment", "memory"}),
+    frozenset({"rounds", "client", "config", "assignment", "memory", "export"}),
     frozenset({"backends"}),
     frozenset({"tune"}),
 )

@@ -36,6 +36,8 @@ class Kubeflow:
         self.versions: list[dict[str, str]] = []
         self.experiments: list[dict[str, Any]] = []
         self.runs: list[dict[str, Any]] = []
+        self.recurring: list[dict[str, Any]] = []
+        self.made = 0
         self.refuse = 0
 
     def ask(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
@@ -78,6 +80,24 @@ class Kubeflow:
                 checked(run["pipeline_version_reference"], "V2beta1PipelineVersionReference")
                 self.runs.append(run)
                 return 200, run | {"run_id": f"r{len(self.runs)}"}
+            case "GET", ["recurringruns"]:
+                at = int(query.get("page_token", ["0"])[0] or 0)
+                more = str(at + 1) if at + 1 < len(self.recurring) else ""
+                assert query["experiment_id"] == ["e0"]
+                return 200, {"recurringRuns": self.recurring[at : at + 1], "next_page_token": more}
+            case "POST", ["recurringruns"]:
+                job = json.loads(body)
+                checked(job, "V2beta1RecurringRun")
+                checked(job["trigger"], "V2beta1Trigger")
+                checked(job["runtime_config"], "V2beta1RuntimeConfig")
+                self.made += 1
+                self.recurring.append(job | {"recurring_run_id": f"j{self.made}"})
+                return 200, self.recurring[-1]
+            case "DELETE", ["recurringruns", id]:
+                left = [job for job in self.recurring if job["recurring_run_id"] != id]
+                assert len(left) == len(self.recurring) - 1
+                self.recurring = left
+                return 200, {}
         return 404, {"error": f"no {method} {path}"}
 
     def _uploaded(self, body: bytes) -> None:
@@ -105,7 +125,7 @@ def kubeflow() -> Iterator[tuple[Kubeflow, str]]:
             self.end_headers()
             self.wfile.write(value)
 
-        do_GET = do_POST = _answer
+        do_GET = do_POST = do_DELETE = _answer
 
         def log_message(self, *_: object) -> None:
             """Quiet."""
@@ -208,3 +228,47 @@ def test_what_is_wrong_is_said_before_anything_is_uploaded(kubeflow: tuple[Kubef
 def test_a_server_that_is_not_there_is_said() -> None:
     with pytest.raises(EnvironmentFailure, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         submit("train", {}, host="http://127.0.0.1:9")
+
+
+# ----------------------------------------------------------------------------------------------- every night
+def test_the_nightly_is_made_once_and_replaced_by_its_name(
+    kubeflow: tuple[Kubeflow, str], flexfleet: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, host = kubeflow
+    monkeypatch.chdir(tmp_path)
+    sets = ["tracking.mlflow=http://mlflow:5000", "run.remote=s3://bucket/nights", "publish.onnx=false"]
+    done = flexfleet("nightly", "--host", host, "--name", "mine", "--json", sets=sets)
+    assert done.code == 0, done.err
+    (job,) = server.recurring
+    assert (job["display_name"], job["mode"], job["no_catchup"]) == ("mine", "ENABLE", True)
+    assert int(job["max_concurrency"]) == 1, "one at a time"
+    assert job["trigger"]["cron_schedule"]["cron"] == "0 0 2 * * *"
+    assert job["runtime_config"]["parameters"] == {
+        "suite": "digits", "mlflow_uri": "http://mlflow:5000", "store_uri": "s3://bucket/nights",
+        "advanced": {"publish.onnx": False},
+    }  # fmt: skip
+    assert done.json["recurring_run_id"] == "j1" and done.json["replaced"] == 0
+    other = flexfleet("nightly", "--host", host, "--name", "another")
+    assert other.code == 0 and len(server.recurring) == 2
+    again = flexfleet("nightly", "--host", host, "--name", "mine", "--cron", "0 30 3 * * 1-5")
+    assert again.code == 0 and "in place of 1" in again.out, again.err
+    assert [(j["recurring_run_id"], j["display_name"]) for j in server.recurring] == [("j2", "another"), ("j3", "mine")]
+    assert server.recurring[1]["trigger"]["cron_schedule"]["cron"] == "0 30 3 * * 1-5"
+
+
+@pytest.mark.parametrize(
+    ("argv", "sets", "said"),
+    [
+        (["--cron", "0 2 * * *"], [], "cron has six fields in Kubeflow, seconds first"),
+        (["--suite", "digit"], [], "no suite is named 'digit': digits"),
+        ([], ["training.lr=1"], "a suite says what is measured"),
+        ([], ["run.stor=x"], "unknown parameter 'run.stor'"),
+        (["--param", "suit=x"], [], "the pipeline nightly has no parameter 'suit'"),
+    ],
+)
+def test_a_nightly_that_could_not_run_is_refused(
+    kubeflow: tuple[Kubeflow, str], flexfleet: Any, argv: list[str], sets: list[str], said: str
+) -> None:
+    server, host = kubeflow
+    done = flexfleet("nightly", "--host", host, *argv, sets=sets)
+    assert (done.code, said in done.err, server.recurring) == (2, True, []), done.err

@@ -58,7 +58,8 @@ def ran(scratch: Path) -> Ran:
     federate(config_from(given | {"rounds": 1}, ADVANCED), direct / "partition", direct / "pool", store)
     interrupted = History.read(store / "history.json")
     mlflow = f"sqlite:///{scratch}/mlflow.db"
-    train(**PARAMETERS, run_id="same", store_uri="store", mlflow_uri=mlflow, advanced=ADVANCED)
+    advanced = ADVANCED | {"publish.dvc": str(scratch / "remote"), "publish.models": True, "publish.onnx": False}
+    train(**PARAMETERS, run_id="same", store_uri="store", mlflow_uri=mlflow, advanced=advanced)
     (tasks,) = (scratch / "tasks").glob("train-*")
     return Ran(direct, interrupted, store, tasks, mlflow)
 
@@ -79,7 +80,8 @@ def test_the_interrupted_run_goes_on(ran: Ran) -> None:
 
 def test_every_task_used_the_configuration_of_the_first(ran: Ran) -> None:
     config = load_config(ran.tasks / "partition" / "config")
-    assert config == config_from(PARAMETERS | {"mlflow_uri": ran.mlflow, "store_uri": "store"}, ADVANCED)
+    wanted = config_from(PARAMETERS | {"mlflow_uri": ran.mlflow, "store_uri": "store"}, ADVANCED)
+    assert config == wanted.model_copy(update={"publish": config.publish}) and config.publish.models
     assert json.loads((ran.store / "run.json").read_text())["config"] == config.model_dump(mode="json")
 
 
@@ -126,6 +128,19 @@ def test_the_first_task_begins_the_mlflow_run_that_the_rounds_go_on_with(ran: Ra
     parts = json.loads((ran.direct / "partition" / "partition.json").read_text())
     assert (data.dataset.name, data.dataset.digest) == ("digits", parts["data_sha256"][:36])
     assert partition.dataset.name.startswith("partition: dirichlet, 6 clients")
+
+
+def test_publishing_tasks_hand_on_pointers(ran: Ran, tmp_path: Path) -> None:
+    from components import versioned
+
+    pointers = {path.stem: path.read_text() for path in (ran.tasks / "report" / "pointers").iterdir()}
+    assert set(pointers) == set(versioned.OF_RUN)
+    for task, name, out in (("partition", "partition", "parts"), ("model-pool", "pool", "pool")):
+        assert (ran.tasks / task / "pointer").read_text() == pointers[name]
+        assert versioned.checksum(pointers[name]) == versioned.md5(ran.tasks / task / out)
+    name, remote = "model.safetensors", str(ran.store.parents[1] / "remote")
+    (model,) = versioned.pull({name: pointers[name]}, remote, tmp_path)
+    assert model.read_bytes() == (ran.direct / "model.safetensors").read_bytes()
 
 
 def test_the_report_and_the_finished_run_folder(ran: Ran) -> None:

@@ -1,0 +1,168 @@
+"""Is a figure worse than it was, beyond what noise explains?
+
+A night has figures of a few seeds; before are those of the champion (the last night that passed) and of the reference
+in git, which has at least 20 seeds. Of each metric the means are compared. What was measured before says how far seeds
+spread: with s the pooled standard deviation of all that, n seeds now and m before, a difference of means beyond
+
+    t(1 - alpha) * s * sqrt(1/n + 1/m)
+
+is not noise (one-sided two-sample t test; the night's own spread is left out, for what is broken may also spread more).
+`alpha` is FALSE_ALARMS divided by the number of comparisons of the night (Bonferroni). A difference fails the gate only
+where it is also larger than its threshold. No champion's small drops add up: the reference does not move by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+FALSE_ALARMS = 0.01
+"""Nights in which noise alone may fail the gate, at most: one in a hundred."""
+FEWEST_SEEDS = 3
+
+HIGHER = ("avg", "full")
+"""Metrics that are better when higher, and whose thresholds are absolute. Of the others a threshold is a share of the
+figure before."""
+OF_MACHINE = ("peak_mb", "pace")
+"""Metrics that are comparable on equal machines only."""
+METRICS = {
+    "avg": "accuracy, mean over the levels",
+    "full": "accuracy of the full model",
+    "rounds": "rounds to the accuracy",
+    "mb": "MB sent to the accuracy",
+    "peak_mb": "peak memory, MB",
+    "pace": "seconds by those of a plain loop",
+}
+
+Values = Mapping[str, Sequence[float]]
+"""By metric, a value for each seed (of pace: for each turn)."""
+
+
+class Check(BaseModel):
+    """One metric of one label, now and before."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    label: str
+    metric: str
+    against: str
+    """champion or reference."""
+    now: float
+    before: float
+    worse_by: float
+    """Below zero where it is better."""
+    threshold: float
+    noise: float
+    """Differences up to this are noise."""
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Before:
+    """What the night is compared with."""
+
+    name: str
+    labels: Mapping[str, Values]
+    same_machine: bool
+
+
+def judge(now: Mapping[str, Values], before: Sequence[Before], thresholds: Mapping[str, float]) -> list[Check]:
+    """All comparisons that can be made, in the order of the labels."""
+    asked = [
+        (label, metric, other)
+        for label, values in now.items()
+        for metric in METRICS
+        for other in before
+        if values.get(metric)
+        and other.labels.get(label, {}).get(metric)
+        and (other.same_machine or metric not in OF_MACHINE)
+    ]
+    checks = []
+    for label, metric, other in asked:
+        known = [b.labels[label][metric] for b in before
+                 if b.labels.get(label, {}).get(metric) and (b.same_machine or metric not in OF_MACHINE)]  # fmt: skip
+        alpha = FALSE_ALARMS / len(asked)
+        checks.append(_check(label, metric, other, now[label][metric], known, thresholds[metric], alpha))
+    return checks
+
+
+def _check(
+    label: str,
+    metric: str,
+    other: Before,
+    now: Sequence[float],
+    known: Sequence[Sequence[float]],
+    threshold: float,
+    alpha: float,
+) -> Check:
+    before = other.labels[label][metric]
+    better = 1 if metric in HIGHER else -1
+    worse = better * (fmean(before) - fmean(now))
+    allowed = threshold if metric in HIGHER else threshold * abs(fmean(before))
+    bound = noise(now, before, known, alpha)
+    return Check(
+        label=label,
+        metric=metric,
+        against=other.name,
+        now=fmean(now),
+        before=fmean(before),
+        worse_by=worse,
+        threshold=allowed,
+        noise=bound,
+        failed=worse > allowed and worse > bound,
+    )
+
+
+def noise(now: Sequence[float], before: Sequence[float], known: Sequence[Sequence[float]], alpha: float) -> float:
+    """The largest difference of the means that noise explains. `known`: groups whose spread tells what noise is."""
+    freedom = sum(len(values) - 1 for values in known)
+    if freedom < 1:
+        return math.inf
+    squares = sum((value - fmean(values)) ** 2 for values in known for value in values)
+    return t_quantile(1 - alpha, freedom) * math.sqrt(squares / freedom * (1 / len(now) + 1 / len(before)))
+
+
+def t_quantile(p: float, freedom: int) -> float:
+    """Student's t: exact for one and two degrees of freedom, else Cornish and Fisher's expansion (Abramowitz and
+    Stegun, 26.7.5): for p up to 0.9999 within 2 % from five on, up to a tenth too small for three and four."""
+    if freedom == 1:
+        return math.tan(math.pi * (p - 0.5))
+    if freedom == 2:
+        return (2 * p - 1) * math.sqrt(2 / (4 * p * (1 - p)))
+    z, n = NormalDist().inv_cdf(p), freedom
+    return z + sum((
+        (z**3 + z) / (4 * n),
+        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2),
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3),
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4),
+    ))  # fmt: skip
+
+
+def false_alarms(
+    reference: Mapping[str, Values], thresholds: Mapping[str, float], seeds: int, nights: int, seed: int
+) -> float:
+    """Share of nights that fail although nothing has changed: each draws `seeds` of the reference's seeds for itself
+    and as many for its champion, and is compared with that and with the rest."""
+    rng = np.random.default_rng(seed)
+    failed = 0
+    for _ in range(nights):
+        now: dict[str, dict[str, list[float]]] = {}
+        champion: dict[str, dict[str, list[float]]] = {}
+        rest: dict[str, dict[str, list[float]]] = {}
+        for label, values in reference.items():
+            orders: dict[int, Any] = {}
+            for metric, each in values.items():
+                # One draw for all metrics of the same runs.
+                order = orders.setdefault(len(each), rng.permutation(len(each)))
+                parts = np.split(order, [seeds, 2 * seeds])
+                for night, part in zip((now, champion, rest), parts, strict=True):
+                    night.setdefault(label, {})[metric] = [each[i] for i in part]
+        others = [Before("champion", champion, True), Before("reference", rest, True)]
+        failed += any(check.failed for check in judge(now, others, thresholds))
+    return failed / nights

@@ -1,0 +1,130 @@
+"""What a regression runs: a file in git, `<name>.yaml`, with its reference figures beside it, `<name>.json`.
+
+The settings are the defaults with the suite's and the case's on top: nobody's params.yaml moves a figure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from components.artifacts import Artifact
+from components.entries import Entry, entries_for
+from components.gate import FEWEST_SEEDS, METRICS
+from fl_engine.config import Config, load_config
+from fl_engine.errors import ConfigError, brief
+
+MAY_SET = ("run.", "tracking.", "publish.", "kubernetes.", "dataset.root")
+"""What `--set` may change: none of it moves a figure."""
+
+
+class Case(BaseModel):
+    """Algorithms on one task."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    algorithms: str
+    """As `flexfleet compare --algorithms`."""
+    to: float = Field(gt=0, le=1)
+    """Accuracy of the full model to which rounds and MB are counted."""
+    settings: dict[str, Any] = {}
+    """Dotted names; `label:algorithm.x` for one label alone."""
+
+
+class Suite(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seeds: tuple[int, ...] = Field(min_length=FEWEST_SEEDS)
+    settings: dict[str, Any] = {}
+    cases: dict[str, Case] = Field(min_length=1)
+    thresholds: dict[str, float]
+    """By metric of `gate.METRICS`."""
+
+    @field_validator("thresholds")
+    @classmethod
+    def _each(cls, value: dict[str, float]) -> dict[str, float]:
+        if value.keys() != METRICS.keys() or not all(v > 0 for v in value.values()):
+            raise ValueError(f"a threshold above 0 is expected for each of {', '.join(METRICS)}, no other")
+        return value
+
+
+class OfLabel(BaseModel):
+    """What was measured of one label; `values` by metric, one for each seed, of pace one for each turn."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    task: str
+    """Digest of what was asked, the algorithm's own settings apart: figures of other tasks are not compared."""
+    values: dict[str, tuple[float, ...]]
+    curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
+    """(round, mean MB sent so far, avg of each seed, full of each seed); no avg where one level is reported."""
+    mlflow_runs: tuple[str, ...] = ()
+
+
+class Figures(Artifact):
+    """figures.json of a night, and a suite's reference."""
+
+    suite: str
+    id: str
+    when: str
+    commit: str | None
+    machine: dict[str, str]
+    seeds: tuple[int, ...]
+    labels: dict[str, OfLabel]
+    """By `<case>/<label>`."""
+
+
+def path_of(suite: str) -> Path:
+    """A file, or the name of a suite that comes along. Raises ConfigError."""
+    if suite.endswith((".yaml", ".yml")):
+        return Path(suite)
+    folder = Path(str(resources.files("components").joinpath("suites")))
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if suite not in known:
+        raise ConfigError(f"no suite is named {suite!r}: {', '.join(known)}, or a file with .yaml")
+    return folder / f"{suite}.yaml"
+
+
+def load(path: Path) -> Suite:
+    """Raises ConfigError for what is wrong in the file."""
+    try:
+        return Suite.model_validate(yaml.safe_load(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
+    except (ValidationError, yaml.YAMLError) as error:
+        said = brief(error) if isinstance(error, ValidationError) else str(error)
+        raise ConfigError(f"{path} is no suite: {said}") from error
+
+
+def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id: str) -> dict[str, list[Entry]]:
+    """Every run, by case. `sets`: `a.b=value` of the command line. Raises ConfigError."""
+    for text in sets:
+        if not text.startswith(MAY_SET):
+            raise ConfigError(
+                f"--set {text}: a suite says what is measured; only {', '.join(MAY_SET)} can be set. For another task "
+                "write a suite of your own"
+            )
+    out = {}
+    for case, about in suite.cases.items():
+        given = suite.settings | about.settings
+        asked = [*(f"{key}={json.dumps(value)}" for key, value in given.items()), *sets]
+
+        def load_one(overrides: list[str]) -> Config:
+            config = load_config(None, overrides)
+            where = {"experiment": config.tracking.experiment or f"regression-{name}"}
+            return config.model_copy(update={"tracking": config.tracking.model_copy(update=where)})
+
+        listed = ",".join(map(str, seeds))
+        out[case] = entries_for(about.algorithms, listed, asked, load_one, f"{id}-{case}")
+    return out
+
+
+def task_of(suite: Suite, case: str) -> str:
+    own = {"settings": suite.settings | suite.cases[case].settings, "to": suite.cases[case].to}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,145 @@
+"""When a figure counts as worse: formulas by hand, and how often noise alone fails a night."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from components import gate, suite
+from components.gate import Before, judge, noise, t_quantile
+from components.suite import Figures
+from fl_engine.errors import ConfigError
+
+THRESHOLDS = {"avg": 0.01, "full": 0.01, "rounds": 0.15, "mb": 0.15, "peak_mb": 0.1, "pace": 0.2}
+DIGITS = suite.path_of("digits")
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 5, 8, 21, 60])
+@pytest.mark.parametrize("p", [0.9, 0.99, 0.9995, 0.9999])
+def test_students_t(freedom: int, p: float) -> None:
+    assert t_quantile(p, freedom) == pytest.approx(stats.t.ppf(p, freedom), rel=0.02)
+
+
+def test_noise_by_hand() -> None:
+    """Groups 1, 2, 3 and 4, 6: s^2 = (2 + 2) / 3; two seeds now, three before."""
+    expected = stats.t.ppf(0.95, 3) * math.sqrt(4 / 3 * (1 / 2 + 1 / 3))
+    assert noise([9, 9], [1, 2, 3], [[1, 2, 3], [4, 6]], 0.05) == pytest.approx(expected, rel=0.01)
+    assert noise([1], [2], [[2]], 0.05) == math.inf, "of one value nobody knows how it spreads"
+
+
+def one(now: list[float], before: list[float], metric: str = "full") -> gate.Check:
+    (check,) = judge({"x": {metric: now}}, [Before("reference", {"x": {metric: before}}, True)], THRESHOLDS)
+    return check
+
+
+def test_a_drop_beyond_threshold_and_noise_fails_and_says_what() -> None:
+    check = one([0.80, 0.81, 0.82], [0.90, 0.91, 0.92, 0.90, 0.91, 0.92])
+    assert check.failed and check.worse_by == pytest.approx(0.10)
+    assert (check.label, check.metric, check.against) == ("x", "full", "reference")
+    assert (check.now, check.before) == (pytest.approx(0.81), pytest.approx(0.91))
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "why"),
+    [
+        ([0.895, 0.896, 0.897], [0.901, 0.902, 0.903] * 3, "beyond noise, below the threshold"),
+        ([0.80, 0.81, 0.82], [0.99, 0.70, 0.95, 0.72] * 2, "beyond the threshold, within noise"),
+        ([0.95, 0.96, 0.97], [0.90, 0.91, 0.92] * 3, "better"),
+    ],
+)
+def test_what_does_not_fail(now: list[float], before: list[float], why: str) -> None:
+    assert not one(now, before).failed, why
+
+
+@pytest.mark.parametrize(
+    ("metric", "worse", "fine"), [("rounds", 12.0, 11.0), ("peak_mb", 11.2, 10.9), ("pace", 12.5, 11.9)]
+)
+def test_thresholds_of_costs_are_shares_of_the_figure_before(metric: str, worse: float, fine: float) -> None:
+    before = [9.99, 10.0, 10.01] * 4
+    assert one([worse - 0.01, worse, worse + 0.01], before, metric).failed
+    assert not one([fine - 0.01, fine, fine + 0.01], before, metric).failed
+    assert not one([1.0, 1.0, 1.0], before, metric).failed, "cheaper"
+
+
+def test_machines_are_not_compared_with_others() -> None:
+    values = {"x": {"full": [0.9] * 3, "pace": [9.0] * 3, "peak_mb": [9.0] * 3}}
+    before = {"x": {"full": [0.9, 0.91, 0.89] * 3, "pace": [1.0, 1.1] * 3, "peak_mb": [1.0, 1.1] * 3}}
+    here = judge(values, [Before("champion", before, True), Before("reference", before, False)], THRESHOLDS)
+    assert {(c.metric, c.against) for c in here if c.failed} == {("pace", "champion"), ("peak_mb", "champion")}
+    assert {c.metric for c in here if c.against == "reference"} == {"full"}
+
+
+def test_what_only_one_side_knows_is_not_compared() -> None:
+    checks = judge({"x": {"full": [0.9] * 3}, "y": {"full": [0.1] * 3}},
+                   [Before("champion", {"x": {"full": [0.9] * 3, "avg": [1.0]}}, True)], THRESHOLDS)  # fmt: skip
+    assert [(c.label, c.metric, c.failed) for c in checks] == [("x", "full", False)]
+
+
+def test_a_slow_decline_stops_at_the_reference() -> None:
+    """Each night is a little worse than its champion, not enough to fail; the reference does not move."""
+    reference = {"x": {"full": [0.90 + 0.001 * (i % 3) for i in range(20)]}}
+    champion, nights = dict(reference), 0
+    while True:
+        level = np.mean(champion["x"]["full"]) - 0.004
+        now = {"x": {"full": [level - 0.0005, level, level + 0.0005]}}
+        checks = judge(now, [Before("champion", champion, True), Before("reference", reference, True)], THRESHOLDS)
+        failed = [c.against for c in checks if c.failed]
+        if failed:
+            break
+        champion, nights = now, nights + 1
+    assert failed == ["reference"] and nights == 2
+
+
+# -------------------------------------------------------------------------------------------- the digits suite
+@pytest.fixture(scope="module")
+def reference() -> Figures:
+    return Figures.read(DIGITS.with_suffix(".json"))
+
+
+def test_the_reference_is_of_this_suite_and_of_20_seeds(reference: Figures) -> None:
+    asked = suite.load(DIGITS)
+    runs = suite.runs_of(asked, "digits", asked.seeds, [], "x")
+    labels = {f"{case}/{entry.label}" for case, entries in runs.items() for entry in entries}
+    assert labels == set(reference.labels) and len(reference.seeds) >= 20
+    for label, of in reference.labels.items():
+        assert of.task == suite.task_of(asked, label.partition("/")[0])
+        assert all(len(values) >= 20 for values in of.values.values())
+
+
+def test_noise_alone_rarely_fails_a_night(reference: Figures) -> None:
+    labels = {label: of.values for label, of in reference.labels.items()}
+    rate = gate.false_alarms(labels, suite.load(DIGITS).thresholds, seeds=3, nights=2000, seed=0)
+    assert rate <= 0.02, "one night in a hundred is what the gate promises; its t test takes figures for normal"
+
+
+def test_a_gate_without_bounds_would_cry_wolf(reference: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = {label: of.values for label, of in reference.labels.items()}
+    monkeypatch.setattr(gate, "noise", lambda *_: 0.0)
+    assert gate.false_alarms(labels, suite.load(DIGITS).thresholds, seeds=3, nights=200, seed=0) > 0.2
+
+
+# -------------------------------------------------------------------------------------------- a suite's file
+GOOD = DIGITS.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GOOD.replace("[0, 1, 2]", "[0, 1]"), "seeds.*at least 3"),
+        (GOOD.replace("avg: 0.01, ", ""), "a threshold above 0 is expected for each"),
+        (GOOD.replace("avg: 0.01", "avg: 0"), "a threshold above 0 is expected for each"),
+        (GOOD.replace("thresholds", "threshold"), "threshold"),
+        ("cases: [", "is no suite"),
+        ("", "is no suite"),
+    ],
+)
+def test_a_file_that_is_no_suite(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"own\.yaml is no suite: ") as told:
+        suite.load(tmp_path / "own.yaml")
+    assert re.search(said, str(told.value), re.DOTALL)

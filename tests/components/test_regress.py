@@ -1,0 +1,214 @@
+"""The nightly gate on real runs: what is fine becomes champion; each kind of regression fails for its own reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+import yaml
+
+from components import suite
+from components.regress import Verdict
+from components.suite import Figures
+
+PLANTED = '''
+"""FlexFL with what should not be."""
+import time
+from dataclasses import dataclass
+from fl_engine.algorithms.flexfl import FlexFL
+from fl_engine.algorithms.pooled import merge_mean
+
+KEPT = []
+
+@dataclass(frozen=True)
+class NoDistillation(FlexFL):
+    kd_weight: float = 0.0
+
+@dataclass(frozen=True)
+class ByCount(FlexFL):
+    def merge(self, state, plan, outcomes):
+        return merge_mean(state, plan, outcomes, self.selection, self.server, lambda update: 1.0)
+
+@dataclass(frozen=True)
+class Sleeping(FlexFL):
+    def merge(self, state, plan, outcomes):
+        time.sleep(0.5)
+        return super().merge(state, plan, outcomes)
+
+@dataclass(frozen=True)
+class Leaking(FlexFL):
+    def merge(self, state, plan, outcomes):
+        KEPT.append(b"x" * 20_000_000)
+        return super().merge(state, plan, outcomes)
+'''
+TINY = {
+    "seeds": [0, 1, 2],
+    "settings": {
+        "partition.seed": 0,
+        "dataset.train_samples": 240,
+        "dataset.test_samples": 60,
+        "partition.clients": 6,
+        "partition.minimum": 5,
+        "partition.proxy": 0.1,
+        "pretrain.epochs": 1,
+        "model.width": 0.5,
+        "training.fraction": 0.5,
+        "training.epochs": 1,
+        "rounds.stop": 3,
+    },
+    "cases": {"quick": {"algorithms": "flexfl", "to": 0.9}},
+    "thresholds": {"avg": 0.01, "full": 0.01, "rounds": 0.15, "mb": 0.15, "peak_mb": 0.1, "pace": 0.2},
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    folder: Path
+    uri: str
+    flexfleet: Any
+
+    def suite(self, name: str, **changes: Any) -> Path:
+        path = self.folder / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump({**TINY, **changes}))
+        return path
+
+    def night(self, path: Path, id: str, *argv: str) -> Any:
+        sets = [f"tracking.mlflow={self.uri}", "publish.onnx=false"]
+        return self.flexfleet("regress", "--suite", str(path), "--id", id, "--jobs", "2", *argv, sets=sets)
+
+    def champion(self, model: str) -> str | None:
+        aliases = mlflow.MlflowClient(tracking_uri=self.uri).get_registered_model(model).aliases
+        return str(aliases["champion"]) if "champion" in aliases else None
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, flexfleet: Any) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("nights")
+    (folder / "planted.py").write_text(PLANTED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", str(folder))  # for the runs, which are processes
+        yield Place(folder, f"sqlite:///{folder}/mlflow.db", flexfleet)
+
+
+@pytest.fixture(scope="module")
+def first(place: Place) -> Verdict:
+    """A night that passes: the champion of those that follow. Its suite's reference is its own figures, of noise as
+    this machine has it."""
+    path = place.suite("tiny")
+    done = place.night(path, "base")
+    assert done.code == 2 and "nothing to compare with" in done.err and "--update" in done.err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("components.regress.REFERENCE_SEEDS", (0, 1, 2))
+        patch.setattr("components.regress.REFERENCE_TURNS", 9)
+        done = place.night(path, "reference", "--update")
+    assert done.code == 0, done.err
+    done = place.night(path, "first", "--json")
+    assert done.code == 0, done.err
+    return Verdict.model_validate_json(done.out)
+
+
+def test_a_night_like_the_reference_passes_and_becomes_champion(place: Place, first: Verdict) -> None:
+    assert first.passed and {c.against for c in first.checks} == {"reference"}
+    exact = [c for c in first.checks if c.metric in ("avg", "full", "rounds", "mb")]
+    assert len(exact) == 4
+    for model in ("tiny-quick-flexfl", "tiny-quick-flexfl-M1", "tiny-quick-flexfl-M3"):
+        assert place.champion(model) == "1"
+    client = mlflow.MlflowClient(tracking_uri=place.uri)
+    night = client.get_run(str(first.mlflow_run_id))
+    assert night.info.status == "FINISHED" and night.data.tags["flexfleet.passed"] == "True"
+    assert night.data.metrics["full/quick/flexfl"] == pytest.approx(next(c.now for c in exact if c.metric == "full"))
+    assert {f.path for f in client.list_artifacts(night.info.run_id)} == {
+        "figures.json", "regression.json", "regression.html"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "reasons"), [("Sleeping", {"pace"}), ("Leaking", {"peak_mb"})])
+def test_what_costs_more_fails_the_night(place: Place, first: Verdict, kind: str, reasons: set[str]) -> None:
+    before = place.champion("tiny-quick-flexfl")
+    night = place.suite(f"{kind}/tiny", cases={"quick": {"algorithms": f"flexfl=planted:{kind}", "to": 0.9}})
+    night.with_suffix(".json").write_text((place.folder / "tiny.json").read_text())
+    done = place.night(night, kind, "--json")
+    verdict = Verdict.model_validate_json(done.out)
+    assert done.code == 5 and not verdict.passed
+    found = {c.metric for c in verdict.failed}
+    assert reasons <= found <= reasons | {"pace"}, "for the right reason (to fill memory also takes time)"
+    assert {c.against for c in verdict.failed if c.metric in reasons} == {"champion", "reference"}
+    same = [c for c in verdict.checks if c.against == "champion" and c.metric in ("avg", "full", "rounds", "mb")]
+    assert len(same) == 4 and all(c.worse_by == 0 for c in same), "equal seeds, equal figures"
+    assert place.champion("tiny-quick-flexfl") == before, "the alias stays"
+    page = Path(verdict.report).read_text()
+    assert "failed" in page and verdict.since and verdict.since in page
+    assert mlflow.MlflowClient(tracking_uri=place.uri).get_run(str(verdict.mlflow_run_id)).info.status == "FAILED"
+
+
+DIGITS = suite.path_of("digits")
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "metrics"),
+    [("NoDistillation", "skewed", {"avg", "full"}), ("ByCount", "uneven", {"avg", "rounds", "mb"})],
+)
+def test_what_learns_worse_fails_the_night(place: Place, kind: str, case: str, metrics: set[str]) -> None:
+    """On the suite that comes along, against its reference in git; other machines compute other last bits."""
+    asked = yaml.safe_load(DIGITS.read_text())
+    asked["cases"] = {case: {**asked["cases"][case], "algorithms": f"flexfl=planted:{kind}"}}
+    (place.folder / kind).mkdir()
+    (place.folder / kind / "digits.yaml").write_text(yaml.safe_dump(asked))
+    (place.folder / kind / "digits.json").write_text(DIGITS.with_suffix(".json").read_text())
+    done = place.flexfleet("regress", "--suite", str(place.folder / kind / "digits.yaml"), "--id", kind, "--jobs", "2",
+                           "--json", sets=["tracking.mlflow=null"])  # fmt: skip
+    verdict = Verdict.model_validate_json(done.out)
+    assert done.code == 5, done.err
+    found = {c.metric for c in verdict.failed}
+    assert metrics <= found and not found & {"pace", "peak_mb"}, "for the right reason"
+    assert any("no champion" in note for note in verdict.notes)
+
+
+def test_a_suite_that_was_changed_wants_a_new_reference(place: Place, first: Verdict) -> None:
+    changed = json.loads(json.dumps(TINY))
+    changed["settings"]["training.lr"] = 0.01
+    path = place.suite("changed", **changed)
+    path.with_suffix(".json").write_text((place.folder / "tiny.json").read_text())
+    done = place.night(path, "changed")
+    assert done.code == 2 and "is of other settings than" in done.err and "--update" in done.err
+
+
+def test_a_night_is_not_begun_twice_and_goes_on(place: Place, first: Verdict) -> None:
+    done = place.night(place.folder / "tiny.yaml", "first")
+    assert done.code == 2 and "--resume" in done.err
+    versions = len(mlflow.MlflowClient(tracking_uri=place.uri).search_model_versions("name = 'tiny-quick-flexfl'"))
+    done = place.night(place.folder / "tiny.yaml", "first", "--resume", "--json")
+    assert done.code == 0, done.err
+    assert Verdict.model_validate_json(done.out).mlflow_run_id == first.mlflow_run_id
+    again = mlflow.MlflowClient(tracking_uri=place.uri).search_model_versions("name = 'tiny-quick-flexfl'")
+    assert len(again) == versions, "nothing is registered twice"
+
+
+@pytest.mark.parametrize("setting", ["training.lr=0.01", "seed=4", "algorithm.kd_weight=0"])
+def test_nobody_moves_a_figure_by_a_setting(place: Place, setting: str) -> None:
+    done = place.flexfleet("regress", "--id", "moved", sets=[setting])
+    assert done.code == 2 and "a suite says what is measured" in done.err
+
+
+def test_figures_have_what_was_measured(place: Place, first: Verdict) -> None:
+    found = Figures.read(place.folder / "runs" / "first" / "figures.json")
+    folders = [place.folder / "runs" / "first-quick" / f"flexfl-s{seed}" for seed in range(3)]
+    runs = [json.loads((folder / "result.json").read_text()) for folder in folders]
+    of = found.labels["quick/flexfl"]
+    assert list(of.values["full"]) == [run["metrics"]["full"] for run in runs]
+    assert set(of.mlflow_runs) == {run["mlflow_run_id"] for run in runs}
+    history = json.loads((folders[0] / "history.json").read_text())["rounds"]
+    reached = [row["round"] + 1 for row in history if row["metrics"].get("full", 0) >= 0.9]
+    assert of.values["rounds"][0] == (reached[0] if reached else 4.0), "one round more than there were"
+    sent = sum(row["metrics"]["bytes_down"] + row["metrics"]["bytes_up"] for row in history) / 1e6
+    assert of.values["mb"][0] == pytest.approx(sent * 4 / 3) or reached
+    assert of.values["peak_mb"][0] == max(row["metrics"]["peak_mb"] for row in history)
+    assert len(of.curve) == 3 and [len(point[3]) for point in of.curve] == [3, 3, 3]
