@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export DVC_NO_ANALYTICS ?= 1
 
-.PHONY: setup run test lint evidence bench bench-peers image e2e-containers
+.PHONY: setup run test lint docs evidence bench bench-peers image e2e-containers
 
 setup: $(VENV)/.ready
 
@@ -30,11 +30,16 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The documentation as a site, in site/; `.venv/bin/mkdocs serve` shows it while it is being written.
+docs: setup
+	$(BIN)/mkdocs build --strict --quiet
+
 IMAGE ?= flexfleet:latest
 
 # The second is MLflow's server, for clusters that have none.
 image:
-	docker build --file components/Dockerfile --target flexfleet --tag $(IMAGE) .
+	docker build --file components/Dockerfile --target flexfleet --tag $(IMAGE) \
+	    --build-arg COMMIT=$$(git rev-parse HEAD) .
 	docker build --file components/Dockerfile --target mlflow --tag flexfleet-mlflow:latest .
 
 # The training graph, a client's pod and the worker processes, in the image: `make image` first.

@@ -9,6 +9,7 @@ from components.partition import cut
 from components.pretrain import need_proxy
 from fl_engine import config as configs
 from fl_engine import devices, seeds
+from fl_engine import export as exports
 from fl_engine.backends.in_process import check_device
 from fl_engine.config import Config
 from fl_engine.slicing import initial_params
@@ -20,6 +21,8 @@ def check(config: Config) -> dict[str, Any]:
     for device in config.run.devices:
         check_device(device)
     parts = cut(config, data)
+    if config.publish.models:
+        exports.check(family, config.partition.proxy)
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     algorithm = configs.algorithm(config)
     if algorithm.needs_apoz:

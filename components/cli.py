@@ -276,9 +276,10 @@ def fetch_run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
     if config.tracking.mlflow is None:
         raise ConfigError(f"{args.names[0]} is looked up in MLflow, and tracking.mlflow is null")
-    folder, brought = bring(config.tracking.mlflow, args.names[0], args.out)
+    out = args.out or Path(config.run.store) / args.names[0]
+    brought = bring(config.tracking.mlflow, args.names[0], out)
     if args.json:
-        print(json.dumps({"folder": str(folder), "files": [str(path) for path in brought]}))
+        print(json.dumps({"folder": str(out), "files": [str(path) for path in brought]}))
     else:
         print("\n".join(f"{path}  checked" for path in brought))
     return 0
@@ -415,7 +416,7 @@ def parser() -> argparse.ArgumentParser:
     c = add("fetch", "download data sets, or what a run pushed by DVC, and check them; without a name: list data sets")
     c.add_argument("names", nargs="*", metavar="NAME", help="of data sets; or the id of an MLflow run")
     c.add_argument("--root", metavar="DIR", help="of data (default: FLEXFLEET_DATA, else ~/.cache/flexfleet/data)")
-    c.add_argument("--out", type=Path, metavar="DIR", help="where a run's files go (default: runs/<its name>)")
+    c.add_argument("--out", type=Path, metavar="DIR", help="where a run's files go (default: runs/<the id>)")
     c.set_defaults(call=fetch)
 
     c = add("status", "how far runs are")

@@ -1,7 +1,9 @@
 # docker buildx bake --file components/docker-bake.hcl [--push]
-# Both images for both architectures; run it in the repository's root. REGISTRY=... TAG=... in the environment.
+# Both images for both architectures; run it in the repository's root. REGISTRY=... TAG=... in the environment, and
+# COMMIT=$(git rev-parse HEAD), which runs in the image then say.
 variable "REGISTRY" { default = "ghcr.io/flexfleet" }
 variable "TAG" { default = "0.1.0" }
+variable "COMMIT" { default = "" }
 
 group "default" { targets = ["flexfleet", "mlflow"] }
 
@@ -14,6 +16,7 @@ target "_common" {
 target "flexfleet" {
   inherits = ["_common"]
   target   = "flexfleet"
+  args     = { COMMIT = "${COMMIT}" }
   tags     = ["${REGISTRY}/flexfleet:${TAG}"]
 }
 

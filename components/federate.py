@@ -50,6 +50,8 @@ MAY_CHANGE = (
     "publish.",
 )
 """What a resumed run may set differently: none of it moves a bit of the model."""
+PRIVATE = ("tracking", "tune", "publish")
+"""What clients need not know: addresses may hold passwords."""
 FIXED = ("kubernetes.over_provision", "kubernetes.observe")
 """But these."""
 
@@ -148,7 +150,7 @@ def _federate(
 
     done = max((round + 1 for round in ledger.commits()), default=0)
     tracker = Several([Console(config.rounds.stop, done), *(t for t in (mlflow, observer) if t is not None)])
-    tracker.params(configs.flatten(config))
+    tracker.params(configs.shown(config))
     initial = initial_state(config, site)
     try:
         with _stop_on_signals() as should_stop, _backend(config, site, ledger, run_id) as backend:
@@ -228,9 +230,14 @@ def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) ->
     """What clients elsewhere need to know."""
     if isinstance(ledger.store, FolderStore) and ledger.key is None:
         return
-    folders = {"run.json": out, "pool.json": pool_dir}
+    run = RunFile.read(out / "run.json")
+    unseen = {section: value for section, value in Config().model_dump(mode="json").items() if section in PRIVATE}
+    told = run.model_copy(update={"config": run.config | unseen})
+    ledger.store.put(track.RUN_KEY, (told.model_dump_json(indent=1) + "\n").encode())
     for name in SITE_FILES:
-        ledger.store.put(f"site/{name}", (folders.get(name, partition_dir) / name).read_bytes())
+        if name != "run.json":
+            folder = pool_dir if name == "pool.json" else partition_dir
+            ledger.store.put(f"site/{name}", (folder / name).read_bytes())
 
 
 def _keys(store: Store, config: Config) -> tuple[KeyOf | None, KeyOf | None]:

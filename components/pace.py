@@ -26,7 +26,7 @@ from fl_engine.slicing import runnable
 from fl_engine.store import FolderStore
 from fl_engine.tracking import Memory
 
-ROUNDS = 2
+ROUNDS = 1
 
 
 def pace(config: Config, run: Path, turns: int) -> list[float]:

@@ -8,6 +8,7 @@ Registered models, each new version with the alias `candidate` (`champion` is gi
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -36,6 +37,8 @@ from fl_engine.store import FolderStore, decode, sha256
 from fl_engine.types import Data
 
 CANDIDATE, CHAMPION = "candidate", "champion"
+MODEL = "model_sha256"
+"""Tag of a version: the global model that it is of."""
 SERVING = Path(__file__).with_name("serving.py")
 NEEDED = ("torch", "numpy", "safetensors", "pydantic", "pyyaml")
 """Packages with which a registered model can be loaded: the engine's own code goes with it."""
@@ -48,7 +51,8 @@ def publish(config: Config, out: Path, mlflow_run_id: str | None, to: Path) -> l
     again, it makes no second version. Raises as `fl_engine.export` does."""
     data, levels = export(config, out, to)
     if mlflow_run_id is not None and config.tracking.mlflow is not None:
-        register(config.tracking.mlflow, mlflow_run_id, name_of(config), data, to, levels)
+        model = History.read(out / "history.json").model_sha256
+        register(config.tracking.mlflow, mlflow_run_id, name_of(config), data, to, levels, model)
     return levels
 
 
@@ -83,43 +87,57 @@ def said(about: About) -> str:
 
 
 def name_of(config: Config) -> str:
+    return clean(config.publish.name or f"{experiment(config)}-{config.algorithm['name']}")
+
+
+def clean(name: str) -> str:
     """MLflow's names know neither colons nor slashes."""
-    return re.sub(r"[^\w.-]+", "-", config.publish.name or f"{experiment(config)}-{config.algorithm['name']}")
+    return re.sub(r"[^\w.-]+", "-", name)
 
 
 # ----------------------------------------------------------------------------------------------- registry
-def register(uri: str, run_id: str, name: str, data: Data, folder: Path, levels: Sequence[About]) -> None:
+def register(uri: str, run_id: str, name: str, data: Data, folder: Path, levels: Sequence[About], model: str) -> None:
+    """`model`: the global model's sha256. Artifacts lie under it: a run that goes on to more rounds makes new versions,
+    and changes none."""
     import mlflow
 
     client = mlflow.MlflowClient(tracking_uri=uri)
-    root = client.get_run(run_id).info.artifact_uri
+    run = client.get_run(run_id)
+    at = f"published/{model[:12]}"
+    for about in levels:
+        key = f"exported/{about.level}"
+        if run.data.metrics.get(key) != about.accuracy_exported:
+            client.log_metric(run_id, key, about.accuracy_exported)
     with tempfile.TemporaryDirectory() as scratch, _hushed():
         for about in levels:
-            client.log_artifacts(run_id, str(folder / about.level), f"levels/{about.level}")
-            client.log_metric(run_id, f"exported/{about.level}", about.accuracy_exported)
-            _version(client, f"{name}-{about.level}", f"{root}/levels/{about.level}", run_id, said(about))
-        served = _pyfunc(data, folder, levels[-1].level, Path(scratch))
-        client.log_artifacts(run_id, str(served), "model")
-    known = ", ".join(about.level for about in levels)
-    _version(client, name, f"{root}/model", run_id, f'Answers for any level: params={{"level": ...}} of {known}.')
+            client.log_artifacts(run_id, str(folder / about.level), f"{at}/levels/{about.level}")
+            source = f"{run.info.artifact_uri}/{at}/levels/{about.level}"
+            _version(client, f"{name}-{about.level}", source, run_id, model, said(about))
+        served = _pyfunc(data, folder, levels[-1], Path(scratch))
+        client.log_artifacts(run_id, str(served), f"{at}/model")
+        known = ", ".join(about.level for about in levels)
+        told = f'Answers for any level: params={{"level": ...}} of {known}.'
+        _version(client, name, f"{run.info.artifact_uri}/{at}/model", run_id, model, told)
 
 
-def _version(client: Any, name: str, source: str, run_id: str, about: str) -> None:
-    """The run's version of a registered model, and the alias `candidate` for it."""
+def _version(client: Any, name: str, source: str, run_id: str, model: str, about: str) -> None:
+    """A version of a registered model, with the alias `candidate`. One that is there already stays as it is, and so
+    does the alias: an old run told again is no new candidate."""
     from mlflow.exceptions import MlflowException
 
-    found = [v for v in client.search_model_versions(f"name = '{name}'") if v.run_id == run_id]
-    if not found:
-        try:
-            client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise ConfigError(f"publish.name: MLflow takes no model named {name!r}: {error.message}") from error
-        found = [client.create_model_version(name, source, run_id, description=about)]
-    client.set_registered_model_alias(name, CANDIDATE, found[0].version)
+    known = client.search_model_versions(f"name = '{name}'")
+    if any(v.run_id == run_id and v.tags.get(MODEL) == model for v in known):
+        return
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise ConfigError(f"publish.name: MLflow takes no model named {name!r}: {error.message}") from error
+    made = client.create_model_version(name, source, run_id, tags={MODEL: model}, description=about)
+    client.set_registered_model_alias(name, CANDIDATE, made.version)
 
 
-def _pyfunc(data: Data, folder: Path, default: str, scratch: Path) -> Path:
+def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
     from mlflow.models import ModelSignature
     from mlflow.pyfunc import save_model
     from mlflow.types import DataType, ParamSchema, ParamSpec, Schema, TensorSpec
@@ -128,29 +146,39 @@ def _pyfunc(data: Data, folder: Path, default: str, scratch: Path) -> Path:
     signature = ModelSignature(
         Schema([images]),
         Schema([TensorSpec(np.dtype(np.float32), (-1, data.classes))]),
-        ParamSchema([ParamSpec("level", DataType.string, default)]),
+        ParamSchema([ParamSpec("level", DataType.string, largest.level)]),
     )
     code = scratch / "fl_engine"
     shutil.copytree(Path(fl_engine.__file__).parent, code, ignore=shutil.ignore_patterns("__pycache__", "testing"))
     save_model(
         scratch / "model",
         python_model=str(SERVING),
-        code_paths=[str(code)],
+        code_paths=[str(code), *_own_code(largest.model)],
         artifacts={"levels": str(folder)},
         signature=signature,
-        pip_requirements=[f"{package}=={metadata.version(package)}" for package in NEEDED],
+        pip_requirements=[f"{package}=={metadata.version(package).partition('+')[0]}" for package in NEEDED],
     )
     return scratch / "model"
 
 
+def _own_code(model: str) -> list[str]:
+    """Where a network of one's own (package.module:NAME) is written, to go with the model."""
+    module, sign, _ = model.partition(":")
+    if not sign:
+        return []
+    file = Path(str(importlib.import_module(module.partition(".")[0]).__file__))
+    return [str(file.parent if file.name == "__init__.py" else file)]
+
+
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """MLflow recommends type hints and input examples, which images of any number are too large for, and draws bars."""
+    """MLflow recommends type hints and input examples, which images of any number are too large for, draws bars, and
+    tells that it waits for what is there at once."""
+    logging.getLogger("mlflow.store.model_registry").setLevel(logging.WARNING)
     before = os.environ.get("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR")
     os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = "false"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True):
             yield
     finally:
         if before is None:
@@ -159,12 +187,12 @@ def _hushed() -> Iterator[None]:
             os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = before
 
 
-def promote(uri: str, run_id: str) -> list[str]:
-    """Gives `champion` to the versions that the MLflow run has; the models' names."""
+def promote(uri: str, run_id: str, model: str) -> list[str]:
+    """Gives `champion` to the versions that the MLflow run has of a global model (its sha256); the models' names."""
     import mlflow
 
     client = mlflow.MlflowClient(tracking_uri=uri)
-    versions = client.search_model_versions(f"run_id = '{run_id}'")
+    versions = [v for v in client.search_model_versions(f"run_id = '{run_id}'") if v.tags.get(MODEL) == model]
     for version in versions:
         client.set_registered_model_alias(version.name, CHAMPION, version.version)
     return sorted(version.name for version in versions)

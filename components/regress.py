@@ -19,17 +19,20 @@ from typing import Any
 
 import fl_engine
 from components import compare, comparison, gate, plots, publish, suite, track
-from components.artifacts import Artifact, RunFile
+from components.artifacts import Artifact, History, RunFile
+from components.check import check
 from components.entries import Entry
 from components.gate import Before, Check
 from components.pace import machine, pace
 from components.report import Run, load
+from components.run import need_packages
 from components.suite import Figures, OfLabel, Suite
 from fl_engine.config import Config
-from fl_engine.errors import ConfigError, IntegrityError
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.store import FolderStore, sha256
 from fl_engine.tracking import connect
 
+PASSED = "flexfleet.passed"
 NIGHT = "flexfleet.regression"
 """Tag of a registered version: the MLflow run of the night that it is of."""
 REFERENCE_SEEDS = tuple(range(20))
@@ -48,7 +51,7 @@ class Verdict(Artifact):
     passed: bool
     checks: tuple[Check, ...]
     since: str | None
-    """`champion` or `reference`, and the commit it is of."""
+    """`champion` or `reference`, and the range of commits since then."""
     commits: tuple[str, ...]
     """`hash subject` of what has come since then, newest first; empty where the code is no checkout."""
     notes: tuple[str, ...]
@@ -99,6 +102,12 @@ def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) 
     asked = suite.load(path)
     seeds = tuple(sorted({*asked.seeds, *REFERENCE_SEEDS})) if update else asked.seeds
     night = Night(path, asked, id, suite.runs_of(asked, path.stem, seeds, list(sets), id))
+    if night.config.tracking.mlflow is not None and not update:
+        for entry in (each[0] for each in night.runs.values()):
+            publishing = entry.config.publish.model_copy(update={"models": True})
+            config = entry.config.model_copy(update={"publish": publishing})
+            need_packages(config)
+            check(config)
     if not update and reference_of(night) is None and champion_of(night) is None:
         raise ConfigError(
             f"nothing to compare with: {path.with_suffix('.json')} does not exist and MLflow has no champion; make the "
@@ -107,9 +116,9 @@ def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) 
     return night
 
 
-def regress(night: Night, *, jobs: int = 1, resume: bool = False, turns: int = TURNS) -> Verdict:
+def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
     """Runs what is not finished, and judges it. A night that fails is a result, not an error. Raises as `compare`."""
-    return settle(night, make(night, jobs, resume), night.folder, turns)
+    return settle(night, make(night, jobs, resume), night.folder)
 
 
 def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:
@@ -123,16 +132,25 @@ def make(night: Night, jobs: int, resume: bool) -> Folders:
     if night.folder.exists() and not resume:
         raise ConfigError(f"{night.folder} exists already: go on with --resume, or choose another --id")
     night.folder.mkdir(parents=True, exist_ok=True)
+    begun, at = night.folder / "commit", track.commit() or "unknown"
+    if begun.exists() and begun.read_text() != at:
+        raise ConfigError(
+            f"{night.folder} was begun with the code of commit {begun.read_text()}, this is {at}: choose another --id"
+        )
+    begun.write_text(at)
     for case, entries in night.runs.items():
         compare.compare(entries, f"{night.id}-{case}", to=(night.suite.cases[case].to,), at_once=jobs, resume=resume)
     return {(case, e.name): Path(e.config.run.store) / e.name for case, runs in night.runs.items() for e in runs}
 
 
-def settle(night: Night, folders: Folders, out: Path, turns: int = TURNS) -> Verdict:
-    """Measures, judges, registers, tells: writes FILES into `out`."""
-    found = measure(night, folders, turns)
+def settle(night: Night, folders: Folders, out: Path) -> Verdict:
+    """Measures, judges, registers, tells: writes FILES into `out`. A night that MLflow knows as judged is not judged
+    again: it would be compared with itself."""
+    mlflow = _track(night, folders)
+    if mlflow is not None and (known := _judged(night, mlflow.run_id, out)) is not None:
+        return known
+    found = measure(night, folders, TURNS)
     found.write(out / "figures.json")
-    mlflow = _track(night, found)
     champion, reference = champion_of(night), reference_of(night)
     checks, notes = compared(night, found, champion, reference)
     before = ("champion", champion) if champion else ("reference", reference)
@@ -141,7 +159,7 @@ def settle(night: Night, folders: Folders, out: Path, turns: int = TURNS) -> Ver
         id=night.id,
         passed=not any(check.failed for check in checks),
         checks=tuple(checks),
-        since=f"{before[0]} {before[1].commit or 'of unknown commit'}" if before[1] else None,
+        since=f"{before[0]}, {before[1].commit or 'unknown'}..{found.commit or 'unknown'}" if before[1] else None,
         commits=commits(before[1].commit if before[1] else None, found.commit),
         notes=tuple(notes),
         report=str(out / "regression.html"),
@@ -150,7 +168,11 @@ def settle(night: Night, folders: Folders, out: Path, turns: int = TURNS) -> Ver
     verdict.write(out / "regression.json")
     FolderStore(out).put("regression.html", page(verdict, found, champion, reference).encode())
     if mlflow is not None:
-        _publish(night, folders, out, verdict, mlflow, found)
+        try:
+            _publish(night, folders, out, verdict, mlflow, found)
+        except BaseException:
+            mlflow.finish("FAILED")
+            raise
     return verdict
 
 
@@ -242,7 +264,8 @@ def reference_of(night: Night) -> Figures | None:
 
 
 def champion_of(night: Night) -> Figures | None:
-    """The figures of the last night that passed, by the alias in MLflow's registry."""
+    """The figures of the last night that passed, by the alias in MLflow's registry; None where there is none yet.
+    Raises EnvironmentFailure where MLflow does not say."""
     uri = night.config.tracking.mlflow
     if uri is None:
         return None
@@ -254,11 +277,18 @@ def champion_of(night: Night) -> Figures | None:
         for label in dict.fromkeys(entry.label for entry in entries):
             try:
                 version = client.get_model_version_by_alias(_model(night, case, label), publish.CHAMPION)
+            except MlflowException as error:
+                if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                    raise EnvironmentFailure(f"{uri} does not say who is champion: {error.message}") from error
+                continue
+            if NIGHT not in version.tags:  # somebody gave it the alias by hand
+                continue
+            try:
                 at = artifacts.download_artifacts(
                     run_id=version.tags[NIGHT], artifact_path="figures.json", tracking_uri=uri
                 )
-            except (MlflowException, KeyError, OSError):  # none yet, or none that a night has made
-                continue
+            except (MlflowException, OSError) as error:
+                raise EnvironmentFailure(f"{uri} has lost the champion's figures.json: {error}") from error
             return Figures.read(Path(at))
     return None
 
@@ -300,19 +330,37 @@ def commits(before: str | None, now: str | None) -> tuple[str, ...]:
 
 
 # ------------------------------------------------------------------------------------------------- MLflow
-def _track(night: Night, found: Figures) -> Any:
+def _track(night: Night, folders: Folders) -> Any:
     """The night's own run; the same night gives the same one again."""
     if night.config.tracking.mlflow is None:
         return None
     from fl_engine.tracking import TOKEN, MLflow
 
+    at = track.commit()
+    runs = sorted(RunFile.read(folder / "run.json").token for folder in folders.values())
     about = {
         "flexfleet.kind": "regression",
         "flexfleet.suite": night.name,
-        TOKEN: sha256(f"{night.folder.resolve()}{sorted(of.mlflow_runs for of in found.labels.values())}".encode()),
-        **({track.COMMIT: found.commit} if found.commit else {}),
+        TOKEN: sha256("\n".join(runs).encode()),
+        **({track.COMMIT: at} if at else {}),
     }
     return MLflow(night.config.tracking.mlflow, track.experiment(night.config), night.id, about)
+
+
+def _judged(night: Night, mlflow_run_id: str, out: Path) -> Verdict | None:
+    """The verdict that this night has had, with its FILES."""
+    from mlflow import MlflowClient, artifacts
+
+    uri = str(night.config.tracking.mlflow)
+    if PASSED not in (tags := MlflowClient(tracking_uri=uri).get_run(mlflow_run_id).data.tags):
+        return None
+    for name in FILES:
+        artifacts.download_artifacts(
+            run_id=mlflow_run_id, artifact_path=name, dst_path=str(out), tracking_uri=uri
+        )
+    log.info("%s was judged before", night.id)
+    MlflowClient(tracking_uri=uri).set_terminated(mlflow_run_id, "FINISHED" if tags[PASSED] == "True" else "FAILED")
+    return Verdict.read(out / "regression.json").model_copy(update={"report": str(out / "regression.html")})
 
 
 def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: Any, found: Figures) -> None:
@@ -321,31 +369,34 @@ def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow
     from fl_engine.tracking import log_outcome
 
     uri = str(night.config.tracking.mlflow)
+    client = MlflowClient(tracking_uri=uri)
+    made = []
+    for case, entries in night.runs.items():
+        for entry in (e for e in entries if e.seed == night.seeds[0]):
+            folder = folders[case, entry.name]
+            run_id, model = RunFile.read(folder / "run.json").mlflow_run_id, History.read(folder / "history.json")
+            if run_id is None:
+                continue
+            name = entry.config.publish.model_copy(update={"name": _model(night, case, entry.label)})
+            config = entry.config.model_copy(update={"publish": name})
+            publish.publish(config, folder, run_id, out / "export" / case / entry.label)
+            for version in client.search_model_versions(f"run_id = '{run_id}'"):
+                client.set_model_version_tag(version.name, version.version, NIGHT, mlflow.run_id)
+            made.append((run_id, model.model_sha256))
     metrics = {
         f"{metric}/{label}": sum(each) / len(each)
         for label, of in found.labels.items()
         for metric, each in of.values.items()
     }
-    files = [str(out / name) for name in FILES]
-    log_outcome(uri, mlflow.run_id, metrics, {"flexfleet.passed": str(verdict.passed)}, files)
-    client = MlflowClient(tracking_uri=uri)
-    for case, entries in night.runs.items():
-        for entry in (e for e in entries if e.seed == night.seeds[0]):
-            run_id = load(folders[case, entry.name]).file.mlflow_run_id
-            if run_id is None:
-                continue
-            name = entry.config.publish.model_copy(update={"name": _model(night, case, entry.label)})
-            config = entry.config.model_copy(update={"publish": name})
-            publish.publish(config, folders[case, entry.name], run_id, out / "export" / case / entry.label)
-            for version in client.search_model_versions(f"run_id = '{run_id}'"):
-                client.set_model_version_tag(version.name, version.version, NIGHT, mlflow.run_id)
-            if verdict.passed:
-                publish.promote(uri, run_id)
+    log_outcome(uri, mlflow.run_id, metrics, {}, [str(out / name) for name in FILES])
+    for run_id, sha in made if verdict.passed else ():
+        publish.promote(uri, run_id, sha)
+    client.set_tag(mlflow.run_id, PASSED, str(verdict.passed))  # last: from now on it is not judged again
     mlflow.finish("FINISHED" if verdict.passed else "FAILED")
 
 
 def _model(night: Night, case: str, label: str) -> str:
-    return f"{night.name}-{case}-{label}"
+    return publish.clean(f"{night.name}-{case}-{label}")
 
 
 # ------------------------------------------------------------------------------------------------- telling

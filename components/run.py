@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -84,22 +85,24 @@ def conclude(config: Config, out: Path, store: Store) -> Result:
     ledger is in another `store` than `out`, they go there too: a pod's folder is gone with it."""
     page = report([out], out / "report.html")
     found = result(out, page, store.uri())
-    found.write(out / "result.json")
     if config.publish.models:
         publish(config, out, found.mlflow_run_id, out / "export")
     tags = {"model_sha256": found.model_sha256}
     if config.publish.dvc is not None:
         tags |= versioned.push_run(out, config.publish.dvc)
-    if config.run.remote is not None:
-        for name in ("report.html", "result.json"):
-            store.put(name, (out / name).read_bytes())
-    if config.tracking.mlflow is not None and found.mlflow_run_id is not None:
-        from fl_engine.tracking import log_outcome
+    with tempfile.TemporaryDirectory() as scratch:
+        written = found.write(Path(scratch) / "result.json")
+        if config.tracking.mlflow is not None and found.mlflow_run_id is not None:
+            from fl_engine.tracking import log_outcome
 
-        metrics = {"final/avg": found.metrics["avg"], "final/full": found.metrics["full"]}
-        files = [str(page), str(out / "pool" / "pool.json"), str(out / "result.json")]
-        pointers = out / versioned.POINTERS if config.publish.dvc else None
-        log_outcome(config.tracking.mlflow, found.mlflow_run_id, metrics, tags, files, pointers)
+            metrics = {"final/avg": found.metrics["avg"], "final/full": found.metrics["full"]}
+            files = [str(page), str(out / "pool" / "pool.json"), str(written)]
+            pointers = out / versioned.POINTERS if config.publish.dvc else None
+            log_outcome(config.tracking.mlflow, found.mlflow_run_id, metrics, tags, files, pointers)
+    if config.run.remote is not None:
+        store.put("report.html", page.read_bytes())
+        store.put("result.json", (found.model_dump_json(indent=1) + "\n").encode())
+    found.write(out / "result.json")  # last: by it a run counts as finished
     return found
 
 

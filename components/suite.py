@@ -20,8 +20,10 @@ from components.gate import FEWEST_SEEDS, METRICS
 from fl_engine.config import Config, load_config
 from fl_engine.errors import ConfigError, brief
 
-MAY_SET = ("run.", "tracking.", "publish.", "kubernetes.", "dataset.root")
-"""What `--set` may change: none of it moves a figure."""
+MAY_SET = ("run.store", "run.remote", "run.backend", "tracking.", "publish.", "kubernetes.", "dataset.root")
+"""What `--set` may change: none of it moves a figure,"""
+MAY_NOT = ("kubernetes.over_provision", "kubernetes.observe", "kubernetes.quorum")
+"""but these."""
 
 
 class Case(BaseModel):
@@ -105,7 +107,7 @@ def load(path: Path) -> Suite:
 def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id: str) -> dict[str, list[Entry]]:
     """Every run, by case. `sets`: `a.b=value` of the command line. Raises ConfigError."""
     for text in sets:
-        if not text.startswith(MAY_SET):
+        if not text.startswith(MAY_SET) or text.startswith(MAY_NOT):
             raise ConfigError(
                 f"--set {text}: a suite says what is measured; only {', '.join(MAY_SET)} can be set. For another task "
                 "write a suite of your own"

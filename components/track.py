@@ -16,7 +16,7 @@ from typing import Any
 
 import fl_engine
 from components.artifacts import RunFile
-from fl_engine.config import Config
+from fl_engine.config import Config, masked
 from fl_engine.store import FolderStore, Store
 from fl_engine.tracking import TOKEN, MLflow, connect
 
@@ -32,13 +32,17 @@ def experiment(config: Config) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the code: of its checkout, else of the image (FLEXFLEET_COMMIT); None where neither says."""
-    command = ["git", "-C", str(Path(fl_engine.__file__).parent), "rev-parse", "HEAD"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return os.environ.get("FLEXFLEET_COMMIT")
-    return found.stdout.strip() if found.returncode == 0 else os.environ.get("FLEXFLEET_COMMIT")
+    """The commit of the code: what the image says (FLEXFLEET_COMMIT), else that of the checkout; None where neither
+    does."""
+    said = os.environ.get("FLEXFLEET_COMMIT")
+    if said:
+        return said
+    here = ["git", "-C", str(Path(fl_engine.__file__).parent)]
+    try:  # installed below somebody else's checkout, the code is none of its files
+        subprocess.run([*here, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=True)
+        return subprocess.run([*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def tags(config: Config, run_id: str, store: str) -> dict[str, str]:
@@ -67,7 +71,7 @@ def start(config: Config, run: RunFile, out: Path, given: Mapping[str, str]) -> 
 
 def inputs(mlflow: MLflow, config: Config, data_sha256: str, partition_sha256: str) -> None:
     """The data that the run is made of, with digests, and the environment it is made in."""
-    root = config.dataset.root or "FLEXFLEET_DATA"
+    root = masked(config.dataset.root or "FLEXFLEET_DATA")
     mlflow.dataset(config.dataset.name, data_sha256, f"{root}/{config.dataset.name}", "training and test data")
     clients = f"{config.partition.rule}, {config.partition.clients} clients"
     mlflow.dataset(f"partition: {clients}", partition_sha256, "partition/partition.json", "who holds what")
@@ -111,7 +115,7 @@ def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -
 
 def link(config: Config, mlflow_run_id: str) -> str:
     """Where a browser finds the run; empty where there is no server to ask."""
-    uri = config.tracking.ui or config.tracking.mlflow or ""
+    uri = masked(config.tracking.ui or config.tracking.mlflow or "")
     if not mlflow_run_id or not uri.startswith(("http://", "https://")):
         return ""
     _, experiment_id = connect(config.tracking.mlflow or "", experiment(config))

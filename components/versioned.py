@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from fl_engine.config import masked
 from fl_engine.datasets import data_root
 from fl_engine.errors import ConfigError, DataError, EnvironmentFailure, IntegrityError
 from fl_engine.s3 import setting
@@ -91,19 +92,21 @@ def push_run(out: Path, remote: str) -> dict[str, str]:
     return {"dvc.remote": remote, **{f"dvc.{name}": checksum(text) for name, text in pointers.items()}}
 
 
-def fetch_run(uri: str, mlflow_run_id: str, out: Path | None = None) -> tuple[Path, list[Path]]:
-    """Brings back what a run pushed, by the pointers that its MLflow run has, into `out` (default: runs/<its name>).
+def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
+    """Brings back what a run pushed, by the pointers that its MLflow run has, into the new folder `out`.
 
-    Raises ConfigError for a run that MLflow does not know or that pushed nothing, IntegrityError where the remote has
-    lost or changed something.
+    Raises ConfigError for a run that MLflow does not know or that pushed nothing, and where `out` exists;
+    IntegrityError where the remote has lost or changed something: then there is nothing in `out`.
     """
     from mlflow import MlflowClient, artifacts
     from mlflow.exceptions import MlflowException
 
+    if out.exists():
+        raise ConfigError(f"{out} exists already: give another --out, or remove it")
     try:
         tags = MlflowClient(tracking_uri=uri).get_run(mlflow_run_id).data.tags
     except MlflowException as error:
-        raise ConfigError(f"{uri} has no run {mlflow_run_id}: {error.message}") from error
+        raise ConfigError(f"{masked(uri)} has no run {mlflow_run_id}: {error.message}") from error
     if "dvc.remote" not in tags:
         raise ConfigError(f"the run {mlflow_run_id} pushed nothing: it had publish.dvc=null")
     with tempfile.TemporaryDirectory() as scratch:
@@ -114,12 +117,12 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path | None = None) -> tuple[Pa
     for name, text in pointers.items():
         if (says := checksum(text)) != (tag := tags.get(f"dvc.{name}")):
             raise IntegrityError(f"{name}: its pointer says md5 {says}, the run's tag {tag}")
-    folder = out or Path("runs") / tags["flexfleet.run_id"]
-    brought = pull(pointers, tags["dvc.remote"], folder)
-    model = folder / "model.safetensors"
-    if (expected := tags.get("model_sha256")) and (found := sha256(model.read_bytes())) != expected:
-        raise IntegrityError(f"{model}: its sha256 is {found}, the run's tag says {expected}")
-    return folder, brought
+    with _replacing(out) as part:
+        pull(pointers, tags["dvc.remote"], part)
+        found, expected = sha256((part / "model.safetensors").read_bytes()), tags.get("model_sha256")
+        if expected is not None and found != expected:
+            raise IntegrityError(f"the model's sha256 is {found}, the run's tag says {expected}")
+    return [out / name for name in pointers]
 
 
 def checksum(pointer: str) -> str:
@@ -158,7 +161,7 @@ def folder_of(root: str | None) -> Path:
 def _at_revision(url: str, rev: str, path: str) -> Path:
     from dvc.api import DVCFileSystem
 
-    what = f"dataset.root = {url}@{rev}:{path}"
+    what = f"dataset.root = {masked(url)}@{rev}:{path}"
     try:
         files = DVCFileSystem(url, rev=rev)
         commit = files.repo.get_rev()
@@ -218,18 +221,20 @@ def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
     logging.getLogger("dvc").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve()
-        Repo.init(str(folder), no_scm=True).close()
-        (folder / ".dvc" / "config.local").write_text(_settings(remote, folder / ".dvc" / "site"))
+        with Repo.init(str(folder), no_scm=True) as made, made.config.edit("local") as config:
+            config["core"] = {"analytics": False, "remote": "here", "site_cache_dir": str(folder / ".dvc" / "site")}
+            config["remote"] = {"here": _remote(remote)}
         with Repo(str(folder)) as repo:
             yield repo, folder
 
 
-def _settings(remote: str, site: Path) -> str:
+def _remote(remote: str) -> dict[str, Any]:
     """`verify`: what the remote sends is counted again."""
     scheme, sign, _ = remote.partition("://")
     if sign and scheme != "s3":
         raise ConfigError(f"publish.dvc is s3://bucket/prefix or a folder, got {remote!r}")
-    url = remote if sign else Path(remote).resolve()
+    if not sign:
+        return {"url": str(Path(remote).resolve()), "verify": True}
     given = {
         "endpointurl": setting("AWS_ENDPOINT_URL_S3") or setting("AWS_ENDPOINT_URL"),
         "access_key_id": setting("AWS_ACCESS_KEY_ID"),
@@ -237,9 +242,7 @@ def _settings(remote: str, site: Path) -> str:
         "session_token": setting("AWS_SESSION_TOKEN"),
         "region": setting("AWS_REGION") or setting("AWS_DEFAULT_REGION"),
     }
-    lines = [f"    {key} = {value}" for key, value in given.items() if sign and value]
-    core = ["[core]", "    analytics = false", "    remote = here", f"    site_cache_dir = {site}"]
-    return "\n".join([*core, "['remote \"here\"']", f"    url = {url}", "    verify = true", *lines, ""])
+    return {"url": remote, "verify": True, **{key: value for key, value in given.items() if value}}
 
 
 @contextmanager

@@ -523,6 +523,16 @@ def _name_in(section: Mapping[str, Any], what: str) -> str:
     return name
 
 
+def masked(address: str) -> str:
+    """An address without user and password, to be shown."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", address)
+
+
+def shown(config: Config) -> dict[str, Any]:
+    """`flatten` for others to read: no address shows who asks."""
+    return {key: masked(value) if isinstance(value, str) else value for key, value in flatten(config).items()}
+
+
 def flatten(config: Config) -> dict[str, Any]:
     """Dotted names to plain values, for MLflow's parameters and for saying what differs between two runs."""
     out: dict[str, Any] = {}

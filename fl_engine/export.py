@@ -25,7 +25,7 @@ from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, br
 from fl_engine.evaluate import collect_statistics, score, weights_of
 from fl_engine.slicing import runnable
 from fl_engine.store import FolderStore, decode, encode, sha256
-from fl_engine.types import Data, ModelFamily, Params, PoolModel, SubmodelSpec
+from fl_engine.types import FULL, Data, ModelFamily, Params, PoolModel, SubmodelSpec
 
 ABOUT, WEIGHTS, ONNX = "submodel.json", "model.safetensors", "model.onnx"
 OPSET = 18
@@ -134,15 +134,9 @@ def with_statistics(
     """The network that keeps batch-norm statistics, and the weights with those of the proxy samples; both as they are
     where there is nothing to collect."""
     module = runnable(family, spec, dict(params)).eval()
-    if not any(isinstance(m, nn.BatchNorm2d) and m.running_mean is None for m in module.modules()):
+    if not _by_batch(module):
         return family, params
-    if len(proxy) == 0:
-        raise ConfigError(
-            "exporting a network that normalises by its batch takes statistics from the server's proxy data, and "
-            "there is none: set partition.proxy above 0, or model.norm=static"
-        )
-    if "norm" not in {f.name for f in fields(cast(Any, family))}:
-        raise ConfigError(f"{type(family).__name__} has no option norm=static: it cannot be exported")
+    check(family, len(proxy))
     images = data.train_x[proxy]
     collect_statistics(module, data, images, "cpu", min(128, len(images)))
     found = dict(params)
@@ -151,6 +145,23 @@ def with_statistics(
             assert norm.running_mean is not None and norm.running_var is not None
             found |= {f"{name}.running_mean": norm.running_mean, f"{name}.running_var": norm.running_var}
     return replace(cast(Any, family), norm="static"), found
+
+
+def check(family: ModelFamily, proxy: float) -> None:
+    """Raises ConfigError where statistics are wanted and there is no proxy (its size), or the network keeps none."""
+    if not _by_batch(family.module(FULL)):
+        return
+    if not proxy:
+        raise ConfigError(
+            "exporting a network that normalises by its batch takes statistics from the server's proxy data, and "
+            "there is none: set partition.proxy above 0, or model.norm=static"
+        )
+    if "norm" not in {f.name for f in fields(cast(Any, family))}:
+        raise ConfigError(f"{type(family).__name__} has no option norm=static: it cannot be exported")
+
+
+def _by_batch(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.BatchNorm2d) and m.running_mean is None for m in module.modules())
 
 
 def to_onnx(exported: Exported, data: Data, path: Path) -> Path:

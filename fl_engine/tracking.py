@@ -265,8 +265,10 @@ def log_outcome(
     import mlflow
 
     client = mlflow.MlflowClient(tracking_uri=uri)
+    known = client.get_run(run_id).data.metrics
     for key, value in metrics.items():
-        client.log_metric(run_id, key, value)
+        if known.get(key) != value:  # told again after a kill, it is no second point
+            client.log_metric(run_id, key, value)
     for key, text in tags.items():
         client.set_tag(run_id, key, text)
     for path in files:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,10 @@ def submit(
     return Submitted(run.run_id, url, name, version, uploaded)
 
 
+ONCE = {"night_id", "run_id", "comparison_id", "study_id"}
+"""Parameters that name what is made."""
+
+
 @dataclass(frozen=True)
 class Scheduled:
     recurring_run_id: str
@@ -103,6 +108,8 @@ def schedule(
             "cron has six fields in Kubeflow, seconds first: '0 0 2 * * *' is two o'clock every night (UTC); got "
             f"{cron!r}"
         )
+    if named := sorted(parameters.keys() & ONCE):
+        raise ConfigError(f"{', '.join(named)}: every night would go on with the same finished runs; leave it out")
     text, version = _checked(pipeline, parameters)
     with _client(host) as client:
         pipeline_id, version_id, _ = _uploaded(client, pipeline, version, text, namespace)
@@ -159,7 +166,10 @@ def _uploaded(client: Any, name: str, version: str, text: str, namespace: str | 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{name}.yaml"
         path.write_text(text)
-        pipeline_id = client.get_pipeline_id(name)
+        # (The SDK's own look-up by name does not take a namespace.)
+        same = json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
+        found = client.list_pipelines(filter=same, namespace=namespace).pipelines or []
+        pipeline_id = found[0].pipeline_id if found else None
         if pipeline_id is None:
             pipeline_id = client.upload_pipeline(str(path), name, namespace=namespace).pipeline_id
         for known in _versions(client, pipeline_id):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -265,6 +266,46 @@ def timeless() -> Callable[[Store], list[Any]]:
         ]
 
     return rows
+
+
+# ---------------------------------------------------------------------------------------------------- Kubeflow
+@pytest.fixture
+def kubeflow() -> Iterator[tuple[Any, str]]:
+    """A stand-in for Kubeflow Pipelines (tests/pipelines/kubeflow.py), and its address."""
+    path = Path(__file__).parent / "pipelines" / "kubeflow.py"
+    spec = importlib.util.spec_from_file_location("kubeflow_stand_in", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with module.serving() as found:
+        yield found
+
+
+# ------------------------------------------------------------------------------------------------- regressions
+TINY: dict[str, Any] = {
+    "seeds": [0, 1, 2],
+    "settings": {
+        "partition.seed": 0,
+        "dataset.train_samples": 240,
+        "dataset.test_samples": 60,
+        "partition.clients": 6,
+        "partition.minimum": 5,
+        "partition.proxy": 0.1,
+        "pretrain.epochs": 1,
+        "model.width": 0.5,
+        "training.fraction": 0.5,
+        "training.epochs": 1,
+        "rounds.stop": 3,
+    },
+    "cases": {"quick": {"algorithms": "flexfl", "to": 0.9}},
+    "thresholds": {"avg": 0.01, "full": 0.01, "rounds": 0.15, "mb": 0.15, "peak_mb": 0.1, "pace": 0.2},
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_suite() -> dict[str, Any]:
+    """A suite that takes seconds."""
+    return TINY
 
 
 # ----------------------------------------------------------------------------------------------------- dvc.yaml

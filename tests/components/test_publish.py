@@ -216,10 +216,16 @@ def test_done_again_it_makes_no_second_version_and_another_run_makes_one(ran: Ra
         other = ran.config.model_copy(update={"seed": 9})
         second = run(other, "second")
     assert again.mlflow_run_id == ran.result.mlflow_run_id
+
+    def promote(result: Result) -> list[str]:
+        return publish.promote(ran.uri, str(result.mlflow_run_id), result.model_sha256)
+
+    history = ran.client.get_metric_history(again.mlflow_run_id, "final/full")
+    assert len(history) == 1 and len(ran.client.get_metric_history(again.mlflow_run_id, "exported/M1")) == 1
     assert aliases(ran, NAME) == {"candidate": "2"}
-    assert publish.promote(ran.uri, str(ran.result.mlflow_run_id)) == [NAME, f"{NAME}-M1", f"{NAME}-M2", f"{NAME}-M3"]
+    assert promote(ran.result) == [NAME, f"{NAME}-M1", f"{NAME}-M2", f"{NAME}-M3"]
     assert aliases(ran, f"{NAME}-M1") == {"candidate": "2", "champion": "1"}
-    assert publish.promote(ran.uri, str(second.mlflow_run_id))
+    assert promote(second)
     assert aliases(ran, f"{NAME}-M1") == {"candidate": "2", "champion": "2"}
 
 

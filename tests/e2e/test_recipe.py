@@ -1,4 +1,4 @@
-"""The README's recipe for an algorithm of one's own, followed word by word from scratch."""
+"""The recipe for an algorithm of one's own in docs/guides/extending.md, followed word by word from scratch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "tests/conftest.py"):
         shutil.copyfile(ROOT / file, root / file)
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "docs/guides/extending.md").read_text()
     (file,) = re.findall(r"```python\n# fl_engine/algorithms/median\.py\n(.*?)```", readme, re.DOTALL)
     (root / "fl_engine/algorithms/median.py").write_text(file)
     registry = root / "fl_engine/algorithms/__init__.py"

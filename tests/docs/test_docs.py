@@ -1,0 +1,112 @@
+"""Every command of the documentation runs (stand_in.py says how), and the site builds without a dead link."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3.session
+import pytest
+import yaml
+from moto.server import ThreadedMotoServer
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = Path(__file__).with_name("stand_in.py")
+COMMANDS = ("flexfleet", "python", "kubectl", "docker", "kind", "kustomize", "dvc", "make", "mlflow", "pytest")
+PAGES = sorted(path for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")] if "```sh" in path.read_text())
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of what a page says can be run."""
+    return re.findall(r"^```(sh|python)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """A server with the files that the cluster's first run leaves."""
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    session = boto3.session.Session("k", "s", region_name="us-east-1")
+    client = session.client("s3", endpoint_url=f"http://{host}:{port}")
+    client.create_bucket(Bucket="flexfleet")
+    for name in ("model.safetensors", "report.html", "result.json"):
+        client.put_object(Bucket="flexfleet", Key=f"runs/first-run/{name}", Body=b"{}")
+    yield f"http://{host}:{port}"
+    moto.stop()
+
+
+@pytest.fixture
+def place(tmp_path: Path, kubeflow: tuple[Any, str], s3: str, tiny_suite: dict[str, Any]) -> dict[str, str]:
+    """An environment whose PATH finds the stand-ins first; the folder looks like a checkout."""
+    for name in ("benchmarks", "components", "tests", "pipelines", "fl_engine", "params.yaml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")  # a command edits it
+    path = tmp_path / ".venv" / "bin"
+    path.mkdir(parents=True)
+    (path / "activate").write_text("")
+    for name in (*COMMANDS, "label-nodes"):
+        file = path / name if name != "label-nodes" else tmp_path / "k8s/overlays/edge/label-nodes"
+        file.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} {name} "$@"\n')
+        file.chmod(0o755)
+    for name in ("mine.yaml", "digits.yaml"):
+        (tmp_path / name).write_text(yaml.safe_dump(tiny_suite))
+    return {
+        **os.environ,
+        "PATH": f"{path}{os.pathsep}{os.environ['PATH']}",
+        "DOCS_PATH": os.environ["PATH"],
+        "DOCS_ROOT": str(ROOT),
+        "DOCS_LOG": str(tmp_path / "log"),
+        "DOCS_KUBEFLOW": kubeflow[1],
+        "DOCS_S3": s3,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+BEFORE = {
+    "README.md": "flexfleet run --run-id a; flexfleet run --run-id b",
+    "nightly.md": "flexfleet regress --suite digits.yaml --update --id before",
+}
+"""What a page takes for granted."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_run(page: Path, place: dict[str, str], tmp_path: Path) -> None:
+    script = ["set -euo pipefail", BEFORE.get(page.name, "")]
+    for language, text in blocks(page):
+        if language == "sh":
+            script.append(re.sub(r"<[^>]*>", "nvidia", text))
+        elif page.name == "publishing.md":
+            script.append(f"python - <<'END'\n{text}END")
+    done = subprocess.run(["bash", "-c", "\n".join(script)], cwd=tmp_path, env=place, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    ran = {json.loads(line)[0] for line in (tmp_path / "log").read_text().splitlines()}
+    texts = "\n".join(text for language, text in blocks(page) if language == "sh")
+    words = set(re.findall(r"^(?:\w+=\S+ )*(?:\S*/)?([\w-]+)", texts, re.MULTILINE))
+    assert ran >= words & {*COMMANDS, "label-nodes"}, "each command of the page was seen by its stand-in"
+
+
+def test_an_unknown_command_would_be_seen(place: dict[str, str], tmp_path: Path) -> None:
+    for text in ("flexfleet rum", "kubectl conquer pods", "make cofee", "kubectl apply -k k8s/overlays/moon",
+                 "kubectl -n flexfleet logs job/unknown-job", "flexfleet run --set rounds.stpo=3"):  # fmt: skip
+        done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=place, capture_output=True, text=True)
+        assert done.returncode != 0, text
+
+
+def test_the_site_builds_without_a_dead_link(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the site's builder is not installed: pip install 'flexfleet[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    commands = (tmp_path / "site/reference/commands/index.html").read_text()
+    assert "flexfleet regress" in commands and "--update" in commands
+    assert "kd_weight" in (tmp_path / "site/reference/algorithms/index.html").read_text()
+    assert "norm_bound" in (tmp_path / "site/reference/parameters/index.html").read_text()
+    assert "SubmodelSpec" in (tmp_path / "site/reference/engine/index.html").read_text()

@@ -1,0 +1,130 @@
+"""A stand-in for Kubeflow Pipelines that checks every request by the models of its published API."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import kfp_server_api
+import yaml
+
+API = "/apis/v2beta1"
+
+
+def checked(body: Any, model: str) -> Any:
+    """The body, if it is what the model says: no field that it does not have, none of another type."""
+    known = getattr(kfp_server_api, model).attribute_map.values()
+    assert body.keys() <= set(known), f"{model} has no {sorted(body.keys() - set(known))}"
+    return kfp_server_api.ApiClient()._ApiClient__deserialize(body, model)
+
+
+class Kubeflow:
+    def __init__(self) -> None:
+        self.pipelines: dict[str, str] = {}
+        self.versions: list[dict[str, str]] = []
+        self.experiments: list[dict[str, Any]] = []
+        self.runs: list[dict[str, Any]] = []
+        self.recurring: list[dict[str, Any]] = []
+        self.made = 0
+        self.refuse = 0
+
+    def ask(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
+        if self.refuse and path != f"{API}/healthz":
+            return self.refuse, {"error": "no such right", "code": 7}
+        match method, path.removeprefix(API).split("/")[1:]:
+            case "GET", ["healthz"]:
+                return 200, {"multi_user": False}
+            case "GET", ["pipelines"]:
+                (wanted,) = json.loads(query["filter"][0])["predicates"]
+                assert (wanted["operation"], wanted["key"]) in ((1, "display_name"), ("EQUALS", "display_name"))
+                found = [{"pipeline_id": i, "display_name": n} for n, i in self.pipelines.items()]
+                return 200, {"pipelines": [p for p in found if p["display_name"] == wanted["stringValue"]]}
+            case "POST", ["pipelines", "upload"]:
+                self._uploaded(body)
+                id = self.pipelines[query["name"][0]] = f"p{len(self.pipelines)}"
+                return 200, {"pipeline_id": id, "display_name": query["name"][0]}
+            case "POST", ["pipelines", "upload_version"]:
+                self._uploaded(body)
+                made = {"pipeline_id": query["pipelineid"][0], "display_name": query["name"][0]}
+                assert made["pipeline_id"] in self.pipelines.values()
+                self.versions.append(made | {"pipeline_version_id": f"v{len(self.versions)}"})
+                return 200, self.versions[-1]
+            case "GET", ["pipelines", id, "versions"]:
+                # A page each: as many as there are.
+                at = int(query.get("page_token", ["0"])[0] or 0)
+                own = [v for v in self.versions if v["pipeline_id"] == id]
+                more = str(at + 1) if at + 1 < len(own) else ""
+                return 200, {"pipeline_versions": own[at : at + 1], "next_page_token": more}
+            case "GET", ["experiments"]:
+                return 200, {"experiments": self.experiments}
+            case "POST", ["experiments"]:
+                checked(json.loads(body), "V2beta1Experiment")
+                self.experiments.append(json.loads(body) | {"experiment_id": "e0"})
+                return 200, self.experiments[-1]
+            case "POST", ["runs"]:
+                run = json.loads(body)
+                checked(run, "V2beta1Run")
+                checked(run["runtime_config"], "V2beta1RuntimeConfig")
+                checked(run["pipeline_version_reference"], "V2beta1PipelineVersionReference")
+                self.runs.append(run)
+                return 200, run | {"run_id": f"r{len(self.runs)}"}
+            case "GET", ["recurringruns"]:
+                at = int(query.get("page_token", ["0"])[0] or 0)
+                more = str(at + 1) if at + 1 < len(self.recurring) else ""
+                assert query["experiment_id"] == ["e0"]
+                return 200, {"recurringRuns": self.recurring[at : at + 1], "next_page_token": more}
+            case "POST", ["recurringruns"]:
+                job = json.loads(body)
+                checked(job, "V2beta1RecurringRun")
+                checked(job["trigger"], "V2beta1Trigger")
+                checked(job["runtime_config"], "V2beta1RuntimeConfig")
+                self.made += 1
+                self.recurring.append(job | {"recurring_run_id": f"j{self.made}"})
+                return 200, self.recurring[-1]
+            case "DELETE", ["recurringruns", id]:
+                left = [job for job in self.recurring if job["recurring_run_id"] != id]
+                assert len(left) == len(self.recurring) - 1
+                self.recurring = left
+                return 200, {}
+        return 404, {"error": f"no {method} {path}"}
+
+    def _uploaded(self, body: bytes) -> None:
+        text = body.split(b"\r\n\r\n", 1)[1].rsplit(b"\r\n--", 1)[0]
+        spec, platform = yaml.safe_load_all(text)
+        assert spec["schemaVersion"] and platform["platforms"]
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[tuple[Kubeflow, str]]:
+    """The stand-in, and its address."""
+    found = Kubeflow()
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            url = urlsplit(self.path)
+            try:
+                status, told = found.ask(self.command, url.path, parse_qs(url.query), body)
+            except AssertionError as error:
+                status, told = 400, {"error": str(error)}
+            value = json.dumps(told).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(value)))
+            self.end_headers()
+            self.wfile.write(value)
+
+        do_GET = do_POST = do_DELETE = _answer
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield found, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()

@@ -1,0 +1,89 @@
+"""The nightly graph, each task a process of its own: one night that passes, and one that does not."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kfp import local
+from mlflow import MlflowClient
+
+from components import regress
+from components.regress import Verdict
+from pipelines.nightly import nightly
+
+pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping to run a task that uses custom:RuntimeWarning")
+
+
+@dataclass(frozen=True)
+class Ran:
+    passed: Path
+    """A folder for each task of the night that passes."""
+    failed: Path
+    said: str
+    mlflow: str
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("nightly")
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root="tasks", raise_on_error=True)
+        yield folder
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def ran(scratch: Path, tiny_suite: dict[str, Any]) -> Ran:
+    path = scratch / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny_suite))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regress, "REFERENCE_SEEDS", (0, 1, 2))
+        patch.setattr(regress, "REFERENCE_TURNS", 3)
+        regress.update(regress.prepare(str(path), "reference", ["tracking.mlflow=null"], update=True), jobs=2)
+    mlflow = f"sqlite:///{scratch}/mlflow.db"
+    given = {"suite": str(path), "mlflow_uri": mlflow, "store_uri": "store", "night_id": "one"}
+    nightly(**given, advanced={"publish.onnx": False})
+    (passed,) = (scratch / "tasks").glob("nightly-*")
+
+    reference = json.loads(path.with_suffix(".json").read_text())
+    values = reference["labels"]["quick/flexfl"]["values"]
+    values["full"] = [value + 0.3 for value in values["full"]]
+    path.with_suffix(".json").write_text(json.dumps(reference))
+    with pytest.raises(RuntimeError) as told:
+        nightly(**given | {"night_id": "two"}, advanced={"publish.onnx": False})
+    (failed,) = (each for each in (scratch / "tasks").glob("nightly-*") if each != passed)
+    return Ran(passed, failed, str(told.value), mlflow)
+
+
+def test_what_passes_is_registered_and_shown(ran: Ran) -> None:
+    verdict = Verdict.read(ran.passed / "gate" / "night" / "regression.json")
+    assert verdict.passed and {c.label for c in verdict.checks} == {"quick/flexfl"}
+    assert "passed" in (ran.passed / "gate" / "told").read_text()
+    assert (ran.passed / "gate" / "page").read_text() == (ran.passed / "gate" / "night" / "regression.html").read_text()
+    told = json.loads((ran.passed / "gate" / "executor_output.json").read_text())
+    metrics = told["artifacts"]["metrics"]["artifacts"][0]["metadata"]
+    assert metrics["passed"] == 1 and "full/quick/flexfl" in metrics
+    client = MlflowClient(tracking_uri=ran.mlflow)
+    assert str(client.get_model_version_by_alias("tiny-quick-flexfl", "champion").version) == "1"
+
+
+def test_what_fails_fails_the_graph_and_leaves_its_report(ran: Ran) -> None:
+    assert "decide" in ran.said
+    verdict = Verdict.read(ran.failed / "gate" / "night" / "regression.json")
+    assert {c.metric for c in verdict.failed if c.against == "reference"} == {"full"}
+    card = (ran.failed / "gate" / "told").read_text()
+    assert "FAILED" in card and "accuracy of the full model" in card
+    assert "What is worse" in (ran.failed / "gate" / "page").read_text()
+    client = MlflowClient(tracking_uri=ran.mlflow)
+    aliases = client.get_registered_model("tiny-quick-flexfl").aliases
+    assert {alias: str(version) for alias, version in aliases.items()} == {"champion": "1", "candidate": "2"}
