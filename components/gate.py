@@ -7,8 +7,8 @@ spread: with s the pooled standard deviation of all that, n seeds now and m befo
     t(1 - alpha) * s * sqrt(1/n + 1/m)
 
 is not noise (one-sided two-sample t test; the night's own spread is left out, for what is broken may also spread more).
-`alpha` is FALSE_ALARMS divided by the number of comparisons of the night (Bonferroni). A difference fails the gate only
-where it is also larger than its threshold. No champion's small drops add up: the reference does not move by itself.
+`alpha` is ALPHA divided by the number of comparisons of the night (Bonferroni). A difference fails the gate only where
+it is also larger than its threshold. No champion's small drops add up: the reference does not move by itself.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-FALSE_ALARMS = 0.01
-"""Nights in which noise alone may fail the gate, at most: one in a hundred."""
+ALPHA = 0.002
+"""For figures that are distributed normally, nights in which noise alone fails the gate. Real ones have longer tails:
+drawn again from the digits suite's 20 seeds, fewer than one night in a hundred (`false_alarms`; a test)."""
 FEWEST_SEEDS = 3
 
 HIGHER = ("avg", "full")
@@ -87,7 +88,7 @@ def judge(now: Mapping[str, Values], before: Sequence[Before], thresholds: Mappi
     for label, metric, other in asked:
         known = [b.labels[label][metric] for b in before
                  if b.labels.get(label, {}).get(metric) and (b.same_machine or metric not in OF_MACHINE)]  # fmt: skip
-        alpha = FALSE_ALARMS / len(asked)
+        alpha = ALPHA / len(asked)
         checks.append(_check(label, metric, other, now[label][metric], known, thresholds[metric], alpha))
     return checks
 

@@ -108,7 +108,7 @@ def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) 
             config = entry.config.model_copy(update={"publish": publishing})
             need_packages(config)
             check(config)
-    if not update and reference_of(night) is None and champion_of(night) is None:
+    if not update and champion_of(night) is None and reference_of(night) is None:
         raise ConfigError(
             f"nothing to compare with: {path.with_suffix('.json')} does not exist and MLflow has no champion; make the "
             "reference first, with --update"

@@ -62,7 +62,7 @@ class OfLabel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     task: str
-    """Digest of what was asked, the algorithm's own settings apart: figures of other tasks are not compared."""
+    """Digest of what was asked, one label's own settings apart: figures of other tasks are not compared."""
     values: dict[str, tuple[float, ...]]
     curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
     """(round, mean MB sent so far, avg of each seed, full of each seed); no avg where one level is reported."""
@@ -128,5 +128,6 @@ def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id
 
 
 def task_of(suite: Suite, case: str) -> str:
-    own = {"settings": suite.settings | suite.cases[case].settings, "to": suite.cases[case].to}
+    shared = {key: value for key, value in (suite.settings | suite.cases[case].settings).items() if ":" not in key}
+    own = {"settings": shared, "to": suite.cases[case].to}
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]

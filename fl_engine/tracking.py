@@ -18,6 +18,8 @@ from fl_engine.types import Tracker
 log = logging.getLogger("flexfleet")
 
 TOKEN = "flexfleet.token"
+KIND = {"mlflow.experimentKind": "custom_model_development"}
+"""Of an experiment: MLflow's UI shows runs and their charts, not what it has for language models."""
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
 
@@ -105,7 +107,7 @@ def connect(uri: str, experiment: str) -> tuple[Any, str]:
         found = client.get_experiment_by_name(experiment)
         if found is None:
             try:
-                return client, str(client.create_experiment(experiment))
+                return client, str(client.create_experiment(experiment, tags=KIND))
             except MlflowException:  # another run has created it meanwhile
                 found = client.get_experiment_by_name(experiment)
                 if found is None:

@@ -52,6 +52,8 @@ def flexfleet(argv: list[str]) -> list[str]:
         return []
     if command in ("run", "check") and "--config" in argv:  # on a GPU, or on a cluster: checked, not run
         argv = ["check", *argv[1:]]
+    if command == "compare":  # of one seed
+        argv = [*argv, "--seeds", "0"]
     if command in ("run", "compare", "tune", "check"):
         argv += [word for pair in QUICK for word in ("--set", pair)]
     if command == "regress" and "--suite" not in argv:
