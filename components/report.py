@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from components import common, plots
 from components.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile
+from fl_engine.config import masked
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.ledger import Row
 from fl_engine.partition import Manifest
@@ -96,7 +97,7 @@ def load(folder: Path) -> Run:
         )
     return Run(
         file=file,
-        config=dict(_flat(file.config)),
+        config={k: masked(v) if isinstance(v, str) else v for k, v in _flat(file.config)},
         rows=rows,
         history=history,
         pool=PoolFile.read(folder / "pool" / "pool.json"),

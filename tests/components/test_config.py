@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -534,3 +535,20 @@ def test_an_algorithm_that_wants_early_exits_gets_them() -> None:
     config = load_config(None, ["algorithm.name=scalefl", "algorithm.exits=[conv2, conv3]"])
     assert configs.model(config, (1, 8, 8), 10).exits == ("conv2", "conv3")  # type: ignore[attr-defined]
     assert configs.model(load_config(None), (1, 8, 8), 10).exits == ()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("https://me:secret@mlflow:5000/x", "https://mlflow:5000/x"),
+        ("postgresql://me:secret@host/db", "postgresql://host/db"),
+        ("https://token@git.example.com/repo@v1:data", "https://git.example.com/repo@v1:data"),
+        ("sqlite:///mlflow.db", "sqlite:///mlflow.db"),
+        ("s3://bucket/a@b", "s3://bucket/a@b"),
+        ("/folder/me@home", "/folder/me@home"),
+    ],
+)
+def test_addresses_are_shown_without_who_asks(address: str, shown: str) -> None:
+    assert configs.masked(address) == shown
+    found = configs.shown(load_config(None, [f"dataset.root={json.dumps(address)}"]))
+    assert found["dataset.root"] == shown

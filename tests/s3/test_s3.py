@@ -193,6 +193,7 @@ def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
     monkeypatch.chdir(tmp_path)
     folder = run(load_config(None, quick), "folder")
     remote = (f"run.remote=s3://{BUCKET}/{server}", "rounds.keep_updates=true")
+    remote += ("tune.storage=postgresql://me:planted-secret@host/db",)
     bucket = run(load_config(None, (*quick, *remote)), "bucket")
     assert folder.model_sha256 == bucket.model_sha256
     store = S3Store(f"s3://{BUCKET}/{server}/bucket")
@@ -200,6 +201,7 @@ def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
     assert store.get("model.safetensors") == Path("runs/folder/model.safetensors").read_bytes()
     for name in ("result.json", "report.html"):
         assert store.get(name) == Path("runs/bucket", name).read_bytes()
+    assert not [key for key in store.list("") if b"planted-secret" in store.get(key)], "clients read what is there"
     kept = store.list("rounds/")
     assert "rounds/00002/COMMITTED" in kept and not any("updates" in key or "orders" in key for key in kept)
     # On another machine, with nothing but the store.
