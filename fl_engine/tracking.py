@@ -98,6 +98,7 @@ def connect(uri: str, experiment: str) -> tuple[Any, str]:
             "tracking.mlflow is set, but mlflow is not installed: pip install 'flexfleet[tracking]', "
             "or --set tracking.mlflow=null"
         ) from error
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a bar for each small file
     # Alembic tells of every table that it creates on first use.
     for noisy in ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
