@@ -27,7 +27,7 @@ QUICK = (
     "pretrain.epochs=1",
     "training.fraction=0.5",
     "training.epochs=1",
-    "rounds.stop=2",
+    "rounds.stop=1",
     "run.devices=[cpu]",
     "tune.trials=2",
     "tune.held_out=[100]",
@@ -53,13 +53,15 @@ def flexfleet(argv: list[str]) -> list[str]:
     if command in ("run", "check") and "--config" in argv:  # on a GPU, or on a cluster: checked, not run
         argv = ["check", *argv[1:]]
     if command == "compare":  # of one seed
-        argv = [*argv, "--seeds", "0"]
+        argv = [*argv, "--seeds", "0", "--jobs", "2"]
+    untracked = () if "DOCS_TRACKED" in os.environ else ("tracking.mlflow=null",)  # seconds of each command
     if command in ("run", "compare", "tune", "check"):
-        argv += [word for pair in QUICK for word in ("--set", pair)]
+        argv += [word for pair in (*QUICK, *untracked) for word in ("--set", pair)]
     if command == "regress" and "--suite" not in argv:
         argv += ["--suite", "digits.yaml"]
     if command == "regress":  # with a reference of three seeds
-        return [sys.executable, "-c", FEW_SEEDS, *argv, "--set", "publish.onnx=false"]
+        sets = [word for pair in ("publish.onnx=false", *untracked) for word in ("--set", pair)]
+        return [sys.executable, "-c", FEW_SEEDS, *argv, *sets]
     return [sys.executable, "-m", "components.cli", *argv]
 
 
