@@ -32,6 +32,7 @@ from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.store import FolderStore, sha256
 from fl_engine.tracking import connect
 
+PROCESSES, TASKS = "processes of their own", "tasks of a graph"
 PASSED = "flexfleet.passed"
 NIGHT = "flexfleet.regression"
 """Tag of a registered version: the MLflow run of the night that it is of."""
@@ -143,13 +144,13 @@ def make(night: Night, jobs: int, resume: bool) -> Folders:
     return {(case, e.name): Path(e.config.run.store) / e.name for case, runs in night.runs.items() for e in runs}
 
 
-def settle(night: Night, folders: Folders, out: Path) -> Verdict:
+def settle(night: Night, folders: Folders, out: Path, runs_in: str = PROCESSES) -> Verdict:
     """Measures, judges, registers, tells: writes FILES into `out`. A night that MLflow knows as judged is not judged
     again: it would be compared with itself."""
     mlflow = _track(night, folders)
     if mlflow is not None and (known := _judged(night, mlflow.run_id, out)) is not None:
         return known
-    found = measure(night, folders, TURNS)
+    found = measure(night, folders, TURNS, runs_in)
     found.write(out / "figures.json")
     champion, reference = champion_of(night), reference_of(night)
     checks, notes = compared(night, found, champion, reference)
@@ -200,7 +201,8 @@ def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
 
 
 # ---------------------------------------------------------------------------------------------- measuring
-def measure(night: Night, folders: Folders, turns: int) -> Figures:
+def measure(night: Night, folders: Folders, turns: int, runs_in: str = PROCESSES) -> Figures:
+    """`runs_in`: what the runs were made in. A task has more in memory than a process of its own."""
     labels = {}
     for case, entries in night.runs.items():
         for label in dict.fromkeys(entry.label for entry in entries):
@@ -220,7 +222,7 @@ def measure(night: Night, folders: Folders, turns: int) -> Figures:
         id=night.id,
         when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         commit=track.commit(),
-        machine=machine(),
+        machine={**machine(), "runs in": runs_in},
         seeds=night.seeds,
         labels=labels,
     )
@@ -310,7 +312,7 @@ def compared(
         if missing := sorted(now.labels.keys() - same.keys()):
             notes.append(f"the {name} knows nothing comparable of {', '.join(missing)}")
         if figures.machine != now.machine:
-            notes.append(f"memory and pace of the {name} are of another machine, and not compared")
+            notes.append(f"memory and pace of the {name} are of another machine or kind of process, and not compared")
         before.append(Before(name, same, figures.machine == now.machine))
     checks = gate.judge({label: of.values for label, of in now.labels.items()}, before, night.suite.thresholds)
     if not checks:

@@ -81,7 +81,8 @@ def gate(
 
     asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
     out = Path(night.path)
-    verdict = regress.settle(asked, regress.folders_of(asked, [Path(run.path) for run in finished]), out)
+    folders = regress.folders_of(asked, [Path(run.path) for run in finished])
+    verdict = regress.settle(asked, folders, out, regress.TASKS)
     shutil.copyfile(out / "regression.html", page.path)
     Path(told.path).write_text(regress.card(verdict))
     metrics.log_metric("passed", int(verdict.passed))

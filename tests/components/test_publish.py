@@ -171,7 +171,7 @@ def test_each_level_is_registered_and_loads_from_there(ran: Ran, monkeypatch: py
     assert set(names) == {NAME, *(f"{NAME}-{level}" for level in ("M1", "M2", "M3"))}
     assert [str(model.aliases["candidate"]) for model in names.values()] == ["1"] * 4
     monkeypatch.setenv("MLFLOW_TRACKING_URI", ran.uri)
-    mlflow.set_registry_uri(ran.uri)
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", ran.uri)
     folder = mlflow.artifacts.download_artifacts(f"models:/{NAME}-M2@candidate", tracking_uri=ran.uri)
     assert (Path(folder) / "model.onnx").is_file()
     images = ran.data.test_x[:5]

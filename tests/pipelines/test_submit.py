@@ -141,7 +141,7 @@ def test_the_nightly_is_made_once_and_replaced_by_its_name(
         (["--cron", "0 2 * * *"], [], "cron has six fields in Kubeflow, seconds first"),
         (["--suite", "digit"], [], "no suite is named 'digit': digits"),
         ([], ["training.lr=1"], "a suite says what is measured"),
-        ([], ["run.stor=x"], "unknown parameter 'run.stor'"),
+        ([], ["tracking.mlfow=x"], "unknown parameter 'tracking.mlfow'"),
         (["--param", "night_id=x"], [], "every night would go on with the same finished runs"),
         (["--param", "suit=x"], [], "the pipeline nightly has no parameter 'suit'"),
     ],
