@@ -161,13 +161,13 @@ def finished(config: Config, out: Path) -> bool:
 
 # --------------------------------------------------------------------------------------- as tasks of a graph
 def prepare(runs: Sequence[Entry], id: str, out: Path) -> list[dict[str, str]]:
-    """Checks all runs and writes what those of a seed have in common into `out`; gives what the other tasks want to
-    know of each run. Values are texts: a graph may make floats of numbers."""
+    """Checks all runs and writes what those of a seed have in common into `out`/<id>; gives what the other tasks want
+    to know of each run. Values are texts: a graph may make floats of numbers."""
     check_all(runs)
     need_packages(runs[0].config)
     prepare_tracking(runs[0].config)
     for seed in dict.fromkeys(entry.seed for entry in runs):
-        share(_to_share([e for e in runs if e.seed == seed]).config, out / shared_name(seed))
+        share(_to_share([e for e in runs if e.seed == seed]).config, out / id / shared_name(seed))
     return [{"comparison": id, "label": e.label, "run": e.name, "config": e.config.model_dump_json()} for e in runs]
 
 
@@ -178,7 +178,7 @@ def run_pair(pair: Mapping[str, str], shared: Path, out: Path, more_tags: Mappin
         entry.config,
         entry.name,
         resume=True,
-        shared=shared / shared_name(entry.seed),
+        shared=shared / id / shared_name(entry.seed),
         tags={**tags(entry, id), **more_tags},
     )
     ledger = shutil.ignore_patterns("rounds", ".lock")

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from fl_engine.config import Config
 from fl_engine.errors import ConfigError, IntegrityError
 from fl_engine.export import About
 from fl_engine.store import FolderStore, decode, sha256
+from fl_engine.tracking import client_of
 from fl_engine.types import Data
 
 CANDIDATE, CHAMPION = "candidate", "champion"
@@ -99,16 +98,14 @@ def clean(name: str) -> str:
 def register(uri: str, run_id: str, name: str, data: Data, folder: Path, levels: Sequence[About], model: str) -> None:
     """`model`: the global model's sha256. Artifacts lie under it: a run that goes on to more rounds makes new versions,
     and changes none."""
-    import mlflow
-
-    client = mlflow.MlflowClient(tracking_uri=uri)
+    client = client_of(uri)
     run = client.get_run(run_id)
     at = f"published/{model[:12]}"
     for about in levels:
         key = f"exported/{about.level}"
         if run.data.metrics.get(key) != about.accuracy_exported:
             client.log_metric(run_id, key, about.accuracy_exported)
-    with tempfile.TemporaryDirectory() as scratch, _hushed():
+    with tempfile.TemporaryDirectory() as scratch:
         for about in levels:
             client.log_artifacts(run_id, str(folder / about.level), f"{at}/levels/{about.level}")
             source = f"{run.info.artifact_uri}/{at}/levels/{about.level}"
@@ -150,14 +147,16 @@ def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
     )
     code = scratch / "fl_engine"
     shutil.copytree(Path(fl_engine.__file__).parent, code, ignore=shutil.ignore_patterns("__pycache__", "testing"))
-    save_model(
-        scratch / "model",
-        python_model=str(SERVING),
-        code_paths=[str(code), *_own_code(largest.model)],
-        artifacts={"levels": str(folder)},
-        signature=signature,
-        pip_requirements=[f"{package}=={metadata.version(package).partition('+')[0]}" for package in NEEDED],
-    )
+    # Recorded, so that nobody sees them: MLflow recommends type hints and input examples for what a signature says.
+    with warnings.catch_warnings(record=True):
+        save_model(
+            scratch / "model",
+            python_model=str(SERVING),
+            code_paths=[str(code), *_own_code(largest.model)],
+            artifacts={"levels": str(folder)},
+            signature=signature,
+            pip_requirements=[f"{package}=={metadata.version(package).partition('+')[0]}" for package in NEEDED],
+        )
     return scratch / "model"
 
 
@@ -170,28 +169,9 @@ def _own_code(model: str) -> list[str]:
     return [str(file.parent if file.name == "__init__.py" else file)]
 
 
-@contextmanager
-def _hushed() -> Iterator[None]:
-    """MLflow recommends type hints and input examples, which images of any number are too large for, draws bars, and
-    tells that it waits for what is there at once."""
-    logging.getLogger("mlflow.store.model_registry").setLevel(logging.WARNING)
-    before = os.environ.get("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR")
-    os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = "false"
-    try:
-        with warnings.catch_warnings(record=True):
-            yield
-    finally:
-        if before is None:
-            del os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"]
-        else:
-            os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = before
-
-
 def promote(uri: str, run_id: str, model: str) -> list[str]:
     """Gives `champion` to the versions that the MLflow run has of a global model (its sha256); the models' names."""
-    import mlflow
-
-    client = mlflow.MlflowClient(tracking_uri=uri)
+    client = client_of(uri)
     versions = [v for v in client.search_model_versions(f"run_id = '{run_id}'") if v.tags.get(MODEL) == model]
     for version in versions:
         client.set_registered_model_alias(version.name, CHAMPION, version.version)

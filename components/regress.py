@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import datetime
 import logging
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import fl_engine
 from components import compare, comparison, gate, plots, publish, suite, track
 from components.artifacts import Artifact, History, RunFile
 from components.check import check
@@ -28,9 +26,9 @@ from components.report import Run, load
 from components.run import need_packages
 from components.suite import Figures, OfLabel, Suite
 from fl_engine.config import Config
-from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
 from fl_engine.store import FolderStore, sha256
-from fl_engine.tracking import connect
+from fl_engine.tracking import client_of, connect
 
 PROCESSES, TASKS = "processes of their own", "tasks of a graph"
 PASSED = "flexfleet.passed"
@@ -150,8 +148,20 @@ def settle(night: Night, folders: Folders, out: Path, runs_in: str = PROCESSES) 
     mlflow = _track(night, folders)
     if mlflow is not None and (known := _judged(night, mlflow.run_id, out)) is not None:
         return known
-    found = measure(night, folders, TURNS, runs_in)
-    found.write(out / "figures.json")
+    try:
+        found = measure(night, folders, TURNS, runs_in)
+        found.write(out / "figures.json")
+        verdict = _verdict(night, found, out, mlflow.run_id if mlflow else None)
+        if mlflow is not None:
+            _publish(night, folders, out, verdict, mlflow, found)
+        return verdict
+    except BaseException:
+        if mlflow is not None:
+            mlflow.finish("FAILED")
+        raise
+
+
+def _verdict(night: Night, found: Figures, out: Path, mlflow_run_id: str | None) -> Verdict:
     champion, reference = champion_of(night), reference_of(night)
     checks, notes = compared(night, found, champion, reference)
     before = ("champion", champion) if champion else ("reference", reference)
@@ -161,19 +171,13 @@ def settle(night: Night, folders: Folders, out: Path, runs_in: str = PROCESSES) 
         passed=not any(check.failed for check in checks),
         checks=tuple(checks),
         since=f"{before[0]}, {before[1].commit or 'unknown'}..{found.commit or 'unknown'}" if before[1] else None,
-        commits=commits(before[1].commit if before[1] else None, found.commit),
+        commits=track.commits(before[1].commit if before[1] else None, found.commit),
         notes=tuple(notes),
         report=str(out / "regression.html"),
-        mlflow_run_id=mlflow.run_id if mlflow else None,
+        mlflow_run_id=mlflow_run_id,
     )
     verdict.write(out / "regression.json")
     FolderStore(out).put("regression.html", page(verdict, found, champion, reference).encode())
-    if mlflow is not None:
-        try:
-            _publish(night, folders, out, verdict, mlflow, found)
-        except BaseException:
-            mlflow.finish("FAILED")
-            raise
     return verdict
 
 
@@ -181,10 +185,7 @@ def settle(night: Night, folders: Folders, out: Path, runs_in: str = PROCESSES) 
 def pairs_of(night: Night, shared: Path) -> list[dict[str, str]]:
     """Checks all runs and writes what those of a case and seed have in common into `shared`; gives what `run_pair`
     takes."""
-    pairs = []
-    for case, entries in night.runs.items():
-        pairs += compare.prepare(entries, f"{night.id}-{case}", shared / f"{night.id}-{case}")
-    return pairs
+    return [p for case, runs in night.runs.items() for p in compare.prepare(runs, f"{night.id}-{case}", shared)]
 
 
 def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
@@ -281,7 +282,7 @@ def champion_of(night: Night) -> Figures | None:
                 version = client.get_model_version_by_alias(_model(night, case, label), publish.CHAMPION)
             except MlflowException as error:
                 if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                    raise EnvironmentFailure(f"{uri} does not say who is champion: {error.message}") from error
+                    raise EnvironmentFailure(f"{masked(uri)} does not say who is champion: {error.message}") from error
                 continue
             if NIGHT not in version.tags:  # somebody gave it the alias by hand
                 continue
@@ -290,7 +291,7 @@ def champion_of(night: Night) -> Figures | None:
                     run_id=version.tags[NIGHT], artifact_path="figures.json", tracking_uri=uri
                 )
             except (MlflowException, OSError) as error:
-                raise EnvironmentFailure(f"{uri} has lost the champion's figures.json: {error}") from error
+                raise EnvironmentFailure(f"{masked(uri)} has lost the champion's figures.json: {error}") from error
             return Figures.read(Path(at))
     return None
 
@@ -320,17 +321,6 @@ def compared(
     return checks, notes
 
 
-def commits(before: str | None, now: str | None) -> tuple[str, ...]:
-    if not before or not now:
-        return ()
-    command = ["git", "-C", str(Path(fl_engine.__file__).parent), "log", "--format=%h %s", f"{before}..{now}"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return ()
-    return tuple(told.stdout.splitlines()) if told.returncode == 0 else ()
-
-
 # ------------------------------------------------------------------------------------------------- MLflow
 def _track(night: Night, folders: Folders) -> Any:
     """The night's own run; the same night gives the same one again."""
@@ -351,27 +341,26 @@ def _track(night: Night, folders: Folders) -> Any:
 
 def _judged(night: Night, mlflow_run_id: str, out: Path) -> Verdict | None:
     """The verdict that this night has had, with its FILES."""
-    from mlflow import MlflowClient, artifacts
-
     uri = str(night.config.tracking.mlflow)
-    if PASSED not in (tags := MlflowClient(tracking_uri=uri).get_run(mlflow_run_id).data.tags):
+    client = client_of(uri)
+    if PASSED not in (tags := client.get_run(mlflow_run_id).data.tags):
         return None
+    from mlflow import artifacts
+
     for name in FILES:
         artifacts.download_artifacts(
             run_id=mlflow_run_id, artifact_path=name, dst_path=str(out), tracking_uri=uri
         )
     log.info("%s was judged before", night.id)
-    MlflowClient(tracking_uri=uri).set_terminated(mlflow_run_id, "FINISHED" if tags[PASSED] == "True" else "FAILED")
+    client.set_terminated(mlflow_run_id, "FINISHED" if tags[PASSED] == "True" else "FAILED")
     return Verdict.read(out / "regression.json").model_copy(update={"report": str(out / "regression.html")})
 
 
 def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: Any, found: Figures) -> None:
-    from mlflow import MlflowClient
-
     from fl_engine.tracking import log_outcome
 
     uri = str(night.config.tracking.mlflow)
-    client = MlflowClient(tracking_uri=uri)
+    client = client_of(uri)
     made = []
     for case, entries in night.runs.items():
         for entry in (e for e in entries if e.seed == night.seeds[0]):

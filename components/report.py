@@ -20,8 +20,7 @@ from pydantic import ValidationError
 
 from components import common, plots
 from components.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile
-from fl_engine.config import masked
-from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
 from fl_engine.ledger import Row
 from fl_engine.partition import Manifest
 from fl_engine.store import FolderStore, sha256

@@ -16,13 +16,13 @@ from typing import Any
 
 import fl_engine
 from components.artifacts import RunFile
-from fl_engine.config import Config, masked
+from fl_engine.config import Config
+from fl_engine.errors import masked
 from fl_engine.store import FolderStore, Store
 from fl_engine.tracking import TOKEN, MLflow, connect
 
 RUN_KEY = "site/run.json"
 COMMIT = "mlflow.source.git.commit"
-PARAMETER_TABLE = "https://github.com/flexfleet/flexfleet/blob/main/params.yaml"
 
 
 def experiment(config: Config) -> str:
@@ -34,13 +34,22 @@ def experiment(config: Config) -> str:
 def commit() -> str | None:
     """The commit of the code: what the image says (FLEXFLEET_COMMIT), else that of the checkout; None where neither
     does."""
-    said = os.environ.get("FLEXFLEET_COMMIT")
-    if said:
-        return said
+    return os.environ.get("FLEXFLEET_COMMIT") or _git("rev-parse", "HEAD")
+
+
+def commits(before: str | None, now: str | None) -> tuple[str, ...]:
+    """`hash subject` of each commit after `before` up to `now`, newest first; empty where the code is no checkout."""
+    told = _git("log", "--format=%h %s", f"{before}..{now}") if before and now else None
+    return tuple((told or "").splitlines())
+
+
+def _git(*words: str) -> str | None:
+    """What git says of the code's checkout; None where there is none: installed below somebody else's checkout, the
+    code is none of its files."""
     here = ["git", "-C", str(Path(fl_engine.__file__).parent)]
-    try:  # installed below somebody else's checkout, the code is none of its files
+    try:
         subprocess.run([*here, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=True)
-        return subprocess.run([*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run([*here, *words], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -137,5 +146,5 @@ def card(config: Config, run_id: str, store_uri: str, mlflow_run_id: str) -> str
         "code": commit() or fl_engine.__version__,
     }
     table = [f"| {key} | {value} |" for key, value in rows.items()]
-    told = f"The same `run_id` goes on with it after a failure. [All parameters]({PARAMETER_TABLE})."
+    told = f"The same `run_id` goes on with it after a failure. [All parameters]({fl_engine.PARAMETER_TABLE})."
     return "\n".join([f"## {run_id}", "", "| | |", "|---|---|", *table, "", told, ""])

@@ -20,11 +20,11 @@ from typing import Any
 
 import yaml
 
-from fl_engine.config import masked
 from fl_engine.datasets import data_root
-from fl_engine.errors import ConfigError, DataError, EnvironmentFailure, IntegrityError
+from fl_engine.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
 from fl_engine.s3 import setting
 from fl_engine.store import sha256
+from fl_engine.tracking import client_of
 
 OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
 """What of a run's folder is pushed."""
@@ -46,7 +46,7 @@ def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
                 shutil.copytree(path, folder / name)
             else:
                 shutil.copyfile(path, folder / name)
-        with _explained(remote):
+        with _explained(remote, EnvironmentFailure):
             repo.add([str(folder / name) for name in paths])
             repo.push(targets=[str(folder / name) for name in paths])
         return {name: (folder / f"{name}.dvc").read_text() for name in paths}
@@ -59,7 +59,7 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
     with _scratch(remote) as (repo, folder):
         for name, text in pointers.items():
             (folder / f"{name}.dvc").write_text(text)
-        with _explained(remote):
+        with _explained(remote, IntegrityError):
             repo.pull(targets=[str(folder / f"{name}.dvc") for name in pointers])
         for name, expected in wanted.items():
             if not (folder / name).exists() or (found := md5(folder / name)) != expected:
@@ -98,13 +98,14 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
     Raises ConfigError for a run that MLflow does not know or that pushed nothing, and where `out` exists;
     IntegrityError where the remote has lost or changed something: then there is nothing in `out`.
     """
-    from mlflow import MlflowClient, artifacts
+    client = client_of(uri)
+    from mlflow import artifacts
     from mlflow.exceptions import MlflowException
 
     if out.exists():
         raise ConfigError(f"{out} exists already: give another --out, or remove it")
     try:
-        tags = MlflowClient(tracking_uri=uri).get_run(mlflow_run_id).data.tags
+        tags = client.get_run(mlflow_run_id).data.tags
     except MlflowException as error:
         raise ConfigError(f"{masked(uri)} has no run {mlflow_run_id}: {error.message}") from error
     if "dvc.remote" not in tags:
@@ -246,12 +247,13 @@ def _remote(remote: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _explained(remote: str) -> Iterator[None]:
+def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
+    """`kind`: what DVC's own errors mean here."""
     from dvc.exceptions import DvcException
 
     try:
         yield
     except DvcException as error:
-        raise IntegrityError(f"DVC at {remote}: {error}") from error
+        raise kind(f"DVC at {remote}: {error}") from error
     except Exception as error:  # the file systems' own
         raise EnvironmentFailure(f"DVC at {remote}: {type(error).__name__}: {error}") from error

@@ -3,6 +3,7 @@
 import os
 
 __version__ = "0.1.0"
+PARAMETER_TABLE = "https://github.com/flexfleet/flexfleet/blob/main/params.yaml"
 
 # MKL reads this at its first call. Without it, on a CPU without AVX-512 the bits of a matrix product depend on where in
 # memory the matrices lie, and so on who trains beside a client.

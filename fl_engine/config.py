@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from fl_engine.algorithms.pooled import Training
 from fl_engine.devices import FLEETS, Tier, named
-from fl_engine.errors import ConfigError, FlexfleetError, nearest
+from fl_engine.errors import ConfigError, FlexfleetError, masked, nearest
 from fl_engine.fields import Count, Fraction, Positive
 from fl_engine.numerics import Precision, Strategy
 from fl_engine.types import Algorithm, ChoosesNetwork, ModelFamily
@@ -521,11 +521,6 @@ def _name_in(section: Mapping[str, Any], what: str) -> str:
     if not isinstance(name, str):
         raise ConfigError(f"{what}.name is missing: name one, e.g. {what}: {{name: ...}}")
     return name
-
-
-def masked(address: str) -> str:
-    """An address without user and password, to be shown."""
-    return re.sub(r"(?<=://)[^/@\s]*@", "", address)
 
 
 def shown(config: Config) -> dict[str, Any]:

@@ -19,6 +19,7 @@ A client's failure during a round is no exception but a value: `types.ClientFail
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -76,6 +77,11 @@ def brief(error: Any) -> str:
     first, *more = error.errors()
     where = ".".join(str(part) for part in first["loc"])
     return f"{where + ': ' if where else ''}{first['msg']}{f' (and {len(more)} more)' if more else ''}"
+
+
+def masked(address: str) -> str:
+    """An address without user and password, to be shown."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", address)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -67,7 +67,7 @@ def _one_pass(
 ) -> list[Score]:
     """Every network (and whether its exits vote) on each batch in turn: images are gathered and normalised once."""
     classes = data.classes
-    seen = torch.zeros(len(networks), classes * classes, dtype=torch.int64, device=device)
+    taken: list[list[Tensor]] = [[] for _ in networks]
     loss = torch.zeros(len(networks), dtype=torch.float64, device=device)
     with torch.no_grad():
         for chunk in _batches(len(y_n), batch_size):
@@ -76,9 +76,9 @@ def _one_pass(
                 out = network(x)
                 exits: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
                 logits = torch.stack(exits).mean(0) if ensemble else exits[-1]
-                seen[i] += torch.bincount(y * classes + logits.argmax(1), minlength=classes * classes)
+                taken[i].append(y * classes + logits.argmax(1))
                 loss[i] += F.cross_entropy(logits, y, reduction="sum")
-    matrices = seen.view(-1, classes, classes).cpu()
+    matrices = [torch.bincount(torch.cat(t), minlength=classes**2).view(classes, classes).cpu() for t in taken]
     totals = zip(matrices, loss.tolist(), strict=True)
     return [Score(int(m.trace()) / len(y_n), lost / len(y_n), m) for m, lost in totals]
 

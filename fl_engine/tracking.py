@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fl_engine.errors import ConfigError, EnvironmentFailure
+from fl_engine.errors import ConfigError, EnvironmentFailure, masked
 from fl_engine.types import Tracker
 
 log = logging.getLogger("flexfleet")
@@ -87,24 +87,31 @@ def _brief(values: Mapping[str, float]) -> str:
     return "  ".join([*parts, f"trained/pruned/failed {counts}", f"{values['seconds_round']:.1f} s"])
 
 
-def connect(uri: str, experiment: str) -> tuple[Any, str]:
-    """A client, and the id of the experiment, which is created (as is the data base, where it is an SQLite file that
-    is not there yet). Raises ConfigError where the address cannot be used, EnvironmentFailure without mlflow."""
+def client_of(uri: str) -> Any:
+    """MLflow's client, quiet: no bar for each small file, no line for each table and version. An SQLite file that is
+    not there yet is created. Raises ConfigError where the address cannot be used, EnvironmentFailure without mlflow."""
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     try:
         import mlflow
-        from mlflow.exceptions import MlflowException
     except ImportError as error:
         raise EnvironmentFailure(
             "tracking.mlflow is set, but mlflow is not installed: pip install 'flexfleet[tracking]', "
             "or --set tracking.mlflow=null"
         ) from error
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a bar for each small file
-    # Alembic tells of every table that it creates on first use.
-    for noisy in ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent"):
+    for noisy in ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry", "mlflow.tracking.fluent"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with _usable(uri):
         _create_sqlite(uri)
-        client = mlflow.MlflowClient(tracking_uri=uri)
+        return mlflow.MlflowClient(tracking_uri=uri)
+
+
+def connect(uri: str, experiment: str) -> tuple[Any, str]:
+    """A client, and the id of the experiment, which is created where it is not there yet. Raises ConfigError where the
+    address cannot be used, EnvironmentFailure without mlflow."""
+    client = client_of(uri)
+    from mlflow.exceptions import MlflowException
+
+    with _usable(uri):
         found = client.get_experiment_by_name(experiment)
         if found is None:
             try:
@@ -129,7 +136,8 @@ def _usable(uri: str) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        raise ConfigError(f"tracking.mlflow = {uri!r} cannot be used: {str(error).splitlines()[0]}") from error
+        said = masked(str(error).splitlines()[0])
+        raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {said}") from error
 
 
 class MLflow:
@@ -265,9 +273,7 @@ def log_outcome(
     folder: Path | None = None,
 ) -> None:
     """Adds final figures, tags, files and a folder to a run that has ended."""
-    import mlflow
-
-    client = mlflow.MlflowClient(tracking_uri=uri)
+    client = client_of(uri)
     known = client.get_run(run_id).data.metrics
     for key, value in metrics.items():
         if known.get(key) != value:  # told again after a kill, it is no second point

@@ -15,7 +15,7 @@ from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of
 
 from kfp import dsl
 
-from pipelines.task import on_cluster, pipeline, task
+from pipelines.task import PARAMETERS, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -96,7 +96,11 @@ def compare(
         metrics.log_metric(name, value)
 
 
-@pipeline(name="compare", description="Several federated algorithms on one task, with several seeds, in one table.")
+@pipeline(
+    name="compare",
+    display_name="Compare",
+    description=f"Several federated algorithms on one task, with several seeds, in one table. {PARAMETERS}",
+)
 def comparison(
     dataset: str = "digits",
     model: str = "small_cnn",

@@ -14,7 +14,8 @@ from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of
 
 from kfp import dsl
 
-from pipelines.task import on_cluster, pipeline, task
+from pipelines.compare import run
+from pipelines.task import PARAMETERS, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -37,26 +38,6 @@ def prepare(
 
     night = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
     return regress.pairs_of(night, Path(shared.path))
-
-
-@task
-def run(
-    pair: dict[str, str],
-    shared: dsl.Input[Artifact],
-    job_id: str,
-    finished: dsl.Output[Artifact],
-    page: dsl.Output[dsl.HTML],
-    metrics: dsl.Output[dsl.Metrics],
-) -> None:
-    import shutil
-    from pathlib import Path
-
-    from components.compare import run_pair
-
-    found = run_pair(pair, Path(shared.path) / pair["comparison"], Path(finished.path), {"kfp.job_id": job_id})
-    shutil.copyfile(Path(finished.path) / "report.html", page.path)
-    for name, value in (("avg", found.metrics["avg"]), ("full", found.metrics["full"]), ("waste", found.waste)):
-        metrics.log_metric(name, value)
 
 
 @task
@@ -100,7 +81,11 @@ def decide(failed: str) -> None:
         raise GateFailed(failed)
 
 
-@pipeline(name="nightly", description="A fixed suite, compared with the last night that passed and with the reference.")
+@pipeline(
+    name="nightly",
+    display_name="Nightly regression",
+    description=f"A fixed suite, compared with the last night that passed and with a reference. {PARAMETERS}",
+)
 def nightly(
     suite: str = "digits",
     mlflow_uri: str = "",

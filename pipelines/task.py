@@ -6,7 +6,7 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
-from fl_engine import __version__
+from fl_engine import PARAMETER_TABLE, __version__
 
 DEFAULT_IMAGE = f"ghcr.io/flexfleet/flexfleet:{__version__}"
 
@@ -21,6 +21,9 @@ S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AW
 
 DATA_CLAIM = os.environ.get("FLEXFLEET_DATA_CLAIM")
 """A volume claim of that namespace with the data sets in it; none: the digits, which the image holds."""
+
+PARAMETERS = f"All parameters, for `advanced`: {PARAMETER_TABLE}"
+"""At the end of each pipeline's description: the form shows names and defaults alone."""
 
 NODE_SELECTOR = dict(pair.split("=", 1) for pair in os.environ.get("FLEXFLEET_TASK_NODES", "").split(",") if pair)
 """label=value, separated by commas: where tasks run (clients' pods have `kubernetes.pools`)."""

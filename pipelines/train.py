@@ -19,7 +19,7 @@ from typing import Any
 
 from kfp import dsl
 
-from pipelines.task import on_cluster, pipeline, task
+from pipelines.task import PARAMETERS, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -172,7 +172,11 @@ def report(
         shutil.copyfile(pointer, Path(pointers.path) / pointer.name)
 
 
-@pipeline(name="train", description="Model-heterogeneous federated learning, from the partition to the report.")
+@pipeline(
+    name="train",
+    display_name="Train",
+    description=f"Model-heterogeneous federated learning, from the partition to the report. {PARAMETERS}",
+)
 def train(
     dataset: str = "digits",
     model: str = "small_cnn",

@@ -10,7 +10,7 @@ from typing import Any
 
 from kfp import dsl
 
-from pipelines.task import on_cluster, pipeline, task
+from pipelines.task import PARAMETERS, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -68,7 +68,11 @@ def tune(
     metrics.log_metric("held_out/gain", found.gain)
 
 
-@pipeline(name="tune", description="A search for hyper-parameters, checked on seeds that no trial has seen.")
+@pipeline(
+    name="tune",
+    display_name="Tune",
+    description=f"A search for hyper-parameters, checked on seeds that no trial has seen. {PARAMETERS}",
+)
 def tuning(
     dataset: str = "digits",
     model: str = "small_cnn",

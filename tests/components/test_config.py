@@ -18,7 +18,7 @@ from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.config import Config, flatten, load_config, parse
 from fl_engine.devices import FLEETS, Tier
-from fl_engine.errors import ConfigError, ModelError
+from fl_engine.errors import ConfigError, ModelError, masked
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.selection import Curiosity
@@ -549,6 +549,6 @@ def test_an_algorithm_that_wants_early_exits_gets_them() -> None:
     ],
 )
 def test_addresses_are_shown_without_who_asks(address: str, shown: str) -> None:
-    assert configs.masked(address) == shown
+    assert masked(address) == shown
     found = configs.shown(load_config(None, [f"dataset.root={json.dumps(address)}"]))
     assert found["dataset.root"] == shown

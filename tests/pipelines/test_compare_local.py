@@ -7,7 +7,6 @@ import builtins
 import contextlib
 import io
 import json
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import mlflow
 import pytest
-from kfp import local
 
 import components.compare
 from components import cli, share
@@ -50,19 +48,13 @@ def in_this_process(jobs: Sequence[Job], at_once: int) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("compare")
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+def scratch(scratch: Path) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
         patch.setattr(components.compare, "side_by_side", in_this_process)
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
         # kfp.local indents what tasks print by replacing `print`, and two loop bodies at once put back the wrong one.
         patch.setattr(builtins, "print", print)
-        local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root="tasks")
-        yield folder
-    for number, handler in handlers.items():  # runs in this process take them
-        signal.signal(number, handler)
+        yield scratch
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +85,7 @@ def test_the_models_are_bit_identical_to_those_of_the_command_line(ran: Ran) -> 
 
 
 def test_all_runs_of_a_seed_start_from_the_same(ran: Ran) -> None:
-    shared = ran.tasks / "prepare" / "shared"
+    shared = ran.tasks / "prepare" / "shared" / "same"
     for name in NAMES:
         label, _, seed = name.partition("-")
         of_seed, run = shared / f"shared-{seed}", ran.store / name

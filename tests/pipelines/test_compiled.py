@@ -15,6 +15,7 @@ from kfp.components import load_component_from_text
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec
 
 from components.overrides import PARAMETERS, STUDY, comparison_from, config_from
+from fl_engine import PARAMETER_TABLE
 from fl_engine.config import Config, PartitionConfig
 from pipelines.compile import COMPILED, PIPELINES
 from pipelines.task import S3_KEYS
@@ -76,6 +77,8 @@ def test_choices_are_offered_as_such_and_parse(name: str) -> None:
         literals = spec.root.input_definitions.parameters["partition_rule"].literals
         assert tuple(each.string_value for each in literals) == known
     assert load_component_from_text(text).name == name
+    info = spec.pipeline_info
+    assert info.display_name and info.description.endswith(PARAMETER_TABLE), "where the form's `advanced` is explained"
 
 
 # ------------------------------------------------------------------------------------------------------- train

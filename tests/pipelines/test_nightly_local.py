@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from kfp import local
 from mlflow import MlflowClient
 
 from components import regress
@@ -28,18 +25,6 @@ class Ran:
     failed: Path
     said: str
     mlflow: str
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("nightly")
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root="tasks", raise_on_error=True)
-        yield folder
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

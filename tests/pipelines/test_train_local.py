@@ -4,14 +4,11 @@ gives what the same steps give in one process."""
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kfp import local
 
 from components.artifacts import EvaluationFile, History, Result
 from components.federate import federate
@@ -36,18 +33,6 @@ class Ran:
     tasks: Path
     """A folder for each task."""
     mlflow: str
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("train")
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root="tasks")
-        yield folder
-    for number, handler in handlers.items():  # `run` in this process takes them
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kfp import local
 
 from components.tune import Tuned
 from pipelines.tune import tuning
@@ -21,19 +18,9 @@ FEW = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.chdir(tmp_path)
-    local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root="tasks")
-    yield tmp_path / "tasks"
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def test_a_study_as_a_pipeline(tasks: Path) -> None:
+def test_a_study_as_a_pipeline(scratch: Path) -> None:
     tuning(rounds=1, clients=6, client_fraction=0.5, local_epochs=1, study_id="a", trials=2, advanced=FEW)
-    (folder,) = tasks.glob("tune-*/tune")
+    (folder,) = (scratch / "tasks").glob("tune-*/tune")
     found = Tuned.read(folder / "study" / "tune.json")
     assert (found.id, sum(found.trials.values()), list(found.space)) == ("a", 2, ["algorithm.kd_weight"])
     assert found.default == {"algorithm.kd_weight": 10.0}
@@ -41,10 +28,10 @@ def test_a_study_as_a_pipeline(tasks: Path) -> None:
     assert "<svg" in (folder / "page").read_text()
     told = json.loads((folder / "executor_output.json").read_text())["artifacts"]["metrics"]["artifacts"][0]["metadata"]
     assert told == {"best/avg": found.best_value, "held_out/gain": found.gain}
-    assert (tasks.parent / "runs" / "a" / "study.log").is_file()
+    assert (scratch / "runs" / "a" / "study.log").is_file()
 
 
-def test_what_the_form_asks_for_is_not_given_twice(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_form_asks_for_is_not_given_twice(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError):
         tuning(advanced={"tune.trials": 3})
     assert "'tune.trials' is the parameter 'trials'" in capsys.readouterr().out
