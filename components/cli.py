@@ -345,6 +345,7 @@ def parser() -> argparse.ArgumentParser:
     c = add("run", "partition, pre-train, build the pool, run the rounds, evaluate, report")
     c.add_argument("--run-id", metavar="NAME", help="name of the run's folder (default: algorithm, seed and time)")
     common.add_resume(c)
+    common.add_faults(c)
     c.add_argument(
         "--shared", type=Path, metavar="DIR", help="take over partition and pre-training that a comparison computed"
     )
@@ -361,6 +362,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, one thread each (default: 1)")
     c.add_argument("--to", metavar="LIST", help="accuracies to reach with the full model, as shares: 0.4,0.45")
     common.add_resume(c)
+    common.add_faults(c)
     c.set_defaults(call=compare)
 
     c = add("tune", "search hyper-parameters: trials, then the best against the default on new seeds")

@@ -17,7 +17,7 @@ from pathlib import Path
 from components import common
 from components.artifacts import PoolFile, RunFile
 from fl_engine import config as configs
-from fl_engine import devices, memory, partition
+from fl_engine import devices, faults, memory, partition
 from fl_engine.assignment import SITE_FILES, Assignment
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.backends.processes import carry_out
@@ -43,7 +43,7 @@ def run(told: Assignment, failures: int = 0) -> None:
     except BadInput as error:
         raise ClientError(str(error)) from error
     ledger = Ledger(store, key=lambda order: bytes.fromhex(told.keys[order.client]))
-    carry_out(algorithm, site, ledger, told.round, told.clients, told.device)
+    carry_out(algorithm, site, ledger, told.round, told.clients, told.device, really_slow=True)
 
 
 def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Site]:
@@ -72,7 +72,8 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
         free = memory.free(memory.limit(), told.memory, pool, failures)
         log.info("the memory limit leaves room for %.1f %% of the full model (failures before: %d)", free, failures)
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
-    return configs.algorithm(config), Site(family, pool, fleet, data, parts, config.seed, numerics, free)
+    struck = faults.parse(config.rounds.faults)
+    return configs.algorithm(config), Site(family, pool, fleet, data, parts, config.seed, numerics, free, struck)
 
 
 def _here(config: configs.Config) -> configs.Config:

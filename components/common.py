@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fl_engine.errors import ConfigError, EnvironmentFailure, FlexfleetError
 
@@ -42,6 +43,20 @@ def add_resume(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--accept-numerics", action="store_true", help="resume although this machine computes other last bits"
     )
+
+
+class _Sets(argparse.Action):
+    """An option that is short for `--set <dest>=`."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.set = [*namespace.set, f"{self.dest}={json.dumps(values)}"]
+
+
+def add_faults(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--faults", dest="rounds.faults", action=_Sets, default=argparse.SUPPRESS, metavar="LIST",
+        help="clients that misbehave on purpose: drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,corrupt=0.01",
+    )  # fmt: skip
 
 
 def config_of(args: argparse.Namespace) -> Config:

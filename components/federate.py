@@ -16,7 +16,7 @@ from typing import Any
 from components import common, track
 from components.artifacts import History, PoolFile, RunFile
 from fl_engine import config as configs
-from fl_engine import devices, partition, rounds, seeds, strategy
+from fl_engine import devices, faults, partition, rounds, seeds, strategy
 from fl_engine.assignment import SITE_FILES
 from fl_engine.backends import BACKENDS, Processes
 from fl_engine.backends.in_process import prepare_process
@@ -33,7 +33,7 @@ from fl_engine.slicing import initial_params
 from fl_engine.store import FolderStore, Store, encode, open_store, sha256
 from fl_engine.tracking import Console, MLflow, Several
 from fl_engine.types import Backend, ModelFamily, Tracker
-from fl_engine.updates import KeyOf, Rules, key_of
+from fl_engine.updates import KeyOf, key_of
 
 SECRET_KEY = "secret/key"
 
@@ -52,7 +52,7 @@ MAY_CHANGE = (
 """What a resumed run may set differently: none of it moves a bit of the model."""
 PRIVATE = ("tracking", "tune", "publish")
 """What clients need not know: addresses may hold passwords."""
-FIXED = ("kubernetes.over_provision", "kubernetes.observe")
+FIXED = ("kubernetes.observe",)
 """But these."""
 
 
@@ -122,9 +122,7 @@ def _federate(
     known = known_run(config, out, resume)
     site = site_of(config, partition_dir, pool_dir)
     algorithm = configs.algorithm(config)
-    held = [len(indices) for indices in site.partition.clients]
-    rules = Rules(site.layout, held.__getitem__)
-    ledger = Ledger(store, config.rounds.keep_every, rules, *_keys(store, config))
+    ledger = Ledger(store, config.rounds.keep_every, site.rules, *_keys(store, config))
 
     run = RunFile(
         run_id=run_id,
@@ -181,7 +179,8 @@ def site_of(config: Config, partition_dir: Path, pool_dir: Path) -> Site:
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     prepare_process(config.run.devices)
-    return Site(family, pool, fleet, data, parts, config.seed, _numerics(config, family))
+    struck = faults.parse(config.rounds.faults)
+    return Site(family, pool, fleet, data, parts, config.seed, _numerics(config, family), faults=struck)
 
 
 def initial_state(config: Config, site: Site) -> Any:
@@ -206,7 +205,7 @@ def _backend(config: Config, site: Site, ledger: Ledger, run_id: str) -> Iterato
         memory = None
         if config.kubernetes.observe == "cgroup":
             memory = training_peak(site.family, config.training.batch_size, site.numerics)
-        yield Kubernetes(config.kubernetes, run_id, site.fleet, ledger, memory)
+        yield Kubernetes(config.kubernetes, run_id, site.fleet, ledger, memory, config.rounds.over_provision)
         return
     backend = BACKENDS[config.run.backend](site, config.run.devices, ledger)
     with closing(backend) if isinstance(backend, Processes) else nullcontext():
@@ -347,6 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
     p.add_argument("--out", type=Path, required=True, metavar="DIR")
     common.add_resume(p)
+    common.add_faults(p)
     args = p.parse_args(argv)
     print(
         federate(

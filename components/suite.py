@@ -22,7 +22,7 @@ from fl_engine.errors import ConfigError, brief
 
 MAY_SET = ("run.store", "run.remote", "run.backend", "tracking.", "publish.", "kubernetes.", "dataset.root")
 """What `--set` may change: none of it moves a figure,"""
-MAY_NOT = ("kubernetes.over_provision", "kubernetes.observe", "kubernetes.quorum")
+MAY_NOT = ("kubernetes.observe", "kubernetes.quorum")
 """but these."""
 
 

@@ -11,8 +11,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 import torch
 
-from fl_engine import devices, local
+from fl_engine import devices, faults, local
 from fl_engine.errors import ClientError, ModelError
+from fl_engine.faults import Fault, Faults
 from fl_engine.numerics import SINGLE, Numerics
 from fl_engine.partition import Partition
 from fl_engine.slicing import count_macs, take
@@ -32,6 +33,7 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
+from fl_engine.updates import Rejected, Rules, packed, update_of
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,20 @@ class Site:
     numerics: Numerics = SINGLE
     free: float | None = None
     """What the device has free, in % of the full model's parameters, where it was looked at; None: as simulated."""
+    faults: Faults = faults.NONE
+
+    def befalls(self, order: WorkOrder) -> Fault | None:
+        """Which fault strikes this order, if any."""
+        return faults.befalls(self.faults, self.seed, order.round, order.client, len(self.fleet))
 
     @cached_property
     def layout(self) -> ParamLayout:
         return self.family.layout()
+
+    @cached_property
+    def rules(self) -> Rules:
+        """For updates of these clients."""
+        return Rules(self.layout, tuple(len(indices) for indices in self.partition.clients))
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,9 @@ def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "c
 
 def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientFailure:
     """Looks at what is free, and prunes."""
+    struck = site.befalls(order)
+    if struck is not None and struck.kind == "drop":
+        return ClientFailure(order.round, order.client, "drop", "dropped out (rounds.faults)")
     layout = site.layout
     free = devices.observe(site.fleet[order.client], site.seed, order.round) if site.free is None else site.free
     context = TaskContext(layout, site.pool, site.fleet[order.client], free)
@@ -156,12 +171,26 @@ def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float, mac
         "seconds": seconds,
         "free": work.free,
     }
-    spec, payload = task.spec, trained.params
+    spec, payload = task.spec, faults.lie(site.befalls(order), work.start, trained.params)
     if task.mask_labels:  # the rows of classes that the client does not hold were not trained
         held = torch.unique(site.data.train_y[work.indices]).tolist()
         spec = SubmodelSpec.of({**task.spec.kept, "classes": held}, task.spec.blocks)
         payload = take(payload, site.layout, spec, have=task.spec)
     return ClientUpdate(order.round, order.client, spec, payload, len(work.indices), metrics)
+
+
+def delivered(outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
+    """A client's outcome where it does not travel: what a fault has spoilt fails validation here too."""
+    fault = site.befalls(order)
+    if isinstance(outcome, ClientFailure) or fault is None or fault.kind not in ("nan", "corrupt"):
+        return outcome
+    manifest, value = packed(outcome, order)
+    assert value is not None
+    spoilt = faults.damaged(value) if fault.kind == "corrupt" else value
+    try:
+        return update_of(manifest, lambda limit: spoilt, order, site.rules)
+    except Rejected as error:
+        return ClientFailure(order.round, order.client, "validate", str(error))
 
 
 def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:

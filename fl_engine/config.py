@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from fl_engine import faults
 from fl_engine.algorithms.pooled import Training
 from fl_engine.devices import FLEETS, Tier, named
 from fl_engine.errors import ConfigError, FlexfleetError, masked, nearest
@@ -91,8 +92,28 @@ class RoundsConfig(_Section):
     keep_updates: bool = False
     """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
     norm_bound: Positive | None = 100.0
-    """Where updates go through the store: one whose weights moved further than so many times the median of its round
-    (root mean square) is not merged; null: all are."""
+    """An update whose weights moved further than so many times the median of its round (root mean square) is not
+    merged; null: all are."""
+    over_provision: Annotated[float, Field(ge=1)] = 1.0
+    """Ask so many times more clients than `training.fraction` says; the round takes as many updates as it says, those
+    that come first: on the simulated clock, in pods by the clock on the wall."""
+    deadline_s: Positive | None = None
+    """Updates that take longer on the simulated clock come too late; null: all are waited for. (Pods also have
+    `kubernetes.deadline_s`, by the clock on the wall.)"""
+    quorum: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the wanted updates that a merge takes; with fewer, the model is carried forward unchanged."""
+    faults: str | None = None
+    """Clients that drop out, come late or lie, on purpose: e.g. drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,
+    corrupt=0.01, each with its share of all orders (see `fl_engine.faults`); null: none."""
+
+    @field_validator("faults")
+    @classmethod
+    def _faults(cls, value: str | None) -> str | None:
+        try:
+            faults.parse(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return value
 
 
 class RunConfig(_Section):
@@ -168,11 +189,9 @@ class KubernetesConfig(_Section):
     """cgroup: a client prunes to what its pod's memory limit allows; simulated: as the fleet says (equal bits)."""
     require_numerics: bool = False
     """A node that would compute other bits than the coordinator refuses to train."""
-    over_provision: Annotated[float, Field(ge=1)] = 1.0
-    """Ask so many times more clients than `training.fraction` says; the round ends with as many updates as it says."""
     quorum: Fraction = 1.0
-    """Share of the wanted updates with which a round can end once nothing more is to be had; with fewer, those that
-    are missing are asked again."""
+    """Share of the wanted clients whose answers are there when a round can end though nothing more is to be had; with
+    fewer, those that are missing are asked again, and then the run stops, to be resumed."""
     attempts: Count = 2
     """How often a client is asked in a round where the quorum is missed."""
     deadline_s: Count = 3600
@@ -447,13 +466,12 @@ def algorithm(config: Config) -> Algorithm:
     known = [f.name for f in fields(kind) if f.name != "training"]  # type: ignore[arg-type]
     _check_names("algorithm", options, known)
     training = TypeAdapter(Training).dump_python(config.training, mode="json")
-    if config.run.backend == "kubernetes":
-        training["fraction"] *= config.kubernetes.over_provision
-        if training["fraction"] > 1:
-            raise ConfigError(
-                f"training.fraction = {config.training.fraction} of the clients, times kubernetes.over_provision = "
-                f"{config.kubernetes.over_provision}, is more than all: lower one of them"
-            )
+    training["fraction"] *= config.rounds.over_provision
+    if training["fraction"] > 1:
+        raise ConfigError(
+            f"training.fraction = {config.training.fraction} of the clients, times rounds.over_provision = "
+            f"{config.rounds.over_provision}, is more than all: lower one of them"
+        )
     try:
         return TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
     except ValidationError as error:

@@ -19,8 +19,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
@@ -28,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from fl_engine.errors import IntegrityError, brief
 from fl_engine.store import Store, canonical, decode, encode, sha256
 from fl_engine.types import ClientFailure, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
-from fl_engine.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, order_sum, signed, update_of
+from fl_engine.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, packed, signed, update_of
 
 log = logging.getLogger("flexfleet")
 
@@ -74,6 +75,8 @@ class Closed(_Record):
     accepted: dict[int, str]
     """Clients, and a checksum of what was seen of each: an answer that is replaced later does not count. (One that a
     client gives again, because its pod was started again, is the same but for its seconds.)"""
+    refused: dict[int, tuple[str, str]] = {}
+    """Clients whose updates are not merged, though nothing is wrong with the files: at which stage, and why."""
 
 
 class Order(_Record):
@@ -270,23 +273,12 @@ class Ledger:
         """What a client writes."""
         return [f"{_folder(round)}updates/{client}.{kind}" for kind in ("safetensors", "json")]
 
-    def put_outcome(self, plan: RoundPlan, outcome: Outcome) -> None:
-        """The payload first, the manifest last: a manifest vouches for its file."""
-        base, order = f"{_folder(plan.round)}updates/{outcome.client}", _order_of(plan, outcome.client)
-        manifest = Manifest(round=plan.round, client=outcome.client, order=order_sum(order))
-        if isinstance(outcome, ClientFailure):
-            manifest = manifest.model_copy(update={"stage": outcome.stage[:64], "reason": outcome.reason[:4096]})
-        else:
-            value = encode(outcome.payload)
-            self.store.put(f"{base}.safetensors", value)
-            manifest = manifest.model_copy(
-                update={
-                    "sha256": sha256(value),
-                    "spec": outcome.spec.to_json(),
-                    "num_examples": outcome.num_examples,
-                    "metrics": {name: float(value) for name, value in outcome.metrics.items()},
-                }
-            )
+    def put_outcome(self, plan: RoundPlan, outcome: Outcome, spoil: Callable[[bytes], bytes] = bytes) -> None:
+        """The payload first, the manifest last: a manifest vouches for its file. `spoil` damages the file on the way."""
+        base, order = f"{_folder(plan.round)}updates/{outcome.client}", plan.order_of[outcome.client]
+        manifest, value = packed(outcome, order)
+        if value is not None:
+            self.store.put(f"{base}.safetensors", spoil(value))
         key = self.own or self.key
         manifest = signed(manifest, None if key is None else key(order))
         self.store.put(f"{base}.json", manifest.model_dump_json().encode())
@@ -326,36 +318,44 @@ class Ledger:
             raise IntegrityError(f"{name}: the update of client {client} is not whole ({error}). {WAY_OUT}") from error
 
     def _read(self, plan: RoundPlan, client: int) -> Outcome:
-        order, base = _order_of(plan, client), f"{_folder(plan.round)}updates/{client}"
+        order, base = plan.order_of[client], f"{_folder(plan.round)}updates/{client}"
         client_key, own_key = (None if key is None else key(order) for key in (self.key, self.own))
         manifest = manifest_of(lambda limit: self.store.get(f"{base}.json", limit), order, client_key, own_key)
         self._seen[plan.round, client] = _said(manifest)
         return update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
 
-    def accepted(self, plan: RoundPlan, client: int, seen: str) -> Outcome:
+    def accepted(self, plan: RoundPlan, client: int, closed: Closed) -> Outcome:
         """The outcome that the round was closed with. Where clients hold keys and one has replaced or damaged its own
         since, a failure; without keys it is this machine's file that is damaged: raises IntegrityError."""
+        if client in closed.refused:
+            return ClientFailure(plan.round, client, *closed.refused[client])
         with suppress(IntegrityError):
             found = self.outcome(plan, client)
-            if self._seen.get((plan.round, client)) == seen:
+            if self._seen.get((plan.round, client)) == closed.accepted[client]:
                 return found
         if self.key is not None:
             return ClientFailure(plan.round, client, "validate", "order: replaced after the round was closed")
         return self.outcome(plan, client)
 
-    def close(self, plan: RoundPlan, accepted: Sequence[int]) -> None:
-        """Freezes the set that the merge uses, as it was read or written here."""
-        closed = Closed(accepted={client: self._seen[plan.round, client] for client in sorted(accepted)})
+    def close(
+        self, plan: RoundPlan, clients: Sequence[int], refused: Mapping[int, ClientFailure] = MappingProxyType({})
+    ) -> Closed:
+        """Freezes the set that the merge uses, as it was read or written here: the outcomes of `clients`, some of them
+        refused."""
+        why = {client: (failure.stage, failure.reason) for client, failure in sorted(refused.items())}
+        accepted = {client: self._seen[plan.round, client] for client in sorted(clients)}
         self._seen.clear()
+        closed = Closed(accepted=accepted, refused=why)
         self.store.put(f"{_folder(plan.round)}closed.json", closed.model_dump_json().encode())
+        return closed
 
-    def closed(self, round: int) -> dict[int, str] | None:
-        """What the round was closed with, by client; None: it was not."""
+    def closed(self, round: int) -> Closed | None:
+        """What the round was closed with; None: it was not."""
         key = f"{_folder(round)}closed.json"
         if key not in self.store.list(key):
             return None
         try:
-            return _parse(Closed, self.store.get(key), self.store.uri(key)).accepted
+            return _parse(Closed, self.store.get(key), self.store.uri(key))
         except IntegrityError as error:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
 
@@ -367,10 +367,6 @@ def _folder(round: int) -> str:
 def _said(manifest: Manifest) -> str:
     """A checksum of what a manifest says that moves a bit of the model."""
     return sha256(canonical(manifest.model_dump(exclude={"metrics", "signature"})))
-
-
-def _order_of(plan: RoundPlan, client: int) -> WorkOrder:
-    return next(o for o in plan.orders if o.client == client)
 
 
 def _parse(kind: type[R], value: bytes, name: str) -> R:

@@ -7,15 +7,16 @@ committed state, the round number and the seed, and what a kill left unfinished 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from statistics import median
 from typing import Any, get_args
 
+from fl_engine import acceptance, faults
+from fl_engine.acceptance import Arrival
 from fl_engine.config import RoundsConfig
 from fl_engine.devices import simulated_seconds
 from fl_engine.errors import ConfigError, Stopped
@@ -23,6 +24,7 @@ from fl_engine.evaluate import average_accuracy, evaluate_pool, published
 from fl_engine.ledger import Ledger, Row
 from fl_engine.memory import resident_peak
 from fl_engine.slicing import index_of
+from fl_engine.spool import Spool
 from fl_engine.state import pack, unpack
 from fl_engine.store import tensor_bytes
 from fl_engine.types import (
@@ -39,8 +41,9 @@ from fl_engine.types import (
     RoundPlan,
     SubmodelSpec,
     Tracker,
+    WorkOrder,
 )
-from fl_engine.updates import Code, movement, too_far
+from fl_engine.updates import Code, movement
 
 log = logging.getLogger("flexfleet")
 
@@ -57,6 +60,13 @@ class Evaluation:
     devices: tuple[str, ...] = ("cpu",)
     fleet: tuple[Device, ...] = ()
     """For the simulated clock; empty: none."""
+
+    def seconds(self, update: ClientUpdate, order: WorkOrder, slowness: float = 1.0) -> float:
+        """What the order took on the simulated clock, with the transfer of its weights there and back."""
+        if not self.fleet:
+            return 0.0
+        moved = tensor_bytes(order.payload) + tensor_bytes(update.payload)
+        return slowness * simulated_seconds(self.fleet[order.client], update.metrics.get("macs", 0.0), moved)
 
 
 def federate(
@@ -154,11 +164,13 @@ def _round(
     started = time.monotonic()
     plan = algorithm.plan(state, round, seed)
     planned = time.monotonic()
-    watch = _Watch(plan, evaluation, should_stop)
+    watch = _Watch(plan, evaluation, config, seed, should_stop)
     if config.keep_updates or backend.durable:
-        outcomes = _through_ledger(algorithm, plan, backend, ledger, watch, config.norm_bound)
-    else:
+        outcomes = _through_ledger(algorithm, plan, backend, ledger, watch)
+    elif acceptance.unconditional(config):
         outcomes = in_order(plan, watch.arriving(backend.run(algorithm, plan)))
+    else:
+        outcomes = _in_memory(algorithm, plan, backend, watch)
     state = algorithm.merge(state, plan, watch.merging(outcomes))
     merged = time.monotonic()
     metrics = watch.metrics()
@@ -181,31 +193,41 @@ def _round(
 
 
 def _through_ledger(
-    algorithm: Algorithm, plan: RoundPlan, backend: Backend, ledger: Ledger, watch: _Watch, norm_bound: float | None
+    algorithm: Algorithm, plan: RoundPlan, backend: Backend, ledger: Ledger, watch: _Watch
 ) -> Iterator[Outcome]:
     """Stores outcomes as they arrive, closes the round, then reads them back one at a time, in client order."""
     ledger.open_round(plan)
-    if ledger.closed(plan.round) is None:
-        orders, moved = {o.client: o for o in plan.orders}, {}
-        layout = watch.evaluation.family.layout()
-        done = ledger.finished(plan)
+    closed = ledger.closed(plan.round)
+    if closed is None:
+        done, adopted = ledger.finished(plan), 0
         if done:
             log.info("round %d: adopting %d updates of %d", plan.round + 1, len(done), len(plan.orders))
         for client in done:
             outcome = ledger.outcome(plan, client)
-            if isinstance(outcome, ClientUpdate):
-                moved[client] = movement(outcome, orders[client], layout)
-        rest = replace(plan, orders=tuple(o for o in plan.orders if o.client not in done), adopted=len(moved))
+            watch.arrived(outcome)
+            adopted += isinstance(outcome, ClientUpdate)
+        rest = replace(plan, orders=tuple(o for o in plan.orders if o.client not in done), adopted=adopted)
         for outcome in watch.arriving(backend.run(algorithm, rest)):
             if isinstance(outcome, ClientFailure) or not backend.durable:
                 ledger.put_outcome(plan, outcome)
-            if isinstance(outcome, ClientUpdate):
-                moved[outcome.client] = movement(outcome, orders[outcome.client], layout)
-        for client, why in too_far(moved, norm_bound or math.inf).items():
-            ledger.put_outcome(plan, ClientFailure(plan.round, client, "validate", why))
-        ledger.close(plan, sorted(orders))
-    for client, seen in sorted((ledger.closed(plan.round) or {}).items()):
-        yield ledger.accepted(plan, client, seen)
+        closed = ledger.close(plan, sorted(plan.order_of), watch.refused())
+    for client in sorted(closed.accepted):
+        yield ledger.accepted(plan, client, closed)
+
+
+def _in_memory(algorithm: Algorithm, plan: RoundPlan, backend: Backend, watch: _Watch) -> Iterator[Outcome]:
+    """Holds outcomes until all are there, then gives them in client order."""
+    held, places = Spool(), {}
+    outcomes: dict[int, Outcome] = {}
+    for outcome in watch.arriving(backend.run(algorithm, plan)):
+        if isinstance(outcome, ClientUpdate):
+            places[outcome.client] = held.put(outcome.payload)
+            outcome = replace(outcome, payload={})
+        outcomes[outcome.client] = outcome
+    refused = watch.refused()
+    for client in sorted(outcomes):
+        found = refused.get(client, outcomes[client])
+        yield replace(found, payload=held.get(places[client])) if isinstance(found, ClientUpdate) else found
 
 
 def in_order(plan: RoundPlan, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
@@ -224,6 +246,8 @@ class _Watch:
 
     plan: RoundPlan
     evaluation: Evaluation
+    config: RoundsConfig
+    seed: int
     should_stop: Callable[[], bool]
     clients: list[dict[str, Any]] = field(default_factory=list)
     sent: int = 0
@@ -235,7 +259,30 @@ class _Watch:
     losses: list[tuple[float, int]] = field(default_factory=list)
     rejected: Counter[str] = field(default_factory=Counter)
     """Updates that were not to be trusted, by code (`updates`)."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """Clients that brought nothing, or nothing that was taken, by stage."""
     simulated: list[float] = field(default_factory=list)
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    """Updates, by client."""
+
+    @cached_property
+    def _faults(self) -> faults.Faults:
+        return faults.parse(self.config.faults)
+
+    def _seconds(self, update: ClientUpdate) -> float:
+        """On the simulated clock."""
+        order, clients = self.plan.order_of[update.client], len(self.evaluation.fleet)
+        fault = faults.befalls(self._faults, self.seed, order.round, order.client, clients)
+        return self.evaluation.seconds(update, order, faults.slowness(fault))
+
+    def arrived(self, outcome: Outcome) -> None:
+        """Takes down of an update what decides whether it is taken."""
+        if isinstance(outcome, ClientUpdate) and not acceptance.unconditional(self.config):
+            moved = movement(outcome, self.plan.order_of[outcome.client], self.evaluation.family.layout())
+            self.arrivals[outcome.client] = Arrival(moved, self._seconds(outcome))
+
+    def refused(self) -> dict[int, ClientFailure]:
+        return acceptance.refused(self.plan.round, len(self.plan.orders), self.arrivals, self.config)
 
     def arriving(self, outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
         while True:
@@ -244,14 +291,13 @@ class _Watch:
             self.waited += time.monotonic() - asked
             if outcome is None:
                 return
+            self.arrived(outcome)
             yield outcome
             if self.should_stop():
                 raise Stopped("stopped on request: what was committed stays, resume with --resume")
 
     def merging(self, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
         pool, layout = self.evaluation.pool, self.evaluation.family.layout()
-        fleet = {d.client: d for d in self.evaluation.fleet}
-        orders = {o.client: o for o in self.plan.orders}
         sizes: dict[tuple[object, ...], int] = {}
 
         def size(spec: SubmodelSpec, payload: Params) -> int:
@@ -265,7 +311,7 @@ class _Watch:
             return index_of(pool, layout, spec)
 
         for outcome in outcomes:
-            order = orders[outcome.client]
+            order = self.plan.order_of[outcome.client]
             down = size(order.spec, order.payload)
             self.sent += down
             sent = str(order.hints.get("model", ""))
@@ -280,14 +326,14 @@ class _Watch:
                 self.losses.append((outcome.metrics["loss"], outcome.num_examples))
                 line |= {"trained": sent if trained is None else pool[trained].name, "examples": outcome.num_examples}
                 line |= outcome.metrics
-                if outcome.client in fleet:
-                    seconds = simulated_seconds(fleet[outcome.client], outcome.metrics.get("macs", 0.0), down + up)
-                    self.simulated.append(seconds)
-                    line["seconds_simulated"] = seconds
+                if self.evaluation.fleet:
+                    line["seconds_simulated"] = self._seconds(outcome)
+                    self.simulated.append(line["seconds_simulated"])
             else:
                 where = f"round {outcome.round + 1}, client {outcome.client}"
-                log.warning("%s: failed to %s: %s", where, outcome.stage, outcome.reason)
+                log.warning("%s: nothing to merge: %s: %s", where, outcome.stage, outcome.reason)
                 line |= {"failure": f"{outcome.stage}: {outcome.reason}"}
+                self.failed[outcome.stage] += 1
                 if outcome.stage == "validate" and (code := outcome.reason.partition(":")[0]) in get_args(Code):
                     self.rejected[code] += 1
             self.clients.append(line)
@@ -295,8 +341,8 @@ class _Watch:
 
     def metrics(self) -> dict[str, float]:
         """Bytes count 4 per parameter of what is sent and brought back; waste is the share that was sent in vain
-        (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent). A simulated round ends with its slowest client; one
-        that failed is not waited for."""
+        (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent). A simulated round ends with the slowest client that
+        it takes, or at its deadline where one has not come by then; another that failed is not waited for."""
         out = {
             "bytes_down": float(self.sent),
             "bytes_up": float(self.back),
@@ -306,7 +352,16 @@ class _Watch:
             "clients_failed": float(len(self.clients) - self.trained),
         }
         out |= {f"rejected/{code}": float(count) for code, count in sorted(self.rejected.items())}
-        if self.simulated:
+        names = {"drop": "clients_dropped", "straggle": "clients_late"}
+        out |= {name: float(self.failed[stage]) for stage, name in names.items() if self.failed[stage]}
+        if self.failed["quorum"]:
+            out["carried_forward"] = 1.0
+        deadline_s = self.config.deadline_s
+        if deadline_s is not None and self.evaluation.fleet and self.trained < acceptance.wanted(
+            self.config, len(self.clients)
+        ):
+            out["seconds_simulated"] = deadline_s
+        elif self.simulated:
             out["seconds_simulated"] = max(self.simulated)
         if self.losses:
             out["train_loss"] = sum(loss * n for loss, n in self.losses) / sum(n for _, n in self.losses)

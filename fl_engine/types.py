@@ -278,9 +278,15 @@ class WorkOrder:
 class RoundPlan:
     round: int
     orders: tuple[WorkOrder, ...]
-    deadline_s: float | None = None
     adopted: int = 0
     """Updates of this round that were there already when the coordinator started again."""
+    noise_seed: int | None = None
+    """For noise that hides single clients (`privacy`): follows from a key of the run's store, not from its seed."""
+
+    @cached_property
+    def order_of(self) -> dict[int, WorkOrder]:
+        """By client."""
+        return {order.client: order for order in self.orders}
 
 
 @dataclass(frozen=True)
@@ -300,7 +306,8 @@ class ClientUpdate:
 
 @dataclass(frozen=True)
 class ClientFailure:
-    """A client that brought nothing back: at which stage (`order`, `prune`, `train`, `upload`), and why."""
+    """A client that brought nothing back, or nothing that was taken: at which stage (`drop`, `prune`, `train`, `pod`,
+    `validate`, `straggle`, `quorum`), and why."""
 
     round: int
     client: int

@@ -22,17 +22,17 @@ from __future__ import annotations
 
 import hmac
 import math
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.nn.utils import get_total_norm
 
 from fl_engine.errors import FlexfleetError, IntegrityError, ModelError, brief
 from fl_engine.slicing import contains, is_statistic, shapes, take
-from fl_engine.store import canonical, decode, sha256
+from fl_engine.store import canonical, decode, encode, sha256
 from fl_engine.types import ClientFailure, ClientUpdate, Outcome, ParamLayout, Params, SubmodelSpec, WorkOrder
 
 Code = Literal[
@@ -73,10 +73,10 @@ class Manifest(BaseModel):
 
 @dataclass(frozen=True)
 class Rules:
-    """What is known about honest updates. `samples` gives a client's sample count."""
+    """What is known about honest updates. `samples` holds each client's sample count."""
 
     layout: ParamLayout
-    samples: Callable[[int], int]
+    samples: Sequence[int]
 
 
 KeyOf = Callable[[WorkOrder], bytes]
@@ -92,6 +92,21 @@ def key_of(secret: bytes, whose: Literal["client", "coordinator"] = "client") ->
 def order_sum(order: WorkOrder) -> str:
     """sha256 of the order, its tensors apart: they follow from the round's state."""
     return sha256(canonical([order.round, order.client, order.seed, order.spec.to_json(), dict(order.hints)]))
+
+
+def packed(outcome: Outcome, order: WorkOrder) -> tuple[Manifest, bytes | None]:
+    """What goes through the store: a manifest, not signed yet, and the bytes that it vouches for (None: a failure)."""
+    manifest = Manifest(round=order.round, client=order.client, order=order_sum(order))
+    if isinstance(outcome, ClientFailure):
+        return manifest.model_copy(update={"stage": outcome.stage[:64], "reason": outcome.reason[:4096]}), None
+    value = encode(outcome.payload)
+    said = {
+        "sha256": sha256(value),
+        "spec": outcome.spec.to_json(),
+        "num_examples": outcome.num_examples,
+        "metrics": {name: float(value) for name, value in outcome.metrics.items()},
+    }
+    return manifest.model_copy(update=said), value
 
 
 def signed(manifest: Manifest, key: bytes | None) -> Manifest:
@@ -140,7 +155,7 @@ def _is_signed(manifest: Manifest, said: bytes, key: bytes) -> bool:
     return hmac.compare_digest(expected.encode(), (manifest.signature or "").encode())
 
 
-SAID_BY_CLIENTS = ("prune", "train")
+SAID_BY_CLIENTS = ("drop", "prune", "train")
 """Stages at which a client can say that it failed; the others are for the coordinator to say."""
 
 
@@ -167,7 +182,7 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
         raise Rejected("schema", str(error)) from error
     if expected is not None and rules is not None:
         _check(tensors, expected)
-        held = rules.samples(order.client)
+        held = rules.samples[order.client]
         if manifest.num_examples != held:
             raise Rejected("examples", f"says {manifest.num_examples} samples, the client holds {held}")
         odd = {name: value for name, value in manifest.metrics.items() if not math.isfinite(value)}
@@ -216,19 +231,8 @@ def _check(tensors: Params, expected: Expected) -> None:
 
 def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> float:
     """Root mean square of how far the trained weights moved: comparable between sub-models of all sizes."""
-    sent = take(order.payload, layout, update.spec, have=order.spec)
+    same = update.spec == order.spec
+    sent = order.payload if same else take(order.payload, layout, update.spec, have=order.spec)
     weights = [name for name in update.payload if not is_statistic(name)]
-    square = sum(float((update.payload[name].double() - sent[name].double()).square().sum()) for name in weights)
-    return math.sqrt(square / max(1, sum(update.payload[name].numel() for name in weights)))
-
-
-def too_far(movements: Mapping[int, float], bound: float) -> dict[int, str]:
-    """By client, why: those that moved more than `bound` times the median of their round."""
-    if not movements:
-        return {}
-    median = statistics.median(movements.values())
-    return {
-        client: str(Rejected("norm", f"moved {moved:.3g} a weight, {bound:g} times the median is {bound * median:.3g}"))
-        for client, moved in movements.items()
-        if moved > bound * median
-    }
+    moved = [update.payload[name] - sent[name].to(update.payload[name].device) for name in weights]
+    return float(get_total_norm(moved)) / math.sqrt(max(1, sum(tensor.numel() for tensor in moved)))

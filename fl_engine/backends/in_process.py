@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from fl_engine.client import Site, Work, accept_all, macs_per_sample, train
+from fl_engine.client import Site, Work, accept_all, delivered, macs_per_sample, train
 from fl_engine.errors import EnvironmentFailure
 from fl_engine.types import Algorithm, Outcome, RoundPlan
 
@@ -32,6 +32,10 @@ class InProcess:
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         groups, failures = accept_all(algorithm, plan.orders, self._site)
         yield from failures
+        for outcome in self._trained(groups):
+            yield delivered(outcome, plan.order_of[outcome.client], self._site)
+
+    def _trained(self, groups: list[list[Work]]) -> Iterator[Outcome]:
         if len(self._devices) == 1 or len(groups) == 1:
             for group in groups:
                 yield from train(group, self._site, self._devices[0])

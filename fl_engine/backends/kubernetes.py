@@ -64,6 +64,7 @@ class Kubernetes:
         fleet: Sequence[Device],
         ledger: Ledger,
         memory: tuple[int, int] | None = None,
+        over_provision: float = 1.0,
         cluster: Cluster | None = None,
     ) -> None:
         if ledger.key is None:
@@ -80,6 +81,7 @@ class Kubernetes:
         self._fleet = fleet
         self._ledger = ledger
         self._memory = memory
+        self._over_provision = over_provision
         self._cluster = cluster or Cluster(options.namespace)
         self._run = jobs.run_label(run_id, ledger.store.uri())
         self._template = jobs.template(options.template)
@@ -95,7 +97,7 @@ class Kubernetes:
         with self._timed("upload"):
             names = self._ledger.put_orders(plan)
         before = self._ledger.ordered(plan.round) - len(plan.orders)  # adopted from before a restart
-        wanted = math.ceil((before + len(plan.orders)) / self._options.over_provision - 1e-9)
+        wanted = math.ceil((before + len(plan.orders)) / self._over_provision - 1e-9)
         enough = math.ceil(wanted * self._options.quorum - 1e-9)
         open_ = {o.client for o in plan.orders}
         answers, updates = before, plan.adopted

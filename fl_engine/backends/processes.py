@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from typing import Any
 
 import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shared memory
 
+from fl_engine import faults
 from fl_engine.backends.in_process import by_cost, check_device, prepare_process
 from fl_engine.client import Site, Work, accept_all, train
 from fl_engine.ledger import Ledger
-from fl_engine.types import Algorithm, ClientFailure, Outcome, RoundPlan
+from fl_engine.types import Algorithm, ClientFailure, ClientUpdate, Outcome, RoundPlan
 
 log = logging.getLogger("flexfleet")
 
@@ -70,7 +72,7 @@ class Processes:
                 group, worker.group = worker.group or [], None
                 if _answered(worker.link):
                     for work in group:
-                        yield self._ledger.outcome(plan, work.order.client)
+                        yield self._ledger.receive(plan, work.order.client)
                     continue
                 worker.process.join()
                 reason = f"its worker process ended with {_said(worker.process.exitcode)}"
@@ -137,11 +139,22 @@ def _serve(site: Site, ledger: Ledger, device: str, link: Connection) -> None:
 
 
 def carry_out(
-    algorithm: Algorithm, site: Site, ledger: Ledger, round: int, clients: Sequence[int], device: str
+    algorithm: Algorithm,
+    site: Site,
+    ledger: Ledger,
+    round: int,
+    clients: Sequence[int],
+    device: str,
+    really_slow: bool = False,
 ) -> None:
-    """What these clients do in this round: orders from the ledger, side by side where they can, outcomes into it."""
+    """What these clients do in this round: orders from the ledger, side by side where they can, outcomes into it.
+    `really_slow`: those that a fault makes slow take their time."""
     orders = {client: ledger.order(round, client) for client in clients}
     groups, failures = accept_all(algorithm, orders.values(), site)
     trained = (outcome for group in groups for outcome in train(group, site, device))
     for outcome in chain(failures, trained):
-        ledger.put_outcome(RoundPlan(round, (orders[outcome.client],)), outcome)
+        fault = site.befalls(orders[outcome.client])
+        if really_slow and isinstance(outcome, ClientUpdate):
+            time.sleep((faults.slowness(fault) - 1) * outcome.metrics["seconds"])
+        spoil = faults.damaged if fault is not None and fault.kind == "corrupt" else bytes
+        ledger.put_outcome(RoundPlan(round, (orders[outcome.client],)), outcome, spoil)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from components.artifacts import RunFile
+from components.artifacts import History, RunFile
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,42 @@ def test_threads_and_worker_processes_end_in_the_same_model(
     assert len({str(result["bytes"]) for result in found.values()}) == 1
     left = {p.parent.name for p in (tmp_path / "runs" / "processes" / "rounds").rglob("*.safetensors")}
     assert "orders" not in left and "updates" not in left, "a committed round leaves its state alone"
+
+
+FAULTS = "drop=0.2,slow=0.2x50,nan=0.1,scale=0.1x3,flip=0.1,corrupt=0.1"
+
+
+def test_clients_that_misbehave_do_so_everywhere_and_rounds_take_the_same_updates(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path
+) -> None:
+    terms = ("rounds.over_provision=1.5", "rounds.deadline_s=0.5", "rounds.quorum=0.5", "rounds.stop=8")
+    ways = {
+        "memory": (),
+        "store": ("rounds.keep_updates=true",),
+        "processes": ("run.backend=processes", "run.devices=[cpu, cpu]"),
+    }
+    found, failures = {}, {}
+    for name, sets in ways.items():
+        argv = ("run", "--json", "--run-id", name, "--faults", FAULTS)
+        done = flexfleet(*argv, sets=[*quick, *terms, *sets])
+        assert done.code == 0, done.err
+        found[name] = done.json["model_sha256"]
+        rounds = History.read(tmp_path / "runs" / name / "history.json").rounds
+        failures[name] = [line.get("failure") for row in rounds for line in row["clients"]]
+    assert len(set(found.values())) == 1
+    assert failures["memory"] == failures["store"] == failures["processes"]
+    stages = {failure.partition(":")[0] for failure in failures["memory"] if failure}
+    assert stages == {"drop", "validate", "straggle", "quorum"}
+    metrics = [row["metrics"] for row in rounds]
+    assert any("clients_dropped" in m for m in metrics) and any("clients_late" in m for m in metrics)
+    carried = [i for i, m in enumerate(metrics) if "carried_forward" in m]
+    assert carried and all(metrics[i]["clients_trained"] == 0 for i in carried)
+    assert all(metrics[i]["avg"] == metrics[i - 1]["avg"] for i in carried if i), "the model is the one before"
+
+
+def test_a_list_of_faults_that_cannot_be_meant_is_refused(flexfleet: Any, quick: Sequence[str]) -> None:
+    done = flexfleet("run", "--faults", "dorp=0.2", sets=quick)
+    assert done.code == 2 and "rounds.faults" in done.err and "did you mean 'drop'" in done.err
 
 
 def test_a_run_goes_on_in_another_backend_but_not_with_another_strategy(flexfleet: Any, quick: Sequence[str]) -> None:

@@ -177,7 +177,7 @@ def test_a_night_is_not_begun_twice_and_goes_on(place: Place, first: Verdict) ->
 
 @pytest.mark.parametrize(
     "setting",
-    ["training.lr=0.01", "seed=4", "algorithm.kd_weight=0", "run.precision=bf16", "kubernetes.over_provision=1.5"],
+    ["training.lr=0.01", "seed=4", "algorithm.kd_weight=0", "run.precision=bf16", "rounds.over_provision=1.5"],
 )
 def test_nobody_moves_a_figure_by_a_setting(place: Place, setting: str) -> None:
     done = place.flexfleet("regress", "--id", "moved", sets=[setting])

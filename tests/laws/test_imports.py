@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[2]
 # From what everything may import to what nothing may. A package stands for its modules.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "seeds", "fields"}),
-    frozenset({"slicing", "averaging", "widths", "numerics", "kernels", "lanes", "sharing"}),
-    frozenset({"selection", "server_opt", "codecs", "losses", "devices", "store", "s3", "state", "tracking"}),
+    frozenset({"slicing", "averaging", "widths", "numerics", "kernels", "lanes", "sharing", "spool"}),
+    frozenset({"acceptance", "aggregation", "devices", "faults", "losses", "selection", "server_opt"})
+    | frozenset({"privacy", "s3", "state", "store", "tracking"}),
     frozenset({"local", "pool", "evaluate", "updates", "ledger"}),
     frozenset({"strategy"}),
     frozenset({"algorithms", "models", "datasets", "partition"}),

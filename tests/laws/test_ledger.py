@@ -258,7 +258,8 @@ def test_an_outcome_reads_back_as_it_was(memory_store: Store) -> None:
     assert ledger.outcome(plan, 1) == failure
     assert ledger.closed(3) is None
     ledger.close(plan, [1, 0])
-    assert list(ledger.closed(3) or {}) == [0, 1]
+    closed = ledger.closed(3)
+    assert closed is not None and list(closed.accepted) == [0, 1]
     # client 1 of round 3 must not be taken for client 1 of round 30, nor its file for client 11's
     assert ledger.closed(30) is None
     assert ledger.finished(plan_of(30)) == set()

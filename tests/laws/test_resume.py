@@ -113,6 +113,27 @@ def test_the_storage_settings_and_the_devices_may_change_at_a_resume(
 
 
 @storage
+def test_what_a_round_refuses_is_refused_after_a_kill_as_before(
+    job: Any, new_store: Make, dying: Any, killed: type[BaseException], timeless: Rows, mode: dict[str, Any]
+) -> None:
+    """The bound is so low that the one that moved further is refused: with it gone, another would be."""
+    terms = {"norm_bound": 1.0, "stop": 3, **mode}
+    undisturbed = new_store()
+    expected = job.federate(undisturbed, **terms)
+    assert any("validate: norm" in str(row) for row in timeless(undisturbed))
+    for writes in range(0, 60, 1 if mode["keep_updates"] else 4):
+        store = new_store()
+        try:
+            job.federate(dying(store, writes), **terms)
+        except killed:
+            pass
+        else:
+            break
+        assert job.federate(store, **terms) == expected, f"killed after {writes} writes"
+        assert timeless(store) == timeless(undisturbed), f"killed after {writes} writes"
+
+
+@storage
 def test_raising_the_number_of_rounds_continues_a_finished_run(
     job: Any, new_store: Make, memory_store: Store, mode: dict[str, Any]
 ) -> None:

@@ -20,7 +20,7 @@ from fl_engine.ledger import Ledger
 from fl_engine.store import FolderStore, canonical, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
 from fl_engine.types import ClientFailure, ClientUpdate, Params, RoundPlan
-from fl_engine.updates import Manifest, Rules, key_of, movement, order_sum, signed, too_far
+from fl_engine.updates import Manifest, Rules, key_of, movement, order_sum, signed
 
 SECRET = b"a run's own"
 ALGORITHM = FlexFL(training=TRAINING)
@@ -58,7 +58,7 @@ class Memory(FolderStore):
 
 def ledger_of(files: dict[str, bytes]) -> Ledger:
     held = [len(indices) for indices in SITE.partition.clients]
-    return Ledger(Memory(files), rules=Rules(SITE.layout, held.__getitem__), key=key_of(SECRET))
+    return Ledger(Memory(files), rules=Rules(SITE.layout, held), key=key_of(SECRET))
 
 
 def honest_files() -> dict[str, bytes]:
@@ -175,13 +175,14 @@ def test_an_answer_that_is_replaced_after_the_round_was_closed_does_not_count(la
     plan = replace(PLAN, orders=(ORDER,))
     assert ledger.finished(plan) == {ORDER.client}
     ledger.close(plan, [ORDER.client])
-    (seen,) = (ledger.closed(0) or {}).values()
-    assert_same_outcomes([ledger_of(files).accepted(plan, ORDER.client, seen)], [HONEST])
+    closed = ledger.closed(0)
+    assert closed is not None
+    assert_same_outcomes([ledger_of(files).accepted(plan, ORDER.client, closed)], [HONEST])
     if later == "another":
         files |= lying(payload=tensors(a=lambda p: first(p, poisoned(1e6))))
     else:
         files[f"{BASE}.json"] = b"garbage" if later == "garbage" else b""
-    found = ledger_of(files).accepted(plan, ORDER.client, seen)
+    found = ledger_of(files).accepted(plan, ORDER.client, closed)
     assert isinstance(found, ClientFailure) and found.stage == "validate" and "replaced" in found.reason
 
 
@@ -190,9 +191,10 @@ def test_an_answer_that_is_given_again_with_other_seconds_still_counts() -> None
     ledger, plan = ledger_of(files), replace(PLAN, orders=(ORDER,))
     assert ledger.finished(plan) == {ORDER.client}
     ledger.close(plan, [ORDER.client])
-    (seen,) = (ledger.closed(0) or {}).values()
+    closed = ledger.closed(0)
+    assert closed is not None
     files |= lying(metrics={**dict(HONEST.metrics), "seconds": 99.0})
-    assert isinstance(ledger_of(files).accepted(plan, ORDER.client, seen), ClientUpdate)
+    assert isinstance(ledger_of(files).accepted(plan, ORDER.client, closed), ClientUpdate)
 
 
 # -------------------------------------------------------------------------------------------------- any bytes
@@ -274,7 +276,7 @@ def test_any_json_in_any_field(field: str, value: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- norms
-def test_how_far_an_update_moved_and_who_moved_too_far() -> None:
+def test_how_far_an_update_moved() -> None:
     assert isinstance(HONEST, ClientUpdate)
     assert movement(HONEST, ORDER, SITE.layout) > 0
     still = replace(HONEST, payload={n: ORDER.payload[n].clone() for n in HONEST.payload}, spec=ORDER.spec)
@@ -282,7 +284,3 @@ def test_how_far_an_update_moved_and_who_moved_too_far() -> None:
         assert movement(still, ORDER, SITE.layout) == 0.0
         by_two = replace(still, payload={n: t + 2.0 for n, t in still.payload.items()})
         assert movement(by_two, ORDER, SITE.layout) == pytest.approx(2.0)
-    assert too_far({}, 10.0) == {}
-    assert too_far({1: 1.0, 2: 1.1, 3: 0.9, 4: 10.5}, 10.0) == {}
-    found = too_far({1: 1.0, 2: 1.1, 3: 0.9, 4: 11.0}, 10.0)
-    assert list(found) == [4] and found[4].startswith("norm: ")
