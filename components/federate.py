@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import secrets
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 from components import common, track
 from components.artifacts import History, PoolFile, RunFile
 from fl_engine import config as configs
-from fl_engine import devices, faults, partition, rounds, seeds, strategy
+from fl_engine import devices, faults, lease, partition, rounds, seeds, strategy
 from fl_engine.assignment import SITE_FILES
 from fl_engine.backends import BACKENDS, Processes
 from fl_engine.backends.in_process import prepare_process
@@ -25,6 +28,7 @@ from fl_engine.client import Site
 from fl_engine.config import Config
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped
 from fl_engine.evaluate import published
+from fl_engine.lease import Lease
 from fl_engine.ledger import Ledger
 from fl_engine.memory import training_peak
 from fl_engine.numerics import Numerics, deciding, describe
@@ -76,9 +80,12 @@ def federate(
     Raises ConfigError where `out` holds a run and `resume` is not given, a run of another configuration, or one that
     is running; EnvironmentFailure where this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
     """
-    with alone(out):
+    store = store_of(config, run_id or out.name, out)
+    with alone(out), nullcontext() if isinstance(store, FolderStore) else lease.held(store) as held:
         return _federate(
             config,
+            store,
+            held,
             partition_dir,
             pool_dir,
             out,
@@ -94,18 +101,25 @@ def federate(
 
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
-    """Two processes must not write one ledger. The lock goes with the process, whatever ends it."""
+    """Two processes must not write one folder. The lock goes with the process, whatever ends it."""
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / ".lock", "w") as lock:
+    with open(out / ".lock", "a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{out} is being run by another process: wait for it, or stop it first") from None
+            lock.seek(0)
+            holder = lock.read(200).strip() or "another process"
+            raise ConfigError(f"{out} is being run by {holder}: wait for it, or stop it first") from None
+        lock.truncate(0)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        print(f"another process: {os.getpid()} on {socket.gethostname()} (since {now})", file=lock, flush=True)
         yield
 
 
 def _federate(
     config: Config,
+    store: Store,
+    held: Lease | None,
     partition_dir: Path,
     pool_dir: Path,
     out: Path,
@@ -117,12 +131,11 @@ def _federate(
     mlflow_run_id: str | None,
     observer: Tracker | None,
 ) -> Path:
-    store = store_of(config, run_id, out)
     _fetch_run(store, out)
     known = known_run(config, out, resume)
     site = site_of(config, partition_dir, pool_dir)
     algorithm = configs.algorithm(config)
-    ledger = Ledger(store, config.rounds.keep_every, site.rules, *_keys(store, config))
+    ledger = Ledger(store, config.rounds.keep_every, site.rules, *_keys(store, config), held)
 
     run = RunFile(
         run_id=run_id,

@@ -9,9 +9,14 @@
     rounds/00012/state.json
     rounds/00012/metrics.json           what was measured since the commit before
     rounds/00012/COMMITTED              last, with the checksums of the three files above
+    metrics/00000-00249-<sha256>.json   the measurements of rounds whose folders are gone
 
 A round is over when its COMMITTED exists; everything before that is done again, or adopted. Committing round r
-deletes what rounds up to r left (plans, updates) and the states before the previous commit.
+deletes what rounds up to r left (plans, updates) and the states before the previous commit, and packs the measurements
+of PACKED commits into one file: however many rounds a run has, its files stay some hundreds.
+
+Where several machines can reach the ledger, its coordinator holds a lease. State files then carry its number in front
+of their names: one that was replaced without knowing it damages nothing that its successor has committed.
 """
 
 from __future__ import annotations
@@ -26,7 +31,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from fl_engine.errors import IntegrityError, brief
+from fl_engine.errors import IntegrityError, Stopped, brief
+from fl_engine.lease import Lease
 from fl_engine.store import Store, canonical, decode, encode, sha256
 from fl_engine.types import ClientFailure, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, packed, signed, update_of
@@ -39,6 +45,10 @@ WAY_OUT = (
     "To go on from the last good commit, resume with --discard-damaged: the rounds after it are computed again"
 )
 STATE_FILES = ("state.safetensors", "state.json", "metrics.json")
+PACKED = 250
+"""So many commits' measurements go into one file."""
+LINES = 5000
+"""A packed file keeps so many lines about single clients; where there are more, those of every n-th round."""
 
 
 class _Record(BaseModel):
@@ -93,7 +103,8 @@ class Order(_Record):
 
 class Ledger:
     """`rules` say what an update may be, and `key` with which key a client signs its manifest; None: not checked, not
-    signed (clients that are this very process). `own` is what the coordinator signs with."""
+    signed (clients that are this very process). `own` is what the coordinator signs with. `lease`: None where nobody
+    else can reach the store."""
 
     def __init__(
         self,
@@ -102,13 +113,20 @@ class Ledger:
         rules: Rules | None = None,
         key: KeyOf | None = None,
         own: KeyOf | None = None,
+        lease: Lease | None = None,
     ) -> None:
         self.store = store
         self.keep_every = keep_every
         self.rules = rules
         self.key = key
         self.own = own
+        self.lease = lease
+        self._here: set[int] = set()
+        """Rounds committed by this object: a listing that does not show them yet is wrong."""
         self._seen: dict[tuple[int, int], str] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "lease": None}  # the coordinator's alone, not its workers'
 
     # ------------------------------------------------------------------------------------------ commits
     def commits(self) -> list[int]:
@@ -116,17 +134,33 @@ class Ledger:
         return sorted(int(k.split("/")[1]) for k in self.store.list("rounds/") if k.endswith("/COMMITTED"))
 
     def commit(self, round: int, tensors: Params, rest: Mapping[str, Any], rows: Sequence[Row]) -> None:
-        """Makes `round` the last finished one, then removes what is no longer needed."""
+        """Makes `round` the last finished one, then removes what is no longer needed. Raises Stopped where another
+        coordinator has taken over."""
+        self.check_lease()
         files = {
-            "state.safetensors": encode(tensors),
-            "state.json": canonical(rest),
-            "metrics.json": canonical([row.model_dump(mode="json") for row in rows]),
+            self._own("state.safetensors"): encode(tensors),
+            self._own("state.json"): canonical(rest),
+            self._own("metrics.json"): canonical([row.model_dump(mode="json") for row in rows]),
         }
         for name, value in files.items():
             self.store.put(f"{_folder(round)}{name}", value)
         sums = Committed(round=round, files={name: sha256(value) for name, value in files.items()})
-        self.store.put(f"{_folder(round)}COMMITTED", sums.model_dump_json().encode())
+        mark = f"{_folder(round)}COMMITTED"
+        # One that is there already is this very one, whose answer was lost; or somebody else's.
+        if not self.store.create(mark, sums.model_dump_json().encode()) and self._mark(round) != sums:
+            raise Stopped(f"{self.store.uri(mark)}: another coordinator has committed this round. Nothing is lost")
+        self._here.add(round)
         self._prune(round)
+        self._pack()
+
+    def _own(self, name: str) -> str:
+        """A state file's name in this coordinator's hand."""
+        return name if self.lease is None else f"{self.lease.number}-{name}"
+
+    def check_lease(self) -> None:
+        """Raises Stopped where another coordinator has taken over."""
+        if self.lease is not None:
+            self.lease.check()
 
     def read(self, round: int) -> tuple[Params, dict[str, Any]]:
         """The state after a committed round. Raises IntegrityError naming the file that is not as committed."""
@@ -136,17 +170,39 @@ class Ledger:
         return decode(tensors, self.store.uri(f"{_folder(round)}state.safetensors")), rest
 
     def rows(self) -> list[Row]:
-        """Every committed round's measurements, in round order. Raises IntegrityError naming a damaged file."""
-        return [row for round in self.commits() for row in self._rows(round)]
+        """Every committed round's measurements, in round order. Raises IntegrityError naming a damaged file, or the
+        rounds that are missing."""
+        commits = self.commits()
+        rows: list[Row] = []
+        for first, last, key in self._packs():
+            if commits and first <= commits[-1]:
+                rows += [row for row in self._unpacked(key) if len(rows) <= row.round <= commits[-1]]
+                _check_whole(rows, min(last, commits[-1]), self.store.uri("metrics"))
+        for round in commits:
+            if round >= len(rows):
+                rows += [row for row in self._rows(round) if row.round >= len(rows)]
+                _check_whole(rows, round, self.store.uri(_folder(round)))
+        return rows
 
     def last_good(self) -> int | None:
         """The newest committed round whose state is intact, and all measurements up to it; None: there is none."""
-        good = None
-        for round in self.commits():
+        good, done = None, 0
+        commits = self.commits()
+        for first, last, key in self._packs():
             try:
-                self._rows(round)
+                if first > done or not commits or last > commits[-1]:
+                    break
+                self._unpacked(key)
             except IntegrityError:
-                return good
+                break
+            done = max(done, last + 1)
+        for round in commits:
+            if round >= done:
+                try:
+                    _check_whole([*range(done), *self._rows(round)], round, "")
+                except IntegrityError:
+                    return good
+                done = round + 1
             try:
                 self.read(round)
             except IntegrityError:
@@ -159,48 +215,105 @@ class Ledger:
         rows = json.loads(self._committed(round, "metrics.json"))
         return [_parse(Row, json.dumps(row).encode(), name) for row in rows]
 
+    # -------------------------------------------------------------------------------------------- packed
+    def _packs(self) -> list[tuple[int, int, str]]:
+        """(first round, last round, key), ascending."""
+        found = []
+        for key in self.store.list("metrics/"):
+            first, _, rest = key.removeprefix("metrics/").partition("-")
+            last = rest.partition("-")[0]
+            if first.isdecimal() and last.isdecimal():
+                found.append((int(first), int(last), key))
+        return sorted(found)
+
+    def _unpacked(self, key: str) -> list[Row]:
+        try:
+            value = self.store.get(key)
+        except IntegrityError as error:
+            raise IntegrityError(f"{error}. {WAY_OUT}") from error
+        if key.removesuffix(".json").rpartition("-")[2] != sha256(value)[:16]:
+            raise IntegrityError(f"{self.store.uri(key)} is damaged: its name is not its sha256. {WAY_OUT}")
+        return [_parse(Row, json.dumps(row).encode(), self.store.uri(key)) for row in json.loads(value)]
+
+    def _pack(self) -> None:
+        """Packs commits that are older than the last two, when there are enough of them."""
+        done = max((last + 1 for _, last, _ in self._packs()), default=0)
+        old = [round for round in self.commits()[:-2] if round >= done]
+        if len(old) >= PACKED:
+            rows = [row for round in old for row in self._rows(round) if row.round >= done]
+            self._put_pack(_thinned(rows))
+            self._prune(old[-1])
+
+    def _put_pack(self, rows: Sequence[Row]) -> None:
+        if rows:
+            value = canonical([row.model_dump(mode="json") for row in rows])
+            name = f"{rows[0].round:05d}-{rows[-1].round:05d}-{sha256(value)[:16]}.json"
+            self.store.put(f"metrics/{name}", value)
+
+    def _cut_packs(self, round: int) -> None:
+        """Forgets packed measurements after `round`."""
+        for first, last, key in self._packs():
+            if last > round:
+                if first <= round:
+                    self._put_pack([row for row in self._unpacked(key) if row.round <= round])
+                self.store.delete(key)
+
+    # ------------------------------------------------------------------------------------------ checked files
+    def _mark(self, round: int) -> Committed:
+        mark = f"{_folder(round)}COMMITTED"
+        return _parse(Committed, self.store.get(mark), self.store.uri(mark))
+
     def _committed(self, round: int, name: str) -> bytes:
         """A file of a committed round, checked against the checksum that was committed with it."""
         mark = f"{_folder(round)}COMMITTED"
         try:
-            expected = _parse(Committed, self.store.get(mark), self.store.uri(mark)).files.get(name)
+            files = self._mark(round).files
+            name = next((found for found in files if _plain(found) == name), name)
             value = self.store.get(f"{_folder(round)}{name}")
         except IntegrityError as error:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
-        if sha256(value) != expected:
+        if sha256(value) != files.get(name):
             raise IntegrityError(
                 f"{self.store.uri(_folder(round) + name)} is damaged: its sha256 is {sha256(value)[:16]}..., "
-                f"{self.store.uri(mark)} says {str(expected)[:16]}... . {WAY_OUT}"
+                f"{self.store.uri(mark)} says {str(files.get(name))[:16]}... . {WAY_OUT}"
             )
         return value
 
     def discard_after(self, round: int | None) -> None:
         """Forgets every round after `round` (None: all)."""
+        self.check_lease()
         first = 0 if round is None else round + 1
         keys = [k for k in self.store.list("rounds/") if int(k.split("/")[1]) >= first]
         marks = [k for k in keys if k.endswith("/COMMITTED")]
         self.store.delete(*marks)
         self.store.delete(*(k for k in keys if k not in marks))
+        self._here = {r for r in self._here if r < first}
+        self._cut_packs(first - 1)
 
     def tidy(self) -> None:
         """Removes what a kill left behind, a started round's updates excepted: they are adopted."""
-        self.store.sweep("rounds/")
+        for prefix in ("rounds/", "metrics/"):
+            self.store.sweep(prefix)
         commits = self.commits()
+        self._cut_packs(commits[-1] if commits else -1)
         if commits:
             self._prune(commits[-1])
 
     def _prune(self, round: int) -> None:
         keys = self.store.list("rounds/")
-        commits = sorted(r for k in keys if k.endswith("/COMMITTED") and (r := int(k.split("/")[1])) <= round)
+        marked = {int(k.split("/")[1]) for k in keys if k.endswith("/COMMITTED")} | self._here
+        commits = sorted(r for r in marked if r <= round)
+        packed = max((last for _, last, _ in self._packs()), default=-1)
         gone = []
         for key in keys:
-            folder, name = int(key.split("/")[1]), key.split("/", 2)[2]
+            folder, name = int(key.split("/")[1]), _plain(key.split("/", 2)[2])
             unfinished = folder <= round and (folder not in commits or name not in (*STATE_FILES, "COMMITTED"))
             kept = self.keep_every is not None and (folder + 1) % self.keep_every == 0
-            old = folder < commits[-2:][0] and name in ("state.safetensors", "state.json") and not kept
-            if unfinished or old:
+            old = folder < commits[-2:][0] and not kept
+            if unfinished or (old and (name in ("state.safetensors", "state.json") or folder <= packed)):
                 gone.append(key)
-        self.store.delete(*gone)
+        # The mark first: without it, what is left of a folder is nothing that anybody reads.
+        self.store.delete(*sorted(gone, key=lambda key: not key.endswith("/COMMITTED")))
 
     # -------------------------------------------------------------------------------------- inside a round
     def open_round(self, plan: RoundPlan) -> None:
@@ -274,7 +387,7 @@ class Ledger:
         return [f"{_folder(round)}updates/{client}.{kind}" for kind in ("safetensors", "json")]
 
     def put_outcome(self, plan: RoundPlan, outcome: Outcome, spoil: Callable[[bytes], bytes] = bytes) -> None:
-        """The payload first, the manifest last: a manifest vouches for its file. `spoil` damages the file on the way."""
+        """The payload first, the manifest last: it vouches for its file. `spoil` damages the file on the way."""
         base, order = f"{_folder(plan.round)}updates/{outcome.client}", plan.order_of[outcome.client]
         manifest, value = packed(outcome, order)
         if value is not None:
@@ -358,6 +471,23 @@ class Ledger:
             return _parse(Closed, self.store.get(key), self.store.uri(key))
         except IntegrityError as error:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
+
+
+def _plain(name: str) -> str:
+    """A state file's name without its writer's number."""
+    number, _, rest = name.partition("-")
+    return rest if number.isdecimal() and rest in STATE_FILES else name
+
+
+def _check_whole(rows: Sequence[object], last: int, name: str) -> None:
+    """Raises IntegrityError unless these are as many rounds as there are from 0 to `last`."""
+    if rows and len(rows) != last + 1:
+        raise IntegrityError(f"{name}: the measurements of {last + 1 - len(rows)} rounds are missing. {WAY_OUT}")
+
+
+def _thinned(rows: Sequence[Row]) -> list[Row]:
+    every = -(-sum(len(row.clients) for row in rows) // LINES) or 1
+    return [row if i % every == 0 else row.model_copy(update={"clients": ()}) for i, row in enumerate(rows)]
 
 
 def _folder(round: int) -> str:

@@ -19,7 +19,7 @@ from fl_engine import acceptance, faults
 from fl_engine.acceptance import Arrival
 from fl_engine.config import RoundsConfig
 from fl_engine.devices import simulated_seconds
-from fl_engine.errors import ConfigError, Stopped
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped
 from fl_engine.evaluate import average_accuracy, evaluate_pool, published
 from fl_engine.ledger import Ledger, Row
 from fl_engine.memory import resident_peak
@@ -101,16 +101,24 @@ def federate(
             pending.clear()
         last_commit = time.monotonic()
 
-    for round in range(first, config.stop):
-        try:
-            state, row = _round(algorithm, state, round, seed, backend, ledger, config, evaluation, should_stop)
-        except Stopped:
-            commit()
-            raise
-        pending.append(row)
-        if _due(config, backend, round, last_commit):
-            commit()
-    _tell_cost(ledger.rows())
+    try:
+        for round in range(first, config.stop):
+            try:
+                state, row = _round(algorithm, state, round, seed, backend, ledger, config, evaluation, should_stop)
+            except Stopped:
+                commit()
+                raise
+            pending.append(row)
+            if _due(config, backend, round, last_commit):
+                commit()
+        _tell_cost(ledger.rows())
+    except IntegrityError:
+        ledger.check_lease()  # what is missing may have been tidied away by the one that has taken over
+        raise
+    except EnvironmentFailure as error:
+        raise EnvironmentFailure(
+            f"{error}. What was committed stays: mend the cause, then go on with --resume"
+        ) from error
     return state
 
 

@@ -73,6 +73,20 @@ class S3Store:
             else:
                 self._put_parts(value, given)
 
+    def create(self, key: str, value: bytes) -> bool:
+        from botocore.exceptions import ClientError
+
+        given = {"Bucket": self._bucket, "Key": self._prefix + key, "Metadata": {"sha256": sha256(value)}}
+        with self._explained(key):
+            try:
+                self._client.put_object(Body=value, ContentMD5=_md5(value), IfNoneMatch="*", **given)
+            except ClientError as error:
+                # 409: somebody else is at it this very moment.
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] in (409, 412):
+                    return False
+                raise
+        return True
+
     def _put_parts(self, value: bytes, given: Mapping[str, Any]) -> None:
         """The object appears whole when the upload is completed, or never."""
         where = {"Bucket": given["Bucket"], "Key": given["Key"]}
@@ -185,6 +199,9 @@ class UrlStore:
 
     def list(self, prefix: str) -> list[str]:
         return sorted(key for key in self._urls["GET"] if key.startswith(prefix))
+
+    def create(self, key: str, value: bytes) -> bool:
+        raise IntegrityError(f"a client creates nothing that others may, asked for {key}")
 
     def delete(self, *keys: str) -> None:
         raise IntegrityError(f"a client deletes nothing, asked for {', '.join(keys)}")

@@ -9,19 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors.torch
 from safetensors import SafetensorError
 
-from fl_engine.errors import IntegrityError
+from fl_engine.errors import EnvironmentFailure, IntegrityError
 from fl_engine.types import Params
 
 
 class Store(Protocol):
+    """All raise EnvironmentFailure where the store does not do it: no space, no access, no answer."""
+
     def put(self, key: str, value: bytes) -> None: ...
+
+    def create(self, key: str, value: bytes) -> bool:
+        """Puts what is not there yet; False where something of that key is. Of several at once, one succeeds."""
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         """Raises IntegrityError where the key does not exist, or holds more than `limit` bytes."""
@@ -45,27 +52,44 @@ class FolderStore:
         self.root = Path(root)
 
     def put(self, key: str, value: bytes) -> None:
+        self._write(key, value, os.replace)
+
+    def create(self, key: str, value: bytes) -> bool:
+        try:
+            self._write(key, value, os.link)
+        except FileExistsError:
+            return False
+        return True
+
+    def _write(self, key: str, value: bytes, name: Callable[[Path, Path], None]) -> None:
+        """Writes a file beside the one that is meant, then gives it its name."""
         path = self.root / key
-        changed = [path.parent]  # folders with a new entry: without their fsync a power cut forgets the name
-        while not changed[-1].exists():
-            changed.append(changed[-1].parent)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        with open(part, "wb") as file:
-            file.write(value)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        for folder in changed:
-            descriptor = os.open(folder, os.O_RDONLY)
+        part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+        with self._explained(key):
+            changed = [path.parent]  # folders with a new entry: without their fsync a power cut forgets the name
+            while not changed[-1].exists():
+                changed.append(changed[-1].parent)
+            path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                with open(part, "wb") as file:
+                    file.write(value)
+                    file.flush()
+                    os.fsync(file.fileno())
+                name(part, path)
+            except OSError:
+                part.unlink(missing_ok=True)  # a full disk would not be less full
+                raise
+            part.unlink(missing_ok=True)  # where its name is a second one
+            for folder in changed:
+                descriptor = os.open(folder, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         try:
-            with open(self.root / key, "rb") as file:
+            with self._explained(key), open(self.root / key, "rb") as file:
                 check_size(self.uri(key), os.fstat(file.fileno()).st_size, limit)
                 return file.read()
         except FileNotFoundError:
@@ -73,23 +97,35 @@ class FolderStore:
 
     def list(self, prefix: str) -> list[str]:
         base = self.root / prefix.rpartition("/")[0]
-        if not base.is_dir():
-            return []
-        keys = (p.relative_to(self.root).as_posix() for p in base.rglob("*") if p.is_file())
-        return sorted(k for k in keys if k.startswith(prefix) and not k.endswith(".part"))
+        with self._explained(prefix):
+            if not base.is_dir():
+                return []
+            keys = (p.relative_to(self.root).as_posix() for p in base.rglob("*") if p.is_file())
+            return sorted(k for k in keys if k.startswith(prefix) and not k.endswith(".part"))
 
     def delete(self, *keys: str) -> None:
         for key in keys:
             path = self.root / key
-            path.unlink(missing_ok=True)
-            folder = path.parent
-            while folder != self.root and folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
-                folder = folder.parent
+            with self._explained(key):
+                path.unlink(missing_ok=True)
+                folder = path.parent
+                while folder != self.root and folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
+                    folder = folder.parent
 
     def sweep(self, prefix: str) -> None:
-        for part in (self.root / prefix).rglob(".*.part"):
-            part.unlink(missing_ok=True)
+        with self._explained(prefix):
+            for part in (self.root / prefix).rglob(".*.part"):
+                part.unlink(missing_ok=True)
+
+    @contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except OSError as error:
+            raise EnvironmentFailure(f"{self.uri(key)}: {error.strerror or error}") from error
 
     def uri(self, key: str = "") -> str:
         return str(self.root / key)

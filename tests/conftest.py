@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +35,7 @@ from fl_engine.slicing import initial_params
 from fl_engine.store import Store, check_size, encode, sha256
 from fl_engine.tracking import Memory
 from fl_engine.types import Algorithm, Data, Outcome, RoundPlan, Tracker
+from tests.harness.processes import Done, Nursery, with_sets
 
 QUICK = (
     "tracking.mlflow=null",
@@ -86,6 +85,9 @@ class MemoryStore:
     def put(self, key: str, value: bytes) -> None:
         self.files[key] = bytes(value)
 
+    def create(self, key: str, value: bytes) -> bool:
+        return self.files.setdefault(key, value) is value
+
     def get(self, key: str, limit: int | None = None) -> bytes:
         if key not in self.files:
             raise IntegrityError(f"{self.uri(key)} is missing from the run store")
@@ -125,6 +127,10 @@ class DyingStore:
     def put(self, key: str, value: bytes) -> None:
         self._write()
         self.inner.put(key, value)
+
+    def create(self, key: str, value: bytes) -> bool:
+        self._write()
+        return self.inner.create(key, value)
 
     def delete(self, *keys: str) -> None:
         for key in keys:
@@ -341,22 +347,6 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 # ------------------------------------------------------------------------------------------- the command line
-@dataclass(frozen=True)
-class Done:
-    """What a command ended with."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """Stdout, which has to be exactly one JSON object."""
-        value = json.loads(self.out)
-        assert isinstance(value, dict)
-        return value
-
-
 def end_of(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> Done:
     """Runs a command in this process as its entry point would. An unexpected exception is not caught."""
     out, err = io.StringIO(), io.StringIO()
@@ -364,10 +354,6 @@ def end_of(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> Done:
         common.run_main(lambda _: main(argv))
     code = end.value.code
     return Done(code if isinstance(code, int) else 0 if code is None else 1, out.getvalue(), err.getvalue())
-
-
-def with_sets(argv: Sequence[str], sets: Sequence[str]) -> list[str]:
-    return [*argv, *(part for pair in sets for part in ("--set", pair))]
 
 
 @pytest.fixture(scope="session")
@@ -396,100 +382,6 @@ def step() -> Callable[..., Done]:
 
 
 # -------------------------------------------------------------------------------------------- real processes
-NURSERY = """
-import json, os, signal, sys, traceback
-from pathlib import Path
-import mlflow, numpy
-import components.cli, components.common, components.federate, components.report, components.run
-import fl_engine.partition
-
-fl_engine.partition.draw(numpy.ones((2, 2), dtype=int), Path(sys.argv[1], "fonts.svg"))  # loads the fonts
-
-MAINS = {"flexfleet": components.cli.dispatch, "federate": components.federate.main}
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
-
-for line in sys.stdin:
-    order = json.loads(line)
-    if "wait" in order:
-        print(os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1]), flush=True)
-        continue
-    child = os.fork()
-    if child:
-        print(child, flush=True)
-        continue
-    code = 0
-    try:
-        for number, path in ((1, order["out"]), (2, order["err"])):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        os.chdir(order["cwd"])
-        components.common.run_main(lambda _: MAINS[order["main"]](order["argv"]))
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-"""
-
-
-class Child:
-    """A real process in which the console command runs. It can be killed until it has been waited for."""
-
-    def __init__(self, nursery: Nursery, pid: int, out: Path, err: Path) -> None:
-        self._nursery = nursery
-        self.pid = pid
-        self._out = out
-        self._err = err
-
-    def send(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)  # dead or alive, the number is still its own: nobody has waited for it
-
-    @property
-    def err(self) -> str:
-        """What it has said so far."""
-        return self._err.read_text()
-
-    def wait(self) -> Done:
-        """The exit code is -n where signal n ended the process."""
-        code = self._nursery.ask({"wait": self.pid})
-        return Done(code, self._out.read_text(), self._err.read_text())
-
-
-class Nursery:
-    """Starts commands as real processes, forked from one that has imported everything: 0.1 s instead of 5."""
-
-    def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
-        self._count = 0
-        environment = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true", "OPENBLAS_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", NURSERY, str(scratch)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def ask(self, order: dict[str, Any]) -> int:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
-
-    def start(self, main: str, *argv: str, cwd: Path, sets: Sequence[str] = ()) -> Child:
-        """`main` is `flexfleet` (the console command) or `federate` (the step's own)."""
-        self._count += 1
-        out, err = (self._scratch / f"{self._count}.{name}" for name in ("out", "err"))
-        order = {"main": main, "argv": with_sets(argv, sets), "cwd": str(cwd), "out": str(out), "err": str(err)}
-        return Child(self, self.ask(order), out, err)
-
-    def close(self) -> None:
-        self._process.communicate()  # closes its stdin, which ends it
-
-
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     found = Nursery(tmp_path_factory.mktemp("nursery"))

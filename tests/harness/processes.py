@@ -1,0 +1,238 @@
+"""Commands as real processes, forked from one that has imported everything: 0.1 s per start instead of 5.
+
+`python -m tests.harness.processes DIR` is that process, the nursery. It reads orders, a line of JSON each, and answers
+each with a line: a command's process id, or its exit code once it has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).parents[2]
+LOOK_S = 0.005
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command ended with."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Stdout, which has to be exactly one JSON object."""
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+
+def with_sets(argv: Sequence[str], sets: Sequence[str]) -> list[str]:
+    return [*argv, *(part for pair in sets for part in ("--set", pair))]
+
+
+class Child:
+    """A real process in which a command runs. It can be killed until it is known to have ended."""
+
+    def __init__(self, nursery: Nursery, pid: int, out: Path, err: Path) -> None:
+        self._nursery = nursery
+        self._lock = threading.Lock()
+        self._code: int | None = None
+        self._out = out
+        self._err = err
+        self.pid = pid
+
+    def send(self, number: signal.Signals) -> None:
+        with self._lock:
+            if self._code is None:
+                os.kill(self.pid, number)  # dead or alive, the number is still its own: nobody has asked for its end
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+
+    @property
+    def err(self) -> str:
+        """What it has said so far."""
+        return self._err.read_text() if self._err.exists() else ""
+
+    def poll(self) -> int | None:
+        """Its exit code, -n where signal n ended it; None while it runs."""
+        with self._lock:
+            if self._code is None:
+                self._code = self._nursery.ask({"poll": self.pid})
+            return self._code
+
+    def wait(self, timeout_s: float = float("inf")) -> Done:
+        """Raises TimeoutError where it does not end."""
+        until = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise TimeoutError(f"process {self.pid} has not ended after {timeout_s:.0f} s:\n{self.err[-3000:]}")
+            time.sleep(LOOK_S)
+        return Done(code, self._out.read_text(), self._err.read_text())
+
+
+class Nursery:
+    """Starts commands; several threads may ask it."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._count = 0
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(scratch)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true", "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+    def ask(self, order: Mapping[str, Any]) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with self._lock:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+
+    def start(
+        self,
+        main: str,
+        *argv: str,
+        cwd: Path,
+        sets: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        faults: Mapping[str, Any] | None = None,
+    ) -> Child:
+        """`main` is one of `_mains`. `env`: on top of the nursery's environment. `log`: where stderr goes; stdout goes
+        beside it. `faults`: what `faults.install` takes."""
+        with self._lock:
+            self._count += 1
+            err = log or self._scratch / f"{self._count}.err"
+        out = err.with_suffix(".out")
+        order = {"main": main, "argv": with_sets(argv, sets), "cwd": str(cwd), "out": str(out), "err": str(err)}
+        return Child(self, self.ask(order | {"env": dict(env or {}), "faults": faults}), out, err)
+
+    def close(self) -> None:
+        self._process.communicate()  # closes its stdin, which ends it
+
+
+# --------------------------------------------------------------------------------------- inside the nursery
+def _mains() -> dict[str, Callable[[list[str]], int]]:
+    """Everything that a command imports, and the commands: `flexfleet`, the console's, a step's own, and one that
+    creates MLflow's tables."""
+    import boto3.session  # noqa: F401
+    import kubernetes  # noqa: F401
+    import mlflow
+    import mlflow.store.tracking.sqlalchemy_store
+    import sklearn.datasets  # noqa: F401
+
+    import components.cli
+    import components.client
+    import components.federate
+    import components.model_pool
+    import components.partition
+    import components.pretrain
+    import components.report
+    import components.run
+
+    def create_tables(argv: list[str]) -> int:
+        mlflow.MlflowClient(argv[0]).search_experiments()
+        return 0
+
+    steps = ("client", "federate", "model_pool", "partition", "pretrain")
+    mains = {name: getattr(components, name).main for name in steps}
+    return {"flexfleet": components.cli.dispatch, "mlflow": create_tables, **mains}
+
+
+def _serve(scratch: Path) -> None:
+    import numpy
+
+    import components.track
+    import fl_engine.partition
+    import tests.harness.faults  # noqa: F401
+
+    mains = _mains()
+    # The same in every command, and half a second of each: what is installed here.
+    components.track.environment = functools.cache(components.track.environment)
+    components.track.environment()
+    fl_engine.partition.draw(numpy.ones((2, 2), dtype=int), scratch / "fonts.svg")  # loads the fonts
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "poll" in order:
+            ended, status = os.waitpid(order["poll"], os.WNOHANG)
+            print(json.dumps(os.waitstatus_to_exitcode(status) if ended else None), flush=True)
+            continue
+        child = os.fork()
+        if not child:
+            _live(order, mains)
+        print(child, flush=True)
+
+
+def _live(order: Mapping[str, Any], mains: Mapping[str, Callable[[list[str]], int]]) -> NoReturn:
+    """The command, in the forked child."""
+    from components import common
+    from tests.harness import faults
+
+    code: Any = 0
+    try:
+        for number, path in ((1, order["out"]), (2, order["err"])):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.environ.update(order["env"])
+        os.chdir(order["cwd"])
+        with faults.install(**order["faults"] or {}):
+            common.run_main(lambda _: mains[order["main"]](order["argv"]))
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+# ------------------------------------------------------------------------------------------ what the system knows
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended meanwhile
+            found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def workers(pid: int) -> list[int]:
+    """The worker processes of a coordinator: started for it by a process of multiprocessing's."""
+    return sorted(worker for server in children(pid) for worker in children(server))
+
+
+def marked(token: str) -> list[int]:
+    """Processes that were started with `token` in their environment, or whose parents were."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if token.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:  # another user's, or it has ended meanwhile
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]))

@@ -1,0 +1,239 @@
+"""Two coordinators on one run: exactly one proceeds, the other says who it is; one that was paused damages nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine import lease, rounds
+from fl_engine.config import RoundsConfig
+from fl_engine.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped
+from fl_engine.lease import Holder, Lease
+from fl_engine.ledger import Ledger
+from fl_engine.store import FolderStore, Store, encode
+from fl_engine.tracking import Memory
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "BEAT_S", 0.02)
+    monkeypatch.setattr(lease, "TTL_S", 0.3)
+    monkeypatch.setattr(lease, "POLL_S", 0.01)
+
+
+def leave(store: Store, **said: Any) -> Holder:
+    """The lease of a coordinator that is not this process."""
+    elsewhere = {"host": "edge-7", "machine": "another", "pid": 4711, "since": "2026-01-01T00:00:00+00:00"}
+    holder = Holder.model_validate(elsewhere | said)
+    assert store.create("lease/00001.json", holder.model_dump_json().encode())
+    return holder
+
+
+def test_the_second_says_who_the_first_is(memory_store: Store) -> None:
+    with lease.held(memory_store) as first:
+        assert first.number == 1
+        who = rf"is being run by process {os.getpid()} on .* \(since .*\): wait for it, or stop it first"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lease, "_machine", lambda: "another")
+            with pytest.raises(ConfigError, match=who), lease.held(memory_store):
+                pass
+        first.check()
+    with lease.held(memory_store) as second:
+        assert second.number == 2, "let go, it is taken without waiting"
+    assert memory_store.list("lease/") == ["lease/00002.json"]
+
+
+def test_a_process_of_this_machine_that_is_gone_is_replaced_at_once(
+    memory_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lease, "TTL_S", 1e9)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    leave(memory_store, machine=lease._machine(), pid=gone.pid)
+    with lease.held(memory_store) as found:
+        assert found.number == 2
+    assert f"in the place of process {gone.pid} on edge-7" in caplog.text
+
+
+def test_a_restarted_container_is_not_locked_out_by_its_own_number(
+    memory_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "TTL_S", 1e9)
+    leave(memory_store, machine=lease._machine(), pid=os.getpid())
+    with lease.held(memory_store) as found:
+        assert found.number == 2
+
+
+def test_one_elsewhere_that_gives_no_sign_of_life_is_replaced_after_a_while(memory_store: Store) -> None:
+    leave(memory_store)
+    started = time.monotonic()
+    with lease.held(memory_store) as found:
+        assert found.number == 2 and time.monotonic() - started > 0.3
+
+
+def test_a_lease_that_is_no_lease_is_replaced(memory_store: Store) -> None:
+    memory_store.put("lease/00041.json", b"{half")
+    with lease.held(memory_store) as found:
+        assert found.number == 42
+
+
+@pytest.mark.parametrize("kind", ["memory", "folder"])
+def test_of_many_that_start_at_once_one_proceeds(kind: str, memory_store: Store, tmp_path: Path) -> None:
+    store = memory_store if kind == "memory" else FolderStore(tmp_path)
+    ended = threading.Barrier(8, timeout=60)
+
+    def start(number: int) -> Lease | str:
+        try:
+            with lease.held(store) as mine:
+                ended.wait()
+                return mine
+        except ConfigError as error:
+            ended.wait()
+            return str(error)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(8) as threads:
+        patch.setattr(lease, "_machine", lambda: str(threading.get_ident()))  # each a machine of its own
+        patch.setattr(lease, "TTL_S", 5.0)
+        found = list(threads.map(start, range(8)))
+    assert sum(isinstance(outcome, Lease) for outcome in found) == 1
+    assert all("is being run by process" in outcome for outcome in found if isinstance(outcome, str))
+
+
+def test_a_server_that_cannot_keep_two_apart_is_refused(memory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def overwrites(key: str, value: bytes) -> bool:
+        memory_store.put(key, value)
+        return True
+
+    monkeypatch.setattr(memory_store, "create", overwrites)
+    with pytest.raises(EnvironmentFailure, match="ignores If-None-Match"), lease.held(memory_store):
+        pass
+
+
+def test_a_heartbeat_outlives_an_outage_of_the_store(memory_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, fails = memory_store.put, threading.Event()
+
+    def flaky(key: str, value: bytes) -> None:
+        if fails.is_set():
+            raise EnvironmentFailure("no answer")
+        put(key, value)
+
+    monkeypatch.setattr(memory_store, "put", flaky)
+    with lease.held(memory_store):
+        fails.set()
+        time.sleep(0.1)
+        fails.clear()
+        before = lease._read(memory_store, 1)
+        time.sleep(0.1)
+        after = lease._read(memory_store, 1)
+        assert before is not None and after is not None and after.beats > before.beats
+
+
+# ---------------------------------------------------------------------------------------------------- fencing
+class Pausing:
+    """Passes everything on to `inner`, but stops before its n-th write or deletion until it is told to go on."""
+
+    def __init__(self, inner: Store, writes: int) -> None:
+        self.inner = inner
+        self.left = writes
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def _write(self) -> None:
+        self.left -= 1
+        if self.left == -1:
+            self.reached.set()
+            assert self.go_on.wait(60)
+
+    def put(self, key: str, value: bytes) -> None:
+        self._write()
+        self.inner.put(key, value)
+
+    def create(self, key: str, value: bytes) -> bool:
+        self._write()
+        return self.inner.create(key, value)
+
+    def delete(self, *keys: str) -> None:
+        self._write()
+        self.inner.delete(*keys)
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        return self.inner.get(key, limit)
+
+    def list(self, prefix: str) -> list[str]:
+        return self.inner.list(prefix)
+
+    def sweep(self, prefix: str) -> None:
+        self.inner.sweep(prefix)
+
+    def uri(self, key: str = "") -> str:
+        return self.inner.uri(key)
+
+
+def run(job: Any, store: Store, number: int) -> bytes:
+    """The job's rounds, by the coordinator of this number."""
+    holder = Holder(host="here", machine="here", pid=1, since="now")
+    settings = RoundsConfig(stop=3, evaluate_every=1000, commit_every=1, keep_updates=True)
+    ledger = Ledger(store, lease=Lease(store, number, holder))
+    args = (Memory(), settings, job.seed, job.evaluation)
+    return encode(rounds.federate(job.algorithm, job.initial(), job.backend, ledger, *args).params)
+
+
+def test_a_coordinator_that_is_paused_before_any_write_and_replaced_meanwhile_changes_no_bit(
+    job: Any, new_store: Callable[[], Store], timeless: Callable[[Store], list[Any]]
+) -> None:
+    undisturbed = new_store()
+    undisturbed.put("lease/00001.json", b"")
+    expected = run(job, undisturbed, 1)
+    for writes in range(100):
+        store = new_store()
+        store.put("lease/00001.json", b"")
+        paused, ended = Pausing(store, writes), list[BaseException | bytes]()
+
+        def first(paused: Pausing = paused, ended: list[BaseException | bytes] = ended) -> None:
+            try:
+                ended.append(run(job, paused, 1))
+            except FlexfleetError as error:
+                ended.append(error)
+            paused.reached.set()
+
+        thread = threading.Thread(target=first)
+        thread.start()
+        assert paused.reached.wait(60)
+        finished = bool(ended)
+        store.put("lease/00002.json", b"")
+        assert run(job, store, 2) == expected
+        before = timeless(store)
+        paused.go_on.set()
+        thread.join()
+        if finished:
+            break
+        (end,) = ended
+        assert isinstance(end, Stopped) or end == expected, "stopped, or paused behind its last commit"
+        assert timeless(store) == before == timeless(undisturbed), f"paused before write {writes}"
+        assert run(job, store, 2) == expected
+        Ledger(store).read(2)
+    assert writes > 20
+
+
+@pytest.fixture
+def taken_over(memory_store: Store) -> Iterator[Lease]:
+    with lease.held(memory_store) as mine:
+        memory_store.put("lease/00002.json", b"")
+        yield mine
+
+
+def test_one_that_was_replaced_neither_commits_nor_discards(memory_store: Store, taken_over: Lease) -> None:
+    ledger = Ledger(memory_store, lease=taken_over)
+    for act in (lambda: ledger.commit(0, {}, {}, []), lambda: ledger.discard_after(None)):
+        with pytest.raises(Stopped, match="has taken over while this one did not answer"):
+            act()
+    assert memory_store.list("rounds/") == []
