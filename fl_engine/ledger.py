@@ -285,7 +285,7 @@ class Ledger:
         first = 0 if round is None else round + 1
         keys = [k for k in self.store.list("rounds/") if int(k.split("/")[1]) >= first]
         marks = [k for k in keys if k.endswith("/COMMITTED")]
-        self.store.delete(*marks)
+        self.store.delete(*reversed(marks))  # from the end, so that no kill leaves a gap
         self.store.delete(*(k for k in keys if k not in marks))
         self._here = {r for r in self._here if r < first}
         self._cut_packs(first - 1)

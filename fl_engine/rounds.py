@@ -6,16 +6,18 @@ committed state, the round number and the seed, and what a kill left unfinished 
 
 from __future__ import annotations
 
+import hmac
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from statistics import median
 from typing import Any, get_args
 
-from fl_engine import acceptance, faults
+from fl_engine import acceptance, faults, privacy
 from fl_engine.acceptance import Arrival
 from fl_engine.config import RoundsConfig
 from fl_engine.devices import simulated_seconds
@@ -80,31 +82,35 @@ def federate(
     evaluation: Evaluation,
     should_stop: Callable[[], bool] = lambda: False,
     discard_damaged: bool = False,
+    noise_key: bytes | None = None,
 ) -> Any:
     """Runs the rounds that are not committed yet, up to `config.stop`; returns the final state.
 
-    `initial` is the state before round 0. Raises Stopped (after committing what is finished) when `should_stop`
-    says so, and IntegrityError where the ledger is damaged and `discard_damaged` does not allow to go back.
+    `initial` is the state before round 0. `noise_key` is where a private aggregation's noise comes from. Raises Stopped
+    (after committing what is finished) when `should_stop` says so, IntegrityError where the ledger is damaged and
+    `discard_damaged` does not allow to go back, and EnvironmentFailure where the store or the backend do not answer.
     """
-    state, first = _resume(initial, ledger, discard_damaged)
-    if first > config.stop:
-        raise ConfigError(f"rounds.stop = {config.stop}, but {first} rounds are committed: a run cannot go back")
-    tracker.metrics([(row.round + 1, row.metrics) for row in ledger.rows()])
-    pending: list[Row] = []
-    last_commit = time.monotonic()
-
-    def commit() -> None:
-        nonlocal last_commit
-        if pending:
-            ledger.commit(pending[-1].round, *pack(state), pending)
-            tracker.metrics([(row.round + 1, row.metrics) for row in pending])
-            pending.clear()
+    with _told_how_to_go_on(ledger):
+        state, first = _resume(initial, ledger, discard_damaged)
+        if first > config.stop:
+            raise ConfigError(f"rounds.stop = {config.stop}, but {first} rounds are committed: a run cannot go back")
+        tracker.metrics([(row.round + 1, row.metrics) for row in ledger.rows()])
+        pending: list[Row] = []
         last_commit = time.monotonic()
 
-    try:
+        def commit() -> None:
+            nonlocal last_commit
+            if pending:
+                ledger.commit(pending[-1].round, *pack(state), pending)
+                tracker.metrics([(row.round + 1, row.metrics) for row in pending])
+                pending.clear()
+            last_commit = time.monotonic()
+
         for round in range(first, config.stop):
             try:
-                state, row = _round(algorithm, state, round, seed, backend, ledger, config, evaluation, should_stop)
+                state, row = _round(
+                    algorithm, state, round, seed, backend, ledger, config, evaluation, should_stop, noise_key
+                )
             except Stopped:
                 commit()
                 raise
@@ -112,6 +118,13 @@ def federate(
             if _due(config, backend, round, last_commit):
                 commit()
         _tell_cost(ledger.rows())
+    return state
+
+
+@contextmanager
+def _told_how_to_go_on(ledger: Ledger) -> Iterator[None]:
+    try:
+        yield
     except IntegrityError:
         ledger.check_lease()  # what is missing may have been tidied away by the one that has taken over
         raise
@@ -119,7 +132,6 @@ def federate(
         raise EnvironmentFailure(
             f"{error}. What was committed stays: mend the cause, then go on with --resume"
         ) from error
-    return state
 
 
 def _tell_cost(rows: Sequence[Row]) -> None:
@@ -158,6 +170,12 @@ def _due(config: RoundsConfig, backend: Backend, round: int, last_commit: float)
     return (round + 1) % config.commit_every == 0
 
 
+def _noise_seed(key: bytes | None, round: int) -> int | None:
+    if key is None:
+        return None
+    return int.from_bytes(hmac.digest(key, f"noise {round}".encode(), "sha256")[:8], "little") >> 1
+
+
 def _round(
     algorithm: Algorithm,
     state: Any,
@@ -168,9 +186,10 @@ def _round(
     config: RoundsConfig,
     evaluation: Evaluation,
     should_stop: Callable[[], bool],
+    noise_key: bytes | None,
 ) -> tuple[Any, Row]:
     started = time.monotonic()
-    plan = algorithm.plan(state, round, seed)
+    plan = replace(algorithm.plan(state, round, seed), noise_seed=_noise_seed(noise_key, round))
     planned = time.monotonic()
     watch = _Watch(plan, evaluation, config, seed, should_stop)
     if config.keep_updates or backend.durable:
@@ -196,6 +215,9 @@ def _round(
             metrics[f"loss/{name}"] = score.loss
         metrics["seconds_evaluate"] = time.monotonic() - merged
     metrics["peak_mb"] = resident_peak() / 1e6
+    spent = privacy.epsilon(algorithm, evaluation.fleet, evaluation.pool, round + 1)
+    if spent is not None:
+        metrics["epsilon"] = spent
     metrics["seconds_round"] = time.monotonic() - started
     return state, Row(round=round, metrics=metrics, clients=tuple(watch.clients))
 

@@ -117,7 +117,7 @@ def test_extras_are_imported_where_they_are_used(path: Path) -> None:
     assert [name for name in imports(path) if name.split(".")[0] in HEAVY] == []
 
 
-FROM = {"yaml": "pyyaml", "sklearn": "scikit-learn"}
+FROM = {"dp_accounting": "dp-accounting", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 """Packages whose modules have another name."""
 BROUGHT = {"botocore": "boto3", "urllib3": "boto3", "sqlalchemy": "optuna", "markupsafe": "jinja2"}
 """What comes with others."""
