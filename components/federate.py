@@ -10,7 +10,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -19,7 +19,7 @@ from typing import Any
 from components import common, track
 from components.artifacts import History, PoolFile, RunFile
 from fl_engine import config as configs
-from fl_engine import devices, faults, lease, partition, rounds, seeds, strategy
+from fl_engine import devices, faults, lease, partition, privacy, rounds, seeds, strategy
 from fl_engine.assignment import SITE_FILES
 from fl_engine.backends import BACKENDS, Processes
 from fl_engine.backends.in_process import prepare_process
@@ -39,7 +39,8 @@ from fl_engine.tracking import Console, MLflow, Several
 from fl_engine.types import Backend, ModelFamily, Tracker
 from fl_engine.updates import KeyOf, key_of
 
-SECRET_KEY = "secret/key"
+SECRET_KEY, NOISE_KEY = "secret/key", "secret/noise"
+"""Where the run's store keeps what clients' keys, and the noise of private aggregation, come from."""
 
 MAY_CHANGE = (
     "dataset.root",
@@ -176,11 +177,13 @@ def _federate(
                 rounds.Evaluation(site.family, site.pool, site.data, config.run.devices, site.fleet),
                 should_stop,
                 discard_damaged,
+                _secret(store, NOISE_KEY) if privacy.is_private(algorithm) else None,
             )
             if isinstance(backend, Kubernetes):
                 backend.finish()
     except BaseException as error:
-        tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
+        with suppress(EnvironmentFailure):  # of the tracker: what went wrong first is what is told
+            tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
         raise
     return _finish(out, ledger, final, tracker, mlflow)
 
@@ -256,15 +259,17 @@ def _keys(store: Store, config: Config) -> tuple[KeyOf | None, KeyOf | None]:
     """What clients sign with, and the coordinator; None where both are this machine's own processes."""
     if config.run.backend != "kubernetes":
         return None, None
-    secret = _secret(store)
+    secret = _secret(store, SECRET_KEY)
     return key_of(secret), key_of(secret, "coordinator")
 
 
-def _secret(store: Store) -> bytes:
-    """What the keys of this run's clients come from; made once, and read by nobody but the coordinator."""
-    if SECRET_KEY not in store.list(SECRET_KEY):
-        store.put(SECRET_KEY, secrets.token_bytes(32))
-    return store.get(SECRET_KEY)
+def _secret(store: Store, key: str) -> bytes:
+    """Made once, and read by nobody but the coordinator."""
+    if key not in store.list(key):
+        store.create(key, secrets.token_bytes(32))
+        if isinstance(store, FolderStore):
+            (store.root / key).chmod(0o600)
+    return store.get(key)
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:

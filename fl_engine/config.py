@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from fl_engine import faults
+from fl_engine import faults, privacy
 from fl_engine.algorithms.pooled import Training
 from fl_engine.devices import FLEETS, Tier, named
 from fl_engine.errors import ConfigError, FlexfleetError, masked, nearest
@@ -30,6 +30,8 @@ from fl_engine.types import Algorithm, ChoosesNetwork, ModelFamily
 T = TypeVar("T")
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+MOST_VALUES, DEEPEST = 100_000, 50
+"""In a file of parameters: a few lines of YAML's aliases can stand for more than fits into memory."""
 
 
 class _Section(BaseModel):
@@ -176,6 +178,16 @@ class KubernetesConfig(_Section):
     """device: each client's data lies on one node; a Job of its own is bound to it by `hostname`."""
     hostname: str = "device-{client}"
     """The node of a client, for placement=device."""
+
+    @field_validator("hostname")
+    @classmethod
+    def _names_a_node(cls, value: str) -> str:
+        try:
+            value.format(client=0)
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            raise ValueError("a name with {client} in it is expected, and no other braces") from error
+        return value
+
     clients_per_pod: Count = 1
     """Simulated clients that share a pod; 1: each client is one."""
     data: str | None = None
@@ -309,7 +321,31 @@ _Yaml.add_constructor(_INT, lambda loader, node: int(node.value, 10))
 
 def read_yaml(text: str) -> Any:
     """YAML as `params.yaml` and `--set` have it. Raises yaml.YAMLError."""
-    return yaml.load(text, _Yaml)  # noqa: S506 - a SafeLoader
+    try:
+        value = yaml.load(text, _Yaml)  # noqa: S506 - a SafeLoader
+        check_plain(value)
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:  # a tag that lies, a number of 5000 digits
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
+    return value
+
+
+def check_plain(value: Any) -> None:
+    """Raises ValueError for what a configuration cannot hold: what JSON cannot say, texts that no file or program
+    takes, more than MOST_VALUES (those that aliases repeat counted each time) or deeper ones than DEEPEST."""
+    left, count = [(value, 0)], 0
+    while left:
+        (here, depth), count = left.pop(), count + 1
+        if count > MOST_VALUES or depth > DEEPEST:
+            raise ValueError(f"more than {MOST_VALUES:,} values, or one inside another {DEEPEST} deep")
+        if isinstance(here, Mapping):
+            left += [(inner, depth + 1) for pair in here.items() for inner in pair]
+        elif isinstance(here, list | tuple):
+            left += [(inner, depth + 1) for inner in here]
+        elif isinstance(here, str):
+            if "\0" in here or any("\ud800" <= character <= "\udfff" for character in here):
+                raise ValueError(f"{here[:80]!r} is no text: it holds a null character, or bytes of no encoding")
+        elif not isinstance(here, bool | int | float | None):
+            raise ValueError(f"{here!r} is a {type(here).__name__}; where a text is meant, put it into quotes")
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -330,18 +366,21 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a mapping of sections is expected, got {type(values).__name__}")
     values = _merge(Config().model_dump(mode="json"), values)
-    pairs: list[tuple[str, Any]] = []
-    for override in overrides:
-        key, sign, text = override.partition("=")
-        if not sign or not key.strip():
-            raise ConfigError(f"--set takes a.b=value, got {override!r}")
-        try:
-            pairs.append((key.strip(), read_yaml(text)))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
+    pairs = [pair_of(override) for override in overrides]
     for key, value in sorted(pairs, key=lambda pair: pair[0] not in ("model.name", "algorithm.name")):
         set_path(values, key, value)
     return parse(values)
+
+
+def pair_of(override: str) -> tuple[str, Any]:
+    """`a.b=value`, as after --set."""
+    key, sign, text = override.partition("=")
+    if not sign or not key.strip():
+        raise ConfigError(f"--set takes a.b=value, got {_short(override)}")
+    try:
+        return key.strip(), read_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override[:200]}: the value is not valid YAML: {error}") from error
 
 
 def set_path(values: dict[str, Any], path: str, value: Any) -> None:
@@ -360,12 +399,13 @@ def set_path(values: dict[str, Any], path: str, value: Any) -> None:
 def parse(values: Mapping[str, Any]) -> Config:
     """The defaults with `values` on top, section by section. Raises ConfigError for what is wrong: what arrived, what
     was expected, what to do."""
-    values = _merge(Config().model_dump(mode="json"), values)
     try:
+        check_plain(values)
+        values = _merge(Config().model_dump(mode="json"), values)
         config = Config.model_validate_json(json.dumps(_with_named_fleet(values)))
     except ValidationError as error:
         raise ConfigError(_explain(error, Config)) from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the configuration holds a value that is not plain data: {error}") from error
     algorithm(config)
     _check_model_options(config)
@@ -407,13 +447,18 @@ def _explain(error: ValidationError, root: Any, prefix: str = "") -> str:
         if e["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             lines.append(f"unknown parameter {path!r}{nearest(str(last), known)}")
         elif e["type"] == "union_tag_not_found":
-            lines.append(f"{path}.name is missing: say which one, got {e['input']!r}")
+            lines.append(f"{path}.name is missing: say which one, got {_short(e['input'])}")
         elif e["type"] == "union_tag_invalid":
             tag, tags = e["ctx"]["tag"], e["ctx"]["expected_tags"].replace("'", "")
             lines.append(f"{path}.name: no {tag!r}{nearest(tag, tags.split(', '))}; there are {tags}")
         else:
-            lines.append(f"{path}: {e['msg'][:1].lower()}{e['msg'][1:]}, got {e['input']!r}")
+            lines.append(f"{path}: {e['msg'][:1].lower()}{e['msg'][1:]}, got {_short(e['input'])}")
     return "; ".join(dict.fromkeys(lines))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _walk(root: Any, location: Sequence[Any]) -> tuple[list[str], list[str]]:
@@ -453,15 +498,15 @@ def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
         sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(f"{what} {name!r} cannot be imported: {error}") from error
+    except Exception as error:  # of somebody else's code
+        raise ConfigError(f"{what} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def algorithm(config: Config) -> Algorithm:
     """The configured algorithm with its hyper-parameters checked."""
     from fl_engine.algorithms import ALGORITHMS
 
-    kind = _dataclass(resolve(ALGORITHMS, _name_in(config.algorithm, "algorithm"), "algorithm"), config.algorithm)
+    kind = _kind(ALGORITHMS, config.algorithm, "algorithm", ("pool", "init", "plan", "task", "merge"))
     options = {k: v for k, v in config.algorithm.items() if k != "name"}
     known = [f.name for f in fields(kind) if f.name != "training"]  # type: ignore[arg-type]
     _check_names("algorithm", options, known)
@@ -473,9 +518,11 @@ def algorithm(config: Config) -> Algorithm:
             f"{config.rounds.over_provision}, is more than all: lower one of them"
         )
     try:
-        return TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
+        found: Algorithm = TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
     except ValidationError as error:
         raise ConfigError(_explain(error, kind, "algorithm.")) from error
+    privacy.check_terms(found, config.rounds)
+    return found
 
 
 def model(config: Config, input_chw: tuple[int, int, int], classes: int) -> ModelFamily:
@@ -513,12 +560,17 @@ def min_side(config: Config) -> int:
 def _model_kind(section: Mapping[str, Any]) -> type[ModelFamily]:
     from fl_engine.models import MODELS
 
-    return _dataclass(resolve(MODELS, _name_in(section, "model"), "model"), section)
+    return _kind(MODELS, section, "model", ("min_hw", "layout", "module", "prunable"))
 
 
-def _dataclass(kind: T, section: Mapping[str, Any]) -> T:
-    if not (isinstance(kind, type) and is_dataclass(kind)):
-        raise ConfigError(f"{section['name']!r} is {kind!r}; a dataclass with the options as its fields is expected")
+def _kind(registry: Mapping[str, T], section: Mapping[str, Any], what: str, wanted: Sequence[str]) -> T:
+    """What a section names. Raises ConfigError unless it has what is asked of it."""
+    kind = resolve(registry, _name_in(section, what), what)
+    if not (isinstance(kind, type) and is_dataclass(kind) and all(hasattr(kind, name) for name in wanted)):
+        raise ConfigError(
+            f"{what}.name = {section['name']!r} is {kind!r}; a dataclass is expected, with the options as its fields "
+            f"and with {', '.join(wanted)}"
+        )
     return kind
 
 

@@ -126,6 +126,24 @@ def connect(uri: str, experiment: str) -> tuple[Any, str]:
 @contextmanager
 def _usable(uri: str) -> Iterator[None]:
     """Turns what MLflow raises into a ConfigError that names the address."""
+    try:
+        yield
+    except _errors() as error:
+        said = masked(str(error).splitlines()[0])
+        raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {said}") from error
+
+
+@contextmanager
+def _answering(uri: str) -> Iterator[None]:
+    """Of an address that has been used: its server may be gone by now, beyond what MLflow's own retries bridge."""
+    try:
+        yield
+    except _errors() as error:
+        said = masked(str(error).splitlines()[0])
+        raise EnvironmentFailure(f"MLflow at {masked(uri)} does not take measurements any more: {said}") from error
+
+
+def _errors() -> tuple[type[Exception], ...]:
     from mlflow.exceptions import MlflowException
 
     errors: tuple[type[Exception], ...] = (MlflowException, OSError)
@@ -133,19 +151,17 @@ def _usable(uri: str) -> Iterator[None]:
         from sqlalchemy.exc import SQLAlchemyError
 
         errors += (SQLAlchemyError,)
-    try:
-        yield
-    except errors as error:
-        said = masked(str(error).splitlines()[0])
-        raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {said}") from error
+    return errors
 
 
 class MLflow:
-    """One flat run; step = round. A resumed run goes on in the same MLflow run and skips steps already there."""
+    """One flat run; step = round. A resumed run goes on in the same MLflow run and skips steps already there. What
+    cannot be logged raises EnvironmentFailure: the ledger has it, and a resumed run logs it."""
 
     def __init__(
         self, uri: str, experiment: str, name: str, tags: Mapping[str, str], run_id: str | None = None
     ) -> None:
+        self._uri = uri
         self._client, self.experiment_id = connect(uri, experiment)
         with _usable(uri):
             run_id = run_id or self._begun(tags.get(TOKEN))
@@ -184,13 +200,14 @@ class MLflow:
         new = [(step, values) for step, values in rows if step > self._last_step]
         # A step is never split: a batch is written whole or not at all, and `seconds_round` marks it as there.
         batch: list[Metric] = []
-        for step, values in new:
-            if len(batch) + len(values) > MLFLOW_BATCH:
+        with _answering(self._uri):
+            for step, values in new:
+                if len(batch) + len(values) > MLFLOW_BATCH:
+                    self._client.log_batch(self.run_id, metrics=batch)
+                    batch = []
+                batch += [Metric(key, value, now, step) for key, value in values.items()]
+            if batch:
                 self._client.log_batch(self.run_id, metrics=batch)
-                batch = []
-            batch += [Metric(key, value, now, step) for key, value in values.items()]
-        if batch:
-            self._client.log_batch(self.run_id, metrics=batch)
         self._last_step = max([self._last_step, *(step for step, _ in new)])
 
     def table(self, columns: Sequence[str], lines: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -213,7 +230,8 @@ class MLflow:
         self._client.log_artifact(self.run_id, path)
 
     def finish(self, status: str) -> None:
-        self._client.set_terminated(self.run_id, status)
+        with _answering(self._uri):
+            self._client.set_terminated(self.run_id, status)
 
 
 def _chunks(items: list[Any], size: int) -> list[list[Any]]:

@@ -332,3 +332,27 @@ def test_an_address_that_cannot_be_used_is_said_without_sqlalchemy_too(monkeypat
     said = r"tracking\.mlflow = 'http://nowhere' cannot be used: refused"
     with pytest.raises(ConfigError, match=said), tracking._usable("http://nowhere"):
         raise ConnectionError("refused")
+
+
+def test_a_tracking_server_that_goes_away_stops_the_run_and_a_resumed_one_logs_what_is_missing(
+    flexfleet: Any, quick: Sequence[str], mlflow_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    no_drawings: None,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    log_batch, sets = mlflow.MlflowClient.log_batch, [*quick, f"tracking.mlflow={mlflow_uri}", "rounds.commit_every=1"]
+
+    def gone(self: Any, run_id: str, metrics: Sequence[Any] = (), **more: Any) -> None:
+        if any(metric.step == 2 for metric in metrics):
+            raise mlflow.exceptions.MlflowException("API request failed: connection refused")
+        log_batch(self, run_id, metrics, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "log_batch", gone)
+        stopped = flexfleet("run", "--run-id", "a", sets=sets)
+    assert stopped.code == 6
+    assert "does not take measurements any more: API request failed" in stopped.err and "--resume" in stopped.err
+    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=sets)
+    assert done.code == 0, done.err
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as data_base:
+        logged = data_base.execute("select step, count(*) from metrics where key = 'avg' group by step").fetchall()
+    assert logged == [(1, 1), (2, 1), (3, 1)]

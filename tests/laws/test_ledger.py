@@ -187,7 +187,7 @@ def test_a_kill_between_any_two_writes_of_packing_and_cutting_loses_no_measureme
 @pytest.mark.parametrize("how", [*DAMAGES, "deleted"])
 def test_a_damaged_pack_is_named_and_can_be_got_over(memory_store: Store, small_packs: None, how: str) -> None:
     commit(Ledger(memory_store, keep_every=8), *range(35))
-    first, second, third = memory_store.list("metrics/")
+    _, second, _ = memory_store.list("metrics/")
     damage(memory_store, second, how)
     ledger = Ledger(memory_store, keep_every=8)
     said = "the measurements of 10 rounds are missing" if how == "deleted" else second

@@ -144,6 +144,6 @@ def test_a_server_that_hangs_is_given_up_after_a_bounded_time(
     quick_retries(monkeypatch)
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
     proxy.fault = lambda: "cut"
-    with pytest.raises(EnvironmentFailure, match="cannot be reached.* then go on with --resume"):
+    with pytest.raises(EnvironmentFailure, match=r"cannot be reached.* then go on with --resume"):
         job.federate(S3Store("s3://runs/hanging", proxy.address), **MODE)
     assert len(proxy.met) == 2

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import boto3.session
 import pytest
 
 from components.run import run
-from fl_engine import s3
+from fl_engine import lease, s3
 from fl_engine.config import load_config
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.s3 import S3Store, UrlStore
@@ -207,3 +208,23 @@ def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
     # On another machine, with nothing but the store.
     Path("runs/bucket").rename("gone")
     assert run(load_config(None, (*quick, *remote)), "bucket", resume=True).model_sha256 == bucket.model_sha256
+
+
+def test_a_run_that_another_coordinator_is_at_is_refused_and_says_who_it_is(
+    server: str, tmp_path: Path, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lease, "BEAT_S", 0.05)
+    config = load_config(None, (*quick, f"run.remote=s3://{BUCKET}/{server}-held"))
+    with lease.held(S3Store(f"s3://{BUCKET}/{server}-held/a")), monkeypatch.context() as patch:
+        patch.setattr(lease, "_machine", lambda: "another")
+        with pytest.raises(ConfigError, match=rf"s3://{BUCKET}/{server}-held/a is being run by process {os.getpid()} on"):
+            run(config, "a", resume=True)
+    assert run(config, "a", resume=True).status == "finished"
+    assert S3Store(f"s3://{BUCKET}/{server}-held/a").list("lease/") == ["lease/00002.json"]
+
+
+def test_of_many_that_create_a_key_at_once_one_succeeds(store: S3Store) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda n: store.create("key", b"%d" % n), range(8)))
+    assert sum(made) == 1 and store.get("key") == b"%d" % made.index(True)
