@@ -9,7 +9,7 @@
     rounds/00012/state.json
     rounds/00012/metrics.json           what was measured since the commit before
     rounds/00012/COMMITTED              last, with the checksums of the three files above
-    metrics/00000-00249-<sha256>.json   the measurements of rounds whose folders are gone
+    metrics/00000-00099-<sha256>.json   the measurements of rounds whose folders are gone
 
 A round is over when its COMMITTED exists; everything before that is done again, or adopted. Committing round r
 deletes what rounds up to r left (plans, updates) and the states before the previous commit, and packs the measurements
@@ -45,9 +45,11 @@ WAY_OUT = (
     "To go on from the last good commit, resume with --discard-damaged: the rounds after it are computed again"
 )
 STATE_FILES = ("state.safetensors", "state.json", "metrics.json")
-PACKED = 250
-"""So many commits' measurements go into one file."""
-LINES = 5000
+PACKED = 100
+"""So many commits' measurements go into one file, or some more."""
+LOOK_EVERY = 10
+"""After so many commits it is looked whether there are enough."""
+LINES = 2000
 """A packed file keeps so many lines about single clients; where there are more, those of every n-th round."""
 
 
@@ -151,7 +153,8 @@ class Ledger:
             raise Stopped(f"{self.store.uri(mark)}: another coordinator has committed this round. Nothing is lost")
         self._here.add(round)
         self._prune(round)
-        self._pack()
+        if len(self._here) % LOOK_EVERY == 0:
+            self._pack()
 
     def _own(self, name: str) -> str:
         """A state file's name in this coordinator's hand."""
@@ -298,6 +301,7 @@ class Ledger:
         self._cut_packs(commits[-1] if commits else -1)
         if commits:
             self._prune(commits[-1])
+            self._pack()
 
     def _prune(self, round: int) -> None:
         keys = self.store.list("rounds/")

@@ -100,8 +100,11 @@ class FolderStore:
         with self._explained(prefix):
             if not base.is_dir():
                 return []
-            keys = (p.relative_to(self.root).as_posix() for p in base.rglob("*") if p.is_file())
-            return sorted(k for k in keys if k.startswith(prefix) and not k.endswith(".part"))
+            found = []
+            for folder, _, names in os.walk(base, onerror=_unreadable):
+                here = Path(folder).relative_to(self.root).as_posix()
+                found += [name if here == "." else f"{here}/{name}" for name in names if not name.endswith(".part")]
+            return sorted(key for key in found if key.startswith(prefix))
 
     def delete(self, *keys: str) -> None:
         for key in keys:
@@ -129,6 +132,11 @@ class FolderStore:
 
     def uri(self, key: str = "") -> str:
         return str(self.root / key)
+
+
+def _unreadable(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # deleted since it was listed
+        raise error
 
 
 def open_store(uri: str) -> Store:

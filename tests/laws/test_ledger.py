@@ -122,6 +122,7 @@ def test_after_many_commits_two_states_and_all_measurements_are_left(memory_stor
 @pytest.fixture
 def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledgers, "PACKED", 10)
+    monkeypatch.setattr(ledgers, "LOOK_EVERY", 1)
     monkeypatch.setattr(ledgers, "LINES", 20)
 
 

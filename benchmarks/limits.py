@@ -1,0 +1,175 @@
+"""How far a run can grow: what a coordinator's memory, files and time do where clients, updates or rounds become many.
+
+python -m benchmarks.limits [--json]
+
+    updates  a round of 100, 500 and 2,000 updates of a 10 MB model, held by the process or through the store, merged by
+             mean and by median: the coordinator's peak, over that of 100
+    clients  10,000 clients, 1,000 per round, tiny models, really trained
+    rounds   10,000 rounds, each committed: files, bytes, and the pace of the last thousand over that of the first
+
+Takes about a quarter of an hour and 25 GB of disk. Each case is a process of its own, so that its peak is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from fl_engine import rounds
+from fl_engine.aggregation import Median
+from fl_engine.algorithms import FlexFL
+from fl_engine.algorithms.all_large import AllLarge
+from fl_engine.algorithms.pooled import Training
+from fl_engine.backends import InProcess
+from fl_engine.backends.in_process import prepare_process
+from fl_engine.client import Site
+from fl_engine.config import RoundsConfig
+from fl_engine.ledger import Ledger
+from fl_engine.memory import resident_peak
+from fl_engine.numerics import Numerics
+from fl_engine.store import FolderStore
+from fl_engine.testing.tiny import TRAINING, TinyNet, start_of, tiny_data, tiny_fleet, tiny_partition, tiny_site
+from fl_engine.tracking import Memory
+from fl_engine.types import Algorithm, ClientUpdate, Outcome, Pool, RoundPlan
+
+Way = Literal["memory", "store"]
+TEN_MB = TinyNet(hidden=1540)
+"""2.5 million parameters."""
+
+
+class Echo:
+    """A backend whose clients send back what they were sent, moved a little: updates at no cost."""
+
+    durable = False
+    phases: ClassVar[MappingProxyType[str, float]] = MappingProxyType({})
+
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        metrics = {"loss": 1.0, "steps": 1.0, "macs": 1.0, "seconds": 0.0, "free": 100.0}
+        for order in plan.orders:
+            moved = {name: tensor + 1e-3 * (order.client % 7 + 1) for name, tensor in order.payload.items()}
+            yield ClientUpdate(order.round, order.client, order.spec, moved, 1, metrics)
+
+
+def site_of(algorithm: Algorithm, family: TinyNet, clients: int) -> Site:
+    """That many clients, who need no data."""
+    small = tiny_site(algorithm, family, fleet=tiny_fleet(clients, sigma=(0.0,)), sizes=(1,) * clients)
+    return replace(small, numerics=Numerics("batched", 64))
+
+
+def federate(site: Site, algorithm: Algorithm, backend: Any, ledger: Ledger, **terms: Any) -> Memory:
+    tracker = Memory()
+    settings = RoundsConfig(**({"stop": 1, "evaluate_every": 10**6, "commit_every": 1} | terms))
+    evaluation = rounds.Evaluation(site.family, site.pool, site.data, fleet=site.fleet)
+    start = start_of(algorithm, site)
+    rounds.federate(algorithm, start, backend, ledger, tracker, settings, site.seed, evaluation)
+    return tracker
+
+
+def of_updates(count: int, way: Way, robust: bool, folder: str) -> dict[str, float]:
+    """One round of so many updates of 10 MB: MB that it added to the process's peak, and seconds."""
+    prepare_process(("cpu",))
+    training = replace(TRAINING, fraction=1.0)
+    algorithm = AllLarge(training, eligible="all", **({"aggregation": Median()} if robust else {}))
+    site = site_of(algorithm, TEN_MB, count)
+    before, started = resident_peak(), time.monotonic()
+    ledger = Ledger(FolderStore(folder), rules=site.rules)
+    federate(site, algorithm, Echo(), ledger, keep_updates=way == "store")
+    return {"mb": (resident_peak() - before) / 1e6, "seconds": time.monotonic() - started}
+
+
+def of_clients(clients: int, per_round: int, stop: int, folder: str) -> dict[str, float]:
+    """Rounds of a large fleet that really trains: seconds a round, peak in MB."""
+    prepare_process(("cpu",))
+    algorithm = FlexFL(replace(TRAINING, fraction=per_round / clients))
+    fleet = tiny_fleet(clients)
+    data = tiny_data(clients=clients)
+    partition = tiny_partition(data, (8,) * clients)
+    pool: Pool = tiny_site(algorithm).pool
+    site = Site(TinyNet(), pool, fleet, data, partition, 3, Numerics("batched", 64))
+    tracker = federate(site, algorithm, InProcess(site), Ledger(FolderStore(folder)), stop=stop)
+    trained = [row["clients_trained"] for row in tracker.rows.values()]
+    assert trained == [per_round] * stop, trained
+    seconds = sorted(row["seconds_round"] for row in tracker.rows.values())
+    return {"seconds": seconds[len(seconds) // 2], "mb": resident_peak() / 1e6}
+
+
+def of_rounds(stop: int, folder: str) -> dict[str, float]:
+    """Very many rounds of four clients that do not train: most files there were, bytes in the end, seconds a round, the
+    last tenth's pace over the first's, and MB that the peak grew by after the first tenth."""
+    prepare_process(("cpu",))
+    algorithm = FlexFL(Training(fraction=0.2, epochs=1, batch_size=4, lr=0.01))
+    site = tiny_site(algorithm)
+    store = FolderStore(folder)
+    ledger = Ledger(store)
+    tenth, most, peaks, paces = stop // 10, 0, [], []
+    for part in range(1, 11):
+        started = time.monotonic()
+        federate(site, algorithm, Echo(), ledger, stop=part * tenth)
+        paces.append((time.monotonic() - started) / tenth)
+        peaks.append(resident_peak() / 1e6)
+        most = max(most, len(store.list("")))
+    assert [row.round for row in ledger.rows()] == list(range(10 * tenth))
+    size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+    return {
+        "files": most,
+        "mb": size / 1e6,
+        "seconds": paces[-1],
+        "pace": paces[-1] / paces[0],
+        "peak_growth_mb": peaks[-1] - peaks[0],
+    }
+
+
+def alone(case: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
+    """In a process and a folder of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="flexfleet-limits-") as folder, spawn.Pool(1) as pool:
+        return pool.apply(case, (*args, folder))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.limits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--updates", type=int, nargs="+", default=[100, 500, 2000])
+    p.add_argument("--rounds", type=int, default=10_000)
+    p.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
+    args = p.parse_args(argv)
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"updates": {}}
+    for robust in (False, True):
+        for way in ("memory", "store"):
+            name, cases = f"{'median' if robust else 'mean'}, {way}", {}
+            for count in args.updates:
+                cases[count] = alone(of_updates, count, way, robust)
+                ratio = cases[count]["mb"] / cases[args.updates[0]]["mb"]
+                said = f"{cases[count]['mb']:.0f} MB ({ratio:.2f}), {cases[count]['seconds']:.0f} s"
+                print(f"{name}: {count} updates of 10 MB: {said}", file=sys.stderr)
+            found["updates"][name] = cases
+    found["clients"] = alone(of_clients, 10_000, 1000, 5)
+    told = f"{found['clients']['seconds']:.2f} s a round, {found['clients']['mb']:.0f} MB"
+    print(f"10,000 clients, 1,000 per round: {told}", file=sys.stderr)
+    found["rounds"] = alone(of_rounds, args.rounds)
+    r = found["rounds"]
+    print(
+        f"{args.rounds} rounds: {r['files']:.0f} files at most, {r['mb']:.1f} MB, pace {r['pace']:.2f} of the first, "
+        f"peak grew by {r['peak_growth_mb']:.0f} MB",
+        file=sys.stderr,
+    )
+    if args.json:
+        print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
