@@ -1,0 +1,14 @@
+"""What must not grow with clients, at sizes that take seconds (`benchmarks/limits.py` measures the large ones)."""
+
+from __future__ import annotations
+
+from benchmarks.limits import alone, of_clients, of_updates
+
+
+def test_a_coordinators_memory_does_not_grow_with_the_updates_of_a_round() -> None:
+    few, many = (alone(of_updates, count, "store", False)["mb"] for count in (4, 16))
+    assert many < few + 60, "twelve more updates of 10 MB"
+
+
+def test_ten_thousand_clients_of_whom_a_thousand_train_in_a_round() -> None:
+    assert alone(of_clients, 10_000, 1000, 1)["mb"] < 1000

@@ -1,0 +1,59 @@
+"""Tensors that wait, in memory or in a file."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_engine.spool import Spool
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), max_size=8),
+    st.integers(0, 200),
+    st.data(),
+)
+def test_what_was_put_comes_back_to_the_bit_wherever_it_waited(
+    tensors: list[tuple[torch.dtype, list[int]]], held_bytes: int, data: st.DataObject
+) -> None:
+    spool, put = Spool(held_bytes), []
+    for dtype, shape in tensors:
+        one = {"w": (torch.randn(shape) * 100).to(dtype), "b": torch.arange(3)}
+        assert spool.put(one) == len(put)
+        put.append(one)
+    assert len(spool) == len(put)
+    for entry, one in enumerate(put):
+        found = spool.get(entry)
+        assert found.keys() == one.keys()
+        for name, tensor in one.items():
+            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+            if tensor.dim():
+                first = data.draw(st.integers(0, len(tensor)))
+                last = data.draw(st.integers(first, len(tensor) + 1))
+                assert torch.equal(spool.rows(entry, name, first, last), tensor[first:last])
+
+
+def test_only_so_much_stays_in_memory() -> None:
+    spool, tensor = Spool(held_bytes=1000), torch.zeros(100)
+    for _ in range(10):
+        spool.put({"w": tensor})
+    assert sum(spool.get(entry)["w"] is tensor for entry in range(10)) == 2
+
+
+def test_a_view_does_not_keep_what_it_was_cut_from_in_the_file() -> None:
+    spool = Spool(held_bytes=0)
+    spool.put({"w": torch.arange(1000.0)[10:20]})
+    assert spool.get(0)["w"].tolist() == list(range(10, 20))
+
+
+def test_a_file_that_is_cut_off_is_an_error_and_no_endless_wait() -> None:
+    spool = Spool(held_bytes=0)
+    spool.put({"w": torch.zeros(100)})
+    assert spool._file is not None
+    spool._file.truncate(10)
+    with pytest.raises(EOFError, match="cut off"):
+        spool.get(0)
