@@ -17,6 +17,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "kubernetes": (("kubernetes", "boto3"), "clients as pods of a cluster, with their ledger in S3"),
     "tune": (("optuna",), "searching hyper-parameters"),
     "export": (("onnx", "onnxruntime"), "the models of a run as ONNX, for devices"),
+    "privacy": (("dp_accounting",), "what private aggregation spends: epsilon of every round"),
     "docs": (("mkdocs",), "the documentation as a site: make docs"),
 }
 

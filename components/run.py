@@ -18,6 +18,8 @@ from components.pretrain import pretrain
 from components.publish import publish
 from components.report import report
 from components.share import adopt
+from fl_engine import config as configs
+from fl_engine import privacy
 from fl_engine.config import Config
 from fl_engine.errors import ConfigError, EnvironmentFailure
 from fl_engine.store import Store
@@ -73,6 +75,8 @@ def need_packages(config: Config) -> None:
         wanted["mlflow"] = ", or --set tracking.mlflow=null"
     if config.publish.models and config.publish.onnx:
         wanted |= dict.fromkeys(("onnx", "onnxruntime"), ", or --set publish.onnx=false")
+    if privacy.is_private(configs.algorithm(config)):
+        wanted["dp_accounting"] = ""
     if config.publish.dvc:
         wanted["dvc"] = ", or --set publish.dvc=null"
     for package, hint in wanted.items():
