@@ -357,7 +357,8 @@ class _Watch:
                 line |= {"trained": sent if trained is None else pool[trained].name, "examples": outcome.num_examples}
                 line |= outcome.metrics
                 if self.evaluation.fleet:
-                    line["seconds_simulated"] = self._seconds(outcome)
+                    known = self.arrivals.get(outcome.client)
+                    line["seconds_simulated"] = self._seconds(outcome) if known is None else known.seconds
                     self.simulated.append(line["seconds_simulated"])
             else:
                 where = f"round {outcome.round + 1}, client {outcome.client}"

@@ -28,7 +28,6 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch.nn.utils import get_total_norm
 
 from fl_engine.errors import FlexfleetError, IntegrityError, ModelError, brief
 from fl_engine.slicing import contains, is_statistic, shapes, take
@@ -234,5 +233,5 @@ def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> flo
     same = update.spec == order.spec
     sent = order.payload if same else take(order.payload, layout, update.spec, have=order.spec)
     weights = [name for name in update.payload if not is_statistic(name)]
-    moved = [update.payload[name] - sent[name].to(update.payload[name].device) for name in weights]
-    return float(get_total_norm(moved)) / math.sqrt(max(1, sum(tensor.numel() for tensor in moved)))
+    far = [float(torch.dist(new := update.payload[name], sent[name].to(new.device))) for name in weights]
+    return math.hypot(*far) / math.sqrt(max(1, sum(update.payload[name].numel() for name in weights)))
