@@ -15,6 +15,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from fl_engine.errors import EnvironmentFailure
 from fl_engine.types import Params
 
 HELD_BYTES = 256 * 2**20
@@ -31,7 +32,8 @@ class _Place:
 
 
 class Spool:
-    """Entries are numbered from 0, in the order in which they came."""
+    """Entries are numbered from 0, in the order in which they came. Raises EnvironmentFailure where the file cannot be
+    written."""
 
     def __init__(self, held_bytes: int = HELD_BYTES) -> None:
         self._left = held_bytes
@@ -67,12 +69,17 @@ class Spool:
         return self._read(offset, found.dtype, (count, *found.shape[1:]))
 
     def _write(self, tensor: Tensor) -> _Place:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="flexfleet-")  # noqa: SIM115 - open as long as the spool is
-        offset = self._file.seek(0, os.SEEK_END)
         whole = tensor.detach().cpu().contiguous()
-        self._file.write(_bytes_of(whole))
-        self._file.flush()
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="flexfleet-")  # noqa: SIM115 - open as long as the spool is
+            offset = self._file.seek(0, os.SEEK_END)
+            self._file.write(_bytes_of(whole))
+            self._file.flush()
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"{tempfile.gettempdir()} does not take a round's updates: {error.strerror}; TMPDIR names another folder"
+            ) from error
         return _Place(offset, tensor.dtype, tuple(tensor.shape))
 
     def _read(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

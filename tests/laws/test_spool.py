@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_engine.errors import EnvironmentFailure
 from fl_engine.spool import Spool
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
@@ -57,3 +62,12 @@ def test_a_file_that_is_cut_off_is_an_error_and_no_endless_wait() -> None:
     spool._file.truncate(10)
     with pytest.raises(EOFError, match="cut off"):
         spool.get(0)
+
+
+def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(EnvironmentFailure, match=r"does not take a round's updates: No space left on device; TMPDIR"):
+        Spool(held_bytes=0).put({"w": torch.zeros(3)})
