@@ -78,7 +78,7 @@ class Spool:
             self._file.flush()
         except OSError as error:
             raise EnvironmentFailure(
-                f"{tempfile.gettempdir()} does not take a round's updates: {error.strerror}; TMPDIR names another folder"
+                f"{tempfile.gettempdir()} does not take a round's updates: {error.strerror}; TMPDIR names another one"
             ) from error
         return _Place(offset, tensor.dtype, tuple(tensor.shape))
 
