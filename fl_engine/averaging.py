@@ -12,6 +12,7 @@ far below the single precision that is stored, and identical values average to t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -30,16 +31,103 @@ HELD_BYTES = 2**20
 """Small updates of one kind are held back until there are so many, and added at once."""
 
 
+class Regions:
+    """Where updates lie in the tensors of `old`, and what shapes they have there; worked out once for each kind."""
+
+    def __init__(self, old: Params, layout: ParamLayout) -> None:
+        self._old = old
+        self._layout = layout
+        self._of: dict[Kind, dict[str, Region]] = {}
+        self._shapes: dict[Kind, dict[str, tuple[int, ...]]] = {}
+
+    def fit(self, payload: Params, spec: SubmodelSpec) -> Kind:
+        """The update's kind. Raises ModelError for a name or a shape that its sub-model does not have."""
+        kind = (spec, tuple(payload))
+        for name, shape in self.shapes(kind).items():
+            if payload[name].shape != shape:
+                found = tuple(payload[name].shape)
+                raise ModelError(f"{name}: the update brings shape {found}, its sub-model has {list(shape)}")
+        return kind
+
+    def of(self, kind: Kind) -> dict[str, Region]:
+        if kind not in self._of:
+            self._locate(kind)
+        return self._of[kind]
+
+    def shapes(self, kind: Kind) -> dict[str, tuple[int, ...]]:
+        if kind not in self._shapes:
+            self._locate(kind)
+        return self._shapes[kind]
+
+    def total(self, name: str, weights: Mapping[Kind, float], device: torch.device | None = None) -> Tensor:
+        """float64, shaped like the tensor: the sum of the weights of those that hold an element."""
+        out = torch.zeros(self._old[name].shape, dtype=torch.float64, device=device)
+        for kind, weight in weights.items():
+            if name in self.of(kind):
+                out[self.of(kind)[name]] += weight
+        return out
+
+    def _locate(self, kind: Kind) -> None:
+        spec, names = kind
+        self._layout.check(spec)
+        found = {name: self._region(name, spec) for name in names}
+        self._of[kind] = {name: region for name, (region, _) in found.items()}
+        self._shapes[kind] = {name: shape for name, (_, shape) in found.items()}
+
+    def _region(self, name: str, spec: SubmodelSpec) -> tuple[Region, tuple[int, ...]]:
+        """The region, and the shape that an update has there."""
+        slot = self._layout.slots.get(name)
+        if slot is None or not self._layout.has_block(spec, slot.block):
+            raise ModelError(f"the update brings {name!r}, which its sub-model does not have")
+        full = self._old[name].shape
+        index: list[slice | Tensor] = []
+        shape: list[int] = []
+        for dim, axis in enumerate(slot.axes):
+            keep = full[dim] if axis.group is None else self._layout.indices(spec, axis.group)
+            repeat = 1 if axis.group is None else axis.repeat
+            if isinstance(keep, int):
+                index.append(slice(0, keep * repeat))
+                shape.append(keep * repeat)
+            else:
+                index.append(entries(keep, repeat))
+                shape.append(len(keep) * repeat)
+        if all(isinstance(i, slice) for i in index):
+            return tuple(index), tuple(shape)
+        rows = [torch.arange(i.stop) if isinstance(i, slice) else i for i in index]
+        grid = [row.view([-1 if d == dim else 1 for d in range(len(rows))]) for dim, row in enumerate(rows)]
+        return tuple(grid), tuple(shape)
+
+
+def change_of(payload: Params, kind: Kind, old: Params, regions: Regions) -> tuple[Params, float]:
+    """How far an update moved from what it was sent, float64, on the CPU; and the L2 norm of that, over all of it."""
+    at = regions.of(kind)
+    change = {n: t.to("cpu", torch.float64, copy=True).sub_(old[n][at[n]]) for n, t in payload.items()}
+    return change, math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in change.values()))
+
+
+def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, clip: float | None) -> Params:
+    """The update; nearer to what it was sent, in the same direction, where it moved by more than `clip`.
+
+    Raises ModelError for an update that does not fit.
+    """
+    kind = regions.fit(payload, spec)
+    if clip is None:
+        return payload
+    change, norm = change_of(payload, kind, old, regions)
+    if norm <= clip:
+        return payload
+    at = regions.of(kind)
+    return {n: change[n].mul_(clip / norm).add_(old[n][at[n]]).to(payload[n]) for n in payload}
+
+
 class Mean:
     """Streams: holds one running sum per element, however many updates arrive, and HELD_BYTES of updates."""
 
     def __init__(self, old: Params, layout: ParamLayout) -> None:
         self._old = old
-        self._layout = layout
+        self._regions = Regions(old, layout)
         self._sum: Params = {}
         self._weight: dict[Kind, float] = {}
-        self._regions: dict[Kind, dict[str, Region]] = {}
-        self._shapes: dict[Kind, dict[str, tuple[int, ...]]] = {}
         self._held: list[tuple[Params, float]] = []
         self._held_kind: Kind | None = None
         self._device: torch.device | None = None
@@ -51,13 +139,7 @@ class Mean:
         """
         if not 0 < weight < math.inf:
             raise ModelError(f"an update's weight must be positive and finite, got {weight}")
-        kind = (spec, tuple(payload))
-        if kind not in self._regions:
-            self._locate(kind)
-        for name, shape in self._shapes[kind].items():
-            if payload[name].shape != shape:
-                found = tuple(payload[name].shape)
-                raise ModelError(f"{name}: the update brings shape {found}, its sub-model has {list(shape)}")
+        kind = self._regions.fit(payload, spec)
         if kind != self._held_kind or len(self._held) >= self._at_once(kind):
             self._flush()
         device = next((tensor.device for tensor in payload.values()), None)
@@ -88,14 +170,14 @@ class Mean:
         return out
 
     def _at_once(self, kind: Kind) -> int:
-        size = 4 * sum(math.prod(shape) for shape in self._shapes[kind].values())
+        size = 4 * sum(math.prod(shape) for shape in self._regions.shapes(kind).values())
         return max(1, HELD_BYTES // max(1, size))
 
     def _flush(self) -> None:
         """Adds what is held: in one pass over the sum for each update, or for all of them where they are small."""
         if self._held_kind is None:
             return
-        regions, self._held_kind = self._regions[self._held_kind], None
+        regions, self._held_kind = self._regions.of(self._held_kind), None
         held, self._held = self._held, []
         weights = torch.tensor([weight for _, weight in held], dtype=torch.float64, device=self._device)
         for name, region in regions.items():
@@ -106,44 +188,10 @@ class Mean:
                 into.add_(held[0][0][name], alpha=held[0][1])
             else:
                 rows = torch.stack([payload[name] for payload, _ in held])
-                into += torch.mv(rows.flatten(1).double().T, weights).view(rows.shape[1:])
+                into += torch.mv(rows.view(len(held), -1).double().T, weights).view(rows.shape[1:])
             if any(isinstance(index, Tensor) for index in region):  # a copy was added to, not a view
                 self._sum[name][region] = into
 
     def _weights(self, name: str) -> Tensor:
         """float64, shaped like the tensor: the weight of each element."""
-        out = torch.zeros(self._old[name].shape, dtype=torch.float64, device=self._device)
-        for kind, weight in self._weight.items():
-            if name in self._regions[kind]:
-                out[self._regions[kind][name]] += weight
-        return out
-
-    def _locate(self, kind: Kind) -> None:
-        spec, names = kind
-        self._layout.check(spec)
-        found = {name: self._region(name, spec) for name in names}
-        self._regions[kind] = {name: region for name, (region, _) in found.items()}
-        self._shapes[kind] = {name: shape for name, (_, shape) in found.items()}
-
-    def _region(self, name: str, spec: SubmodelSpec) -> tuple[Region, tuple[int, ...]]:
-        """The region, and the shape that an update has there."""
-        slot = self._layout.slots.get(name)
-        if slot is None or not self._layout.has_block(spec, slot.block):
-            raise ModelError(f"the update brings {name!r}, which its sub-model does not have")
-        full = self._old[name].shape
-        index: list[slice | Tensor] = []
-        shape: list[int] = []
-        for dim, axis in enumerate(slot.axes):
-            keep = full[dim] if axis.group is None else self._layout.indices(spec, axis.group)
-            repeat = 1 if axis.group is None else axis.repeat
-            if isinstance(keep, int):
-                index.append(slice(0, keep * repeat))
-                shape.append(keep * repeat)
-            else:
-                index.append(entries(keep, repeat))
-                shape.append(len(keep) * repeat)
-        if all(isinstance(i, slice) for i in index):
-            return tuple(index), tuple(shape)
-        rows = [torch.arange(i.stop) if isinstance(i, slice) else i for i in index]
-        grid = [row.view([-1 if d == dim else 1 for d in range(len(rows))]) for dim, row in enumerate(rows)]
-        return tuple(grid), tuple(shape)
+        return self._regions.total(name, self._weight, self._device)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fl_engine import pool as pools
+from fl_engine.aggregation import Aggregation, Mean
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -81,6 +82,7 @@ class AdaptiveFL:
     """What a device does that has less free than the smallest model inside what it received."""
     selection: Selection | None = None
     """Instead of the variant's."""
+    aggregation: Aggregation = Mean()
     server: Server = Average()
 
     # ------------------------------------------------------------------------------------ before the rounds
@@ -134,7 +136,7 @@ class AdaptiveFL:
                 return Curiosity(score=score, per_type=(len(pool) - 1) // 2)
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return start(params, layout, fleet, pool, self._selector(pool))
+        return start(params, layout, fleet, pool, self._selector(pool), self.aggregation)
 
     # --------------------------------------------------------------------------------------------- a round
     def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
@@ -150,4 +152,4 @@ class AdaptiveFL:
 
     def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
         """Alg. 1 lines 12-28, Alg. 2."""
-        return merge_mean(state, plan, outcomes, self._selector(state.pool), self.server)
+        return merge_mean(state, plan, outcomes, self._selector(state.pool), self.server, aggregation=self.aggregation)

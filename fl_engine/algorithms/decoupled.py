@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fl_engine import seeds
+from fl_engine.aggregation import Aggregation, Mean
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -29,8 +30,9 @@ from fl_engine.algorithms.pooled import (
     start,
     stepped,
 )
-from fl_engine.averaging import Mean
+from fl_engine.errors import ConfigError
 from fl_engine.fields import STRICT, Fraction
+from fl_engine.privacy import Private, Public
 from fl_engine.selection import Selection, Uniform, round_size
 from fl_engine.server_opt import Average, Server
 from fl_engine.slicing import take
@@ -73,6 +75,7 @@ class Decoupled:
     on_too_small: TooSmall = "train"
     """What a device does that was sent the smallest model and has less free than it needs."""
     selection: Selection = Uniform()
+    aggregation: Aggregation = Mean()
     server: Server = Average()
 
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
@@ -80,8 +83,14 @@ class Decoupled:
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> DecoupledState:
         """All levels start from slices of one initial model."""
+        if isinstance(self.aggregation, Private) and self.aggregation.secret_selection:
+            raise ConfigError(
+                "decoupled draws its clients level by level, for which no smaller epsilon is known: set "
+                "algorithm.aggregation.secret_selection=false"
+            )
+        common = start(params, layout, fleet, pool, self.selection, self.aggregation)
         levels = {f"{m.name}/{n}": t.clone() for m in pool[:-1] for n, t in take(params, layout, m.spec).items()}
-        return DecoupledState(**vars(start(params, layout, fleet, pool, self.selection)), levels=levels)
+        return DecoupledState(**vars(common), levels=levels)
 
     def plan(self, state: DecoupledState, round: int, seed: int) -> RoundPlan:
         k = round_size(self.training.fraction, len(state.fleet))
@@ -100,20 +109,20 @@ class Decoupled:
         return local_task(self.training, order, order.spec)
 
     def merge(self, state: DecoupledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> DecoupledState:
-        """One mean per level, of its own weights: a prefix, so that they lie where the layout says."""
+        """One aggregate per level, of its own weights: a prefix, so that they lie where the layout says."""
         orders, tables = {o.client: o for o in plan.orders}, state.tables
         old = {m.name: _own(state, m) for m in state.pool}
-        means = {name: Mean(params, state.layout) for name, params in old.items()}
+        aggregates = {m.name: self.aggregation.start(old[m.name], state.layout, _public(plan, m)) for m in state.pool}
         for outcome in outcomes:
             if isinstance(outcome, ClientUpdate):
                 order = orders[outcome.client]
-                means[order.hints["model"]].add(outcome.payload, outcome.spec, outcome.num_examples)
+                aggregates[order.hints["model"]].add(outcome.payload, outcome.spec, outcome.num_examples)
                 tables = learned(self.selection, tables, state.layout, state.pool, order, outcome)
         levels: Params = {}
         moments: Params = {}
         for model in state.pool:
             name = model.name
-            moved, own = stepped(self.server, _with_prefix(state.moments, name), old[name], means[name])
+            moved, own = stepped(self.server, _with_prefix(state.moments, name), old[name], aggregates[name])
             levels |= {f"{name}/{n}": t for n, t in own.items()}
             moments |= {f"{name}/{n}": t for n, t in moved.items()}
         largest = state.pool[-1].name
@@ -124,6 +133,12 @@ class Decoupled:
             tables=tables,
             moments=moments,
         )
+
+
+def _public(plan: RoundPlan, model: PoolModel) -> Public:
+    """The level's part of the round."""
+    orders = tuple(order for order in plan.orders if order.hints["model"] == model.name)
+    return Public.of(replace(plan, orders=orders), (model,), part=model.name)
 
 
 def _with_prefix(tensors: Params, level: str) -> Params:

@@ -22,6 +22,7 @@ from typing import ClassVar
 
 import torch
 
+from fl_engine.aggregation import Aggregation, Mean
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -36,6 +37,8 @@ from fl_engine.algorithms.pooled import (
     start,
     weight_of,
 )
+from fl_engine.averaging import Regions, limited
+from fl_engine.errors import ConfigError
 from fl_engine.fields import STRICT, Count, NotNegative, Positive
 from fl_engine.selection import Selection, Uniform
 from fl_engine.server_opt import Average, Server
@@ -85,6 +88,7 @@ class DepthFL:
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest level needs."""
     selection: Selection = Uniform()
+    aggregation: Aggregation = Mean()
     server: Server = Average()
     """The step towards the mean, before FedDyn's correction by h."""
 
@@ -99,7 +103,12 @@ class DepthFL:
         return exit_pool(family, (1.0,) * len(self.targets), self._ends(family), ensemble=True)
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> DepthState:
-        return DepthState(**vars(start(params, layout, fleet, pool, self.selection)), memory={}, h={})
+        if self.alpha > 0 and not isinstance(self.aggregation, Mean):
+            raise ConfigError(
+                f"algorithm.aggregation is {self.aggregation.name}, but FedDyn adds up what clients change as it is: "
+                "set algorithm.alpha=0, or take algorithm.aggregation.name=mean (which may clip)"
+            )
+        return DepthState(**vars(start(params, layout, fleet, pool, self.selection, self.aggregation)), memory={}, h={})
 
     def plan(self, state: DepthState, round: int, seed: int) -> RoundPlan:
         plan = plan_pool(state, self.selection, self.training, round, seed)
@@ -118,13 +127,17 @@ class DepthFL:
 
     def merge(self, state: DepthState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> DepthState:
         if self.alpha == 0:
-            return self._mean(state, plan, outcomes)
+            return self._merge(state, plan, outcomes, self.aggregation)
         memory = dict(state.memory)
         moved: Params = {}
+        regions = Regions(state.params, state.layout)
 
         def remembering() -> Iterator[Outcome]:
             for outcome in outcomes:
                 if isinstance(outcome, ClientUpdate):
+                    clip = self.aggregation.clip
+                    kept = limited(outcome.payload, outcome.spec, state.params, regions, clip)
+                    outcome = replace(outcome, payload=kept)
                     for name, tensor in outcome.payload.items():
                         if is_statistic(name):
                             continue
@@ -133,7 +146,7 @@ class DepthFL:
                         moved[name] = moved.get(name, torch.zeros_like(change, dtype=torch.float64)) + change.double()
                 yield outcome
 
-        merged = self._mean(state, plan, remembering())
+        merged = self._merge(state, plan, remembering(), Mean())
         h, params = dict(state.h), dict(merged.params)
         for name, change in moved.items():
             before = h.get(name, torch.zeros_like(state.params[name]))
@@ -141,8 +154,12 @@ class DepthFL:
             params[name] = params[name] - h[name] / self.alpha
         return replace(merged, params=params, memory=memory, h=h)
 
-    def _mean(self, state: DepthState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> DepthState:
-        return merge_mean(state, plan, outcomes, self.selection, self.server, weight_of(self.weighting))
+    def _merge(
+        self, state: DepthState, plan: RoundPlan, outcomes: Iterable[Outcome], aggregation: Aggregation
+    ) -> DepthState:
+        return merge_mean(
+            state, plan, outcomes, self.selection, self.server, weight_of(self.weighting), aggregation=aggregation
+        )
 
 
 def _memory(state: DepthState, order: WorkOrder) -> Params:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fl_engine import seeds
+from fl_engine.aggregation import Aggregation, Mean
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -63,6 +64,7 @@ class FederatedDropout:
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest width needs."""
     selection: Selection = Uniform()
+    aggregation: Aggregation = Mean()
     server: Server = Average()
 
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
@@ -70,7 +72,7 @@ class FederatedDropout:
         return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=self.static_bn)
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return start(params, layout, fleet, pool, self.selection)
+        return start(params, layout, fleet, pool, self.selection, self.aggregation)
 
     def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
         orders = []
@@ -92,4 +94,13 @@ class FederatedDropout:
         )
 
     def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(state, plan, outcomes, self.selection, self.server, weight_of(self.weighting))
+        return merge_mean(
+            state,
+            plan,
+            outcomes,
+            self.selection,
+            self.server,
+            weight_of(self.weighting),
+            aggregation=self.aggregation,
+            moving=True,
+        )

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fl_engine.aggregation import Aggregation, Mean
 from fl_engine.algorithms.full_model import Eligible, check_eligible, full_pool, selector
 from fl_engine.algorithms.pooled import (
     PooledState,
@@ -47,6 +48,7 @@ class FedOpt:
     needs_apoz: ClassVar[bool] = False
 
     training: Training = Training()
+    aggregation: Aggregation = Mean()
     server: Server = Adam()
     eligible: Eligible = "capable"
     """`all` ignores what devices can hold; `capable` keeps to it."""
@@ -58,7 +60,7 @@ class FedOpt:
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
         check_eligible(self.eligible, fleet)
-        return start(params, layout, fleet, pool, selector(self.selection, self.eligible))
+        return start(params, layout, fleet, pool, selector(self.selection, self.eligible), self.aggregation)
 
     def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
         return plan_pool(state, selector(self.selection, self.eligible), self.training, round, seed)
@@ -69,4 +71,6 @@ class FedOpt:
         return local_task(self.training, order, FULL)
 
     def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(state, plan, outcomes, selector(self.selection, self.eligible), self.server)
+        return merge_mean(
+            state, plan, outcomes, selector(self.selection, self.eligible), self.server, aggregation=self.aggregation
+        )

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fl_engine.aggregation import Aggregation, Mean
 from fl_engine.algorithms.full_model import Eligible, check_eligible, full_pool, selector
 from fl_engine.algorithms.pooled import (
     PooledState,
@@ -53,6 +54,7 @@ class FedProx:
     """`all` ignores what devices can hold; `capable` keeps to it."""
     selection: Selection | None = None
     """null: uniform among the eligible."""
+    aggregation: Aggregation = Mean()
     server: Server = Average()
 
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
@@ -60,7 +62,7 @@ class FedProx:
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
         check_eligible(self.eligible, fleet)
-        return start(params, layout, fleet, pool, selector(self.selection, self.eligible))
+        return start(params, layout, fleet, pool, selector(self.selection, self.eligible), self.aggregation)
 
     def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
         return plan_pool(state, selector(self.selection, self.eligible), self.training, round, seed)
@@ -71,4 +73,6 @@ class FedProx:
         return local_task(self.training, order, FULL, proximal=self.mu)
 
     def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(state, plan, outcomes, selector(self.selection, self.eligible), self.server)
+        return merge_mean(
+            state, plan, outcomes, selector(self.selection, self.eligible), self.server, aggregation=self.aggregation
+        )

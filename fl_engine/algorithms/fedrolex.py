@@ -23,6 +23,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from fl_engine.aggregation import Aggregation, Mean
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -78,6 +79,7 @@ class FedRolex:
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest width needs."""
     selection: Selection = Uniform()
+    aggregation: Aggregation = Mean()
     server: Server = Average()
 
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
@@ -85,7 +87,7 @@ class FedRolex:
         return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=self.static_bn)
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return start(params, layout, fleet, pool, self.selection)
+        return start(params, layout, fleet, pool, self.selection, self.aggregation)
 
     def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
         orders, cut = [], cutter(state)
@@ -109,7 +111,16 @@ class FedRolex:
         )
 
     def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(state, plan, outcomes, self.selection, self.server, self._weight(state.layout))
+        return merge_mean(
+            state,
+            plan,
+            outcomes,
+            self.selection,
+            self.server,
+            self._weight(state.layout),
+            aggregation=self.aggregation,
+            moving=True,
+        )
 
     def _weight(self, layout: ParamLayout) -> Callable[[ClientUpdate], float]:
         by_size = self.weighting in ("model_size", "hybrid")

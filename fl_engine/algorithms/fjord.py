@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fl_engine.aggregation import Aggregation, Mean
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -62,6 +63,7 @@ class FjORD:
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest width needs."""
     selection: Selection = Uniform()
+    aggregation: Aggregation = Mean()
     server: Server = Average()
 
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
@@ -70,7 +72,7 @@ class FjORD:
         return prefix_pool(family, self.widths, "ceil")
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return start(params, layout, fleet, pool, self.selection)
+        return start(params, layout, fleet, pool, self.selection, self.aggregation)
 
     def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
         return plan_pool(state, self.selection, self.training, round, seed)
@@ -81,4 +83,6 @@ class FjORD:
         return local_task(self.training, order, ctx.pool[largest].spec, widths=widths)
 
     def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(state, plan, outcomes, self.selection, self.server, weight_of(self.weighting))
+        return merge_mean(
+            state, plan, outcomes, self.selection, self.server, weight_of(self.weighting), aggregation=self.aggregation
+        )

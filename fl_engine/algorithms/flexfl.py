@@ -23,6 +23,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from fl_engine import pool as pools
+from fl_engine.aggregation import Aggregation, Mean
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -82,6 +83,7 @@ class FlexFL:
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest model needs."""
     selection: Selection = ResourceTable()
+    aggregation: Aggregation = Mean()
     server: Server = Average()
 
     # ------------------------------------------------------------------------------------ before the rounds
@@ -132,7 +134,7 @@ class FlexFL:
         return pools.check_nested(family, tuple(models))
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return start(params, layout, fleet, pool, self.selection)
+        return start(params, layout, fleet, pool, self.selection, self.aggregation)
 
     # --------------------------------------------------------------------------------------------- a round
     def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
@@ -150,7 +152,7 @@ class FlexFL:
         )
 
     def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(state, plan, outcomes, self.selection, self.server)
+        return merge_mean(state, plan, outcomes, self.selection, self.server, aggregation=self.aggregation)
 
 
 def _check_adaptive(adaptive_size: float, sizes: Sequence[float]) -> None:

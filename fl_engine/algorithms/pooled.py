@@ -8,9 +8,10 @@ from typing import Any, Literal, TypeVar
 
 from fl_engine import pool as pools
 from fl_engine import seeds
-from fl_engine.averaging import Mean
+from fl_engine.aggregation import Aggregate, Aggregation, Mean
 from fl_engine.errors import ClientError, PoolError
 from fl_engine.fields import Count, Fraction, NotNegative, Positive
+from fl_engine.privacy import Public, check_model
 from fl_engine.selection import round_size
 from fl_engine.server_opt import Average
 from fl_engine.slicing import index_of, take
@@ -140,8 +141,15 @@ def exit_pool(family: ModelFamily, widths: Sequence[float], ends: Sequence[str],
 
 # ------------------------------------------------------------------------------------------------ on the server
 def start(
-    params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, selection: Selector
+    params: Params,
+    layout: ParamLayout,
+    fleet: Sequence[Device],
+    pool: Pool,
+    selection: Selector,
+    aggregation: Aggregation = Mean(),  # noqa: B008 - immutable
 ) -> PooledState:
+    """Raises ConfigError where the aggregation does not go with the network."""
+    check_model(aggregation, layout, pool)
     tables = selection.init(fleet, pool)
     return PooledState(params=params, tables=tables, moments={}, layout=layout, fleet=tuple(fleet), pool=pool)
 
@@ -204,26 +212,32 @@ def merge_mean(
     selection: Selector,
     server: ServerOptimizer = Average(),  # noqa: B008 - immutable
     weight: Callable[[ClientUpdate], float] = by_examples,
+    aggregation: Aggregation = Mean(),  # noqa: B008 - immutable
+    moving: bool = False,
 ) -> S:
-    """The per-element weighted mean over the clients that hold the element (FlexFL Sec. III-E), then the server's
-    step, and what the selector learns. Failures count for nothing."""
-    mean, tables = Mean(state.params, state.layout), state.tables
+    """What the aggregation makes of the updates - the per-element weighted mean over the clients that hold the element
+    (FlexFL Sec. III-E) - then the server's step, and what the selector learns. Failures count for nothing.
+
+    `moving`: a pool model says how large a sub-model is, but not where in the network it lies.
+    """
+    aggregate = aggregation.start(state.params, state.layout, Public.of(plan, state.pool, moving=moving))
+    tables = state.tables
     orders = {order.client: order for order in plan.orders}
     for outcome in outcomes:
         if isinstance(outcome, ClientUpdate):
-            mean.add(outcome.payload, outcome.spec, weight(outcome))
+            aggregate.add(outcome.payload, outcome.spec, weight(outcome))
             tables = learned(selection, tables, state.layout, state.pool, orders[outcome.client], outcome)
-    moments, params = stepped(server, state.moments, state.params, mean)
+    moments, params = stepped(server, state.moments, state.params, aggregate)
     return replace(state, params=params, moments=moments, tables=tables)
 
 
-def stepped(server: ServerOptimizer, moments: Params, old: Params, mean: Mean) -> tuple[Params, Params]:
-    """(moments, params) after the server's step towards the mean; as they were where no update arrived."""
-    if mean.empty:
+def stepped(server: ServerOptimizer, moments: Params, old: Params, aggregate: Aggregate) -> tuple[Params, Params]:
+    """(moments, params) after the server's step towards the aggregate; as they were where no update arrived."""
+    if aggregate.empty:
         return moments, old
     if isinstance(server, Average):  # without asking which elements were trained
-        return moments, mean.result()
-    return server.step(moments, old, mean.result(), mean.trained())
+        return moments, aggregate.result()
+    return server.step(moments, old, aggregate.result(), aggregate.trained())
 
 
 def learned(

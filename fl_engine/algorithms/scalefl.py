@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fl_engine.aggregation import Aggregation, Mean
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -74,6 +75,7 @@ class ScaleFL:
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest level needs."""
     selection: Selection = Uniform()
+    aggregation: Aggregation = Mean()
     server: Server = Average()
 
     def _ends(self, family: ModelFamily) -> tuple[str, ...]:
@@ -86,7 +88,7 @@ class ScaleFL:
         return exit_pool(family, self.widths, self._ends(family))
 
     def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return start(params, layout, fleet, pool, self.selection)
+        return start(params, layout, fleet, pool, self.selection, self.aggregation)
 
     def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
         return plan_pool(state, self.selection, self.training, round, seed)
@@ -104,4 +106,6 @@ class ScaleFL:
         )
 
     def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(state, plan, outcomes, self.selection, self.server, weight_of(self.weighting))
+        return merge_mean(
+            state, plan, outcomes, self.selection, self.server, weight_of(self.weighting), aggregation=self.aggregation
+        )

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,14 +24,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fl_engine import rounds
+from fl_engine.aggregation import Aggregation, Mean, Median, TrimmedMean
 from fl_engine.backends import InProcess
 from fl_engine.client import Site, execute
 from fl_engine.config import RoundsConfig
 from fl_engine.errors import ClientError
 from fl_engine.evaluate import evaluate, published, weights_of
 from fl_engine.ledger import Ledger
+from fl_engine.privacy import Private
 from fl_engine.rounds import Evaluation
 from fl_engine.selection import round_size
+from fl_engine.server_opt import Average
 from fl_engine.slicing import contains, count_params, full_shapes, initial_params, shapes, take
 from fl_engine.state import pack, unpack
 from fl_engine.store import FolderStore, decode, encode
@@ -45,7 +50,18 @@ from fl_engine.testing.tiny import (
     update_of,
 )
 from fl_engine.tracking import Memory
-from fl_engine.types import FULL, Algorithm, ModelFamily, Outcome, Params, RoundPlan, SubmodelSpec, TaskContext
+from fl_engine.types import (
+    FULL,
+    Algorithm,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    RoundPlan,
+    SubmodelSpec,
+    TaskContext,
+    WorkOrder,
+)
 
 # Sites and states are immutable, so sharing them between examples is safe.
 law = settings(
@@ -54,9 +70,17 @@ law = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors, HealthCheck.too_slow],
 )
 
+few = settings(law, max_examples=5)
+
 ROUNDS = st.integers(0, 2000)
 SEEDS = st.integers(0, 2**40)
 LARGEST_R = 200.0
+ROBUST = pytest.mark.parametrize("aggregation", [Median(), TrimmedMean(trim=0.4)], ids=lambda a: a.name)
+AGGREGATIONS = pytest.mark.parametrize(
+    "aggregation",
+    [Mean(clip=0.5), Median(), TrimmedMean(clip=0.5), Private(noise_multiplier=0.01)],
+    ids=lambda a: a.name,
+)
 
 
 class AlgorithmSuite:
@@ -81,6 +105,15 @@ class AlgorithmSuite:
     def promises_to_fit(self, algorithm: Algorithm) -> bool:
         """Whether a device is only sent what it can hold at its maximum capacity."""
         return True
+
+    def with_aggregation(self, algorithm: Algorithm, aggregation: Aggregation) -> Algorithm:
+        """The algorithm with another aggregation, whose result is the new model as it is; and with whatever else it has
+        to have for that. Skips the test where it takes none."""
+        options = {f.name for f in fields(cast(Any, algorithm))}
+        if "aggregation" not in options:
+            pytest.skip("this algorithm has an aggregation of its own")
+        more = {"server": Average()} if "server" in options else {}
+        return replace(cast(Any, algorithm), aggregation=aggregation, **more)  # type: ignore[no-any-return]
 
     def most_orders(self, algorithm: Algorithm, site: Site) -> int:
         """How many clients a round may have."""
@@ -275,6 +308,68 @@ class AlgorithmSuite:
         assert_same_bits(merged.params, state.params)
         assert algorithm.plan(merged, 1, SEED).orders
 
+    # --- with every aggregation
+    @AGGREGATIONS
+    def test_two_rounds_with_every_aggregation(
+        self, algorithm: Algorithm, family: ModelFamily, aggregation: Aggregation
+    ) -> None:
+        chosen = self.with_aggregation(algorithm, aggregation)
+        site = tiny_site(chosen, family)
+        state = start_of(chosen, site)
+        final, outcomes = _run(chosen, site, state, rounds=2)
+        assert any(not hasattr(o, "reason") for o in outcomes), "every client failed"
+        before, after = published(state), published(final)
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
+        assert_same_bits(dict(published(_run(chosen, site, state, rounds=2)[0])), dict(after))
+
+    @ROBUST
+    @few
+    @given(round=ROUNDS, data=st.data())
+    def test_updates_that_agree_are_taken_as_they_are(
+        self, algorithm: Algorithm, family: ModelFamily, aggregation: Aggregation, round: int, data: st.DataObject
+    ) -> None:
+        chosen = self.with_aggregation(algorithm, aggregation)
+        site = tiny_site(chosen, family)
+        layout, state = site.family.layout(), start_of(chosen, site)
+        plan, outcomes = _outcomes(chosen, site, state, round, data, noise=False)
+        new = initial_params(site.family, SEED + 1)
+        agreeing = [replace(o, payload=take(new, layout, o.spec)) for o in outcomes]
+        merged = chosen.merge(state, plan, agreeing)
+        for order, outcome in zip(plan.orders, agreeing, strict=True):
+            assert_same_bits(_whole(merged, order, outcome.spec, layout), outcome.payload)
+
+    @ROBUST
+    @few
+    @given(round=ROUNDS, data=st.data())
+    def test_bad_clients_that_are_few_enough_cannot_leave_the_range_of_the_honest(
+        self, algorithm: Algorithm, family: ModelFamily, aggregation: Median | TrimmedMean, round: int, data: Any
+    ) -> None:
+        """Element by element, of those that hold it."""
+        chosen = self.with_aggregation(algorithm, aggregation)
+        site = tiny_site(chosen, family)
+        layout, state = site.family.layout(), start_of(chosen, site)
+        plan, outcomes = _outcomes(chosen, site, state, round, data)
+        levels = {name.partition("/")[0] for name in published(state)}
+        shared = [o.client for o in plan.orders if o.hints["model"] not in levels]
+        bad = set(data.draw(st.lists(st.sampled_from(shared), max_size=2))) if shared else set()
+        lied = {o.client: replace(o, payload={n: t - 1e9 for n, t in o.payload.items()}) for o in outcomes}
+        merged = chosen.merge(state, plan, [lied[o.client] if o.client in bad else o for o in outcomes]).params
+        for name, tensor in merged.items():
+            low, high, count, lies = (torch.full(tensor.shape, x) for x in (math.inf, -math.inf, 0.0, 0.0))
+            for o in outcomes:
+                if o.client not in shared or name not in o.payload:
+                    continue
+                mask = kept_mask(layout, o.spec, name, tensor.shape)
+                count += mask
+                lies += mask if o.client in bad else 0
+                if o.client not in bad:
+                    low[mask] = torch.minimum(low[mask], o.payload[name].flatten())
+                    high[mask] = torch.maximum(high[mask], o.payload[name].flatten())
+            dropped = (count - 1) // 2 if isinstance(aggregation, Median) else (0.4 * count + 1e-6).floor()
+            safe = (lies <= dropped) & (count > 0)
+            assert bool(((tensor >= low) & (tensor <= high))[safe].all()), name
+
     # --- the state
     def test_the_state_survives_being_stored(self, algorithm: Algorithm, site: Site, state: Any) -> None:
         for later in (state, _run(algorithm, site, state, rounds=2)[0]):
@@ -331,6 +426,13 @@ def _assert_same_snapshot(left: tuple[Params, str], right: tuple[Params, str]) -
     assert left[1] == right[1]
 
 
+def _whole(state: Any, order: WorkOrder, spec: SubmodelSpec, layout: ParamLayout) -> Params:
+    """What the state has of a sub-model of what was sent: of the level's own weights, where it has such."""
+    prefix = f"{order.hints['model']}/"
+    own = {n.removeprefix(prefix): t for n, t in published(state).items() if n.startswith(prefix)}
+    return take(own, layout, spec, have=order.spec) if own else take(state.params, layout, spec)
+
+
 def _context(site: Site, client: int, observed: float) -> TaskContext:
     return TaskContext(site.family.layout(), site.pool, site.fleet[client], observed)
 
@@ -369,7 +471,7 @@ def _run(algorithm: Algorithm, site: Site, state: Any, rounds: int) -> tuple[Any
     """Rounds without a backend, a ledger or anything else around them."""
     seen: list[Outcome] = []
     for round in range(rounds):
-        plan = algorithm.plan(state, round, SEED)
+        plan = replace(algorithm.plan(state, round, SEED), noise_seed=SEED)
         outcomes = [execute(algorithm, order, site) for order in sorted(plan.orders, key=lambda o: o.client)]
         state = algorithm.merge(state, plan, outcomes)
         seen += outcomes

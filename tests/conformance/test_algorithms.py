@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, AllLarge, Decoupled
+from fl_engine.aggregation import Aggregation
+from fl_engine.algorithms import (
+    ALGORITHMS,
+    AdaptiveFL,
+    AllLarge,
+    Decoupled,
+    DepthFL,
+    FederatedDropout,
+    FedRolex,
+    HeteroFL,
+)
 from fl_engine.client import Site
 from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.tiny import TRAINING
@@ -29,6 +40,13 @@ class TestAlgorithms(AlgorithmSuite):
 
     def promises_to_fit(self, algorithm: Algorithm) -> bool:
         return not isinstance(algorithm, AdaptiveFL)  # its server does not know capacities
+
+    def with_aggregation(self, algorithm: Algorithm, aggregation: Aggregation) -> Algorithm:
+        if isinstance(algorithm, DepthFL):
+            algorithm = replace(algorithm, alpha=0.0)
+        if isinstance(algorithm, HeteroFL | FedRolex | FederatedDropout):
+            algorithm = replace(algorithm, static_bn=False)
+        return super().with_aggregation(algorithm, aggregation)
 
     def most_orders(self, algorithm: Algorithm, site: Site) -> int:
         levels = 3 if isinstance(algorithm, Decoupled) else 1  # k devices for each

@@ -1,0 +1,239 @@
+"""Client-level differential privacy: a noisy sum of clipped changes, and what it costs in epsilon.
+
+The Gaussian mechanism on a sum (McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018,
+Algorithm 1 with the fixed-denominator estimator). With every client counting alike,
+
+    new = old + (sum_m clip(p_m - old) + N(0, (noise_multiplier * clip)^2)) / expected holders
+
+element by element. Neighbours are two fleets of which one has a client whose updates change nothing. What a sub-model
+changes is a change of the global model with zeros where the sub-model has nothing, and zeros add nothing to a norm: the
+sums of neighbours differ by at most `clip`, whatever the client trained. Noise goes on every element, as who held which
+is not to be seen. What the sum is divided by follows from what is public (`Public`), and so tells nothing.
+
+Rounds compose by Renyi differential privacy (Mironov, CSF 2017), accounted by the library dp-accounting. Where who
+takes part is secret and drawn uniformly, k of N without replacement, epsilon is smaller (Wang et al., AISTATS 2019,
+Theorem 27; its neighbours have another client in one place, whose sums differ by 2 * clip: one that changes nothing is
+another).
+
+docs/guides/privacy.md says what all that promises, and what not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fl_engine import seeds
+from fl_engine.acceptance import Terms
+from fl_engine.averaging import Kind, Regions, change_of
+from fl_engine.errors import ConfigError, EnvironmentFailure
+from fl_engine.fields import STRICT, Positive
+from fl_engine.selection import Uniform, dispatched, holds, round_size
+from fl_engine.slicing import is_statistic
+from fl_engine.types import Algorithm, Device, ParamLayout, Params, Pool, RoundPlan, SubmodelSpec
+
+
+@dataclass(frozen=True)
+class Public:
+    """What is known of a round by those who know no client's data: all that a private aggregate uses besides the noisy
+    sum."""
+
+    clients: int
+    """How many were asked."""
+    models: tuple[SubmodelSpec, ...]
+    """What each of them may have been sent; all alike likely, it is assumed."""
+    noise_seed: int | None
+    moving: bool = False
+    """The models say sizes; where in the network they lie is another matter (FedRolex, Federated Dropout)."""
+
+    @staticmethod
+    def of(plan: RoundPlan, pool: Pool, *, moving: bool = False, part: str = "") -> Public:
+        """`part` tells models apart that are aggregated by themselves: no two may have the same noise."""
+        seed = None if plan.noise_seed is None else seeds.derive(plan.noise_seed, f"noise {part}", plan.round)
+        return Public(len(plan.orders), tuple(m.spec for m in pool if m.dispatched), seed, moving)
+
+
+@dataclass(frozen=True)
+class Private:
+    """Hides whether any one client's data had a part in the global model. All clients count alike."""
+
+    __pydantic_config__: ClassVar = STRICT
+    name: Literal["private"] = "private"
+    clip: Positive = 1.0
+    """C: largest L2 norm of an update's change."""
+    noise_multiplier: Positive = 1.0
+    """z: standard deviation of the noise, over C."""
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """For which epsilon is told; well below one over the number of clients."""
+    secret_selection: bool = False
+    """Who takes part in a round stays secret (so does the run's seed): a uniform selection then makes epsilon less."""
+
+    def start(self, old: Params, layout: ParamLayout, public: Public) -> NoisySum:
+        return NoisySum(old, layout, public, self.clip, self.noise_multiplier)
+
+
+class NoisySum:
+    """An aggregate (`aggregation.Aggregate`). Streams: holds one sum per element.
+
+    Raises ConfigError without a noise seed: whoever knows where noise comes from can take it off again.
+    """
+
+    def __init__(self, old: Params, layout: ParamLayout, public: Public, clip: float, noise_multiplier: float) -> None:
+        if public.noise_seed is None:
+            raise ConfigError(
+                "private aggregation needs a noise_seed in the round's plan, drawn from a secret key; there is none"
+            )
+        self._old = old
+        self._layout = layout
+        self._regions = Regions(old, layout)
+        self._public = public
+        self._noise_seed = public.noise_seed
+        self._clip = clip
+        self._noise_multiplier = noise_multiplier
+        self.sum = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in old.items()}
+        """Before the noise: not to be shown to anybody."""
+
+    def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
+        """Adds one update's change; every weight counts as 1. Raises ModelError for one that does not fit."""
+        kind = self._regions.fit(payload, spec)
+        change, norm = change_of(payload, kind, self._old, self._regions)
+        factor = self._clip / norm if norm > self._clip else 1.0
+        for name, tensor in change.items():
+            self.sum[name][self._regions.of(kind)[name]] += tensor.mul_(factor)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nobody was asked. Where all have failed there is noise all the same."""
+        return self._public.clients == 0
+
+    def trained(self) -> Params:
+        return {name: torch.ones(tensor.shape, dtype=torch.bool) for name, tensor in self._old.items()}
+
+    def result(self) -> Params:
+        kinds, out = self._kinds(), {}
+        for name, old in self._old.items():
+            draw = seeds.rng(self._noise_seed, name).standard_normal(tuple(old.shape))
+            noise = self._noise_multiplier * self._clip * torch.from_numpy(np.asarray(draw))
+            out[name] = (old.double() + (self.sum[name] + noise) / self._holders(name, kinds)).to(old.dtype)
+        return out
+
+    def _kinds(self) -> dict[Kind, float]:
+        """The models that clients may have been sent, and how many were sent each on average."""
+        kinds = {}
+        for spec in self._public.models:
+            names = tuple(n for n in self._old if self._layout.has_block(spec, self._layout.slots[n].block))
+            kinds[spec, names] = self._public.clients / len(self._public.models)
+        return kinds
+
+    def _holders(self, name: str, kinds: dict[Kind, float]) -> Tensor:
+        """float64: how many clients hold each element on average, but at least 1."""
+        if not self._public.moving:
+            return self._regions.total(name, kinds).clamp_min(1)
+        sizes = {kind: math.prod(self._regions.shapes(kind).get(name, (0,))) for kind in kinds}
+        held = sum(count * sizes[kind] for kind, count in kinds.items()) / self._old[name].numel()
+        return torch.tensor(max(1.0, held), dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------- what it must not meet
+def is_private(algorithm: Algorithm) -> bool:
+    return _private(algorithm) is not None
+
+
+def _private(algorithm: Algorithm) -> Private | None:
+    """Its aggregation, where that is private. Somebody's own algorithm need not have any."""
+    found = getattr(algorithm, "aggregation", None)
+    return found if isinstance(found, Private) else None
+
+
+def check_model(aggregation: object, layout: ParamLayout, pool: Pool) -> None:
+    """Raises ConfigError where a private aggregation would not be private, or no use, with this network."""
+    if not isinstance(aggregation, Private):
+        return
+    if any(m.static_bn for m in pool):
+        raise ConfigError(
+            "algorithm.aggregation is private, but batch norm's statistics would be collected on all clients' data as "
+            "they are: set algorithm.static_bn=false"
+        )
+    if any(is_statistic(name) for name in layout.slots):
+        raise ConfigError(
+            "algorithm.aggregation is private, and the network keeps running statistics; with noise, variances would "
+            "fall below zero: set model.norm=batch"
+        )
+
+
+def check_terms(algorithm: Algorithm, terms: Terms) -> None:
+    """Raises ConfigError where it depends on the others' updates whether one is taken: the sum of neighbours would then
+    differ in more than one client."""
+    if not is_private(algorithm):
+        return
+    kept = {
+        "norm_bound=null": terms.norm_bound is None,
+        "over_provision=1": terms.over_provision == 1,
+        "quorum=0": terms.quorum == 0,
+    }
+    wrong = [f"rounds.{setting}" for setting, kept_to in kept.items() if not kept_to]
+    if wrong:
+        raise ConfigError(
+            "algorithm.aggregation is private, so the others' updates must not decide whether one is taken: set "
+            + ", ".join(wrong)
+        )
+
+
+# ------------------------------------------------------------------------------------------------- accounting
+def epsilon(algorithm: Algorithm, fleet: Sequence[Device], pool: Pool, rounds: int) -> float | None:
+    """What so many rounds have spent, for the aggregation's delta; None: it is not private.
+
+    Without secret selection each client counts as taking part in every round. Raises EnvironmentFailure where the
+    accounting library is not installed.
+    """
+    private = _private(algorithm)
+    if private is None:
+        return None
+    sampled = _sampled(algorithm, fleet, pool) if private.secret_selection else None
+    orders, spent = _one_round(private.noise_multiplier, sampled)
+    return float(_library().rdp.compute_epsilon(orders, rounds * spent, private.delta)[0])
+
+
+def _sampled(algorithm: Any, fleet: Sequence[Device], pool: Pool) -> tuple[int, int] | None:
+    """(k, N) where the selection draws k of N clients uniformly; None: it does not, or is not known to."""
+    if not isinstance(getattr(algorithm, "selection", None), Uniform):
+        return None
+    least = pool[dispatched(pool)[0]].share
+    able = [d for d in fleet if algorithm.selection.model != "capacity" or holds(d, least)]
+    return min(round_size(algorithm.training.fraction, len(fleet)), len(able)), len(able)
+
+
+@lru_cache(maxsize=16)
+def _one_round(noise_multiplier: float, sampled: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
+    """(orders alpha, RDP epsilon(alpha)) of one round; with a sample, at each order the smaller of two bounds."""
+    library = _library()
+    relation = library.NeighboringRelation
+    whole = library.rdp.RdpAccountant(neighboring_relation=relation.ADD_OR_REMOVE_ONE)
+    whole.compose(library.GaussianDpEvent(noise_multiplier))
+    if sampled is None:
+        return whole.orders, whole.rdp
+    k, eligible = sampled
+    part = library.rdp.RdpAccountant(neighboring_relation=relation.REPLACE_ONE)
+    half = library.GaussianDpEvent(noise_multiplier / 2)  # the noise over the sensitivity, 2 * clip
+    part.compose(library.SampledWithoutReplacementDpEvent(eligible, k, half))
+    return whole.orders, np.minimum(whole.rdp, part.rdp)
+
+
+def _library() -> ModuleType:
+    try:
+        import dp_accounting
+    except ImportError as error:
+        raise EnvironmentFailure(
+            "what private aggregation spends is accounted by dp-accounting, which is not installed: "
+            "pip install 'flexfleet[privacy]'"
+        ) from error
+    return dp_accounting  # type: ignore[no-any-return]

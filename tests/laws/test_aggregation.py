@@ -1,0 +1,376 @@
+"""Median and trimmed mean against a loop over single elements; what bad clients cannot do; clipping.
+
+For each element p: of the n values that updates bring, without the floor(trim * n) smallest and as many of the largest,
+the mean (Yin et al., ICML 2018, Definitions 1 and 2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fl_engine import aggregation as aggregations
+from fl_engine import averaging
+from fl_engine import config as configs
+from fl_engine.aggregation import Aggregate, Mean, Median, Middle, TrimmedMean
+from fl_engine.algorithms import ALGORITHMS, DepthFL
+from fl_engine.config import load_config
+from fl_engine.errors import ConfigError, ModelError
+from fl_engine.privacy import Private, Public
+from fl_engine.slicing import take
+from fl_engine.spool import Spool
+from fl_engine.testing.models import kept_mask
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, failure_of, start_of, tiny_site, update_of
+from fl_engine.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
+
+law = settings(max_examples=40, deadline=None)
+
+LAYOUT = ParamLayout(
+    {"a": 5, "b": 3},
+    {
+        "one": Slot("first", (Axis("a"), Axis(None))),
+        "two": Slot("second", (Axis("b"), Axis("a", 2))),
+        "tied": Slot("second", (Axis("b", 3), Axis("b"))),
+        "free": Slot("third", (Axis(None),)),
+        "scale": Slot("third", ()),
+    },
+)
+SHAPES = {"one": (5, 2), "two": (3, 10), "tied": (9, 3), "free": (4,), "scale": ()}
+NOTHING = Public(0, (FULL,), None)
+"""What aggregates that are not private know of a round: nothing that they need."""
+
+
+@dataclass
+class Update:
+    payload: Params
+    spec: SubmodelSpec
+
+
+def model(seed: int, size: float = 1.0) -> Params:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: size * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> SubmodelSpec:
+    """Any mixture of prefixes and scattered channels, some blocks dropped."""
+    keep = {}
+    for group, size in LAYOUT.groups.items():
+        prefix, scattered = st.integers(1, size).map(range), st.sets(st.integers(0, size - 1), min_size=1)
+        keep[group] = sorted(draw(prefix | scattered))
+    return SubmodelSpec.of(keep, draw(st.none() | st.sets(st.sampled_from(LAYOUT.blocks), min_size=1)))
+
+
+@st.composite
+def updates(draw: st.DrawFn) -> Update:
+    """Of any sub-model, some names missing."""
+    spec, brought = draw(specs()), model(draw(st.integers(0, 2**30)))
+    kept = {name: t.clone() for name, t in take(brought, LAYOUT, spec).items() if draw(st.integers(0, 9)) > 0}
+    return Update(kept, spec)
+
+
+def add_all(aggregate: Aggregate, given: list[Update]) -> Aggregate:
+    for update in given:
+        aggregate.add(update.payload, update.spec, 1.0)
+    return aggregate
+
+
+def middle_of(old: Params, given: list[Update], trim: float) -> Params:
+    return add_all(Middle(old, LAYOUT, trim), given).result()
+
+
+def values_of(given: list[Update], name: str) -> list[list[float]]:
+    """What each element (in row-major order) was said to be, by those that hold it."""
+    found: list[list[float]] = [[] for _ in range(math.prod(SHAPES[name]))]
+    for update in given:
+        if name in update.payload:
+            where = kept_mask(LAYOUT, update.spec, name, torch.Size(SHAPES[name])).flatten().nonzero().flatten()
+            for place, value in zip(where.tolist(), update.payload[name].flatten().tolist(), strict=True):
+                found[place].append(value)
+    return found
+
+
+def slow_mean(values: list[float], drop: int) -> float:
+    kept = sorted(values)[drop : len(values) - drop]
+    return float(sum(map(Fraction, kept)) / len(kept))
+
+
+# ----------------------------------------------------------------------------------------- what it computes
+@law
+@given(given=st.lists(updates(), min_size=1, max_size=12), tenths=st.integers(0, 4))
+def test_a_trimmed_mean_is_that_of_a_loop_over_elements(given: list[Update], tenths: int) -> None:
+    old = model(0)
+    found = middle_of(old, given, tenths / 10)
+    assert list(found) == list(old)
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (torch.float32, SHAPES[name])
+        for values, got, before in zip(values_of(given, name), tensor.flatten(), old[name].flatten(), strict=True):
+            if values:
+                assert float(got) == pytest.approx(slow_mean(values, tenths * len(values) // 10), rel=1e-6, abs=1e-9)
+            else:
+                assert torch.equal(got, before), "an element that nobody holds moved"
+
+
+@law
+@given(given=st.lists(updates(), min_size=1, max_size=12))
+def test_a_median_is_the_textbook_one(given: list[Update]) -> None:
+    found = middle_of(model(0), given, 0.5)
+    for name, tensor in found.items():
+        for values, got in zip(values_of(given, name), tensor.flatten(), strict=True):
+            if values:
+                assert float(got) == pytest.approx(median(values), rel=1e-6, abs=1e-9)
+
+
+def test_by_hand() -> None:
+    """Five clients: all hold the first value, four the second, one the third, nobody the fourth. 0.2 of five is
+    one, of four it is none."""
+    layout = ParamLayout({"g": 4}, {"w": Slot("b", (Axis("g"),))})
+    arrived = {(2,): [[1.0, 5.0], [2.0, 9.0], [3.0, 7.0], [-1e9, 1003.0]], (0, 2): [[100.0, 6.0]]}
+    for trim, expected in ((0.2, [2.0, 256.0, 6.0, 4.0]), (0.4, [2.0, 8.0, 6.0, 4.0]), (0.5, [2, 8, 6, 4])):
+        middle = Middle({"w": torch.tensor([9.0, 9.0, 9.0, 4.0])}, layout, trim)
+        for keep, rows in arrived.items():
+            for row in rows:
+                spec = SubmodelSpec.of({"g": keep[0] if len(keep) == 1 else keep})
+                middle.add({"w": torch.tensor(row)}, spec, 7.0)
+        assert middle.result()["w"].tolist() == expected, trim
+
+
+@law
+@given(given=st.lists(updates(), min_size=2, max_size=10), trim=st.sampled_from([0.0, 0.2, 0.5]), data=st.data())
+def test_the_order_of_updates_does_not_matter_to_the_bit(
+    given: list[Update], trim: float, data: st.DataObject
+) -> None:
+    found = middle_of(model(0), given, trim)
+    assert_same_bits(middle_of(model(0), data.draw(st.permutations(given)), trim), found)
+
+
+@law
+@given(given=st.lists(updates(), min_size=1, max_size=10), rows=st.integers(1, 200))
+def test_chunks_and_the_file_change_no_bit(given: list[Update], rows: int) -> None:
+    whole = middle_of(model(0), given, 0.2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aggregations, "CHUNK_BYTES", 4 * rows)
+        patch.setattr(aggregations, "Spool", lambda: Spool(held_bytes=0))
+        assert_same_bits(middle_of(model(0), given, 0.2), whole)
+
+
+@law
+@given(spec=specs(), others=st.lists(specs(), max_size=8), trim=st.sampled_from([0.0, 0.2, 0.49, 0.5]))
+def test_identical_updates_make_themselves(spec: SubmodelSpec, others: list[SubmodelSpec], trim: float) -> None:
+    """Who holds an element brings the same value; it is that value, to the bit, and the rest is as it was."""
+    old, new = model(0), model(1)
+    found = middle_of(old, [Update(take(new, LAYOUT, s), s) for s in (spec, *others)], trim)
+    for name, tensor in found.items():
+        held = torch.zeros(SHAPES[name], dtype=torch.bool)
+        for each in (spec, *others):
+            held |= kept_mask(LAYOUT, each, name, torch.Size(SHAPES[name]))
+        assert torch.equal(tensor, torch.where(held, new[name], old[name])), name
+
+
+@law
+@given(given=st.lists(updates(), min_size=1, max_size=8))
+def test_trained_is_what_somebody_holds(given: list[Update]) -> None:
+    for aggregate in (Middle(model(0), LAYOUT, 0.2), averaging.Mean(model(0), LAYOUT)):
+        assert aggregate.empty
+        add_all(aggregate, given)
+        assert aggregate.empty == (not any(u.payload for u in given))
+        for name, mask in aggregate.trained().items():
+            assert mask.flatten().tolist() == [bool(values) for values in values_of(given, name)]
+
+
+# ------------------------------------------------------------------------------------------ bad clients
+BADNESS: dict[str, Callable[[Tensor], Tensor]] = {
+    "huge": lambda t: t + 1e30,
+    "minus": lambda t: -1e30 * t.sign(),
+    "far": lambda t: t * 1e6,
+}
+
+
+@law
+@given(
+    honest=st.lists(updates(), min_size=3, max_size=9),
+    bad=st.lists(st.tuples(updates(), st.sampled_from(sorted(BADNESS))), min_size=1, max_size=4),
+    aggregation=st.sampled_from([Median(), TrimmedMean(), TrimmedMean(trim=0.4)]),
+)
+def test_a_minority_cannot_leave_the_range_of_the_honest(
+    honest: list[Update], bad: list[tuple[Update, str]], aggregation: Median | TrimmedMean
+) -> None:
+    """Whatever mixture of sub-models: wherever the bad are few enough of an element's own holders."""
+    liars = [Update({n: BADNESS[how](t) for n, t in update.payload.items()}, update.spec) for update, how in bad]
+    found = add_all(aggregation.start(model(0), LAYOUT, NOTHING), [*honest, *liars]).result()
+    share = 0.5 if isinstance(aggregation, Median) else aggregation.trim
+    safe = 0
+    for name, tensor in found.items():
+        everyone = zip(values_of(honest, name), values_of(liars, name), tensor.flatten().tolist(), strict=True)
+        for good, lies, got in everyone:
+            n = len(good) + len(lies)
+            allowed = (n - 1) // 2 if share == 0.5 else int(share * n)
+            if lies and len(lies) <= allowed:
+                safe += 1
+                assert min(good) <= got <= max(good), name
+    assume(safe)
+
+
+def test_a_mean_is_anybodys() -> None:
+    """What the laws above guard against."""
+    old, honest = model(0), [Update(model(i), FULL) for i in range(1, 10)]
+    liar = Update({n: t + 1e6 for n, t in model(10).items()}, FULL)
+    moved = add_all(Mean().start(old, LAYOUT, NOTHING), [*honest, liar]).result()
+    assert all(bool((t > 1e4).all()) for t in moved.values())
+
+
+# ------------------------------------------------------------------------------------------ clipping
+def distance(left: Params, right: Params) -> float:
+    return math.sqrt(sum(float((left[n].double() - right[n].double()).square().sum()) for n in left))
+
+
+@law
+@given(update=updates(), clip=st.floats(1e-3, 50))
+def test_an_update_moves_no_further_than_the_clip_and_keeps_its_direction(update: Update, clip: float) -> None:
+    assume(update.payload)
+    old = model(0)
+    regions = averaging.Regions(old, LAYOUT)
+    sent = take(old, LAYOUT, update.spec)
+    sent = {name: sent[name] for name in update.payload}
+    moved = distance(update.payload, sent)
+    found = averaging.limited(update.payload, update.spec, old, regions, clip)
+    if moved <= clip:
+        assert found is update.payload
+        return
+    assert distance(found, sent) == pytest.approx(clip, rel=1e-4)
+    for name, tensor in found.items():
+        expected = sent[name] + (update.payload[name] - sent[name]) * (clip / moved)
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Mean, Median, TrimmedMean])
+@law
+@given(given=st.lists(updates(), min_size=1, max_size=6), clip=st.floats(0.01, 10))
+def test_clipping_is_that_of_each_update_before_the_aggregation(
+    kind: type[Mean] | type[Median] | type[TrimmedMean], given: list[Update], clip: float
+) -> None:
+    old = model(0)
+    regions = averaging.Regions(old, LAYOUT)
+    before = [Update(averaging.limited(u.payload, u.spec, old, regions, clip), u.spec) for u in given]
+    clipped = add_all(kind(clip=clip).start(old, LAYOUT, NOTHING), given)
+    plain = add_all(kind().start(old, LAYOUT, NOTHING), before)
+    assert_same_bits(clipped.result(), plain.result())
+    assert_same_bits(clipped.trained(), plain.trained())
+    assert clipped.empty == plain.empty
+
+
+@law
+@given(given=st.lists(updates(), min_size=1, max_size=6))
+def test_a_clip_that_nobody_reaches_changes_no_bit(given: list[Update]) -> None:
+    plain, clipped = (add_all(Mean(clip=c).start(model(0), LAYOUT, NOTHING), given).result() for c in (None, 1e9))
+    assert_same_bits(clipped, plain)
+
+
+def test_without_a_clip_the_mean_is_the_mean_itself() -> None:
+    assert type(Mean().start(model(0), LAYOUT, NOTHING)) is averaging.Mean
+
+
+@pytest.mark.parametrize("aggregation", [Mean(clip=1.0), Median(), Median(clip=1.0), Private()], ids=lambda a: a.name)
+def test_what_does_not_fit_is_refused_and_nothing_has_been_added(aggregation: Any) -> None:
+    public = Public(1, (FULL,), 1)
+    clean, other = (aggregation.start(model(0), LAYOUT, public) for _ in range(2))
+    for payload, spec in (
+        ({"stray": torch.ones(1)}, FULL),
+        ({"free": torch.ones(4), "one": torch.ones(5, 1)}, FULL),
+        ({"one": torch.ones(5, 2)}, SubmodelSpec.of({}, ["third"])),
+        ({"one": torch.ones(6, 2)}, SubmodelSpec.of({"a": 6})),
+    ):
+        with pytest.raises(ModelError):
+            other.add(payload, spec, 1.0)
+    for aggregate in (clean, other):
+        aggregate.add(model(1), FULL, 1.0)
+    assert_same_bits(other.result(), clean.result())
+
+
+# ------------------------------------------------------------------------------------------ with FedDyn
+def depth_state(algorithm: DepthFL) -> tuple[Any, Any, list[Any]]:
+    """A state, a plan, and an update of each of its orders that moves every weight by 1."""
+    state = start_of(algorithm, tiny_site(algorithm))
+    plan = algorithm.plan(state, 0, SEED)
+    return state, plan, [update_of(o, o.spec, {n: t + 1 for n, t in o.payload.items()}) for o in plan.orders]
+
+
+def test_feddyn_remembers_what_was_clipped() -> None:
+    """g = -alpha * change, h = -alpha/K * sum of changes; a change of ones has norm sqrt(size), clipped to 0.5."""
+    state, plan, updates = depth_state(DepthFL(training=TRAINING, aggregation=Mean(clip=0.5)))
+    found = DepthFL(training=TRAINING, aggregation=Mean(clip=0.5)).merge(state, plan, updates)
+    for update in updates:
+        step = 0.5 / math.sqrt(sum(t.numel() for t in update.payload.values()))
+        for name in update.payload:
+            memory = found.memory[f"{update.client}/{name}"]
+            torch.testing.assert_close(memory, torch.full_like(memory, -0.1 * step), rtol=2e-3, atol=1e-8)
+    unclipped = DepthFL(training=TRAINING).merge(state, plan, updates)
+    assert all(float(found.h[n].abs().max()) < 0.05 * float(unclipped.h[n].abs().max()) for n in found.h)
+
+
+@pytest.mark.parametrize("aggregation", [Median(), TrimmedMean(), Private()], ids=lambda a: a.name)
+def test_what_feddyn_would_undo_is_refused_with_a_way_out(aggregation: Any) -> None:
+    algorithm = DepthFL(training=TRAINING, aggregation=aggregation)
+    site = tiny_site(algorithm)
+    with pytest.raises(ConfigError, match=r"algorithm\.alpha=0"):
+        start_of(algorithm, site)
+    start_of(DepthFL(training=TRAINING, aggregation=aggregation, alpha=0.0), site)
+
+
+@pytest.mark.parametrize("aggregation", [Mean(), Mean(clip=1.0), Median(), TrimmedMean()], ids=str)
+def test_when_all_fail_nothing_changes(aggregation: Any) -> None:
+    kind: Any = ALGORITHMS["heterofl"]
+    algorithm = kind(training=TRAINING, aggregation=aggregation)
+    state = start_of(algorithm, tiny_site(algorithm))
+    plan = algorithm.plan(state, 0, SEED)
+    assert_same_bits(algorithm.merge(state, plan, [failure_of(o) for o in plan.orders]).params, state.params)
+
+
+# ============================================================================================ in a configuration
+def configured(*sets: str, name: str = "flexfl") -> Any:
+    return configs.algorithm(load_config(None, [f"algorithm.name={name}", *sets])).aggregation  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_takes_one(name: str) -> None:
+    assert "aggregation" in {f.name for f in fields(ALGORITHMS[name])}  # type: ignore[arg-type]
+    assert configured(name=name) == Mean()
+    assert configured("algorithm.aggregation.name=median", name=name) == Median()
+
+
+def test_an_aggregation_is_configured_by_name() -> None:
+    trimmed = ("algorithm.aggregation.name=trimmed_mean", "algorithm.aggregation.trim=0.1")
+    assert configured(*trimmed, "algorithm.aggregation.clip=3.0") == TrimmedMean(trim=0.1, clip=3.0)
+    assert configured("algorithm.aggregation={name: mean, clip: 2.0}") == Mean(clip=2.0)
+    private = "algorithm.aggregation={name: private, noise_multiplier: 0.5}"
+    assert configured(private, "rounds.norm_bound=null") == Private(noise_multiplier=0.5)
+
+
+WRONG = [
+    # what is set; what the error has to name.
+    (["algorithm.aggregation.name=medain"], ["algorithm.aggregation", "'medain'", "median", "trimmed_mean", "private"]),
+    (["algorithm.aggregation={name: trimmed_mean, trim: 0.5}"], ["algorithm.aggregation.trim", "less than 0.5"]),
+    (["algorithm.aggregation={name: median, trim: 0.1}"], ["algorithm.aggregation.trim", "unknown parameter"]),
+    (["algorithm.aggregation={name: mean, clip: 0}"], ["algorithm.aggregation.clip", "greater than 0"]),
+    (["algorithm.aggregation={name: private, noise_multiplier: 0}"], ["algorithm.aggregation.noise_multiplier"]),
+    (["algorithm.aggregation={name: private, delta: 1}"], ["algorithm.aggregation.delta", "less than 1"]),
+    (["algorithm.aggregation={name: private, clip: null}"], ["algorithm.aggregation.clip"]),
+]
+
+
+@pytest.mark.parametrize(("sets", "said"), WRONG, ids=lambda value: value[-1] if len(value) < 2 else "")
+def test_what_is_wrong_in_a_configuration_is_named_with_its_path(sets: list[str], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        configured(*sets)
+    for part in said:
+        assert part in str(error.value)
