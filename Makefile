@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export DVC_NO_ANALYTICS ?= 1
 
-.PHONY: setup run test lint docs evidence bench bench-peers image e2e-containers
+.PHONY: setup run test soak lint docs evidence bench bench-peers image e2e-containers
 
 setup: $(VENV)/.ready
 
@@ -25,6 +25,14 @@ run: setup
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+SOAK_KILLS ?= 300
+
+# What `make test` does for a minute, for an hour: kills, malformed bytes, and the largest runs that one machine takes.
+soak: setup
+	$(BIN)/python -m tests.harness.kills --kills $(SOAK_KILLS)
+	FLEXFLEET_FUZZ=2000 $(BIN)/python -m pytest tests/fuzz
+	$(BIN)/python -m benchmarks.limits
 
 lint: setup
 	$(BIN)/ruff check .

@@ -23,6 +23,22 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 LOOK_S = 0.005
+QUICK = (
+    "tracking.mlflow=null",
+    "dataset.train_samples=240",
+    "dataset.test_samples=60",
+    "partition.clients=6",
+    "partition.minimum=5",
+    "partition.proxy=0.1",
+    "pretrain.epochs=1",
+    "model.name=small_cnn",
+    "model.width=0.5",
+    "algorithm.name=flexfl",
+    "training.fraction=0.5",
+    "training.epochs=1",
+    "rounds.stop=3",
+)
+"""FlexFL on digits in well under a second of training."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,10 @@ class Nursery:
         with self._lock:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
+            answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError("the nursery has ended: what it said is on stderr")
+        return json.loads(answer)
 
     def start(
         self,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 import kubernetes_validate
@@ -37,8 +37,22 @@ Script = Callable[[Resource, int, int], str]
 (its node is lost after the work is done, before anybody hears of it) or hang."""
 
 
+class Process(Protocol):
+    """What the kubelet needs of a container's process."""
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
 def runs(job: Resource, index: int, before: int) -> str:
     return "run"
+
+
+def start(command: list[str], env: dict[str, str], log: Path) -> Process:
+    """Starts a container's command in this environment, its output into `log`."""
+    with log.open("w") as out:
+        return subprocess.Popen(command, env=env, cwd=Path(__file__).parents[2], stdout=out, stderr=subprocess.STDOUT)
 
 
 @dataclass
@@ -47,6 +61,7 @@ class Cluster:
     image: str | None = None
     """The kubelet runs pods in containers of this image; None: as processes, with this interpreter."""
     script: Script = runs
+    start: Callable[[list[str], dict[str, str], Path], Process] = start
     objects: dict[tuple[str, str], Resource] = field(default_factory=dict)
     faults: list[int] = field(default_factory=list)
     """Statuses that the next requests are answered with; 0 breaks the connection."""
@@ -56,6 +71,8 @@ class Cluster:
     lock: threading.RLock = field(default_factory=threading.RLock)
     slots: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(2))
     logs: list[str] = field(default_factory=list)
+    running: dict[str, Process] = field(default_factory=dict)
+    """By the pod's name."""
 
     # --------------------------------------------------------------------------------------------- API server
     def ask(self, method: str, path: str, query: dict[str, list[str]], body: Resource | None) -> tuple[int, Resource]:
@@ -222,18 +239,17 @@ class Cluster:
         with self.slots:
             if not self.alive(job):
                 return 137, ""
-            with (place / "log").open("w") as log:
-                process = subprocess.Popen(
-                    command, env={**env, "HOME": str(place)}, cwd=Path(__file__).parents[2],
-                    stdout=log, stderr=subprocess.STDOUT,
-                )  # fmt: skip
-            while process.poll() is None:
+            process = self.running[pod["metadata"]["name"]] = self.start(
+                command, {**env, "HOME": str(place)}, place / "log"
+            )
+            while (code := process.poll()) is None:
                 if not self.alive(job) or "over" in job:
                     process.kill()
                 time.sleep(0.02)
+            del self.running[pod["metadata"]["name"]]
         out = (place / "log").read_text()
-        self.logs.append(f"{pod['metadata']['name']}: {process.returncode}\n{out}")
-        return process.returncode, out[-2048:]
+        self.logs.append(f"{pod['metadata']['name']}: {code}\n{out}")
+        return code, out[-2048:]
 
 
 def in_container(pod: Resource, image: str, env: dict[str, str], mounts: dict[str, str]) -> list[str]:

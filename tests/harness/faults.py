@@ -1,0 +1,151 @@
+"""Fault points: operations of the run store at which a process kills itself, as a power cut would.
+
+They lie around the store's own methods (put, list, delete, ...), around what FolderStore asks of the system inside them
+(write, rename, unlink, ...) and around what S3Store asks of the server (PutObject, UploadPart, ...). They are put there
+from outside, in a process forked for it: the product knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import signal
+import socket
+import stat
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn
+
+from botocore.client import BaseClient
+
+from fl_engine.s3 import S3Store
+from fl_engine.store import FolderStore
+
+When = Literal["before", "middle", "after", "forgotten"]
+"""forgotten: the operation is not done, and says that it was. No kill, but a store that lies."""
+
+READS = ("get", "uri", "presign")
+"""Methods of a store that change nothing and wait for nothing that does: a kill there is one at any time."""
+SYSTEM = {"fsync": "write", "replace": "rename", "link": "link", "unlink": "unlink", "mkdir": "mkdir", "rmdir": "rmdir"}
+"""Functions of `os`, and what they are called here. A file's bytes are there when it is synced: in the middle of that,
+half of them are."""
+
+
+@contextmanager
+def install(
+    operation: str = "",
+    when: When = "before",
+    number: int = 0,
+    counts: str | None = None,
+    constants: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterator[None]:
+    """Kills this process at the `number`-th `operation`, counted from now. `counts`: a file that in the end tells how
+    many there were of each. `constants`: values for `module.NAME`."""
+    for where, value in constants.items():
+        module, _, name = where.rpartition(".")
+        getattr(importlib.import_module(module), name)  # it has to be there
+        setattr(importlib.import_module(module), name, value)
+    if not operation and counts is None:
+        yield
+        return
+    points = _Points(operation, when, number)
+    for store in (FolderStore, S3Store):
+        for name, method in list(vars(store).items()):
+            if callable(method) and not name.startswith("_") and name not in READS:
+                setattr(store, name, points.method(name, method))
+    for name, called in SYSTEM.items():
+        setattr(os, name, points.system(called, getattr(os, name)))
+    BaseClient._make_api_call = points.request(BaseClient._make_api_call)
+    socket.socket.sendall = points.sendall(socket.socket.sendall)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if counts is not None:
+            Path(counts).write_text(json.dumps(points.counts))
+
+
+class _Points:
+    def __init__(self, operation: str, when: When, number: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self._at = operation, number
+        self._when = when
+        self._lock = threading.Lock()
+        self._here = threading.local()
+
+    def _reached(self, operation: str) -> When | None:
+        with self._lock:
+            self.counts[operation] += 1
+            return self._when if (operation, self.counts[operation]) == self._at else None
+
+    def method(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        """A store's own."""
+
+        @functools.wraps(act)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            outer, self._here.inside = getattr(self._here, "inside", False), True
+            try:
+                return self._pass(name, act, *args, **kwargs)
+            finally:
+                self._here.inside = outer
+
+        return wrapped
+
+    def system(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        """One of `os`, where a store calls it."""
+
+        @functools.wraps(act)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            folder = name == "write" and not stat.S_ISREG(os.fstat(args[0]).st_mode)
+            if not getattr(self._here, "inside", False) or folder:
+                return act(*args, **kwargs)
+            return self._pass(name, act, *args, **kwargs)
+
+        return wrapped
+
+    def request(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        """A request to the server."""
+
+        @functools.wraps(act)
+        def wrapped(client: Any, operation: str, given: Any) -> Any:
+            if operation.startswith(("Get", "Head")):
+                return act(client, operation, given)
+            return self._pass(operation, act, client, operation, given)
+
+        return wrapped
+
+    def sendall(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(act)
+        def wrapped(connection: socket.socket, data: Any, *flags: int) -> Any:
+            if getattr(self._here, "torn", False):
+                act(connection, bytes(data)[:-1], *flags)
+                _die()
+            return act(connection, data, *flags)
+
+        return wrapped
+
+    def _pass(self, operation: str, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        when = self._reached(operation)
+        if when == "before":
+            _die()
+        if when == "forgotten":
+            return None
+        if when == "middle":
+            if operation == "write":
+                os.ftruncate(args[0], os.fstat(args[0]).st_size // 2)
+                _die()
+            self._here.torn = True  # the request goes out but for its last byte
+        found = act(*args, **kwargs)
+        if when is not None:
+            _die()
+        return found
+
+
+def _die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL was not obeyed")

@@ -1,0 +1,335 @@
+"""Kills trainings, starts them again, and compares what they come to with one that nobody disturbed.
+
+    python -m tests.harness.kills --kills 300 --seed 1 --only moto-processes,folder-whole --json
+
+SIGKILL falls on the coordinator at any time, within its rounds, or at a fault point inside the run store; on worker
+processes; on pods. A kill counts where the process really died by it before it was done. After each one, the same
+command is started again with --resume. In the end the model, history.json and MLflow have to be those of an undisturbed
+run, and nothing may be left lying about. Exit code 0: so they were; 1: not, and the folders of those runs are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import select
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.harness.outcome import Outcome, differences, leftovers, outcome
+from tests.harness.processes import LOOK_S, Child, Done, workers
+from tests.harness.world import VARIANTS, Place, Variant, World, missing, opened, place
+
+PER_RUN = (3, 8)
+"""A run is killed so many times, at least and at most, before it is let finish."""
+WAYS = ("any_time", "in_round", "fault_point", "fault_point")
+"""In which a coordinator is killed. There are more fault points than instants that matter."""
+POD_S = 0.3
+"""About what a pod takes here."""
+HANGS_S = 300.0
+ROUND = re.compile(r"^\S+ round \d+/", re.MULTILINE)
+"""A line of the coordinator's log: a round is committed."""
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    outcome: Outcome
+    left: list[str]
+    operations: dict[str, int]
+    """How often each operation of the store was done."""
+    first_s: float
+    """Until the first round was committed."""
+    round_s: float
+
+
+class Lost(Exception):
+    """After a kill the same command does not go on."""
+
+
+@dataclass
+class Tally:
+    """What became of one variant's kills."""
+
+    landed: Counter[str] = field(default_factory=Counter)
+    """By way: any_time, in_round, fault_point, worker, pod."""
+    points: Counter[str] = field(default_factory=Counter)
+    lost: int = 0
+    """Kills after which the same command did not go on."""
+    wrong: list[str] = field(default_factory=list)
+    runs: int = 0
+    starts: int = 0
+    seconds: float = 0.0
+
+    @property
+    def kills(self) -> int:
+        return self.landed.total()
+
+
+# ------------------------------------------------------------------------------------------------------- waiting
+def lasts(child: Child, seconds: float) -> bool:
+    """Whether it still runs after so long."""
+    return not until(child, lambda: False, seconds) and child.poll() is None
+
+
+def until(child: Child, condition: Callable[[], bool], timeout_s: float = HANGS_S) -> bool:
+    """Whether the condition came to hold while the process ran."""
+    end = time.monotonic() + timeout_s
+    while child.poll() is None and time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(LOOK_S)
+    return False
+
+
+def rounds_told(child: Child) -> int:
+    return len(ROUND.findall(child.err))
+
+
+# ------------------------------------------------------------------------------------------------ ways to be killed
+def at_any_time(child: Child, normal: Undisturbed, rng: random.Random) -> None:
+    if lasts(child, rng.uniform(0, normal.first_s + 4 * normal.round_s)):
+        child.kill()
+
+
+def in_a_round(child: Child, normal: Undisturbed, rng: random.Random) -> None:
+    told = rng.randint(1, 2)
+    if until(child, lambda: rounds_told(child) >= told) and lasts(child, rng.uniform(0, 1.2 * normal.round_s)):
+        child.kill()
+
+
+def a_worker(child: Child, normal: Undisturbed, rng: random.Random, again: bool) -> bool:
+    """Whether it died by it, and the coordinator lived on. With a whole round between two: an order whose worker dies
+    twice is given up, and that one dies that has nothing to do may be seen in the next round only."""
+    told = rounds_told(child)
+    wanted = told + 2 if again else rng.randint(0, 2)
+    if not until(child, lambda: rounds_told(child) >= wanted and bool(workers(child.pid))):
+        return False
+    if not lasts(child, rng.uniform(0, normal.round_s)):
+        return False
+    victim = rng.choice(workers(child.pid) or [0])
+    try:
+        handle = os.pidfd_open(victim)
+    except OSError:
+        return False
+    try:
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        select.select([handle], [], [], HANGS_S)
+    finally:
+        os.close(handle)
+    return child.poll() is None
+
+
+def a_pod(child: Child, at: Place, hit: set[str], rng: random.Random) -> bool:
+    """Whether it died by it. Each pod's place in its Job once: one that fails twice is given up."""
+    running = at.world.cluster.running
+
+    def candidates() -> list[str]:
+        return sorted(name for name in list(running) if name.rpartition("-")[0] not in hit)
+
+    while until(child, lambda: bool(candidates())):
+        name = rng.choice(candidates() or [""])
+        if not lasts(child, rng.uniform(0, POD_S)) or (process := running.get(name)) is None:
+            continue
+        process.kill()
+        while (code := process.poll()) is None:
+            time.sleep(LOOK_S)
+        if code == -signal.SIGKILL:
+            hit.add(name.rpartition("-")[0])
+            return True
+    return False
+
+
+# ---------------------------------------------------------------------------------------------------------- runs
+def undisturbed(world: World, variant: Variant) -> Undisturbed:
+    at = place(world, variant)
+    counts = at.folder / "operations.json"
+    started = time.monotonic()
+    child = at.start({"counts": str(counts)})
+    until(child, lambda: rounds_told(child) > 0)
+    first = time.monotonic()
+    done = child.wait(HANGS_S)
+    assert done.code == 0, done.err
+    found = outcome(at, done)
+    pace = (time.monotonic() - first) / world.rounds
+    result = Undisturbed(found, leftovers(at), json.loads(counts.read_text()), first - started, pace)
+    at.remove()
+    return result
+
+
+def disturbed(at: Place, normal: Undisturbed, most: int, rng: random.Random, tally: Tally) -> list[str]:
+    """Kills one run at most so many times and lets it finish; gives what is wrong with it. Raises Lost."""
+    left, hit = min(most, rng.randint(*PER_RUN)), set[str]()
+    tally.runs += 1
+    while True:
+        tally.starts += 1
+        way = rng.choice(WAYS) if left else ""
+        point = _point(normal, rng) if way == "fault_point" else None
+        child = at.start(point)
+        try:
+            left -= _clients(child, at, normal, left - bool(way), hit, rng, tally)
+            if way == "any_time":
+                at_any_time(child, normal, rng)
+            elif way == "in_round":
+                in_a_round(child, normal, rng)
+            done = child.wait(HANGS_S)
+        except TimeoutError as error:
+            raise Lost(f"start {at.starts} hangs: {error}") from None
+        finally:
+            child.kill()
+            child.wait()
+        if way and done.code == -signal.SIGKILL:
+            left -= 1
+            tally.landed[way] += 1
+            if point is not None:
+                tally.points[f"{point['when']} {point['operation']}"] += 1
+            continue
+        return verdict(at, normal, done)
+
+
+def verdict(at: Place, normal: Undisturbed, done: Done) -> list[str]:
+    """What is wrong with a run whose last command ended so; empty: nothing. Raises Lost."""
+    if done.code != 0:
+        raise Lost(f"start {at.starts} ended with {done.code}: {done.err[-2000:].strip()}")
+    try:
+        return differences(normal.outcome, outcome(at, done)) + leftovers(at)
+    except Exception as error:  # whatever it is that cannot be read: the run has not come to what it should
+        return [f"the outcome cannot be read: {error!r}"]
+
+
+def _clients(
+    child: Child, at: Place, normal: Undisturbed, most: int, hit: set[str], rng: random.Random, tally: Tally
+) -> int:
+    """Kills some of the processes that clients are, and none in some starts; how many."""
+    kind, killed = at.variant.clients, 0
+    while kind and killed < most and rng.random() < 0.7:
+        if not (a_pod(child, at, hit, rng) if kind == "pod" else a_worker(child, normal, rng, again=killed > 0)):
+            break
+        tally.landed[kind] += 1
+        killed += 1
+    return killed
+
+
+def _whens(operation: str) -> tuple[str, ...]:
+    """Where an operation of the store can be cut off (`faults`)."""
+    sends = operation[0].isupper() and not operation.startswith("List")
+    return ("before", "middle", "after") if sends or operation == "write" else ("before", "after")
+
+
+def _point(normal: Undisturbed, rng: random.Random) -> dict[str, Any]:
+    operation = rng.choice(sorted(normal.operations))
+    number = rng.randint(1, max(1, normal.operations[operation] // 3))  # so that a run is killed several times
+    return {"operation": operation, "when": rng.choice(_whens(operation)), "number": number}
+
+
+def campaign(world: World, variant: Variant, kills: int, seed: int) -> tuple[Tally, Undisturbed]:
+    """So many kills of one variant."""
+    rng, tally, started = random.Random(f"{seed}/{variant.name}"), Tally(), time.monotonic()
+    normal = undisturbed(world, variant)
+    tally.wrong += [f"the undisturbed run left {line}" for line in normal.left]
+    while tally.kills < kills:
+        assert tally.starts < 10 * kills + 20, f"{variant.name}: the kills do not land: {tally}"
+        at = place(world, variant)
+        try:
+            wrong = disturbed(at, normal, kills - tally.kills, rng, tally)
+        except Lost as error:
+            tally.lost += 1
+            wrong = [str(error)]
+            world.cluster.objects.clear()  # what is lost does not clean up
+        if wrong:
+            again = f"python -m tests.harness.kills --kills {kills} --rounds {world.rounds} --seed {seed} "
+            again += f"--only {variant.name}"
+            tally.wrong += [f"{at.folder}: {line}" for line in wrong]
+            tally.wrong.append(f"{at.folder} is kept; to see it again: {again}")
+        else:
+            at.remove()
+    tally.seconds = time.monotonic() - started
+    return tally, normal
+
+
+def shares(kills: int, variants: Sequence[Variant]) -> dict[Variant, int]:
+    """How many kills each variant gets."""
+    least, more = divmod(kills, len(variants))
+    return {variant: least + (place < more) for place, variant in enumerate(variants)}
+
+
+def report(tallies: dict[str, Tally], same: bool, seed: int) -> dict[str, Any]:
+    kills, lost = (sum(getattr(tally, name) for tally in tallies.values()) for name in ("kills", "lost"))
+    return {
+        "kills": kills,
+        "survived": kills - lost,
+        "lost": lost,
+        "identical": same and not any(tally.wrong for tally in tallies.values()),
+        "starts": sum(tally.starts for tally in tallies.values()),
+        "seconds": round(sum(tally.seconds for tally in tallies.values()), 1),
+        "seed": seed,
+        "variants": {
+            name: {
+                "kills": tally.kills,
+                "lost": tally.lost,
+                "identical": not tally.wrong,
+                "runs": tally.runs,
+                "starts": tally.starts,
+                "seconds": round(tally.seconds, 1),
+                "landed": dict(sorted(tally.landed.items())),
+                "points": dict(sorted(tally.points.items())),
+            }
+            for name, tally in tallies.items()
+        },
+    }
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = {variant.name: variant for variant in VARIANTS}
+    p.add_argument("--kills", type=int, required=True, metavar="N", help="in all, over the variants")
+    p.add_argument("--seed", type=int, default=0, help="of when and where kills fall")
+    p.add_argument("--only", metavar="VARIANT,...", help=f"of {', '.join(names)}")
+    p.add_argument("--rounds", type=int, default=8, metavar="N", help="of each run (default: 8)")
+    p.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    args = p.parse_args(argv)
+    wanted = args.only.split(",") if args.only else list(names)
+    if unknown := set(wanted) - names.keys():
+        p.error(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    for name in wanted:
+        if why := missing(names[name].store):
+            say(f"{name}: skipped, {why}")
+    variants = [names[name] for name in wanted if not missing(names[name].store)]
+    if not variants:
+        p.error("none of these variants runs here")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped then too
+    tallies, models = {}, set()
+    with opened(args.rounds) as world:
+        for variant, kills in shares(args.kills, variants).items():
+            tally, normal = campaign(world, variant, kills, args.seed)
+            tallies[variant.name] = tally
+            models.add(normal.outcome.model)
+            landed = ", ".join(f"{way} {count}" for way, count in sorted(tally.landed.items()))
+            state = f"{tally.lost} lost, not identical" if tally.wrong else "identical"
+            say(
+                f"{variant.name}: {tally.kills} kills ({landed}) of {tally.runs} runs, {tally.starts} starts, "
+                f"{tally.seconds:.0f} s: {state}"
+            )
+            for line in tally.wrong:
+                say(f"  {line}")
+    if len(models) > 1:
+        say(f"undisturbed runs of these variants do not end with one model: {', '.join(wanted)}")
+    found = report(tallies, len(models) == 1, args.seed)
+    if args.json:
+        print(json.dumps(found))
+    return 0 if found["identical"] and not found["lost"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

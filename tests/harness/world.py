@@ -1,0 +1,243 @@
+"""What runs are made on: S3 servers, a cluster, and for each run a folder with a data base of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import boto3.session
+
+from tests.harness.processes import QUICK, ROOT, Child, Nursery
+from tests.k8s import fake
+
+RADOSGW = ROOT / "tests" / "s3" / "radosgw"
+BUCKET = "runs"
+SMALL = {"fl_engine.s3.PART": 32 * 2**10, "fl_engine.ledger.PACKED": 1}
+"""So that a quick run's model is uploaded in several parts, and its measurements are packed."""
+ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.poll_s=0.2", "kubernetes.image=flexfleet:latest")
+WORKERS = ("run.backend=processes", "run.devices=[cpu, cpu]")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A configuration that is killed. `clients` says which processes clients are: none of their own, worker or pod."""
+
+    name: str
+    store: str
+    clients: str
+    sets: tuple[str, ...]
+    whole: bool = False
+    """`flexfleet run`, all steps; else the rounds alone."""
+
+
+def _on(store: str) -> tuple[Variant, ...]:
+    return (
+        Variant(f"{store}-in_process", store, "", ("rounds.keep_updates=true",)),
+        Variant(f"{store}-processes", store, "worker", WORKERS),
+        Variant(f"{store}-kubernetes", store, "pod", ON_CLUSTER),
+    )
+
+
+VARIANTS = (
+    Variant("folder-in_process", "folder", "", ("rounds.commit_every=1",)),
+    Variant("folder-sparse", "folder", "", ("rounds.commit_every=3", "run.devices=[cpu, cpu]")),
+    Variant("folder-processes", "folder", "worker", WORKERS),
+    Variant("folder-whole", "folder", "", ("rounds.keep_updates=true",), whole=True),
+    *_on("moto"),
+    *_on("radosgw"),
+)
+
+
+@dataclass
+class World:
+    folder: Path
+    nursery: Nursery
+    rounds: int
+    servers: ExitStack = field(default_factory=ExitStack)
+    _known: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        return (*QUICK, f"rounds.stop={self.rounds}")
+
+    def environment(self, store: str) -> dict[str, str]:
+        """Which tells boto3 where the server is; it is started when it is first asked for."""
+        if store not in self._known:
+            start = {"folder": _nowhere, "moto": _moto, "radosgw": _radosgw}[store]
+            self._known[store] = self.servers.enter_context(start(self.folder / store))
+            if store != "folder":
+                s3_of(self._known[store]).create_bucket(Bucket=BUCKET)
+        return self._known[store]
+
+    @cached_property
+    def cluster(self) -> fake.Cluster:
+        """Its kubelet forks clients from the nursery."""
+
+        def start(command: list[str], env: dict[str, str], log: Path) -> Child:
+            _, *main, assignment = command
+            assert main == ["-m", "components.client"], command
+            return self.nursery.start("client", assignment, cwd=ROOT, env=env, log=log)
+
+        return fake.Cluster(self.folder / "cluster", start=start)
+
+    @cached_property
+    def kubeconfig(self) -> Path:
+        return self.servers.enter_context(fake.serving(self.cluster))
+
+    @cached_property
+    def prepared(self) -> Path:
+        """Partition and pool of all runs."""
+        out = self.folder / "prepared"
+        out.mkdir()
+        steps = (
+            ("partition",),
+            ("pretrain", "--partition", "partition"),
+            ("model_pool", "--pretrain", "pretrain"),
+        )
+        for step, *given in steps:
+            self._do(step, *given, "--out", step.removeprefix("model_"), cwd=out, sets=self.sets)
+        return out
+
+    @cached_property
+    def data_base(self) -> Path:
+        """Without runs: to create its tables takes MLflow seconds, to copy it nothing."""
+        self._do("mlflow", f"sqlite:///{self.folder / 'empty.db'}", cwd=self.folder)
+        return self.folder / "empty.db"
+
+    def _do(self, main: str, *argv: str, cwd: Path, sets: tuple[str, ...] = ()) -> None:
+        done = self.nursery.start(main, *argv, cwd=cwd, sets=sets).wait()
+        assert done.code == 0, done.err
+
+
+@dataclass
+class Place:
+    """Where one run is, and the command that starts it and goes on with it."""
+
+    world: World
+    variant: Variant
+    folder: Path
+    token: str
+    """In the environment of all its processes."""
+    starts: int = 0
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "runs" / "a"
+
+    @property
+    def prefix(self) -> str:
+        """Of the run's keys in the bucket."""
+        return f"{self.folder.name}/"
+
+    @cached_property
+    def s3(self) -> Any:
+        """A client of the server that the run's ledger is on; None where it is in the folder."""
+        return s3_of(self.world.environment(self.variant.store)) if self.variant.store != "folder" else None
+
+    def start(self, faults: Mapping[str, Any] | None = None) -> Child:
+        v, world = self.variant, self.world
+        env = {"FLEXFLEET_COMMIT": "0" * 40, "FLEXFLEET_STARTED_BY": self.token, **world.environment(v.store)}
+        sets = [*world.sets, *v.sets, f"tracking.mlflow=sqlite:///{self.folder / 'mlflow.db'}"]
+        if v.store != "folder":
+            sets.append(f"run.remote=s3://{BUCKET}/{self.prefix.rstrip('/')}")
+        if v.clients == "pod":
+            env["KUBECONFIG"] = str(world.kubeconfig)
+        if v.whole:
+            argv = ["flexfleet", "run", "--json", "--run-id", "a"]
+        else:
+            made = world.prepared
+            argv = ["federate", "--partition", str(made / "partition"), "--pool", str(made / "pool")]
+            argv += ["--out", str(self.out)]
+        self.starts += 1
+        given = {"constants": SMALL, **(faults or {})}
+        log = self.folder / "logs" / f"{self.starts}.err"
+        return world.nursery.start(*argv, "--resume", cwd=self.folder, sets=sets, env=env, log=log, faults=given)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder)
+
+
+def place(world: World, variant: Variant) -> Place:
+    token = uuid.uuid4().hex
+    folder = world.folder.parent / f"{variant.name}-{token[:8]}"
+    (folder / "logs").mkdir(parents=True)
+    shutil.copy(world.data_base, folder / "mlflow.db")
+    return Place(world, variant, folder, token)
+
+
+@contextmanager
+def opened(rounds: int) -> Iterator[World]:
+    """In a temporary folder, of which the places stay that nobody has removed."""
+    folder = Path(tempfile.mkdtemp(prefix="flexfleet-kills-"))
+    own = folder / "world"
+    own.mkdir()
+    world = World(own, Nursery(own), rounds)
+    try:
+        with world.servers:
+            yield world
+    finally:
+        world.nursery.close()
+        shutil.rmtree(own)
+        with suppress(OSError):
+            folder.rmdir()
+
+
+# ------------------------------------------------------------------------------------------------ S3 servers
+def s3_of(environment: Mapping[str, str]) -> Any:
+    """A client of the server that the environment tells of."""
+    keys = environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]
+    session = boto3.session.Session(*keys, region_name="us-east-1")
+    return session.client("s3", endpoint_url=environment["AWS_ENDPOINT_URL"])
+
+
+def missing(store: str) -> str | None:
+    """Why there is no such store here; None: there is."""
+    if store == "radosgw" and shutil.which("radosgw") is None:
+        return "radosgw is not installed (tests/s3/radosgw says how)"
+    return None
+
+
+@contextmanager
+def _moto(_: Path) -> Iterator[dict[str, str]]:
+    import moto.s3.models
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    smallest, moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = moto.s3.models.S3_UPLOAD_PART_MIN_SIZE, 1
+    try:
+        yield {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    finally:
+        moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = smallest
+        server.stop()
+
+
+@contextmanager
+def _radosgw(folder: Path) -> Iterator[dict[str, str]]:
+    port = 8000 + os.getpid() % 400 * 2
+    told = subprocess.run([RADOSGW, "start", folder, str(port)], capture_output=True, text=True, check=True).stdout
+    small = ["config", "set", "rgw_multipart_min_part_size", "1"]
+    try:
+        subprocess.run(
+            ["ceph", "--admin-daemon", folder / "client.admin.asok", *small], stdout=subprocess.DEVNULL, check=True
+        )
+        yield dict(pair.split("=", 1) for pair in told.removeprefix("export ").split())
+    finally:
+        subprocess.run([RADOSGW, "stop", folder], check=True)
+
+
+@contextmanager
+def _nowhere(_: Path) -> Iterator[dict[str, str]]:
+    yield {}
