@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fl_engine.errors import IntegrityError, brief
+from fl_engine.errors import FlexfleetError, IntegrityError, brief
+from fl_engine.ledger import Row
 from fl_engine.store import FolderStore
 from fl_engine.types import Pool, PoolModel, SubmodelSpec
 
@@ -15,7 +16,9 @@ A = TypeVar("A", bound="Artifact")
 
 
 class Artifact(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """A number that is not finite is no figure: JSON has no word for it, and nothing could read the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     schema_version: Literal[1] = 1
 
     def write(self, path: Path) -> Path:
@@ -24,17 +27,25 @@ class Artifact(BaseModel):
 
     @classmethod
     def read(cls: type[A], path: Path) -> A:
-        """Raises IntegrityError naming the file that is missing or not of this kind."""
+        """Raises IntegrityError naming the file that is missing, unreadable or not of this kind."""
         try:
-            return cls.model_validate_json(path.read_bytes())
+            return cls.of(path.read_bytes(), str(path))
         except FileNotFoundError:
             raise IntegrityError(f"{path} does not exist: the step that writes it has not run") from None
+        except OSError as error:
+            raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+
+    @classmethod
+    def of(cls: type[A], value: bytes, name: str) -> A:
+        """Raises IntegrityError naming the file where it is not of this kind."""
+        try:
+            return cls.model_validate_json(value)
         except ValidationError as error:
-            raise IntegrityError(f"{path} is not a valid {cls.__name__} file: {brief(error)}") from error
+            raise IntegrityError(f"{name} is not a valid {cls.__name__} file: {brief(error)}") from error
 
 
 class ApozLayer(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     group: str
     size: int
     """Parameters of the layer."""
@@ -56,7 +67,7 @@ class Apoz(Artifact):
 class Level(BaseModel):
     """One pool model. `flops` are multiply-adds per sample, `share` is of the full model's parameters."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str
     params: int
     share: float
@@ -85,13 +96,14 @@ class PoolFile(Artifact):
     classes: int
     groups: dict[str, int]
     """Widths of the full model's prunable layers, in network order."""
-    levels: tuple[Level, ...]
+    levels: tuple[Level, ...] = Field(min_length=1)
 
     def pool(self) -> Pool:
+        """Raises IntegrityError naming the level whose `spec` is no sub-model."""
         return tuple(
             PoolModel(
                 name=v.name,
-                spec=SubmodelSpec.from_json(v.spec),
+                spec=_spec_of(v),
                 params=v.params,
                 share=v.share,
                 macs=v.flops,
@@ -104,6 +116,13 @@ class PoolFile(Artifact):
             )
             for v in self.levels
         )
+
+
+def _spec_of(level: Level) -> SubmodelSpec:
+    try:
+        return SubmodelSpec.from_json(level.spec)
+    except (FlexfleetError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise IntegrityError(f"pool.json: the spec of {level.name!r} is no sub-model: {error}") from error
 
 
 class RunFile(Artifact):
@@ -128,11 +147,26 @@ class History(Artifact):
     model_sha256: str
     seconds: float
 
+    @field_validator("rounds")
+    @classmethod
+    def _of_rows(cls, value: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        for row in value:
+            row_of(row)
+        return value
+
+
+def row_of(value: dict[str, Any]) -> Row:
+    """An entry of `History.rounds`. JSON has no NaN: a loss that diverged is null, and is left out."""
+    metrics = value.get("metrics")
+    measured = {k: v for k, v in metrics.items() if v is not None} if isinstance(metrics, dict) else metrics
+    return Row.model_validate({**value, "metrics": measured})
+
 
 class LevelScore(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     accuracy: float
-    loss: float
+    loss: float | None
+    """Null where the model has diverged."""
     params: int
 
 

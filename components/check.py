@@ -12,6 +12,7 @@ from fl_engine import devices, seeds
 from fl_engine import export as exports
 from fl_engine.backends.in_process import check_device
 from fl_engine.config import Config
+from fl_engine.errors import ConfigError
 from fl_engine.slicing import initial_params
 
 
@@ -24,6 +25,7 @@ def check(config: Config) -> dict[str, Any]:
     if config.publish.models:
         exports.check(family, config.partition.proxy)
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
+    _check_rates(config)
     algorithm = configs.algorithm(config)
     if algorithm.needs_apoz:
         need_proxy(parts)
@@ -39,3 +41,14 @@ def check(config: Config) -> dict[str, Any]:
         "model": config.model["name"],
         "algorithm": config.algorithm["name"],
     }
+
+
+def _check_rates(config: Config) -> None:
+    """A rate that grows is only known to be too large when it is asked for, in some later round."""
+    try:
+        config.training.sgd(config.rounds.stop - 1)
+    except OverflowError:
+        raise ConfigError(
+            f"training.lr_decay = {config.training.lr_decay}: by round {config.rounds.stop} the learning rate is no "
+            "number any more; it is multiplied by this after each round"
+        ) from None

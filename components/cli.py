@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import fl_engine
 from components import common
-from fl_engine.errors import ConfigError
+from fl_engine.errors import ConfigError, masked
 
 if TYPE_CHECKING:
     from fl_engine.config import Config
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print(table([Path(config.run.store) / run_id]))
         print(f"report: {found.report}")
         if config.tracking.mlflow:
-            print(f"MLflow: mlflow ui --backend-store-uri {config.tracking.mlflow}")
+            print(f"MLflow: mlflow ui --backend-store-uri {masked(config.tracking.mlflow)}")
     return 0
 
 
@@ -91,7 +91,7 @@ def compare(args: argparse.Namespace) -> int:
         print(table(found))
         print(f"page: {entries.folder_of(runs) / 'comparison.html'}")
         if runs[0].config.tracking.mlflow:
-            print(f"MLflow: mlflow ui --backend-store-uri {runs[0].config.tracking.mlflow}")
+            print(f"MLflow: mlflow ui --backend-store-uri {masked(runs[0].config.tracking.mlflow)}")
     return 0
 
 

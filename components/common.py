@@ -6,11 +6,13 @@ import argparse
 import json
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fl_engine.errors import ConfigError, EnvironmentFailure, FlexfleetError
+from fl_engine.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `--help` and `doctor` do without
     from fl_engine.config import Config
@@ -74,12 +76,14 @@ def start_logging() -> None:
 
 
 def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
-    """Runs a command: an expected error is one line on stderr and its exit code, never a traceback."""
+    """Runs a command: an expected error is one line on stderr and its exit code, never a traceback. An unexpected one
+    has a traceback, in which no address says a password."""
     start_logging()
+    sys.excepthook = _tell
     try:
         sys.exit(main(None))
     except FlexfleetError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         print(f"error: {missing(str(error.name))}", file=sys.stderr)
@@ -87,9 +91,19 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
     except OSError as error:
         print(f"error: {error.filename or 'system'}: {error.strerror or error}", file=sys.stderr)
         sys.exit(EnvironmentFailure.exit_code)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # as torch says it
+            raise
+        print(f"error: not enough memory: {str(error).splitlines()[0] if str(error) else 'no more to be had'}",
+              file=sys.stderr)  # fmt: skip
+        sys.exit(EnvironmentFailure.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def missing(module: str) -> str:

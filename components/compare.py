@@ -18,7 +18,7 @@ from components.check import check
 from components.comparison import Comparison
 from components.entries import Entry, folder_of
 from components.federate import alone, known_run
-from components.overrides import write_config
+from components.overrides import hand_over
 from components.run import need_packages, run
 from components.share import fits, share
 from components.side_by_side import Job, last_words, side_by_side
@@ -92,12 +92,11 @@ def _run(runs: Sequence[Entry], id: str, folder: Path, at_once: int, options: Se
         return
     for name in ("json", "md", "svg", "html"):  # would be of other runs than the folder has in the end
         (folder / f"comparison.{name}").unlink(missing_ok=True)
-    for entry in left:
-        write_config(entry.config, folder / f"{entry.name}.yaml")
-    shares = _shares(left, folder)
+    given = {entry.name: hand_over(entry.config, folder / f"{entry.name}.yaml") for entry in left}
+    shares = _shares(left, folder, given)
     codes = side_by_side(shares, at_once)
     ready = [entry for entry in left if codes.get(shared_name(entry.seed), 0) == 0]
-    jobs = [_job(entry, id, folder, options) for entry in ready]
+    jobs = [_job(entry, id, folder, options, *given[entry.name]) for entry in ready]
     codes |= side_by_side(jobs, at_once)
     failed = [(name, code) for name, code in codes.items() if code]
     if failed:
@@ -113,7 +112,7 @@ def _run(runs: Sequence[Entry], id: str, folder: Path, at_once: int, options: Se
         )
 
 
-def _shares(left: Sequence[Entry], folder: Path) -> list[Job]:
+def _shares(left: Sequence[Entry], folder: Path, given: Mapping[str, tuple[str, str]]) -> list[Job]:
     """For each seed whose partition and pre-training are still to be computed for runs that have not begun."""
     jobs = []
     for seed in dict.fromkeys(entry.seed for entry in left):
@@ -124,8 +123,9 @@ def _shares(left: Sequence[Entry], folder: Path) -> list[Job]:
         first = _to_share(fresh)
         if fits(first.config, out):
             continue
-        argv = ("--config", str(folder / f"{first.name}.yaml"), "--out", str(out))
-        jobs.append(Job(out.name, "components.share", argv, folder / f"{out.name}.log"))
+        config, stdin = given[first.name]
+        argv = ("--config", config, "--out", str(out))
+        jobs.append(Job(out.name, "components.share", argv, folder / f"{out.name}.log", stdin))
     return jobs
 
 
@@ -134,11 +134,11 @@ def _to_share(runs: Sequence[Entry]) -> Entry:
     return next((e for e in runs if algorithm(e.config).needs_apoz), runs[0])
 
 
-def _job(entry: Entry, id: str, folder: Path, options: Sequence[str]) -> Job:
-    argv = ["run", "--config", str(folder / f"{entry.name}.yaml"), "--run-id", entry.name, "--resume", *options]
+def _job(entry: Entry, id: str, folder: Path, options: Sequence[str], config: str, stdin: str) -> Job:
+    argv = ["run", "--config", config, "--run-id", entry.name, "--resume", *options]
     argv += ["--shared", str(folder / shared_name(entry.seed))]
     argv += [word for key, value in tags(entry, id).items() for word in ("--tag", f"{key}={value}")]
-    return Job(entry.name, "components.cli", tuple(argv), folder / f"{entry.name}.log")
+    return Job(entry.name, "components.cli", tuple(argv), folder / f"{entry.name}.log", stdin)
 
 
 def tags(entry: Entry, id: str) -> dict[str, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 
 from components import common
 from components.artifacts import ConfusionFile, EvaluationFile, History, LevelScore, PoolFile
 from fl_engine.config import Config
 from fl_engine.errors import IntegrityError
-from fl_engine.evaluate import average_accuracy, evaluate_pool
+from fl_engine.evaluate import Score, average_accuracy, evaluate_pool
 from fl_engine.store import FolderStore, decode, sha256
 
 
@@ -32,8 +33,13 @@ def evaluate(config: Config, run: Path, pool_dir: Path, out: Path) -> Path:
         test_samples=len(data.test_y),
         avg=average_accuracy(scores),
         full=scores[pool[-1].name].accuracy,
-        levels={n: LevelScore(accuracy=s.accuracy, loss=s.loss, params=sizes[n]) for n, s in scores.items()},
+        levels={n: told(s, sizes[n]) for n, s in scores.items()},
     ).write(out / "evaluation.json")
+
+
+def told(score: Score, params: int) -> LevelScore:
+    """What evaluation.json says of a level; a loss that is no number is left out, as JSON has no word for it."""
+    return LevelScore(accuracy=score.accuracy, loss=score.loss if isfinite(score.loss) else None, params=params)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

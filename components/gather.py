@@ -5,7 +5,6 @@ The folder is laid out as `flexfleet run` does, less the round ledger: `flexflee
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from components.artifacts import Result, RunFile
 from components.federate import store_of
 from components.report import table
 from components.run import conclude
-from fl_engine.config import parse
+from fl_engine.config import PRIVATE, Config, parse, public
 
 
 def gather(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path) -> Path:
@@ -28,18 +27,28 @@ def gather(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: P
     return out
 
 
-def finish(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path) -> Result:
-    """A complete run folder in `out`, with report.html and result.json."""
+def finish(
+    given: Config, run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path
+) -> Result:
+    """A complete run folder in `out`, with report.html and result.json. `given` has the passwords of addresses that the
+    run's own record keeps without."""
     gather(run, partition, pretrain, pool, evaluation, out)
-    # The configuration that the run had, not one that has been edited since.
     file = RunFile.read(out / "run.json")
-    config = parse(file.config)
+    config = _with_passwords(parse(file.config), given)
     folder = Path(config.run.store) / file.run_id
     return conclude(config, out, store_of(config, file.run_id, folder if folder.is_dir() else out))
 
 
+def _with_passwords(config: Config, given: Config) -> Config:
+    """The configuration that the run had, not one that has been edited since; where an address is the same in both, as
+    it is given."""
+    told = public(given)
+    same = {name: getattr(given, name) for name in PRIVATE if getattr(told, name) == getattr(config, name)}
+    return config.model_copy(update=same)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = common.parser(__doc__ or "")
     p.add_argument("--run", type=Path, required=True, metavar="DIR", help="what the federate step wrote")
     for name in ("partition", "pretrain", "pool"):
         step = "model_pool" if name == "pool" else name
@@ -47,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--evaluation", type=Path, required=True, metavar="DIR", help="what the evaluate step wrote")
     p.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = p.parse_args(argv)
-    found = finish(args.run, args.partition, args.pretrain, args.pool, args.evaluation, args.out)
+    steps = (args.partition, args.pretrain, args.pool, args.evaluation)
+    found = finish(common.config_of(args), args.run, *steps, args.out)
     print(table([args.out]))
     print(f"report: {found.report}")
     return 0

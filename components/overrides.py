@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from components.entries import Entry, by_label, entries, labels_of, seeds_of
-from fl_engine.config import Config, parse, read_yaml, set_path
+from fl_engine.config import Config, check_plain, pair_of, parse, public, set_path
 from fl_engine.errors import ConfigError, nearest
 
 PARAMETERS = {
@@ -43,6 +43,10 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
     A `store_uri` with a scheme (s3://bucket/prefix) becomes `run.remote`. A value has one place: what is a parameter
     cannot be set in `advanced` too. Raises ConfigError.
     """
+    try:
+        check_plain([parameters, advanced])
+    except ValueError as error:
+        raise ConfigError(f"the form or its `advanced` cannot be: {error}") from error
     values = Config().model_dump(mode="json")
     known = PARAMETERS | STUDY
     for name, value in parameters.items():
@@ -72,7 +76,7 @@ def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> lis
 
 def form_of(sets: Sequence[str]) -> dict[str, Any]:
     """The other way: what `a.b=value` is in a form."""
-    advanced = {key.strip(): read_yaml(value) for key, _, value in (text.partition("=") for text in sets)}
+    advanced = dict(pair_of(text) for text in sets)
     mlflow, folder = (advanced.pop(path, None) for path in ("tracking.mlflow", "run.store"))
     return {
         "mlflow_uri": mlflow or "",
@@ -134,8 +138,20 @@ def whole(value: Any) -> Any:
 def write_config(config: Config, path: Path) -> Path:
     """The whole configuration as YAML; `load_config` reads back an equal one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    path.write_text(_yaml(config))
     return path
+
+
+def hand_over(config: Config, path: Path) -> tuple[str, str]:
+    """For another process: what its --config is to be, and its stdin. `path` says no password; where there is one, the
+    process reads from stdin."""
+    told = public(config)
+    write_config(told, path)
+    return (str(path), "") if told == config else ("/dev/stdin", _yaml(config))
+
+
+def _yaml(config: Config) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def run_name(wanted: str, job_id: str, config: Config) -> str:

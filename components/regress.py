@@ -282,7 +282,7 @@ def champion_of(night: Night) -> Figures | None:
                 version = client.get_model_version_by_alias(_model(night, case, label), publish.CHAMPION)
             except MlflowException as error:
                 if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                    raise EnvironmentFailure(f"{masked(uri)} does not say who is champion: {error.message}") from error
+                    raise EnvironmentFailure(masked(f"{uri} does not say who is champion: {error.message}")) from error
                 continue
             if NIGHT not in version.tags:  # somebody gave it the alias by hand
                 continue
@@ -291,7 +291,7 @@ def champion_of(night: Night) -> Figures | None:
                     run_id=version.tags[NIGHT], artifact_path="figures.json", tracking_uri=uri
                 )
             except (MlflowException, OSError) as error:
-                raise EnvironmentFailure(f"{masked(uri)} has lost the champion's figures.json: {error}") from error
+                raise EnvironmentFailure(masked(f"{uri} has lost the champion's figures.json: {error}")) from error
             return Figures.read(Path(at))
     return None
 

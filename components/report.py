@@ -16,13 +16,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from components import common, plots
-from components.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile
+from components.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile, row_of
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
 from fl_engine.ledger import Row
-from fl_engine.partition import Manifest
+from fl_engine.partition import Manifest, read_manifest
 from fl_engine.store import FolderStore, sha256
 
 NEEDED = {
@@ -101,7 +99,7 @@ def load(folder: Path) -> Run:
         history=history,
         pool=PoolFile.read(folder / "pool" / "pool.json"),
         apoz=Apoz.read(folder / "pretrain" / "apoz.json"),
-        partition=_manifest(folder / "partition" / "partition.json"),
+        partition=read_manifest(folder / "partition" / "partition.json"),
         evaluation=evaluation,
         best=max((r for r in rows if "avg" in r.metrics), key=lambda r: r.metrics["avg"]),
         bytes_down=sum(r.metrics["bytes_down"] for r in rows),
@@ -114,13 +112,8 @@ def load(folder: Path) -> Run:
 def _rows(path: Path, history: History) -> tuple[Row, ...]:
     rows = []
     for i, value in enumerate(history.rounds):
-        try:
-            # JSON has no NaN: a loss that diverged is null, and is left out.
-            metrics = {k: v for k, v in dict(value["metrics"]).items() if v is not None}
-            row = Row.model_validate({**value, "metrics": metrics})
-        except (KeyError, TypeError, ValueError, ValidationError) as error:
-            raise IntegrityError(f"{path}: entry {i} is not a valid round: {error}") from error
-        absent = [name for name in COUNTED if name not in row.metrics]
+        row = row_of(value)
+        absent = [name for name in (*COUNTED, *(("full",) if "avg" in row.metrics else ())) if name not in row.metrics]
         if row.round != i or absent:
             what = f"lacks {', '.join(absent)}" if absent else f"is round {row.round}, expected {i}"
             raise IntegrityError(f"{path}: entry {i} {what}; the file is damaged: write it again from the ledger")
@@ -128,13 +121,6 @@ def _rows(path: Path, history: History) -> tuple[Row, ...]:
     if not any("avg" in row.metrics for row in rows):
         raise IntegrityError(f"{path} has no evaluated round: run at least one, rounds.stop >= 1")
     return tuple(rows)
-
-
-def _manifest(path: Path) -> Manifest:
-    try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise IntegrityError(f"{path} is not a valid partition manifest: {error}") from error
 
 
 def _load_all(folders: Sequence[Path]) -> list[Run]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -33,6 +33,8 @@ class Job:
     argv: tuple[str, ...]
     log: Path
     """Its stdout and stderr are appended here."""
+    stdin: str = ""
+    """What it reads: no process list and no log shows that."""
 
 
 def side_by_side(jobs: Sequence[Job], at_once: int) -> dict[str, int]:
@@ -77,14 +79,18 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
         file.flush()
         # -P: a folder `components` where the command is typed is not this package. A process group of its own: a
         # Ctrl-C in the terminal reaches it through us alone, once.
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-P", "-m", job.module, *job.argv],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
             env=os.environ | ONE_THREAD,
             process_group=0,
         )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as stdin:  # it may have ended
+        stdin.write(job.stdin.encode())
+    return process
 
 
 def _tell(job: Job, codes: dict[str, int], total: int, seconds: float) -> None:

@@ -17,10 +17,11 @@ def describe(run: Path) -> dict[str, Any]:
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
-    rows = Ledger(store_of(configs.parse(file.config), file.run_id, run)).rows()
+    config = configs.parse(file.config)
+    rows = Ledger(store_of(config, file.run_id, run)).rows()
     scored = [row for row in rows if "avg" in row.metrics]
     done = rows[-1].round + 1 if rows else 0
-    stop = int(file.config["rounds"]["stop"])
+    stop = config.rounds.stop
     return {
         "run_id": file.run_id,
         "status": "finished" if done >= stop and (run / "history.json").is_file() else "unfinished",

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from components.artifacts import Artifact
 from components.entries import Entry, entries_for
 from components.gate import FEWEST_SEEDS, METRICS
-from fl_engine.config import Config, load_config
+from fl_engine.config import Config, load_config, read_yaml
 from fl_engine.errors import ConfigError, brief
 
 MAY_SET = ("run.store", "run.remote", "run.backend", "tracking.", "publish.", "kubernetes.", "dataset.root")
@@ -96,10 +96,10 @@ def path_of(suite: str) -> Path:
 def load(path: Path) -> Suite:
     """Raises ConfigError for what is wrong in the file."""
     try:
-        return Suite.model_validate(yaml.safe_load(path.read_text()))
+        return Suite.model_validate(read_yaml(path.read_text()))
     except OSError as error:
         raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
-    except (ValidationError, yaml.YAMLError) as error:
+    except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
         said = brief(error) if isinstance(error, ValidationError) else str(error)
         raise ConfigError(f"{path} is no suite: {said}") from error
 

@@ -112,7 +112,7 @@ def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -
         return ""
     key = "run.json" if isinstance(store, FolderStore) else RUN_KEY
     if key in store.list(key):
-        known = RunFile.model_validate_json(store.get(key)).mlflow_run_id
+        known = RunFile.of(store.get(key), store.uri(key)).mlflow_run_id
         if known:
             return known
     client, experiment_id = connect(uri, experiment(config))

@@ -25,13 +25,13 @@ from components.check import check
 from components.compare import RunsFailed
 from components.federate import alone, federate
 from components.model_pool import model_pool
-from components.overrides import write_config
+from components.overrides import hand_over, write_config
 from components.run import need_packages
 from components.share import adopt, fits, share
 from components.side_by_side import Job, side_by_side
 from components.track import experiment
 from fl_engine import tune as search
-from fl_engine.config import Config, flatten, load_config, set_path
+from fl_engine.config import Config, load_config, public, set_path, shown
 from fl_engine.errors import BadInput, ConfigError, Stopped
 from fl_engine.tracking import MLflow, log_outcome
 
@@ -96,7 +96,6 @@ def _space(config: Config, folder: Path) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def _begin(config: Config, folder: Path, id: str, first: Mapping[str, Any]) -> None:
-    write_config(config, folder / "config.yaml")
     study = search.open_study(config, folder, id)
     gone = search.clear_stale(study)
     if gone:
@@ -117,7 +116,7 @@ def _parent(config: Config, folder: Path, id: str) -> MLflow | None:
     tags = {"flexfleet.study": id, "algorithm": str(config.algorithm["name"])}
     run = MLflow(config.tracking.mlflow, experiment(config), f"study {id}", tags, known)
     path.write_text(run.run_id)
-    run.params(flatten(config))
+    run.params(shown(config))
     return run
 
 
@@ -128,13 +127,14 @@ def _tags(folder: Path, **more: str) -> dict[str, str]:
 
 
 def _work_all(config: Config, folder: Path, id: str, at_once: int) -> None:
+    given, stdin = hand_over(config, folder / "config.yaml")
     if at_once == 1:
         work(config, folder, id)
         return
-    asked = ("--study", str(folder), "--id", id, "--worker")
+    asked = ("--config", given, "--study", str(folder), "--id", id, "--worker")
     names = [f"worker{i}" for i in range(at_once)]
     workers = [
-        Job(name, "components.tune", (*asked, str(i)), folder / f"{name}.log") for i, name in enumerate(names)
+        Job(name, "components.tune", (*asked, str(i)), folder / f"{name}.log", stdin) for i, name in enumerate(names)
     ]
     failed = [f"{name} ({folder / name}.log)" for name, code in side_by_side(workers, at_once).items() if code]
     if failed:
@@ -270,7 +270,7 @@ def _conclude(config: Config, folder: Path, id: str, space: Mapping[str, Any], f
         held_out=held,
         gain=mean(b - d for b, d in zip(held["best"], held["default"], strict=True)) if config.tune.held_out else 0.0,
     )
-    write_config(settings["best"], folder / "params.yaml")
+    write_config(public(settings["best"]), folder / "params.yaml")
     changed: dict[str, Any] = {}
     whole = settings["best"].model_dump(mode="json")
     for path in {p.rpartition(".")[0] if p.rpartition(".")[2].isdecimal() else p for p in best.params}:
@@ -329,11 +329,12 @@ def told(found: Tuned, folder: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description="One worker of a study.")
+    p.add_argument("--config", type=Path, required=True, metavar="FILE")
     p.add_argument("--study", type=Path, required=True, metavar="DIR")
     p.add_argument("--id", required=True)
     p.add_argument("--worker", type=int, required=True)
     args = p.parse_args(argv)
-    work(load_config(args.study / "config.yaml"), args.study, args.id, args.worker)
+    work(load_config(args.config), args.study, args.id, args.worker)
     return 0
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from fl_engine.config import read_yaml
 from fl_engine.datasets import data_root
 from fl_engine.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
 from fl_engine.s3 import setting
@@ -30,6 +31,7 @@ OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
 """What of a run's folder is pushed."""
 POINTERS = "dvc"
 """Folder of the pointers, in a run's folder and among the artifacts of its MLflow run."""
+MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
 REV = re.compile(r"(?P<repo>.+)@(?P<rev>[^@:]+):(?P<path>[^:]+)")
 
 log = logging.getLogger("flexfleet")
@@ -64,7 +66,7 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
         for name, expected in wanted.items():
             if not (folder / name).exists() or (found := md5(folder / name)) != expected:
                 has = f"md5 {found}" if (folder / name).exists() else "nothing"
-                raise IntegrityError(f"{name}: {remote} has {has} where the pointer says {expected}")
+                raise IntegrityError(f"{name}: {masked(remote)} has {has} where the pointer says {expected}")
         brought = []
         for name in pointers:
             target = out / name
@@ -107,7 +109,7 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
     try:
         tags = client.get_run(mlflow_run_id).data.tags
     except MlflowException as error:
-        raise ConfigError(f"{masked(uri)} has no run {mlflow_run_id}: {error.message}") from error
+        raise ConfigError(masked(f"{uri} has no run {mlflow_run_id}: {error.message}")) from error
     if "dvc.remote" not in tags:
         raise ConfigError(f"the run {mlflow_run_id} pushed nothing: it had publish.dvc=null")
     with tempfile.TemporaryDirectory() as scratch:
@@ -129,10 +131,12 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
 def checksum(pointer: str) -> str:
     """The md5 that a pointer names; of a folder, with `.dir` behind it. Raises ConfigError."""
     try:
-        (out,) = yaml.safe_load(pointer)["outs"]
-        return str(out["md5"])
+        (out,) = read_yaml(pointer)["outs"]
+        if MD5.fullmatch(out["md5"]):
+            return str(out["md5"])
     except (yaml.YAMLError, KeyError, TypeError, ValueError):
-        raise ConfigError(f"not a .dvc pointer: {pointer[:80]!r}") from None
+        pass
+    raise ConfigError(f"not a .dvc pointer: {pointer[:80]!r}")
 
 
 def md5(path: Path) -> str:
@@ -152,10 +156,13 @@ def folder_of(root: str | None) -> Path:
 
     Raises DataError for what is not to be had there.
     """
-    if root is not None and (found := REV.fullmatch(root)) and not Path(root).exists():
-        return _at_revision(found["repo"], found["rev"], found["path"])
-    if root is not None and root.endswith(".dvc"):
-        return _pointed_to(Path(root))
+    try:
+        if root is not None and (found := REV.fullmatch(root)) and not Path(root).exists():
+            return _at_revision(found["repo"], found["rev"], found["path"])
+        if root is not None and root.endswith(".dvc"):
+            return _pointed_to(Path(root))
+    except OSError as error:
+        raise DataError(f"dataset.root = {masked(root or '')[:200]} cannot be read: {error.strerror}") from error
     return data_root(root)
 
 
@@ -173,7 +180,7 @@ def _at_revision(url: str, rev: str, path: str) -> Path:
                 files.get(path, str(part), recursive=True)
         return cached
     except Exception as error:  # DVC, git and the file systems each have errors of their own
-        raise DataError(f"{what} is not to be had: {type(error).__name__}: {error}") from error
+        raise DataError(f"{what} is not to be had: {type(error).__name__}: {masked(str(error))}") from error
 
 
 def _pointed_to(pointer: Path) -> Path:
@@ -182,7 +189,7 @@ def _pointed_to(pointer: Path) -> Path:
         raise DataError(f"dataset.root = {pointer} does not exist: give a .dvc file, a folder, or repo@rev:path")
     from dvc.repo import Repo
 
-    wanted = checksum(pointer.read_text())
+    wanted = checksum(pointer.read_text(errors="replace"))
     cached = _cached(wanted)
     if cached.exists():
         return cached
@@ -232,8 +239,8 @@ def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
 def _remote(remote: str) -> dict[str, Any]:
     """`verify`: what the remote sends is counted again."""
     scheme, sign, _ = remote.partition("://")
-    if sign and scheme != "s3":
-        raise ConfigError(f"publish.dvc is s3://bucket/prefix or a folder, got {remote!r}")
+    if sign and (scheme != "s3" or masked(remote) != remote):
+        raise ConfigError(f"publish.dvc is s3://bucket/prefix or a folder, got {masked(remote)!r}")
     if not sign:
         return {"url": str(Path(remote).resolve()), "verify": True}
     given = {
@@ -254,6 +261,6 @@ def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
     try:
         yield
     except DvcException as error:
-        raise kind(f"DVC at {remote}: {error}") from error
+        raise kind(f"DVC at {masked(remote)}: {masked(str(error))}") from error
     except Exception as error:  # the file systems' own
-        raise EnvironmentFailure(f"DVC at {remote}: {type(error).__name__}: {error}") from error
+        raise EnvironmentFailure(f"DVC at {masked(remote)}: {type(error).__name__}: {masked(str(error))}") from error

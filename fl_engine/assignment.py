@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from fl_engine.errors import ConfigError, brief
+from fl_engine.fields import Index
 from fl_engine.s3 import UrlStore
 from fl_engine.store import Store, open_store
 
@@ -22,8 +23,8 @@ SITE_FILES = ("run.json", "pool.json", "partition.json", "partition.safetensors"
 class Assignment(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: Literal[1] = 1
-    round: int
-    clients: tuple[int, ...]
+    round: Index
+    clients: tuple[Index, ...]
     keys: dict[int, str]
     """By client, hexadecimal: what signs its answer."""
     device: str = "cpu"
@@ -37,6 +38,13 @@ class Assignment(BaseModel):
     reads: dict[str, str] = {}
     writes: dict[str, str] = {}
     """Keys of the store to URLs."""
+
+    @model_validator(mode="after")
+    def _a_key_for_each(self) -> Assignment:
+        for client in self.clients:
+            if not bytes.fromhex(self.keys.get(client, "")):
+                raise ValueError(f"client {client} has no key to sign with")
+        return self
 
     @staticmethod
     def read(path: Path) -> Assignment:

@@ -380,7 +380,8 @@ def pair_of(override: str) -> tuple[str, Any]:
     try:
         return key.strip(), read_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override[:200]}: the value is not valid YAML: {error}") from error
+        said = masked(f"--set {override[:200]}: the value is not valid YAML: {error}")
+        raise ConfigError(said) from error
 
 
 def set_path(values: dict[str, Any], path: str, value: Any) -> None:
@@ -457,7 +458,7 @@ def _explain(error: ValidationError, root: Any, prefix: str = "") -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = masked(repr(value))
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
@@ -591,6 +592,24 @@ def _name_in(section: Mapping[str, Any], what: str) -> str:
     if not isinstance(name, str):
         raise ConfigError(f"{what}.name is missing: name one, e.g. {what}: {{name: ...}}")
     return name
+
+
+PRIVATE = ("tracking", "tune", "publish")
+"""Sections whose addresses are for whoever runs a run, and for nobody who reads its files."""
+
+
+def public(config: Config) -> Config:
+    """The configuration as files may hold it that others read: the addresses of PRIVATE say no user and no password."""
+
+    def hidden(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: hidden(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [hidden(inner) for inner in value]
+        return masked(value) if isinstance(value, str) else value
+
+    values = config.model_dump(mode="json")
+    return Config.model_validate_json(json.dumps(values | {name: hidden(values[name]) for name in PRIVATE}))
 
 
 def shown(config: Config) -> dict[str, Any]:

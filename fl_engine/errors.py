@@ -79,9 +79,13 @@ def brief(error: Any) -> str:
     return f"{where + ': ' if where else ''}{first['msg']}{f' (and {len(more)} more)' if more else ''}"
 
 
+WHO_ASKS = re.compile(r"(?<=://)(?:[^/\s]*@|[^/:@\s]*:(?!\d+(?:/|$))\S*@)")
+"""User and password of an address, also where a password holds an @ or a slash that should have been quoted."""
+
+
 def masked(address: str) -> str:
     """An address without user and password, to be shown."""
-    return re.sub(r"(?<=://)[^/@\s]*@", "", address)
+    return WHO_ASKS.sub("", address)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -11,7 +11,6 @@ which takes raw images and needs nothing of this package.
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
-from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, brief
+from fl_engine.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
 from fl_engine.evaluate import collect_statistics, score, weights_of
 from fl_engine.slicing import runnable
 from fl_engine.store import FolderStore, decode, encode, sha256
@@ -222,20 +221,24 @@ def load(folder: str | Path) -> Classifier:
     value = FolderStore(Path(folder)).get(WEIGHTS)
     if sha256(value) != about.weights_sha256:
         raise IntegrityError(f"{path} is damaged: its sha256 is not the one in {ABOUT}")
-    family = build_model({"name": about.model, **about.options}, about.input_chw, about.classes)
-    network = runnable(family, SubmodelSpec.from_json(about.spec), decode(value, str(path)))
+    try:
+        family = build_model({**about.options, "name": about.model}, about.input_chw, about.classes)
+        network = runnable(family, SubmodelSpec.from_json(about.spec), decode(value, str(path)))
+    except (FlexfleetError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+        raise IntegrityError(f"{path} is not of the network that {ABOUT} describes: {error}") from error
     return Classifier(network, about.mean, about.std, about.ensemble).eval()
 
 
 def read(folder: str | Path) -> About:
     path = Path(folder) / ABOUT
     try:
-        return About.model_validate(json.loads(path.read_bytes()))
+        return About.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise IntegrityError(f"{path} does not exist: give the folder of an exported level") from None
-    except (ValidationError, ValueError) as error:
-        said = brief(error) if isinstance(error, ValidationError) else str(error)
-        raise IntegrityError(f"{path} is no description of an exported level: {said}") from error
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        raise IntegrityError(f"{path} is no description of an exported level: {brief(error)}") from error
 
 
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)

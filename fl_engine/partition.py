@@ -23,17 +23,20 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
 from fl_engine import seeds
 from fl_engine.datasets.files import fingerprint, replacing
 from fl_engine.errors import IntegrityError, PartitionError, brief, nearest
+from fl_engine.fields import Index
 from fl_engine.types import Data
 
 Ints = NDArray[np.int64]
@@ -312,11 +315,22 @@ class Manifest(BaseModel):
     rule: str
     parameters: dict[str, int | float]
     data_sha256: str
-    proxy_train: int
-    proxy_test: int
-    client_samples: list[int]
-    class_counts: list[list[int]]
+    proxy_train: Index
+    proxy_test: Index
+    client_samples: list[Index] = Field(min_length=1)
+    class_counts: list[list[Index]]
     tensors_sha256: str
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises IntegrityError naming the file that is none, or whose figures contradict each other."""
+    try:
+        found = Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise IntegrityError(f"{path}: not a partition manifest; partition again ({brief(error)})") from error
+    columns = [sum(column) for column in zip_longest(*found.class_counts, fillvalue=-1)]
+    if columns != found.client_samples:
+        raise IntegrityError(f"{path}: client_samples do not add up: they are not the sums of class_counts")
+    return found
 
 
 def save(partition: Partition, folder: Path) -> Path:
@@ -360,10 +374,7 @@ def load(folder: Path, data: Data | None = None) -> Partition:
         raise PartitionError(
             f"no partition in {folder}: expected {MANIFEST} and {TENSORS}; partition the data first"
         )
-    try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise IntegrityError(f"{path}: not a partition manifest; partition again ({brief(error)})") from error
+    manifest = read_manifest(path)
     tensors_path = folder / TENSORS
     if not tensors_path.is_file():
         raise IntegrityError(f"{tensors_path}: missing, though {MANIFEST} is there; partition again")
@@ -374,26 +385,48 @@ def load(folder: Path, data: Data | None = None) -> Partition:
             f"{tensors_path}: expected sha256 {manifest.tensors_sha256}, found {found}; "
             "restore it or partition again"
         )
-    tensors = safetensors.load(content)
-    ends = np.cumsum(manifest.client_samples)
-    if ends.size == 0 or ends[-1] != len(tensors["clients"]):
-        raise IntegrityError(
-            f"{path}: client_samples do not add up to the {len(tensors['clients'])} samples stored"
-        )
     if data is not None and (given := fingerprint(data)) != manifest.data_sha256:
         raise PartitionError(
             f"{folder}: this partition was cut from other data (fingerprint {manifest.data_sha256[:12]}, "
             f"{data.name} has {given[:12]}); partition again"
         )
+    tensors = _positions(content, manifest, tensors_path, data)
+    clients = tuple(np.split(tensors["clients"], np.cumsum(manifest.client_samples)[:-1]))
+    if data is not None and _count(clients, data.train_y.numpy(), data.classes).tolist() != manifest.class_counts:
+        raise IntegrityError(f"{path}: class_counts are not those of the samples stored; partition again")
     return Partition(
         proxy_train=tensors["proxy_train"],
         proxy_test=tensors["proxy_test"],
-        clients=tuple(np.split(tensors["clients"], ends[:-1])),
+        clients=clients,
         rule=manifest.rule,
         parameters=manifest.parameters,
         data=manifest.data_sha256,
         counts=np.array(manifest.class_counts, dtype=np.int64),
     )
+
+
+def _positions(content: bytes, manifest: Manifest, path: Path, data: Data | None) -> dict[str, Ints]:
+    """The three tensors. Raises IntegrityError unless they have the lengths that the manifest says, and hold each
+    position once."""
+    try:
+        tensors: dict[str, Ints] = safetensors.load(content)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise IntegrityError(f"{path} cannot be read as safetensors: {error}; partition again") from error
+    lengths = {
+        "proxy_train": manifest.proxy_train,
+        "proxy_test": manifest.proxy_test,
+        "clients": sum(manifest.client_samples),
+    }
+    if {name: (t.dtype.name, t.shape) for name, t in tensors.items()} != {
+        name: ("int64", (length,)) for name, length in lengths.items()
+    }:
+        found = ", ".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in sorted(tensors.items()))
+        raise IntegrityError(f"{path}: {MANIFEST} says {lengths} positions, found {found}; partition again")
+    every = np.concatenate(list(tensors.values()))
+    last = None if data is None else len(data.train_y) - 1
+    if len(np.unique(every)) < len(every) or every.min() < 0 or (last is not None and every.max() > last):
+        raise IntegrityError(f"{path}: positions are given twice, or of no sample (0 to {last}); partition again")
+    return tensors
 
 
 # ---------------------------------------------------------------------------------------------------- drawing

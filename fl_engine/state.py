@@ -41,15 +41,17 @@ def pack(state: Any) -> tuple[Params, dict[str, Any]]:
 def unpack(initial: S, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> S:
     """The state that `pack` gave, on top of `initial` (which brings the constant fields).
 
-    Raises IntegrityError where what is stored does not fit the state's type, names or shapes.
+    Raises IntegrityError where what is stored does not fit the state's fields, or its tensors' names, types or shapes.
     """
+    if not isinstance(rest, Mapping):
+        raise IntegrityError(f"stored state: a mapping of fields is expected, found {type(rest).__name__}")
     loaded: dict[str, Any] = {}
     hints = get_type_hints(type(initial))
     for field in _stored(initial):
         if hints[field.name] == Params:
             prefix = f"{field.name}/"
             loaded[field.name] = {n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)}
-            _same_shapes(field.name, getattr(initial, field.name), loaded[field.name])
+            _same_form(field.name, getattr(initial, field.name), loaded[field.name])
         else:
             try:
                 loaded[field.name] = TypeAdapter(hints[field.name]).validate_python(rest[field.name])
@@ -62,10 +64,14 @@ def _stored(state: Any) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(state) if not f.metadata.get("constant")]
 
 
-def _same_shapes(field: str, expected: Params, found: Params) -> None:
+def _same_form(field: str, expected: Params, found: Params) -> None:
     if not expected:  # an optimiser's moments are empty before the first round
         return
     wrong = [n for n in expected.keys() | found.keys() if n not in found or n not in expected]
-    wrong += [n for n in expected.keys() & found.keys() if expected[n].shape != found[n].shape]
+    wrong += [n for n in expected.keys() & found.keys() if _form(expected[n]) != _form(found[n])]
     if wrong:
         raise IntegrityError(f"stored state: {field} differs from the configured model in {sorted(wrong)[:4]}")
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape

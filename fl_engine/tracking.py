@@ -88,9 +88,11 @@ def _brief(values: Mapping[str, float]) -> str:
 
 
 def client_of(uri: str) -> Any:
-    """MLflow's client, quiet: no bar for each small file, no line for each table and version. An SQLite file that is
-    not there yet is created. Raises ConfigError where the address cannot be used, EnvironmentFailure without mlflow."""
+    """MLflow's client, quiet: no bar for each small file, no line for each table and version, and no link to the run on
+    stdout, which would say the address with its password. An SQLite file that is not there yet is created. Raises
+    ConfigError where the address cannot be used, EnvironmentFailure without mlflow."""
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     try:
         import mlflow
     except ImportError as error:
@@ -182,14 +184,16 @@ class MLflow:
     def params(self, values: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        known = self._client.get_run(self.run_id).data.params
-        new = {k: str(v)[:MLFLOW_PARAM_CHARS] for k, v in values.items() if k not in known}
-        for chunk in _chunks([Param(k, v) for k, v in new.items()], 100):
-            self._client.log_batch(self.run_id, params=chunk)
+        with _answering(self._uri):
+            known = self._client.get_run(self.run_id).data.params
+            new = {k: str(v)[:MLFLOW_PARAM_CHARS] for k, v in values.items() if k not in known}
+            for chunk in _chunks([Param(k, v) for k, v in new.items()], 100):
+                self._client.log_batch(self.run_id, params=chunk)
 
     def tags(self, values: Mapping[str, str]) -> None:
-        for key, value in values.items():
-            self._client.set_tag(self.run_id, key, value)
+        with _answering(self._uri):
+            for key, value in values.items():
+                self._client.set_tag(self.run_id, key, value)
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         import time
@@ -213,21 +217,25 @@ class MLflow:
     def table(self, columns: Sequence[str], lines: Sequence[Mapping[str, Any]], name: str) -> None:
         """A table that MLflow's UI shows. Replaces the one of the same name (its own `log_table` appends)."""
         data = [[line.get(column) for column in columns] for line in lines]
-        self._client.log_dict(self.run_id, {"columns": list(columns), "data": data}, name)
-        self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": name, "type": "table"}]))
+        with _answering(self._uri):
+            self._client.log_dict(self.run_id, {"columns": list(columns), "data": data}, name)
+            self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": name, "type": "table"}]))
 
     def dataset(self, name: str, digest: str, source: str, context: str) -> None:
         """An input of the run. The same one again changes nothing. MLflow keeps 36 characters of a digest."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         found = Dataset(name=name, digest=digest[:36], source_type="local", source=json.dumps({"uri": source}))
-        self._client.log_inputs(self.run_id, [DatasetInput(found, [InputTag("mlflow.data.context", context)])])
+        with _answering(self._uri):
+            self._client.log_inputs(self.run_id, [DatasetInput(found, [InputTag("mlflow.data.context", context)])])
 
     def file(self, values: Mapping[str, Any], name: str) -> None:
-        self._client.log_dict(self.run_id, dict(values), name)
+        with _answering(self._uri):
+            self._client.log_dict(self.run_id, dict(values), name)
 
     def artifact(self, path: str) -> None:
-        self._client.log_artifact(self.run_id, path)
+        with _answering(self._uri):
+            self._client.log_artifact(self.run_id, path)
 
     def finish(self, status: str) -> None:
         with _answering(self._uri):
@@ -292,13 +300,14 @@ def log_outcome(
 ) -> None:
     """Adds final figures, tags, files and a folder to a run that has ended."""
     client = client_of(uri)
-    known = client.get_run(run_id).data.metrics
-    for key, value in metrics.items():
-        if known.get(key) != value:  # told again after a kill, it is no second point
-            client.log_metric(run_id, key, value)
-    for key, text in tags.items():
-        client.set_tag(run_id, key, text)
-    for path in files:
-        client.log_artifact(run_id, path)
-    if folder is not None:
-        client.log_artifacts(run_id, str(folder), folder.name)
+    with _answering(uri):
+        known = client.get_run(run_id).data.metrics
+        for key, value in metrics.items():
+            if known.get(key) != value:  # told again after a kill, it is no second point
+                client.log_metric(run_id, key, value)
+        for key, text in tags.items():
+            client.set_tag(run_id, key, text)
+        for path in files:
+            client.log_artifact(run_id, path)
+        if folder is not None:
+            client.log_artifacts(run_id, str(folder), folder.name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.config import Config, Range, algorithm, parse, set_path
-from fl_engine.errors import ConfigError, Stopped
+from fl_engine.errors import ConfigError, Stopped, masked
 from fl_engine.types import Pool
 
 log = logging.getLogger("flexfleet")
@@ -124,8 +124,10 @@ def excess(pool: Pool, config: Config) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------------------------------ the study
 def open_study(config: Config, folder: Path, name: str) -> Any:
-    """The study in `tune.storage`, else in `<folder>/study.log`; created where it is not there yet."""
+    """The study in `tune.storage`, else in `<folder>/study.log`; created where it is not there yet. Raises ConfigError
+    where that cannot be used."""
     import optuna
+    from sqlalchemy.exc import SQLAlchemyError
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = config.tune.storage
@@ -135,14 +137,18 @@ def open_study(config: Config, folder: Path, name: str) -> Any:
 
         folder.mkdir(parents=True, exist_ok=True)
         storage = JournalStorage(JournalFileBackend(str(folder / "study.log")))
-    return optuna.create_study(
-        storage=storage,
-        study_name=name,
-        sampler=optuna.samplers.TPESampler(seed=config.seed),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=max(1, config.rounds.stop // 4)),
-        direction="maximize",
-        load_if_exists=True,
-    )
+    try:
+        return optuna.create_study(
+            storage=storage,
+            study_name=name,
+            sampler=optuna.samplers.TPESampler(seed=config.seed % 2**32),
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=max(1, config.rounds.stop // 4)),
+            direction="maximize",
+            load_if_exists=True,
+        )
+    except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError, KeyError) as error:
+        where = f"tune.storage = {config.tune.storage}" if config.tune.storage else f"{folder / 'study.log'}"
+        raise ConfigError(masked(f"{where} cannot be used: {str(error).splitlines()[0]}")) from error
 
 
 def me() -> str:

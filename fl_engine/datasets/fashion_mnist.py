@@ -7,6 +7,7 @@ Xiao, Rasul and Vollgraf, Fashion-MNIST: a Novel Image Dataset for Benchmarking 
 from __future__ import annotations
 
 import gzip
+import io
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ REMOTES = tuple(Remote(f"{URL}/{name}", name, checksum) for name, checksum in CH
 FILES = tuple(f"{FOLDER}/{name}" for name in CHECKSUMS)
 CLASSES = 10
 SIDE = 28
+MOST_BYTES = 16 + 60_000 * SIDE * SIDE
+"""Of an unpacked file: its size is not to be believed before it is known."""
 
 # Mean and standard deviation of the training images, in units of 255.
 MEAN = (0.2860,)
@@ -78,7 +81,8 @@ def _part(folder: Path, part: str, checksums: Mapping[str, str]) -> tuple[torch.
 
 def _idx(path: Path, axes: int, checksums: Mapping[str, str]) -> NDArray[np.uint8]:
     try:
-        content = gzip.decompress(read(path, checksums.get(path.name)))
+        with gzip.open(io.BytesIO(read(path, checksums.get(path.name)))) as file:
+            content = file.read(MOST_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: expected a gzip file ({error}); delete it and fetch again") from error
     return parse_idx(path, content, axes)

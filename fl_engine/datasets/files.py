@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import logging
+import lzma
 import math
 import os
 import shutil
@@ -31,14 +32,21 @@ from fl_engine.types import Data
 
 DEFAULT_ROOT = "~/.cache/flexfleet/data"
 CHUNK = 1 << 20
+LARGEST_SIDE = 1024
+"""Of padded images."""
 
 log = logging.getLogger(__name__)
 
 
 # --------------------------------------------------------------------------------------- finding and checking
 def data_root(argument: str | os.PathLike[str] | None = None) -> Path:
-    """Where data sets lie: the argument, else the variable FLEXFLEET_DATA, else ~/.cache/flexfleet/data."""
-    return Path(argument or os.environ.get("FLEXFLEET_DATA") or DEFAULT_ROOT).expanduser()
+    """Where data sets lie: the argument, else the variable FLEXFLEET_DATA, else ~/.cache/flexfleet/data. Raises
+    DataError for the home of nobody."""
+    root = Path(argument or os.environ.get("FLEXFLEET_DATA") or DEFAULT_ROOT)
+    try:
+        return root.expanduser()
+    except RuntimeError as error:
+        raise DataError(f"the data root {root} is of no home that there is ({error}); give a folder") from error
 
 
 def require(name: str, root: Path, files: Sequence[str], url: str) -> None:
@@ -136,6 +144,12 @@ def _report(filename: str, before: int, after: int, total: int) -> None:
         log.info("%s: %d %% of %.1f MB", filename, after * 100 // total, total / 1e6)
 
 
+DAMAGE = (
+    KeyError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError, RecursionError, MemoryError
+)  # fmt: skip
+"""What a damaged archive makes its reader raise; memory, where a header declares a dictionary of gigabytes."""
+
+
 def extract(archive: Path, members: Mapping[str, Path]) -> None:
     """Writes the named members of a tar file to the given paths.
 
@@ -151,7 +165,7 @@ def extract(archive: Path, members: Mapping[str, Path]) -> None:
                     raise DataError(f"{archive}: {name} is no plain file; delete the archive and fetch again")
                 with source, replacing(target) as out:
                     shutil.copyfileobj(source, out, CHUNK)
-    except (KeyError, tarfile.TarError, EOFError, zlib.error, OSError) as error:
+    except DAMAGE as error:
         raise DataError(
             f"{archive}: cannot be unpacked ({error}); delete the archive and fetch again"
         ) from error
@@ -162,7 +176,7 @@ def parse_idx(path: Path, content: bytes, axes: int) -> NDArray[np.uint8]:
     """An idx file of unsigned bytes (format: http://yann.lecun.com/exdb/mnist) with `axes` axes.
 
     Bytes 0-1 are zero, byte 2 is 8 (unsigned byte), byte 3 the number of axes; then one big-endian uint32 for
-    each axis; then the values. Raises DataError for another magic number, or a length the header denies.
+    each axis; then the values. Raises DataError for another magic number, no values, or a length the header denies.
     """
     magic = bytes((0, 0, 8, axes))
     if content[:4] != magic:
@@ -177,6 +191,8 @@ def parse_idx(path: Path, content: bytes, axes: int) -> NDArray[np.uint8]:
         )
     shape = tuple(int(size) for size in np.frombuffer(content[4:start], dtype=">u4"))
     expected = start + math.prod(shape)
+    if expected == start:
+        raise DataError(f"{path}: the header says {' x '.join(map(str, shape))}, so no values at all; fetch it again")
     if len(content) != expected:
         raise DataError(
             f"{path}: the header says {' x '.join(map(str, shape))} values, so {expected} bytes; "
@@ -216,12 +232,16 @@ def check_labels(path: Path, labels: NDArray[np.uint8], classes: int) -> None:
 def pad(data: Data, side: int) -> Data:
     """All images centred on black of side x side; of an odd margin the larger half is right and below.
 
-    For networks that take no smaller image (`ModelFamily.min_hw`). Raises DataError for larger images.
+    For networks that take no smaller image (`ModelFamily.min_hw`). Raises DataError for larger images, and for more
+    than LARGEST_SIDE.
     """
     _, height, width = data.input_chw
     down, right = side - height, side - width
-    if down < 0 or right < 0:
-        raise DataError(f"{data.name}: images of {height} x {width} cannot be padded to {side} x {side}")
+    if down < 0 or right < 0 or side > LARGEST_SIDE:
+        raise DataError(
+            f"{data.name}: images of {height} x {width} cannot be padded to {side} x {side} "
+            f"(at most {LARGEST_SIDE} x {LARGEST_SIDE})"
+        )
     margins = (right // 2, right - right // 2, down // 2, down - down // 2)
     return replace(
         data,

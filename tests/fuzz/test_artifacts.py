@@ -1,0 +1,331 @@
+"""What steps hand to each other: JSON with a schema, the partition, exported levels, assignments, whole run folders.
+
+What is read is what was written, or valid all through; else the error names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from components import common, federate, gather, report, status
+from components.artifacts import (
+    Apoz,
+    ApozLayer,
+    Artifact,
+    ConfusionFile,
+    EvaluationFile,
+    History,
+    Level,
+    LevelScore,
+    PoolFile,
+    Result,
+    RunFile,
+)
+from components.evaluate import told
+from components.model_pool import build
+from components.share import Shared
+from components.suite import Figures, OfLabel
+from fl_engine import export, partition
+from fl_engine.algorithms import FlexFL
+from fl_engine.assignment import Assignment
+from fl_engine.config import Config, algorithm, load_config
+from fl_engine.errors import ConfigError, IntegrityError, PartitionError
+from fl_engine.evaluate import Score
+from fl_engine.ledger import Row
+from fl_engine.slicing import initial_params
+from fl_engine.store import encode, sha256
+from fl_engine.testing.tiny import TRAINING, tiny_site
+from fl_engine.types import FULL, SubmodelSpec
+from tests.fuzz.mutations import altered, answer, damaged, json_like, law
+
+SITE = tiny_site(FlexFL(training=TRAINING))
+ROW = {
+    "schema_version": 1,
+    "round": 0,
+    "metrics": {"avg": 0.5, "full": 0.6, "accuracy/M1": 0.5, "loss/M1": 1.0, "train_loss": 1.0, "bytes_down": 9.0,
+                "bytes_up": 8.0, "clients_trained": 2.0, "clients_pruned": 0.0, "clients_failed": 0.0,
+                "seconds_round": 0.1},
+    "clients": [{"client": 0, "sent": "M1", "loss": 1.0}],
+}  # fmt: skip
+LEVEL = Level(
+    name="M1", params=40, share=0.4, flops=9, bytes=160, widths={"conv": 2}, dispatched=True, reported=True, gamma=0.5,
+    ratios=(0.5,), spec=SubmodelSpec.of({"conv": 2, "hidden": [0, 3]}).to_json(),
+)  # fmt: skip
+ARTIFACTS: dict[str, Artifact] = {
+    "apoz.json": Apoz(layers=(ApozLayer(group="conv", size=9, apoz=0.5, adjustment=1.0),), reference=(0.5,)),
+    "pool.json": PoolFile(
+        algorithm="flexfl", model="small_cnn", input_chw=(1, 8, 8), classes=4, groups={"conv": 8}, levels=(LEVEL,)
+    ),
+    "run.json": RunFile(
+        run_id="a", config=Config().model_dump(mode="json"), pool_sha256="0" * 64, partition_sha256="1" * 64,
+        numerics={"strategy": "batched", "lanes": 2, "precision": "fp32", "torch": "2"},
+    ),
+    "history.json": History(rounds=(ROW,), model_sha256="2" * 64, seconds=0.1),
+    "evaluation.json": EvaluationFile(
+        rounds=1, test_samples=9, avg=0.5, full=0.6, levels={"M1": LevelScore(accuracy=0.5, loss=1.0, params=40)}
+    ),
+    "confusion.json": ConfusionFile(levels={"M1": ((1, 2), (3, 4))}),
+    "result.json": Result(
+        run_id="a", status="finished", metrics={"avg": 0.5}, bytes={"down": 9, "up": 8}, waste=0.1, seconds=0.1,
+        model_sha256="2" * 64, store_uri="runs/a", mlflow_run_id=None, report="runs/a/report.html",
+    ),
+    "shared.json": Shared(settings={"seed": 0}, network=None),
+    "figures.json": Figures(
+        suite="digits", id="night", when="2026-01-01", commit=None, machine={"cpu": "x"}, seeds=(0, 1, 2),
+        labels={"quick/flexfl": OfLabel(task="0", values={"full": (0.5, 0.6)}, curve=((1, 0.5, (0.5,), (0.6,)),))},
+    ),
+}  # fmt: skip
+"""One of each kind, by the name of its file."""
+
+
+@pytest.mark.parametrize("name", ARTIFACTS)
+def test_an_artifact_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
+    written = ARTIFACTS[name]
+    assert type(written).read(written.write(tmp_path / name)) == written
+
+
+def of_a_kind(name: str) -> st.SearchStrategy[tuple[str, bytes]]:
+    return st.tuples(st.just(name), json_like(json.loads(ARTIFACTS[name].model_dump_json())))
+
+
+def a_pool(content: bytes) -> tuple[str, bytes]:
+    return "pool.json", content
+
+
+def spec_is(value: Any) -> tuple[str, bytes]:
+    pool = json.loads(ARTIFACTS["pool.json"].model_dump_json())
+    pool["levels"][0]["spec"] = value
+    return "pool.json", json.dumps(pool).encode()
+
+
+@law(400)
+@given(st.sampled_from(sorted(ARTIFACTS)).flatmap(of_a_kind))
+@example(spec_is({}))
+@example(spec_is({"keep": None, "blocks": None}))
+@example(spec_is({"keep": {"conv": "many"}, "blocks": None}))
+@example(spec_is({"keep": {"conv": 1.5}, "blocks": None}))
+@example(spec_is({"keep": {"conv": [1e999]}, "blocks": None}))
+def test_an_artifact_is_read_or_its_file_is_named(tmp_path: Path, broken: tuple[str, bytes]) -> None:
+    name, content = broken
+    kind, path = type(ARTIFACTS[name]), tmp_path / name
+    path.write_bytes(content)
+    found = answer(lambda: kind.read(path), name, kind=IntegrityError)
+    if found is not None:
+        assert kind.model_validate_json(text := found.model_dump_json()).model_dump_json() == text
+        if isinstance(found, PoolFile):
+            pool = answer(found.pool, "pool.json", kind=IntegrityError)
+            assert pool is None or len(pool) == len(found.levels) > 0
+        if isinstance(found, History):
+            assert [Row.model_validate(row).round for row in found.rounds] == [row["round"] for row in found.rounds]
+
+
+@pytest.mark.parametrize("name", ARTIFACTS)
+def test_an_artifact_that_is_a_folder_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    assert answer(lambda: type(ARTIFACTS[name]).read(tmp_path / name), name, kind=IntegrityError) is None
+
+
+def test_a_model_that_diverged_is_evaluated_all_the_same(tmp_path: Path) -> None:
+    """JSON has no word for what is not a number; the figure is lost, and nothing else."""
+    score = told(Score(0.1, math.nan, torch.zeros(2, 2)), 40)
+    written = EvaluationFile(rounds=1, test_samples=9, avg=0.1, full=0.1, levels={"M1": score})
+    found = EvaluationFile.read(written.write(tmp_path / "evaluation.json"))
+    assert found.levels["M1"].accuracy == 0.1 and found.levels["M1"].loss is None
+
+
+# --------------------------------------------------------------------------------------------------- partition
+PART = SITE.partition
+WHOLE = partition.partition(SITE.data, "iid", 4, 0.1, 0)
+
+
+def saved(folder: Path) -> tuple[dict[str, Any], bytes]:
+    partition.save(WHOLE, folder)
+    manifest = json.loads((folder / partition.MANIFEST).read_bytes())
+    return manifest, (folder / partition.TENSORS).read_bytes()
+
+
+def sound(found: partition.Partition) -> None:
+    """As the rest of the engine trusts it to be: every position is of a sample, and at one place."""
+    samples = len(SITE.data.train_y)
+    every = np.concatenate([found.proxy_train, found.proxy_test, *found.clients])
+    assert every.dtype == np.int64 and len(np.unique(every)) == len(every)
+    assert every.min() >= 0 and every.max() < samples
+    assert found.counts.shape == (SITE.data.classes, len(found.clients))
+    assert found.counts.sum(0).tolist() == [len(part) for part in found.clients]
+
+
+@law(150)
+@given(st.data())
+def test_a_partition_is_what_was_cut_or_a_file_is_named(tmp_path: Path, data: st.DataObject) -> None:
+    manifest, tensors = saved(tmp_path)
+    if data.draw(st.booleans(), label="manifest"):
+        (tmp_path / partition.MANIFEST).write_bytes(data.draw(json_like(manifest), label="content"))
+    else:
+        (tmp_path / partition.TENSORS).write_bytes(data.draw(damaged(tensors), label="content"))
+    refused_as = (IntegrityError, PartitionError)  # the latter: of other data
+    found = answer(lambda: partition.load(tmp_path, SITE.data), str(tmp_path), kind=refused_as)
+    if found is not None:
+        sound(found)
+
+
+TENSORS = {
+    "floats": {"clients": np.zeros(36, np.float32)},
+    "too few": {"clients": np.arange(3)},
+    "a table": {"clients": np.zeros((6, 6), np.int64)},
+    "negative": {"clients": np.arange(36) - 40},
+    "of no sample": {"clients": np.arange(36) + 10**6},
+    "twice": {"clients": np.zeros(36, np.int64)},
+    "the proxy's": {"proxy_train": np.arange(3)},
+    "another name": {"others": np.arange(3)},
+    "without": {"clients": None},
+}
+
+
+@pytest.mark.parametrize("changes", TENSORS.values(), ids=list(TENSORS))
+def test_tensors_of_another_partition_are_refused_though_the_checksum_is_theirs(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    from safetensors.numpy import load, save
+
+    manifest, tensors = saved(tmp_path)
+    content = save({k: np.ascontiguousarray(v) for k, v in (load(tensors) | changes).items() if v is not None})
+    (tmp_path / partition.TENSORS).write_bytes(content)
+    (tmp_path / partition.MANIFEST).write_text(json.dumps(manifest | {"tensors_sha256": sha256(content)}))
+    assert answer(lambda: partition.load(tmp_path, SITE.data), "partition.", kind=IntegrityError) is None
+
+
+@law(150)
+@given(st.data())
+def test_a_partition_whose_liar_writes_the_checksum_is_sound_or_named(tmp_path: Path, data: st.DataObject) -> None:
+    """Here nothing but the reader stands between the bytes and the clients."""
+    manifest, tensors = saved(tmp_path)
+    content = data.draw(damaged(tensors), label="tensors")
+    changed = data.draw(altered(manifest), label="manifest")
+    if isinstance(changed, dict) and data.draw(st.booleans()):
+        changed["tensors_sha256"] = sha256(content)
+        (tmp_path / partition.TENSORS).write_bytes(content)
+    (tmp_path / partition.MANIFEST).write_text(json.dumps(changed))
+    refused_as = (IntegrityError, PartitionError)  # the latter: of other data
+    found = answer(lambda: partition.load(tmp_path, SITE.data), str(tmp_path), kind=refused_as)
+    if found is not None:
+        sound(found)
+
+
+# ------------------------------------------------------------------------------------------------- assignments
+TOLD = json.loads(
+    Assignment(
+        round=3, clients=(1, 4), keys={1: "ab" * 32, 4: "cd" * 32}, observe="cgroup", memory=(10, 20),
+        reads={"site/run.json": "http://127.0.0.1:1/x?signature=y"}, writes={"rounds/00003/updates/1.json": "http://h"},
+    ).model_dump_json()
+)  # fmt: skip
+
+
+@law(200)
+@given(json_like(TOLD))
+@example(json.dumps(TOLD | {"keys": {"1": "no key", "4": "cd" * 32}}).encode())
+@example(json.dumps(TOLD | {"keys": {"1": "ab" * 32}}).encode())
+@example(json.dumps(TOLD | {"clients": [-1, 4], "keys": {"-1": "ab", "4": "cd"}}).encode())
+@example(json.dumps(TOLD | {"round": -1}).encode())
+def test_an_assignment_is_one_that_can_be_carried_out_or_its_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "assignment.json"
+    path.write_bytes(content)
+    found = answer(lambda: Assignment.read(path), "assignment.json", kind=ConfigError)
+    if found is not None:
+        assert all(bytes.fromhex(found.keys[client]) for client in found.clients)
+        assert min(found.clients, default=0) >= 0 <= found.round
+        answer(found.open, "s3://", "store", kind=ConfigError)
+
+
+# ------------------------------------------------------------------------------------------------------ export
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exported")
+    config = load_config(None, ("model.width=0.25",))
+    data, family = common.prepare(config)
+    params = initial_params(family, 0)
+    pool = algorithm(config).pool(family, (0.5,) * len(family.prunable()))
+    export.export("small_cnn", family, params, pool[-1], data, torch.arange(20), 0.5, out)
+    return out
+
+
+@law(60)
+@given(st.data())
+def test_an_exported_level_is_the_one_or_named(exported: Path, tmp_path: Path, data: st.DataObject) -> None:
+    for name in (export.ABOUT, export.WEIGHTS):
+        shutil.copy(exported / name, tmp_path / name)
+    about = json.loads((exported / export.ABOUT).read_bytes())
+    if data.draw(st.booleans(), label="about"):
+        (tmp_path / export.ABOUT).write_bytes(data.draw(json_like(about), label="content"))
+    else:
+        weights = data.draw(damaged((exported / export.WEIGHTS).read_bytes()[:4000]), label="content")
+        (tmp_path / export.WEIGHTS).write_bytes(weights)
+        if data.draw(st.booleans(), label="its checksum"):
+            (tmp_path / export.ABOUT).write_text(json.dumps(about | {"weights_sha256": sha256(weights)}))
+    answer(lambda: export.load(tmp_path), "submodel.json", "model.safetensors", kind=IntegrityError)
+
+
+# --------------------------------------------------------------------------------------------- a run's folder
+READ = ("run.json", "history.json", "evaluation.json", "pool/pool.json", "partition/partition.json",
+        "pretrain/apoz.json")  # fmt: skip
+
+
+@law(150)
+@given(st.data())
+def test_a_run_folder_is_told_of_or_the_file_is_named(
+    finished_template: Any, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "told"
+    if not folder.exists():
+        shutil.copytree(finished_template[0], folder)
+    name = data.draw(st.sampled_from(READ), label="file")
+    before = (folder / name).read_bytes()
+    content = data.draw(json_like(json.loads(before)), label="content")
+    honest = data.draw(st.booleans(), label="run.json says its checksum")
+    run = (folder / "run.json").read_bytes()
+    try:
+        (folder / name).write_bytes(content)
+        if honest and name in ("pool/pool.json", "partition/partition.json"):
+            key = f"{name.partition('/')[0]}_sha256"
+            (folder / "run.json").write_text(json.dumps(json.loads(run) | {key: sha256(content)}))
+        tell: tuple[Callable[[], Any], ...] = (
+            lambda: report.table([folder]),
+            lambda: report.differences([report.load(folder)]),
+            lambda: status.describe(folder),
+            lambda: federate.known_run(Config(), folder, resume=True),
+            lambda: gather.parse(RunFile.read(folder / "run.json").config),
+        )
+        named = (str(folder), name, "run.json", *Config.model_fields, "unknown parameter", "the configuration")
+        for one in tell:
+            answer(one, *named)
+    finally:
+        (folder / name).write_bytes(before)
+        (folder / "run.json").write_bytes(run)
+
+
+@law(40)
+@given(json_like(json.loads(ARTIFACTS["apoz.json"].model_dump_json())))
+def test_scores_of_another_network_make_a_pool_or_are_named(tmp_path: Path, content: bytes) -> None:
+    """`flexfleet pool --apoz FILE`."""
+    path = tmp_path / "apoz.json"
+    path.write_bytes(content)
+    config = load_config(None, ("model.width=0.25",))
+    kind = algorithm(config)
+    found = answer(lambda: Apoz.read(path), "apoz.json", kind=IntegrityError)
+    if found is not None:
+        family = SITE.family
+        answer(lambda: build(config, kind, family, found), "APoZ", "gamma", "M", "size")
+
+
+def test_a_spec_of_the_whole_is_kept() -> None:
+    assert encode({}) and FULL.to_json() == {"keep": {}, "blocks": None}

@@ -1,0 +1,224 @@
+"""The command line, every sub-command with odd values: an answer, or one line that says what is wrong.
+
+Nothing trains, nothing is sent: what begins work or speaks to a server says that it would have begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+import components.compare
+import components.regress
+import components.run
+import components.tune
+import fl_engine.tracking
+import pipelines.compile
+import pipelines.submit
+from components import cli, client
+from fl_engine.config import Config, flatten
+from fl_engine.errors import EnvironmentFailure
+from tests.fuzz.mutations import anything, in_time, json_like, law, texts
+
+CODES = (0, 2, 3, 4, 5, 6)
+BEGUN = "the work would have begun"
+LIGHT = ("dataset.train_samples=240", "dataset.test_samples=60", "model.width=0.25", "partition.minimum=5")
+"""So that a check takes little."""
+
+
+@pytest.fixture(autouse=True)
+def _idle(scratch: Path, monkeypatch: pytest.MonkeyPatch, finished_template: Any) -> None:
+    def begin(*_: object, **__: object) -> Any:
+        raise EnvironmentFailure(BEGUN)
+
+    for owner, name in (
+        (components.run, "partition"),
+        (components.run, "adopt"),
+        (components.run, "federate"),
+        (components.compare, "alone"),
+        (components.tune, "alone"),
+        (components.regress, "make"),
+        (pipelines.submit, "_client"),
+        (fl_engine.tracking, "client_of"),
+    ):
+        monkeypatch.setattr(owner, name, begin)
+
+    def refuse(*_: object, **__: object) -> Any:
+        raise OSError("no network here")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("fl_engine.s3.ATTEMPTS", 1)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    known: dict[str, str] = {}
+
+    def compiled(name: str) -> str:
+        """As it was compiled before: that takes a second."""
+        return known.setdefault(name, (pipelines.compile.COMPILED / f"{name}.yaml").read_text())
+
+    monkeypatch.setattr(pipelines.compile, "compiled", compiled)
+    monkeypatch.setattr(pipelines.submit, "compiled", compiled)
+    shutil.copytree(finished_template[0], scratch / "runs" / "a")
+    (scratch / "good.yaml").write_text("seed: 1\n")
+    (scratch / "odd.yaml").write_text("seed: 1\nseeed: 2\n")
+    (scratch / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    (scratch / "mine.py").write_text("raise SystemError('as somebody wrote it')\n")
+    (scratch / "typo.py").write_text("def f(:\n")
+
+
+FILES = ("good.yaml", "odd.yaml", "binary.yaml", "missing.yaml", ".", "runs", "runs/a", "runs/a/run.json", "x" * 300,
+         "runs/a/pretrain/apoz.json", "/dev/null", "~nobody-of-this-name", "")  # fmt: skip
+PATHS = ("--config", "--apoz", "--shared", "--root")
+WORDS: dict[str, tuple[str, ...]] = {
+    "--algorithms": ("flexfl", "flexfl,all_large", "a=flexfl,b=flexfl", ",", "x", "a=", "shared=flexfl"),
+    "--seeds": ("0", "0,1", "0,0", "x", "1e3", "-1", "9" * 5000),
+    "--to": ("0.5", "0.4,0.5", "2", "nan", "x"),
+    "--jobs": ("1", "2", "0", "-1", "x", "1.5", "9" * 5000),
+    "--classes": ("10", "0", "1", "-1", "x", "999999999999999999999", "100000000"),
+    "--input": ("1x8x8", "3x32x32", "1x8", "axbxc", "0x0x0", "-1x8x8", "1x99999999x99999999", "1x60000x60000"),
+    "--cron": ("0 0 2 * * *", "* * *", ""),
+    "--suite": ("digits", "mine", "good.yaml", "binary.yaml", "missing.yaml", "runs", ".yaml"),
+    "--out": ("x.html", "x.pdf", "a/b/c.html", "runs", "runs/a/run.json/x.html", ""),
+    "--algorithm": ("flexfl", "x", "mine:X", "typo:X", "os:getcwd", "fl_engine.types:Device"),
+    "--model": ("small_cnn", "vgg16", "x", "mine:X", "typo:X", "fl_engine.types:Device"),
+    "--param": ("run_id=a", "x=1", "x", "=", "suite=x"),
+    "--tag": ("a=b", "a", "=b", ""),
+    "--faults": ("drop=0.2", "drop=2", "slow=0.1", "slow=0.1xinf", "x", "nan=nan", ","),
+    "pipeline": ("train", "compare", "tune", "nightly", "x"),
+    "names": ("digits", "cifar10", "fashion_mnist", "x", "mine:X", "0" * 32),
+    "runs": FILES,
+    "run": FILES,
+}
+TRACKING = ("null", "sqlite:///mlflow.db", "http://127.0.0.1:1", "nonsense://x", "''", "7")
+NAMES = sorted(set(flatten(Config())) - {"tracking.mlflow", "run.store"})
+NAMED = ("model.name", "algorithm.name", "dataset.name")
+sets = st.one_of(
+    st.tuples(st.sampled_from(NAMES), anything.map(json.dumps)).map("=".join),
+    st.tuples(st.sampled_from(NAMED), st.sampled_from((*WORDS["--model"], *WORDS["--algorithm"]))).map("=".join),
+    st.sampled_from(TRACKING).map("tracking.mlflow={}".format),
+    st.sampled_from(("runs", "none", "s3://x", "runs/a/run.json")).map("run.store={}".format),
+    texts(odd=("seed", "=", "x=1", "rounds.stop=2")),
+)
+
+
+def words_for(action: argparse.Action) -> SearchStrategy[list[str]]:
+    """What may follow an option, or stand where a positional argument is."""
+    name = action.option_strings[-1] if action.option_strings else action.dest
+    if action.nargs == 0:
+        return st.just([name])
+    good = st.just(WORDS.get(name, FILES if name in PATHS else ("a",))[0])
+    if name == "--set":
+        word: SearchStrategy[str] = sets
+    elif name in PATHS:
+        word = good | good | st.sampled_from(FILES)
+    elif name == "--out":
+        word = st.sampled_from(WORDS[name])
+    else:
+        word = good | good | texts(odd=WORDS.get(name, ("a", "", "..", "a/b", "-x", "x" * 300)))
+    if action.option_strings:
+        return word.map(lambda value: [f"{name}={value}"])
+    return st.lists(word, min_size=action.nargs != "*" and action.nargs != "?", max_size=3 if action.nargs else 1)
+
+
+def commands() -> dict[str, Sequence[argparse.Action]]:
+    (found,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return {name: parser._actions for name, parser in found.choices.items()}
+
+
+COMMANDS = commands()
+
+
+@st.composite
+def argv(draw: Any, command: str) -> list[str]:
+    chosen = []
+    for action in COMMANDS[command]:
+        if action.dest != "help" and (not action.option_strings or action.required or draw(st.booleans())):
+            chosen += draw(words_for(action))
+    if any(a.dest == "set" for a in COMMANDS[command]):
+        light = LIGHT if command not in ("regress", "nightly") else ()
+        chosen = [*(f"--set={pair}" for pair in light), *chosen]
+        if not any("tracking.mlflow" in word for word in chosen):
+            chosen.append("--set=tracking.mlflow=null")
+    return [command, *chosen]
+
+
+def told(done: Any, words: Sequence[str]) -> None:
+    assert done.code in CODES
+    done.out.encode()  # stdout takes no bytes of no encoding
+    if done.code == 0:
+        if "--json" in words:
+            assert isinstance(done.json, dict)
+        return
+    assert done.out == "" or done.code == 5
+    last = done.err.rstrip().splitlines()[-1]
+    assert last.startswith("error: ") or re.match(r"flexfleet( \w+)?: error: ", last), done.err[-300:]
+
+
+def test_every_command_is_tried() -> None:
+    assert set(COMMANDS) >= {"run", "compare", "tune", "pool", "submit", "nightly", "regress", "report", "fetch"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_answers_or_says_what_is_wrong(flexfleet: Callable[..., Any], command: str) -> None:
+    @law(20)
+    @given(argv(command))
+    def one(words: list[str]) -> None:
+        with in_time(60):
+            told(flexfleet(*words), words)
+
+    one()
+
+
+@law(150)
+@given(st.tuples(st.sampled_from(NAMES), anything.map(json.dumps)).map("=".join))
+@example("dataset.pad=1000000")
+@example("dataset.pad=" + "9" * 30)
+@example("model.width=1e300")
+@example("model.width=1e12")
+@example("model.width=3000")
+@example("partition.alpha=1e-300")
+@example("training.lr_decay=1e300")
+@example("kubernetes.hostname='{0.__class__}'")
+@example("kubernetes.hostname='{'")
+@example("run.devices=['cuda:99999999999999999999']")
+@example("seed=-1")
+@example("seed=" + "9" * 300)
+@example("fleet.tiers=[{name: a, share: 1.0, memory: 1e308, sigma: [1e308]}]")
+@example("algorithm.targets=[1e-300, 100]")
+@example("algorithm.gammas=[1e300, 1e300]")
+def test_a_check_finds_what_an_odd_parameter_would_break(flexfleet: Callable[..., Any], pair: str) -> None:
+    with in_time(60):
+        told(flexfleet("check", sets=[*LIGHT, "tracking.mlflow=null", pair]), ())
+
+
+# ------------------------------------------------------------------------------------------------ a client's pod
+@law(40)
+@given(st.data())
+def test_a_client_whose_site_is_damaged_says_so(
+    finished_template: Any, scratch: Path, step: Callable[..., Any], data: st.DataObject
+) -> None:
+    """It ends as the Job expects: 42 where another try would end alike, 1 where it might not."""
+    site = scratch / "store" / "site"
+    site.mkdir(parents=True, exist_ok=True)
+    run = finished_template[0]
+    for path in (run / "run.json", run / "pool" / "pool.json", *(run / "partition").glob("partition.*[nrs]")):
+        shutil.copy(path, site)
+    name = data.draw(st.sampled_from(("run.json", "pool.json", "partition.json")), label="file")
+    content = data.draw(json_like(json.loads((site / name).read_bytes())), label="content")
+    (site / name).write_bytes(content)
+    told_ = {"schema_version": 1, "round": 0, "clients": [0], "keys": {"0": "ab"}, "store": str(scratch / "store")}
+    (scratch / "assignment.json").write_text(json.dumps(told_))
+    with in_time(60):
+        done = step(client.main, str(scratch / "assignment.json"))
+    assert done.code in (1, 42) and "error: " in done.err

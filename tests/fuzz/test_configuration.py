@@ -1,0 +1,266 @@
+"""What people write: params.yaml, `--set`, suites, forms, lists of a comparison, `.dvc` pointers.
+
+What is read is a configuration that is written and read again as it was; else a named error says the parameter or the
+file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from components import overrides, suite, versioned
+from components.entries import accuracies_of, entries_for, labels_of, seeds_of
+from components.overrides import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
+from fl_engine.config import Config, flatten, load_config, parse, read_yaml
+from fl_engine.errors import ConfigError, DataError
+from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, places, texts
+
+ROOT = Path(__file__).parents[2]
+PARAMS = (ROOT / "params.yaml").read_text()
+VALUES = Config().model_dump(mode="json")
+NAMES = sorted(flatten(Config()))
+SECTIONS = tuple(VALUES)
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join(f'*a{i - 1}' for _ in range(9))}]\n" for i in range(1, 12)
+)
+"""Nine to the twelfth, in a kilobyte."""
+ODD_YAML = (
+    "", "~", "[]", "[a, b]", "seed", "seed: 1\nseed: 2", "seed: 2001-99-99", "seed: 2001-01-01", "seed: !!int x",
+    "seed: !!float x", "seed: !!bool x", "seed: !!timestamp x", "seed: !!binary '*'", "seed: !!set {a, b}",
+    "seed: !!python/object/apply:os.getcwd []", "seed: &a [*a]", "dataset: &a {dataset: *a}", "? [a]\n: b",
+    "? {a: b}\n: c", "{[a]: b}", "<<: 1", "<<: {seed: 1}", "1: 2", "null: 2", "1.5: {a: b}", "2001-01-01: 2", "seed: =",
+    "seed: " + "9" * 5000, "seed: " + "[" * 1000, "seed: {" * 1000, "---\nseed: 1\n---\nseed: 2",
+    "%YAML 9.9\n---\na: b", "\t", "seed: 'a", "seed: \x07", "seed: \u2028", "model: small_cnn", "model: {name: [1]}",
+    "model: {name: {}}",
+    "algorithm: {name: flexfl, name: x}", "model: {name: 'os:getcwd'}", "model: {name: ':'}", "model: {name: '..:x'}",
+    "model: {name: 'fl_engine.types:Device'}", "algorithm: {name: 'fl_engine.types:Device'}",
+    "dataset: {name: 'fl_engine.types:Device'}", "model: {name: 'fl_engine.types:ModelFamily'}",
+    "algorithm: {name: 'fl_engine.numerics:Numerics'}", "model: {name: 'fl_engine.numerics:Numerics'}",
+    "fleet: {tiers: []}", "fleet: {tiers: x}", "fleet: {tiers: {}}", "fleet: [8:1:1]", "run: {devices: []}", LAUGHS,
+    "seed: &s 1\npartition: {seed: *s}", "training: {lr: 1e-3, epochs: 012}",
+)  # fmt: skip
+
+
+def kept(config: Config, folder: Path) -> None:
+    """A configuration that is taken is written and read again as it was, in both ways that there are."""
+    values = config.model_dump(mode="json")
+    said = json.dumps(values)  # NaN is not equal to itself
+    assert json.dumps(parse(values).model_dump(mode="json")) == said
+    assert json.dumps(load_config(write_config(config, folder / "again.yaml")).model_dump(mode="json")) == said
+
+
+def words(*texts: str) -> tuple[str, ...]:
+    """What an error about parameters may name: the sections, and what is between dots here."""
+    return (*SECTIONS, *(part for text in texts for part in text.split(".") if part))
+
+
+# ------------------------------------------------------------------------------------------------- params.yaml
+@st.composite
+def yaml_like(draw: Any, text: str) -> bytes:
+    how = draw(st.sampled_from(("values", "values", "bytes", "odd", "odd section", "coding")))
+    if how == "values":
+        return yaml.safe_dump(draw(altered(yaml.safe_load(text))), allow_unicode=True).encode()
+    if how == "bytes":
+        return draw(damaged(text.encode()))
+    if how == "odd":
+        return draw(st.sampled_from(ODD_YAML)).encode()
+    if how == "coding":
+        return text.encode(draw(st.sampled_from(("utf-16", "utf-32", "utf-8-sig"))))
+    odd = draw(st.sampled_from(ODD_YAML)).replace("\n", "\n  ")
+    return f"{draw(st.sampled_from(SECTIONS))}:\n  {odd}\n".encode()
+
+
+@law(150)
+@given(yaml_like(PARAMS))
+@example(LAUGHS.encode())
+def test_params_yaml_is_taken_as_it_is_or_the_file_or_a_parameter_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_bytes(content)
+    found = answer(lambda: load_config(path), "params.yaml", *words(), "unknown parameter", "the configuration")
+    if found is not None:
+        kept(found, tmp_path)
+
+
+@pytest.mark.parametrize("text", ODD_YAML, ids=[text[:30] for text in ODD_YAML])
+def test_odd_yaml_is_taken_or_refused(tmp_path: Path, text: str) -> None:
+    test_params_yaml_is_taken_as_it_is_or_the_file_or_a_parameter_is_named.hypothesis.inner_test(  # type: ignore[attr-defined]
+        tmp_path, text.encode()
+    )
+    pair = f"seed={text}"
+    answer(lambda: load_config(None, [pair]), *words(), "--set")
+
+
+paths = st.sampled_from(NAMES) | st.sampled_from(SECTIONS) | st.tuples(
+    st.sampled_from(NAMES), st.sampled_from(("x", "", "0", "name", "low"))
+).map(".".join) | texts(odd=("", ".", "..", "seed.", ".seed", "algorithm.gammas.0", "tune.space.seed", "__class__"))
+values = st.sampled_from(ODD_YAML) | anything.map(lambda value: json.dumps(value)) | texts(odd=("a=b", "=", "[", "{"))
+
+
+@law(150)
+@given(st.lists(st.tuples(paths, values).map("=".join) | texts(odd=("seed", "=", "=1")), min_size=1, max_size=3))
+@example(["run.store=2001-99-99"])
+@example(["seed=" + "9" * 5000])
+@example(["dataset.root=" + "[" * 1000])
+def test_what_is_set_is_taken_as_it_is_or_named(tmp_path: Path, sets: list[str]) -> None:
+    told = ("--set", "the configuration")
+    found = answer(lambda: load_config(None, sets), *told, *words(*(text.partition("=")[0].strip() for text in sets)))
+    if found is not None:
+        kept(found, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- forms
+FORM = {
+    "dataset": "digits", "model": "small_cnn", "algorithm": "flexfl", "clients": 20.0, "partition_rule": "dirichlet",
+    "dirichlet_alpha": 0.6, "rounds": 40.0, "client_fraction": 0.3, "local_epochs": 5.0, "learning_rate": 0.05,
+    "seed": 0.0, "mlflow_uri": "", "store_uri": "runs", "trials": 30.0,
+}  # fmt: skip
+ADVANCED = {
+    "training.momentum": 0.5, "algorithm.kd_weight": 5.0, "run.backend": "kubernetes",
+    "kubernetes.pools": {"weak": {"memory": "512Mi"}}, "tune.space": {"algorithm.kd_weight": {"low": 0.1, "high": 1.0}},
+}  # fmt: skip
+
+
+@law(150)
+@given(altered(FORM), altered(ADVANCED))
+@example(FORM, {"training.momentum": nested(60)})
+@example(FORM, {"": 1})
+def test_a_form_is_taken_as_it_is_or_what_is_wrong_is_named(tmp_path: Path, form: Any, advanced: Any) -> None:
+    if not isinstance(form, dict) or not isinstance(advanced, dict):
+        return  # Kubeflow sees to that: a form is a mapping, and so is a struct
+    named = words(*form, *overrides.PARAMETERS.values(), *advanced)
+    found = answer(lambda: config_from(form, advanced), "advanced", "unknown parameter", *named, kind=ConfigError)
+    if found is not None:
+        kept(found, tmp_path)
+        again = parameters_of(found)
+        if found.tracking.mlflow is None and "://" not in found.run.store:
+            assert config_from(*json.loads(json.dumps(again))).partition == found.partition
+
+
+def test_a_form_that_is_nested_without_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="advanced"):
+        config_from(FORM, {"training.momentum": nested(900)})
+
+
+@law(100)
+@given(altered(ADVANCED), texts(odd=("flexfl,all_large", "flexfl,no_kd=flexfl")), texts(odd=("0,1", "0,0", "x", "1e9")))
+def test_a_comparison_is_taken_or_what_is_wrong_is_named(advanced: Any, algorithms: str, seeds: str) -> None:
+    if not isinstance(advanced, dict):
+        return
+    form = {name: value for name, value in FORM.items() if name not in ("algorithm", "seed", "trials")}
+    named = (*words(*advanced), "algorithms", "seeds", "advanced", "label", "algorithm")
+    found = answer(lambda: comparison_from(form, advanced, algorithms, seeds, "c"), *named, kind=ConfigError)
+    assert found is None or len({entry.name for entry in found}) == len(found) > 0
+
+
+@law(100)
+@given(
+    texts(odd=("flexfl", "a=flexfl,b=flexfl", "shared=flexfl", "a=,b", ",", "a=b=c")),
+    texts(odd=("0", "0,1", "1_0")),
+    texts(odd=("0.4", "0.4,1.1", "nan", "1e-400", "inf")),
+    st.lists(st.tuples(texts(odd=("a:algorithm.x", "b:seed", "seed", "a:b:c")), values).map("=".join), max_size=2),
+)
+@example("a" * 10_000 + "=flexfl", "9" * 5000, "0.5", [])
+def test_lists_of_a_command_line_are_taken_or_named(algorithms: str, seeds: str, to: str, sets: list[str]) -> None:
+    labels = answer(lambda: labels_of(algorithms), "algorithms", kind=ConfigError)
+    answer(lambda: seeds_of(seeds), "seeds", kind=ConfigError)
+    found = answer(lambda: accuracies_of(to), "accuracies", kind=ConfigError)
+    assert found is None or all(0 < value <= 1 for value in found)
+    if labels:
+        named = words(*(text.partition("=")[0].strip() for text in sets), *labels)
+        answer(
+            lambda: entries_for(algorithms, "0", sets, lambda asked: load_config(None, asked), "c"),
+            "--set", "label", "seeds", *named, *(text.partition("=")[0].strip() for text in sets), kind=ConfigError,
+        )  # fmt: skip
+
+
+@law(100)
+@given(st.lists(st.tuples(paths, values).map("=".join), max_size=3))
+@example(["tracking.mlflow=["])
+@example(["seed"])
+def test_settings_become_a_form_and_back_or_are_named(sets: list[str]) -> None:
+    found = answer(lambda: form_of(sets), "--set", kind=ConfigError)
+    if found is not None and isinstance(found["store_uri"], str):
+        answer(lambda: sets_of(**found), *words(*found["advanced"]), "advanced", kind=ConfigError)
+
+
+# ------------------------------------------------------------------------------------------------------ suites
+SUITE = (ROOT / "components" / "suites" / "digits.yaml").read_text()
+ODD_SUITES = (
+    SUITE + "\nwhen: 2001-99-99\n", SUITE.replace("seeds:", "seeds: &a [*a]\nx:"), "[" * 1000, "a: !!int x",
+)  # fmt: skip
+
+
+@law(80)
+@given(yaml_like(SUITE))
+@example(SUITE.replace("settings:", "settings:\n  run.store: 2001-01-01", 1).encode())
+@example(b"\xff\xfe")
+@example(ODD_SUITES[0].encode())
+@example(ODD_SUITES[1].encode())
+@example(ODD_SUITES[2].encode())
+@example(ODD_SUITES[3].encode())
+@example(LAUGHS.encode())
+def test_a_suite_is_read_or_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    found = answer(lambda: suite.load(path), "mine.yaml", kind=ConfigError)
+    if found is not None:
+        settings = [*found.settings, *(key for case in found.cases.values() for key in case.settings)]
+        named = (*words(*settings), "--set", "algorithms", "seeds", "id", "label", "mine", *settings)
+        runs = answer(lambda: suite.runs_of(found, "mine", found.seeds, [], "night"), *named, kind=ConfigError)
+        for case in runs or ():
+            assert len(suite.task_of(found, case)) == 16
+
+
+# ---------------------------------------------------------------------------------------------------- pointers
+POINTER = "outs:\n- md5: d41d8cd98f00b204e9800998ecf8427e.dir\n  size: 12\n  hash: md5\n  path: pool\n"
+
+
+@law(120)
+@given(yaml_like(POINTER))
+@example(b"outs:\n- md5: 2001-99-99\n")
+@example(b"[" * 1000)
+@example(b"outs:\n- md5: {a: b}\n")
+@example(b"outs:\n- md5: ../../etc/passwd\n")
+def test_a_pointer_names_a_checksum_or_is_refused(tmp_path: Path, content: bytes) -> None:
+    text = content.decode(errors="replace")
+    found = answer(lambda: versioned.checksum(text), "not a .dvc pointer", kind=ConfigError)
+    if found is not None:
+        digest, _, rest = found.partition(".")
+        assert len(bytes.fromhex(digest)) == 16 and rest in ("", "dir")
+
+
+@law(60)
+@given(
+    texts(odd=("x.dvc", "~", "~nobody-of-this-name", "~nobody-of-this-name/x.dvc", "/dev/null", "x" * 5000, ".", "a:b"))
+    | texts(odd=("x" * 5000, "~nobody-of-this-name")).map(lambda text: f"{text}.dvc")
+)
+@example("~nobody-of-this-name")
+@example("x" * 5000)
+def test_a_data_root_is_a_folder_or_is_named(scratch: Path, root: str) -> None:
+    if versioned.REV.fullmatch(root):
+        return  # an address: DVC's to ask for
+    found = answer(lambda: versioned.folder_of(root), "dataset.root", root[:50], kind=DataError)
+    assert found is None or isinstance(found, Path)
+
+
+@law(60)
+@given(yaml_like(POINTER))
+def test_a_dvc_file_that_names_nothing_is_refused(scratch: Path, content: bytes) -> None:
+    """A file outside of any repository: whatever it says, nothing can be had."""
+    (scratch / "data.dvc").write_bytes(content)
+    assert answer(lambda: versioned.folder_of("data.dvc"), "data.dvc", "not a .dvc pointer") is None
+
+
+def test_every_place_of_the_defaults_can_be_altered() -> None:
+    """Else the campaign would be one of a few parameters."""
+    reached = {".".join(map(str, place)) for place in places(yaml.safe_load(PARAMS))}
+    assert {name for name in NAMES if not name.startswith("fleet.tiers")} <= reached | set(NAMES)
+    assert read_yaml("1e-3") == 0.001

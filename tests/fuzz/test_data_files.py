@@ -1,0 +1,175 @@
+"""Data files: idx, CIFAR batches, archives, scikit-learn's digits. What is read is whole, or its file is named."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import struct
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fl_engine.datasets import cifar10, digits, fashion_mnist
+from fl_engine.datasets.files import extract, parse_idx, read
+from fl_engine.errors import DataError, EnvironmentFailure
+from fl_engine.store import sha256
+from fl_engine.types import Data
+from tests.fuzz.mutations import answer, damaged, law
+
+RECORDS = 2
+
+
+def idx(*shape: int) -> bytes:
+    return bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape) + b"\1" * math.prod(shape)
+
+
+IMAGES, LABELS = idx(3, 28, 28), idx(3)
+FASHION = {
+    f"{part}-{what}-ubyte.gz": gzip.compress(content, mtime=0)
+    for part in ("train", "t10k")
+    for what, content in (("images-idx3", IMAGES), ("labels-idx1", LABELS))
+}
+HUGE = bytes((0, 0, 8, 3)) + b"\xff" * 12
+"""An idx header that declares 2^96 values."""
+BOMB = gzip.compress(bytes(2**24), mtime=0) * 256
+"""4 GiB in 4 MB."""
+CIFAR = bytes((3, *([7] * 3072))) * RECORDS
+
+
+def whole(data: Data) -> None:
+    for x, y in ((data.train_x, data.train_y), (data.test_x, data.test_y)):
+        assert len(x) == len(y) > 0
+        assert int(y.min()) >= 0 and int(y.max()) < data.classes
+
+
+@law(200)
+@given(st.sampled_from((1, 2, 3)), damaged(idx(2, 3, 4)) | damaged(idx(5)) | st.binary(max_size=40))
+@example(3, HUGE)
+@example(1, idx(0))
+@example(3, idx(3, 0, 4))
+def test_an_idx_file_has_as_many_values_as_it_says(axes: int, content: bytes) -> None:
+    found = answer(lambda: parse_idx(Path("a.idx"), content, axes), "a.idx", kind=DataError)
+    if found is not None:
+        assert found.ndim == axes
+        assert 0 < found.size == len(content) - 4 - 4 * axes
+
+
+@law()
+@given(
+    st.sampled_from(sorted(FASHION)).flatmap(
+        lambda name: st.tuples(
+            st.just(name),
+            damaged(FASHION[name])
+            | damaged(IMAGES if "images" in name else LABELS).map(lambda value: gzip.compress(value, 1, mtime=0)),
+        )
+    )
+)
+@example(("t10k-images-idx3-ubyte.gz", gzip.compress(HUGE)))
+def test_fashion_mnist_is_whole_or_refused_by_the_name_of_a_file(tmp_path: Path, broken: tuple[str, bytes]) -> None:
+    (tmp_path / "fashion-mnist").mkdir(exist_ok=True)
+    for name, content in (FASHION | dict([broken])).items():
+        (tmp_path / "fashion-mnist" / name).write_bytes(content)
+    part = broken[0].partition("-")[0]  # where the counts differ, either file may be the damaged one
+    found = answer(lambda: fashion_mnist.load(tmp_path, {}), f"{part}-images", f"{part}-labels", kind=DataError)
+    if found is not None:
+        whole(found)
+
+
+def test_a_gzip_file_that_swells_to_gigabytes_is_refused(tmp_path: Path) -> None:
+    test_fashion_mnist_is_whole_or_refused_by_the_name_of_a_file.hypothesis.inner_test(  # type: ignore[attr-defined]
+        tmp_path, ("train-images-idx3-ubyte.gz", BOMB)
+    )
+
+
+@law()
+@given(st.sampled_from((*cifar10.TRAIN, *cifar10.TEST)), damaged(CIFAR))
+def test_cifar10_is_whole_or_refused_by_the_name_of_a_file(tmp_path: Path, name: str, broken: bytes) -> None:
+    folder = tmp_path / "cifar10" / cifar10.BATCHES
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in (*cifar10.TRAIN, *cifar10.TEST):
+        (folder / each).write_bytes(broken if each == name else CIFAR)
+    found = answer(lambda: cifar10.load(tmp_path, {}, RECORDS), name, kind=DataError)
+    if found is not None:
+        whole(found)
+
+
+@law()
+@given(damaged(CIFAR))
+def test_a_file_with_a_checksum_is_that_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "batch.bin"
+    path.write_bytes(content)
+    found = answer(lambda: read(path, f"sha256:{sha256(CIFAR)}"), "batch.bin", kind=DataError)
+    assert found == (CIFAR if content == CIFAR else None)
+
+
+# ---------------------------------------------------------------------------------------------------- archives
+def tar(compression: str) -> bytes:
+    """Of a long name in a header of its own, a file, and a sparse one as GNU's tar makes them."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=f"w:{compression}", format=tarfile.PAX_FORMAT) as archive:
+        for name, headers in (("a" * 120, {}), ("b", {"GNU.sparse.major": "1"}), ("c", {"mtime": "1.5"})):
+            member = tarfile.TarInfo(name)
+            member.size, member.pax_headers = 700, headers
+            archive.addfile(member, io.BytesIO(bytes(range(250)) * 3))
+    return out.getvalue()
+
+
+ARCHIVES = {compression: tar(compression) for compression in ("", "gz", "bz2", "xz")}
+ENDLESS = b"".join(
+    tarfile.TarInfo._create_gnu_long_header(f"x{i}", tarfile.GNUTYPE_LONGNAME, "utf-8", "strict")  # type: ignore[attr-defined]
+    for i in range(2000)
+)
+"""Each header says that the next one has a longer name."""
+
+
+@law(120)
+@given(st.sampled_from(sorted(ARCHIVES)).flatmap(lambda compression: damaged(ARCHIVES[compression])))
+@example(ENDLESS)
+def test_an_archive_gives_its_members_or_is_named(tmp_path: Path, content: bytes) -> None:
+    path, out = tmp_path / "archive.tar", tmp_path / "out"
+    path.write_bytes(content)
+    out.unlink(missing_ok=True)
+    answer(lambda: extract(path, {"c": out}), "archive.tar", kind=DataError)
+    assert not list(tmp_path.glob("*.part"))
+
+
+# ------------------------------------------------------------------------------------------------------ digits
+TABLE = gzip.decompress(digits._file().read_bytes())
+
+
+def digits_from(content: bytes, folder: Path) -> Data | None:
+    path = folder / "digits.csv.gz"
+    path.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits, "_file", lambda: path)
+        return answer(lambda: digits.load(folder), "digits.csv.gz", kind=EnvironmentFailure)
+
+
+@pytest.mark.filterwarnings("ignore:loadtxt")
+@law(25)
+@given(damaged(TABLE).map(lambda value: gzip.compress(value, 1)) | damaged(digits._file().read_bytes()))
+def test_the_digits_are_those_of_scikit_learn_or_its_file_is_named(tmp_path: Path, content: bytes) -> None:
+    found = digits_from(content, tmp_path)
+    if found is not None:
+        whole(found)
+        assert (len(found.train_y), len(found.test_y)) == (1438, 359)
+
+
+FIRST, REST = TABLE.split(b"\n", 1)
+NO_DIGITS = {
+    "other columns": b"1,2\n",
+    "a label of two digits": FIRST + b"9\n" + REST,
+    "no label": FIRST[: FIRST.rindex(b",") + 1] + b"-1\n" + REST,
+    "a pixel too bright": b"17" + TABLE[1:],
+    "more digits": TABLE + FIRST,
+    "gigabytes": BOMB,
+}
+
+
+@pytest.mark.parametrize("content", NO_DIGITS.values(), ids=list(NO_DIGITS))
+def test_a_table_of_other_digits_is_refused(tmp_path: Path, content: bytes) -> None:
+    assert digits_from(content if content is BOMB else gzip.compress(content, 1), tmp_path) is None

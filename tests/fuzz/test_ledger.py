@@ -1,0 +1,372 @@
+"""The run store: orders, updates, commits, states. What is read is what was written; else a named error says the file.
+
+A damaged run goes on only when told to, and then has the bits of one that was never disturbed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fl_engine import ledger as ledgers
+from fl_engine.algorithms import FlexFL
+from fl_engine.client import execute
+from fl_engine.errors import IntegrityError
+from fl_engine.ledger import Ledger
+from fl_engine.state import pack, unpack
+from fl_engine.store import FolderStore, decode, encode, sha256
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, start_of, tiny_site
+from fl_engine.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.updates import Manifest, key_of, signed
+from tests.fuzz.mutations import altered, answer, anything, damaged, in_time, json_like, law, texts
+
+ALGORITHM = FlexFL(training=TRAINING)
+SITE = tiny_site(ALGORITHM)
+STATE = start_of(ALGORITHM, SITE)
+PLAN = ALGORITHM.plan(STATE, 0, SEED)
+ORDER = PLAN.orders[0]
+HONEST = execute(ALGORITHM, ORDER, SITE)
+assert isinstance(HONEST, ClientUpdate)
+SECRET = b"a run's own"
+ROUNDS = 6
+
+
+class Memory(FolderStore):
+    """In a dict, for speed."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__("memory")
+        self.files = files
+
+    def put(self, key: str, value: bytes) -> None:
+        self.files[key] = value
+
+    def create(self, key: str, value: bytes) -> bool:
+        return self.files.setdefault(key, value) is value
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        if key not in self.files:
+            raise IntegrityError(f"{self.uri(key)} is missing")
+        if limit is not None and len(self.files[key]) > limit:
+            raise IntegrityError(f"{self.uri(key)} holds {len(self.files[key])} bytes, at most {limit} were expected")
+        return self.files[key]
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted(k for k in self.files if k.startswith(prefix))
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self.files.pop(key, None)
+
+    def sweep(self, prefix: str) -> None:
+        """Nothing to do."""
+
+
+def ledger_of(files: dict[str, bytes], checked: bool) -> Ledger:
+    """`checked`: with keys and rules, as where clients are pods; else as in worker processes."""
+    if not checked:
+        return Ledger(Memory(files))
+    return Ledger(Memory(files), rules=SITE.rules, key=key_of(SECRET))
+
+
+# ------------------------------------------------------------------------------------------------------ orders
+ORDERED: dict[str, bytes] = {}
+Ledger(Memory(ORDERED)).put_orders(PLAN)
+ORDER_KEY = f"rounds/00000/orders/{ORDER.client}.json"
+ORDER_JSON = json.loads(ORDERED[ORDER_KEY])
+OTHERS = [key for key in ORDERED if key.endswith(".json") and key != ORDER_KEY]
+
+
+@law(250)
+@given(json_like(ORDER_JSON) | st.sampled_from(OTHERS).map(ORDERED.__getitem__))
+@example(json.dumps(ORDER_JSON | {"spec": {}}).encode())
+@example(json.dumps(ORDER_JSON | {"spec": {"keep": None, "blocks": None}}).encode())
+@example(json.dumps(ORDER_JSON | {"spec": {"keep": {"conv": "many"}, "blocks": None}}).encode())
+@example(json.dumps(ORDER_JSON | {"spec": {"keep": {"conv": [1e308, 1e309]}, "blocks": None}}).encode())
+@example(json.dumps(ORDER_JSON | {"spec": {"keep": {"conv": [0.5, 1.5]}, "blocks": None}}).encode())
+@example(json.dumps(ORDER_JSON | {"payload": "../../x", "client": -1}).encode())
+def test_an_order_is_the_one_that_was_given_or_its_file_is_named(content: bytes) -> None:
+    ledger = Ledger(Memory(ORDERED | {ORDER_KEY: content}))
+    found = answer(lambda: ledger.order(0, ORDER.client), "rounds/00000/orders/", kind=IntegrityError)
+    if found is not None:
+        assert isinstance(found, WorkOrder) and (found.round, found.client) == (0, ORDER.client)
+        given = json.loads(content)["spec"]["keep"]
+        kept = {group: keep if isinstance(keep, int) else list(keep) for group, keep in found.spec.keep}
+        for group, keep in given.items():
+            assert type(keep) in (int, list) and (keep == kept[group] or len(keep) == kept[group]), "as it was given"
+
+
+@law(60)
+@given(st.sampled_from([key for key in ORDERED if key.endswith(".safetensors")]), st.data())
+def test_what_an_order_sends_is_what_was_put_or_the_file_is_named(key: str, data: st.DataObject) -> None:
+    content = data.draw(damaged(ORDERED[key][:2000]) | st.sampled_from(sorted(ORDERED.values())))
+    ledger = Ledger(Memory(ORDERED | {key: content}))
+    for order in PLAN.orders:
+        found = answer(lambda order=order: ledger.order(0, order.client), key, kind=IntegrityError)  # type: ignore[misc]
+        if found is not None:
+            assert_same_bits(found.payload, order.payload)
+
+
+@law(100)
+@given(json_like(ORDER_JSON))
+@example(json.dumps(ORDER_JSON | {"payload": "a\0b"}).encode())
+@example(json.dumps(ORDER_JSON | {"payload": "x" * 5000}).encode())
+@example(json.dumps(ORDER_JSON | {"payload": "."}).encode())
+@example(json.dumps(ORDER_JSON | {"payload": f"{ORDER.client}.json/x"}).encode())
+def test_an_order_in_a_folder_is_read_or_named(tmp_path: Path, content: bytes) -> None:
+    store = FolderStore(tmp_path)
+    if not store.list("rounds/"):
+        Ledger(store).put_orders(PLAN)
+    path = tmp_path / ORDER_KEY
+    path.write_bytes(content)
+    answer(lambda: Ledger(store).order(0, ORDER.client), "rounds/00000/orders")
+
+
+# ----------------------------------------------------------------------------------------------------- updates
+BASE = f"rounds/00000/updates/{ORDER.client}"
+
+
+def honest_files(checked: bool) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    ledger_of(files, checked).put_outcome(PLAN, HONEST)
+    return files
+
+
+HONEST_FILES = {checked: honest_files(checked) for checked in (True, False)}
+MANIFEST = {checked: json.loads(files[f"{BASE}.json"]) for checked, files in HONEST_FILES.items()}
+NO_SPECS = [
+    {}, {"keep": {}}, {"keep": None, "blocks": None}, {"keep": {"conv": "11"}, "blocks": None},
+    {"keep": {"conv": [0.5, 1.5]}, "blocks": None}, {"keep": {"conv": True}, "blocks": None},
+    {"keep": {"conv": [True]}, "blocks": None}, {"keep": {"conv": 1.5}, "blocks": None},
+    {"keep": {"conv": {"0": 1}}, "blocks": None}, {"keep": [], "blocks": []}, {"keep": {}, "blocks": "conv"},
+]  # fmt: skip
+OTHER_SPECS = [
+    {"keep": {"conv": 10**30}, "blocks": None}, {"keep": {"conv": [10**30]}, "blocks": None},
+    {"keep": {"x": 1}, "blocks": ["x"]}, {"keep": {"conv": 8, "hidden": 32}, "blocks": None},
+]  # fmt: skip
+"""Of other networks, or of more than was sent."""
+
+
+@law(400)
+@given(st.booleans(), st.data())
+def test_an_answer_is_an_outcome_whatever_its_files_hold(checked: bool, data: st.DataObject) -> None:
+    """`receive` never raises, `finished` asks again, `outcome` names the file."""
+    files = dict(HONEST_FILES[checked])
+    if data.draw(st.booleans(), label="manifest"):
+        kind = json_like(MANIFEST[checked]) | st.sampled_from(NO_SPECS + OTHER_SPECS).map(
+            lambda spec: json.dumps(MANIFEST[checked] | {"spec": spec}).encode()
+        )
+        files[f"{BASE}.json"] = data.draw(kind, label="content")
+    else:
+        content = data.draw(damaged(files[f"{BASE}.safetensors"][:3000]), label="content")
+        files[f"{BASE}.safetensors"] = content
+        if not checked and data.draw(st.booleans(), label="its checksum"):
+            files[f"{BASE}.json"] = json.dumps(MANIFEST[checked] | {"sha256": sha256(content)}).encode()
+    with in_time():
+        received = ledger_of(files, checked).receive(PLAN, ORDER.client)
+        assert isinstance(received, ClientUpdate | ClientFailure)
+        assert ledger_of(files, checked).finished(PLAN) <= {ORDER.client}
+    found = answer(lambda: ledger_of(files, checked).outcome(PLAN, ORDER.client), BASE, kind=IntegrityError)
+    if isinstance(received, ClientUpdate):
+        assert isinstance(found, ClientUpdate) and isinstance(found.spec, SubmodelSpec)
+        assert (found.round, found.client) == (0, ORDER.client)
+        if checked:
+            assert_same_bits(found.payload, HONEST.payload)
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["with keys", "without"])
+@pytest.mark.parametrize("spec", [*NO_SPECS, *OTHER_SPECS], ids=str)
+def test_a_sub_model_that_is_none_is_a_failure(checked: bool, spec: Any) -> None:
+    """Without rules nobody knows the network, and one of another network is one."""
+    manifest = Manifest.model_validate(MANIFEST[checked] | {"spec": spec, "signature": None})
+    content = signed(manifest, key_of(SECRET)(ORDER) if checked else None).model_dump_json().encode()
+    found = ledger_of(HONEST_FILES[checked] | {f"{BASE}.json": content}, checked).receive(PLAN, ORDER.client)
+    if checked or spec in NO_SPECS:
+        assert isinstance(found, ClientFailure) and found.stage == "validate" and found.reason.startswith("spec: ")
+
+
+@law(100)
+@given(st.lists(texts(odd=("x", "", "\u0663", "-1", "007", "6.json/6", "6/6", " 6", "6 ", "6.json.json")), max_size=4))
+@example(["\u0663", "007", "\u00b2"])
+def test_files_of_odd_names_are_nobodys_answer(names: list[str]) -> None:
+    files = {f"rounds/00000/updates/{name}.json": HONEST_FILES[True][f"{BASE}.json"] for name in names}
+    with in_time():
+        found = ledger_of(files, True).answered(0)
+    assert all(f"rounds/00000/updates/{client}.json" in files for client in found)
+
+
+# ------------------------------------------------------------------------------------------------------ states
+TENSORS, REST = pack(STATE)
+ENCODED = encode(TENSORS)
+
+
+@law(200)
+@given(altered(REST) | anything)
+@example(None)
+@example([])
+@example({"tables": {"a": [["x"]]}})
+def test_a_state_is_the_one_that_was_packed_or_what_does_not_fit_is_named(rest: Any) -> None:
+    found = answer(lambda: unpack(STATE, TENSORS, rest), "stored state", kind=IntegrityError)
+    if found is not None:
+        assert pack(found)[1].keys() == REST.keys()
+
+
+@law(250)
+@given(damaged(ENCODED[:4000]) | damaged(ENCODED))
+def test_tensors_are_decoded_or_their_file_is_named(content: bytes) -> None:
+    found = answer(lambda: decode(content, "state.safetensors"), "state.safetensors", kind=IntegrityError)
+    if found is not None:
+        assert sum(t.numel() * t.element_size() for t in found.values()) < len(content)
+        state = answer(lambda: unpack(STATE, found, REST), "stored state", kind=IntegrityError)
+        if state is not None:
+            params = state.params
+            assert {n: t.shape for n, t in params.items()} == {n: t.shape for n, t in STATE.params.items()}
+            assert {n: t.dtype for n, t in params.items()} == {n: t.dtype for n, t in STATE.params.items()}
+
+
+def test_tensors_of_another_type_are_refused() -> None:
+    half = {name: tensor.half() for name, tensor in TENSORS.items()}
+    assert answer(lambda: unpack(STATE, half, REST), "stored state", kind=IntegrityError) is None
+
+
+# -------------------------------------------------------------------------------------------- the whole ledger
+def pack_often(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ledgers, "PACKED", 2)
+    patch.setattr(ledgers, "LOOK_EVERY", 1)
+
+
+@pytest.fixture(scope="module")
+def runs(job: Any, new_store: Callable[[], Any]) -> dict[str, Any]:
+    """The files of a run, those of one of another seed, and the bits that rounds without a disturbance give."""
+
+    class Foreign(type(job)):  # type: ignore[misc]
+        seed = 4
+
+    made: dict[str, Any] = {"bits": {}}
+    for name, of in (("own", job), ("foreign", Foreign())):
+        store = new_store()
+        with pytest.MonkeyPatch.context() as patch:
+            pack_often(patch)
+            of.federate(store, stop=ROUNDS, keep_every=4)
+        made[name] = dict(store.files)
+    assert any(key.startswith("metrics/") for key in made["own"]), "the measurements of early rounds are packed"
+    for stop in (4, ROUNDS, ROUNDS + 1):
+        made["bits"][stop] = job.federate(new_store(), stop=stop)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _few_to_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_often(monkeypatch)
+
+
+ODD_KEYS = (
+    "rounds/x", "rounds/x/COMMITTED", "rounds/-0001/COMMITTED", "rounds/00001", "rounds/00003/x/COMMITTED",
+    "rounds/\u0663/COMMITTED", "rounds/00009/x", "rounds/3/COMMITTED", "rounds/00003/.x.1.part", "rounds/ 4/COMMITTED",
+    "metrics/x", "metrics/0-3-x.json", "rounds/1e3/COMMITTED", "rounds/99999999999999999999/COMMITTED",
+)  # fmt: skip
+
+
+@st.composite
+def disturbed(draw: Any, files: dict[str, bytes], foreign: dict[str, bytes]) -> dict[str, bytes]:
+    """A run's files with one thing wrong: damaged, exchanged, lost, of another run, or of no kind."""
+    out = dict(files)
+    key, other = draw(st.sampled_from(sorted(files))), draw(st.sampled_from(sorted(files)))
+    match draw(st.sampled_from(("damage", "json", "lose", "copy", "exchange", "foreign", "odd", "folders"))):
+        case "damage":
+            out[key] = draw(damaged(files[key][:3000]))
+        case "json" if not key.endswith(".safetensors"):
+            out[key] = draw(json_like(json.loads(files[key])))
+        case "lose":
+            del out[key]
+        case "copy":
+            out[key] = files[other]
+        case "exchange":
+            out[key], out[other] = files[other], files[key]
+        case "foreign":
+            out[key] = foreign.get(key, b"")
+        case "odd":
+            out[draw(st.sampled_from(ODD_KEYS))] = draw(st.sampled_from((b"", b"{}", files[key])))
+        case "folders":  # two rounds' whole folders have each other's names
+            a, b = ("/".join(k.split("/")[:2]) for k in (key, other))
+            for k in [k for k in out if k.startswith((f"{a}/", f"{b}/"))]:
+                del out[k]
+            for one, two in ((a, b), (b, a)):
+                out |= {f"{two}/{k.split('/', 2)[2]}": v for k, v in files.items() if k.startswith(f"{one}/")}
+    return out
+
+
+def check_ledger(job: Any, runs: dict[str, Any], store: Any, files: dict[str, bytes]) -> None:
+    store.files = dict(files)
+    ledger = Ledger(store)
+    for round in ledger.commits():
+        answer(lambda round=round: ledger.read(round), "rounds/", kind=IntegrityError)  # type: ignore[misc]
+        answer(lambda round=round: ledger.closed(round), "rounds/", kind=IntegrityError)  # type: ignore[misc]
+    rows = answer(ledger.rows, "rounds/", "metrics", kind=IntegrityError)
+    assert rows is None or [row.round for row in rows] == list(range(len(rows)))
+    ledger.last_good()
+
+    found = answer(lambda: job.federate(store, stop=ROUNDS, keep_every=4), "rounds/", "metrics", "stored state")
+    if found is None:
+        found = job.federate(store, stop=ROUNDS, keep_every=4, discard_damaged=True)
+    assert found == runs["bits"][ROUNDS], "the bits of a run that was never disturbed"
+    assert job.federate(store, stop=ROUNDS + 1, keep_every=4) == runs["bits"][ROUNDS + 1], "and it goes on"
+    assert [row.round for row in Ledger(store).rows()] == list(range(ROUNDS + 1))
+
+
+@law(60)
+@given(st.data())
+def test_a_disturbed_run_goes_on_with_the_right_bits_when_it_goes_on(
+    job: Any, new_store: Callable[[], Any], runs: dict[str, Any], data: st.DataObject
+) -> None:
+    """Without leave it may refuse, naming a file; it never goes on with other bits."""
+    files = data.draw(disturbed(runs["own"], runs["foreign"]), label="files")
+    check_ledger(job, runs, new_store(), files)
+
+
+@pytest.mark.parametrize("key", ODD_KEYS)
+def test_a_file_that_is_none_of_the_ledgers_is_left_alone_or_named(
+    job: Any, new_store: Callable[[], Any], runs: dict[str, Any], key: str
+) -> None:
+    check_ledger(job, runs, new_store(), runs["own"] | {key: b"{}"})
+
+
+def test_rounds_whose_folders_were_exchanged_are_not_taken_for_each_other(
+    job: Any, new_store: Callable[[], Any], runs: dict[str, Any]
+) -> None:
+    names = {"rounds/00004": "rounds/00005", "rounds/00005": "rounds/00004"}
+    files = {f"{names.get(k[:12], k[:12])}{k[12:]}": value for k, value in runs["own"].items()}
+    check_ledger(job, runs, new_store(), files)
+
+
+@law(40)
+@given(st.data())
+def test_a_round_that_was_cut_off_is_finished_with_the_right_bits(
+    job: Any, new_store: Callable[[], Any], dying: Any, killed: Any, runs: dict[str, Any], data: st.DataObject
+) -> None:
+    """Killed anywhere inside a round whose updates are kept, and then one file of it is not what it was."""
+    store = new_store()
+    with pytest.raises(killed):
+        job.federate(dying(store, data.draw(st.integers(2, 60), label="writes")), stop=4, keep_updates=True)
+    inside = [key for key in store.list("rounds/") if "/updates/" in key or key.endswith(("plan.json", "closed.json"))]
+    if inside:
+        key = data.draw(st.sampled_from(inside), label="key")
+        store.files[key] = data.draw(damaged(store.files[key][:3000]), label="content")
+    found = answer(lambda: job.federate(store, stop=4, keep_updates=True), "rounds/")
+    if found is None:
+        found = job.federate(store, stop=4, keep_updates=True, discard_damaged=True)
+    assert found == runs["bits"][4]
+
+
+def test_the_states_fields_are_those_that_are_tried() -> None:
+    assert {field.name for field in fields(STATE) if not field.metadata} == {"params", "moments", *REST}
+    assert all(isinstance(tensor, torch.Tensor) for tensor in TENSORS.values())
+    assert RoundPlan(0, ()).orders == ()
