@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from fl_engine import __version__
-from fl_engine.errors import ConfigError, EnvironmentFailure, nearest
+from fl_engine.errors import ConfigError, EnvironmentFailure, masked, nearest
 from pipelines.compile import PIPELINES, compiled
 
 
@@ -158,7 +158,8 @@ def _client(host: str | None) -> Iterator[Any]:
         said = (error.body or b"").decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
         raise EnvironmentFailure(f"Kubeflow Pipelines refused: {error.status} {error.reason} {said[:300]}") from error
     except HTTPError as error:
-        raise EnvironmentFailure(f"Kubeflow Pipelines at {host or 'its default'} cannot be reached: {error}") from error
+        told = masked(f"Kubeflow Pipelines at {host or 'its default'} cannot be reached: {error}")
+        raise EnvironmentFailure(told) from error
 
 
 def _uploaded(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[str, str, bool]:

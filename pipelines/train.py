@@ -150,6 +150,7 @@ def confusion(level: str, evaluation: dsl.Input[Artifact], matrix: dsl.Output[ds
 
 @task
 def report(
+    config: dsl.Input[Artifact],
     run: dsl.Input[Artifact],
     parts: dsl.Input[Artifact],
     apoz: dsl.Input[Artifact],
@@ -164,8 +165,10 @@ def report(
 
     from components.gather import finish
     from components.versioned import POINTERS
+    from fl_engine.config import load_config
 
-    result = finish(*(Path(given.path) for given in (run, parts, apoz, pool, evaluation, finished)))
+    folders = (Path(given.path) for given in (run, parts, apoz, pool, evaluation, finished))
+    result = finish(load_config(config.path), *folders)
     shutil.copyfile(result.report, page.path)
     Path(pointers.path).mkdir()
     for pointer in Path(finished.path).glob(f"{POINTERS}/*.dvc"):
@@ -244,7 +247,12 @@ def train(
     with dsl.ParallelFor(scored.outputs["Output"]) as level:  # a task's matrix is drawn, and only one of them
         seen = confusion(level=level, evaluation=scored.outputs["evaluation"])
     told = report(
-        run=run, parts=parts, apoz=scores.outputs["apoz"], pool=pool, evaluation=scored.outputs["evaluation"]
+        config=config,
+        run=run,
+        parts=parts,
+        apoz=scores.outputs["apoz"],
+        pool=pool,
+        evaluation=scored.outputs["evaluation"],
     )
     on_cluster(start, retries=0)
     on_cluster(scores, built, rounds_done, scored, seen, told)

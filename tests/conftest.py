@@ -35,24 +35,7 @@ from fl_engine.slicing import initial_params
 from fl_engine.store import Store, check_size, encode, sha256
 from fl_engine.tracking import Memory
 from fl_engine.types import Algorithm, Data, Outcome, RoundPlan, Tracker
-from tests.harness.processes import Done, Nursery, with_sets
-
-QUICK = (
-    "tracking.mlflow=null",
-    "dataset.train_samples=240",
-    "dataset.test_samples=60",
-    "partition.clients=6",
-    "partition.minimum=5",
-    "partition.proxy=0.1",
-    "pretrain.epochs=1",
-    "model.name=small_cnn",
-    "model.width=0.5",
-    "algorithm.name=flexfl",
-    "training.fraction=0.5",
-    "training.epochs=1",
-    "rounds.stop=3",
-)
-"""FlexFL on digits in well under a second of training."""
+from tests.harness.processes import QUICK, Done, Nursery, with_sets
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,0 +1,311 @@
+"""Secrets are planted wherever somebody may have them, then looked for wherever somebody else may look.
+
+Passwords in addresses, S3's credentials, the keys of a run's clients, signatures of presigned URLs: none may be in what
+a command prints, in a run's folder, in MLflow, in the bucket (but under `secret/`), in the cluster (but in its
+Secrets), in a compiled pipeline or a report.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import boto3.session
+import pytest
+from moto.server import ThreadedMotoServer
+
+from components import common, side_by_side, track
+from fl_engine.config import load_config, public
+from fl_engine.errors import masked
+from pipelines import compile as compiler
+from tests.k8s import fake
+
+PASSWORD = "pl4nted/pa@ss"
+"""With what people forget to quote in an address."""
+QUOTED = PASSWORD.replace("/", "%2F").replace("@", "%40")
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "AKPL4NTEDACCESS",
+    "AWS_SECRET_ACCESS_KEY": "pl4nted+secret/access",
+    "AWS_SESSION_TOKEN": "pl4nted-session-token",
+}
+PLANTED = (b"pl4nted", b"AKPL4NTED")
+SIGNATURE = re.compile(rb"X-Amz-(?:Signature|Credential|Security-Token)=[^&\s\"'\\]{8}")
+UI, STUDY = f"https://me:{PASSWORD}@ui.example", f"postgresql://me:{PASSWORD}@host/studies"
+
+
+def found_in(places: Mapping[str, bytes], secrets: Iterable[bytes] = PLANTED) -> list[str]:
+    """Where a secret is, as it is or in base64: the place, and what is around it."""
+    wanted = [form for secret in secrets for form in (secret, base64.b64encode(secret).rstrip(b"=")[:-1])]
+    hits = []
+    for place, content in places.items():
+        spots = [content.find(secret) for secret in wanted] + [m.start() for m in SIGNATURE.finditer(content)]
+        hits += [f"{place}: {content[max(0, at - 80) : at + 20]!r}" for at in spots if at >= 0]
+    return hits
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file; an MLflow data base and its artifacts too: SQLite keeps texts as they are."""
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def said(done: Any) -> dict[str, bytes]:
+    return {"stdout": done.out.encode(), "stderr": done.err.encode()}
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, and nobody's home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.fixture(autouse=True)
+def _planted(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(f"FLEXFLEET_{name}", f"{value}-own")
+    for name, text in {"AWS_EC2_METADATA_DISABLED": "true", "AWS_DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(name, text)
+    for name, text in {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr("fl_engine.s3.ATTEMPTS", 1)
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, bytes]]:
+    """Everything that anybody logged, MLflow and boto3 included."""
+    caplog.set_level(logging.INFO)
+    # A server that runs in this process is not the one that is listened to.
+    return lambda: {"log": "\n".join(r.getMessage() for r in caplog.records if r.name != "werkzeug").encode()}
+
+
+@pytest.fixture(scope="module")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Iterator[tuple[str, Path]]:
+    """MLflow's own server, which asks nobody for a password: its address with one, and its folder."""
+    from werkzeug.serving import make_server
+
+    folder = tmp_path_factory.mktemp("mlflow-server")
+    shutil.copy(mlflow_template, folder / "mlflow.db")
+    with pytest.MonkeyPatch.context() as patch:
+        from mlflow.server import app, constants, handlers
+
+        patch.setenv(constants.BACKEND_STORE_URI_ENV_VAR, f"sqlite:///{folder}/mlflow.db")
+        patch.setenv(constants.ARTIFACT_ROOT_ENV_VAR, f"file://{folder}/artifacts")
+        patch.setattr(handlers, "_tracking_store", None)
+        patch.setattr(handlers, "_model_registry_store", None)
+        server = make_server("127.0.0.1", 0, app, threaded=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://me:{QUOTED}@127.0.0.1:{server.port}", folder
+        server.shutdown()
+
+
+@pytest.fixture
+def addresses(mlflow_server: tuple[str, Path]) -> tuple[str, ...]:
+    return (f"tracking.mlflow={mlflow_server[0]}", f"tracking.ui={UI}", f"tune.storage={STUDY}")
+
+
+# ------------------------------------------------------------------------------------------ on this machine
+def test_a_tracked_run_leaves_no_secret_behind(
+    flexfleet: Callable[..., Any],
+    quick: tuple[str, ...],
+    addresses: tuple[str, ...],
+    mlflow_server: tuple[str, Path],
+    scratch: Path,
+    told: Callable[[], dict[str, bytes]],
+) -> None:
+    sets = [*quick, *addresses]
+    done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
+    assert done.code == 0, done.err
+    run_id = done.json["mlflow_run_id"]  # stdout is the object alone: MLflow's client says nothing there
+    more = [flexfleet("run", "--run-id", "a", "--resume", sets=[*sets, "rounds.stop=4"])]
+    more += [flexfleet(*argv) for argv in (("status", "runs/a"), ("report", "runs/a"), ("status", "--json"))]
+    assert [each.code for each in more] == [0] * len(more)
+    for each in (done, *more):
+        assert not found_in(said(each))
+    assert any((mlflow_server[1] / "artifacts").rglob("report.html"))
+    assert not found_in(files_of(scratch) | files_of(mlflow_server[1]) | told())
+    config = load_config(None, sets)
+    assert not found_in({"card": track.card(config, "a", "runs/a", run_id).encode()})
+
+
+def test_a_comparison_passes_passwords_on_and_writes_none_down(
+    flexfleet: Callable[..., Any],
+    quick: tuple[str, ...],
+    addresses: tuple[str, ...],
+    mlflow_server: tuple[str, Path],
+    scratch: Path,
+) -> None:
+    """Its runs are processes of their own: they are told by no argument, no file and no log."""
+    light = [pair for pair in quick if not pair.startswith(("tracking.", "algorithm.", "rounds."))]
+    sets = [*light, *addresses, "rounds.stop=1"]
+    done = flexfleet("compare", "--algorithms", "heterofl", "--id", "c", sets=sets)
+    assert done.code == 0, done.err
+    assert (scratch / "runs" / "c" / "heterofl-s0.log").read_bytes().startswith(b"$ python -m components.cli run")
+    assert not found_in(said(done) | files_of(scratch) | files_of(mlflow_server[1]))
+
+
+def test_a_study_writes_no_password_down(
+    flexfleet: Callable[..., Any],
+    quick: tuple[str, ...],
+    addresses: tuple[str, ...],
+    mlflow_server: tuple[str, Path],
+    scratch: Path,
+    no_drawings: None,
+) -> None:
+    own = ("tune.trials=1", "tune.held_out=[1]", "rounds.stop=1", f"publish.dvc=s3://me:{PASSWORD}@bucket/x")
+    sets = [*quick[1:], *addresses[:2], *own]
+    done = flexfleet("tune", "--id", "t", sets=sets)
+    assert done.code == 0, done.err
+    assert not found_in(said(done) | files_of(scratch) | files_of(mlflow_server[1]))
+
+
+UNREACHABLE = f"http://me:{QUOTED}@127.0.0.1:9"
+FAILING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "MLflow is not there": (("run",), (f"tracking.mlflow={UNREACHABLE}",)),
+    "MLflow is no address": (("run",), (f"tracking.mlflow=nonsense://me:{PASSWORD}@host",)),
+    "a data base that is not there": (("run",), (f"tracking.mlflow=postgresql://me:{PASSWORD}@127.0.0.1:9/db",)),
+    "a study's data base is not there": (("tune", "--id", "t"), (f"tune.storage=mysql://me:{PASSWORD}@127.0.0.1:9/x",)),
+    "a store with a password": (("run",), (f"run.remote=s3://me:{PASSWORD}@bucket/prefix",)),
+    "a store that is no store": (("run",), (f"run.remote=https://me:{PASSWORD}@host/bucket",)),
+    "a folder with a password": (("run",), (f"run.store=https://me:{PASSWORD}@host/x",)),
+    "an S3 server that is not there": (("run",), ("run.remote=s3://runs/x",)),
+    "a DVC remote of another kind": (("run",), (f"publish.dvc=https://me:{PASSWORD}@host/x",)),
+    "a DVC remote with a password": (("run",), (f"publish.dvc=s3://me:{PASSWORD}@bucket/x",)),
+    "data of a repository": (("check",), (f"dataset.root=https://me:{QUOTED}@127.0.0.1:9/repo@v1:data",)),
+    "an unknown parameter": (("check",), (f"tracking.mlflw=https://me:{PASSWORD}@host",)),
+    "a wrong value": (("check",), (f"seed=https://me:{PASSWORD}@host",)),
+    "no YAML": (("check",), (f"tracking.mlflow=[https://me:{PASSWORD}@host",)),
+    "a run that MLflow does not know": (("fetch", "0" * 32), (f"tracking.mlflow={UNREACHABLE}",)),
+    "Kubeflow is not there": (("submit", "train", "--host", UNREACHABLE), (f"tracking.mlflow={UNREACHABLE}",)),
+    "no night": (("regress", "--id", "n"), (f"tracking.mlflow={UNREACHABLE}",)),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_a_command_that_fails_says_why_and_no_secret(
+    case: str,
+    flexfleet: Callable[..., Any],
+    quick: tuple[str, ...],
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_drawings: None,
+    told: Callable[[], dict[str, bytes]],
+) -> None:
+    argv, sets = FAILING[case]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    light = () if argv[0] == "regress" else (*quick, "rounds.stop=1")
+    done = flexfleet(*argv, sets=[*light, *sets])
+    assert done.code in (2, 6) and done.err.rstrip().splitlines()[-1].startswith("error: "), done.err
+    assert not found_in(said(done) | files_of(scratch) | told())
+
+
+def test_a_crash_nobody_expected_shows_no_password(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def crash(_: Sequence[str] | None) -> int:
+        raise ZeroDivisionError(f"at {UNREACHABLE}")
+
+    monkeypatch.setattr("sys.excepthook", None)
+    with pytest.raises(ZeroDivisionError) as caught:
+        common.run_main(crash)
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    shown = capsys.readouterr().err
+    assert "ZeroDivisionError: at http://127.0.0.1:9" in shown and not found_in({"stderr": shown.encode()})
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        (UI, "https://ui.example"),
+        (STUDY, "postgresql://host/studies"),
+        (UNREACHABLE, "http://127.0.0.1:9"),
+        ("https://me:a@b@host/x", "https://host/x"),
+        ("https://token@host:8080/repo@v1:data", "https://host:8080/repo@v1:data"),
+        ("https://host:8080/repo@v1:data", "https://host:8080/repo@v1:data"),
+        ("https://host:8080", "https://host:8080"),
+        ("sqlite:///folder@home/mlflow.db", "sqlite:///folder@home/mlflow.db"),
+    ],
+)
+def test_an_address_is_shown_without_its_password_however_it_is_written(address: str, shown: str) -> None:
+    assert masked(address) == shown
+    config = load_config(None, [f"tracking.mlflow={json.dumps(address)}"])
+    assert public(config).tracking.mlflow == shown
+    assert public(load_config(None)) == load_config(None), "nothing else changes"
+
+
+def test_a_process_is_told_on_its_stdin_alone(scratch: Path) -> None:
+    job = side_by_side.Job("echo", "fl_engine.testing", (), scratch / "log", PASSWORD)
+    assert side_by_side.side_by_side([job], 1)["echo"] != 0  # a package is no program
+    assert not found_in(files_of(scratch))
+
+
+def test_a_compiled_pipeline_holds_nothing_of_the_environment() -> None:
+    assert not found_in({name: compiler.compiled(name).encode() for name in compiler.PIPELINES})
+
+
+# ------------------------------------------------------------------------------------- in a cluster, with S3
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A bucket of a server that takes the planted credentials."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    client = boto3.session.Session().client("s3")
+    client.create_bucket(Bucket="runs")
+    yield client
+    server.stop()
+
+
+def objects_of(client: Any) -> dict[str, bytes]:
+    listed = client.list_objects_v2(Bucket="runs").get("Contents", ())
+    return {item["Key"]: client.get_object(Bucket="runs", Key=item["Key"])["Body"].read() for item in listed}
+
+
+def test_a_run_in_a_cluster_leaves_no_secret_behind(
+    flexfleet: Callable[..., Any],
+    quick: tuple[str, ...],
+    addresses: tuple[str, ...],
+    bucket: Any,
+    mlflow_server: tuple[str, Path],
+    scratch: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    told: Callable[[], dict[str, bytes]],
+    no_drawings: None,
+) -> None:
+    """The run's own key too, and the clients' that follow from it."""
+    cluster = fake.Cluster(tmp_path / "cluster")
+    pods: dict[str, bytes] = {}
+
+    def script(job: Any, index: int, before: int) -> str:
+        pods[f"{job['metadata']['name']}-{index}-{before}"] = json.dumps(job["spec"]["template"]).encode()
+        return "run"
+
+    cluster.script = script
+    with fake.serving(cluster) as kubeconfig:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        backend = ("run.backend=kubernetes", "run.remote=s3://runs/x", "kubernetes.poll_s=0.1", "kubernetes.image=i")
+        backend += ("kubernetes.clients_per_pod=3", "rounds.stop=1")
+        done = flexfleet("run", "--json", "--run-id", "a", sets=[*quick[1:], *addresses, *backend])
+    assert done.code == 0, done.err + "\n".join(cluster.logs)
+    kept = objects_of(bucket)
+    key = kept.pop("x/a/secret/key")
+    sealed = [body for body in cluster.created if body["kind"] == "Secret"]
+    derived = [k for body in sealed for text in body["stringData"].values() for k in json.loads(text)["keys"].values()]
+    assert len(derived) >= 3 and SIGNATURE.search(json.dumps(sealed).encode()), "what is looked for is there"
+    seen = {f"{b['kind']} {b['metadata']['name']}": json.dumps(b).encode() for b in cluster.created if b not in sealed}
+    seen |= {f"log {i}": text.encode() for i, text in enumerate(cluster.logs)}
+    places = seen | pods | kept | said(done) | told() | files_of(scratch) | files_of(mlflow_server[1])
+    assert pods and len(cluster.logs) == len(pods) and len(kept) >= 5
+    secrets = (*PLANTED, key, key.hex().encode(), *(text.encode() for text in derived))
+    assert not found_in(places, secrets)
