@@ -113,3 +113,9 @@ def test_the_site_builds_without_a_dead_link(tmp_path: Path) -> None:
     assert "kd_weight" in (tmp_path / "site/reference/algorithms/index.html").read_text()
     assert "norm_bound" in (tmp_path / "site/reference/parameters/index.html").read_text()
     assert "SubmodelSpec" in (tmp_path / "site/reference/engine/index.html").read_text()
+
+
+def test_every_test_that_the_promises_name_is_there() -> None:
+    named = re.findall(r"`(tests/[\w/]+(?:\.py)?)`", (ROOT / "docs" / "reliability.md").read_text())
+    assert len(named) > 15
+    assert [name for name in named if not (ROOT / name).exists()] == []
