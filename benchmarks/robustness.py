@@ -56,6 +56,7 @@ AGGREGATIONS = {
     "clipped": "{name: mean, clip: 0.5}",
     "trimmed": "{name: trimmed_mean, trim: 0.3}",
     "median": "{name: median}",
+    "median_clipped": "{name: median, clip: 0.5}",
 }
 """Honest changes have norms from 0.2 to 1."""
 MANY = (
@@ -71,7 +72,7 @@ MANY = (
     "training.drop_last=false",
     "algorithm.epsilon=8.0",
 )
-NOISE = (0.5, 1.0, 2.0)
+NOISE = (0.5, 1.0, 2.0, 4.0)
 """z."""
 
 
@@ -133,7 +134,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "robustness"})
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.2), sharey=True, constrained_layout=True)
     for axis, attack in zip(axes, ATTACKS, strict=True):
-        for label, mark in zip(AGGREGATIONS, "os^D", strict=True):
+        for label, mark in zip(AGGREGATIONS, "os^Dv", strict=True):
             axis.plot(SHARES, [found[attack][str(s)][label]["avg"] for s in SHARES], f"-{mark}", label=label)
         axis.set(xlabel="bad clients, %", title=ATTACKS[attack], xticks=SHARES)
     axes[0].set(ylabel="avg accuracy, %", ylim=(0, 100))
@@ -153,7 +154,7 @@ def main() -> None:
     }
     (OUT / "results.json").write_text(json.dumps(found, indent=1) + "\n")
     draw(found, OUT / "robustness.svg")
-    print("| bad clients | " + " | ".join(AGGREGATIONS) + " |\n|---" * (1 + len(AGGREGATIONS)) + "|")
+    print("| bad clients | " + " | ".join(AGGREGATIONS) + " |\n" + "|---" * (1 + len(AGGREGATIONS)) + "|")
     for attack in ATTACKS:
         for share in SHARES:
             row = found[attack][str(share)]

@@ -88,6 +88,11 @@ def masked(address: str) -> str:
     return WHO_ASKS.sub("", address)
 
 
+def first_line(error: Exception) -> str:
+    """Of what somebody else's error says, without passwords; its kind where it says nothing."""
+    return masked((str(error).splitlines() or [type(error).__name__])[0])
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: ` (did you mean 'alpha'?)`, or the known names when none is close."""
     names = list(known)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import re
 import resource
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -70,8 +71,8 @@ def limit(root: Path | None = None) -> int:
     root = root or Path(os.environ.get("FLEXFLEET_CGROUP", "/sys/fs/cgroup"))
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         if (root / name).is_file():
-            text = (root / name).read_text().strip()
-            if text.isdecimal() and int(text) < NO_LIMIT:
+            text = (root / name).read_text(errors="replace").strip()
+            if re.fullmatch("[0-9]{1,20}", text) and int(text) < NO_LIMIT:
                 return int(text)
     raise EnvironmentFailure(
         f"kubernetes.observe=cgroup, but {root} says no memory limit: give the tier's pool one (kubernetes.pools)"

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fl_engine.errors import ConfigError, EnvironmentFailure, masked
+from fl_engine.errors import ConfigError, EnvironmentFailure, first_line, masked
 from fl_engine.types import Tracker
 
 log = logging.getLogger("flexfleet")
@@ -131,8 +131,7 @@ def _usable(uri: str) -> Iterator[None]:
     try:
         yield
     except _errors() as error:
-        said = masked(str(error).splitlines()[0])
-        raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {said}") from error
+        raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {first_line(error)}") from error
 
 
 @contextmanager
@@ -141,14 +140,15 @@ def _answering(uri: str) -> Iterator[None]:
     try:
         yield
     except _errors() as error:
-        said = masked(str(error).splitlines()[0])
-        raise EnvironmentFailure(f"MLflow at {masked(uri)} does not take measurements any more: {said}") from error
+        said = f"MLflow at {masked(uri)} does not take measurements any more: {first_line(error)}"
+        raise EnvironmentFailure(said) from error
 
 
 def _errors() -> tuple[type[Exception], ...]:
     from mlflow.exceptions import MlflowException
 
-    errors: tuple[type[Exception], ...] = (MlflowException, OSError)
+    # A driver that is not installed, an address that is none.
+    errors: tuple[type[Exception], ...] = (MlflowException, OSError, ImportError, ValueError)
     with suppress(ImportError):  # mlflow-skinny, which talks to servers alone, comes without
         from sqlalchemy.exc import SQLAlchemyError
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.config import Config, Range, algorithm, parse, set_path
-from fl_engine.errors import ConfigError, Stopped, masked
+from fl_engine.errors import ConfigError, Stopped, first_line, masked
 from fl_engine.types import Pool
 
 log = logging.getLogger("flexfleet")
@@ -148,7 +148,7 @@ def open_study(config: Config, folder: Path, name: str) -> Any:
         )
     except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError, KeyError) as error:
         where = f"tune.storage = {config.tune.storage}" if config.tune.storage else f"{folder / 'study.log'}"
-        raise ConfigError(masked(f"{where} cannot be used: {str(error).splitlines()[0]}")) from error
+        raise ConfigError(f"{masked(where)} cannot be used: {first_line(error)}") from error
 
 
 def me() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import Literal, get_args
@@ -100,19 +101,22 @@ def linear_slots(name: str, block: str, inside: Axis, out: Axis) -> dict[str, Sl
 def check_options(family: ModelFamily, width: float, norm: str) -> None:
     """Raises ModelError for what no network here can be built from."""
     name, chw, least = type(family).__name__, family.input_chw, family.min_hw
-    if not are_sizes(chw, 3) or max(chw) > LARGEST:
-        raise ModelError(
-            f"{name}: input_chw is a tuple of three positive integers (C, H, W) up to {LARGEST}, got {chw!r}"
-        )
+    if not are_sizes(chw, 3):
+        raise ModelError(f"{name}: input_chw is a tuple of three positive integers (C, H, W), got {chw!r}")
     if min(chw[1:]) < least:
         raise ModelError(
             f"{name} takes images of at least {least}x{least} pixels, got {chw[1]}x{chw[2]}: enlarge or pad "
             "the images, or choose a network for smaller ones (small_cnn takes 8x8)"
         )
-    if not isinstance(family.classes, int) or not 2 <= family.classes <= LARGEST:
-        raise ModelError(f"{name}: classes is an integer from 2 to {LARGEST}, got {family.classes!r}")
-    if not isinstance(width, int | float) or not 0 < width <= WIDEST:
-        raise ModelError(f"{name}: width multiplies all channels and is above 0, at most {WIDEST}, got {width!r}")
+    if not isinstance(family.classes, int) or family.classes < 2:
+        raise ModelError(f"{name}: classes is an integer of at least 2, got {family.classes!r}")
+    if not isinstance(width, int | float) or not 0 < width < math.inf:
+        raise ModelError(f"{name}: width multiplies all channels and is a number above 0, got {width!r}")
+    if width > WIDEST or max(*chw, family.classes) > LARGEST:
+        raise ModelError(
+            f"{name}: at most {WIDEST} times as wide, {LARGEST} pixels a side and {LARGEST} classes, "
+            f"got width {width}, input_chw {chw} and {family.classes} classes"
+        )
     if norm not in get_args(Norm):
         raise ModelError(f"{name}: norm is one of {', '.join(get_args(Norm))}, got {norm!r}")
 

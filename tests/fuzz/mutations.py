@@ -27,12 +27,11 @@ Path = tuple[str | int, ...]
 """Where something is in nested lists and mappings."""
 
 CASES = int(os.environ.get("FLEXFLEET_FUZZ") or 0)
-A_FEW = 40
 LONG_S = 20.0
 """A reader that takes so long on a file of some kilobytes hangs."""
 
 
-def law(few: int = A_FEW) -> settings:
+def law(few: int) -> settings:
     """`few`: how many cases are enough where this is no campaign."""
     return settings(
         max_examples=CASES or few,

@@ -18,9 +18,12 @@ from hypothesis import strategies as st
 from components import overrides, suite, versioned
 from components.entries import accuracies_of, entries_for, labels_of, seeds_of
 from components.overrides import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
-from fl_engine.config import Config, flatten, load_config, parse, read_yaml
-from fl_engine.errors import ConfigError, DataError
-from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, places, texts
+from fl_engine import memory
+from fl_engine.backends import jobs
+from fl_engine.config import Config, KubernetesConfig, flatten, load_config, parse
+from fl_engine.errors import ConfigError, DataError, EnvironmentFailure
+from fl_engine.tracking import connect
+from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, texts
 
 ROOT = Path(__file__).parents[2]
 PARAMS = (ROOT / "params.yaml").read_text()
@@ -78,7 +81,7 @@ def yaml_like(draw: Any, text: str) -> bytes:
     return f"{draw(st.sampled_from(SECTIONS))}:\n  {odd}\n".encode()
 
 
-@law(150)
+@law(30)
 @given(yaml_like(PARAMS))
 @example(LAUGHS.encode())
 def test_params_yaml_is_taken_as_it_is_or_the_file_or_a_parameter_is_named(tmp_path: Path, content: bytes) -> None:
@@ -104,7 +107,7 @@ paths = st.sampled_from(NAMES) | st.sampled_from(SECTIONS) | st.tuples(
 values = st.sampled_from(ODD_YAML) | anything.map(lambda value: json.dumps(value)) | texts(odd=("a=b", "=", "[", "{"))
 
 
-@law(150)
+@law(40)
 @given(st.lists(st.tuples(paths, values).map("=".join) | texts(odd=("seed", "=", "=1")), min_size=1, max_size=3))
 @example(["run.store=2001-99-99"])
 @example(["seed=" + "9" * 5000])
@@ -128,7 +131,7 @@ ADVANCED = {
 }  # fmt: skip
 
 
-@law(150)
+@law(30)
 @given(altered(FORM), altered(ADVANCED))
 @example(FORM, {"training.momentum": nested(60)})
 @example(FORM, {"": 1})
@@ -149,7 +152,7 @@ def test_a_form_that_is_nested_without_end_is_refused() -> None:
         config_from(FORM, {"training.momentum": nested(900)})
 
 
-@law(100)
+@law(25)
 @given(altered(ADVANCED), texts(odd=("flexfl,all_large", "flexfl,no_kd=flexfl")), texts(odd=("0,1", "0,0", "x", "1e9")))
 def test_a_comparison_is_taken_or_what_is_wrong_is_named(advanced: Any, algorithms: str, seeds: str) -> None:
     if not isinstance(advanced, dict):
@@ -160,7 +163,7 @@ def test_a_comparison_is_taken_or_what_is_wrong_is_named(advanced: Any, algorith
     assert found is None or len({entry.name for entry in found}) == len(found) > 0
 
 
-@law(100)
+@law(25)
 @given(
     texts(odd=("flexfl", "a=flexfl,b=flexfl", "shared=flexfl", "a=,b", ",", "a=b=c")),
     texts(odd=("0", "0,1", "1_0")),
@@ -181,7 +184,7 @@ def test_lists_of_a_command_line_are_taken_or_named(algorithms: str, seeds: str,
         )  # fmt: skip
 
 
-@law(100)
+@law(20)
 @given(st.lists(st.tuples(paths, values).map("=".join), max_size=3))
 @example(["tracking.mlflow=["])
 @example(["seed"])
@@ -198,7 +201,7 @@ ODD_SUITES = (
 )  # fmt: skip
 
 
-@law(80)
+@law(15)
 @given(yaml_like(SUITE))
 @example(SUITE.replace("settings:", "settings:\n  run.store: 2001-01-01", 1).encode())
 @example(b"\xff\xfe")
@@ -223,7 +226,7 @@ def test_a_suite_is_read_or_named(tmp_path: Path, content: bytes) -> None:
 POINTER = "outs:\n- md5: d41d8cd98f00b204e9800998ecf8427e.dir\n  size: 12\n  hash: md5\n  path: pool\n"
 
 
-@law(120)
+@law(40)
 @given(yaml_like(POINTER))
 @example(b"outs:\n- md5: 2001-99-99\n")
 @example(b"[" * 1000)
@@ -237,7 +240,7 @@ def test_a_pointer_names_a_checksum_or_is_refused(tmp_path: Path, content: bytes
         assert len(bytes.fromhex(digest)) == 16 and rest in ("", "dir")
 
 
-@law(60)
+@law(30)
 @given(
     texts(odd=("x.dvc", "~", "~nobody-of-this-name", "~nobody-of-this-name/x.dvc", "/dev/null", "x" * 5000, ".", "a:b"))
     | texts(odd=("x" * 5000, "~nobody-of-this-name")).map(lambda text: f"{text}.dvc")
@@ -251,7 +254,7 @@ def test_a_data_root_is_a_folder_or_is_named(scratch: Path, root: str) -> None:
     assert found is None or isinstance(found, Path)
 
 
-@law(60)
+@law(10)
 @given(yaml_like(POINTER))
 def test_a_dvc_file_that_names_nothing_is_refused(scratch: Path, content: bytes) -> None:
     """A file outside of any repository: whatever it says, nothing can be had."""
@@ -259,8 +262,48 @@ def test_a_dvc_file_that_names_nothing_is_refused(scratch: Path, content: bytes)
     assert answer(lambda: versioned.folder_of("data.dvc"), "data.dvc", "not a .dvc pointer") is None
 
 
-def test_every_place_of_the_defaults_can_be_altered() -> None:
-    """Else the campaign would be one of a few parameters."""
-    reached = {".".join(map(str, place)) for place in places(yaml.safe_load(PARAMS))}
-    assert {name for name in NAMES if not name.startswith("fleet.tiers")} <= reached | set(NAMES)
-    assert read_yaml("1e-3") == 0.001
+# ------------------------------------------------------------------------------------ what a configuration names
+@law(15)
+@given(yaml_like(jobs.TEMPLATE.read_text()))
+@example(b"\xff\xfe")
+@example(b"[" * 1000)
+@example(b"kind: 2001-99-99")
+@example(b"kind: Job\nspec: {template: {spec: {containers: [{name: client}]}}}")
+def test_a_template_is_filled_in_or_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(content)
+    found = answer(lambda: jobs.template(str(path)), "job.yaml", kind=ConfigError)
+    if found is not None:
+        group = jobs.Group("weak", ((0,),), 0)
+        filled = jobs.job(found, KubernetesConfig(), "run", 0, group, 0, {"kind": "ConfigMap"}, "/data")
+        assert jobs.pods_of(filled) == [[0]]
+
+
+TRACKING = (
+    "http://127.0.0.1:9", "https://me:pass@127.0.0.1:9", "http://[", "http://:99999999", "postgresql://x", "sqlite://",
+    "mysql+nonsense://x", "sqlite:///:memory:", "sqlite:///x/../m.db", "nonsense://x", "databricks", "uc:x", "x:y", "",
+)  # fmt: skip
+
+
+@law(15)
+@given(st.sampled_from(TRACKING) | st.sampled_from(TRACKING).flatmap(
+    lambda address: damaged(address.encode()).map(lambda value: value.decode(errors="ignore").replace("/", ""))
+))
+@example("http://[")
+@example("http://:99999999")
+@example("postgresql://x")
+def test_a_tracking_address_is_used_or_named(scratch: Path, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    answer(lambda: connect(address, "x"), "tracking.mlflow")
+
+
+@law(60)
+@given(st.sampled_from((b"max", b"1073741824", b"9223372036854771712", b"")).flatmap(damaged))
+@example(b"9" * 5000)
+@example("\u0663".encode())
+@example(b"\xff")
+def test_a_memory_limit_is_a_number_or_there_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "memory.max").write_bytes(content)
+    found = answer(lambda: memory.limit(tmp_path), "memory limit", kind=EnvironmentFailure)
+    assert found is None or 0 <= found < memory.NO_LIMIT

@@ -46,7 +46,7 @@ def whole(data: Data) -> None:
         assert int(y.min()) >= 0 and int(y.max()) < data.classes
 
 
-@law(200)
+@law(60)
 @given(st.sampled_from((1, 2, 3)), damaged(idx(2, 3, 4)) | damaged(idx(5)) | st.binary(max_size=40))
 @example(3, HUGE)
 @example(1, idx(0))
@@ -58,7 +58,7 @@ def test_an_idx_file_has_as_many_values_as_it_says(axes: int, content: bytes) ->
         assert 0 < found.size == len(content) - 4 - 4 * axes
 
 
-@law()
+@law(15)
 @given(
     st.sampled_from(sorted(FASHION)).flatmap(
         lambda name: st.tuples(
@@ -85,7 +85,7 @@ def test_a_gzip_file_that_swells_to_gigabytes_is_refused(tmp_path: Path) -> None
     )
 
 
-@law()
+@law(15)
 @given(st.sampled_from((*cifar10.TRAIN, *cifar10.TEST)), damaged(CIFAR))
 def test_cifar10_is_whole_or_refused_by_the_name_of_a_file(tmp_path: Path, name: str, broken: bytes) -> None:
     folder = tmp_path / "cifar10" / cifar10.BATCHES
@@ -97,7 +97,7 @@ def test_cifar10_is_whole_or_refused_by_the_name_of_a_file(tmp_path: Path, name:
         whole(found)
 
 
-@law()
+@law(20)
 @given(damaged(CIFAR))
 def test_a_file_with_a_checksum_is_that_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "batch.bin"
@@ -126,7 +126,7 @@ ENDLESS = b"".join(
 """Each header says that the next one has a longer name."""
 
 
-@law(120)
+@law(40)
 @given(st.sampled_from(sorted(ARCHIVES)).flatmap(lambda compression: damaged(ARCHIVES[compression])))
 @example(ENDLESS)
 def test_an_archive_gives_its_members_or_is_named(tmp_path: Path, content: bytes) -> None:
@@ -150,7 +150,7 @@ def digits_from(content: bytes, folder: Path) -> Data | None:
 
 
 @pytest.mark.filterwarnings("ignore:loadtxt")
-@law(25)
+@law(8)
 @given(damaged(TABLE).map(lambda value: gzip.compress(value, 1)) | damaged(digits._file().read_bytes()))
 def test_the_digits_are_those_of_scikit_learn_or_its_file_is_named(tmp_path: Path, content: bytes) -> None:
     found = digits_from(content, tmp_path)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -24,7 +22,7 @@ from fl_engine.ledger import Ledger
 from fl_engine.state import pack, unpack
 from fl_engine.store import FolderStore, decode, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, start_of, tiny_site
-from fl_engine.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.types import ClientFailure, ClientUpdate, SubmodelSpec, WorkOrder
 from fl_engine.updates import Manifest, key_of, signed
 from tests.fuzz.mutations import altered, answer, anything, damaged, in_time, json_like, law, texts
 
@@ -85,7 +83,7 @@ ORDER_JSON = json.loads(ORDERED[ORDER_KEY])
 OTHERS = [key for key in ORDERED if key.endswith(".json") and key != ORDER_KEY]
 
 
-@law(250)
+@law(80)
 @given(json_like(ORDER_JSON) | st.sampled_from(OTHERS).map(ORDERED.__getitem__))
 @example(json.dumps(ORDER_JSON | {"spec": {}}).encode())
 @example(json.dumps(ORDER_JSON | {"spec": {"keep": None, "blocks": None}}).encode())
@@ -104,7 +102,7 @@ def test_an_order_is_the_one_that_was_given_or_its_file_is_named(content: bytes)
             assert type(keep) in (int, list) and (keep == kept[group] or len(keep) == kept[group]), "as it was given"
 
 
-@law(60)
+@law(20)
 @given(st.sampled_from([key for key in ORDERED if key.endswith(".safetensors")]), st.data())
 def test_what_an_order_sends_is_what_was_put_or_the_file_is_named(key: str, data: st.DataObject) -> None:
     content = data.draw(damaged(ORDERED[key][:2000]) | st.sampled_from(sorted(ORDERED.values())))
@@ -115,7 +113,7 @@ def test_what_an_order_sends_is_what_was_put_or_the_file_is_named(key: str, data
             assert_same_bits(found.payload, order.payload)
 
 
-@law(100)
+@law(30)
 @given(json_like(ORDER_JSON))
 @example(json.dumps(ORDER_JSON | {"payload": "a\0b"}).encode())
 @example(json.dumps(ORDER_JSON | {"payload": "x" * 5000}).encode())
@@ -155,7 +153,7 @@ OTHER_SPECS = [
 """Of other networks, or of more than was sent."""
 
 
-@law(400)
+@law(100)
 @given(st.booleans(), st.data())
 def test_an_answer_is_an_outcome_whatever_its_files_hold(checked: bool, data: st.DataObject) -> None:
     """`receive` never raises, `finished` asks again, `outcome` names the file."""
@@ -193,7 +191,7 @@ def test_a_sub_model_that_is_none_is_a_failure(checked: bool, spec: Any) -> None
         assert isinstance(found, ClientFailure) and found.stage == "validate" and found.reason.startswith("spec: ")
 
 
-@law(100)
+@law(30)
 @given(st.lists(texts(odd=("x", "", "\u0663", "-1", "007", "6.json/6", "6/6", " 6", "6 ", "6.json.json")), max_size=4))
 @example(["\u0663", "007", "\u00b2"])
 def test_files_of_odd_names_are_nobodys_answer(names: list[str]) -> None:
@@ -208,7 +206,7 @@ TENSORS, REST = pack(STATE)
 ENCODED = encode(TENSORS)
 
 
-@law(200)
+@law(60)
 @given(altered(REST) | anything)
 @example(None)
 @example([])
@@ -219,7 +217,7 @@ def test_a_state_is_the_one_that_was_packed_or_what_does_not_fit_is_named(rest: 
         assert pack(found)[1].keys() == REST.keys()
 
 
-@law(250)
+@law(80)
 @given(damaged(ENCODED[:4000]) | damaged(ENCODED))
 def test_tensors_are_decoded_or_their_file_is_named(content: bytes) -> None:
     found = answer(lambda: decode(content, "state.safetensors"), "state.safetensors", kind=IntegrityError)
@@ -258,7 +256,7 @@ def runs(job: Any, new_store: Callable[[], Any]) -> dict[str, Any]:
             of.federate(store, stop=ROUNDS, keep_every=4)
         made[name] = dict(store.files)
     assert any(key.startswith("metrics/") for key in made["own"]), "the measurements of early rounds are packed"
-    for stop in (4, ROUNDS, ROUNDS + 1):
+    for stop in (3, ROUNDS, ROUNDS + 1):
         made["bits"][stop] = job.federate(new_store(), stop=stop)
     return made
 
@@ -322,7 +320,7 @@ def check_ledger(job: Any, runs: dict[str, Any], store: Any, files: dict[str, by
     assert [row.round for row in Ledger(store).rows()] == list(range(ROUNDS + 1))
 
 
-@law(60)
+@law(15)
 @given(st.data())
 def test_a_disturbed_run_goes_on_with_the_right_bits_when_it_goes_on(
     job: Any, new_store: Callable[[], Any], runs: dict[str, Any], data: st.DataObject
@@ -347,7 +345,7 @@ def test_rounds_whose_folders_were_exchanged_are_not_taken_for_each_other(
     check_ledger(job, runs, new_store(), files)
 
 
-@law(40)
+@law(8)
 @given(st.data())
 def test_a_round_that_was_cut_off_is_finished_with_the_right_bits(
     job: Any, new_store: Callable[[], Any], dying: Any, killed: Any, runs: dict[str, Any], data: st.DataObject
@@ -355,18 +353,12 @@ def test_a_round_that_was_cut_off_is_finished_with_the_right_bits(
     """Killed anywhere inside a round whose updates are kept, and then one file of it is not what it was."""
     store = new_store()
     with pytest.raises(killed):
-        job.federate(dying(store, data.draw(st.integers(2, 60), label="writes")), stop=4, keep_updates=True)
+        job.federate(dying(store, data.draw(st.integers(2, 45), label="writes")), stop=3, keep_updates=True)
     inside = [key for key in store.list("rounds/") if "/updates/" in key or key.endswith(("plan.json", "closed.json"))]
     if inside:
         key = data.draw(st.sampled_from(inside), label="key")
         store.files[key] = data.draw(damaged(store.files[key][:3000]), label="content")
-    found = answer(lambda: job.federate(store, stop=4, keep_updates=True), "rounds/")
+    found = answer(lambda: job.federate(store, stop=3, keep_updates=True), "rounds/")
     if found is None:
-        found = job.federate(store, stop=4, keep_updates=True, discard_damaged=True)
-    assert found == runs["bits"][4]
-
-
-def test_the_states_fields_are_those_that_are_tried() -> None:
-    assert {field.name for field in fields(STATE) if not field.metadata} == {"params", "moments", *REST}
-    assert all(isinstance(tensor, torch.Tensor) for tensor in TENSORS.values())
-    assert RoundPlan(0, ()).orders == ()
+        found = job.federate(store, stop=3, keep_updates=True, discard_damaged=True)
+    assert found == runs["bits"][3]
