@@ -24,14 +24,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fl_engine.errors import IntegrityError, Stopped, brief
+from fl_engine.errors import FlexfleetError, IntegrityError, Stopped, brief
 from fl_engine.lease import Lease
 from fl_engine.store import Store, canonical, decode, encode, sha256
 from fl_engine.types import ClientFailure, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
@@ -51,6 +52,12 @@ LOOK_EVERY = 10
 """After so many commits it is looked whether there are enough."""
 LINES = 2000
 """A packed file keeps so many lines about single clients; where there are more, those of every n-th round."""
+
+
+IN_ROUND = re.compile(r"rounds/[0-9]{5,}/.")
+PACK = re.compile(r"metrics/([0-9]{5,})-([0-9]{5,})-[0-9a-f]{16}\.json")
+NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
+"""A client, as it is written: another way of writing it is another file."""
 
 
 class _Record(BaseModel):
@@ -91,6 +98,10 @@ class Closed(_Record):
     """Clients whose updates are not merged, though nothing is wrong with the files: at which stage, and why."""
 
 
+Beside = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\.safetensors$")]
+"""A file's name, by what is in it: nothing that leads elsewhere."""
+
+
 class Order(_Record):
     """A `WorkOrder`. `payload` and `memory` name the files beside it with the tensors; None: there are none."""
 
@@ -99,8 +110,8 @@ class Order(_Record):
     spec: dict[str, Any]
     seed: int
     hints: dict[str, Any]
-    payload: str | None
-    memory: str | None
+    payload: Beside | None
+    memory: Beside | None
 
 
 class Ledger:
@@ -133,7 +144,11 @@ class Ledger:
     # ------------------------------------------------------------------------------------------ commits
     def commits(self) -> list[int]:
         """Committed rounds, ascending."""
-        return sorted(int(k.split("/")[1]) for k in self.store.list("rounds/") if k.endswith("/COMMITTED"))
+        return sorted(_round_of(key) for key in self._files() if key.endswith("/COMMITTED"))
+
+    def _files(self) -> list[str]:
+        """Of all rounds; what else lies there is nobody's."""
+        return [key for key in self.store.list("rounds/") if IN_ROUND.match(key)]
 
     def commit(self, round: int, tensors: Params, rest: Mapping[str, Any], rows: Sequence[Row]) -> None:
         """Makes `round` the last finished one, then removes what is no longer needed. Raises Stopped where another
@@ -221,13 +236,8 @@ class Ledger:
     # -------------------------------------------------------------------------------------------- packed
     def _packs(self) -> list[tuple[int, int, str]]:
         """(first round, last round, key), ascending."""
-        found = []
-        for key in self.store.list("metrics/"):
-            first, _, rest = key.removeprefix("metrics/").partition("-")
-            last = rest.partition("-")[0]
-            if first.isdecimal() and last.isdecimal():
-                found.append((int(first), int(last), key))
-        return sorted(found)
+        named = [PACK.fullmatch(key) for key in self.store.list("metrics/")]
+        return sorted((int(found[1]), int(found[2]), found[0]) for found in named if found is not None)
 
     def _unpacked(self, key: str) -> list[Row]:
         try:
@@ -253,18 +263,26 @@ class Ledger:
             name = f"{rows[0].round:05d}-{rows[-1].round:05d}-{sha256(value)[:16]}.json"
             self.store.put(f"metrics/{name}", value)
 
-    def _cut_packs(self, round: int) -> None:
-        """Forgets packed measurements after `round`."""
+    def _cut_packs(self, round: int, damaged: bool = False) -> None:
+        """Forgets packed measurements after `round`; with leave, `damaged` files whatever they held."""
         for first, last, key in self._packs():
             if last > round:
-                if first <= round:
-                    self._put_pack([row for row in self._unpacked(key) if row.round <= round])
+                try:
+                    kept = [row for row in self._unpacked(key) if row.round <= round] if first <= round else []
+                except IntegrityError:
+                    if not damaged:
+                        raise
+                    kept = []
+                self._put_pack(kept)
                 self.store.delete(key)
 
     # ------------------------------------------------------------------------------------------ checked files
     def _mark(self, round: int) -> Committed:
         mark = f"{_folder(round)}COMMITTED"
-        return _parse(Committed, self.store.get(mark), self.store.uri(mark))
+        found = _parse(Committed, self.store.get(mark), self.store.uri(mark))
+        if found.round != round:
+            raise IntegrityError(f"{self.store.uri(mark)} is that of round {found.round}")
+        return found
 
     def _committed(self, round: int, name: str) -> bytes:
         """A file of a committed round, checked against the checksum that was committed with it."""
@@ -286,12 +304,12 @@ class Ledger:
         """Forgets every round after `round` (None: all)."""
         self.check_lease()
         first = 0 if round is None else round + 1
-        keys = [k for k in self.store.list("rounds/") if int(k.split("/")[1]) >= first]
+        keys = [k for k in self._files() if _round_of(k) >= first]
         marks = [k for k in keys if k.endswith("/COMMITTED")]
         self.store.delete(*reversed(marks))  # from the end, so that no kill leaves a gap
         self.store.delete(*(k for k in keys if k not in marks))
         self._here = {r for r in self._here if r < first}
-        self._cut_packs(first - 1)
+        self._cut_packs(first - 1, damaged=True)
 
     def tidy(self) -> None:
         """Removes what a kill left behind, a started round's updates excepted: they are adopted."""
@@ -304,13 +322,13 @@ class Ledger:
             self._pack()
 
     def _prune(self, round: int) -> None:
-        keys = self.store.list("rounds/")
-        marked = {int(k.split("/")[1]) for k in keys if k.endswith("/COMMITTED")} | self._here
+        keys = self._files()
+        marked = {_round_of(k) for k in keys if k.endswith("/COMMITTED")} | self._here
         commits = sorted(r for r in marked if r <= round)
         packed = max((last for _, last, _ in self._packs()), default=-1)
         gone = []
         for key in keys:
-            folder, name = int(key.split("/")[1]), _plain(key.split("/", 2)[2])
+            folder, name = _round_of(key), _plain(key.split("/", 2)[2])
             unfinished = folder <= round and (folder not in commits or name not in (*STATE_FILES, "COMMITTED"))
             kept = self.keep_every is not None and (folder + 1) % self.keep_every == 0
             old = folder < commits[-2:][0] and not kept
@@ -367,6 +385,12 @@ class Ledger:
         folder = f"{_folder(round)}orders/"
         name = f"{folder}{client}.json"
         order = _parse(Order, self.store.get(name), self.store.uri(name))
+        if (order.round, order.client) != (round, client):
+            raise IntegrityError(f"{self.store.uri(name)} is for round {order.round}, client {order.client}")
+        try:
+            spec = SubmodelSpec.from_json(order.spec)
+        except (FlexfleetError, TypeError, ValueError, OverflowError) as error:
+            raise IntegrityError(f"{self.store.uri(name)} names no sub-model: {error}") from error
 
         def get(file: str | None) -> Params:
             if file is None:
@@ -379,7 +403,7 @@ class Ledger:
         return WorkOrder(
             round=order.round,
             client=order.client,
-            spec=SubmodelSpec.from_json(order.spec),
+            spec=spec,
             payload=get(order.payload),
             seed=order.seed,
             hints=order.hints,
@@ -405,7 +429,7 @@ class Ledger:
         """Clients that have left a manifest, good or bad."""
         folder = f"{_folder(round)}updates/"
         names = [key.removeprefix(folder).partition(".") for key in self.store.list(folder)]
-        return {int(client) for client, _, rest in names if rest == "json" and client.isdecimal()}
+        return {int(client) for client, _, rest in names if rest == "json" and NUMBER.fullmatch(client)}
 
     def finished(self, plan: RoundPlan) -> set[int]:
         """Clients of this plan whose outcome is there and good; the others are to be asked (again)."""
@@ -492,6 +516,10 @@ def _check_whole(rows: Sequence[object], last: int, name: str) -> None:
 def _thinned(rows: Sequence[Row]) -> list[Row]:
     every = -(-sum(len(row.clients) for row in rows) // LINES) or 1
     return [row if i % every == 0 else row.model_copy(update={"clients": ()}) for i, row in enumerate(rows)]
+
+
+def _round_of(key: str) -> int:
+    return int(key.split("/")[1])
 
 
 def _folder(round: int) -> str:

@@ -123,6 +123,11 @@ def _canonical(group: str, keep: int | Iterable[int]) -> Keep:
     return len(indices) if indices[-1] == len(indices) - 1 else indices
 
 
+def _is_keep(value: object) -> bool:
+    """As JSON has it: `true` is no number of channels, nor is 1.5."""
+    return type(value) is int or (isinstance(value, list) and all(type(index) is int for index in value))
+
+
 @dataclass(frozen=True)
 class SubmodelSpec:
     """Kept channels per group (absent: all) and kept blocks (None: all). Immutable, hashable, JSON.
@@ -158,10 +163,12 @@ class SubmodelSpec:
     def from_json(value: Mapping[str, Any]) -> SubmodelSpec:
         if set(value) != {"keep", "blocks"}:
             raise ModelError(f"a sub-model is {{keep, blocks}}, got the keys {sorted(value)}")
-        blocks = value["blocks"]
+        keep, blocks = value["keep"], value["blocks"]
+        if not (isinstance(keep, Mapping) and all(_is_keep(kept) for kept in keep.values())):
+            raise ModelError(f"the kept channels of a sub-model are a number or a list of numbers each, got {keep!r}")
         if blocks is not None and not (isinstance(blocks, list) and all(isinstance(b, str) for b in blocks)):
             raise ModelError(f"the blocks of a sub-model are a list of names, or null, got {blocks!r}")
-        return SubmodelSpec.of(value["keep"], value["blocks"])
+        return SubmodelSpec.of(keep, blocks)
 
 
 FULL = SubmodelSpec()

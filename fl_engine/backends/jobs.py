@@ -80,7 +80,7 @@ def template(path: str | None) -> Resource:
             raise ConfigError(f"{file}: a Job with a container `client` is expected, got a {job['kind']} with {names}")
     except OSError as error:
         raise ConfigError(f"the client Job's template {file} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, TypeError, KeyError) as error:
+    except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} is no Job: {error}") from error
     return job
 
