@@ -12,7 +12,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from components import common
 from components.artifacts import PoolFile, RunFile
@@ -22,7 +25,7 @@ from fl_engine.assignment import SITE_FILES, Assignment
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.backends.processes import carry_out
 from fl_engine.client import Site
-from fl_engine.errors import BadInput, ClientError, EnvironmentFailure, IntegrityError
+from fl_engine.errors import BadInput, ClientError, EnvironmentFailure, IntegrityError, brief
 from fl_engine.ledger import Ledger
 from fl_engine.numerics import Numerics, deciding, describe
 from fl_engine.store import Store
@@ -57,8 +60,7 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
         parts = partition.load(folder, data)
         pool = PoolFile.read(folder / "pool.json").pool()
     prepare_process((told.device,))
-    n = run.numerics
-    numerics = Numerics(n["strategy"], n["lanes"], n["precision"])
+    numerics = _numerics(run)
     here = describe(numerics, (told.device,))
     if deciding(here) != deciding(run.numerics):
         said = f"this node computes other last bits than the coordinator: {here}, there {run.numerics}"
@@ -74,6 +76,14 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     struck = faults.parse(config.rounds.faults)
     return configs.algorithm(config), Site(family, pool, fleet, data, parts, config.seed, numerics, free, struck)
+
+
+def _numerics(run: RunFile) -> Numerics:
+    told = {field.name: run.numerics.get(field.name) for field in fields(Numerics)}
+    try:
+        return TypeAdapter(Numerics).validate_python(told)
+    except ValidationError as error:
+        raise IntegrityError(f"run.json does not say how the arithmetic is done: {brief(error)}") from error
 
 
 def _here(config: configs.Config) -> configs.Config:

@@ -104,7 +104,7 @@ def federate(
 def alone(out: Path) -> Iterator[None]:
     """Two processes must not write one folder. The lock goes with the process, whatever ends it."""
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / ".lock", "a+") as lock:
+    with open(out / ".lock", "a+", errors="replace") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -141,7 +141,7 @@ def _federate(
     run = RunFile(
         run_id=run_id,
         token=known.token if known else uuid.uuid4().hex if config.tracking.mlflow else "",
-        config=config.model_dump(mode="json"),
+        config=configs.public(config).model_dump(mode="json"),
         numerics=describe(site.numerics, config.run.devices),
         pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
@@ -339,6 +339,8 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 
 def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:
+    for store in (FolderStore(out), ledger.store):
+        store.sweep("")  # what writers left that were killed: nobody writes any more
     value = encode(published(final))
     FolderStore(out).put("model.safetensors", value)
     if not isinstance(ledger.store, FolderStore):

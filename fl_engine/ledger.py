@@ -32,7 +32,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fl_engine.errors import FlexfleetError, IntegrityError, Stopped, brief
+from fl_engine.errors import IntegrityError, ModelError, Stopped, brief
 from fl_engine.lease import Lease
 from fl_engine.store import Store, canonical, decode, encode, sha256
 from fl_engine.types import ClientFailure, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
@@ -41,6 +41,9 @@ from fl_engine.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, pac
 log = logging.getLogger("flexfleet")
 
 R = TypeVar("R", bound=BaseModel)
+
+FILE = re.compile(r"rounds/([0-9]{5,})/(.+)", re.DOTALL)
+PACK = re.compile(r"metrics/([0-9]{5,})-([0-9]{5,})-[0-9a-f]{16}\.json")
 
 WAY_OUT = (
     "To go on from the last good commit, resume with --discard-damaged: the rounds after it are computed again"
@@ -52,12 +55,6 @@ LOOK_EVERY = 10
 """After so many commits it is looked whether there are enough."""
 LINES = 2000
 """A packed file keeps so many lines about single clients; where there are more, those of every n-th round."""
-
-
-IN_ROUND = re.compile(r"rounds/[0-9]{5,}/.")
-PACK = re.compile(r"metrics/([0-9]{5,})-([0-9]{5,})-[0-9a-f]{16}\.json")
-NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
-"""A client, as it is written: another way of writing it is another file."""
 
 
 class _Record(BaseModel):
@@ -96,10 +93,14 @@ class Closed(_Record):
     client gives again, because its pod was started again, is the same but for its seconds.)"""
     refused: dict[int, tuple[str, str]] = {}
     """Clients whose updates are not merged, though nothing is wrong with the files: at which stage, and why."""
+    checksum: str = ""
+    """Of all the rest."""
+
+    def sealed(self) -> Closed:
+        return self.model_copy(update={"checksum": sha256(canonical(self.model_dump(exclude={"checksum"})))})
 
 
-Beside = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\.safetensors$")]
-"""A file's name, by what is in it: nothing that leads elsewhere."""
+TensorFile = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\.safetensors$")]
 
 
 class Order(_Record):
@@ -110,8 +111,8 @@ class Order(_Record):
     spec: dict[str, Any]
     seed: int
     hints: dict[str, Any]
-    payload: Beside | None
-    memory: Beside | None
+    payload: TensorFile | None
+    memory: TensorFile | None
 
 
 class Ledger:
@@ -144,11 +145,16 @@ class Ledger:
     # ------------------------------------------------------------------------------------------ commits
     def commits(self) -> list[int]:
         """Committed rounds, ascending."""
-        return sorted(_round_of(key) for key in self._files() if key.endswith("/COMMITTED"))
+        return sorted(round for round, name, _ in self._files() if name == "COMMITTED")
 
-    def _files(self) -> list[str]:
-        """Of all rounds; what else lies there is nobody's."""
-        return [key for key in self.store.list("rounds/") if IN_ROUND.match(key)]
+    def _files(self) -> list[tuple[int, str, str]]:
+        """(round, name, key) of each file of a round. What else lies there is nobody's."""
+        found = []
+        for key in self.store.list("rounds/"):
+            match = FILE.fullmatch(key)
+            if match and key.startswith(_folder(int(match[1]))):
+                found.append((int(match[1]), match[2], key))
+        return found
 
     def commit(self, round: int, tensors: Params, rest: Mapping[str, Any], rows: Sequence[Row]) -> None:
         """Makes `round` the last finished one, then removes what is no longer needed. Raises Stopped where another
@@ -183,7 +189,7 @@ class Ledger:
     def read(self, round: int) -> tuple[Params, dict[str, Any]]:
         """The state after a committed round. Raises IntegrityError naming the file that is not as committed."""
         tensors = self._committed(round, "state.safetensors")
-        rest: dict[str, Any] = json.loads(self._committed(round, "state.json"))
+        rest = _json(self._committed(round, "state.json"), self.store.uri(f"{_folder(round)}state.json"))
         self._committed(round, "metrics.json")
         return decode(tensors, self.store.uri(f"{_folder(round)}state.safetensors")), rest
 
@@ -230,14 +236,13 @@ class Ledger:
 
     def _rows(self, round: int) -> list[Row]:
         name = self.store.uri(f"{_folder(round)}metrics.json")
-        rows = json.loads(self._committed(round, "metrics.json"))
-        return [_parse(Row, json.dumps(row).encode(), name) for row in rows]
+        return _rows_of(self._committed(round, "metrics.json"), name)
 
     # -------------------------------------------------------------------------------------------- packed
     def _packs(self) -> list[tuple[int, int, str]]:
         """(first round, last round, key), ascending."""
-        named = [PACK.fullmatch(key) for key in self.store.list("metrics/")]
-        return sorted((int(found[1]), int(found[2]), found[0]) for found in named if found is not None)
+        matches = ((PACK.fullmatch(key), key) for key in self.store.list("metrics/"))
+        return sorted((int(match[1]), int(match[2]), key) for match, key in matches if match)
 
     def _unpacked(self, key: str) -> list[Row]:
         try:
@@ -246,7 +251,7 @@ class Ledger:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
         if key.removesuffix(".json").rpartition("-")[2] != sha256(value)[:16]:
             raise IntegrityError(f"{self.store.uri(key)} is damaged: its name is not its sha256. {WAY_OUT}")
-        return [_parse(Row, json.dumps(row).encode(), self.store.uri(key)) for row in json.loads(value)]
+        return _rows_of(value, self.store.uri(key))
 
     def _pack(self) -> None:
         """Packs commits that are older than the last two, when there are enough of them."""
@@ -264,16 +269,17 @@ class Ledger:
             self.store.put(f"metrics/{name}", value)
 
     def _cut_packs(self, round: int, damaged: bool = False) -> None:
-        """Forgets packed measurements after `round`; with leave, `damaged` files whatever they held."""
+        """Forgets packed measurements after `round`; `damaged`: and those that cannot be read."""
         for first, last, key in self._packs():
+            try:
+                self._unpacked(key)
+            except IntegrityError:
+                if damaged:
+                    self.store.delete(key)
+                    continue
             if last > round:
-                try:
-                    kept = [row for row in self._unpacked(key) if row.round <= round] if first <= round else []
-                except IntegrityError:
-                    if not damaged:
-                        raise
-                    kept = []
-                self._put_pack(kept)
+                if first <= round:
+                    self._put_pack([row for row in self._unpacked(key) if row.round <= round])
                 self.store.delete(key)
 
     # ------------------------------------------------------------------------------------------ checked files
@@ -281,7 +287,7 @@ class Ledger:
         mark = f"{_folder(round)}COMMITTED"
         found = _parse(Committed, self.store.get(mark), self.store.uri(mark))
         if found.round != round:
-            raise IntegrityError(f"{self.store.uri(mark)} is that of round {found.round}")
+            raise IntegrityError(f"{self.store.uri(mark)} is of round {found.round}: folders were exchanged")
         return found
 
     def _committed(self, round: int, name: str) -> bytes:
@@ -301,11 +307,11 @@ class Ledger:
         return value
 
     def discard_after(self, round: int | None) -> None:
-        """Forgets every round after `round` (None: all)."""
+        """Forgets every round after `round` (None: all), and packed measurements that are damaged."""
         self.check_lease()
         first = 0 if round is None else round + 1
-        keys = [k for k in self._files() if _round_of(k) >= first]
-        marks = [k for k in keys if k.endswith("/COMMITTED")]
+        gone = [(name, key) for round, name, key in self._files() if round >= first]
+        keys, marks = [key for _, key in gone], [key for name, key in gone if name == "COMMITTED"]
         self.store.delete(*reversed(marks))  # from the end, so that no kill leaves a gap
         self.store.delete(*(k for k in keys if k not in marks))
         self._here = {r for r in self._here if r < first}
@@ -322,13 +328,13 @@ class Ledger:
             self._pack()
 
     def _prune(self, round: int) -> None:
-        keys = self._files()
-        marked = {_round_of(k) for k in keys if k.endswith("/COMMITTED")} | self._here
+        files = self._files()
+        marked = {found for found, name, _ in files if name == "COMMITTED"} | self._here
         commits = sorted(r for r in marked if r <= round)
         packed = max((last for _, last, _ in self._packs()), default=-1)
         gone = []
-        for key in keys:
-            folder, name = _round_of(key), _plain(key.split("/", 2)[2])
+        for folder, own, key in files:
+            name = _plain(own)
             unfinished = folder <= round and (folder not in commits or name not in (*STATE_FILES, "COMMITTED"))
             kept = self.keep_every is not None and (folder + 1) % self.keep_every == 0
             old = folder < commits[-2:][0] and not kept
@@ -386,11 +392,11 @@ class Ledger:
         name = f"{folder}{client}.json"
         order = _parse(Order, self.store.get(name), self.store.uri(name))
         if (order.round, order.client) != (round, client):
-            raise IntegrityError(f"{self.store.uri(name)} is for round {order.round}, client {order.client}")
+            raise IntegrityError(f"{self.store.uri(name)} is of round {order.round}, client {order.client}")
         try:
             spec = SubmodelSpec.from_json(order.spec)
-        except (FlexfleetError, TypeError, ValueError, OverflowError) as error:
-            raise IntegrityError(f"{self.store.uri(name)} names no sub-model: {error}") from error
+        except ModelError as error:
+            raise IntegrityError(f"{self.store.uri(name)} is no order: {error}") from error
 
         def get(file: str | None) -> Params:
             if file is None:
@@ -428,8 +434,8 @@ class Ledger:
     def answered(self, round: int) -> set[int]:
         """Clients that have left a manifest, good or bad."""
         folder = f"{_folder(round)}updates/"
-        names = [key.removeprefix(folder).partition(".") for key in self.store.list(folder)]
-        return {int(client) for client, _, rest in names if rest == "json" and NUMBER.fullmatch(client)}
+        found = re.compile(f"{re.escape(folder)}(0|[1-9][0-9]*)\\.json")
+        return {int(match[1]) for match in map(found.fullmatch, self.store.list(folder)) if match}
 
     def finished(self, plan: RoundPlan) -> set[int]:
         """Clients of this plan whose outcome is there and good; the others are to be asked (again)."""
@@ -476,7 +482,9 @@ class Ledger:
                 return found
         if self.key is not None:
             return ClientFailure(plan.round, client, "validate", "order: replaced after the round was closed")
-        return self.outcome(plan, client)
+        self.outcome(plan, client)
+        name = self.store.uri(f"{_folder(plan.round)}updates/{client}.json")
+        raise IntegrityError(f"{name} is not the answer that the round was closed with. {WAY_OUT}")
 
     def close(
         self, plan: RoundPlan, clients: Sequence[int], refused: Mapping[int, ClientFailure] = MappingProxyType({})
@@ -486,7 +494,7 @@ class Ledger:
         why = {client: (failure.stage, failure.reason) for client, failure in sorted(refused.items())}
         accepted = {client: self._seen[plan.round, client] for client in sorted(clients)}
         self._seen.clear()
-        closed = Closed(accepted=accepted, refused=why)
+        closed = Closed(accepted=accepted, refused=why).sealed()
         self.store.put(f"{_folder(plan.round)}closed.json", closed.model_dump_json().encode())
         return closed
 
@@ -496,9 +504,12 @@ class Ledger:
         if key not in self.store.list(key):
             return None
         try:
-            return _parse(Closed, self.store.get(key), self.store.uri(key))
+            found = _parse(Closed, self.store.get(key), self.store.uri(key))
+            if found != found.sealed():
+                raise IntegrityError(f"{self.store.uri(key)} is damaged: its checksum is another")
         except IntegrityError as error:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
+        return found
 
 
 def _plain(name: str) -> str:
@@ -518,10 +529,6 @@ def _thinned(rows: Sequence[Row]) -> list[Row]:
     return [row if i % every == 0 else row.model_copy(update={"clients": ()}) for i, row in enumerate(rows)]
 
 
-def _round_of(key: str) -> int:
-    return int(key.split("/")[1])
-
-
 def _folder(round: int) -> str:
     return f"rounds/{round:05d}/"
 
@@ -536,3 +543,17 @@ def _parse(kind: type[R], value: bytes, name: str) -> R:
         return kind.model_validate_json(value)
     except ValidationError as error:
         raise IntegrityError(f"{name} is not a valid {kind.__name__} record: {brief(error)}") from error
+
+
+def _json(value: bytes, name: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{name} is no JSON: {error}. {WAY_OUT}") from error
+
+
+def _rows_of(value: bytes, name: str) -> list[Row]:
+    rows = _json(value, name)
+    if not isinstance(rows, list):
+        raise IntegrityError(f"{name} is no list of rounds. {WAY_OUT}")
+    return [_parse(Row, json.dumps(row).encode(), name) for row in rows]

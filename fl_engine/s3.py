@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import urllib3
 
-from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
 from fl_engine.store import check_size, sha256
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class S3Store:
     def __init__(self, uri: str, endpoint: str | None = None) -> None:
         scheme, _, rest = uri.partition("://")
         self._bucket, _, prefix = rest.partition("/")
-        if scheme != "s3" or not self._bucket:
-            raise ConfigError(f"an S3 store is s3://bucket/prefix, got {uri!r}")
+        if scheme != "s3" or not self._bucket or masked(uri) != uri:
+            raise ConfigError(f"an S3 store is s3://bucket/prefix, got {masked(uri)!r}")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
         self._made: dict[str | None, Any] = {}

@@ -124,7 +124,7 @@ def _canonical(group: str, keep: int | Iterable[int]) -> Keep:
 
 
 def _is_keep(value: object) -> bool:
-    """As JSON has it: `true` is no number of channels, nor is 1.5."""
+    """Whether JSON says a `Keep`: 1.5 or true are no channel."""
     return type(value) is int or (isinstance(value, list) and all(type(index) is int for index in value))
 
 
@@ -164,10 +164,10 @@ class SubmodelSpec:
         if set(value) != {"keep", "blocks"}:
             raise ModelError(f"a sub-model is {{keep, blocks}}, got the keys {sorted(value)}")
         keep, blocks = value["keep"], value["blocks"]
-        if not (isinstance(keep, Mapping) and all(_is_keep(kept) for kept in keep.values())):
-            raise ModelError(f"the kept channels of a sub-model are a number or a list of numbers each, got {keep!r}")
+        if not isinstance(keep, Mapping) or not all(_is_keep(kept) for kept in keep.values()):
+            raise ModelError(f"keep says a number of channels for each group, or their indices, got {repr(keep)[:200]}")
         if blocks is not None and not (isinstance(blocks, list) and all(isinstance(b, str) for b in blocks)):
-            raise ModelError(f"the blocks of a sub-model are a list of names, or null, got {blocks!r}")
+            raise ModelError(f"the blocks of a sub-model are a list of names, or null, got {repr(blocks)[:200]}")
         return SubmodelSpec.of(keep, blocks)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from fl_engine.config import KubernetesConfig, NodePool
+from fl_engine.config import KubernetesConfig, NodePool, read_yaml
 from fl_engine.errors import ConfigError
 from fl_engine.types import Device, WorkOrder
 
@@ -71,18 +71,19 @@ def job_name(run: str, round: int, group: Group, attempt: int) -> str:
 
 
 def template(path: str | None) -> Resource:
-    """Raises ConfigError where the file is missing or holds no Job with a container `client`."""
+    """Raises ConfigError where the file is missing or holds no Job with a container `client` that can be filled in."""
     file = Path(path) if path else TEMPLATE
     try:
-        job: Resource = yaml.safe_load(file.read_text())
-        names = [c["name"] for c in job["spec"]["template"]["spec"]["containers"]]
-        if job["kind"] != "Job" or "client" not in names:
-            raise ConfigError(f"{file}: a Job with a container `client` is expected, got a {job['kind']} with {names}")
+        found: Resource = read_yaml(file.read_text())
+        names = [c["name"] for c in found["spec"]["template"]["spec"]["containers"]]
+        if found["kind"] != "Job" or "client" not in names:
+            raise ConfigError(f"{file}: a Job with a container `client` is expected, got {found['kind']} with {names}")
+        job(found, KubernetesConfig(data="host:/"), "run", 0, Group("tier", ((0,),), 0), 0, {}, "/data")
     except OSError as error:
         raise ConfigError(f"the client Job's template {file} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{file} is no Job: {error}") from error
-    return job
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError, StopIteration, RecursionError) as error:
+        raise ConfigError(f"{file} is no Job of clients: {type(error).__name__} {error}") from error
+    return found
 
 
 def labels(run: str, round: int, tier: str) -> dict[str, str]:

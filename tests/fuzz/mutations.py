@@ -27,7 +27,7 @@ Path = tuple[str | int, ...]
 """Where something is in nested lists and mappings."""
 
 CASES = int(os.environ.get("FLEXFLEET_FUZZ") or 0)
-LONG_S = 20.0
+LONG_S = 30.0
 """A reader that takes so long on a file of some kilobytes hangs."""
 
 

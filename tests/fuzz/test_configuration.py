@@ -263,7 +263,6 @@ def test_a_dvc_file_that_names_nothing_is_refused(scratch: Path, content: bytes)
 
 
 # ------------------------------------------------------------------------------------ what a configuration names
-@pytest.mark.xfail(reason="a template that parses is not checked before it is filled in", strict=True)
 @law(15)
 @given(yaml_like(jobs.TEMPLATE.read_text()))
 @example(b"\xff\xfe")

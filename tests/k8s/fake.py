@@ -94,7 +94,9 @@ class Cluster:
                 return 404, {"kind": "Status", "message": f"{kind} {name} not found"}
             if verb == "update":
                 validate(kind, body or {})
+                uid = found["metadata"]["uid"]  # the server's, whatever is sent
                 found |= body or {}
+                found["metadata"]["uid"] = uid
             if verb == "delete":
                 self._delete(kind, name)
             return 200, found
