@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib.util
 import io
@@ -48,11 +49,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _leave_the_process_as_it_was() -> Iterator[None]:
-    """A run sets torch's thread count and signal handlers; pytest's own Ctrl-C should stay what it is."""
+    """A run sets torch's thread count and signal handlers; pytest's own Ctrl-C should stay what it is. Tasks of one
+    pipeline that run beside each other leave a `print` behind that indents."""
     threads = torch.get_num_threads()
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    plain = builtins.print
     torch.set_num_threads(1)
     yield
+    builtins.print = plain
     torch.set_num_threads(threads)
     for number, handler in handlers.items():
         signal.signal(number, handler)

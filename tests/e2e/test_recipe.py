@@ -21,7 +21,7 @@ LINE = '    "median": Median,\n'
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources with the recipe's file and its line added."""
     root = tmp_path_factory.mktemp("recipe")
-    for folder in ("fl_engine", "components", "tests/conformance"):
+    for folder in ("fl_engine", "components", "tests/conformance", "tests/harness"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "tests/conftest.py"):
         shutil.copyfile(ROOT / file, root / file)
