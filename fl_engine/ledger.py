@@ -271,16 +271,18 @@ class Ledger:
     def _cut_packs(self, round: int, damaged: bool = False) -> None:
         """Forgets packed measurements after `round`; `damaged`: and those that cannot be read."""
         for first, last, key in self._packs():
-            try:
-                self._unpacked(key)
-            except IntegrityError:
-                if damaged:
-                    self.store.delete(key)
-                    continue
-            if last > round:
-                if first <= round:
-                    self._put_pack([row for row in self._unpacked(key) if row.round <= round])
+            if first > round:
                 self.store.delete(key)
+            elif last > round or damaged:
+                try:
+                    rows = self._unpacked(key)
+                except IntegrityError:
+                    if not damaged:
+                        raise
+                    rows = []
+                if last > round or not rows:
+                    self._put_pack([row for row in rows if row.round <= round])
+                    self.store.delete(key)
 
     # ------------------------------------------------------------------------------------------ checked files
     def _mark(self, round: int) -> Committed:
