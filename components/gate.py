@@ -48,7 +48,7 @@ Values = Mapping[str, Sequence[float]]
 class Check(BaseModel):
     """One metric of one label, now and before."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     label: str
     metric: str

@@ -29,7 +29,7 @@ MAY_NOT = ("kubernetes.observe", "kubernetes.quorum")
 class Case(BaseModel):
     """Algorithms on one task."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     algorithms: str
     """As `flexfleet compare --algorithms`."""
@@ -40,7 +40,7 @@ class Case(BaseModel):
 
 
 class Suite(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     seeds: tuple[int, ...] = Field(min_length=FEWEST_SEEDS)
     settings: dict[str, Any] = {}
@@ -59,7 +59,7 @@ class Suite(BaseModel):
 class OfLabel(BaseModel):
     """What was measured of one label; `values` by metric, one for each seed, of pace one for each turn."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     task: str
     """Digest of what was asked, one label's own settings apart: figures of other tasks are not compared."""

@@ -34,7 +34,9 @@ from components.artifacts import (
     row_of,
 )
 from components.evaluate import told
+from components.gate import Check
 from components.model_pool import build
+from components.regress import Verdict
 from components.share import Shared
 from components.suite import Figures, OfLabel
 from fl_engine import export, partition
@@ -85,6 +87,11 @@ ARTIFACTS: dict[str, Artifact] = {
         suite="digits", id="night", when="2026-01-01", commit=None, machine={"cpu": "x"}, seeds=(0, 1, 2),
         labels={"quick/flexfl": OfLabel(task="0", values={"full": (0.5, 0.6)}, curve=((1, 0.5, (0.5,), (0.6,)),))},
     ),
+    "regression.json": Verdict(
+        suite="digits", id="night", passed=False, since=None, commits=(), notes=(), report="r", mlflow_run_id=None,
+        checks=(Check(label="quick/flexfl", metric="full", against="champion", now=0.5, before=0.6, worse_by=0.1,
+                      threshold=0.01, noise=0.02, failed=True),),
+    ),
 }  # fmt: skip
 """One of each kind, by the name of its file."""
 
@@ -112,6 +119,7 @@ def spec_is(value: Any) -> tuple[str, bytes]:
 @example(spec_is({"keep": {"conv": "many"}, "blocks": None}))
 @example(spec_is({"keep": {"conv": 1.5}, "blocks": None}))
 @example(spec_is({"keep": {"conv": [1e999]}, "blocks": None}))
+@example(("figures.json", ARTIFACTS["figures.json"].model_dump_json().replace("[1,0.5,", "[1,1e999,").encode()))
 def test_an_artifact_is_read_or_its_file_is_named(tmp_path: Path, broken: tuple[str, bytes]) -> None:
     name, content = broken
     kind, path = type(ARTIFACTS[name]), tmp_path / name
