@@ -138,6 +138,8 @@ class RunFile(Artifact):
     pool_sha256: str
     partition_sha256: str
     mlflow_run_id: str | None = None
+    noise_sha256: str | None = None
+    """Of the key that a private aggregation's noise comes from."""
 
 
 class History(Artifact):

@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -26,7 +27,7 @@ from fl_engine.backends.in_process import prepare_process
 from fl_engine.backends.kubernetes import Kubernetes
 from fl_engine.client import Site
 from fl_engine.config import Config
-from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Replaced, Stopped
 from fl_engine.evaluate import published
 from fl_engine.lease import Lease
 from fl_engine.ledger import Ledger
@@ -40,6 +41,7 @@ from fl_engine.types import Backend, ModelFamily, Tracker
 from fl_engine.updates import KeyOf, key_of
 
 SECRET_KEY, NOISE_KEY = "secret/key", "secret/noise"
+SECRET_BYTES = 32
 """Where the run's store keeps what clients' keys, and the noise of private aggregation, come from."""
 
 MAY_CHANGE = (
@@ -82,7 +84,7 @@ def federate(
     is running; EnvironmentFailure where this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
     """
     store = store_of(config, run_id or out.name, out)
-    with alone(out), nullcontext() if isinstance(store, FolderStore) else lease.held(store) as held:
+    with alone(out), nullcontext() if config.run.remote is None else lease.held(store) as held:
         return _federate(
             config,
             store,
@@ -132,11 +134,17 @@ def _federate(
     mlflow_run_id: str | None,
     observer: Tracker | None,
 ) -> Path:
-    _fetch_run(store, out)
+    if config.run.remote is not None:
+        _fetch_run(store, out)
     known = known_run(config, out, resume)
     site = site_of(config, partition_dir, pool_dir)
     algorithm = configs.algorithm(config)
-    ledger = Ledger(store, config.rounds.keep_every, site.rules, *_keys(store, config), held)
+    rules = replace(site.rules, algorithm=algorithm)
+    ledger = Ledger(store, config.rounds.keep_every, rules, *_keys(store, config), held)
+
+    noise_key = None
+    if privacy.is_private(algorithm):
+        noise_key = _secret(store, NOISE_KEY, known.noise_sha256 if known else None)
 
     run = RunFile(
         run_id=run_id,
@@ -146,6 +154,7 @@ def _federate(
         pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
         mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
+        noise_sha256=None if noise_key is None else sha256(noise_key),
     )
     if known:
         _same(known, run, out, accept_numerics)
@@ -177,10 +186,12 @@ def _federate(
                 rounds.Evaluation(site.family, site.pool, site.data, config.run.devices, site.fleet),
                 should_stop,
                 discard_damaged,
-                _secret(store, NOISE_KEY) if privacy.is_private(algorithm) else None,
+                noise_key,
             )
             if isinstance(backend, Kubernetes):
                 backend.finish()
+    except Replaced:
+        raise  # what MLflow shows is the other coordinator's run
     except BaseException as error:
         with suppress(EnvironmentFailure):  # of the tracker: what went wrong first is what is told
             tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
@@ -237,13 +248,13 @@ def store_of(config: Config, run_id: str, out: Path) -> Store:
 
 def _fetch_run(store: Store, out: Path) -> None:
     """A coordinator that starts on another machine finds what the run is in its store."""
-    if not isinstance(store, FolderStore) and not (out / "run.json").exists() and store.list(track.RUN_KEY):
-        (out / "run.json").write_bytes(store.get(track.RUN_KEY))
+    if not (out / "run.json").exists() and store.list(track.RUN_KEY):
+        FolderStore(out).put("run.json", store.get(track.RUN_KEY))
 
 
 def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) -> None:
     """What clients elsewhere need to know."""
-    if isinstance(ledger.store, FolderStore) and ledger.key is None:
+    if ledger.lease is None and ledger.key is None:
         return
     run = RunFile.read(out / "run.json")
     unseen = {section: value for section, value in Config().model_dump(mode="json").items() if section in PRIVATE}
@@ -263,13 +274,22 @@ def _keys(store: Store, config: Config) -> tuple[KeyOf | None, KeyOf | None]:
     return key_of(secret), key_of(secret, "coordinator")
 
 
-def _secret(store: Store, key: str) -> bytes:
-    """Made once, and read by nobody but the coordinator."""
-    if key not in store.list(key):
-        store.create(key, secrets.token_bytes(32))
+def _secret(store: Store, key: str, known: str | None = None) -> bytes:
+    """Made once, and read by nobody but the coordinator. Raises IntegrityError where it is not the one whose sha256 is
+    `known`."""
+    if key not in store.list(key) and known is None:
+        if isinstance(store, FolderStore):
+            (store.root / key).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        store.create(key, secrets.token_bytes(SECRET_BYTES))
         if isinstance(store, FolderStore):
             (store.root / key).chmod(0o600)
-    return store.get(key)
+    found = store.get(key)
+    if len(found) != SECRET_BYTES or known not in (None, sha256(found)):
+        raise IntegrityError(
+            f"{store.uri(key)} is not the key that the run began with: put it back, or start another run (with another "
+            "key the model would be another, and with a known one the noise could be taken off)"
+        )
+    return found
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
@@ -339,11 +359,12 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 
 def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:
+    ledger.check_lease()
     for store in (FolderStore(out), ledger.store):
         store.sweep("")  # what writers left that were killed: nobody writes any more
     value = encode(published(final))
     FolderStore(out).put("model.safetensors", value)
-    if not isinstance(ledger.store, FolderStore):
+    if ledger.lease is not None:
         ledger.store.put("model.safetensors", value)
     rows = ledger.rows()
     history = History(

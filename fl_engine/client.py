@@ -63,7 +63,7 @@ class Site:
     @cached_property
     def rules(self) -> Rules:
         """For updates of these clients."""
-        return Rules(self.layout, tuple(len(indices) for indices in self.partition.clients))
+        return Rules(self.layout, tuple(len(indices) for indices in self.partition.clients), self.pool, self.fleet)
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,14 @@ def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float, mac
     return ClientUpdate(order.round, order.client, spec, payload, len(work.indices), metrics)
 
 
+SPOILS = ("nan", "scale", "corrupt")
+"""Faults after which an update may fail validation."""
+
+
 def delivered(outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
     """A client's outcome where it does not travel: what a fault has spoilt fails validation here too."""
     fault = site.befalls(order)
-    if isinstance(outcome, ClientFailure) or fault is None or fault.kind not in ("nan", "corrupt"):
+    if isinstance(outcome, ClientFailure) or fault is None or fault.kind not in SPOILS:
         return outcome
     manifest, value = packed(outcome, order)
     assert value is not None

@@ -56,6 +56,10 @@ class Stopped(FlexfleetError):
     exit_code = 3
 
 
+class Replaced(Stopped):
+    """Another coordinator has taken over: what is shared is no longer this one's to touch."""
+
+
 class IntegrityError(FlexfleetError):
     exit_code = 4
 

@@ -7,8 +7,8 @@ is a process of this machine that is gone, or has not raised its count for TTL_S
 waits (clocks are not compared). Otherwise the newcomer says who holds the run.
 
 A holder that was paused or cut off and was replaced meanwhile is fenced off: it sees a higher number before whatever it
-commits, and stops. Should it be paused right after it looked, it still harms nothing: a commit is created, never
-replaced, and the files that it vouches for carry its writer's number (`ledger`).
+commits, and stops. Should it be paused right after it looked, it still harms nothing: a commit and the files that it
+vouches for carry their writer's number, the highest counts, and nobody deletes those of a higher one (`ledger`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fl_engine.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, Stopped
+from fl_engine.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, Replaced
 from fl_engine.store import Store
 
 log = logging.getLogger("flexfleet")
@@ -63,10 +63,10 @@ class Lease:
         self.number = number
 
     def check(self) -> None:
-        """Raises Stopped where another coordinator has taken over."""
+        """Raises Replaced where another coordinator has taken over."""
         number = _newest(self._store)
         if number > self.number:
-            raise Stopped(
+            raise Replaced(
                 f"{self._store.uri()}: {_read(self._store, number) or 'another coordinator'} has taken over while this "
                 "one did not answer; nothing is lost, and nothing is left to do here"
             )

@@ -25,7 +25,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
@@ -43,6 +43,7 @@ log = logging.getLogger("flexfleet")
 R = TypeVar("R", bound=BaseModel)
 
 FILE = re.compile(r"rounds/([0-9]{5,})/(.+)", re.DOTALL)
+WRITER = re.compile(r"[1-9][0-9]{0,17}")
 PACK = re.compile(r"metrics/([0-9]{5,})-([0-9]{5,})-[0-9a-f]{16}\.json")
 
 WAY_OUT = (
@@ -88,6 +89,7 @@ class Committed(_Record):
 
 
 class Closed(_Record):
+    round: int
     accepted: dict[int, str]
     """Clients, and a checksum of what was seen of each: an answer that is replaced later does not count. (One that a
     client gives again, because its pod was started again, is the same but for its seconds.)"""
@@ -145,7 +147,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------ commits
     def commits(self) -> list[int]:
         """Committed rounds, ascending."""
-        return sorted(round for round, name, _ in self._files() if name == "COMMITTED")
+        return sorted({round for round, name, _ in self._files() if _plain(name) == "COMMITTED"})
 
     def _files(self) -> list[tuple[int, str, str]]:
         """(round, name, key) of each file of a round. What else lies there is nobody's."""
@@ -168,18 +170,23 @@ class Ledger:
         for name, value in files.items():
             self.store.put(f"{_folder(round)}{name}", value)
         sums = Committed(round=round, files={name: sha256(value) for name, value in files.items()})
-        mark = f"{_folder(round)}COMMITTED"
+        mark, value = f"{_folder(round)}{self._own('COMMITTED')}", sums.model_dump_json().encode()
         # One that is there already is this very one, whose answer was lost; or somebody else's.
-        if not self.store.create(mark, sums.model_dump_json().encode()) and self._mark(round) != sums:
+        if not self.store.create(mark, value) and self.store.get(mark) != value:
             raise Stopped(f"{self.store.uri(mark)}: another coordinator has committed this round. Nothing is lost")
         self._here.add(round)
+        self.check_lease()
         self._prune(round)
         if len(self._here) % LOOK_EVERY == 0:
             self._pack()
 
     def _own(self, name: str) -> str:
-        """A state file's name in this coordinator's hand."""
+        """A file's name in this coordinator's hand."""
         return name if self.lease is None else f"{self.lease.number}-{name}"
+
+    def _may_delete(self, name: str) -> bool:
+        """Not what a coordinator has written that has taken over since."""
+        return self.lease is None or _writer(name) <= self.lease.number
 
     def check_lease(self) -> None:
         """Raises Stopped where another coordinator has taken over."""
@@ -285,8 +292,14 @@ class Ledger:
                     self.store.delete(key)
 
     # ------------------------------------------------------------------------------------------ checked files
+    def _mark_key(self, round: int) -> str:
+        """Of several coordinators' marks that of the last."""
+        folder = _folder(round)
+        names = [key.removeprefix(folder) for key in self.store.list(folder)]
+        return folder + max((n for n in names if _plain(n) == "COMMITTED"), key=_writer, default="COMMITTED")
+
     def _mark(self, round: int) -> Committed:
-        mark = f"{_folder(round)}COMMITTED"
+        mark = self._mark_key(round)
         found = _parse(Committed, self.store.get(mark), self.store.uri(mark))
         if found.round != round:
             raise IntegrityError(f"{self.store.uri(mark)} is of round {found.round}: folders were exchanged")
@@ -294,7 +307,7 @@ class Ledger:
 
     def _committed(self, round: int, name: str) -> bytes:
         """A file of a committed round, checked against the checksum that was committed with it."""
-        mark = f"{_folder(round)}COMMITTED"
+        mark = self._mark_key(round)
         try:
             files = self._mark(round).files
             name = next((found for found in files if _plain(found) == name), name)
@@ -312,8 +325,8 @@ class Ledger:
         """Forgets every round after `round` (None: all), and packed measurements that are damaged."""
         self.check_lease()
         first = 0 if round is None else round + 1
-        gone = [(name, key) for round, name, key in self._files() if round >= first]
-        keys, marks = [key for _, key in gone], [key for name, key in gone if name == "COMMITTED"]
+        gone = [(name, key) for round, name, key in self._files() if round >= first and self._may_delete(name)]
+        keys, marks = [key for _, key in gone], [key for name, key in gone if _plain(name) == "COMMITTED"]
         self.store.delete(*reversed(marks))  # from the end, so that no kill leaves a gap
         self.store.delete(*(k for k in keys if k not in marks))
         self._here = {r for r in self._here if r < first}
@@ -331,8 +344,10 @@ class Ledger:
 
     def _prune(self, round: int) -> None:
         files = self._files()
-        marked = {found for found, name, _ in files if name == "COMMITTED"} | self._here
+        marked = {found for found, name, _ in files if _plain(name) == "COMMITTED"} | self._here
         commits = sorted(r for r in marked if r <= round)
+        if not commits:
+            return
         packed = max((last for _, last, _ in self._packs()), default=-1)
         gone = []
         for folder, own, key in files:
@@ -340,10 +355,11 @@ class Ledger:
             unfinished = folder <= round and (folder not in commits or name not in (*STATE_FILES, "COMMITTED"))
             kept = self.keep_every is not None and (folder + 1) % self.keep_every == 0
             old = folder < commits[-2:][0] and not kept
-            if unfinished or (old and (name in ("state.safetensors", "state.json") or folder <= packed)):
+            done_with = old and (name in ("state.safetensors", "state.json") or folder <= packed)
+            if (unfinished or done_with) and self._may_delete(own):
                 gone.append(key)
         # The mark first: without it, what is left of a folder is nothing that anybody reads.
-        self.store.delete(*sorted(gone, key=lambda key: not key.endswith("/COMMITTED")))
+        self.store.delete(*sorted(gone, key=lambda key: not key.endswith("COMMITTED")))
 
     # -------------------------------------------------------------------------------------- inside a round
     def open_round(self, plan: RoundPlan) -> None:
@@ -439,17 +455,15 @@ class Ledger:
         found = re.compile(f"{re.escape(folder)}(0|[1-9][0-9]*)\\.json")
         return {int(match[1]) for match in map(found.fullmatch, self.store.list(folder)) if match}
 
-    def finished(self, plan: RoundPlan) -> set[int]:
-        """Clients of this plan whose outcome is there and good; the others are to be asked (again)."""
-        good = set()
-        for client in self.answered(plan.round) & {o.client for o in plan.orders}:
+    def finished(self, plan: RoundPlan) -> Iterator[Outcome]:
+        """Outcomes that are there and good; the other clients of this plan are to be asked (again)."""
+        for client in sorted(self.answered(plan.round) & {o.client for o in plan.orders}):
             try:
-                self._read(plan, client)
+                outcome = self._read(plan, client)
             except (Rejected, IntegrityError) as error:
                 log.warning("round %d, client %d: %s; asking again", plan.round + 1, client, error)
             else:
-                good.add(client)
-        return good
+                yield outcome
 
     def receive(self, plan: RoundPlan, client: int) -> Outcome:
         """A client's answer; one that is not to be trusted is a failure at the stage `validate`."""
@@ -496,28 +510,36 @@ class Ledger:
         why = {client: (failure.stage, failure.reason) for client, failure in sorted(refused.items())}
         accepted = {client: self._seen[plan.round, client] for client in sorted(clients)}
         self._seen.clear()
-        closed = Closed(accepted=accepted, refused=why).sealed()
+        closed = Closed(round=plan.round, accepted=accepted, refused=why).sealed()
         self.store.put(f"{_folder(plan.round)}closed.json", closed.model_dump_json().encode())
         return closed
 
-    def closed(self, round: int) -> Closed | None:
+    def closed(self, plan: RoundPlan) -> Closed | None:
         """What the round was closed with; None: it was not."""
-        key = f"{_folder(round)}closed.json"
+        key = f"{_folder(plan.round)}closed.json"
         if key not in self.store.list(key):
             return None
         try:
             found = _parse(Closed, self.store.get(key), self.store.uri(key))
             if found != found.sealed():
                 raise IntegrityError(f"{self.store.uri(key)} is damaged: its checksum is another")
+            if found.round != plan.round or not found.refused.keys() <= found.accepted.keys() == plan.order_of.keys():
+                raise IntegrityError(f"{self.store.uri(key)} is of another round, or of other clients")
         except IntegrityError as error:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
         return found
 
 
 def _plain(name: str) -> str:
-    """A state file's name without its writer's number."""
+    """A state file's or a mark's name without its writer's number."""
+    rest = name.partition("-")[2]
+    return rest if _writer(name) else name
+
+
+def _writer(name: str) -> int:
+    """The number of the coordinator that wrote a state file or a mark; 0: it says none."""
     number, _, rest = name.partition("-")
-    return rest if number.isdecimal() and rest in STATE_FILES else name
+    return int(number) if WRITER.fullmatch(number) and rest in (*STATE_FILES, "COMMITTED") else 0
 
 
 def _check_whole(rows: Sequence[object], last: int, name: str) -> None:

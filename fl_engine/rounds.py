@@ -102,6 +102,7 @@ def federate(
             nonlocal last_commit
             if pending:
                 ledger.commit(pending[-1].round, *pack(state), pending)
+                ledger.check_lease()  # a successor tells the tracker what the ledger has
                 tracker.metrics([(row.round + 1, row.metrics) for row in pending])
                 pending.clear()
             last_commit = time.monotonic()
@@ -194,8 +195,6 @@ def _round(
     watch = _Watch(plan, evaluation, config, seed, should_stop)
     if config.keep_updates or backend.durable:
         outcomes = _through_ledger(algorithm, plan, backend, ledger, watch)
-    elif acceptance.unconditional(config):
-        outcomes = in_order(plan, watch.arriving(backend.run(algorithm, plan)))
     else:
         outcomes = _in_memory(algorithm, plan, backend, watch)
     state = algorithm.merge(state, plan, watch.merging(outcomes))
@@ -227,15 +226,15 @@ def _through_ledger(
 ) -> Iterator[Outcome]:
     """Stores outcomes as they arrive, closes the round, then reads them back one at a time, in client order."""
     ledger.open_round(plan)
-    closed = ledger.closed(plan.round)
+    closed = ledger.closed(plan)
     if closed is None:
-        done, adopted = ledger.finished(plan), 0
+        done, adopted = set[int](), 0
+        for outcome in ledger.finished(plan):
+            watch.arrived(outcome)
+            done.add(outcome.client)
+            adopted += isinstance(outcome, ClientUpdate)
         if done:
             log.info("round %d: adopting %d updates of %d", plan.round + 1, len(done), len(plan.orders))
-        for client in done:
-            outcome = ledger.outcome(plan, client)
-            watch.arrived(outcome)
-            adopted += isinstance(outcome, ClientUpdate)
         rest = replace(plan, orders=tuple(o for o in plan.orders if o.client not in done), adopted=adopted)
         for outcome in watch.arriving(backend.run(algorithm, rest)):
             if isinstance(outcome, ClientFailure) or not backend.durable:
@@ -246,7 +245,8 @@ def _through_ledger(
 
 
 def _in_memory(algorithm: Algorithm, plan: RoundPlan, backend: Backend, watch: _Watch) -> Iterator[Outcome]:
-    """Holds outcomes until all are there, then gives them in client order."""
+    """Holds outcomes until all are there, then gives them in client order, whatever order they came in: floating-point
+    sums depend on it."""
     held, places = Spool(), {}
     outcomes: dict[int, Outcome] = {}
     for outcome in watch.arriving(backend.run(algorithm, plan)):
@@ -258,16 +258,6 @@ def _in_memory(algorithm: Algorithm, plan: RoundPlan, backend: Backend, watch: _
     for client in sorted(outcomes):
         found = refused.get(client, outcomes[client])
         yield replace(found, payload=held.get(places[client])) if isinstance(found, ClientUpdate) else found
-
-
-def in_order(plan: RoundPlan, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """Client order, whatever order they arrive in: floating-point sums depend on it."""
-    waiting: dict[int, Outcome] = {}
-    clients = sorted(o.client for o in plan.orders)
-    for outcome in outcomes:
-        waiting[outcome.client] = outcome
-        while clients and clients[0] in waiting:
-            yield waiting.pop(clients.pop(0))
 
 
 @dataclass

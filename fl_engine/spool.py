@@ -88,9 +88,12 @@ class Spool:
         into = _bytes_of(found)
         done = 0
         while done < len(into):
-            read = os.preadv(self._file.fileno(), [into[done:]], offset + done)
+            try:
+                read = os.preadv(self._file.fileno(), [into[done:]], offset + done)
+            except OSError as error:
+                raise EnvironmentFailure(f"a round's updates cannot be read again: {error.strerror}") from error
             if not read:
-                raise EOFError("the temporary file of a round's updates was cut off")
+                raise EnvironmentFailure("the temporary file of a round's updates was cut off")
             done += read
         return found
 

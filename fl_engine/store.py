@@ -180,8 +180,10 @@ def decode(value: bytes, name: str) -> Params:
     """Raises IntegrityError naming the file where the bytes are no safetensors."""
     try:
         tensors: Params = safetensors.torch.load(value)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise IntegrityError(f"{name} cannot be read as safetensors: {error}") from error
+    # What its header declares, torch has to make: sizes that overflow are its errors, not the parser's.
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError, OverflowError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise IntegrityError(f"{name} cannot be read as safetensors: {why}") from error
     return tensors
 
 

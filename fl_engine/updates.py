@@ -8,9 +8,9 @@ tensor reaches the mean. What fails is `Rejected` with one of the codes below: a
     schema      not a manifest, or not safetensors
     order       for another round, client or order than the one given
     signature   not signed with the key that came with the order
-    spec        a sub-model that is no part of what was sent
+    spec        a sub-model that is no part of what was sent, or not what a client makes of it
     checksum    other bytes than the manifest says
-    names       tensors that the sub-model does not have
+    names       tensors that the sub-model does not have, or lacks
     dtype, shape
     finite      not a number, or infinite
     examples    another number of samples than the client holds
@@ -22,17 +22,29 @@ from __future__ import annotations
 
 import hmac
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fl_engine.errors import FlexfleetError, IntegrityError, ModelError, brief
+from fl_engine.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief
 from fl_engine.slicing import contains, is_statistic, shapes, take
 from fl_engine.store import canonical, decode, encode, sha256
-from fl_engine.types import ClientFailure, ClientUpdate, Outcome, ParamLayout, Params, SubmodelSpec, WorkOrder
+from fl_engine.types import (
+    Algorithm,
+    ClientFailure,
+    ClientUpdate,
+    Device,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    SubmodelSpec,
+    TaskContext,
+    WorkOrder,
+)
 
 Code = Literal[
     "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "finite", "examples",
@@ -72,10 +84,14 @@ class Manifest(BaseModel):
 
 @dataclass(frozen=True)
 class Rules:
-    """What is known about honest updates. `samples` holds each client's sample count."""
+    """What is known about honest updates. `samples` holds each client's sample count; by what `algorithm` makes of an
+    order and of what the client has free, the sub-model is known (None: it may be any part of what was sent)."""
 
     layout: ParamLayout
     samples: Sequence[int]
+    pool: Pool = ()
+    fleet: Sequence[Device] = ()
+    algorithm: Algorithm | None = None
 
 
 KeyOf = Callable[[WorkOrder], bytes]
@@ -182,10 +198,8 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
         held = rules.samples[order.client]
         if manifest.num_examples != held:
             raise Rejected("examples", f"says {manifest.num_examples} samples, the client holds {held}")
-        odd = {name: value for name, value in manifest.metrics.items() if not math.isfinite(value)}
-        named = manifest.metrics.keys() == {"loss", *COUNTS}
-        if odd or not named or any(manifest.metrics[name] < 0 for name in COUNTS):
-            raise Rejected("metrics", f"a loss, and {', '.join(COUNTS)} of 0 or more, got {dict(manifest.metrics)}")
+        _check_metrics(manifest.metrics)
+        _check_made(spec, order, manifest.metrics["free"], rules)
     return ClientUpdate(order.round, order.client, spec, tensors, manifest.num_examples, manifest.metrics)
 
 
@@ -195,6 +209,31 @@ def _most_bytes(expected: Expected) -> int:
 
 
 COUNTS = ("steps", "macs", "seconds", "free")
+MOST = 1e18
+"""Of anything that is counted."""
+
+
+def _check_metrics(metrics: Mapping[str, float]) -> None:
+    named = metrics.keys() == {"loss", *COUNTS} and math.isfinite(metrics["loss"])
+    if not named or not all(0 <= metrics[name] <= MOST for name in COUNTS) or metrics["steps"] < 1:
+        raise Rejected("metrics", f"a loss, {', '.join(COUNTS)} of 0 or more and a step at least, got {dict(metrics)}")
+
+
+def _check_made(spec: SubmodelSpec, order: WorkOrder, free: float, rules: Rules) -> None:
+    """The classes apart: which of them a client trains is its data's."""
+    if rules.algorithm is None:
+        return
+    context = TaskContext(rules.layout, rules.pool, rules.fleet[order.client], free)
+    try:
+        made = rules.algorithm.task(order, context).spec
+    except (ClientError, ModelError) as error:
+        raise Rejected("spec", f"with {free:g} % free, no client makes a sub-model of it: {error}") from error
+    if _but_classes(spec) != _but_classes(made):
+        raise Rejected("spec", f"with {free:g} % free, a client makes another sub-model of what was sent")
+
+
+def _but_classes(spec: SubmodelSpec) -> SubmodelSpec:
+    return SubmodelSpec.of({group: kept for group, kept in spec.kept.items() if group != "classes"}, spec.blocks)
 
 
 Expected = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -213,9 +252,11 @@ def _expected(layout: ParamLayout, spec: SubmodelSpec, order: WorkOrder) -> Expe
 
 
 def _check(tensors: Params, expected: Expected) -> None:
-    odd = sorted(tensors.keys() - expected.keys())
+    odd, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
     if odd:
         raise Rejected("names", f"the sub-model has no {', '.join(odd[:4])}")
+    if missing:
+        raise Rejected("names", f"the sub-model's {', '.join(missing[:4])} did not come")
     for name, tensor in tensors.items():
         dtype, shape = expected[name]
         if tensor.dtype != dtype:

@@ -24,6 +24,7 @@ import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shar
 from fl_engine import faults
 from fl_engine.backends.in_process import by_cost, check_device, prepare_process
 from fl_engine.client import Site, Work, accept_all, train
+from fl_engine.errors import FlexfleetError
 from fl_engine.ledger import Ledger
 from fl_engine.types import Algorithm, ClientFailure, ClientUpdate, Outcome, RoundPlan
 
@@ -70,7 +71,10 @@ class Processes:
                     _tell(worker.link, (algorithm, plan.round, [work.order.client for work in worker.group]))
             for place, worker in self._finished():
                 group, worker.group = worker.group or [], None
-                if _answered(worker.link):
+                answer = _answer(worker.link)
+                if isinstance(answer, FlexfleetError):
+                    raise answer  # of the store: no client has failed
+                if answer is not None:
                     for work in group:
                         yield self._ledger.receive(plan, work.order.client)
                     continue
@@ -113,12 +117,12 @@ def _tell(link: Connection, what: Any) -> None:
         link.send(what)
 
 
-def _answered(link: Connection) -> bool:
+def _answer(link: Connection) -> Any:
+    """None: the worker is gone."""
     try:
-        link.recv()
+        return link.recv()
     except (EOFError, ConnectionResetError):
-        return False
-    return True
+        return None
 
 
 def _said(exit_code: int | None) -> str:
@@ -134,8 +138,12 @@ def _serve(site: Site, ledger: Ledger, device: str, link: Connection) -> None:
             algorithm, round, clients = link.recv()
         except (EOFError, ConnectionResetError):
             return
-        carry_out(algorithm, site, ledger, round, clients, device)
-        _tell(link, clients)
+        try:
+            carry_out(algorithm, site, ledger, round, clients, device)
+        except FlexfleetError as error:
+            _tell(link, error)
+        else:
+            _tell(link, clients)
 
 
 def carry_out(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import numpy as np
 import pytest
 
@@ -20,6 +23,8 @@ from components.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFil
 from fl_engine import partition as partitions
 from fl_engine.config import load_config, parse
 from fl_engine.errors import IntegrityError
+from fl_engine.lease import Holder
+from fl_engine.ledger import Ledger
 from fl_engine.store import decode, sha256
 
 Step = Callable[..., Any]
@@ -310,3 +315,77 @@ def test_runs_of_several_seeds_can_have_one_partition(tmp_path: Path) -> None:
     assert cuts[0] == cuts[1], "the samples too are chosen by partition.seed"
     components.partition.partition(load_config(None, ["seed=5", "dataset.train_samples=600"]), tmp_path / "plain")
     assert (tmp_path / "plain" / "partition.json").read_bytes() == cuts[0]
+
+
+# -------------------------------------------------------------------------------------- a ledger that others reach
+@pytest.fixture
+def rounds(step: Step, chained: dict[str, Any], folder: Path, quick: Sequence[str]) -> Step:
+    """The rounds of a chained run, in a folder and with settings of one's own."""
+
+    def run(out: Path, *argv: str, sets: Sequence[str] = ()) -> Any:
+        given = ("--partition", f"{folder}/partition", "--pool", f"{folder}/pool", "--out", str(out), *argv)
+        return step(components.federate.main, *given, sets=[*quick, "rounds.commit_every=1", *sets])
+
+    return run
+
+
+def test_a_ledger_in_a_folder_that_others_reach_has_a_lease_and_what_the_run_is(
+    rounds: Step, tmp_path: Path, folder: Path
+) -> None:
+    ledger, sets = tmp_path / "ledger" / "a", [f"run.remote={tmp_path}/ledger"]
+    assert rounds(tmp_path / "one" / "a", sets=sets).code == 0
+    holder = Holder.model_validate_json((ledger / "lease" / "00001.json").read_bytes())
+    assert holder.released and (ledger / "model.safetensors").exists()
+    done = rounds(tmp_path / "other" / "a", sets=sets)
+    assert done.code == 2 and "holds a run already: go on with --resume" in done.err
+    (path,) = (ledger / "lease").glob("*.json")
+    living = holder.model_copy(update={"released": False, "pid": 1})
+    path.write_text(living.model_dump_json())
+    with ThreadPoolExecutor(1) as others:
+        later = living.model_copy(update={"beats": 1}).model_dump_json()
+        others.submit(lambda: (time.sleep(1), path.write_text(later)))
+        done = rounds(tmp_path / "other" / "a", "--resume", sets=sets)
+    assert done.code == 2 and "is being run by process 1" in done.err
+    path.write_text(holder.model_dump_json())
+    assert rounds(tmp_path / "other" / "a", "--resume", sets=sets).code == 0
+    model = (tmp_path / "other" / "a" / "model.safetensors").read_bytes()
+    assert model == (folder / "run" / "model.safetensors").read_bytes()
+
+
+def test_one_that_was_replaced_leaves_the_run_in_mlflow_alone(
+    rounds: Step, tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = [f"run.remote={tmp_path}/ledger", f"tracking.mlflow={mlflow_uri}"]
+    commit, ended = Ledger.commit, list[Any]()
+
+    def paused(self: Ledger, round: int, *given: Any) -> None:
+        if round == 1 and not ended:
+            ended.append(None)
+            ended.append(rounds(tmp_path / "other" / "a", "--resume", sets=sets))
+        commit(self, round, *given)
+
+    monkeypatch.setattr(Ledger, "commit", paused)
+    done = rounds(tmp_path / "one" / "a", sets=sets)
+    assert ended[1].code == 0, ended[1].err
+    assert done.code == 3 and "has taken over" in done.err
+    client = mlflow.MlflowClient(tracking_uri=mlflow_uri)
+    run = client.get_run(str(RunFile.read(tmp_path / "other" / "a" / "run.json").mlflow_run_id))
+    assert run.info.status == "FINISHED"
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "seconds_round")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["damaged", "emptied", "deleted"])
+def test_a_key_of_noise_that_is_not_the_runs_is_named(rounds: Step, tmp_path: Path, how: str) -> None:
+    sets = ["algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null"]
+    assert rounds(tmp_path / "a", sets=[*sets, "rounds.stop=1"]).code == 0
+    key = tmp_path / "a" / "secret" / "noise"
+    assert (key.stat().st_mode & 0o777, key.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    value = key.read_bytes()
+    if how == "deleted":
+        key.unlink()
+    else:
+        key.write_bytes(b"" if how == "emptied" else bytes([value[0] ^ 1]) + value[1:])
+    done = rounds(tmp_path / "a", "--resume", sets=sets)
+    assert done.code == 4 and "secret/noise" in done.err
+    key.write_bytes(value)
+    assert rounds(tmp_path / "a", "--resume", sets=sets).code == 0

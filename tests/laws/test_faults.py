@@ -120,5 +120,13 @@ def test_every_backend_meets_the_same_faults(tmp_path: object) -> None:
     assert seen == {"none", "drop", "slow", "nan", "scale", "flip", "corrupt"}
 
 
+def test_a_change_that_overflows_fails_validation_in_this_process_too() -> None:
+    algorithm = FlexFL(training=TRAINING)
+    site = replace(tiny_site(algorithm), faults=parse("scale=1x1e40"))
+    for outcome in outcomes(site, InProcess(site), algorithm.plan(start_of(algorithm, site), 0, site.seed)):
+        assert isinstance(outcome, ClientFailure)
+        assert (outcome.stage, outcome.reason.partition(":")[0]) == ("validate", "finite")
+
+
 def _change(update: ClientUpdate, before: Params) -> float:
     return max(float((tensor - before[name]).abs().max()) for name, tensor in update.payload.items())

@@ -5,14 +5,19 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fl_engine import rounds
+from fl_engine.backends import Processes
+from fl_engine.config import RoundsConfig
 from fl_engine.errors import EnvironmentFailure, IntegrityError
 from fl_engine.ledger import Ledger
-from fl_engine.store import FolderStore, Store
+from fl_engine.store import FolderStore, Store, encode
+from fl_engine.tracking import Memory
 
 MODE: dict[str, Any] = {"keep_updates": True, "stop": 3}
 Rows = Callable[[Store], list[Any]]
@@ -143,3 +148,30 @@ def test_a_folder_that_may_not_be_written_is_named(
     monkeypatch.setattr(os, "replace", denied)
     with pytest.raises(EnvironmentFailure, match=rf"{tmp_path}/rounds/00000/.*: Permission denied\. What was comm"):
         job.federate(FolderStore(tmp_path), **MODE)
+
+
+class Tight(FolderStore):
+    """Takes no large file while `full` lies beside it."""
+
+    def put(self, key: str, value: bytes) -> None:
+        if len(value) > 4096 and "/updates/" in key and (self.root / "full").exists():
+            raise EnvironmentFailure(f"{self.uri(key)}: No space left on device")
+        super().put(key, value)
+
+
+def test_a_store_that_fails_in_a_worker_process_is_no_clients_failure(job: Any, tmp_path: Path) -> None:
+    store, settings = Tight(tmp_path), RoundsConfig(stop=2, commit_every=1, evaluate_every=1000)
+    site = job.make_backend()._site
+
+    def run() -> bytes:
+        ledger = Ledger(store, None, site.rules)
+        with closing(Processes(site, ("cpu",), ledger)) as backend:
+            args = (job.algorithm, job.initial(), backend, ledger, Memory(), settings, job.seed, job.evaluation)
+            return encode(rounds.federate(*args).params)
+
+    store.put("full", b"")
+    with pytest.raises(EnvironmentFailure, match=r"No space left on device\. What was committed stays"):
+        run()
+    assert Ledger(store).commits() == []
+    store.delete("full")
+    assert run() == job.federate(FolderStore(tmp_path / "undisturbed"), stop=2)

@@ -21,6 +21,7 @@ from fl_engine.lease import Holder, Lease
 from fl_engine.ledger import Ledger
 from fl_engine.store import FolderStore, Store, encode
 from fl_engine.tracking import Memory
+from fl_engine.types import Tracker
 
 
 @pytest.fixture(autouse=True)
@@ -178,13 +179,15 @@ class Pausing:
         return self.inner.uri(key)
 
 
-def run(job: Any, store: Store, number: int) -> bytes:
+def run(
+    job: Any, store: Store, number: int, *, stop: int = 3, tracker: Tracker | None = None, discard_damaged: bool = False
+) -> bytes:
     """The job's rounds, by the coordinator of this number."""
     holder = Holder(host="here", machine="here", pid=1, since="now")
-    settings = RoundsConfig(stop=3, evaluate_every=1000, commit_every=1, keep_updates=True)
+    settings = RoundsConfig(stop=stop, evaluate_every=1000, commit_every=1, keep_updates=True)
     ledger = Ledger(store, lease=Lease(store, number, holder))
-    args = (Memory(), settings, job.seed, job.evaluation)
-    return encode(rounds.federate(job.algorithm, job.initial(), job.backend, ledger, *args).params)
+    args = (job.algorithm, job.initial(), job.backend, ledger, tracker or Memory(), settings, job.seed, job.evaluation)
+    return encode(rounds.federate(*args, discard_damaged=discard_damaged).params)
 
 
 def test_a_coordinator_that_is_paused_before_any_write_and_replaced_meanwhile_changes_no_bit(
@@ -222,6 +225,102 @@ def test_a_coordinator_that_is_paused_before_any_write_and_replaced_meanwhile_ch
         assert run(job, store, 2) == expected
         Ledger(store).read(2)
     assert writes > 20
+
+
+class At:
+    """Passes everything on to `inner`; once, before the write or deletion that `when` names, `then` happens."""
+
+    def __init__(self, inner: Store, when: Callable[[str, str], bool], then: Callable[[], object]) -> None:
+        self._inner = inner
+        self._when = when
+        self._then = then
+        self._done = False
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name not in ("put", "create", "delete"):
+            return found
+
+        def act(*given: Any) -> Any:
+            keys = given if name == "delete" else given[:1]
+            if not self._done and any(self._when(name, key) for key in keys):
+                self._done = True
+                self._then()
+            return found(*given)
+
+        return act
+
+
+def test_one_that_was_replaced_while_it_discards_deletes_nothing_of_its_successors(
+    job: Any, new_store: Callable[[], Store]
+) -> None:
+    store = new_store()
+    store.put("lease/00001.json", b"")
+    run(job, store, 1)
+    store.put("rounds/00002/1-state.safetensors", b"damaged")
+    store.put("lease/00002.json", b"")
+    ended = []
+
+    def replaced() -> None:
+        store.put("lease/00003.json", b"")
+        ended.append(run(job, store, 3, stop=5, discard_damaged=True))
+
+    with pytest.raises(Stopped, match="has taken over"):
+        run(job, At(store, lambda what, _: what == "delete", replaced), 2, discard_damaged=True)  # type: ignore[arg-type]
+    assert Ledger(store).commits() == [0, 1, 2, 3, 4]
+    assert run(job, store, 3, stop=5) == ended[0] == run(job, new_store(), 1, stop=5)
+
+
+def test_a_late_commit_does_not_stop_the_successor_in_the_same_round(job: Any, new_store: Callable[[], Store]) -> None:
+    store, late, ended = new_store(), list[tuple[str, bytes]](), list[bytes]()
+    store.put("lease/00001.json", b"")
+
+    def paused(what: str, key: str) -> bool:
+        return what == "create" and key == "rounds/00001/1-COMMITTED"
+
+    def replaced() -> None:
+        """The mark comes when the successor has written its state, and not its own mark yet."""
+        store.put("lease/00002.json", b"")
+
+        def commits() -> None:
+            assert store.create("rounds/00001/1-COMMITTED", mark())
+
+        meanwhile = At(store, lambda what, key: key == "rounds/00001/2-COMMITTED", commits)
+        ended.append(run(job, meanwhile, 2))  # type: ignore[arg-type]
+
+    def mark() -> bytes:
+        (value,) = (value for key, value in late if key == "rounds/00001/1-COMMITTED")
+        return value
+
+    class Late(At):
+        def create(self, key: str, value: bytes) -> bool:
+            late.append((key, value))
+            return bool(self.__getattr__("create")(key, value))
+
+    with pytest.raises(Stopped, match="has taken over"):
+        run(job, Late(store, paused, replaced), 1)  # type: ignore[arg-type]
+    assert ended == [run(job, new_store(), 1)]
+    assert Ledger(store).commits() == [0, 1, 2]
+    assert run(job, store, 2) == ended[0]
+
+
+def test_one_that_was_replaced_behind_its_commit_tells_the_tracker_no_more(
+    job: Any, new_store: Callable[[], Store]
+) -> None:
+    store, told, other = new_store(), Memory(), Memory()
+    store.put("lease/00001.json", b"")
+
+    def replaced() -> None:
+        store.put("lease/00002.json", b"")
+        run(job, store, 2, tracker=other)
+
+    def tidies(what: str, key: str) -> bool:
+        return what == "delete" and "rounds/00001/1-COMMITTED" in store.list("rounds/")
+
+    with pytest.raises(Stopped, match="has taken over"):
+        run(job, At(store, tidies, replaced), 1, tracker=told)  # type: ignore[arg-type]
+    assert sorted(told.rows) == [1]
+    assert sorted(other.rows) == [1, 2, 3]
 
 
 @pytest.fixture

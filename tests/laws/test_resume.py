@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,7 +13,6 @@ from fl_engine import rounds
 from fl_engine.config import RoundsConfig
 from fl_engine.errors import IntegrityError, Stopped
 from fl_engine.ledger import Ledger
-from fl_engine.rounds import in_order
 from fl_engine.state import pack, unpack
 from fl_engine.store import Store
 from fl_engine.tracking import Memory
@@ -253,13 +252,27 @@ def test_one_failure_is_survived(job: Any, new_store: Make) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- details
-def test_outcomes_are_merged_in_client_order_whatever_order_they_arrive_in(job: Any) -> None:
-    state = job.initial()
-    plan = replace(job.algorithm, training=replace(job.algorithm.training, fraction=1.0)).plan(state, 0, 0)
-    arrive: list[Outcome] = [ClientFailure(0, o.client, "train", "") for o in plan.orders]
-    assert len(arrive) > 3
-    for order in (arrive, arrive[::-1], arrive[2:] + arrive[:2]):
-        assert [o.client for o in in_order(plan, order)] == sorted(o.client for o in plan.orders)
+class Reordered:
+    """Another backend, whose outcomes come in another order."""
+
+    durable = False
+    phases: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, inner: Any, order: Callable[[list[Outcome]], list[Outcome]]) -> None:
+        self._inner = inner
+        self._order = order
+
+    def run(self, algorithm: Any, plan: Any) -> Iterator[Outcome]:
+        yield from self._order(list(self._inner.run(algorithm, plan)))
+
+
+@pytest.mark.parametrize("order", [lambda found: found[::-1], lambda found: found[1:] + found[:1]])
+def test_outcomes_are_merged_in_client_order_whatever_order_they_arrive_in(
+    job: Any, new_store: Make, order: Callable[[list[Outcome]], list[Outcome]]
+) -> None:
+    job.algorithm = replace(job.algorithm, training=replace(job.algorithm.training, fraction=1.0))
+    expected = job.federate(new_store(), stop=2)
+    assert job.federate(new_store(), stop=2, backend=Reordered(job.backend, order)) == expected
 
 
 def test_a_plan_is_pure(job: Any) -> None:

@@ -17,10 +17,11 @@ from fl_engine.algorithms import FlexFL
 from fl_engine.client import execute
 from fl_engine.errors import IntegrityError
 from fl_engine.ledger import Ledger
+from fl_engine.slicing import take
 from fl_engine.store import FolderStore, canonical, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
-from fl_engine.types import ClientFailure, ClientUpdate, Params, RoundPlan
-from fl_engine.updates import Manifest, Rules, key_of, movement, order_sum, signed
+from fl_engine.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec
+from fl_engine.updates import Manifest, key_of, movement, order_sum, signed
 
 SECRET = b"a run's own"
 ALGORITHM = FlexFL(training=TRAINING)
@@ -57,8 +58,7 @@ class Memory(FolderStore):
 
 
 def ledger_of(files: dict[str, bytes]) -> Ledger:
-    held = [len(indices) for indices in SITE.partition.clients]
-    return Ledger(Memory(files), rules=Rules(SITE.layout, held), key=key_of(SECRET))
+    return Ledger(Memory(files), rules=replace(SITE.rules, algorithm=ALGORITHM), key=key_of(SECRET))
 
 
 def honest_files() -> dict[str, bytes]:
@@ -99,7 +99,22 @@ def poisoned(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def test_an_honest_update_is_taken_as_it_is() -> None:
     assert_same_outcomes([ledger_of(FILES).receive(PLAN, ORDER.client)], [HONEST])
-    assert ledger_of(FILES).finished(PLAN) == ledger_of(FILES).answered(0) == {ORDER.client}
+    assert_same_outcomes(list(ledger_of(FILES).finished(PLAN)), [HONEST])
+    assert ledger_of(FILES).answered(0) == {ORDER.client}
+
+
+def header(*shape: int) -> bytes:
+    """A file of no numbers, whose sizes torch cannot multiply."""
+    said = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    return struct.pack("<Q", len(said)) + said
+
+
+def narrower() -> dict[str, bytes]:
+    """A part of what was sent, but not one that this client would train."""
+    group = next(g for g in SITE.layout.groups if SITE.layout.width(ORDER.spec, g) > 1)
+    spec = SubmodelSpec.of({**ORDER.spec.kept, group: 1}, ORDER.spec.blocks)
+    payload = take(ORDER.payload, SITE.layout, spec, have=ORDER.spec)
+    return lying(spec=spec.to_json(), payload=encode({n: t.contiguous() for n, t in payload.items()}))
 
 
 OTHER_SPEC = {"keep": {next(iter(SITE.layout.groups)): 10**6}, "blocks": None}
@@ -123,6 +138,13 @@ LIES: dict[str, tuple[str, dict[str, bytes]]] = {
     "integers": ("dtype", lying(payload=tensors(a=lambda p: first(p, torch.Tensor.int)))),
     "a row too few": ("shape", lying(payload=tensors(a=lambda p: first(p, lambda t: t[1:])))),
     "a tensor too many": ("names", lying(payload=tensors(a=lambda p: {**p, "more": torch.zeros(1)}))),
+    "a tensor too few": ("names", lying(payload=tensors(a=lambda p: dict(list(p.items())[1:])))),
+    "nothing of 2**63": ("schema", lying(payload=header(0, 2**63))),
+    "nothing of 2**65": ("schema", lying(payload=header(0, 2**62, 8))),
+    "another sub-model than its memory asks for": ("spec", narrower()),
+    "less memory than any sub-model takes": ("spec", lying(metrics={**dict(HONEST.metrics), "free": 0.0})),
+    "no step": ("metrics", lying(metrics={**dict(HONEST.metrics), "steps": 0.0})),
+    "endless steps": ("metrics", lying(metrics={**dict(HONEST.metrics), "steps": 1e308})),
     "channels that are not there": ("spec", lying(spec=OTHER_SPEC)),
     "no sub-model": ("spec", lying(spec={"keep": 7})),
     "blocks that are no names": ("spec", lying(spec={"keep": {}, "blocks": [1]})),
@@ -141,7 +163,7 @@ def test_each_lie_has_its_code(lie: str) -> None:
     found = ledger_of(files).receive(PLAN, ORDER.client)
     assert isinstance(found, ClientFailure)
     assert (found.stage, found.reason.partition(":")[0]) == ("validate", code)
-    assert ledger_of(files).finished(PLAN) == set()
+    assert list(ledger_of(files).finished(PLAN)) == []
     with pytest.raises(IntegrityError, match="--discard-damaged"):
         ledger_of(files).outcome(PLAN, ORDER.client)
 
@@ -173,9 +195,9 @@ def test_an_answer_that_is_replaced_after_the_round_was_closed_does_not_count(la
     files = dict(FILES)
     ledger = ledger_of(files)
     plan = replace(PLAN, orders=(ORDER,))
-    assert ledger.finished(plan) == {ORDER.client}
+    assert len(list(ledger.finished(plan))) == 1
     ledger.close(plan, [ORDER.client])
-    closed = ledger.closed(0)
+    closed = ledger.closed(plan)
     assert closed is not None
     assert_same_outcomes([ledger_of(files).accepted(plan, ORDER.client, closed)], [HONEST])
     if later == "another":
@@ -189,9 +211,9 @@ def test_an_answer_that_is_replaced_after_the_round_was_closed_does_not_count(la
 def test_an_answer_that_is_given_again_with_other_seconds_still_counts() -> None:
     files = dict(FILES)
     ledger, plan = ledger_of(files), replace(PLAN, orders=(ORDER,))
-    assert ledger.finished(plan) == {ORDER.client}
+    assert len(list(ledger.finished(plan))) == 1
     ledger.close(plan, [ORDER.client])
-    closed = ledger.closed(0)
+    closed = ledger.closed(plan)
     assert closed is not None
     files |= lying(metrics={**dict(HONEST.metrics), "seconds": 99.0})
     assert isinstance(ledger_of(files).accepted(plan, ORDER.client, closed), ClientUpdate)
