@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,13 @@ import torch
 from fl_engine.algorithms import FlexFL
 from fl_engine.backends import BACKENDS, InProcess, Processes
 from fl_engine.client import Site, execute
-from fl_engine.errors import EnvironmentFailure
+from fl_engine.errors import EnvironmentFailure, IntegrityError
 from fl_engine.ledger import Ledger
 from fl_engine.numerics import Numerics
 from fl_engine.store import FolderStore
 from fl_engine.testing.backends import BackendSuite, Make
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
-from fl_engine.types import Backend, ClientFailure, ClientUpdate, RoundPlan
+from fl_engine.types import Backend, ClientFailure, ClientUpdate, LocalTask, RoundPlan, TaskContext, WorkOrder
 
 
 class TestBackends(BackendSuite):
@@ -63,6 +64,29 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(
     assert "signal 9; asking again" in caplog.text
 
 
+@dataclass(frozen=True)
+class Deadly(FlexFL):
+    """Ends the worker process that trains this client."""
+
+    victim: int = -1
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        if order.client == self.victim and multiprocessing.parent_process() is not None:
+            os._exit(7)
+        return super().task(order, ctx)
+
+
+def test_what_kills_every_worker_is_a_failure(workers: tuple[FlexFL, Processes, Site]) -> None:
+    algorithm, backend, site = workers
+    plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+    victim = plan.orders[1].client
+    found = {o.client: o for o in backend.run(Deadly(training=TRAINING, victim=victim), plan)}
+    failed = found.pop(victim)
+    assert isinstance(failed, ClientFailure)
+    assert "worker process ended with exit code 7" in failed.reason
+    assert all(isinstance(o, ClientUpdate) for o in found.values()) and len(found) == len(plan.orders) - 1
+
+
 class Losing(Ledger):
     """Loses the second order of each round."""
 
@@ -71,16 +95,12 @@ class Losing(Ledger):
         self.store.delete(f"rounds/{plan.round:05d}/orders/{plan.orders[1].client}.json")
 
 
-def test_what_kills_every_worker_is_a_failure(workers: tuple[FlexFL, Processes, Site]) -> None:
-    """Here an order that a worker cannot read; the others come back."""
+def test_an_order_that_is_lost_is_no_clients_failure(workers: tuple[FlexFL, Processes, Site]) -> None:
     algorithm, backend, site = workers
     backend._ledger = Losing(backend._ledger.store)
     plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
-    found = {o.client: o for o in backend.run(algorithm, plan)}
-    failed = found.pop(plan.orders[1].client)
-    assert isinstance(failed, ClientFailure)
-    assert "worker process ended with exit code 1" in failed.reason
-    assert all(isinstance(o, ClientUpdate) for o in found.values()) and len(found) == len(plan.orders) - 1
+    with pytest.raises(IntegrityError, match=rf"orders/{plan.orders[1].client}\.json is missing"):
+        list(backend.run(algorithm, plan))
 
 
 @pytest.mark.parametrize("lanes", [2, 3, 64])

@@ -204,7 +204,7 @@ def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
         assert store.get(name) == Path("runs/bucket", name).read_bytes()
     assert not [key for key in store.list("") if b"planted-secret" in store.get(key)], "clients read what is there"
     kept = store.list("rounds/")
-    assert "rounds/00002/COMMITTED" in kept and not any("updates" in key or "orders" in key for key in kept)
+    assert "rounds/00002/1-COMMITTED" in kept and not any("updates" in key or "orders" in key for key in kept)
     # On another machine, with nothing but the store.
     Path("runs/bucket").rename("gone")
     assert run(load_config(None, (*quick, *remote)), "bucket", resume=True).model_sha256 == bucket.model_sha256
