@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fake-edge", metavar="NODE", help="a node that is labelled and tainted for a test")
 
 
+PRINT = builtins.print
 LONG = ("docs", "pipelines", "components", "harness", "k8s", "s3")
 
 
@@ -62,10 +63,10 @@ def _leave_the_process_as_it_was() -> Iterator[None]:
     pipeline that run beside each other leave a `print` behind that indents."""
     threads = torch.get_num_threads()
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    plain = builtins.print
+    builtins.print = PRINT
     torch.set_num_threads(1)
     yield
-    builtins.print = plain
+    builtins.print = PRINT
     torch.set_num_threads(threads)
     for number, handler in handlers.items():
         signal.signal(number, handler)
