@@ -41,8 +41,8 @@ from fl_engine.types import Backend, ModelFamily, Tracker
 from fl_engine.updates import KeyOf, key_of
 
 SECRET_KEY, NOISE_KEY = "secret/key", "secret/noise"
-SECRET_BYTES = 32
 """Where the run's store keeps what clients' keys, and the noise of private aggregation, come from."""
+SECRET_BYTES = 32
 
 MAY_CHANGE = (
     "dataset.root",
@@ -360,12 +360,10 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:
     ledger.check_lease()
-    for store in (FolderStore(out), ledger.store):
-        store.sweep("")  # what writers left that were killed: nobody writes any more
     value = encode(published(final))
-    FolderStore(out).put("model.safetensors", value)
-    if ledger.lease is not None:
-        ledger.store.put("model.safetensors", value)
+    for store in (FolderStore(out), ledger.store) if ledger.lease is not None else (FolderStore(out),):
+        store.sweep("")  # what writers left that were killed: nobody writes any more
+        store.put("model.safetensors", value)
     rows = ledger.rows()
     history = History(
         rounds=tuple(row.model_dump(mode="json") for row in rows),

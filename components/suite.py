@@ -9,7 +9,7 @@ import hashlib
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -63,7 +63,8 @@ class OfLabel(BaseModel):
 
     task: str
     """Digest of what was asked, one label's own settings apart: figures of other tasks are not compared."""
-    values: dict[str, tuple[float, ...]]
+    values: dict[str, Annotated[tuple[float, ...], Field(min_length=2)]]
+    """Of one value nobody knows how it spreads."""
     curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
     """(round, mean MB sent so far, avg of each seed, full of each seed); no avg where one level is reported."""
     mlflow_runs: tuple[str, ...] = ()

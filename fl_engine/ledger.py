@@ -298,8 +298,7 @@ class Ledger:
         names = [key.removeprefix(folder) for key in self.store.list(folder)]
         return folder + max((n for n in names if _plain(n) == "COMMITTED"), key=_writer, default="COMMITTED")
 
-    def _mark(self, round: int) -> Committed:
-        mark = self._mark_key(round)
+    def _mark(self, mark: str, round: int) -> Committed:
         found = _parse(Committed, self.store.get(mark), self.store.uri(mark))
         if found.round != round:
             raise IntegrityError(f"{self.store.uri(mark)} is of round {found.round}: folders were exchanged")
@@ -309,7 +308,7 @@ class Ledger:
         """A file of a committed round, checked against the checksum that was committed with it."""
         mark = self._mark_key(round)
         try:
-            files = self._mark(round).files
+            files = self._mark(mark, round).files
             name = next((found for found in files if _plain(found) == name), name)
             value = self.store.get(f"{_folder(round)}{name}")
         except IntegrityError as error:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import safetensors.torch
 from safetensors import SafetensorError
 
-from fl_engine.errors import EnvironmentFailure, IntegrityError
+from fl_engine.errors import EnvironmentFailure, IntegrityError, first_line
 from fl_engine.types import Params
 
 
@@ -182,8 +182,7 @@ def decode(value: bytes, name: str) -> Params:
         tensors: Params = safetensors.torch.load(value)
     # What its header declares, torch has to make: sizes that overflow are its errors, not the parser's.
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError, OverflowError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise IntegrityError(f"{name} cannot be read as safetensors: {why}") from error
+        raise IntegrityError(f"{name} cannot be read as safetensors: {first_line(error)}") from error
     return tensors
 
 
