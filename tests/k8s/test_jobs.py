@@ -78,7 +78,7 @@ def test_every_job_is_valid_and_names_each_client_once(
         assert tiers == {job["metadata"]["labels"]["flexfleet.io/tier"]}
         assert job["spec"]["completions"] == len(jobs.pods_of(job)) and jobs.attempt_of(job) == 0
         kubernetes_validate.validate(job, "1.33", strict=True)
-        secret = jobs.secret(job, dict.fromkeys(range(job["spec"]["completions"]), "{}"))
+        secret = jobs.secret(job, ["{}"] * job["spec"]["completions"], "{}")
         kubernetes_validate.validate(secret, "1.33", strict=True)
         _restricted(job["spec"]["template"]["spec"], host=data is not None and data.startswith("host:"))
 
