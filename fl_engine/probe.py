@@ -68,7 +68,7 @@ class _Scratch:
         return self.store.upload(self.target, len(VALUE), SECONDS, verb)
 
     def takes(self, upload: Upload, value: bytes = VALUE, headers: Mapping[str, str] = NONE) -> bool:
-        return send(self.pool, upload, value, headers).status < 400
+        return send(self.pool, upload, value, headers).status < 300
 
     def reads(self, url: str) -> bool:
         return self.pool.request("GET", url).status < 400
@@ -123,7 +123,7 @@ def _open_reads(scratch: _Scratch) -> Iterator[str]:
 def _refused(scratch: _Scratch, verb: Verb) -> str | None:
     """Why an honest upload does not arrive."""
     answer = send(scratch.pool, scratch.upload(verb), VALUE)
-    if answer.status < 400:
+    if answer.status < 300:
         return None if scratch.is_whole() else "the coordinator cannot read what was uploaded"
     code = re.search(rb"<Code>(\w+)</Code>", answer.data)
     return f"HTTP {answer.status} {code[1].decode() if code else ''}".rstrip()

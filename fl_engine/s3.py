@@ -280,7 +280,7 @@ class UrlStore:
             raise EnvironmentFailure(f"{verb} {self.uri(key)}: {_without_query(str(error), url)}") from None
 
     def _check(self, answer: urllib3.BaseHTTPResponse, verb: str, key: str) -> None:
-        if answer.status >= 400:
+        if answer.status >= 300:
             said = answer.data[:300].decode(errors="replace")
             kind = EnvironmentFailure if answer.status >= 500 or answer.status == 429 else IntegrityError
             raise kind(f"{verb} {self.uri(key)}: HTTP {answer.status} {said}")
@@ -301,11 +301,12 @@ def send(
     """The answer to an upload, whatever it is; `headers`: more of them."""
     if upload.verb == "PUT":
         given = {**upload.fields, "Content-MD5": _md5(value), **headers}
-        return pool.request("PUT", upload.url, body=value, headers=given)
+        return pool.request("PUT", upload.url, body=value, headers=given, redirect=False)
     # What follows the file is not read.
     form: dict[str, str | tuple[str, bytes, str]] = {**upload.fields}
     form["file"] = ("value", value, FIXED["Content-Type"])
-    return pool.request("POST", upload.url, fields=form, headers=dict(headers))
+    # Some servers answer a form that its policy does not allow with a redirect.
+    return pool.request("POST", upload.url, fields=form, headers=dict(headers), redirect=False)
 
 
 def _etag(answer: urllib3.BaseHTTPResponse) -> str | None:
