@@ -137,7 +137,7 @@ class S3Store:
     def get(self, key: str, limit: int | None = None) -> bytes:
         def read() -> bytes:
             found = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
-            check_size(self.uri(key), found["ContentLength"], limit)
+            check_size(self.uri(key), found.get("ContentLength", 0), limit)
             value = _whole(found["Body"], self.uri(key), limit)
             expected = found["Metadata"].get("sha256")
             if expected not in (None, sha256(value)):
