@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from components.entries import Entry, by_label, entries, labels_of, seeds_of
+from components.names import plain
 from fl_engine.config import Config, check_plain, pair_of, parse, public, set_path
 from fl_engine.errors import ConfigError, nearest
 
@@ -156,10 +157,7 @@ def _yaml(config: Config) -> str:
 
 def run_name(wanted: str, job_id: str, config: Config) -> str:
     """The run's name as wanted, else one that no other job has. Raises ConfigError where it is no plain name."""
-    name = wanted or f"{config.algorithm['name']}-s{config.seed}-{job_id}"
-    if Path(name).name != name or name.startswith("."):
-        raise ConfigError(f"run_id is a plain name, it becomes a folder of the run store; got {name!r}")
-    return name
+    return plain(wanted or f"{config.algorithm['name']}-s{config.seed}-{job_id}", "run_id")
 
 
 def run_folder(config: Config, name: str) -> Path:

@@ -21,6 +21,7 @@ from components.artifacts import Artifact, History, RunFile
 from components.check import check
 from components.entries import Entry
 from components.gate import Before, Check
+from components.names import plain
 from components.pace import machine, pace
 from components.report import Run, load
 from components.run import need_packages
@@ -103,7 +104,7 @@ def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) 
     path = suite.path_of(name)
     asked = suite.load(path)
     seeds = tuple(sorted({*asked.seeds, *REFERENCE_SEEDS})) if update else asked.seeds
-    night = Night(path, asked, id, suite.runs_of(asked, path.stem, seeds, list(sets), id))
+    night = Night(path, asked, plain(id, "a night's id"), suite.runs_of(asked, path.stem, seeds, list(sets), id))
     if night.config.tracking.mlflow is not None and not update:
         for entry in (each[0] for each in night.runs.values()):
             publishing = entry.config.publish.model_copy(update={"models": True})
