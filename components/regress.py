@@ -319,7 +319,7 @@ def compared(
         known = {metric for values in same.values() for metric in values}
         measured = {metric for label in same for metric in now.labels[label].values}
         if unknown := [metric for metric in gate.METRICS if metric in measured - known]:
-            notes.append(f"the {name} was not measured for {', '.join(unknown)}: a night that passes will be")
+            notes.append(f"the {name} has no {', '.join(unknown)} to compare with")
         if figures.machine != now.machine:
             notes.append(f"memory and pace of the {name} are of another machine or kind of process, and not compared")
         before.append(Before(name, same, figures.machine == now.machine))
