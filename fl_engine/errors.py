@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
@@ -90,6 +91,20 @@ WHO_ASKS = re.compile(r"(?<=://)(?:[^/\s]*@|[^/:@\s]*:(?!\d+(?:/|$))\S*@)")
 def masked(address: str) -> str:
     """An address without user and password, to be shown."""
     return WHO_ASKS.sub("", address)
+
+
+UNSEEN = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
+"""Categories of Unicode: control and format characters (those that turn the direction of writing among them), private
+ones, halves of pairs, line and paragraph separators."""
+
+
+def printable(text: str) -> str:
+    """In one line what somebody else has written: characters that a terminal obeys, or does not show, are written out
+    (`\\x1b`)."""
+    one_line = " ".join(text.split())
+    return "".join(
+        c.encode("unicode_escape").decode() if unicodedata.category(c) in UNSEEN else c for c in one_line
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -14,14 +14,14 @@ from typing import Any
 import yaml
 
 from fl_engine.config import KubernetesConfig, NodePool, read_yaml
-from fl_engine.errors import ConfigError
+from fl_engine.errors import ConfigError, printable
 from fl_engine.types import Device, WorkOrder
 
 Resource = dict[str, Any]
 
 TEMPLATE = Path(__file__).with_name("client-job.yaml")
 RUN, ROUND, TIER = "flexfleet.io/run", "flexfleet.io/round", "flexfleet.io/tier"
-CLIENTS, ATTEMPT = "flexfleet.io/clients", "flexfleet.io/attempt"
+CLIENTS, ATTEMPT, SETTINGS = "flexfleet.io/clients", "flexfleet.io/attempt", "flexfleet.io/settings"
 PODS_PER_JOB = 200
 """A Secret holds 1 MiB: what so many pods of one client are told, with URLs, is a little less."""
 
@@ -52,6 +52,17 @@ def groups(orders: Sequence[WorkOrder], fleet: Sequence[Device], options: Kubern
         pods = [tuple(clients[i : i + n]) for i in range(0, len(clients), n)]
         most = max(1, PODS_PER_JOB // n)
         found += [Group(tier, tuple(pods[i : i + most]), i // most) for i in range(0, len(pods), most)]
+    return found
+
+
+def shares(sizes: Sequence[int], most: int | None) -> list[int]:
+    """How many pods each of several Jobs of these sizes has at a time: in all at most `most` (None: all), divided by
+    size, but one for each Job at least."""
+    if most is None or most >= sum(sizes):
+        return list(sizes)
+    found = [1] * len(sizes)
+    for _ in range(most - len(sizes)):
+        found[max(range(len(sizes)), key=lambda i: sizes[i] / found[i])] += 1
     return found
 
 
@@ -86,6 +97,16 @@ def template(path: str | None) -> Resource:
     return found
 
 
+WHEN = {"quorum", "attempts", "parallelism", "deadline_s", "pending_s", "poll_s"}
+"""Settings that say how long and how many pods are waited for, not what they are."""
+
+
+def settings_sum(of: Resource, options: KubernetesConfig) -> str:
+    """A checksum of all that decides what a pod is: the template and the settings."""
+    said = json.dumps([of, options.model_dump(mode="json", exclude=WHEN)], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
 def labels(run: str, round: int, tier: str) -> dict[str, str]:
     return {RUN: run, ROUND: str(round), TIER: re.sub(r"[^A-Za-z0-9._-]+", "-", tier)[:63].strip("-._")}
 
@@ -108,7 +129,11 @@ def job(
         "name": name,
         "namespace": options.namespace,
         "labels": {**out["metadata"].get("labels", {}), **own},
-        "annotations": {CLIENTS: json.dumps(group.pods), ATTEMPT: str(attempt)},
+        "annotations": {
+            CLIENTS: json.dumps(group.pods),
+            ATTEMPT: str(attempt),
+            SETTINGS: settings_sum(of, options),
+        },
         "ownerReferences": [owner],
     }
     spec = out["spec"]
@@ -181,6 +206,22 @@ def attempt_of(job: Resource) -> int:
     return int(job["metadata"]["annotations"][ATTEMPT])
 
 
+def reference(job: Resource) -> Resource:
+    """To a Job that is there, for what goes with it."""
+    meta = job["metadata"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "name": meta["name"], "uid": meta["uid"]}
+
+
+def wanted(job: Resource) -> str:
+    """What the Job's pods ask of a node."""
+    pod = job["spec"]["template"]["spec"]
+    container = next(c for c in pod["containers"] if c["name"] == "client")
+    asked = [f"{name} {amount}" for name, amount in container["resources"].get("requests", {}).items()]
+    asked += [f"{label}={value}" for label, value in pod.get("nodeSelector", {}).items()]
+    asked += [f"tolerating {t['key']}" for t in pod.get("tolerations", []) if t.get("effect") != "NoExecute"]
+    return ", ".join(asked)
+
+
 # ------------------------------------------------------------------------------------------- what its status says
 def failed_indexes(job: Resource) -> set[int]:
     """`status.failedIndexes`, e.g. "1,3-5,7"."""
@@ -207,6 +248,21 @@ class PodState:
     phase: str
     reason: str
     started: bool
+    queued: bool = False
+    """It waits for room: on some node it would fit, were there less on it; or a queue does not admit it yet."""
+    unreachable: bool = False
+    """It runs on a node of which nothing is heard: the node's controller calls the pod not ready, while the last that
+    the node itself said is that its containers are."""
+    ends: tuple[str, float] | None = None
+    """Of one that is being deleted: its uid, and the seconds that it was given for it."""
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+
+ROOM = re.compile(r"Insufficient |Too many pods")
+"""What the scheduler says of a node that would do, but is full."""
 
 
 def newest(pods: Iterable[Resource], job: str) -> list[PodState]:
@@ -222,12 +278,15 @@ def newest(pods: Iterable[Resource], job: str) -> list[PodState]:
 
 
 def pod_state(pod: Resource) -> PodState:
-    status = pod.get("status") or {}
-    index = int(pod["metadata"].get("annotations", {}).get("batch.kubernetes.io/job-completion-index", -1))
-    reason = ""
+    status, meta = pod.get("status") or {}, pod["metadata"]
+    index = int(meta.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", -1))
+    reason, queued = "", False
+    said = {condition["type"]: condition["status"] for condition in status.get("conditions") or []}
     for condition in status.get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            reason = f"{condition.get('reason', 'Unschedulable')}: {condition.get('message', '')}"
+            why = condition.get("reason", "Unschedulable")
+            reason = f"{why}: {condition.get('message', '')}"
+            queued = why == "SchedulingGated" or ROOM.search(condition.get("message", "")) is not None
         if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
             reason = f"{condition.get('reason', 'Disrupted')}: {condition.get('message', '')}"
     started = False
@@ -244,4 +303,8 @@ def pod_state(pod: Resource) -> PodState:
             reason = f"{why} (exit code {over['exitCode']})" + (f": {last[0]}" if last and why != "OOMKilled" else "")
     if status.get("reason") and not reason:
         reason = f"{status['reason']}: {status.get('message', '')}"
-    return PodState(index, status.get("phase", "Pending"), reason.rstrip(": ")[:500], started)
+    phase = status.get("phase", "Pending")
+    unreachable = phase == "Running" and said.get("Ready") == "False" and said.get("ContainersReady") == "True"
+    grace_s = float(meta.get("deletionGracePeriodSeconds") or 0)
+    ends = (meta.get("uid", ""), grace_s) if meta.get("deletionTimestamp") else None
+    return PodState(index, phase, printable(reason).rstrip(": ")[:500], started, queued, unreachable, ends)
