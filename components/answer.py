@@ -18,7 +18,7 @@ from fl_engine.assignment import SITE_FILES, Assignment
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.backends.processes import carry_out
 from fl_engine.client import Site
-from fl_engine.errors import BadInput, ClientError, EnvironmentFailure, IntegrityError, brief
+from fl_engine.errors import BadInput, ClientError, IntegrityError, brief
 from fl_engine.ledger import Ledger
 from fl_engine.numerics import Numerics, deciding, describe
 from fl_engine.store import Store

@@ -18,8 +18,8 @@ from fl_engine.errors import BadInput, ClientError, EnvironmentFailure, Integrit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # The first process of a container ignores SIGTERM otherwise, and is killed after the grace period. Torch is imported
-    # afterwards: it takes seconds.
+    # The first process of a container ignores SIGTERM otherwise, and is killed after the grace period. Torch, which
+    # takes seconds to import, comes afterwards.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("assignment", type=Path, metavar="FILE")
