@@ -123,7 +123,7 @@ class Cluster:
 
     def _tell_warnings(self, headers: Iterable[str]) -> None:
         """What the API server warns of (`299 - "..."`), e.g. a level of Pod Security that is not enforced, once."""
-        for text in (match[1] for header in headers for match in WARNING.finditer(header)):
+        for text in (re.sub(r"\\(.)", r"\1", m[1]) for header in headers for m in WARNING.finditer(header)):
             if text not in self._warned:
                 self._warned.add(text)
                 log.warning("the Kubernetes API warns: %s", printable(text))

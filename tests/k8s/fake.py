@@ -76,7 +76,7 @@ class Cluster:
     room: threading.Semaphore | None = None
     """Pods that have a node at a time; the others are unschedulable. None: no limit."""
     grace_s: float = 0.0
-    """A pod that has started ends so long after it was deleted."""
+    """A pod that has a node is gone so long after it was deleted."""
     back: threading.Event = field(default_factory=threading.Event)
     """Lost nodes are heard of again."""
     lost: set[str] = field(default_factory=set)
@@ -142,7 +142,8 @@ class Cluster:
         """Whether it only begins to end: that is its node's to say."""
         found = self.objects["pods", pod]
         begun = "deletionTimestamp" in found["metadata"]
-        if pod not in self.lost and (begun or not self.grace_s or found["status"]["phase"] != "Running"):
+        on_a_node = "containerStatuses" in found["status"] and found["status"]["phase"] in ("Pending", "Running")
+        if pod not in self.lost and (begun or not self.grace_s or not on_a_node):
             return False
         found["metadata"] |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": 5}
         if pod not in self.lost:
@@ -208,7 +209,7 @@ class Cluster:
             name = f"{job['metadata']['name']}.refused"
             about = {"kind": "Job", "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]}
             event = {
-                "metadata": {"name": name, "ownerReferences": [{"uid": job["metadata"]["uid"]}]},
+                "metadata": {"name": name, "uid": str(uuid.uuid4())},  # nobody's: it outlives its Job
                 "involvedObject": about,
                 "reason": "FailedCreate",
                 "message": f'Error creating: pods "{job["metadata"]["name"]}-{index}-x" is forbidden: {why}',
@@ -316,7 +317,7 @@ class Cluster:
         name = job["metadata"]["name"]
         told = self.objects["secrets", name]["stringData"][str(index)]
         place = self.folder / pod["metadata"]["name"]
-        place.mkdir(parents=True)
+        place.mkdir(parents=True, exist_ok=True)
         (place / "assignment.json").write_text(told)
         (place / "memory.max").write_text(str(quantity(container["resources"]["limits"]["memory"])))
         env = {"PATH": os.environ["PATH"], "JOB_COMPLETION_INDEX": str(index), "FLEXFLEET_CGROUP": str(place)}

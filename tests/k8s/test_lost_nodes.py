@@ -38,7 +38,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_clients_are_asked_again_at_once_and_no_attempt_is_used_up(
     quick_cluster: Any, rounds: Rounds, remote: Remote, expected: Expected, how: str
 ) -> None:
-    """Though other clients are still at work, which only finish when the lost one has been asked again."""
+    """Though there is an hour to its deadline."""
     seen: list[tuple[str, int]] = []
 
     def script(job: Any, index: int, before: int) -> str:
