@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
@@ -93,18 +92,11 @@ def masked(address: str) -> str:
     return WHO_ASKS.sub("", address)
 
 
-UNSEEN = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
-"""Categories of Unicode: control and format characters (those that turn the direction of writing among them), private
-ones, halves of pairs, line and paragraph separators."""
-
-
 def printable(text: str) -> str:
-    """In one line what somebody else has written: characters that a terminal obeys, or does not show, are written out
-    (`\\x1b`)."""
+    """In one line what somebody else has written: characters that a terminal obeys or does not show, among them those
+    that turn the direction of writing, are written out (`\\x1b`)."""
     one_line = " ".join(text.split())
-    return "".join(
-        c.encode("unicode_escape").decode() if unicodedata.category(c) in UNSEEN else c for c in one_line
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in one_line)
 
 
 def first_line(error: Exception) -> str:

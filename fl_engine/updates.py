@@ -59,7 +59,7 @@ HEADER_BYTES = 2**10
 
 class Rejected(Exception):
     def __init__(self, code: Code, text: str) -> None:
-        super().__init__(f"{code}: {printable(text)}")
+        super().__init__(f"{code}: {printable(text)[:1000]}")
         self.code = code
 
 

@@ -1,4 +1,4 @@
-"""Which pods queue, which are stuck, which are on a lost node, what the log says of many; pods and times are made up."""
+"""Which pods queue, are stuck, or are on a lost node, and what the log says of many: pods and times are made up."""
 
 from __future__ import annotations
 
