@@ -61,8 +61,15 @@ def run(args: argparse.Namespace) -> int:
         print(table([Path(config.run.store) / run_id]))
         print(f"report: {found.report}")
         if config.tracking.mlflow:
-            print(f"MLflow: mlflow ui --backend-store-uri {masked(config.tracking.mlflow)}")
+            print(where_tracked(config.tracking.mlflow, config.tracking.ui))
     return 0
+
+
+def where_tracked(uri: str, ui: str | None) -> str:
+    """How to look at what MLflow has: at the server's address, or with one of one's own over a data base."""
+    if ui is not None or uri.startswith(("http://", "https://")):
+        return f"MLflow: {masked(ui or uri)}"
+    return f"MLflow: mlflow ui --backend-store-uri {masked(uri)}"
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -89,7 +96,7 @@ def compare(args: argparse.Namespace) -> int:
         print(table(found))
         print(f"page: {entries.folder_of(runs) / 'comparison.html'}")
         if runs[0].config.tracking.mlflow:
-            print(f"MLflow: mlflow ui --backend-store-uri {masked(runs[0].config.tracking.mlflow)}")
+            print(where_tracked(runs[0].config.tracking.mlflow, runs[0].config.tracking.ui))
     return 0
 
 

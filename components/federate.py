@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import secrets
 import signal
@@ -40,6 +41,8 @@ from fl_engine.store import FolderStore, Store, encode, open_store, sha256
 from fl_engine.tracking import Console, MLflow, Several
 from fl_engine.types import Backend, ModelFamily, Tracker
 from fl_engine.updates import KeyOf, key_of
+
+log = logging.getLogger("flexfleet")
 
 SECRET_KEY, NOISE_KEY = "secret/key", "secret/noise"
 """Where the run's store keeps what clients' keys, and the noise of private aggregation, come from."""
@@ -188,7 +191,7 @@ def _federate(
     tracker.params(configs.shown(config))
     initial = initial_state(config, site)
     try:
-        with _stop_on_signals() as should_stop, _backend(config, site, ledger, run_id) as backend:
+        with _stop_on_signals() as should_stop, _backend(config, site, ledger, run_id, should_stop) as backend:
             final = rounds.federate(
                 algorithm,
                 initial,
@@ -241,12 +244,22 @@ def _numerics(config: Config, family: ModelFamily) -> Numerics:
 
 
 @contextmanager
-def _backend(config: Config, site: Site, ledger: Ledger, run_id: str) -> Iterator[Backend]:
+def _backend(
+    config: Config, site: Site, ledger: Ledger, run_id: str, should_stop: Callable[[], bool]
+) -> Iterator[Backend]:
     if config.run.backend == "kubernetes":
         memory = None
         if config.kubernetes.observe == "cgroup":
             memory = training_peak(site.family, config.training.batch_size, site.numerics)
-        yield Kubernetes(config.kubernetes, run_id, site.fleet, ledger, memory, config.rounds.over_provision)
+        over = config.rounds.over_provision
+        pods = Kubernetes(config.kubernetes, run_id, site.fleet, ledger, memory, over, should_stop=should_stop)
+        try:
+            yield pods
+        except Replaced:
+            raise  # what is there is the other coordinator's
+        except (Stopped, EnvironmentFailure, KeyboardInterrupt):
+            log.warning(pods.what_is_left())
+            raise
         return
     backend = BACKENDS[config.run.backend](site, config.run.devices, ledger)
     with closing(backend) if isinstance(backend, Processes) else nullcontext():

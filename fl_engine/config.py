@@ -29,6 +29,11 @@ from fl_engine.types import Algorithm, ChoosesNetwork, ModelFamily
 
 T = TypeVar("T")
 
+GRACE_S = 30
+"""A client Job that outlives its deadline by so many seconds is deleted by the coordinator."""
+URL_S = 604_800
+"""Seconds that a presigned URL can live (AWS Signature Version 4)."""
+
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 MOST_VALUES, DEEPEST = 100_000, 50
 """In a file of parameters: a few lines of YAML's aliases can stand for more than fits into memory."""
@@ -205,12 +210,25 @@ class KubernetesConfig(_Section):
     """Share of the wanted clients whose answers are there when a round can end though nothing more is to be had; with
     fewer, those that are missing are asked again, and then the run stops, to be resumed."""
     attempts: Count = 2
-    """How often a client is asked in a round where the quorum is missed."""
+    """How often a client is asked in a round where the quorum is missed. A lost node does not count."""
+    parallelism: Count | None = None
+    """Pods of a round at a time, divided over its Jobs, at least one for each; null: all at once."""
     deadline_s: Count = 3600
     """A round's pods end after so many seconds."""
     pending_s: Count = 600
-    """A pod that has not started after so many seconds counts as failed (no node fits, the image cannot be pulled)."""
+    """A pod that has not started after so many seconds counts as failed (no node fits, the image cannot be pulled). For
+    one that waits for room or quota alone they begin anew whenever a pod of the round starts or ends."""
     poll_s: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _urls_live_as_long(self) -> KubernetesConfig:
+        asked = self.deadline_s + self.pending_s + GRACE_S
+        if self.access == "presigned" and asked > URL_S:
+            raise ValueError(
+                f"deadline_s + pending_s + {GRACE_S} is {asked} seconds, but the URLs that clients get live for "
+                f"{URL_S} (seven days) at most: lower them, or set access=ambient"
+            )
+        return self
 
 
 class TrackingConfig(_Section):

@@ -109,6 +109,13 @@ def masked(address: str) -> str:
     return WHO_ASKS.sub("", address)
 
 
+def printable(text: str) -> str:
+    """In one line what somebody else has written: characters that a terminal obeys or does not show, among them those
+    that turn the direction of writing, are written out (`\\x1b`)."""
+    one_line = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in one_line)
+
+
 def first_line(error: Exception) -> str:
     """Of what somebody else's error says, without passwords; its kind where it says nothing."""
     return masked((str(error).splitlines() or [type(error).__name__])[0])

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fl_engine.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief
+from fl_engine.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief, printable
 from fl_engine.slicing import contains, is_statistic, shapes, take
 from fl_engine.store import canonical, decode, encode, padded, sha256
 from fl_engine.types import (
@@ -74,7 +74,7 @@ def manifest_bytes(order: WorkOrder) -> int:
 
 class Rejected(Exception):
     def __init__(self, code: Code, text: str) -> None:
-        super().__init__(f"{code}: {text}")
+        super().__init__(f"{code}: {printable(text)[:1000]}")
         self.code = code
 
 
@@ -175,7 +175,7 @@ def manifest_of(file: Read, order: WorkOrder, key: bytes | None, own: bytes | No
         raise Rejected("signature", "not signed with the key that came with the order" if key else "damaged")
     if key is not None and manifest.spec is None:
         stage = manifest.stage if manifest.stage in SAID_BY_CLIENTS else "train"
-        reason = " ".join((manifest.reason or "").split())[:500]
+        reason = printable(manifest.reason or "")[:500]
         manifest = manifest.model_copy(update={"stage": stage, "reason": reason})
     return manifest
 

@@ -36,6 +36,9 @@ PARAMETERS = f"All parameters, for `advanced`: {PARAMETER_TABLE}"
 NODE_SELECTOR = dict(pair.split("=", 1) for pair in os.environ.get("FLEXFLEET_TASK_NODES", "").split(",") if pair)
 """label=value, separated by commas: where tasks run (clients' pods have `kubernetes.pools`)."""
 
+LOST = ("unreachable", "not-ready")
+"""Taints of a node that is lost. Tasks give it a minute, not the five of every pod."""
+
 # kfp has no types; naming them here keeps `ignore` comments out of the components, whose source kfp copies.
 task: Callable[[Callable[..., Any]], Any] = dsl.component(base_image=IMAGE, install_kfp_package=False)
 pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
@@ -43,7 +46,8 @@ pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
 
 def on_cluster(*tasks: Any, retries: int = 3) -> None:
     """What every task has there: the same image for the pods that it makes, S3's and MLflow's credentials as far as the
-    Secrets have them, the data, its nodes; and a new pod where one fails, with no answer from the cache."""
+    Secrets have them, the data, its nodes, no long wait for one that is lost; and a new pod where one fails, with no
+    answer from the cache."""
     for each in tasks:
         each.set_caching_options(False)
         if retries:
@@ -55,5 +59,8 @@ def on_cluster(*tasks: Any, retries: int = 3) -> None:
         if DATA_CLAIM:
             kubernetes.mount_pvc(each, pvc_name=DATA_CLAIM, mount_path="/data")
             each.set_env_variable("FLEXFLEET_DATA", "/data")
+        for what in LOST:
+            key = f"node.kubernetes.io/{what}"
+            kubernetes.add_toleration(each, key, "Exists", effect="NoExecute", toleration_seconds=60)
         for label, value in NODE_SELECTOR.items():
             kubernetes.add_node_selector(each, label, value)

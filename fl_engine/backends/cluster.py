@@ -10,22 +10,26 @@ import json
 import logging
 import os
 import random
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import urllib3
 
-from fl_engine.errors import EnvironmentFailure
+from fl_engine.errors import EnvironmentFailure, printable
 
 log = logging.getLogger("flexfleet")
 
 Resource = dict[str, Any]
 
+WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
 TRIES = 8
 FIRST_WAIT_S = 0.5
 PATHS = {
     "configmaps": "/api/v1/namespaces/{namespace}/configmaps",
+    "events": "/api/v1/namespaces/{namespace}/events",
     "jobs": "/apis/batch/v1/namespaces/{namespace}/jobs",
     "pods": "/api/v1/namespaces/{namespace}/pods",
     "secrets": "/api/v1/namespaces/{namespace}/secrets",
@@ -39,6 +43,7 @@ class Cluster:
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self._made: Any = None
+        self._warned: set[str] = set()
 
     @property
     def _client(self) -> Any:
@@ -50,10 +55,6 @@ class Cluster:
         """None: something of that name is there already."""
         return self._ask("POST", kind, body=body, missing=409)
 
-    def replace(self, kind: str, body: Resource) -> Resource | None:
-        """None: nothing of that name is there."""
-        return self._ask("PUT", kind, body["metadata"]["name"], body=body, missing=404)
-
     def get(self, kind: str, name: str) -> Resource | None:
         return self._ask("GET", kind, name, missing=404)
 
@@ -61,10 +62,13 @@ class Cluster:
         """With all that it owns. That nothing is there is no error."""
         self._ask("DELETE", kind, name, body={"propagationPolicy": "Background"}, missing=404)
 
-    def select(self, kind: str, labels: Mapping[str, str]) -> list[Resource]:
-        """All that carry these labels."""
+    def select(
+        self, kind: str, labels: Mapping[str, str], fields: Mapping[str, str] = MappingProxyType({})
+    ) -> list[Resource]:
+        """All that carry these labels, and whose fields are these."""
         items: list[Resource] = []
-        query: list[tuple[str, str]] = [("labelSelector", ",".join(f"{k}={v}" for k, v in labels.items()))]
+        given = {"labelSelector": labels, "fieldSelector": fields}
+        query = [(name, ",".join(f"{k}={v}" for k, v in pairs.items())) for name, pairs in given.items() if pairs]
         more = ""
         while True:
             found = self._ask("GET", kind, query=[*query, ("limit", "500"), *([("continue", more)] if more else [])])
@@ -99,6 +103,7 @@ class Cluster:
                     _return_http_data_only=True,
                     _request_timeout=(10, 60),
                 )
+                self._tell_warnings(answer.headers.getlist("Warning"))
                 found: Resource = json.loads(answer.data)
                 return found
             except ApiException as error:
@@ -115,6 +120,13 @@ class Cluster:
                 log.warning("the Kubernetes API: %s (%s %s); asking again in %.1f s", said, method, path, wait)
                 time.sleep(wait)
         raise EnvironmentFailure(f"the Kubernetes API does not answer: {said} ({method} {path})")
+
+    def _tell_warnings(self, headers: Iterable[str]) -> None:
+        """What the API server warns of (`299 - "..."`), e.g. a level of Pod Security that is not enforced, once."""
+        for text in (re.sub(r"\\(.)", r"\1", m[1]) for header in headers for m in WARNING.finditer(header)):
+            if text not in self._warned:
+                self._warned.add(text)
+                log.warning("the Kubernetes API warns: %s", printable(text))
 
 
 def _connect() -> Any:

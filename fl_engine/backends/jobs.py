@@ -15,14 +15,14 @@ import yaml
 
 from fl_engine.assignment import COMMON
 from fl_engine.config import KubernetesConfig, NodePool, read_yaml
-from fl_engine.errors import ConfigError
+from fl_engine.errors import ConfigError, printable
 from fl_engine.types import Device, WorkOrder
 
 Resource = dict[str, Any]
 
 TEMPLATE = Path(__file__).with_name("client-job.yaml")
 RUN, ROUND, TIER = "flexfleet.io/run", "flexfleet.io/round", "flexfleet.io/tier"
-CLIENTS, ATTEMPT = "flexfleet.io/clients", "flexfleet.io/attempt"
+CLIENTS, ATTEMPT, SETTINGS = "flexfleet.io/clients", "flexfleet.io/attempt", "flexfleet.io/settings"
 SECRET_BYTES = 3 * 2**18
 """What a Job's pods are told is no more: a Secret holds 1 MiB, and base64 makes four bytes of three on the way."""
 
@@ -74,6 +74,17 @@ def parts(group: Group, told: Sequence[str], common: str) -> list[tuple[Group, S
     return [(replace(group, pods=group.pods[a:b], part=part), told[a:b]) for part, (a, b) in enumerate(ends)]
 
 
+def shares(sizes: Sequence[int], most: int | None) -> list[int]:
+    """How many pods each of several Jobs of these sizes has at a time: in all at most `most` (None: all), divided by
+    size, but one for each Job at least."""
+    if most is None or most >= sum(sizes):
+        return list(sizes)
+    found = [1] * len(sizes)
+    for _ in range(most - len(sizes)):
+        found[max(range(len(sizes)), key=lambda i: sizes[i] / found[i])] += 1
+    return found
+
+
 def run_label(run_id: str, store_uri: str) -> str:
     """At most 24 characters that a label and a name can hold, different for runs of equal name in other stores."""
     plain = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")[:17].strip("-")
@@ -105,6 +116,16 @@ def template(path: str | None) -> Resource:
     return found
 
 
+WHEN = {"quorum", "attempts", "parallelism", "deadline_s", "pending_s", "poll_s"}
+"""Settings that say how long and how many pods are waited for, not what they are."""
+
+
+def settings_sum(of: Resource, options: KubernetesConfig) -> str:
+    """A checksum of all that decides what a pod is: the template and the settings."""
+    said = json.dumps([of, options.model_dump(mode="json", exclude=WHEN)], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
 def labels(run: str, round: int, tier: str) -> dict[str, str]:
     return {RUN: run, ROUND: str(round), TIER: re.sub(r"[^A-Za-z0-9._-]+", "-", tier)[:63].strip("-._")}
 
@@ -127,7 +148,11 @@ def job(
         "name": name,
         "namespace": options.namespace,
         "labels": {**out["metadata"].get("labels", {}), **own},
-        "annotations": {CLIENTS: json.dumps(group.pods), ATTEMPT: str(attempt)},
+        "annotations": {
+            CLIENTS: json.dumps(group.pods),
+            ATTEMPT: str(attempt),
+            SETTINGS: settings_sum(of, options),
+        },
         "ownerReferences": [owner],
     }
     spec = out["spec"]
@@ -184,12 +209,13 @@ def _data_volume(data: str) -> Resource:
 
 
 def secret(job: Resource, told: Sequence[str], common: str) -> Resource:
-    """What the Job's pods are told, by index, and what all of them are."""
-    meta = {key: job["metadata"][key] for key in ("name", "namespace", "labels", "ownerReferences")}
+    """What the pods of a Job that is there are told, by index, and what all of them are. It goes with the Job; the pods
+    start when it is there."""
+    meta = {key: job["metadata"][key] for key in ("name", "namespace", "labels")}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": meta,
+        "metadata": {**meta, "ownerReferences": [reference(job)]},
         "type": "Opaque",
         "stringData": {str(index): text for index, text in enumerate(told)} | {COMMON: common},
     }
@@ -203,6 +229,22 @@ def pods_of(job: Resource) -> list[list[int]]:
 
 def attempt_of(job: Resource) -> int:
     return int(job["metadata"]["annotations"][ATTEMPT])
+
+
+def reference(job: Resource) -> Resource:
+    """To a Job that is there, for what goes with it."""
+    meta = job["metadata"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "name": meta["name"], "uid": meta["uid"]}
+
+
+def wanted(job: Resource) -> str:
+    """What the Job's pods ask of a node."""
+    pod = job["spec"]["template"]["spec"]
+    container = next(c for c in pod["containers"] if c["name"] == "client")
+    asked = [f"{name} {amount}" for name, amount in container["resources"].get("requests", {}).items()]
+    asked += [f"{label}={value}" for label, value in pod.get("nodeSelector", {}).items()]
+    asked += [f"tolerating {t['key']}" for t in pod.get("tolerations", []) if t.get("effect") != "NoExecute"]
+    return ", ".join(asked)
 
 
 # ------------------------------------------------------------------------------------------- what its status says
@@ -231,6 +273,21 @@ class PodState:
     phase: str
     reason: str
     started: bool
+    queued: bool = False
+    """It waits for room: on some node it would fit, were there less on it; or a queue does not admit it yet."""
+    unreachable: bool = False
+    """It runs on a node of which nothing is heard: the node's controller calls the pod not ready, while the last that
+    the node itself said is that its containers are."""
+    ends: tuple[str, float] | None = None
+    """Of one that is being deleted: its uid, and the seconds that it was given for it."""
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+
+ROOM = re.compile(r"Insufficient |Too many pods")
+"""What the scheduler says of a node that would do, but is full."""
 
 
 def newest(pods: Iterable[Resource], job: str) -> list[PodState]:
@@ -246,12 +303,15 @@ def newest(pods: Iterable[Resource], job: str) -> list[PodState]:
 
 
 def pod_state(pod: Resource) -> PodState:
-    status = pod.get("status") or {}
-    index = int(pod["metadata"].get("annotations", {}).get("batch.kubernetes.io/job-completion-index", -1))
-    reason = ""
+    status, meta = pod.get("status") or {}, pod["metadata"]
+    index = int(meta.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", -1))
+    reason, queued = "", False
+    said = {condition["type"]: condition["status"] for condition in status.get("conditions") or []}
     for condition in status.get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            reason = f"{condition.get('reason', 'Unschedulable')}: {condition.get('message', '')}"
+            why = condition.get("reason", "Unschedulable")
+            reason = f"{why}: {condition.get('message', '')}"
+            queued = why == "SchedulingGated" or ROOM.search(condition.get("message", "")) is not None
         if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
             reason = f"{condition.get('reason', 'Disrupted')}: {condition.get('message', '')}"
     started = False
@@ -268,4 +328,8 @@ def pod_state(pod: Resource) -> PodState:
             reason = f"{why} (exit code {over['exitCode']})" + (f": {last[0]}" if last and why != "OOMKilled" else "")
     if status.get("reason") and not reason:
         reason = f"{status['reason']}: {status.get('message', '')}"
-    return PodState(index, status.get("phase", "Pending"), reason.rstrip(": ")[:500], started)
+    phase = status.get("phase", "Pending")
+    unreachable = phase == "Running" and said.get("Ready") == "False" and said.get("ContainersReady") == "True"
+    grace_s = float(meta.get("deletionGracePeriodSeconds") or 0)
+    ends = (meta.get("uid", ""), grace_s) if meta.get("deletionTimestamp") else None
+    return PodState(index, phase, printable(reason).rstrip(": ")[:500], started, queued, unreachable, ends)

@@ -39,6 +39,13 @@ def refused(*sets: str) -> str:
     return str(error.value)
 
 
+def test_clients_urls_do_not_outlive_what_a_server_signs() -> None:
+    assert load_config(None, ["kubernetes.deadline_s=604170"]).kubernetes.pending_s == 600
+    said = refused("kubernetes.deadline_s=604171")
+    assert "604801 seconds" in said and "604800 (seven days) at most" in said and "access=ambient" in said
+    load_config(None, ["kubernetes.deadline_s=9999999", "kubernetes.access=ambient"])
+
+
 # --------------------------------------------------------------------------------------------------- defaults
 def test_the_file_in_the_repository_says_the_defaults() -> None:
     assert load_config(ROOT / "params.yaml") == Config()

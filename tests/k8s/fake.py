@@ -1,7 +1,8 @@
 """A Kubernetes API server of a few kinds, with a kubelet that really runs the pods' commands, as subprocesses.
 
-What is posted is validated against the published schemas. `Kubelet.script` decides what befalls a pod; the server can
-be told to answer the next requests with an error, or to break the connection.
+What is posted is validated against the published schemas. `script` decides what befalls a pod, `refuse` which pods are
+not made, `room` how many have a node at a time; the server can be told to answer the next requests with an error or a
+warning, or to break the connection.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ import yaml
 
 Resource = dict[str, Any]
 VERSION = "1.33"
-KINDS = {"configmaps": "ConfigMap", "jobs": "Job", "pods": "Pod", "secrets": "Secret"}
+KINDS = {"configmaps": "ConfigMap", "events": "Event", "jobs": "Job", "pods": "Pod", "secrets": "Secret"}
 PATH = re.compile(r"/(?:api/v1|apis/batch/v1)/namespaces/(?P<namespace>[^/]+)/(?P<kind>[a-z]+)(?:/(?P<name>[^/]+))?")
 
 Script = Callable[[Resource, int, int], str]
 """(job, index, how often it was started before) to what befalls the pod: run, oom, evict, image, unschedulable, vanish
-(its node is lost after the work is done, before anybody hears of it) or hang."""
+(its node is gone after the work is done, before anybody hears of it, and the pod with it), hang; unreachable or
+terminating: its node says nothing any more, and the pod stays whatever is deleted, until `back` is set."""
 
 
 class Process(Protocol):
@@ -67,6 +69,18 @@ class Cluster:
     """Statuses that the next requests are answered with; 0 breaks the connection."""
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(verb, kind), as a Role names them."""
+    warnings: tuple[str, ...] = ()
+    """What the server says when a Job is made."""
+    refuse: Callable[[Resource, int], str] = lambda job, index: ""
+    """(job, index) to why no pod is made for now; empty: one is."""
+    room: threading.Semaphore | None = None
+    """Pods that have a node at a time; the others are unschedulable. None: no limit."""
+    grace_s: float = 0.0
+    """A pod that has a node is gone so long after it was deleted."""
+    back: threading.Event = field(default_factory=threading.Event)
+    """Lost nodes are heard of again."""
+    lost: set[str] = field(default_factory=set)
+    """Pods on lost nodes."""
     created: list[Resource] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
     slots: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(2))
@@ -80,26 +94,23 @@ class Cluster:
         if match is None or match["kind"] not in KINDS or match["namespace"] != "flexfleet-clients":
             return 404, {"kind": "Status", "message": f"no {path}"}
         kind, name = match["kind"], match["name"]
-        verb = {"POST": "create", "PUT": "update", "DELETE": "delete", "GET": "get" if name else "list"}[method]
+        verb = {"POST": "create", "DELETE": "delete", "GET": "get" if name else "list"}[method]
         with self.lock:
             self.calls[verb, kind] += 1
             if verb == "list":
-                wanted = dict(pair.split("=") for pair in query["labelSelector"][0].split(","))
-                items = [o for (k, _), o in sorted(self.objects.items()) if k == kind and has(o, wanted)]
+                labels, fields = (pairs(query, name) for name in ("labelSelector", "fieldSelector"))
+                assert labels or fields, "what is listed is chosen"
+                found = [o for (k, _), o in sorted(self.objects.items()) if k == kind]
+                items = [o for o in found if has(o, labels) and is_so(o, fields)]
                 return 200, {"items": json.loads(json.dumps(items)), "metadata": {}}
             if verb == "create":
                 return self._create(kind, body or {})
-            found = self.objects.get((kind, name))
-            if found is None:
+            one = self.objects.get((kind, name))
+            if one is None:
                 return 404, {"kind": "Status", "message": f"{kind} {name} not found"}
-            if verb == "update":
-                validate(kind, body or {})
-                uid = found["metadata"]["uid"]  # the server's, whatever is sent
-                found |= body or {}
-                found["metadata"]["uid"] = uid
             if verb == "delete":
                 self._delete(kind, name)
-            return 200, found
+            return 200, one
 
     def _create(self, kind: str, body: Resource) -> tuple[int, Resource]:
         validate(kind, body)
@@ -119,11 +130,25 @@ class Cluster:
         return 201, made
 
     def _delete(self, kind: str, name: str) -> None:
+        if kind == "pods" and self._lingers(name):
+            return
         gone = self.objects.pop((kind, name))
         uid = gone["metadata"]["uid"]
         for (k, n), other in list(self.objects.items()):
             if any(o["uid"] == uid for o in other["metadata"].get("ownerReferences", ())):
                 self._delete(k, n)
+
+    def _lingers(self, pod: str) -> bool:
+        """Whether it only begins to end: that is its node's to say."""
+        found = self.objects["pods", pod]
+        begun = "deletionTimestamp" in found["metadata"]
+        on_a_node = "containerStatuses" in found["status"] and found["status"]["phase"] in ("Pending", "Running")
+        if pod not in self.lost and (begun or not self.grace_s or not on_a_node):
+            return False
+        found["metadata"] |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": 5}
+        if pod not in self.lost:
+            threading.Timer(self.grace_s, self.objects.pop, [("pods", pod), None]).start()
+        return True
 
     def alive(self, job: Resource) -> bool:
         return self.objects.get(("jobs", job["metadata"]["name"])) is job
@@ -132,8 +157,14 @@ class Cluster:
     def _run_job(self, job: Resource) -> None:
         spec, started = job["spec"], time.monotonic()
         results: dict[int, bool] = {}
+        turns = threading.Semaphore(spec["parallelism"])
 
         def one(index: int) -> None:
+            if self._acquire(turns, job) and self._allowed(job, index):
+                till_its_end(index)
+            turns.release()
+
+        def till_its_end(index: int) -> None:
             failures = before = 0
             while self.alive(job):
                 end = self._pod(job, index, before, failures, started)
@@ -162,6 +193,34 @@ class Cluster:
             job["status"]["conditions"] = [over]
             job["over"] = True
 
+    def _acquire(self, some: threading.Semaphore, job: Resource) -> bool:
+        """False: the Job ended first."""
+        while self.alive(job) and "over" not in job:
+            if some.acquire(timeout=0.02):
+                return True
+        return False
+
+    def _allowed(self, job: Resource, index: int) -> bool:
+        """Waits until a pod may be made, and says in an event why not; False: the Job ended first."""
+        while self.alive(job) and "over" not in job:
+            why = self.refuse(job, index)
+            if not why:
+                return True
+            name = f"{job['metadata']['name']}.refused"
+            about = {"kind": "Job", "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]}
+            event = {
+                "metadata": {"name": name, "uid": str(uuid.uuid4())},  # nobody's: it outlives its Job
+                "involvedObject": about,
+                "reason": "FailedCreate",
+                "message": f'Error creating: pods "{job["metadata"]["name"]}-{index}-x" is forbidden: {why}',
+                "lastTimestamp": now(),
+            }
+            with self.lock:
+                if self.alive(job):
+                    self.objects["events", name] = event
+            time.sleep(0.05)
+        return False
+
     def _pod(self, job: Resource, index: int, before: int, failures: int, started: float) -> str:
         """One pod from start to end: ok, failed, final (no retry) or ignored (does not count)."""
         fate = self.script(job, index, before)
@@ -176,7 +235,7 @@ class Cluster:
                 },
                 "ownerReferences": [{"uid": job["metadata"]["uid"]}],
                 "uid": str(uuid.uuid4()),
-                "creationTimestamp": datetime.now(UTC).isoformat(),
+                "creationTimestamp": now(),
             },
             "spec": template["spec"],
             "status": {"phase": "Pending"},
@@ -193,12 +252,40 @@ class Cluster:
                 condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
                 status["conditions"] = [condition]
             return self._linger(job)
+        if self.room is None:
+            return self._on_a_node(job, pod, index, fate)
+        message = "0/2 nodes are available: 1 Insufficient cpu, 1 node(s) had untolerated taint {other: }."
+        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+        status["conditions"] = [condition]
+        if not self._acquire(self.room, job):
+            return "final"
+        try:
+            del status["conditions"]
+            return self._on_a_node(job, pod, index, fate)
+        finally:
+            self.room.release()
+
+    def _on_a_node(self, job: Resource, pod: Resource, index: int, fate: str) -> str:
+        status = pod["status"]
         if fate == "evict":
             status |= {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True"}]}
             return "ignored"
+        while ("secrets", job["metadata"]["name"]) not in self.objects:  # a kubelet tries again to mount it
+            if not self.alive(job) or "over" in job:
+                return "final"
+            time.sleep(0.01)
         status |= {"phase": "Running", "containerStatuses": [{"state": {"running": {}}}]}
         if fate == "hang":
             return self._linger(job)
+        if fate in ("unreachable", "terminating"):
+            with self.lock:
+                self._lose(pod, fate)
+            self.back.wait()
+            if not self.alive(job):
+                return "final"
+            with self.lock:
+                self.lost.discard(pod["metadata"]["name"])
+                status["conditions"] = []
         code, message = (137, "") if fate == "oom" else self._execute(job, pod, index)
         if not self.alive(job):
             return "final"
@@ -210,6 +297,16 @@ class Cluster:
         status |= {"phase": "Failed" if code else "Succeeded", "containerStatuses": [{"state": {"terminated": over}}]}
         return "ok" if code == 0 else "final" if code == 42 else "failed"
 
+    def _lose(self, pod: Resource, how: str) -> None:
+        """What others say of a pod whose node says nothing: that it is not ready, then that it is to be deleted."""
+        self.lost.add(pod["metadata"]["name"])
+        ready = "False" if how == "unreachable" else "True"
+        conditions = [{"type": "Ready", "status": ready}, {"type": "ContainersReady", "status": "True"}]
+        if how == "terminating":
+            conditions.append({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"})
+            pod["metadata"] |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": 0}
+        pod["status"]["conditions"] = conditions
+
     def _linger(self, job: Resource) -> str:
         while self.alive(job) and "over" not in job:
             time.sleep(0.05)
@@ -220,7 +317,7 @@ class Cluster:
         name = job["metadata"]["name"]
         told = self.objects["secrets", name]["stringData"]
         place = self.folder / pod["metadata"]["name"]
-        place.mkdir(parents=True)
+        place.mkdir(parents=True, exist_ok=True)
         files = {
             place / Path(mount["mountPath"]).name: mount.get("subPath", str(index))
             for mount in container["volumeMounts"]
@@ -276,6 +373,25 @@ def in_container(pod: Resource, image: str, env: dict[str, str], mounts: dict[st
     ]  # fmt: skip
 
 
+def now() -> str:
+    return datetime.now(UTC).isoformat()
+
+
+def pairs(query: dict[str, list[str]], name: str) -> dict[str, str]:
+    """A selector."""
+    return dict(pair.split("=") for pair in query.get(name, [""])[0].split(",") if pair)
+
+
+def is_so(resource: Resource, fields: dict[str, str]) -> bool:
+    def of(path: str) -> Any:
+        found: Any = resource
+        for name in path.split("."):
+            found = found.get(name, {})
+        return found
+
+    return all(of(path) == value for path, value in fields.items())
+
+
 def has(resource: Resource, labels: dict[str, str]) -> bool:
     return labels.items() <= resource["metadata"].get("labels", {}).items()
 
@@ -310,12 +426,14 @@ def serving(cluster: Cluster) -> Iterator[Path]:
             )
             value = json.dumps(found).encode()
             self.send_response(status)
+            for text in cluster.warnings if self.command == "POST" and url.path.endswith("/jobs") else ():
+                self.send_header("Warning", f'299 - "{text}"')
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(value)))
             self.end_headers()
             self.wfile.write(value)
 
-        do_GET = do_POST = do_PUT = do_DELETE = _answer
+        do_GET = do_POST = do_DELETE = _answer
 
         def log_message(self, *_: object) -> None:
             """Quiet."""
@@ -338,4 +456,5 @@ def serving(cluster: Cluster) -> Iterator[Path]:
     finally:
         with cluster.lock:
             cluster.objects.clear()  # ends all pods
+        cluster.back.set()
         server.shutdown()

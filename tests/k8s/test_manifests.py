@@ -101,6 +101,12 @@ def test_every_pod_is_restricted(overlay: str) -> None:
             assert "memory" in container.get("resources", {}).get("limits", {}) or name == "Job filled-in", name
 
 
+def test_pods_of_clients_and_coordinators_leave_a_lost_node_after_a_minute() -> None:
+    for name, template in pods([first_run(), jobs.template(None)]):
+        left = {t["key"]: t["tolerationSeconds"] for t in template["spec"]["tolerations"] if t["effect"] == "NoExecute"}
+        assert left == {"node.kubernetes.io/unreachable": 60, "node.kubernetes.io/not-ready": 60}, name
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_namespaces_are_restricted_and_closed(overlay: str) -> None:
     resources = rendered(overlay)
@@ -180,7 +186,7 @@ def test_the_role_is_bound_to_accounts_that_exist() -> None:
         assert {(s["namespace"], s["name"]) for r in bound for s in r["subjects"]} <= accounts
 
 
-VERBS = {"create": "create", "replace": "update", "delete": "delete", "get": "get", "select": "list"}
+VERBS = {"create": "create", "delete": "delete", "get": "get", "select": "list"}
 """Methods of fl_engine.backends.cluster.Cluster."""
 
 

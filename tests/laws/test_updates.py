@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms import FlexFL
 from fl_engine.client import execute
-from fl_engine.errors import ClientError, EnvironmentFailure, IntegrityError, Refused
+from fl_engine.errors import ClientError, EnvironmentFailure, IntegrityError, Refused, printable
 from fl_engine.ledger import Ledger
 from fl_engine.slicing import take
 from fl_engine.store import FolderStore, canonical, decode, encode, padded, sha256
@@ -77,6 +77,7 @@ def honest_files() -> dict[str, bytes]:
 
 
 FILES = honest_files()
+MANIFEST = json.loads(FILES[f"{BASE}.json"])
 
 
 def lying(key: bytes | None = KEY, payload: bytes | None = None, **changes: Any) -> dict[str, bytes]:
@@ -282,6 +283,27 @@ def test_a_client_does_not_say_what_the_coordinator_says(stage: str) -> None:
     ledger = Ledger(Memory({}), key=key_of(SECRET), own=own)
     ledger.put_outcome(PLAN, ClientFailure(0, ORDER.client, stage, "said by the coordinator"))
     assert ledger.outcome(PLAN, ORDER.client) == ClientFailure(0, ORDER.client, stage, "said by the coordinator")
+
+
+ODD = "\x1b[2J\u202e\u2066\x00\ud800"
+"""A terminal clears itself, and writes backwards; and half a character."""
+
+
+def test_what_a_client_writes_into_a_reason_does_nothing_to_a_terminal() -> None:
+    said = "".join(c for c in ODD if c != "\ud800")
+    reasons = lying(spec=None, sha256=None, stage="train", reason=f"gone{said}")
+    names = lying(payload=tensors(more=lambda p: {**p, f"zz{said}": torch.zeros(1)}))
+    keys = dict(FILES) | {f"{BASE}.json": json.dumps({**MANIFEST, f"zz{said}": 1}).encode()}
+    for files in (reasons, names, keys):
+        found = ledger_of(files).receive(PLAN, ORDER.client)
+        assert isinstance(found, ClientFailure) and r"\x1b[2J\u202e\u2066\x00" in found.reason
+        assert found.reason.isprintable()
+
+
+@given(st.text())
+def test_printable_text_is_in_one_line_and_text_that_is_so_stays(text: str) -> None:
+    found = printable(text + ODD)
+    assert found.isprintable() and found.encode() and printable(found) == found
 
 
 @pytest.mark.parametrize("later", ["another", "garbage", "nothing"])

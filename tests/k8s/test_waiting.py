@@ -1,0 +1,186 @@
+"""Which pods queue, are stuck, or are on a lost node, and what the log says of many: pods and times are made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_engine import devices
+from fl_engine.backends import jobs, waiting
+from fl_engine.backends.waiting import Live, Loss
+from fl_engine.config import KubernetesConfig, NodePool
+from fl_engine.types import SubmodelSpec, WorkOrder
+
+FLEET = devices.fleet("4:3:3", 40, 0)
+PENDING_S = 600.0
+FULL = "0/4 nodes are available: 1 node(s) had untolerated taint {a: }, 3 Insufficient cpu. preemption: none."
+NOWHERE = "0/4 nodes are available: 4 node(s) didn't match Pod's node affinity/selector."
+
+
+def job_of(pods: int, at_once: int | None = None, **options: Any) -> dict[str, Any]:
+    found = KubernetesConfig(**options)
+    clients = [device.client for device in FLEET if device.tier == "weak"][:pods]
+    orders = [WorkOrder(0, client, SubmodelSpec(), {}, 0) for client in clients]
+    (group,) = jobs.groups(orders, FLEET, found)
+    owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "run", "uid": "0"}
+    job = jobs.job(jobs.template(None), found, "run", 0, group, 0, owner, "/data")
+    job["metadata"]["uid"] = "the Job's"
+    job["spec"]["parallelism"] = at_once or pods
+    return job
+
+
+def watched(pods: int, at_once: int | None = None, **options: Any) -> Live:
+    return waiting.live(job_of(pods, at_once, **options), now=0.0, until=1e9)
+
+
+def pod(job: Live, index: int, phase: str = "Pending", **status: Any) -> dict[str, Any]:
+    meta = {
+        "uid": f"{index}",
+        "labels": {"batch.kubernetes.io/job-name": job.name},
+        "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
+        "creationTimestamp": "1",
+    }
+    return {"metadata": meta, "status": {"phase": phase, **status}}
+
+
+def unschedulable(job: Live, index: int, message: str, reason: str = "Unschedulable") -> dict[str, Any]:
+    condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": message}
+    return pod(job, index, conditions=[condition])
+
+
+def running(job: Live, index: int, **conditions: str) -> dict[str, Any]:
+    said = [{"type": name, "status": status} for name, status in conditions.items()]
+    return pod(job, index, "Running", containerStatuses=[{"state": {"running": {}}}], conditions=said)
+
+
+def lost(job: Live, now: float, moved: float = 0.0, **status: Any) -> dict[int, Loss]:
+    """By index."""
+    found = waiting.lost(job, {"status": status}, now, moved, PENDING_S)
+    return {job.clients[client]: loss for client, loss in found.items()}
+
+
+def test_the_clock_of_what_queues_begins_anew_when_a_pod_starts_or_ends_that_of_what_is_stuck_does_not() -> None:
+    job = watched(4)
+    pods = [
+        running(job, 0), unschedulable(job, 1, FULL), unschedulable(job, 2, NOWHERE),
+        pod(job, 3, containerStatuses=[{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no"}}}]),
+    ]  # fmt: skip
+    assert waiting.hear(job, pods, 1.0)
+    assert not waiting.hear(job, pods, 2.0), "nothing has moved"
+    assert lost(job, 599.0) == {}
+    pods[0] = pod(job, 0, "Succeeded")
+    assert waiting.hear(job, pods, 599.0)
+    assert set(lost(job, 601.0, moved=599.0)) == {2, 3}
+    assert set(lost(job, 1198.0, moved=599.0)) == {2, 3}
+    assert set(lost(job, 1200.0, moved=599.0)) == {1, 2, 3}, "nothing moves any more"
+
+
+def test_what_a_queue_has_admitted_has_all_the_time_to_start() -> None:
+    job = watched(2)
+    waiting.hear(job, [unschedulable(job, 0, "", "SchedulingGated"), unschedulable(job, 1, "Too many pods")], 1.0)
+    stuck = [{"state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}]
+    waiting.hear(job, [pod(job, 0, containerStatuses=stuck), unschedulable(job, 1, "Too many pods")], 500.0)
+    assert set(lost(job, 1099.0, moved=1000.0)) == set()
+    assert {index: loss.reason for index, loss in lost(job, 1101.0, moved=1000.0).items()} == {
+        0: "weak: not started after 600 s: ErrImagePull: no"
+    }
+
+
+def test_a_pod_whose_turn_has_not_come_or_that_a_quota_holds_back_queues_and_no_other_that_was_not_made() -> None:
+    turn = watched(3, at_once=1)
+    waiting.hear(turn, [running(turn, 0)], 1.0)
+    assert set(lost(turn, 700.0, moved=650.0)) == set()
+    held, silent = watched(2), watched(2)
+    event = {"involvedObject": {"uid": "the Job's"}, "message": "exceeded quota: clients, used: pods=9"}
+    waiting.hear_refusals(held, [event, {"involvedObject": {"uid": "another's"}, "message": "x"}])
+    for job in (held, silent):
+        waiting.hear(job, [running(job, 0)], 1.0)
+    assert lost(held, 700.0, moved=650.0) == {}
+    assert lost(held, 1300.0, moved=650.0)[1].reason.endswith("exceeded quota: clients, used: pods=9")
+    assert lost(silent, 700.0, moved=650.0)[1].reason == (
+        "weak: not started after 600 s: no pod was made, and no event says why"
+    )
+
+
+def test_what_pod_security_refuses_is_given_up_at_once_by_the_last_event() -> None:
+    job = watched(2)
+    events = [
+        {"involvedObject": {"uid": "the Job's"}, "lastTimestamp": at, "message": message}
+        for at, message in (("2", 'violates PodSecurity "restricted:latest": hostPath'), ("1", "exceeded quota: q"))
+    ]
+    waiting.hear_refusals(job, events)
+    assert {loss.reason for loss in lost(job, 1.0).values()} == {
+        'weak: no pod was made: violates PodSecurity "restricted:latest": hostPath'
+    }
+
+
+@pytest.mark.parametrize(
+    ("ready", "containers", "expected"),
+    [("False", "True", True), ("True", "True", False), ("False", "False", False), ("True", "False", False)],
+)
+def test_a_running_pod_whose_node_does_not_answer_is_lost(ready: str, containers: str, expected: bool) -> None:
+    job = watched(1)
+    waiting.hear(job, [running(job, 0, Ready=ready, ContainersReady=containers)], 1.0)
+    assert {index: loss.node for index, loss in lost(job, 2.0).items()} == ({0: True} if expected else {})
+
+
+def test_a_pod_that_does_not_end_is_lost_a_minute_after_it_had_to() -> None:
+    """Seen from the first sight of it, by a clock of one's own: that of the API server may go wrong."""
+    job = watched(1)
+    ending = running(job, 0, Ready="True", ContainersReady="True")
+    ending["metadata"] |= {"deletionTimestamp": "2001-01-01T00:00:00Z", "deletionGracePeriodSeconds": 5}
+    for now in (100.0, 160.0):
+        waiting.hear(job, [ending], now)
+    assert lost(job, 165.0) == {}
+    assert lost(job, 165.1)[0].node
+    after = running(job, 0)
+    after["metadata"] |= {"uid": "another", "creationTimestamp": "2"}
+    waiting.hear(job, [after], 170.0)
+    assert lost(job, 1000.0) == {}, "it ended, and its Job has made another"
+    waiting.hear(job, [{**ending, "status": {"phase": "Failed"}}], 1000.0)
+    assert lost(job, 2000.0) == {}, "one that has ended is its Job's to replace"
+
+
+def test_why_a_pod_could_not_start_is_forgotten_when_it_does() -> None:
+    job = watched(1)
+    waiting.hear(job, [pod(job, 0, containerStatuses=[{"state": {"waiting": {"reason": "ImagePullBackOff"}}}])], 1.0)
+    assert job.reason(0) == "ImagePullBackOff"
+    waiting.hear(job, [running(job, 0)], 2.0)
+    over = {"conditions": [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}]}
+    assert lost(job, 3.0, **over)[0].reason == "weak: DeadlineExceeded"
+
+
+def test_what_no_node_takes_says_what_was_asked_for() -> None:
+    pool = NodePool(arch="arm64", selector={"flexfleet.io/tier": "weak"}, taint="flexfleet.io/edge", memory="700Mi")
+    job = watched(1, pools={"weak": pool})
+    waiting.hear(job, [unschedulable(job, 0, NOWHERE)], 1.0)
+    assert job.reason(0) == (
+        f"Unschedulable: {NOWHERE} (the pod asks for cpu 1, memory 700Mi, kubernetes.io/arch=arm64, "
+        "flexfleet.io/tier=weak, tolerating flexfleet.io/edge)"
+    )
+
+
+def test_many_pods_of_a_tier_are_one_line() -> None:
+    found = [watched(10), watched(10)]
+    for job in found:
+        pods = [unschedulable(job, index, f"0/4 nodes: {index + 1} Insufficient cpu") for index in range(9)]
+        waiting.hear(job, [*pods, running(job, 9)], 1.0)
+    counts = waiting.reasons(found)
+    assert list(counts) == ["weak"] and sum(counts["weak"].values()) == 18
+    assert waiting.told(counts["weak"]).startswith("18 x Unschedulable: 0/4 nodes: 1 Insufficient cpu (the pod asks")
+    assert waiting.waiting_pods(found) == {"weak": (20, 18)}
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.none() | st.integers(1, 500))
+def test_pods_at_a_time_are_divided_over_jobs(sizes: list[int], most: int | None) -> None:
+    found = jobs.shares(sizes, most)
+    assert all(1 <= share <= size for share, size in zip(found, sizes, strict=True))
+    assert sum(found) == (sum(sizes) if most is None else min(max(most, len(sizes)), sum(sizes)))
+
+
+def test_shares_follow_sizes() -> None:
+    assert jobs.shares([12, 9, 9], 10) == [4, 3, 3]
+    assert jobs.shares([1, 40], 10) == [1, 9]
