@@ -5,8 +5,8 @@ into its own, or show its own to the world. So a scratch object is written as a 
 server may refuse it, or may take it and leave it without effect. POST policies come first, since they name a largest
 size; then PUT, signed for one exact size. Nothing but scratch objects is read or written, and none is left.
 
-Seen to hold: POST on Ceph radosgw 16. By their makers' word: POST on Amazon S3; PUT on SeaweedFS 4.20 and newer, and on
-servers without POST that check every `x-amz-` header.
+Seen to hold: POST on Ceph radosgw 16, POST and PUT on SeaweedFS 4.34. By their makers' word: POST on Amazon S3, PUT on
+SeaweedFS since 4.20.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class _Scratch:
     def reads(self, url: str) -> bool:
         return self.pool.request("GET", url).status < 400
 
-    def is_whole(self) -> bool:
-        """Whether the coordinator finds what was uploaded."""
+    def found(self) -> bytes | None:
+        """What the coordinator reads where something was uploaded; None: it cannot."""
         try:
-            return self.store.get(self.target, len(VALUE)) == VALUE
+            return self.store.get(self.target, len(VALUE))
         except (IntegrityError, Refused):
-            return False
+            return None
 
 
 def _upload_verb(scratch: _Scratch) -> Verb:
@@ -124,7 +124,7 @@ def _refused(scratch: _Scratch, verb: Verb) -> str | None:
     """Why an honest upload does not arrive."""
     answer = send(scratch.pool, scratch.upload(verb), VALUE)
     if answer.status < 300:
-        return None if scratch.is_whole() else "the coordinator cannot read what was uploaded"
+        return None if scratch.found() == VALUE else "the coordinator cannot read what was uploaded"
     code = re.search(rb"<Code>(\w+)</Code>", answer.data)
     return f"HTTP {answer.status} {code[1].decode() if code else ''}".rstrip()
 
@@ -171,12 +171,15 @@ def _additions(scratch: _Scratch) -> dict[str, dict[str, str]]:
 
 
 def _matters(scratch: _Scratch, upload: Upload, headers: Mapping[str, str] = NONE) -> bool:
-    """Whether this is taken, and makes another object than an honest upload does."""
+    """Whether this is taken, and makes another object than an honest upload does. With POST one that nobody can read is
+    none: it harms its client alone."""
     scratch.store.delete(scratch.target)
     if not scratch.takes(upload, headers=headers):
         return False
-    public = scratch.reads(_unsigned(scratch.store.presign(scratch.target, "get", SECONDS)))
-    return public or not scratch.is_whole()
+    if scratch.reads(_unsigned(scratch.store.presign(scratch.target, "get", SECONDS))):
+        return True
+    found = scratch.found()
+    return found != VALUE and (found is not None or upload.verb == "PUT")
 
 
 def _with(upload: Upload, fields: Mapping[str, str]) -> Upload:
