@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import urllib3
 
-from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, certificate_hint, masked
 from fl_engine.store import check_size, sha256
 
 if TYPE_CHECKING:
@@ -171,6 +171,7 @@ class S3Store:
         except (BotoCoreError, urllib3.exceptions.HTTPError) as error:
             raise EnvironmentFailure(
                 f"{self.uri(key)} cannot be reached: {error}. Check AWS_ENDPOINT_URL, the credentials and the network"
+                f"{certificate_hint(str(error))}"
             ) from error
 
 
@@ -219,7 +220,8 @@ class UrlStore:
         try:
             answer = self._pool.request(method, url, **more)
         except urllib3.exceptions.HTTPError as error:
-            raise EnvironmentFailure(f"{method} {self.uri(key)}: {_without_query(str(error), url)}") from None
+            said = _without_query(str(error), url)
+            raise EnvironmentFailure(f"{method} {self.uri(key)}: {said}{certificate_hint(said)}") from None
         if answer.status >= 400:
             said = answer.data[:300].decode(errors="replace")
             kind = EnvironmentFailure if answer.status >= 500 or answer.status == 429 else IntegrityError
