@@ -121,6 +121,25 @@ def first_line(error: Exception) -> str:
     return masked((str(error).splitlines() or [type(error).__name__])[0])
 
 
+STRICT = (
+    "CA cert does not include key usage extension",
+    "Missing Authority Key Identifier",
+    "Missing Subject Key Identifier",
+    "Basic Constraints of CA cert not marked critical",
+)
+"""What OpenSSL says of a certificate that is refused by ssl.VERIFY_X509_STRICT alone."""
+
+
+def certificate_hint(said: str) -> str:
+    """What to do where Python 3.13 or newer refuses a certificate that older ones take; empty for any other error."""
+    if not any(each in said for each in STRICT):
+        return ""
+    return (
+        ". Python 3.13 and newer ask of a certificate what RFC 5280 does (ssl.VERIFY_X509_STRICT): make the server's "
+        "authority again, with keyUsage keyCertSign and the identifiers of keys"
+    )
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: ` (did you mean 'alpha'?)`, or the known names when none is close."""
     names = list(known)

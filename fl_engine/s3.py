@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import urllib3
 from pydantic import BaseModel, ConfigDict
 
-from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Refused, masked
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Refused, certificate_hint, masked
 from fl_engine.store import check_size, sha256
 
 if TYPE_CHECKING:
@@ -218,6 +218,7 @@ class S3Store:
         except (BotoCoreError, urllib3.exceptions.HTTPError) as error:
             raise EnvironmentFailure(
                 f"{self.uri(key)} cannot be reached: {error}. Check AWS_ENDPOINT_URL, the credentials and the network"
+                f"{certificate_hint(str(error))}"
             ) from error
 
 
@@ -277,7 +278,8 @@ class UrlStore:
         try:
             yield
         except urllib3.exceptions.HTTPError as error:
-            raise EnvironmentFailure(f"{verb} {self.uri(key)}: {_without_query(str(error), url)}") from None
+            said = _without_query(str(error), url)
+            raise EnvironmentFailure(f"{verb} {self.uri(key)}: {said}{certificate_hint(said)}") from None
 
     def _check(self, answer: urllib3.BaseHTTPResponse, verb: str, key: str) -> None:
         if answer.status >= 300:

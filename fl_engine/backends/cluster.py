@@ -18,7 +18,7 @@ from typing import Any
 
 import urllib3
 
-from fl_engine.errors import EnvironmentFailure, printable
+from fl_engine.errors import EnvironmentFailure, certificate_hint, printable
 
 log = logging.getLogger("flexfleet")
 
@@ -112,14 +112,16 @@ class Cluster:
                 # A create that was cut off may have succeeded: the next try says 409, which is what it means.
                 if error.status != 429 and 0 < (error.status or 0) < 500:  # 0: the connection was cut within TLS
                     raise EnvironmentFailure(_why(error, method, kind, name, self.namespace)) from None
-                said = f"HTTP {error.status}"
+                said = f"HTTP {error.status}" if error.status else str(error.reason)
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
                 said = str(error)
             if attempt + 1 < TRIES:
                 wait = FIRST_WAIT_S * 2**attempt * (1 + random.random() / 4)
                 log.warning("the Kubernetes API: %s (%s %s); asking again in %.1f s", said, method, path, wait)
                 time.sleep(wait)
-        raise EnvironmentFailure(f"the Kubernetes API does not answer: {said} ({method} {path})")
+        raise EnvironmentFailure(
+            f"the Kubernetes API does not answer: {said} ({method} {path}){certificate_hint(said)}"
+        )
 
     def _tell_warnings(self, headers: Iterable[str]) -> None:
         """What the API server warns of (`299 - "..."`), e.g. a level of Pod Security that is not enforced, once."""

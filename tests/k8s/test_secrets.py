@@ -186,7 +186,8 @@ FAILING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a wrong value": (("check",), (f"seed=https://me:{PASSWORD}@host",)),
     "no YAML": (("check",), (f"tracking.mlflow=[https://me:{PASSWORD}@host",)),
     "a run that MLflow does not know": (("fetch", "0" * 32), (f"tracking.mlflow={UNREACHABLE}",)),
-    "Kubeflow is not there": (("submit", "train", "--host", UNREACHABLE), (f"tracking.mlflow={UNREACHABLE}",)),
+    "Kubeflow is not there": (("submit", "train", "--host", UNREACHABLE), ()),
+    "a password for Kubeflow": (("submit", "train"), (f"tracking.mlflow={UNREACHABLE}",)),
     "no night": (("regress", "--id", "n"), (f"tracking.mlflow={UNREACHABLE}",)),
 }
 
