@@ -128,9 +128,10 @@ def respond(server: Server, handler: BaseHTTPRequestHandler) -> None:
     if not names and not known:
         status = 401 if authorization else 403
     if status == 0:
-        handler.connection.close()
+        handler.connection.shutdown(socket.SHUT_RDWR)
+        handler.close_connection = True
         return
-    who = "User \"system:anonymous\"" if not authorization and not names else "that"
+    who = 'User "system:anonymous"' if not authorization and not names else "that"
     value = {"items": [{"kind": "Job"}], "metadata": {}} if status == 200 else {"message": f"{who} is refused"}
     body = json.dumps(value).encode()
     handler.send_response(status)
@@ -166,7 +167,7 @@ def listen(server: Server, hosts: tuple[str, ...]) -> ThreadingHTTPServer:
     # The handshake belongs into the connection's own thread.
     listening.socket = context.wrap_socket(listening.socket, server_side=True, do_handshake_on_connect=False)
     server.port = listening.server_port
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    threading.Thread(target=listening.serve_forever, args=(0.02,), daemon=True).start()
     return listening
 
 
@@ -286,7 +287,7 @@ def test_a_pods_account_is_used_inside_a_cluster_and_read_again_when_refused(
 
 def test_credentials_that_are_refused_twice_end_it(start: Start, configure: Configure) -> None:
     server = start()
-    with pytest.raises(EnvironmentFailure, match="401 that is refused. It does not know who asks: has the token"):
+    with pytest.raises(EnvironmentFailure, match=r"401 that is refused\. It does not know who asks: has the token"):
         configure(server, {"token": "stale"}).get("jobs", "a")
     assert len(server.asked) == 2
 
@@ -353,7 +354,7 @@ def test_a_server_of_another_authority_is_refused_at_once(
     server = start()
     other = Authority(tmp_path / "other").pem.read_bytes()
     api = configure(server, {}, **{"certificate-authority-data": base64.b64encode(other).decode()})
-    with pytest.raises(EnvironmentFailure, match="certificate is refused: .*certificate-authority-data in KUBECONFIG"):
+    with pytest.raises(EnvironmentFailure, match=r"certificate is refused: .*certificate-authority-data in KUBECONFIG"):
         api.get("jobs", "a")
     assert server.asked == []
 
