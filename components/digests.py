@@ -109,7 +109,7 @@ def _authorization(http: urllib3.PoolManager, challenge: str, registry: str) -> 
         given = json.loads(answer.data)
         return f"Bearer {given.get('token') or given['access_token']}"
     except (ValueError, KeyError, AttributeError):
-        raise EnvironmentFailure(f"the registry {registry} gives no token: {answer.status} of {told['realm']}") from None
+        raise EnvironmentFailure(f"the registry {registry} gives no token: {answer.status} {told['realm']}") from None
 
 
 def _credentials(registry: str) -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 from fl_engine.errors import BadInput, IntegrityError
 
 PERMITTED = frozenset(
-    "0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 EPL-1.0 EPL-2.0 HPND ISC LGPL-3.0-only MIT MIT-0 "
-    "MIT-CMU MPL-2.0 PSF-2.0 Python-2.0 Unlicense ZPL-2.1 Zlib".split()
+    {"0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "EPL-1.0", "EPL-2.0", "HPND", "ISC"}
+    | {"LGPL-3.0-only", "MIT", "MIT-0", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Python-2.0", "Unlicense", "ZPL-2.1", "Zlib"}
 )
 """SPDX identifiers of licences that allow an image under Apache-2.0 to carry the package unchanged."""
 PERMITTED_WITH = frozenset({"Apache-2.0 WITH LLVM-exception", "GPL-2.0-only WITH GCC-exception-2.0"})
@@ -86,13 +86,13 @@ def licence(package: Distribution) -> str:
     name = canonical(package.name)
     said = package.metadata
     words = [c.rpartition(" :: ")[2] for c in said.get_all("Classifier") or () if c.startswith("License :: OSI")]
-    short = (said.get("License") or "").strip()
-    candidates = [KNOWN.get(name), said.get("License-Expression"), short if "\n" not in short else None]
+    stated: list[str] = [(said.get_all(field) or [""])[0].strip() for field in ("License-Expression", "License")]
+    candidates = [KNOWN.get(name, ""), *(text for text in stated if "\n" not in text)]
     for given in (*candidates, " AND ".join(SAID.get(word, word) for word in words)):
-        expression = SAID.get(given or "", given)
+        expression = SAID.get(given, given)
         if expression and permitted(expression) is not None:
             return expression
-    raise BadInput(f"{name} {package.version} says {[*candidates, *words]} of its licence: name it in {__name__}")
+    raise BadInput(f"{name} {package.version} says {[*stated, *words]} of its licence: name it in {__name__}")
 
 
 def permitted(expression: str) -> bool | None:

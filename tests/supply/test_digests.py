@@ -147,7 +147,8 @@ def test_the_overlay_for_clusters_can_be_pinned(registry: Registry, tmp_path: Pa
     path = tmp_path / "k8s/overlays/cluster/kustomization.yaml"
     (image,) = yaml.safe_load(path.read_text())["images"]
     registry.held[f"flexfleet-mlflow:{image['newTag']}"] = INDEX
-    path.write_text(path.read_text().replace(f"newName: {image['newName']}", f"newName: {registry.address}/flexfleet-mlflow"))
+    here = f"newName: {registry.address}/flexfleet-mlflow"
+    path.write_text(path.read_text().replace(f"newName: {image['newName']}", here))
     digests.main([str(path.parent)])
     made = subprocess.run(["kubectl", "kustomize", path.parent], capture_output=True, text=True, check=True).stdout
     assert f"image: {registry.address}/flexfleet-mlflow@{sha256(INDEX)}" in made

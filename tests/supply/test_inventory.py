@@ -1,10 +1,11 @@
-"""What the images install: every file by its hash, in the versions of constraints.txt, under licences that are noted."""
+"""What the images install: every file by its hash, in constraints.txt's versions, under licences that are noted."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
+import sys
 from email.message import Message
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -71,14 +72,12 @@ def test_the_image_installs_nothing_but_the_locks() -> None:
 
 def test_pip_takes_the_locks_and_refuses_another_file(tmp_path: Path) -> None:
     """A source of nothing but a changed wheel: the hash is what stops it."""
-    pip = [str(ROOT / ".venv/bin/python"), "-m", "pip"]
     (tmp_path / "zipp-4.1.2-py3-none-any.whl").write_bytes(b"something else")
     lock = tmp_path / "lock.txt"
     lock.write_text(re.search(r"^zipp==(?:.*\\\n)+.*\n", LOCKS["flexfleet"], re.MULTILINE)[0])  # type: ignore[index]
-    where = ["--no-deps", "--require-hashes", "--no-index", "--find-links", str(tmp_path), "--dest", str(tmp_path / "to")]
-    done = subprocess.run(
-        [*pip, "--isolated", "download", *where, "--requirement", str(lock)], capture_output=True, text=True, cwd=tmp_path
-    )
+    pip = [sys.executable, "-m", "pip", "--isolated", "download", "--no-deps", "--require-hashes", "--no-index"]
+    where = ["--find-links", str(tmp_path), "--dest", str(tmp_path / "to"), "--requirement", str(lock)]
+    done = subprocess.run([*pip, *where], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stderr, done.stdout + done.stderr
 
 
@@ -139,13 +138,12 @@ def test_licences_are_what_packages_say_of_themselves() -> None:
     classified = "License :: OSI Approved :: Apache Software License"
     assert inventory.licence(Package("a", License_Expression="MIT OR Apache-2.0")) == "MIT OR Apache-2.0"
     assert inventory.licence(Package("a", License="Apache 2.0")) == "Apache-2.0"
-    assert inventory.licence(Package("a", License="The whole text, of which\n there is much", Classifier=classified)) == (
-        "Apache-2.0"
-    )
+    whole = Package("a", License="The whole text, of which\n there is much", Classifier=classified)
+    assert inventory.licence(whole) == "Apache-2.0"
     assert inventory.licence(Package("Pygit2", License="GPLv2 with linking exception")).endswith("GCC-exception-2.0")
     with pytest.raises(BadInput, match="of its licence: name it"):
         inventory.licence(Package("a"))
-    with pytest.raises(IntegrityError, match="may not carry: a 1: AGPL-3.0-only"):
+    with pytest.raises(IntegrityError, match=r"may not carry: a 1: AGPL-3\.0-only"):
         inventory.table({"image": [Package("a", License_Expression="AGPL-3.0-only")]})
 
 
@@ -155,5 +153,6 @@ def test_a_bill_of_materials_lists_the_locked_packages() -> None:
     assert inventory.check(json.dumps({"components": components}), [LOCKS["torch"], LOCKS["build"]]) == len(packages)
     one_machine = [c for c in components if c["version"] != "2.10.0"]
     inventory.check(json.dumps({"components": one_machine}), [LOCKS["torch"], LOCKS["build"]])
+    old = json.dumps({"components": [{"name": "Setuptools", "version": "1"}]})
     with pytest.raises(IntegrityError, match="lacks setuptools in its version, torch"):
-        inventory.check(json.dumps({"components": [{"name": "Setuptools", "version": "1"}]}), [LOCKS["torch"], LOCKS["build"]])
+        inventory.check(old, [LOCKS["torch"], LOCKS["build"]])
