@@ -1,6 +1,7 @@
 """Images by digest: what a registry holds under an overlay's tags now, so that nothing moves under a cluster.
 
     python -m components.digests k8s/overlays/cluster        (`make pin-digests`)
+    python -m components.digests REGISTRY/NAME:TAG           one image; prints REGISTRY/NAME@sha256:...
 
 Of each entry in `images:` of the kustomization, `newTag: X` becomes `digest: sha256:... # X`; a second run asks for X
 again. An image without a registry in its name was loaded into the nodes (kind) and keeps its tag: it has no digest.
@@ -127,9 +128,15 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) != 1 or argv[0].startswith("-"):
         raise SystemExit(__doc__)
     path = Path(argv[0]) / "kustomization.yaml"
-    pinned, found = pin(path.read_text())
-    path.write_text(pinned)
-    print("\n".join(found))
+    if path.exists():
+        pinned, found = pin(path.read_text())
+        path.write_text(pinned)
+        print("\n".join(found))
+        return
+    name, _, tag = argv[0].rpartition(":")
+    if not _registry(name)[0] or "/" in tag:
+        raise BadInput(f"neither a folder with a kustomization.yaml nor REGISTRY/NAME:TAG: {argv[0]}")
+    print(f"{name}@{digest_of(name, tag)}")
 
 
 if __name__ == "__main__":

@@ -104,6 +104,15 @@ def test_a_tag_becomes_the_digest_of_the_index_of_all_architectures(registry: Re
     assert pinned == text.replace("newTag: '1.0'", f"digest: {sha256(INDEX)} # 1.0")
 
 
+def test_one_image_is_printed_by_its_digest(registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
+    registry.held["team/app:1.0"] = INDEX
+    digests.main([f"{registry.address}/team/app:1.0"])
+    assert capsys.readouterr().out == f"{registry.address}/team/app@{sha256(INDEX)}\n"
+    for given in ("loaded:latest", f"{registry.address}/team/app", "k8s/overlays/nowhere"):
+        with pytest.raises(BadInput, match="neither a folder"):
+            digests.main([given])
+
+
 def test_a_second_run_asks_for_the_same_tag_again(registry: Registry) -> None:
     registry.held["team/app:1.0"] = INDEX
     pinned, _ = digests.pin(kustomization(registry))
