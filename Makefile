@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export DVC_NO_ANALYTICS ?= 1
 
-.PHONY: setup run test soak lint docs evidence bench bench-peers image e2e-containers
+.PHONY: setup run test soak lint docs evidence bench bench-peers image e2e-containers lock sbom pin-digests \
+        test-kubernetes-clients
 
 setup: $(VENV)/.ready
 
@@ -51,6 +52,24 @@ image:
 	    --build-arg COMMIT=$$(git rev-parse HEAD) .
 	docker build --file components/Dockerfile --target mlflow --tag flexfleet-mlflow:latest .
 
+# What the images install, by hash, from constraints.txt: components/locks/. After it `make sbom`.
+lock: .venv-lock/.ready
+	UV=.venv-lock/bin/uv components/lock
+
+.venv-lock/.ready: constraints.txt
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install --quiet --constraint constraints.txt uv
+	touch $@
+
+# What the images hold, installed from the locks: bills of materials (CycloneDX) in dist/, and docs/licences.md.
+sbom: setup
+	PYTHON=$(BIN)/python components/sbom dist docs/licences.md
+
+# The tags of an overlay's images become digests: what a registry holds under them now. OVERLAY=k8s/overlays/cluster
+OVERLAY ?= k8s/overlays/cluster
+pin-digests: setup
+	$(BIN)/python -m components.digests $(OVERLAY)
+
 # The training graph, a client's pod and the worker processes, in the image: `make image` first.
 e2e-containers: setup
 	docker image inspect --format 'in {{.Id}}' $(IMAGE)
@@ -65,6 +84,19 @@ evidence: setup
 bench: setup
 	$(BIN)/python -m benchmarks W3 --against naive
 	$(BIN)/python -m benchmarks W1 W2 W4 W4-no-kd W5 --against naive --samples 100 --turns 3
+
+# The oldest and newest `kubernetes` that pyproject.toml admits, and the one that sends no credentials by its own calls.
+KUBERNETES_CLIENTS ?= 30.1.0 36.0.3 37.0.2
+
+test-kubernetes-clients: $(KUBERNETES_CLIENTS:%=.venv-kubernetes-%/.ready)
+	for version in $(KUBERNETES_CLIENTS); do \
+	    .venv-kubernetes-$$version/bin/python -m pytest --noconftest tests/k8s/test_transport.py || exit 1; \
+	done
+
+.venv-kubernetes-%/.ready:
+	$(PYTHON) -m venv .venv-kubernetes-$*
+	.venv-kubernetes-$*/bin/pip install --quiet kubernetes==$* pytest cryptography pyyaml
+	touch $@
 
 # Each peer lives in an environment of its own: their dependencies exclude each other.
 bench-peers: .venv-flower/.ready .venv-pfl/.ready .venv-fedjax/.ready

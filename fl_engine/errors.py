@@ -135,8 +135,8 @@ def certificate_hint(said: str) -> str:
     if not any(each in said for each in STRICT):
         return ""
     return (
-        ". Python 3.13 and newer ask of a certificate what RFC 5280 does (ssl.VERIFY_X509_STRICT): make the server's "
-        "authority again, with keyUsage keyCertSign and the identifiers of keys"
+        ". Python 3.13 and newer check certificates strictly (RFC 5280): issue the server's authority anew, with "
+        "basicConstraints (critical), keyUsage keyCertSign and key identifiers, or run with Python 3.11 or 3.12"
     )
 
 

@@ -27,7 +27,7 @@ from components.model_pool import model_pool
 from components.partition import partition
 from components.pretrain import pretrain
 from fl_engine.backends import jobs
-from fl_engine.backends.cluster import Cluster
+from fl_engine.backends.cluster import Cluster, _connect, _token
 from fl_engine.config import Config, load_config
 
 NAMESPACE = f"flexfleet-test-{uuid.uuid4().hex[:6]}"
@@ -45,22 +45,16 @@ Api = Callable[..., Any]
 @pytest.fixture(scope="session")
 def api() -> Api:
     """`api("GET", "/api/v1/nodes", body=None, missing=None)`: one request; `missing` is a status that gives None."""
-    import kubernetes
-
-    kubernetes.config.load_kube_config(os.environ["KUBECONFIG"])
-    client = kubernetes.client.ApiClient()
+    pool, config = _connect()
 
     def ask(method: str, path: str, body: Any = None, missing: int | None = None) -> Any:
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        try:
-            answer = client.call_api(
-                path, method, body=body, header_params={"Content-Type": kind, "Accept": "application/json"},
-                auth_settings=["BearerToken"], _preload_content=False, _return_http_data_only=True,
-            )  # fmt: skip
-        except kubernetes.client.exceptions.ApiException as error:
-            if error.status == missing:
-                return None
-            raise
+        headers = {"Content-Type": kind, "Accept": "application/json", "Authorization": _token(config)}
+        sent = None if body is None else json.dumps(body)
+        answer = pool.request(method, config.host + path, body=sent, headers=headers)
+        if answer.status == missing:
+            return None
+        assert answer.status < 300, (method, path, answer.status, answer.data)
         return json.loads(answer.data)
 
     return ask

@@ -20,7 +20,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fl_engine.backends import cluster
 from fl_engine.errors import EnvironmentFailure, certificate_hint
 from fl_engine.s3 import UrlStore
 
@@ -184,17 +183,5 @@ def test_a_certificate_that_newer_pythons_refuse_is_told_as_that(
         store.get("x")
 
 
-def test_the_clusters_certificate_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kubernetes.client.exceptions import ApiException
-
-    class Client:
-        def call_api(self, *_: Any, **__: Any) -> None:
-            raise ApiException(status=0, reason="SSLError\n[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: "
-                               "CA cert does not include key usage extension (_ssl.c:1032)")  # fmt: skip
-
-    monkeypatch.setattr(cluster, "TRIES", 1)
-    asked = cluster.Cluster("here")
-    asked._made = Client()
-    with pytest.raises(EnvironmentFailure, match=r"does not answer: SSLError(.|\n)*keyUsage keyCertSign"):
-        asked.get("jobs", "x")
+def test_other_errors_of_certificates_have_no_hint() -> None:
     assert certificate_hint("certificate verify failed: unable to get local issuer certificate") == ""

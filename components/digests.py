@@ -1,0 +1,143 @@
+"""Images by digest: what a registry holds under an overlay's tags now, so that nothing moves under a cluster.
+
+    python -m components.digests k8s/overlays/cluster        (`make pin-digests`)
+    python -m components.digests REGISTRY/NAME:TAG           one image; prints REGISTRY/NAME@sha256:...
+
+Of each entry in `images:` of the kustomization, `newTag: X` becomes `digest: sha256:... # X`; a second run asks for X
+again. An image without a registry in its name was loaded into the nodes (kind) and keeps its tag: it has no digest.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import urllib3
+
+from fl_engine.errors import BadInput, EnvironmentFailure, IntegrityError
+
+ACCEPT = ", ".join(
+    (
+        "application/vnd.oci.image.index.v1+json",  # of all architectures, where there is one
+        "application/vnd.docker.distribution.manifest.list.v2+json",
+        "application/vnd.oci.image.manifest.v1+json",
+        "application/vnd.docker.distribution.manifest.v2+json",
+    )
+)
+ENTRY = re.compile(r"(?P<key> *(?:- )?)(?P<word>name|newName|newTag|digest): *(?P<value>\S+)(?: +# (?P<tag>\S+))?")
+TRIES = urllib3.Retry(3, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504), raise_on_status=False)
+
+
+def pin(kustomization: str) -> tuple[str, list[str]]:
+    """The text with digests for tags, and the references that it now holds, for FLEXFLEET_IMAGE and the like.
+
+    Raises EnvironmentFailure for a registry that cannot be reached or refuses, BadInput for an overlay without images.
+    """
+    lines, entry, found = kustomization.splitlines(), "", []
+    inside = False
+    for i, line in enumerate(lines):
+        if line and not line.startswith((" ", "-", "#")):
+            inside = line.startswith("images:")
+        if not inside or not (match := ENTRY.fullmatch(line)):
+            continue
+        value = match["value"].strip("\"'")
+        if match["word"] in ("name", "newName"):
+            entry = value
+            continue
+        tag = match["tag"] if match["word"] == "digest" else value
+        if tag is None or not _registry(entry)[0]:
+            continue
+        digest = digest_of(entry, tag)
+        lines[i] = f"{match['key']}digest: {digest} # {tag}"
+        found.append(f"{entry}@{digest}")
+    if not found:
+        raise BadInput(
+            "no image with a registry and a tag: `kustomize edit set image NAME=REGISTRY/NAME:TAG` in the overlay first"
+        )
+    return "\n".join(lines) + "\n", found
+
+
+def digest_of(name: str, tag: str) -> str:
+    """`sha256:...` of what a registry holds under this tag: of the index, where it is for several architectures."""
+    registry, repository = _registry(name)
+    scheme = "http" if registry.partition(":")[0] in ("localhost", "127.0.0.1") else "https"
+    host = "registry-1.docker.io" if registry == "docker.io" else registry
+    url, headers = f"{scheme}://{host}/v2/{repository}/manifests/{tag}", {"Accept": ACCEPT}
+    try:
+        with urllib3.PoolManager(retries=TRIES, timeout=30) as http:
+            answer = http.request("GET", url, headers=headers)
+            if answer.status == 401:
+                headers["Authorization"] = _authorization(http, answer.headers.get("WWW-Authenticate", ""), registry)
+                answer = http.request("GET", url, headers=headers)
+    except urllib3.exceptions.HTTPError as error:
+        raise EnvironmentFailure(f"the registry {registry} cannot be reached: {error}") from error
+    if answer.status != 200:
+        raise EnvironmentFailure(
+            f"the registry {registry} answers {answer.status} for {name}:{tag}. Was it pushed, and is `docker login "
+            f"{registry}` needed? (credentials are read from docker's config.json; its helpers are not asked)"
+        )
+    digest = f"sha256:{hashlib.sha256(answer.data).hexdigest()}"
+    told = answer.headers.get("Docker-Content-Digest", digest)
+    if told != digest:
+        raise IntegrityError(f"{name}:{tag}: the registry says {told}, what it sent is {digest}")
+    return digest
+
+
+def _registry(name: str) -> tuple[str, str]:
+    """Registry (empty: none is named) and repository, told apart as docker does."""
+    first, _, rest = name.partition("/")
+    return (first, rest) if rest and ("." in first or ":" in first or first == "localhost") else ("", name)
+
+
+def _authorization(http: urllib3.PoolManager, challenge: str, registry: str) -> str:
+    """What to answer a registry's challenge with: the credentials of docker's configuration, or nobody's token."""
+    basic = _credentials(registry)
+    kind, _, rest = challenge.partition(" ")
+    if kind.lower() != "bearer":
+        return basic
+    told = dict(re.findall(r'(\w+)="([^"]*)"', rest))
+    fields = {key: told[key] for key in ("service", "scope") if key in told}
+    if "realm" not in told:
+        raise EnvironmentFailure(f"the registry {registry} asks for a token and does not say where: {challenge!r}")
+    answer = http.request("GET", told["realm"], fields=fields, headers={"Authorization": basic} if basic else {})
+    try:
+        given = json.loads(answer.data)
+        return f"Bearer {given.get('token') or given['access_token']}"
+    except (ValueError, KeyError, AttributeError):
+        raise EnvironmentFailure(f"the registry {registry} gives no token: {answer.status} {told['realm']}") from None
+
+
+def _credentials(registry: str) -> str:
+    path = Path(os.environ.get("DOCKER_CONFIG", Path.home() / ".docker")) / "config.json"
+    key = "https://index.docker.io/v1/" if registry == "docker.io" else registry
+    try:
+        auth = json.loads(path.read_text())["auths"][key]["auth"]
+        base64.b64decode(auth, validate=True)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f"Basic {auth}"
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise SystemExit(__doc__)
+    path = Path(argv[0]) / "kustomization.yaml"
+    if path.exists():
+        pinned, found = pin(path.read_text())
+        path.write_text(pinned)
+        print("\n".join(found))
+        return
+    name, _, tag = argv[0].rpartition(":")
+    if not _registry(name)[0] or "/" in tag:
+        raise BadInput(f"neither a folder with a kustomization.yaml nor REGISTRY/NAME:TAG: {argv[0]}")
+    print(f"{name}@{digest_of(name, tag)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

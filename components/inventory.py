@@ -1,0 +1,169 @@
+"""What an image holds: its locks, its bill of materials, its licences. `make sbom` and the image's build run it.
+
+    python -m components.inventory check SBOM LOCK...             the bill names all that the locks do, in that version
+    python -m components.inventory licences NAME=SITE_PACKAGES... the table of docs/licences.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+from fl_engine.errors import BadInput, IntegrityError
+
+PERMITTED = frozenset(
+    {"0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "EPL-1.0", "EPL-2.0", "HPND", "ISC"}
+    | {"LGPL-3.0-only", "MIT", "MIT-0", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Python-2.0", "Unlicense", "ZPL-2.1", "Zlib"}
+)
+"""SPDX identifiers of licences that allow an image under Apache-2.0 to carry the package unchanged."""
+PERMITTED_WITH = frozenset({"Apache-2.0 WITH LLVM-exception", "GPL-2.0-only WITH GCC-exception-2.0"})
+SAID: dict[str, str] = {
+    "3-Clause BSD License": "BSD-3-Clause",
+    "Apache 2.0": "Apache-2.0",
+    "Apache License 2.0": "Apache-2.0",
+    "Apache License, Version 2.0": "Apache-2.0",
+    "Apache License Version 2.0": "Apache-2.0",
+    "Apache Software License": "Apache-2.0",
+    "BSD": "BSD-3-Clause",
+    "BSD License": "BSD-3-Clause",
+    "ISC License (ISCL)": "ISC",
+    "MIT License": "MIT",
+    "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
+    "Python Software Foundation License": "PSF-2.0",
+    "Zope Public License": "ZPL-2.1",
+}
+"""What packages say in words, in SPDX identifiers. `BSD` is a kind: its two common licences ask for the same."""
+KNOWN: dict[str, str] = {
+    "antlr4-python3-runtime": "BSD-3-Clause",
+    "grandalf": "GPL-2.0-only OR EPL-1.0",
+    "huey": "MIT",
+    "pygit2": "GPL-2.0-only WITH GCC-exception-2.0",
+    "skops": "MIT",
+}
+"""Of packages whose metadata says it in a way that nothing else does; read in their licence files."""
+REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)\s*(?:;\s*([^\\]*\S))?\s*\\?$")
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked(lock: str) -> dict[tuple[str, str], list[str]]:
+    """(name, version) to the sha256 sums of a lock's text. BadInput: a line that is neither."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for line in lock.splitlines():
+        if match := REQUIREMENT.match(line):
+            sums = found.setdefault((canonical(match[1]), match[2]), [])
+        elif match := re.fullmatch(r"    --hash=sha256:([0-9a-f]{64})(?: \\)?", line):
+            sums.append(match[1])
+        elif not line.startswith("#"):
+            raise BadInput(f"a lock has requirements and their hashes only, got {line!r}; `make lock` writes it anew")
+    return found
+
+
+def check(bill: str, locks: Iterable[str]) -> int:
+    """How many packages a CycloneDX bill names. IntegrityError: some that the locks name are not among them."""
+    named = {(canonical(c["name"]), c.get("version", "")) for c in json.loads(bill)["components"]}
+    names = {name for name, _ in named}
+    wanted: dict[str, set[str]] = {}
+    for lock in locks:
+        for name, version in locked(lock):
+            wanted.setdefault(name, set()).add(version)
+    missing = [n for n, versions in sorted(wanted.items()) if not any((n, v) in named for v in versions)]
+    if missing:
+        raise IntegrityError(
+            f"the bill of materials lacks {', '.join(n if n not in names else f'{n} in its version' for n in missing)}"
+        )
+    return len(named)
+
+
+def licence(package: Distribution) -> str:
+    """As an SPDX expression. BadInput: what the package says is not known here."""
+    name = canonical(package.name)
+    said = package.metadata
+    words = [c.rpartition(" :: ")[2] for c in said.get_all("Classifier") or () if c.startswith("License :: OSI")]
+    stated: list[str] = [(said.get_all(field) or [""])[0].strip() for field in ("License-Expression", "License")]
+    candidates = [KNOWN.get(name, ""), *(text for text in stated if "\n" not in text)]
+    for given in (*candidates, " AND ".join(SAID.get(word, word) for word in words)):
+        expression = SAID.get(given, given)
+        if expression and permitted(expression) is not None:
+            return expression
+    raise BadInput(f"{name} {package.version} says {[*stated, *words]} of its licence: name it in {__name__}")
+
+
+def permitted(expression: str) -> bool | None:
+    """Whether an SPDX expression allows what PERMITTED stands for; None: it is no such expression."""
+    tokens = re.findall(r"[()]|[A-Za-z0-9.+-]+", expression)
+    if " ".join(tokens).replace("( ", "(").replace(" )", ")") != expression:
+        return None
+
+    def either() -> bool:
+        found = both()
+        while tokens[:1] == ["OR"]:
+            tokens.pop(0)
+            found = both() or found
+        return found
+
+    def both() -> bool:
+        found = one()
+        while tokens[:1] == ["AND"]:
+            tokens.pop(0)
+            found = one() and found
+        return found
+
+    def one() -> bool:
+        token = tokens.pop(0)
+        if token == "(":
+            found = either()
+            tokens.pop(0)
+            return found
+        if tokens[:1] == ["WITH"]:
+            return f"{token} WITH {(tokens.pop(0), tokens.pop(0))[1]}" in PERMITTED_WITH
+        return token in PERMITTED
+
+    try:
+        found = either()
+    except IndexError:
+        return None
+    return None if tokens else found
+
+
+HEAD = """# Licences
+
+What the images hold besides flexfleet (Apache-2.0) and their base, by `make sbom`. Torch brings the notices of what is
+compiled into it; each package's own text lies beside it in the image.
+
+| package | version | licence | image |
+|---|---|---|---|
+"""
+
+
+def table(environments: dict[str, list[Distribution]]) -> str:
+    """The page of licences. IntegrityError: one is not permitted."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for image, packages in environments.items():
+        for package in packages:
+            if canonical(package.name) != "pip":  # the base's
+                rows.setdefault((canonical(package.name), package.version, licence(package)), []).append(image)
+    refused = [f"{name} {version}: {said}" for name, version, said in rows if not permitted(said)]
+    if refused:
+        raise IntegrityError(f"licences that an image under Apache-2.0 may not carry: {'; '.join(sorted(refused))}")
+    return HEAD + "".join(f"| {' | '.join(row)} | {', '.join(images)} |\n" for row, images in sorted(rows.items()))
+
+
+def main(argv: Sequence[str]) -> None:
+    if argv[:1] == ["check"] and len(argv) > 2:
+        print(check(Path(argv[1]).read_text(), [Path(lock).read_text() for lock in argv[2:]]), "packages")
+    elif argv[:1] == ["licences"] and len(argv) > 1:
+        given = dict(word.partition("=")[::2] for word in argv[1:])
+        print(table({name: list(distributions(path=[path])) for name, path in given.items()}), end="")
+    else:
+        raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,158 @@
+"""What the images install: every file by its hash, in constraints.txt's versions, under licences that are noted."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from email.message import Message
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+
+from components import inventory
+from fl_engine.errors import BadInput, IntegrityError
+
+ROOT = Path(__file__).parents[2]
+LOCKS = {path.stem: path.read_text() for path in sorted((ROOT / "components/locks").glob("*.txt"))}
+TORCH = {'platform_machine == "aarch64"': "aarch64", 'platform_machine != "aarch64"': "x86_64"}
+
+
+def constraints() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        match = inventory.REQUIREMENT.match(line)
+        assert match, line
+        found.setdefault(inventory.canonical(match[1]), set()).add(match[2])
+    return found
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_has_the_versions_of_the_constraints_and_a_hash_of_each(name: str) -> None:
+    wanted = constraints()
+    packages = inventory.locked(LOCKS[name])
+    assert packages
+    for (package, version), sums in packages.items():
+        assert sums, f"{package} has no hash: `make lock`"
+        assert version.removesuffix("+cpu") in wanted[package], f"{package}: `make lock`"
+
+
+def test_constraints_name_each_package_once_and_torch_for_each_machine() -> None:
+    twice = {name: versions for name, versions in constraints().items() if len(versions) > 1}
+    assert set(twice) == {"torch"}
+    torch = re.findall(r"^torch==(\S+); (.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    locked = re.findall(r"^torch==(\S+) ; platform_machine == '(\w+)' \\$", LOCKS["torch"], re.MULTILINE)
+    assert {TORCH[where]: version for version, where in torch} == {
+        machine: version.removesuffix("+cpu") for version, machine in locked
+    }
+
+
+@pytest.mark.parametrize("lock", ["build", "flexfleet", "alone", "mlflow", "sbom"])
+def test_a_lock_holds_what_its_requirements_name(lock: str) -> None:
+    file = {"flexfleet": "requirements.txt"}.get(lock, f"requirements-{lock}.txt")
+    lines = (ROOT / "components" / file).read_text().splitlines()
+    names = {inventory.canonical(line.partition("[")[0]) for line in lines if not line.startswith("#")}
+    held = {name for name, _ in inventory.locked(LOCKS[lock])} | ({"torch"} if lock == "flexfleet" else set())
+    assert names <= held, f"{names - held}: `make lock`"
+
+
+def test_the_image_installs_nothing_but_the_locks() -> None:
+    """And pip refuses what has no hash: PIP_REQUIRE_HASHES holds for every call but that for our own code, offline."""
+    dockerfile = (ROOT / "components/Dockerfile").read_text()
+    assert re.search(r"^ENV .*(?:\\\n.*)*PIP_REQUIRE_HASHES=1 PIP_NO_DEPS=1$", dockerfile, re.MULTILINE)
+    calls = re.findall(r"(?:\S+=\S+ )*\S*pip install [^&\n\\;]*", dockerfile)
+    files = {file for call in calls for file in re.findall(r"--requirement (\w+)\.txt", call)}
+    assert files == set(LOCKS)
+    (own,) = [call for call in calls if "--requirement" not in call]
+    assert own == "PIP_REQUIRE_HASHES=0 PIP_NO_INDEX=1 pip install --no-build-isolation ."
+    assert "REQUIRE_HASHES=0" not in dockerfile.replace(own, "")
+
+
+def test_pip_takes_the_locks_and_refuses_another_file(tmp_path: Path) -> None:
+    """A source of nothing but a changed wheel: the hash is what stops it."""
+    (tmp_path / "zipp-4.1.2-py3-none-any.whl").write_bytes(b"something else")
+    lock = tmp_path / "lock.txt"
+    lock.write_text(re.search(r"^zipp==(?:.*\\\n)+.*\n", LOCKS["flexfleet"], re.MULTILINE)[0])  # type: ignore[index]
+    pip = [sys.executable, "-m", "pip", "--isolated", "download", "--no-deps", "--require-hashes", "--no-index"]
+    where = ["--find-links", str(tmp_path), "--dest", str(tmp_path / "to"), "--requirement", str(lock)]
+    done = subprocess.run([*pip, *where], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stderr, done.stdout + done.stderr
+
+
+def test_a_line_that_is_no_hash_is_refused() -> None:
+    for line in ("--extra-index-url https://elsewhere", "torch", "torch==1 @ https://elsewhere", "    --hash=md5:0"):
+        with pytest.raises(BadInput, match="requirements and their hashes only"):
+            inventory.locked(f"a==1 \\\n{line}\n")
+
+
+def test_every_locked_package_has_its_licence_noted_and_it_is_permitted() -> None:
+    page = (ROOT / "docs/licences.md").read_text()
+    rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+?) \| (.+?) \|$", page, re.MULTILINE)
+    noted = {(name, version) for name, version, _, _ in rows if version != "version"}
+    wanted = {key for name in LOCKS if name != "sbom" for key in inventory.locked(LOCKS[name])}
+    machine = {key for key in wanted if key[0] == "torch"}  # one row: the machine that the page was written on
+    assert noted & machine and noted - machine == wanted - machine, "`make sbom`"
+    refused = [row for row in rows if row[1] not in ("version", "---") and not inventory.permitted(row[2])]
+    assert refused == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "allowed"),
+    [
+        ("MIT", True),
+        ("AGPL-3.0-only", False),
+        ("GPL-3.0-or-later", False),
+        ("GPL-2.0-only OR EPL-1.0", True),
+        ("MIT AND GPL-2.0-only", False),
+        ("MPL-2.0 AND (Apache-2.0 OR AGPL-3.0-only)", True),
+        ("AGPL-3.0-only AND (Apache-2.0 OR MIT)", False),
+        ("MIT OR AGPL-3.0-only AND GPL-2.0-only", True),
+        ("GPL-2.0-only WITH GCC-exception-2.0", True),
+        ("GPL-2.0-only WITH Other-exception", False),
+        ("see LICENSE, please", None),
+        ("(MIT", None),
+        ("MIT Apache-2.0", None),
+    ],
+)
+def test_expressions_are_read_as_spdx_says(expression: str, allowed: bool | None) -> None:
+    assert inventory.permitted(expression) is allowed
+
+
+class Package(Distribution):
+    def __init__(self, name: str, **fields: str) -> None:
+        self.fields = {"Name": name, "Version": "1"} | {k.replace("_", "-"): v for k, v in fields.items()}
+
+    def read_text(self, filename: str) -> str | None:
+        message = Message()
+        for key, value in self.fields.items():
+            message[key] = value
+        return message.as_string() if filename == "METADATA" else None
+
+    def locate_file(self, path: object) -> Path:
+        raise NotImplementedError
+
+
+def test_licences_are_what_packages_say_of_themselves() -> None:
+    classified = "License :: OSI Approved :: Apache Software License"
+    assert inventory.licence(Package("a", License_Expression="MIT OR Apache-2.0")) == "MIT OR Apache-2.0"
+    assert inventory.licence(Package("a", License="Apache 2.0")) == "Apache-2.0"
+    whole = Package("a", License="The whole text, of which\n there is much", Classifier=classified)
+    assert inventory.licence(whole) == "Apache-2.0"
+    assert inventory.licence(Package("Pygit2", License="GPLv2 with linking exception")).endswith("GCC-exception-2.0")
+    with pytest.raises(BadInput, match="of its licence: name it"):
+        inventory.licence(Package("a"))
+    with pytest.raises(IntegrityError, match=r"may not carry: a 1: AGPL-3\.0-only"):
+        inventory.table({"image": [Package("a", License_Expression="AGPL-3.0-only")]})
+
+
+def test_a_bill_of_materials_lists_the_locked_packages() -> None:
+    packages = inventory.locked(LOCKS["torch"]) | inventory.locked(LOCKS["build"])
+    components = [{"name": name, "version": version} for name, version in packages]
+    assert inventory.check(json.dumps({"components": components}), [LOCKS["torch"], LOCKS["build"]]) == len(packages)
+    one_machine = [c for c in components if c["version"] != "2.10.0"]
+    inventory.check(json.dumps({"components": one_machine}), [LOCKS["torch"], LOCKS["build"]])
+    old = json.dumps({"components": [{"name": "Setuptools", "version": "1"}]})
+    with pytest.raises(IntegrityError, match="lacks setuptools in its version, torch"):
+        inventory.check(old, [LOCKS["torch"], LOCKS["build"]])
