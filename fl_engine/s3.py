@@ -44,13 +44,16 @@ class S3Store:
     retries; `ca_bundle` and region come from the environment too.
     """
 
-    def __init__(self, uri: str, endpoint: str | None = None) -> None:
+    def __init__(self, uri: str, endpoint: str | None = None, settings: str = "") -> None:
+        """`settings` is what the environment has in front of this store's address and credentials; empty: OWN, or
+        nothing."""
         scheme, _, rest = uri.partition("://")
         self._bucket, _, prefix = rest.partition("/")
         if scheme != "s3" or not self._bucket or masked(uri) != uri:
             raise ConfigError(f"an S3 store is s3://bucket/prefix, got {masked(uri)!r}")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
+        self._settings = settings
         self._made: dict[str | None, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,7 +65,7 @@ class S3Store:
 
     def _client_of(self, endpoint: str | None) -> Any:
         if endpoint not in self._made:
-            self._made[endpoint] = _connect(endpoint)
+            self._made[endpoint] = _connect(endpoint, self._settings)
         return self._made[endpoint]
 
     def put(self, key: str, value: bytes) -> None:
@@ -227,11 +230,11 @@ class UrlStore:
         return answer
 
 
-def _connect(endpoint: str | None) -> Any:
+def _connect(endpoint: str | None, settings: str) -> Any:
     import boto3.session
     from botocore.config import Config
 
-    named = endpoint or setting("AWS_ENDPOINT_URL_S3") or setting("AWS_ENDPOINT_URL")
+    named = endpoint or endpoint_of(settings)
     config = Config(
         signature_version="s3v4",
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
@@ -242,11 +245,11 @@ def _connect(endpoint: str | None) -> Any:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    region = setting("AWS_REGION") or setting("AWS_DEFAULT_REGION") or "us-east-1"
+    region = setting("AWS_REGION", settings) or setting("AWS_DEFAULT_REGION", settings) or "us-east-1"
     session = boto3.session.Session(  # without own ones: wherever boto3 finds them
-        os.environ.get(f"{OWN}AWS_ACCESS_KEY_ID"),
-        os.environ.get(f"{OWN}AWS_SECRET_ACCESS_KEY"),
-        os.environ.get(f"{OWN}AWS_SESSION_TOKEN"),
+        os.environ.get(f"{settings or OWN}AWS_ACCESS_KEY_ID"),
+        os.environ.get(f"{settings or OWN}AWS_SECRET_ACCESS_KEY"),
+        os.environ.get(f"{settings or OWN}AWS_SESSION_TOKEN"),
     )
     return session.client("s3", endpoint_url=named, region_name=region, config=config)
 
@@ -255,8 +258,13 @@ OWN = "FLEXFLEET_"
 """In front of a variable that boto3 reads: for this alone, where something else of the process reads the other."""
 
 
-def setting(name: str) -> str | None:
-    return os.environ.get(f"{OWN}{name}") or os.environ.get(name)
+def setting(name: str, settings: str = "") -> str | None:
+    return os.environ.get(f"{settings}{name}") or os.environ.get(f"{OWN}{name}") or os.environ.get(name)
+
+
+def endpoint_of(settings: str = "") -> str | None:
+    """The server's address; None: Amazon's."""
+    return setting("AWS_ENDPOINT_URL_S3", settings) or setting("AWS_ENDPOINT_URL", settings)
 
 
 def _again(read: Callable[[], T]) -> T:

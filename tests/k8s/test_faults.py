@@ -13,6 +13,7 @@ import pytest
 
 from fl_engine.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.ledger import Ledger, Row
+from tests.k8s.fake import leftovers
 
 Rounds = Callable[..., Path]
 Remote = tuple[str, ...]
@@ -38,7 +39,7 @@ def test_clients_that_misbehave_on_purpose_do_so_in_pods_as_elsewhere(
     (row,) = rows(remote, "struck")
     found = {failure.partition(",")[0][:20] for failure in failures(row)}
     assert found == {"drop: dropped out (r", "validate: finite: co", "validate: checksum: "}
-    assert not cluster.objects
+    assert not leftovers(cluster)
 
 
 def test_eviction_a_lost_node_and_one_kill_for_memory_cost_nothing(
@@ -129,7 +130,7 @@ def test_below_the_quorum_clients_are_asked_again_then_the_run_stops_and_goes_on
     assert {name[-3:] for name in names} == {"-a0", "-a1"}
     cluster.script = lambda job, index, before: "run"
     assert model(rounds("again", *remote, resume=True)) == expected(1)
-    assert not cluster.objects
+    assert not leftovers(cluster)
 
 
 def test_a_round_ends_at_its_deadline(cluster: Any, rounds: Rounds, remote: Remote, rows: Rows) -> None:
@@ -157,7 +158,7 @@ def test_more_clients_are_asked_and_the_round_ends_with_as_many_as_are_wanted(
     (row,) = rows(remote, "more")
     assert row.metrics["clients_trained"] == 3 and len(row.clients) == 6
     assert all("straggle" in failure for failure in failures(row))
-    assert not cluster.objects
+    assert not leftovers(cluster)
 
 
 def test_updates_that_were_tampered_with_are_rejected_counted_and_shown(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -326,16 +326,18 @@ def test_a_resumed_run_has_the_same_noise_and_tells_what_it_has_spent(name: str,
     assert logged == [epsilon(algorithm, site.fleet, site.pool, r) for r in (1, 2, 3)]
 
 
-class Planned(InProcess):
-    """Remembers what it was asked."""
+class Idle:
+    """A backend whose clients all fail at once; remembers what they were asked."""
 
-    def __init__(self, site: Any) -> None:
-        super().__init__(site)
+    durable = False
+    phases: ClassVar[dict[str, float]] = {}
+
+    def __init__(self) -> None:
         self.plans: list[RoundPlan] = []
 
     def run(self, algorithm: Any, plan: RoundPlan) -> Iterator[Outcome]:
         self.plans.append(plan)
-        return super().run(algorithm, plan)
+        return (failure_of(order) for order in plan.orders)
 
 
 Asked = list[tuple[int, int, int]]
@@ -351,7 +353,7 @@ def asked(tmp_path: Path) -> Callable[..., Asked]:
         site = tiny_site(algorithm)
         evaluation = Evaluation(site.family, site.pool, site.data, ("cpu",), site.fleet)
         config = RoundsConfig(**{"stop": stop, "evaluate_every": 100, "commit_every": 1, "norm_bound": None} | more)
-        backend, ledger, start = Planned(site), Ledger(FolderStore(tmp_path / folder)), start_of(algorithm, site)
+        backend, ledger, start = Idle(), Ledger(FolderStore(tmp_path / folder)), start_of(algorithm, site)
         given = (algorithm, start, backend, ledger, Memory(), config, SEED, evaluation)
         with suppress(Stopped):
             rounds.federate(*given, should_stop=lambda: len(backend.plans) == stop_in, noise_key=key)
