@@ -207,6 +207,25 @@ def test_a_place_that_clients_may_reach_is_refused(
         placed(*sets)
 
 
+def test_a_bucket_for_keys_is_asked_with_its_own_credentials_at_its_own_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The address may be the run's; credentials never are, not even a session's token."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, "runs")
+        monkeypatch.setenv(f"FLEXFLEET_{name}", "runs")
+    monkeypatch.setenv("FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID", "own")
+    monkeypatch.setenv("FLEXFLEET_SECRETS_AWS_SECRET_ACCESS_KEY", "s")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://s3:1")
+    for address in ("http://s3:1", "http://other:2"):
+        place = placed("run.secrets=s3://safe/keys", "run.remote=s3://runs/x")
+        assert isinstance(place, InStore) and isinstance(place.store, S3Store)
+        url = place.store.presign(place.key, "get", 60)
+        assert url.startswith(f"{address}/safe/keys/a/key?") and "Credential=own%2F" in url and "Token" not in url
+        assert "Credential=runs%2F" in S3Store("s3://runs/x").presign("key", "get", 60)
+        monkeypatch.setenv("FLEXFLEET_SECRETS_AWS_ENDPOINT_URL", "http://other:2")
+
+
 def test_a_bucket_of_that_name_on_another_server_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ACCESS_KEY_ID": "own", "SECRET_ACCESS_KEY": "s", "ENDPOINT_URL": "http://other"}.items():
         monkeypatch.setenv(f"FLEXFLEET_SECRETS_AWS_{name}", value)
