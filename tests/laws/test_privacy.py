@@ -149,6 +149,15 @@ def test_the_noise_is_gaussian_of_the_stated_deviation_also_where_nobody_holds_a
             assert float((part.abs() > 6).double().mean()) == pytest.approx(0.0455, abs=0.005)
 
 
+@pytest.mark.parametrize("shape", [(60_000,), (600, 10, 10), (60, 10, 10, 10)])
+def test_tensors_of_every_number_of_axes_have_the_same_noise(shape: tuple[int, ...]) -> None:
+    """Biases and the scales of norms too."""
+    layout = ParamLayout({"g": shape[0]}, {"w": Slot("b", (Axis("g"), *[Axis(None)] * (len(shape) - 1)))})
+    old = {"w": torch.zeros(shape, dtype=torch.float64)}
+    drawn = Private(clip=2.0, noise_multiplier=1.5).start(old, layout, Public(1, (FULL,), SECRET)).result()["w"]
+    assert float(drawn.std()) == pytest.approx(3, rel=0.02)
+
+
 def test_no_two_tensors_rounds_or_parts_have_the_same_noise() -> None:
     """Else a difference of two releases would be free of it."""
     plan = replace(start_plan(), noise_seed=SECRET)
