@@ -130,7 +130,7 @@ class RunFile(Artifact):
 
     run_id: str
     token: str = ""
-    """Unique: by it a killed run finds the MLflow run that it had begun."""
+    """Unique: by it a killed run finds the MLflow run that it had begun, and a private one has noise of its own."""
     config: dict[str, Any]
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
@@ -138,8 +138,14 @@ class RunFile(Artifact):
     pool_sha256: str
     partition_sha256: str
     mlflow_run_id: str | None = None
+    key_at: str | None = None
+    """Where the run's key is kept (`keys`), for people to read; null: it has none."""
+    key_sha256: str | None = None
+    noise_stream: str | None = None
+    """How a private run's noise follows from its key (`privacy.STREAM`); null: it has no noise, or began with a stream
+    that had no name."""
     noise_sha256: str | None = None
-    """Of the key that a private aggregation's noise comes from."""
+    """Of the key of a stream that had no name."""
 
 
 class History(Artifact):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, TextIO
 
-from components import common, track
+from components import common, keys, track
 from components.artifacts import History, PoolFile, RunFile
 from components.names import plain
 from fl_engine import config as configs
@@ -43,10 +42,6 @@ from fl_engine.types import Backend, ModelFamily, Tracker
 from fl_engine.updates import KeyOf, key_of
 
 log = logging.getLogger("flexfleet")
-
-SECRET_KEY, NOISE_KEY = "secret/key", "secret/noise"
-"""Where the run's store keeps what clients' keys, and the noise of private aggregation, come from."""
-SECRET_BYTES = 32
 
 MAY_CHANGE = (
     "dataset.root",
@@ -157,21 +152,27 @@ def _federate(
     site = site_of(config, partition_dir, pool_dir)
     algorithm = configs.algorithm(config)
     rules = replace(site.rules, algorithm=algorithm)
-    ledger = Ledger(store, config.rounds.keep_every, rules, *_keys(store, config), held)
-
-    noise_key = None
-    if privacy.is_private(algorithm):
-        noise_key = _secret(store, NOISE_KEY, known.noise_sha256 if known else None)
+    private, in_pods = privacy.is_private(algorithm), config.run.backend == "kubernetes"
+    if known and private:
+        _same_noise(known, out)
+    token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
+    key, key_at = None, known.key_at if known else None
+    if private or in_pods:
+        place = keys.place(config, run_id, store, out)
+        key, key_at = keys.key_of_run(place, store, known), str(place)
+    ledger = Ledger(store, config.rounds.keep_every, rules, *_signing(key if in_pods else None), held)
 
     run = RunFile(
         run_id=run_id,
-        token=known.token if known else uuid.uuid4().hex if config.tracking.mlflow else "",
+        token=token,
         config=configs.public(config).model_dump(mode="json"),
         numerics=describe(site.numerics, config.run.devices),
         pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
         mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
-        noise_sha256=None if noise_key is None else sha256(noise_key),
+        key_at=key_at,
+        key_sha256=sha256(key) if key is not None else known.key_sha256 if known else None,
+        noise_stream=privacy.STREAM if private else None,
     )
     if known:
         _same(known, run, out, accept_numerics)
@@ -203,7 +204,7 @@ def _federate(
                 rounds.Evaluation(site.family, site.pool, site.data, config.run.devices, site.fleet),
                 should_stop,
                 discard_damaged,
-                noise_key,
+                privacy.noise_key(key, token) if private and key is not None else None,
             )
             if isinstance(backend, Kubernetes):
                 backend.finish()
@@ -274,9 +275,18 @@ def store_of(config: Config, run_id: str, out: Path) -> Store:
 
 
 def _fetch_run(store: Store, out: Path) -> None:
-    """A coordinator that starts on another machine finds what the run is in its store."""
-    if not (out / "run.json").exists() and store.list(track.RUN_KEY):
-        FolderStore(out).put("run.json", store.get(track.RUN_KEY))
+    """A coordinator that starts on another machine finds what the run is in its store. Raises IntegrityError where this
+    machine knows another one."""
+    if not store.list(track.RUN_KEY):
+        return
+    found = store.get(track.RUN_KEY)
+    if not (out / "run.json").exists():
+        FolderStore(out).put("run.json", found)
+    elif RunFile.read(out / "run.json").token != RunFile.of(found, store.uri(track.RUN_KEY)).token:
+        raise IntegrityError(
+            f"{out / 'run.json'} is of another run than {store.uri(track.RUN_KEY)}, which was begun elsewhere: remove "
+            f"{out} to go on with that one, or choose another --run-id"
+        )
 
 
 def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) -> None:
@@ -293,30 +303,9 @@ def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) ->
             ledger.store.put(f"site/{name}", (folder / name).read_bytes())
 
 
-def _keys(store: Store, config: Config) -> tuple[KeyOf | None, KeyOf | None]:
+def _signing(key: bytes | None) -> tuple[KeyOf | None, KeyOf | None]:
     """What clients sign with, and the coordinator; None where both are this machine's own processes."""
-    if config.run.backend != "kubernetes":
-        return None, None
-    secret = _secret(store, SECRET_KEY)
-    return key_of(secret), key_of(secret, "coordinator")
-
-
-def _secret(store: Store, key: str, known: str | None = None) -> bytes:
-    """Made once, and read by nobody but the coordinator. Raises IntegrityError where it is not the one whose sha256 is
-    `known`."""
-    if key not in store.list(key) and known is None:
-        if isinstance(store, FolderStore):
-            (store.root / key).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        store.create(key, secrets.token_bytes(SECRET_BYTES))
-        if isinstance(store, FolderStore):
-            (store.root / key).chmod(0o600)
-    found = store.get(key)
-    if len(found) != SECRET_BYTES or known not in (None, sha256(found)):
-        raise IntegrityError(
-            f"{store.uri(key)} is not the key that the run began with: put it back, or start another run (with another "
-            "key the model would be another, and with a known one the noise could be taken off)"
-        )
-    return found
+    return (None, None) if key is None else (key_of(key), key_of(key, "coordinator"))
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
@@ -333,6 +322,15 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
         lines = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in fixed[:6])
         raise ConfigError(f"{out} was started with another configuration ({lines}): choose another --run-id")
     return known
+
+
+def _same_noise(known: RunFile, out: Path) -> None:
+    if known.noise_stream != privacy.STREAM:
+        raise EnvironmentFailure(
+            f"{out} draws its noise from the stream {known.noise_stream or 'of an earlier version'}, this version from "
+            f"{privacy.STREAM}: a round that is computed again would be released twice. Finish it with the version "
+            "that it began with, or start another run"
+        )
 
 
 def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None:

@@ -136,6 +136,10 @@ class RunConfig(_Section):
 
     remote: str | None = None
     """s3://bucket/prefix for the ledgers of all runs, where another coordinator finds them; null: in `store`."""
+    secrets: str | None = None
+    """Where the run's key is kept, from which noise and signatures follow: a folder, or s3://bucket/prefix in another
+    bucket than `remote`, with credentials of its own (FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID and so on); null: a Secret of
+    the cluster where clients are pods, else a file in the run's folder."""
     backend: Literal["in_process", "processes", "kubernetes"] = "in_process"
     """Where clients live: in threads of this process, in worker processes that get orders through the store, or in
     pods (see `kubernetes`)."""
@@ -542,6 +546,9 @@ def algorithm(config: Config) -> Algorithm:
     except ValidationError as error:
         raise ConfigError(_explain(error, kind, "algorithm.")) from error
     privacy.check_terms(found, config.rounds)
+    ambient = config.run.backend == "kubernetes" and config.kubernetes.access == "ambient"
+    ours = kind in ALGORITHMS.values()
+    privacy.check_run(found, known=ours, reference=config.pretrain.reference, ambient=ambient)
     return found
 
 

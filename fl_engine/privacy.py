@@ -15,11 +15,16 @@ takes part is secret and drawn uniformly, k of N without replacement, epsilon is
 Theorem 27; its neighbours have another client in one place, whose sums differ by 2 * clip: one that changes nothing is
 another).
 
+All randomness follows from the run's key by HMAC-SHA256, and nothing of it from the run's `seed`, which clients know:
+who takes part (`plan_seed`), and the noise (`noise_seed`, `noise`), whose bits are those of SHAKE-256 (FIPS 202).
+
 docs/guides/privacy.md says what all that promises, and what not.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,14 +37,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fl_engine import seeds
 from fl_engine.acceptance import Terms
 from fl_engine.averaging import Kind, Regions, change_of
 from fl_engine.errors import ConfigError, EnvironmentFailure
 from fl_engine.fields import STRICT, Positive
-from fl_engine.selection import Uniform, dispatched, holds, round_size
+from fl_engine.selection import ResourceTable, Uniform, dispatched, holds, round_size
 from fl_engine.slicing import is_statistic
-from fl_engine.types import Algorithm, Device, ParamLayout, Params, Pool, RoundPlan, SubmodelSpec
+from fl_engine.types import Algorithm, Device, ParamLayout, Params, Pool, RoundPlan, Selector, SubmodelSpec
 
 
 @dataclass(frozen=True)
@@ -51,17 +55,68 @@ class Public:
     """How many were asked."""
     models: tuple[SubmodelSpec, ...]
     """What each of them may have been sent; all alike likely, it is assumed."""
-    noise_seed: int | None
+    noise_seed: bytes | None
+    """Secret: 256 bits, for nothing but this round's noise of this part."""
     moving: bool = False
     """The models say sizes; where in the network they lie is another matter (FedRolex, Federated Dropout)."""
 
     @staticmethod
     def of(plan: RoundPlan, pool: Pool, *, moving: bool = False, part: str = "") -> Public:
         """`part` tells models apart that are aggregated by themselves: no two may have the same noise."""
-        seed = None if plan.noise_seed is None else seeds.derive(plan.noise_seed, f"noise {part}", plan.round)
+        seed = None if plan.noise_seed is None else _derived(plan.noise_seed, f"{plan.round} {part}")
         return Public(len(plan.orders), tuple(m.spec for m in pool if m.dispatched), seed, moving)
 
 
+# -------------------------------------------------------------------------------------------------- the noise
+STREAM = "shake256-box-muller-1"
+"""Names how noise follows from a key. A run keeps the one that it began with: a round that were computed again with
+another would be released twice."""
+BLOCK = 2**18
+"""Values that are drawn at once: 2 MB of SHAKE-256's output."""
+
+
+def noise_key(key: bytes, run: str) -> bytes:
+    """Of one run: should another one ever find the same key, `run`, which is unique and no secret, tells them apart."""
+    return _derived(key, f"flexfleet noise {run}")
+
+
+def noise_seed(key: bytes | None, round: int) -> bytes | None:
+    """For `RoundPlan.noise_seed`."""
+    return None if key is None else _derived(key, f"round {round}")
+
+
+def plan_seed(key: bytes) -> int:
+    """What `plan` takes for a seed: 256 bits. What clients get to see of it are single values of SHA-256 (the seeds of
+    their own orders), from which nobody finds the way back."""
+    return int.from_bytes(_derived(key, "plan"), "little") | 2**255
+
+
+def noise(seed: bytes, name: str, shape: Sequence[int]) -> np.ndarray:
+    """Standard normal numbers, float64, for one tensor. `seed`: 256 secret bits, with which no two tensors have the
+    same `name`.
+
+    Box-Muller on uniform numbers of 53 bits, u in (0, 1] and v in [0, 1); none lies beyond 8.58 (probability 1e-17).
+    """
+    key, count = _derived(seed, name), math.prod(shape)
+    drawn = [_normal(key, start // BLOCK, min(BLOCK, count - start)) for start in range(0, count, BLOCK)]
+    return np.concatenate(drawn or [np.empty(0)]).reshape(tuple(shape))
+
+
+def _normal(key: bytes, block: int, count: int) -> np.ndarray:
+    pairs = (count + 1) // 2
+    # The key's length is fixed, so SHAKE-256 of the key and a number is a keyed function of the number.
+    raw = hashlib.shake_256(key + block.to_bytes(8, "little")).digest(16 * pairs)
+    u, v = np.frombuffer(raw, dtype="<u8").reshape(2, pairs) >> np.uint64(11)
+    radius = np.sqrt(-2 * np.log((u + 1.0) * 2.0**-53))
+    angle = v * (2 * math.pi * 2.0**-53)
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+
+
+def _derived(key: bytes, purpose: str) -> bytes:
+    return hmac.digest(key, purpose.encode(), "sha256")
+
+
+# -------------------------------------------------------------------------------------------------- the sum
 @dataclass(frozen=True)
 class Private:
     """Hides whether any one client's data had a part in the global model. All clients count alike."""
@@ -75,7 +130,7 @@ class Private:
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """For which epsilon is told; well below one over the number of clients."""
     secret_selection: bool = False
-    """Who takes part in a round stays secret (so does the run's seed): a uniform selection then makes epsilon less."""
+    """Who takes part in a round stays secret: a uniform selection then makes epsilon less."""
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> NoisySum:
         return NoisySum(old, layout, public, self.clip, self.noise_multiplier)
@@ -121,9 +176,9 @@ class NoisySum:
     def result(self) -> Params:
         kinds, out = self._kinds(), {}
         for name, old in self._old.items():
-            draw = seeds.rng(self._noise_seed, name).standard_normal(tuple(old.shape))
-            noise = self._noise_multiplier * self._clip * torch.from_numpy(np.asarray(draw))
-            out[name] = (old.double() + (self.sum[name] + noise) / self._holders(name, kinds)).to(old.dtype)
+            drawn = torch.from_numpy(noise(self._noise_seed, name, old.shape))
+            noisy = self.sum[name] + self._noise_multiplier * self._clip * drawn
+            out[name] = (old.double() + noisy / self._holders(name, kinds)).to(old.dtype)
         return out
 
     def _kinds(self) -> dict[Kind, float]:
@@ -167,6 +222,43 @@ def check_model(aggregation: object, layout: ParamLayout, pool: Pool) -> None:
         raise ConfigError(
             "algorithm.aggregation is private, and the network keeps running statistics; with noise, variances would "
             "fall below zero: set model.norm=batch"
+        )
+
+
+LEARN_NOTHING = (Uniform, ResourceTable)
+"""Selections whose `learn` is the identity."""
+
+
+def check_selection(aggregation: object, selection: Selector) -> None:
+    """Raises ConfigError where what single clients bring back, or that they fail, decides who is asked next: no noise
+    hides that."""
+    if isinstance(aggregation, Private) and not isinstance(selection, LEARN_NOTHING):
+        raise ConfigError(
+            f"algorithm.aggregation is private, but the selection {type(selection).__name__} learns from single "
+            "clients' answers, which the next rounds would show: set algorithm.selection={name: uniform} or "
+            "{name: resource_table}"
+        )
+
+
+def check_run(algorithm: Algorithm, *, known: bool, reference: bool, ambient: bool) -> None:
+    """Raises ConfigError where a run would show more of its clients than the noisy sum. `known`: the algorithm is one
+    of this package; `reference`: pre-training on all data; `ambient`: pods with credentials of their own."""
+    if not is_private(algorithm):
+        return
+    if not known:
+        raise ConfigError(
+            "algorithm.aggregation is private, but what an algorithm of your own learns from single clients is not "
+            "known: add it to fl_engine.algorithms.ALGORITHMS, whose tests look at that, or take another aggregation"
+        )
+    if reference:
+        raise ConfigError(
+            "algorithm.aggregation is private, but the report would show activations (APoZ) measured on all clients' "
+            "data: set pretrain.reference=false"
+        )
+    if ambient:
+        raise ConfigError(
+            "algorithm.aggregation is private, but pods with credentials of their own can read other clients' orders "
+            "and updates: set kubernetes.access=presigned"
         )
 
 

@@ -6,7 +6,6 @@ committed state, the round number and the seed, and what a kill left unfinished 
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
 from collections import Counter
@@ -86,9 +85,10 @@ def federate(
 ) -> Any:
     """Runs the rounds that are not committed yet, up to `config.stop`; returns the final state.
 
-    `initial` is the state before round 0. `noise_key` is where a private aggregation's noise comes from. Raises Stopped
-    (after committing what is finished) when `should_stop` says so, IntegrityError where the ledger is damaged and
-    `discard_damaged` does not allow to go back, and EnvironmentFailure where the store or the backend do not answer.
+    `initial` is the state before round 0. A private aggregation's noise, and who takes part, come from `noise_key`
+    instead of `seed`. Raises Stopped (after committing what is finished) when `should_stop` says so, IntegrityError
+    where the ledger is damaged and `discard_damaged` does not allow to go back, and EnvironmentFailure where the store
+    or the backend do not answer.
     """
     with _told_how_to_go_on(ledger):
         state, first = _resume(initial, ledger, discard_damaged)
@@ -175,12 +175,6 @@ def _due(config: RoundsConfig, backend: Backend, round: int, last_commit: float)
     return (round + 1) % config.commit_every == 0
 
 
-def _noise_seed(key: bytes | None, round: int) -> int | None:
-    if key is None:
-        return None
-    return int.from_bytes(hmac.digest(key, f"noise {round}".encode(), "sha256")[:8], "little") >> 1
-
-
 def _round(
     algorithm: Algorithm,
     state: Any,
@@ -194,7 +188,8 @@ def _round(
     noise_key: bytes | None,
 ) -> tuple[Any, Row]:
     started = time.monotonic()
-    plan = replace(algorithm.plan(state, round, seed), noise_seed=_noise_seed(noise_key, round))
+    drawn_from = seed if noise_key is None else privacy.plan_seed(noise_key)
+    plan = replace(algorithm.plan(state, round, drawn_from), noise_seed=privacy.noise_seed(noise_key, round))
     planned = time.monotonic()
     watch = _Watch(plan, evaluation, config, seed, should_stop)
     if config.keep_updates or backend.durable:

@@ -40,6 +40,10 @@ PIECE = 2**20
 """A body is read in pieces of so many bytes."""
 PAGE = 1000
 """Keys of one listing or deletion."""
+OWN = "FLEXFLEET_"
+"""In front of a variable that boto3 reads: for this alone, where something else of the process reads the other."""
+SIGNING = "FLEXFLEET_SIGNING_"
+"""The same: for what clients get alone, which then can do no more than these credentials."""
 MISSING = ("NoSuchKey", "404", "NotFound")
 FIXED = {
     # As good as private, and the one ACL that Amazon's buckets take since ACLs are off by default. The bucket's owner
@@ -76,14 +80,17 @@ class S3Store:
     retries; `ca_bundle` and region come from the environment too.
     """
 
-    def __init__(self, uri: str, endpoint: str | None = None) -> None:
+    def __init__(self, uri: str, endpoint: str | None = None, settings: str = OWN) -> None:
+        """`settings` is what stands in front of the environment's variables with this store's address and credentials;
+        where they are not set, those after OWN count, then boto3's."""
         scheme, _, rest = uri.partition("://")
         self._bucket, _, prefix = rest.partition("/")
         if scheme != "s3" or not self._bucket or masked(uri) != uri:
             raise ConfigError(f"an S3 store is s3://bucket/prefix, got {masked(uri)!r}")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
-        self._made: dict[tuple[str | None, bool], Any] = {}
+        self._settings = settings
+        self._made: dict[tuple[str | None, str], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": {}}  # a connection is not for another process
@@ -92,10 +99,11 @@ class S3Store:
     def _client(self) -> Any:
         return self._client_of(self._endpoint)
 
-    def _client_of(self, endpoint: str | None, signs: bool = False) -> Any:
-        if (endpoint, signs) not in self._made:
-            self._made[endpoint, signs] = _connect(endpoint, signs)
-        return self._made[endpoint, signs]
+    def _client_of(self, endpoint: str | None, settings: str = "") -> Any:
+        made = endpoint, settings or self._settings
+        if made not in self._made:
+            self._made[made] = _connect(*made)
+        return self._made[made]
 
     def put(self, key: str, value: bytes) -> None:
         given = {"Bucket": self._bucket, "Key": self._prefix + key, "Metadata": {"sha256": sha256(value)}}
@@ -182,14 +190,14 @@ class S3Store:
     def presign(self, key: str, verb: Literal["get"], seconds: int, endpoint: str | None = None) -> str:
         """A URL for one `get` of `key`, good for `seconds`; `endpoint` is what devices call the server, where that
         differs. To write, there is `upload`."""
-        client = self._client_of(endpoint or self._endpoint, signs=True)
+        client = self._client_of(endpoint or self._endpoint, SIGNING)
         where = {"Bucket": self._bucket, "Key": self._prefix + key}
         url: str = client.generate_presigned_url("get_object", Params=where, ExpiresIn=seconds)
         return url
 
     def upload(self, key: str, size: int, seconds: int, verb: Verb, endpoint: str | None = None) -> Upload:
         """Leave to write `key` for `seconds`: at most `size` bytes by POST, exactly so many by PUT."""
-        client = self._client_of(endpoint or self._endpoint, signs=True)
+        client = self._client_of(endpoint or self._endpoint, SIGNING)
         where = {"Bucket": self._bucket, "Key": self._prefix + key}
         if verb == "PUT":
             headers = {"Content-Type": FIXED["Content-Type"]}
@@ -323,11 +331,11 @@ def _etag(answer: urllib3.BaseHTTPResponse) -> str | None:
     return None if inside is None else inside[1].decode()
 
 
-def _connect(endpoint: str | None, signs: bool = False) -> Any:
+def _connect(endpoint: str | None, settings: str) -> Any:
     import boto3.session
     from botocore.config import Config
 
-    named = endpoint or setting("AWS_ENDPOINT_URL_S3") or setting("AWS_ENDPOINT_URL")
+    named = endpoint or endpoint_of(settings)
     config = Config(
         signature_version="s3v4",
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
@@ -338,16 +346,10 @@ def _connect(endpoint: str | None, signs: bool = False) -> Any:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    region = setting("AWS_REGION") or setting("AWS_DEFAULT_REGION") or "us-east-1"
-    given = (_credentials(SIGNING) if signs else None) or _credentials(OWN)
+    region = setting("AWS_REGION", settings) or setting("AWS_DEFAULT_REGION", settings) or "us-east-1"
+    given = _credentials(settings) or _credentials(OWN)
     session = boto3.session.Session(*given or ())  # without own ones: wherever boto3 finds them
     return session.client("s3", endpoint_url=named, region_name=region, config=config)
-
-
-OWN = "FLEXFLEET_"
-"""In front of a variable that boto3 reads: for this alone, where something else of the process reads the other."""
-SIGNING = "FLEXFLEET_SIGNING_"
-"""The same: for what clients get alone, which then can do no more than these credentials."""
 
 
 def _credentials(prefix: str) -> tuple[str, str, str | None] | None:
@@ -361,8 +363,13 @@ def _credentials(prefix: str) -> tuple[str, str, str | None] | None:
     return None
 
 
-def setting(name: str) -> str | None:
-    return os.environ.get(f"{OWN}{name}") or os.environ.get(name)
+def setting(name: str, settings: str = OWN) -> str | None:
+    return os.environ.get(f"{settings}{name}") or os.environ.get(f"{OWN}{name}") or os.environ.get(name)
+
+
+def endpoint_of(settings: str = OWN) -> str | None:
+    """The server's address; None: Amazon's."""
+    return setting("AWS_ENDPOINT_URL_S3", settings) or setting("AWS_ENDPOINT_URL", settings)
 
 
 def _again(read: Callable[[], T]) -> T:

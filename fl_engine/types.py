@@ -287,8 +287,8 @@ class RoundPlan:
     orders: tuple[WorkOrder, ...]
     adopted: int = 0
     """Updates of this round that were there already when the coordinator started again."""
-    noise_seed: int | None = None
-    """For noise that hides single clients (`privacy`): follows from a key of the run's store, not from its seed."""
+    noise_seed: bytes | None = None
+    """For noise that hides single clients (`privacy`): 256 bits that follow from the run's key, not from its seed."""
 
     @cached_property
     def order_of(self) -> dict[int, WorkOrder]:

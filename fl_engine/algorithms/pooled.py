@@ -11,7 +11,7 @@ from fl_engine import seeds
 from fl_engine.aggregation import Aggregate, Aggregation, Mean
 from fl_engine.errors import ClientError, PoolError
 from fl_engine.fields import Count, Fraction, NotNegative, Positive
-from fl_engine.privacy import Public, check_model
+from fl_engine.privacy import Public, check_model, check_selection
 from fl_engine.selection import round_size
 from fl_engine.server_opt import Average
 from fl_engine.slicing import index_of, take
@@ -148,8 +148,9 @@ def start(
     selection: Selector,
     aggregation: Aggregation = Mean(),  # noqa: B008 - immutable
 ) -> PooledState:
-    """Raises ConfigError where the aggregation does not go with the network."""
+    """Raises ConfigError where the aggregation does not go with the network or the selection."""
     check_model(aggregation, layout, pool)
+    check_selection(aggregation, selection)
     tables = selection.init(fleet, pool)
     return PooledState(params=params, tables=tables, moments={}, layout=layout, fleet=tuple(fleet), pool=pool)
 

@@ -471,7 +471,7 @@ def _run(algorithm: Algorithm, site: Site, state: Any, rounds: int) -> tuple[Any
     """Rounds without a backend, a ledger or anything else around them."""
     seen: list[Outcome] = []
     for round in range(rounds):
-        plan = replace(algorithm.plan(state, round, SEED), noise_seed=SEED)
+        plan = replace(algorithm.plan(state, round, SEED), noise_seed=bytes(32))
         outcomes = [execute(algorithm, order, site) for order in sorted(plan.orders, key=lambda o: o.client)]
         state = algorithm.merge(state, plan, outcomes)
         seen += outcomes

@@ -187,7 +187,8 @@ def test_the_role_grants_what_the_backend_calls_in_its_namespace_and_nothing_els
     for verb in ("create", "delete", "list"):
         assert may(verb, "jobs", namespace, "batch")
         assert not may(verb, "jobs", "default", "batch")
-    assert not may("get", "secrets", namespace) and not may("list", "secrets", namespace)
+    assert may("get", "secrets", namespace) and not may("list", "secrets", namespace), "by name: its own runs' keys"
+    assert not may("get", "secrets", "default")
     assert not may("create", "pods", namespace) and not may("create", "pods", namespace, sub="exec")
 
 

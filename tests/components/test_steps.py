@@ -378,7 +378,7 @@ def test_one_that_was_replaced_leaves_the_run_in_mlflow_alone(
 def test_a_key_of_noise_that_is_not_the_runs_is_named(rounds: Step, tmp_path: Path, how: str) -> None:
     sets = ["algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null"]
     assert rounds(tmp_path / "a", sets=[*sets, "rounds.stop=1"]).code == 0
-    key = tmp_path / "a" / "secret" / "noise"
+    key = tmp_path / "a" / "secret" / "key"
     assert (key.stat().st_mode & 0o777, key.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     value = key.read_bytes()
     if how == "deleted":
@@ -386,6 +386,6 @@ def test_a_key_of_noise_that_is_not_the_runs_is_named(rounds: Step, tmp_path: Pa
     else:
         key.write_bytes(b"" if how == "emptied" else bytes([value[0] ^ 1]) + value[1:])
     done = rounds(tmp_path / "a", "--resume", sets=sets)
-    assert done.code == 4 and "secret/noise" in done.err
+    assert done.code == 4 and "secret/key" in done.err
     key.write_bytes(value)
     assert rounds(tmp_path / "a", "--resume", sets=sets).code == 0

@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.harness.processes import Done, marked
 from tests.harness.world import BUCKET, Place
+from tests.k8s import fake
 
 MAY_DIFFER = ("seconds", "peak_mb")
 """Metrics that begin so; what the simulated clock says is not among them."""
@@ -85,7 +86,7 @@ def leftovers(place: Place) -> list[str]:
         time.sleep(0.05)
     lines += [f"process: {pid}" for pid in alive]
     if place.variant.clients == "pod":
-        lines += [f"in the cluster: {kind} {name}" for kind, name in sorted(place.world.cluster.objects)]
+        lines += [f"in the cluster: {kind} {name}" for kind, name in fake.leftovers(place.world.cluster)]
         lines += [f"pod that runs: {name}" for name in sorted(place.world.cluster.running)]
     return lines + _mlflow_runs(place.folder / "mlflow.db")
 

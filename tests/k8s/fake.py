@@ -396,6 +396,11 @@ def has(resource: Resource, labels: dict[str, str]) -> bool:
     return labels.items() <= resource["metadata"].get("labels", {}).items()
 
 
+def leftovers(cluster: Cluster) -> list[tuple[str, str]]:
+    """What finished runs have left but for their keys, which stay."""
+    return [(kind, name) for kind, name in sorted(cluster.objects) if kind != "secrets" or not name.endswith("-keys")]
+
+
 def validate(kind: str, body: Resource) -> None:
     assert body["kind"] == KINDS[kind]
     kubernetes_validate.validate(body, VERSION, strict=True)

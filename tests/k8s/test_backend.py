@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from fl_engine.errors import ConfigError
+from components.artifacts import RunFile
+from fl_engine.errors import ConfigError, IntegrityError
 from fl_engine.ledger import Row
+from fl_engine.store import open_store
+from tests.k8s.fake import leftovers
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +35,34 @@ def model(out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
 
 
+def test_a_run_goes_on_elsewhere_after_its_end_with_the_store_and_the_cluster_alone(
+    cluster: Any, rounds: Rounds, remote: Remote, expected: Expected, tmp_path: Path
+) -> None:
+    """Its key outlives it; and one that began when the key was in the bucket takes it along."""
+    store = open_store(f"{remote[1].partition('=')[2]}/long")
+    out = rounds("long", *remote)
+    ((_, name),) = sorted(cluster.objects)
+    key = base64.b64decode(cluster.objects["secrets", name]["data"]["key"])
+    assert not [k for k in store.list("") if key in store.get(k)]
+    shutil.rmtree(out)
+    assert model(rounds("long", *remote, "rounds.stop=2", resume=True)) == expected(2)
+    assert sorted(cluster.objects) == [("secrets", name)]
+    # As an earlier version left it, in the middle of a round: answers there are signed with that key.
+    old = RunFile.of(store.get("site/run.json"), "").model_copy(update={"key_at": None, "key_sha256": None})
+    store.put("site/run.json", old.model_dump_json().encode())
+    store.put("secret/key", key)
+    del cluster.objects["secrets", name]
+    shutil.rmtree(out)
+    assert model(rounds("long", *remote, "rounds.stop=3", resume=True)) == expected(3)
+    assert not store.list("secret/") and sorted(cluster.objects) == [("secrets", name)]
+    assert base64.b64decode(cluster.objects["secrets", name]["data"]["key"]) == key
+    # And without the key it says where that was.
+    del cluster.objects["secrets", name]
+    with pytest.raises(IntegrityError, match=f"kept in the Secret flexfleet-clients/{name}: bring it back"):
+        rounds("long", *remote, "rounds.stop=4", resume=True)
+    assert not cluster.objects, "none is made in its place"
+
+
 def test_a_run_has_the_bits_of_one_without_a_cluster_and_leaves_nothing(
     cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, expected: Expected, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -37,7 +70,7 @@ def test_a_run_has_the_bits_of_one_without_a_cluster_and_leaves_nothing(
     caplog.set_level("INFO")
     out = rounds("plain", *remote, "rounds.stop=2")
     assert model(out) == expected(2), "\n".join(cluster.logs)
-    assert not cluster.objects
+    assert not leftovers(cluster)
     pods = [o for o in cluster.created if o["kind"] == "Job"]
     assert sum(job["spec"]["completions"] for job in pods) == 6
     (told,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("median seconds of a round: ")]

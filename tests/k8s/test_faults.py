@@ -14,6 +14,7 @@ import pytest
 from fl_engine.errors import ConfigError, EnvironmentFailure, Refused, Stopped
 from fl_engine.ledger import Ledger, Row
 from fl_engine.s3 import S3Store
+from tests.k8s.fake import leftovers
 
 Rounds = Callable[..., Path]
 Remote = tuple[str, ...]
@@ -39,7 +40,7 @@ def test_clients_that_misbehave_on_purpose_do_so_in_pods_as_elsewhere(
     (row,) = rows(remote, "struck")
     found = {failure.partition(",")[0][:20] for failure in failures(row)}
     assert found == {"drop: dropped out (r", "validate: finite: co", "validate: checksum: "}
-    assert not cluster.objects
+    assert not leftovers(cluster)
 
 
 def test_a_client_that_makes_its_update_unreadable_stops_nobody(
@@ -149,7 +150,7 @@ def test_below_the_quorum_clients_are_asked_again_then_the_run_stops_and_goes_on
     assert {name[-3:] for name in names} == {"-a0", "-a1"}
     cluster.script = lambda job, index, before: "run"
     assert model(rounds("again", *remote, resume=True)) == expected(1)
-    assert not cluster.objects
+    assert not leftovers(cluster)
 
 
 def test_a_round_ends_at_its_deadline(cluster: Any, rounds: Rounds, remote: Remote, rows: Rows) -> None:
@@ -177,7 +178,7 @@ def test_more_clients_are_asked_and_the_round_ends_with_as_many_as_are_wanted(
     (row,) = rows(remote, "more")
     assert row.metrics["clients_trained"] == 3 and len(row.clients) == 6
     assert all("straggle" in failure for failure in failures(row))
-    assert not cluster.objects
+    assert not leftovers(cluster)
 
 
 def test_updates_that_were_tampered_with_are_rejected_counted_and_shown(

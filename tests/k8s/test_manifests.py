@@ -192,10 +192,12 @@ VERBS = {"create": "create", "delete": "delete", "get": "get", "select": "list"}
 
 def test_the_role_grants_what_the_backend_calls_and_no_more() -> None:
     called = set()
-    for node in ast.walk(ast.parse((ROOT / "fl_engine/backends/kubernetes.py").read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self._cluster."):
-            assert isinstance(node.args[0], ast.Constant), "what is asked for is written out"
-            called.add((VERBS[ast.unparse(node.func).rpartition(".")[2]], node.args[0].value))
+    callers = {"fl_engine/backends/kubernetes.py": "self._cluster.", "components/keys.py": "self.cluster."}
+    for path, cluster in callers.items():
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(cluster):
+                assert isinstance(node.args[0], ast.Constant), "what is asked for is written out"
+                called.add((VERBS[ast.unparse(node.func).rpartition(".")[2]], node.args[0].value))
     (role,) = (d for d in yaml.safe_load_all((ROOT / "k8s/base/role.yaml").read_text()) if d["kind"] == "Role")
     granted = {(verb, kind) for rule in role["rules"] for verb in rule["verbs"] for kind in rule["resources"]}
     assert granted == called

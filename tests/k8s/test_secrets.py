@@ -1,8 +1,8 @@
 """Secrets are planted wherever somebody may have them, then looked for wherever somebody else may look.
 
 Passwords in addresses, S3's credentials, the keys of a run's clients, signatures of presigned URLs: none may be in what
-a command prints, in a run's folder, in MLflow, in the bucket (but under `secret/`), in the cluster (but in its
-Secrets), in a compiled pipeline or a report.
+a command prints, in a run's folder, in MLflow, in the bucket, in the cluster (but in its Secrets), in a compiled
+pipeline or a report.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from components import common, side_by_side, track
+from fl_engine import privacy
 from fl_engine.config import load_config, public
 from fl_engine.errors import masked
 from pipelines import compile as compiler
@@ -284,7 +285,8 @@ def test_a_run_in_a_cluster_leaves_no_secret_behind(
     told: Callable[[], dict[str, bytes]],
     no_drawings: None,
 ) -> None:
-    """The run's own key too, and the clients' that follow from it."""
+    """The run's own key too, and what follows from it: clients' keys, noise, who takes part."""
+    pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
     cluster = fake.Cluster(tmp_path / "cluster")
     pods: dict[str, bytes] = {}
 
@@ -298,17 +300,25 @@ def test_a_run_in_a_cluster_leaves_no_secret_behind(
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
         backend = ("run.backend=kubernetes", "run.remote=s3://runs/x", "kubernetes.poll_s=0.1", "kubernetes.image=i")
         backend += ("kubernetes.clients_per_pod=3", "rounds.stop=1")
+        backend += ("algorithm.aggregation={name: private}", "rounds.norm_bound=null")
         done = flexfleet("run", "--json", "--run-id", "a", sets=[*quick[1:], *addresses, *backend])
     assert done.code == 0, done.err + "\n".join(cluster.logs)
     kept = objects_of(bucket)
-    key = kept.pop("x/a/secret/key")
     sealed = [body for body in cluster.created if body["kind"] == "Secret"]
-    given = [json.loads(text) for body in sealed for text in body["stringData"].values()]
-    derived = [key for each in given for key in each.get("keys", {}).values()]
+    (own,) = [body for body in sealed if body["metadata"]["name"].endswith("-keys")]
+    key = base64.b64decode(own["data"]["key"])
+    told_pods = [text for body in sealed if body is not own for text in body["stringData"].values()]
+    derived = [k for text in told_pods for k in json.loads(text).get("keys", {}).values()]
     assert len(derived) >= 3 and SIGNATURE.search(json.dumps(sealed).encode()), "what is looked for is there"
     seen = {f"{b['kind']} {b['metadata']['name']}": json.dumps(b).encode() for b in cluster.created if b not in sealed}
     seen |= {f"log {i}": text.encode() for i, text in enumerate(cluster.logs)}
     places = seen | pods | kept | said(done) | told() | files_of(scratch) | files_of(mlflow_server[1])
     assert pods and len(cluster.logs) == len(pods) and len(kept) >= 5
-    secrets = (*PLANTED, key, key.hex().encode(), *(text.encode() for text in derived))
-    assert not found_in(places, secrets)
+    noise = privacy.noise_key(key, json.loads(kept["x/a/site/run.json"])["token"])
+    seed, plan = privacy.noise_seed(noise, 0), privacy.plan_seed(noise)
+    assert seed is not None and len(key) == 32
+    raw = (key, noise, seed, plan.to_bytes(32, "little"), plan.to_bytes(32, "big"))
+    secrets = (*PLANTED, str(plan).encode(), *(form for s in raw for form in (s, s.hex().encode())))
+    assert not found_in(places, (*secrets, *(text.encode() for text in derived)))
+    pods_see = {f"told {i}": text.encode() for i, text in enumerate(told_pods)}
+    assert not [s for s in secrets[len(PLANTED) :] if any(s in text for text in pods_see.values())]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import math
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,11 +20,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fl_engine import privacy, rounds
-from fl_engine.algorithms import ALGORITHMS, Decoupled, FedRolex, FlexFL, HeteroFL
+from fl_engine.aggregation import Mean
+from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, Decoupled, FedRolex, FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
-from fl_engine.config import RoundsConfig
-from fl_engine.errors import ConfigError, EnvironmentFailure
+from fl_engine.config import RoundsConfig, load_config
+from fl_engine.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.evaluate import published
 from fl_engine.ledger import Ledger
 from fl_engine.models.small_cnn import SmallCNN
@@ -30,7 +36,18 @@ from fl_engine.slicing import take
 from fl_engine.store import FolderStore
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, failure_of, start_of, tiny_site, update_of
 from fl_engine.tracking import Memory
-from fl_engine.types import FULL, Axis, Device, ParamLayout, Params, PoolModel, Slot, SubmodelSpec
+from fl_engine.types import (
+    FULL,
+    Axis,
+    Device,
+    Outcome,
+    ParamLayout,
+    Params,
+    PoolModel,
+    RoundPlan,
+    Slot,
+    SubmodelSpec,
+)
 
 law = settings(max_examples=40, deadline=None)
 
@@ -44,6 +61,7 @@ LAYOUT = ParamLayout(
 )
 SHAPES = {"one": (6, 3), "two": (4, 12), "free": (5,)}
 SIZE = 6 * 3 + 4 * 12 + 5
+SECRET, OTHER = bytes(32), bytes([1] + [0] * 31)
 
 
 def model(seed: int, size: float = 1.0) -> Params:
@@ -61,7 +79,7 @@ def updates(draw: st.DrawFn) -> tuple[Params, SubmodelSpec]:
 
 
 def noisy(old: Params, clip: float = 1.0, z: float = 1.0, public: Public | None = None) -> NoisySum:
-    return Private(clip=clip, noise_multiplier=z).start(old, LAYOUT, public or Public(4, (FULL,), 7))
+    return Private(clip=clip, noise_multiplier=z).start(old, LAYOUT, public or Public(4, (FULL,), SECRET))
 
 
 def sum_of(given: list[tuple[Params, SubmodelSpec]], clip: float) -> Params:
@@ -114,7 +132,7 @@ ZEROS = {"w": torch.zeros(300, 400, dtype=torch.float64), "v": torch.zeros(300, 
 HALF = SubmodelSpec.of({"g": 150})
 
 
-def noise(seed: int | None = 7, clients: int = 1, z: float = 1.5, clip: float = 2.0) -> Params:
+def noise(seed: bytes | None = SECRET, clients: int = 1, z: float = 1.5, clip: float = 2.0) -> Params:
     aggregate = Private(clip=clip, noise_multiplier=z).start(ZEROS, BIG, Public(clients, (FULL,), seed))
     aggregate.add({name: t[:150] for name, t in ZEROS.items()}, HALF, 1.0)
     return aggregate.result()
@@ -131,9 +149,18 @@ def test_the_noise_is_gaussian_of_the_stated_deviation_also_where_nobody_holds_a
             assert float((part.abs() > 6).double().mean()) == pytest.approx(0.0455, abs=0.005)
 
 
+@pytest.mark.parametrize("shape", [(60_000,), (600, 10, 10), (60, 10, 10, 10)])
+def test_tensors_of_every_number_of_axes_have_the_same_noise(shape: tuple[int, ...]) -> None:
+    """Biases and the scales of norms too."""
+    layout = ParamLayout({"g": shape[0]}, {"w": Slot("b", (Axis("g"), *[Axis(None)] * (len(shape) - 1)))})
+    old = {"w": torch.zeros(shape, dtype=torch.float64)}
+    drawn = Private(clip=2.0, noise_multiplier=1.5).start(old, layout, Public(1, (FULL,), SECRET)).result()["w"]
+    assert float(drawn.std()) == pytest.approx(3, rel=0.02)
+
+
 def test_no_two_tensors_rounds_or_parts_have_the_same_noise() -> None:
     """Else a difference of two releases would be free of it."""
-    plan = replace(start_plan(), noise_seed=5)
+    plan = replace(start_plan(), noise_seed=SECRET)
     pool = (PoolModel("full", FULL, 1, 1.0, 1, dispatched=True, reported=True),)
     seeds = [
         Public.of(each, pool, part=part).noise_seed for each in (plan, replace(plan, round=1)) for part in ("", "0.5x")
@@ -152,10 +179,82 @@ def start_plan() -> Any:
 
 def test_the_same_seed_gives_the_same_bits_and_another_one_others() -> None:
     torch.manual_seed(1)
-    first = noise(2**62 + 1)
+    np.random.seed(1)
+    first = noise(SECRET)
     torch.manual_seed(2)
-    assert_same_bits(noise(2**62 + 1), first)
-    assert not torch.equal(noise(1)["w"], first["w"]), "also where seeds differ in their high bits only"
+    np.random.seed(2)
+    assert_same_bits(noise(SECRET), first)
+    for bit in (0, 64, 255):
+        other = noise((1 << bit).to_bytes(32, "little"))
+        assert not (other["w"] == first["w"]).any(), f"seeds that differ in bit {bit} alone"
+
+
+def reference(seed: bytes, name: str, count: int) -> list[float]:
+    """As the guide has it, number by number: HMAC-SHA256, SHAKE-256, Box-Muller."""
+    key, out = hmac.digest(seed, name.encode(), "sha256"), list[float]()
+    for block in range(0, count, privacy.BLOCK):
+        size = min(privacy.BLOCK, count - block)
+        pairs = (size + 1) // 2
+        raw = hashlib.shake_256(key + (block // privacy.BLOCK).to_bytes(8, "little")).digest(16 * pairs)
+        whole = [int.from_bytes(raw[8 * i : 8 * i + 8], "little") >> 11 for i in range(2 * pairs)]
+        radius = [math.sqrt(-2 * math.log((u + 1) / 2**53)) for u in whole[:pairs]]
+        angle = [2 * math.pi * v / 2**53 for v in whole[pairs:]]
+        both = [r * math.cos(a) for r, a in zip(radius, angle, strict=True)]
+        both += [r * math.sin(a) for r, a in zip(radius, angle, strict=True)]
+        out += both[:size]
+    return out
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3), (7,), (150, 5)])
+def test_the_stream_is_what_its_name_says(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks, the last of which may be odd. libm and numpy may differ in a last bit."""
+    monkeypatch.setattr(privacy, "BLOCK", 256)
+    found = privacy.noise(SECRET, "conv.weight", shape)
+    assert found.shape == shape and found.dtype == np.float64
+    assert found.flatten().tolist() == pytest.approx(reference(SECRET, "conv.weight", math.prod(shape)), rel=1e-13)
+
+
+GOLDEN_KEY = "6dd111c5427da9573059de19b9a027ee33a642197cda62bf68023800b0abeeef"
+GOLDEN_SEED = "37aa446f44401d7b4dd12c7b617ed23cc087f724140d14496b4a9b1dab9fee10"
+GOLDEN_PLAN = 67474804527673361629262385221530057002168956619853788043441091899986813841149
+GOLDEN_NOISE = [0.7207637032921893, -0.6518373751590327, -0.021783818056106796, 0.18773959657572492]
+
+
+def test_golden_noise() -> None:
+    """Written down once: another stream needs another name, or rounds that are computed again are released twice."""
+    assert privacy.STREAM == "shake256-box-muller-1" and privacy.BLOCK == 2**18
+    key = privacy.noise_key(bytes(range(32)), "token")
+    seed = privacy.noise_seed(key, 3)
+    assert key.hex() == GOLDEN_KEY and seed is not None and seed.hex() == GOLDEN_SEED
+    assert privacy.plan_seed(key) == GOLDEN_PLAN
+    assert privacy.noise(seed, "fc.weight", (2, 2)).flatten().tolist() == pytest.approx(GOLDEN_NOISE, rel=1e-13)
+
+
+def kolmogorov(sample: np.ndarray) -> float:
+    """sqrt(n) times the largest distance between the sample's distribution and the normal one."""
+    ordered, n = np.sort(sample), len(sample)
+    cdf = np.asarray([0.5 * math.erfc(-x / math.sqrt(2)) for x in ordered])
+    steps = np.arange(n + 1) / n
+    return math.sqrt(n) * float(max((steps[1:] - cdf).max(), (cdf - steps[:-1]).max()))
+
+
+def test_the_noise_follows_the_normal_distribution() -> None:
+    """Kolmogorov and Smirnov: above 1.95 in one of a thousand samples; both halves, which are cosines and sines, and
+    their products, which show whether they hang together."""
+    drawn = privacy.noise(SECRET, "w", (40_000,))
+    for part in (drawn, drawn[:20_000], drawn[20_000:], drawn[::2]):
+        assert kolmogorov(part) < 1.95
+        assert abs(float(part.mean())) < 4 / math.sqrt(len(part))
+        assert abs(float(part.var()) - 1) < 4 * math.sqrt(2 / len(part))
+    halves = drawn[:20_000], drawn[20_000:]
+    for left, right in (halves, (halves[0] ** 2 - 1, halves[1] ** 2 - 1)):
+        assert abs(float((left * right).mean())) < 4 * float(left.std() * right.std()) / math.sqrt(20_000)
+    assert kolmogorov(np.sign(drawn) * drawn**2) > 1.95, "the test sees what is not normal"
+
+
+def test_no_two_runs_have_the_same_noise_even_with_one_key() -> None:
+    """A Secret outlives its run: whoever starts another one of the same name may find it."""
+    assert privacy.noise_key(SECRET, "a") != privacy.noise_key(SECRET, "b") != privacy.noise_key(OTHER, "b")
 
 
 def test_without_a_secret_seed_there_is_no_private_aggregation() -> None:
@@ -170,7 +269,7 @@ def test_the_sum_is_divided_by_how_many_hold_an_element_on_average() -> None:
     layout = ParamLayout({"g": 5}, {"w": Slot("b", (Axis("g"),))})
     models = tuple(SubmodelSpec.of({"g": n}) for n in (1, 2, 4))
     old = {"w": torch.zeros(5, dtype=torch.float64)}
-    aggregate = Private(clip=100.0, noise_multiplier=1e-12).start(old, layout, Public(6, models, 7))
+    aggregate = Private(clip=100.0, noise_multiplier=1e-12).start(old, layout, Public(6, models, SECRET))
     aggregate.add({"w": torch.full((5,), 12.0)}, FULL, 1.0)
     assert aggregate.result()["w"].tolist() == pytest.approx([2, 3, 6, 6, 12], rel=1e-6)
 
@@ -178,7 +277,7 @@ def test_the_sum_is_divided_by_how_many_hold_an_element_on_average() -> None:
 def test_where_models_move_every_element_is_as_likely_held_as_any_other() -> None:
     """Half and all of four channels, on both axes of four entries each: 12 * (2 * 2 + 16) / 2 / 16 = 7.5."""
     layout = ParamLayout({"g": 4}, {"w": Slot("b", (Axis("g"), Axis("g")))})
-    public = Public(12, (SubmodelSpec.of({"g": 2}), FULL), 7, moving=True)
+    public = Public(12, (SubmodelSpec.of({"g": 2}), FULL), SECRET, moving=True)
     aggregate = Private(clip=100.0, noise_multiplier=1e-12).start({"w": torch.zeros(4, 4)}, layout, public)
     aggregate.add({"w": torch.full((4, 4), 15.0)}, FULL, 1.0)
     assert aggregate.result()["w"].flatten().tolist() == pytest.approx([2] * 16, rel=1e-6)
@@ -187,8 +286,9 @@ def test_where_models_move_every_element_is_as_likely_held_as_any_other() -> Non
 # ------------------------------------------------------------------------------------------- in an algorithm
 def private(name: str, **more: Any) -> Any:
     kind: Any = ALGORITHMS[name]
-    options = {"depthfl": {"alpha": 0.0}, "heterofl": {"static_bn": False}, "fedrolex": {"static_bn": False}}
-    options["federated_dropout"] = {"static_bn": False}
+    options: dict[str, Any] = {"depthfl": {"alpha": 0.0}, "heterofl": {"static_bn": False}}
+    options["fedrolex"] = {"static_bn": False}
+    options |= {"federated_dropout": {"static_bn": False}, "adaptivefl": {"variant": "random"}}
     return kind(training=TRAINING, aggregation=Private(**more), **options.get(name, {}))
 
 
@@ -197,14 +297,14 @@ def test_a_merge_repeats_bit_for_bit_and_moves_every_element(name: str) -> None:
     """Also those that nobody trained, and where all have failed."""
     algorithm = private(name)
     state = start_of(algorithm, tiny_site(algorithm))
-    plan = replace(algorithm.plan(state, 0, SEED), noise_seed=11)
+    plan = replace(algorithm.plan(state, 0, SEED), noise_seed=SECRET)
     trained = [update_of(o, o.spec, {n: t + 0.01 for n, t in o.payload.items()}) for o in plan.orders]
     for outcomes in (trained, [failure_of(o) for o in plan.orders]):
         merged = published(algorithm.merge(state, plan, outcomes))
         assert_same_bits(published(algorithm.merge(state, plan, outcomes)), merged)
         for tensor_name, tensor in published(state).items():
             assert not (merged[tensor_name] == tensor).any(), tensor_name
-        other = published(algorithm.merge(state, replace(plan, noise_seed=12), outcomes))
+        other = published(algorithm.merge(state, replace(plan, noise_seed=OTHER), outcomes))
         assert not any(torch.equal(other[n], merged[n]) for n in merged)
     with pytest.raises(ConfigError, match="noise_seed"):
         algorithm.merge(state, replace(plan, noise_seed=None), trained)
@@ -235,13 +335,138 @@ def test_a_resumed_run_has_the_same_noise_and_tells_what_it_has_spent(name: str,
     assert logged == [epsilon(algorithm, site.fleet, site.pool, r) for r in (1, 2, 3)]
 
 
+class Idle:
+    """A backend whose clients all fail at once; remembers what they were asked."""
+
+    durable = False
+    phases: ClassVar[dict[str, float]] = {}
+
+    def __init__(self) -> None:
+        self.plans: list[RoundPlan] = []
+
+    def run(self, algorithm: Any, plan: RoundPlan) -> Iterator[Outcome]:
+        self.plans.append(plan)
+        return (failure_of(order) for order in plan.orders)
+
+
+Asked = list[tuple[int, int, int]]
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Callable[..., Asked]:
+    """(round, client, the order's seed) of a run in `folder`; stopped in the middle of its `stop_in`-th round."""
+    pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
+
+    def run(name: str, folder: str, key: bytes | None, stop: int = 6, stop_in: int = 0, **more: Any) -> Asked:
+        algorithm = private(name) if key else ALGORITHMS[name](training=TRAINING)  # type: ignore[call-arg]
+        site = tiny_site(algorithm)
+        evaluation = Evaluation(site.family, site.pool, site.data, ("cpu",), site.fleet)
+        config = RoundsConfig(**{"stop": stop, "evaluate_every": 100, "commit_every": 1, "norm_bound": None} | more)
+        backend, ledger, start = Idle(), Ledger(FolderStore(tmp_path / folder)), start_of(algorithm, site)
+        given = (algorithm, start, backend, ledger, Memory(), config, SEED, evaluation)
+        with suppress(Stopped):
+            rounds.federate(*given, should_stop=lambda: len(backend.plans) == stop_in, noise_key=key)
+        return [(plan.round, order.client, order.seed) for plan in backend.plans for order in plan.orders]
+
+    return run
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_who_takes_part_in_a_private_run_follows_from_its_key_and_not_from_its_seed(
+    name: str, asked: Callable[..., Asked]
+) -> None:
+    """The seed is in what every client gets to read."""
+    public, one, other = asked(name, "public", None), asked(name, "one", SECRET), asked(name, "other", OTHER)
+    assert asked(name, "again", SECRET) == one
+    for left, right in ((public, one), (one, other)):
+        assert [pair[:2] for pair in left] != [pair[:2] for pair in right]
+        assert not {seed for *_, seed in left} & {seed for *_, seed in right}
+
+
+def test_a_resumed_private_run_asks_the_same_clients(asked: Callable[..., Asked]) -> None:
+    whole = asked("flexfl", "whole", SECRET)
+    assert asked("flexfl", "parts", SECRET, stop=2) + asked("flexfl", "parts", SECRET) == whole
+
+
+def test_nothing_that_a_private_run_stores_shows_its_key(tmp_path: Path, asked: Callable[..., Asked]) -> None:
+    """Nor what follows from it: whoever knows that of a round takes its noise off, or knows who was asked."""
+    key = hashlib.sha256(b"a key").digest()
+    asked("flexfl", "run", key, stop_in=4, keep_updates=True)
+    secrets = [key, *(privacy.noise_seed(key, round) for round in range(6))]
+    secrets += [privacy.plan_seed(key).to_bytes(32, order) for order in ("little", "big")]  # type: ignore[arg-type]
+    plan = str(privacy.plan_seed(key)).encode()
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert any(path.name == "plan.json" for path in files) and len(files) > 3
+    for path, value in files.items():
+        forms = [plan, *(form for s in secrets if s for form in (s, s.hex().encode(), base64.b64encode(s)))]
+        assert not [form for form in forms if form in value], path
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_what_one_client_answers_changes_no_later_plan_of_a_private_run(name: str) -> None:
+    """Whether it fails, or what it brings back: only the weights may differ, which are noisy."""
+    algorithm = private(name)
+    state = start_of(algorithm, tiny_site(algorithm))
+    plan = replace(algorithm.plan(state, 0, SEED), noise_seed=SECRET)
+    updates = [update_of(o, o.spec, dict(o.payload)) for o in plan.orders]
+    expected: Any = None
+    for place, order in enumerate(plan.orders):
+        smallest = min(plan.orders, key=lambda o: sum(t.numel() for t in o.payload.values()))
+        for one in (failure_of(order), update_of(order, smallest.spec, dict(smallest.payload))):
+            merged = algorithm.merge(state, plan, [*updates[:place], one, *updates[place + 1 :]])
+            found = [
+                [(o.client, o.spec, o.seed, dict(o.hints)) for o in algorithm.plan(merged, r, SEED).orders]
+                for r in range(1, 9)
+            ]
+            expected = expected or found
+            assert found == expected
+
+
+@pytest.mark.parametrize("kind", privacy.LEARN_NOTHING)
+def test_selections_that_a_private_run_takes_learn_nothing(kind: Any) -> None:
+    tables = {"any": ((1.0, 2.0),)}
+    for sent, back, client in ((0, 0, 1), (1, 0, 0), (1, 1, 3)):
+        assert kind().learn(tables, sent, back, client) is tables
+
+
+@pytest.mark.parametrize("options", [{}, {"variant": "c"}, {"selection": Curiosity()}])
+def test_selections_that_learn_from_single_clients_are_refused(options: dict[str, Any]) -> None:
+    algorithm = AdaptiveFL(training=TRAINING, aggregation=Private(), **options)
+    with pytest.raises(ConfigError, match=r"Curiosity learns from single .* algorithm\.selection=\{name: uniform\}"):
+        start_of(algorithm, tiny_site(algorithm))
+    start_of(replace(algorithm, aggregation=Mean()), tiny_site(algorithm))
+
+
+PRIVATE = ("algorithm.aggregation={name: private}", "rounds.norm_bound=null")
+
+
+@pytest.mark.parametrize(
+    ("sets", "wanted"),
+    [
+        (["pretrain.reference=true"], "pretrain.reference=false"),
+        (["run.backend=kubernetes", "kubernetes.access=ambient"], "kubernetes.access=presigned"),
+        (["algorithm.name=tests.laws.test_privacy:OwnFlexFL"], "an algorithm of your own learns .*ALGORITHMS"),
+    ],
+)
+def test_settings_that_show_more_than_the_noisy_sum_are_refused(sets: list[str], wanted: str) -> None:
+    load_config(None, sets)
+    load_config(None, PRIVATE)
+    with pytest.raises(ConfigError, match=wanted):
+        load_config(None, [*PRIVATE, *sets])
+
+
+@dataclass(frozen=True)
+class OwnFlexFL(FlexFL):
+    """Somebody's own."""
+
+
 @pytest.mark.parametrize("name", ["fedrolex", "federated_dropout", "fjord"])
 def test_windows_that_move_count_for_all_elements_alike(name: str) -> None:
     """Every client adds 1 to all elements: the same step for a whole tensor, but where models are nested, more for what
     fewer are sent."""
     algorithm = private(name, clip=1e9, noise_multiplier=1e-18)
     state = start_of(algorithm, tiny_site(algorithm))
-    plan = replace(algorithm.plan(state, 0, SEED), noise_seed=11)
+    plan = replace(algorithm.plan(state, 0, SEED), noise_seed=SECRET)
     whole = [update_of(o, FULL, {n: t + 1 for n, t in state.params.items()}) for o in plan.orders]
     merged = algorithm.merge(state, plan, whole).params
     steps = (merged["fc.linear.weight"] - state.params["fc.linear.weight"]).flatten()
@@ -253,7 +478,7 @@ def test_levels_of_decoupled_have_noise_of_their_own() -> None:
     """Their tensors have the same names."""
     algorithm = private("decoupled", noise_multiplier=100.0)
     state = start_of(algorithm, tiny_site(algorithm))
-    plan = replace(algorithm.plan(state, 0, SEED), noise_seed=11)
+    plan = replace(algorithm.plan(state, 0, SEED), noise_seed=SECRET)
     merged = algorithm.merge(state, plan, [failure_of(o) for o in plan.orders])
     small, large = merged.levels["0.5x/classifier.weight"], merged.levels["0.71x/classifier.weight"]
     assert not torch.isclose(small[0, 0], large[0, 0], rtol=0.01)

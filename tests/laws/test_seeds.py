@@ -41,6 +41,17 @@ def test_golden_stream() -> None:
     assert seeds.rng(7, "select", 3, 2).normal(size=2).tolist() == [0.5408150199399302, 0.3808099041913865]
 
 
+def test_a_secret_seed_keys_the_generator_with_128_bits() -> None:
+    """With 63, a stream could be searched for. The seeds that others see of it are the usual ones."""
+    secret = 2**255 + 7
+    digest = hashlib.sha256(f"flexfleet/{secret}/select/3/2".encode()).digest()
+    keyed = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    assert seeds.rng(secret, "select", 3, 2).integers(0, 10**9, 3).tolist() == keyed.integers(0, 10**9, 3).tolist()
+    assert seeds.derive(secret, "select", 3, 2) == int.from_bytes(digest[:8], "little") >> 1
+    usual = np.random.Generator(np.random.Philox(seeds.derive(2**128 - 1, "select")))
+    assert seeds.rng(2**128 - 1, "select").random() == usual.random()
+
+
 @given(st.integers(), st.text(max_size=8).filter(str.isprintable), st.integers(-1, 10**6), st.integers(-1, 10**6))
 def test_it_is_the_first_63_bits_of_a_sha256(seed: int, purpose: str, round: int, client: int) -> None:
     digest = hashlib.sha256(f"flexfleet/{seed}/{purpose}/{round}/{client}".encode()).digest()

@@ -1,0 +1,371 @@
+"""The run's key: made once, kept where no client's URL reaches, never lost, never silently another."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import re
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import boto3.session
+import pytest
+from moto.server import ThreadedMotoServer
+
+import components.federate
+import components.model_pool
+import components.partition
+import components.pretrain
+from components import keys
+from components.artifacts import RunFile
+from components.keys import BEFORE, SIZE, InSecret, InStore
+from fl_engine import privacy
+from fl_engine.backends.cluster import Cluster
+from fl_engine.config import load_config
+from fl_engine.errors import ConfigError, IntegrityError
+from fl_engine.s3 import S3Store
+from fl_engine.store import FolderStore, Store, sha256
+from tests.k8s import fake
+
+OLD = bytes(range(SIZE))
+PRIVATE = ("algorithm.aggregation={name: private, noise_multiplier: 0.1}", "rounds.norm_bound=null")
+Step = Callable[..., Any]
+
+
+def record(key: bytes | None = None, at: str | None = "the Secret there/a-keys") -> RunFile:
+    digest = None if key is None else sha256(key)
+    return RunFile(
+        run_id="a", config={}, numerics={}, pool_sha256="", partition_sha256="", key_at=at, key_sha256=digest
+    )
+
+
+class Dying:
+    """A cluster, or anything else, whose calls that change something are not done any more after so many."""
+
+    def __init__(self, inner: Any, left: list[int], killed: type[BaseException]) -> None:
+        self.inner, self.left, self.killed = inner, left, killed
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if name not in ("create", "put", "delete"):
+            return found
+
+        def write(*given: Any) -> Any:
+            if self.left[0] == 0:
+                raise self.killed
+            self.left[0] -= 1
+            return found(*given)
+
+        return write
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    with fake.serving(fake.Cluster(tmp_path / "cluster")) as kubeconfig:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        yield Cluster("flexfleet-clients")
+
+
+# ------------------------------------------------------------------------------------------------- one place
+@pytest.mark.parametrize("kind", ["file", "Secret"])
+@pytest.mark.parametrize("old", [False, True], ids=["new", "moved"])
+def test_a_kill_at_any_write_loses_no_key(
+    kind: str, old: bool, cluster: Cluster, tmp_path: Path, memory_store: Store, killed: type[BaseException]
+) -> None:
+    """Before its record is written, and after; of a new run, and of one whose key is moved."""
+    for writes in range(4):
+        root, label = tmp_path / f"{writes}", f"a{writes}"
+        if old:
+            memory_store.put(BEFORE, OLD)
+
+        def start(left: int, root: Path = root, label: str = label) -> bytes:
+            shared = [left]
+            store: Any = Dying(memory_store, shared, killed)
+            there = InSecret(Dying(cluster, shared, killed), label)  # type: ignore[arg-type]
+            here = InStore(Dying(FolderStore(root), shared, killed), "secret/key", "")  # type: ignore[arg-type]
+            return keys.key_of_run(here if kind == "file" else there, store, None)
+
+        found = None
+        try:
+            found = start(writes)
+        except killed:
+            assert writes < (2 if old else 1)
+        again = start(-1)
+        assert again == (OLD if old else found or again) and len(again) == SIZE
+        assert keys.key_of_run(
+            InSecret(cluster, label) if kind == "Secret" else InStore(FolderStore(root), "secret/key", ""),
+            memory_store, record(again),
+        ) == again  # fmt: skip
+        assert memory_store.list("") == []
+
+
+def test_a_key_that_is_moved_is_told_of_and_read_back(
+    cluster: Cluster, memory_store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_store.put(BEFORE, OLD)
+    place = InSecret(cluster, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(Cluster, "create", lambda *_: {})
+        with pytest.raises(IntegrityError, match="holds another key than memory/secret/key"):
+            keys.key_of_run(place, memory_store, None)
+        assert memory_store.get(BEFORE) == OLD, "nothing is deleted before it is seen elsewhere"
+    assert keys.key_of_run(place, memory_store, record()) == OLD
+    (told,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "moved from memory/secret/key to the Secret flexfleet-clients/a-keys" in told and "versions" in told
+
+
+def test_a_place_that_holds_another_runs_key_is_left_as_it_is(tmp_path: Path, memory_store: Store) -> None:
+    memory_store.put(BEFORE, OLD)
+    place = InStore(FolderStore(tmp_path), "a/key", "")
+    place.create(bytes(SIZE))
+    with pytest.raises(IntegrityError, match="another key"):
+        keys.key_of_run(place, memory_store, None)
+    assert place.read() == bytes(SIZE) and memory_store.get(BEFORE) == OLD
+
+
+def test_a_secret_is_created_once_owned_by_nobody_and_says_how_to_be_rid_of_it(
+    cluster: Cluster, memory_store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    place = InSecret(cluster, "a-123456")
+    made = keys.key_of_run(place, memory_store, None)
+    assert keys.key_of_run(place, memory_store, None) == made == keys.key_of_run(place, memory_store, record(made))
+    body = cluster.get("secrets", "a-123456-keys")
+    assert body is not None and base64.b64decode(body["data"]["key"]) == made and body["immutable"]
+    assert "ownerReferences" not in body["metadata"]
+    assert body["metadata"]["labels"]["flexfleet.io/run"] == "a-123456"
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert "kubectl -n flexfleet-clients delete secret a-123456-keys" in told
+
+
+@pytest.mark.parametrize("how", ["gone", "another", "half", "no base64", "no key"])
+def test_a_key_that_is_not_the_runs_is_named_with_where_it_was(
+    how: str, cluster: Cluster, memory_store: Store
+) -> None:
+    """And none is made in its place."""
+    place = InSecret(cluster, "a")
+    if how in ("another", "half"):
+        place.create(bytes(SIZE) if how == "another" else OLD[:16])
+    elif how != "gone":
+        meta = {"name": "a-keys", "namespace": "flexfleet-clients"}
+        data = {"key": "?"} if how == "no base64" else {"another": "AAAA"}
+        cluster.create("secrets", {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data})
+    kept = cluster.get("secrets", "a-keys")
+    wanted = r"kept in the Secret there/a-keys: bring it back, or set run\.secrets" if how == "gone" else "a-keys holds"
+    with pytest.raises(IntegrityError, match=wanted):
+        keys.key_of_run(place, memory_store, record(OLD))
+    assert cluster.get("secrets", "a-keys") == kept
+
+
+# ------------------------------------------------------------------------------------------------- which place
+def placed(*sets: str, store: Store | None = None) -> keys.Place:
+    return keys.place(load_config(None, sets), "a", store or FolderStore("runs/a"), Path("runs/a"))
+
+
+def test_where_a_key_is_kept_follows_from_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = socket.gethostname()
+    assert str(placed()) == f"{tmp_path}/runs/a/secret/key on {here}"
+    assert str(placed("run.remote=s3://runs/x")) == f"{tmp_path}/runs/a/secret/key on {here}", "not in the bucket"
+    assert str(placed("run.secrets=mine")) == f"{tmp_path}/mine/a/key on {here}"
+    pods = ("run.backend=kubernetes", "run.remote=s3://runs/x", "kubernetes.namespace=there")
+    assert str(placed(*pods, "run.secrets=mine")) == f"{tmp_path}/mine/a/key on {here}"
+    found = str(placed(*pods, store=S3Store("s3://runs/x/a")))
+    assert re.fullmatch("the Secret there/a-[0-9a-f]{6}-keys", found)
+    monkeypatch.setenv("FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID", "own")
+    monkeypatch.setenv("FLEXFLEET_SECRETS_AWS_SECRET_ACCESS_KEY", "secret")
+    assert str(placed(*pods, "run.secrets=s3://safe/keys/")) == "s3://safe/keys/a/key"
+    assert str(placed("run.remote=ledgers", "run.secrets=safe")).startswith(f"{tmp_path}/safe/a/key")
+
+
+@pytest.mark.parametrize(
+    ("sets", "environment", "wanted"),
+    [
+        (["run.secrets=s3://safe/x"], {"ACCESS_KEY_ID": None}, "set FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID$"),
+        (["run.secrets=s3://safe/x"], {"SECRET_ACCESS_KEY": None}, "set FLEXFLEET_SECRETS_AWS_SECRET_ACCESS_KEY$"),
+        (["run.secrets=s3://safe/x"], {"ACCESS_KEY_ID": "runs"}, "sign clients' URLs"),
+        (["run.secrets=s3://runs/keys", "run.remote=s3://runs/x"], {}, "in the bucket of run.remote"),
+        (["run.secrets=s3://runs/keys", "run.remote=s3://runs/x"], {"ENDPOINT_URL": "http://s3/"}, "in the bucket of"),
+        (["run.secrets=ledgers/keys", "run.remote=ledgers"], {}, "lies in run.remote"),
+        (["run.secrets=https://me:pw@host/x"], {}, "an S3 store is s3://bucket/prefix, got 'https://host/x/a'"),
+    ],
+)
+def test_a_place_that_clients_may_reach_is_refused(
+    sets: list[str], environment: dict[str, str | None], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"AWS_ACCESS_KEY_ID": "runs", "AWS_ENDPOINT_URL": "http://s3"}.items():
+        monkeypatch.setenv(name, value)
+    for name, given in {"ACCESS_KEY_ID": "own", "SECRET_ACCESS_KEY": "secret", **environment}.items():
+        if given is None:
+            monkeypatch.delenv(f"FLEXFLEET_SECRETS_AWS_{name}", raising=False)
+        else:
+            monkeypatch.setenv(f"FLEXFLEET_SECRETS_AWS_{name}", given)
+    with pytest.raises(ConfigError, match=wanted):
+        placed(*sets)
+
+
+def test_a_bucket_for_keys_is_asked_with_its_own_credentials_at_its_own_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The address may be the run's; credentials never are, not even a session's token."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, "runs")
+        monkeypatch.setenv(f"FLEXFLEET_{name}", "runs")
+    monkeypatch.setenv("FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID", "own")
+    monkeypatch.setenv("FLEXFLEET_SECRETS_AWS_SECRET_ACCESS_KEY", "s")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://s3:1")
+    for address in ("http://s3:1", "http://other:2"):
+        place = placed("run.secrets=s3://safe/keys", "run.remote=s3://runs/x")
+        assert isinstance(place, InStore) and isinstance(place.store, S3Store)
+        url = place.store.presign(place.key, "get", 60)
+        assert url.startswith(f"{address}/safe/keys/a/key?") and "Credential=own%2F" in url and "Token" not in url
+        assert "Credential=runs%2F" in S3Store("s3://runs/x").presign("key", "get", 60)
+        monkeypatch.setenv("FLEXFLEET_SECRETS_AWS_ENDPOINT_URL", "http://other:2")
+
+
+def test_a_bucket_of_that_name_on_another_server_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ACCESS_KEY_ID": "own", "SECRET_ACCESS_KEY": "s", "ENDPOINT_URL": "http://other"}.items():
+        monkeypatch.setenv(f"FLEXFLEET_SECRETS_AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://s3")
+    assert str(placed("run.secrets=s3://runs/keys", "run.remote=s3://runs/x")) == "s3://runs/keys/a/key"
+
+
+# ------------------------------------------------------------------------------------------------- whole runs
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, quick: Sequence[str]) -> Path:
+    out = tmp_path_factory.mktemp("prepared")
+    config = load_config(None, quick)
+    components.partition.partition(config, out / "partition")
+    components.pretrain.pretrain(config, out / "partition", out / "pretrain")
+    components.model_pool.model_pool(config, out / "pretrain", out / "pool")
+    return out
+
+
+@pytest.fixture
+def rounds(step: Step, prepared: Path, quick: Sequence[str]) -> Step:
+    """Two rounds of a private run, in a folder and with settings of one's own."""
+    pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
+
+    def run(out: Path, *argv: str, sets: Sequence[str] = ()) -> Any:
+        given = ("--partition", f"{prepared}/partition", "--pool", f"{prepared}/pool", "--out", str(out), *argv)
+        settings = ("rounds.commit_every=1", "rounds.stop=2", *PRIVATE)
+        return step(components.federate.main, *given, sets=[*quick, *settings, *sets])
+
+    return run
+
+
+def model(out: Path) -> bytes:
+    return (out / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Buckets `runs` and `safe`, and credentials for each. (All of moto's servers share what they hold.)"""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "runs")
+        monkeypatch.setenv(f"FLEXFLEET_SECRETS_{name}", "safe")
+    client = boto3.session.Session(region_name="us-east-1").client("s3")
+    for name in ("runs", "safe"):
+        client.create_bucket(Bucket=name)
+    yield client
+    server.stop()
+
+
+def objects_of(client: Any, bucket: str) -> dict[str, bytes]:
+    listed = client.list_objects_v2(Bucket=bucket).get("Contents", ())
+    return {item["Key"]: client.get_object(Bucket=bucket, Key=item["Key"])["Body"].read() for item in listed}
+
+
+def test_a_private_run_with_a_bucket_for_its_key_goes_on_on_another_machine(
+    rounds: Step, bucket: Any, tmp_path: Path
+) -> None:
+    """With the store and the credentials, with nothing of the first machine; the key is in the other bucket alone."""
+    sets = ["run.remote=s3://runs/x", "run.secrets=s3://safe/keys"]
+    done = rounds(tmp_path / "whole" / "a", sets=sets)
+    assert done.code == 0, done.err
+    (key,) = objects_of(bucket, "safe").values()
+    assert not [name for name, value in objects_of(bucket, "runs").items() if key in value]
+    sets[0] = "run.remote=s3://runs/y"
+    assert rounds(tmp_path / "one" / "b", sets=[*sets, "rounds.stop=1"]).code == 0
+    done = rounds(tmp_path / "two" / "b", "--resume", sets=sets)
+    assert done.code == 0, done.err
+    file = RunFile.read(tmp_path / "two" / "b" / "run.json")
+    assert (file.key_at, file.noise_stream) == ("s3://safe/keys/b/key", privacy.STREAM)
+    assert model(tmp_path / "two" / "b") != model(tmp_path / "whole" / "a"), "another run has another key"
+    assert rounds(tmp_path / "one" / "b", "--resume", sets=sets).code == 0
+    assert model(tmp_path / "one" / "b") == model(tmp_path / "two" / "b")
+
+
+def test_a_file_beside_the_coordinator_is_asked_for_on_another_machine(
+    rounds: Step, bucket: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    sets, key = ["run.remote=s3://runs/z"], tmp_path / "one" / "a" / "secret" / "key"
+    assert rounds(tmp_path / "one" / "a", sets=[*sets, "rounds.stop=1"]).code == 0
+    assert (key.stat().st_mode & 0o777, key.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert f"{key} on {socket.gethostname()}; to go on with the run on another machine, take" in caplog.text
+    assert not [name for name, value in objects_of(bucket, "runs").items() if key.read_bytes() in value]
+    done = rounds(tmp_path / "two" / "a", "--resume", sets=sets)
+    assert done.code == 4 and f"kept in {key} on" in done.err and "run.secrets" in done.err
+    assert not (tmp_path / "two" / "a" / "secret").exists()
+    (tmp_path / "taken" / "a").mkdir(parents=True)
+    (tmp_path / "taken" / "a" / "key").write_bytes(key.read_bytes())
+    assert rounds(tmp_path / "two" / "a", "--resume", sets=[*sets, f"run.secrets={tmp_path}/taken"]).code == 0
+    assert rounds(tmp_path / "one" / "a", "--resume", sets=sets).code == 0
+    assert model(tmp_path / "one" / "a") == model(tmp_path / "two" / "a")
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize("stream", [None, "shake256-box-muller-0"])
+def test_a_private_run_with_another_stream_of_noise_is_refused_in_a_line(
+    rounds: Step, tmp_path: Path, stream: str | None
+) -> None:
+    """So that no round is released twice; nothing of it is touched."""
+    assert rounds(tmp_path / "a", sets=["rounds.stop=1"]).code == 0
+    old = {"noise_stream": stream, "key_at": None, "key_sha256": None, "noise_sha256": "0" * 64}
+    file = RunFile.read(tmp_path / "a" / "run.json").model_copy(update=old)
+    file.write(tmp_path / "a" / "run.json")
+    (tmp_path / "a" / "secret" / "key").rename(tmp_path / "a" / "secret" / "noise")
+    before = files_of(tmp_path / "a")
+    done = rounds(tmp_path / "a", "--resume")
+    (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert done.code == 6 and "Finish it with the version that it began with, or start another run" in line
+    assert files_of(tmp_path / "a") == before
+
+
+def test_a_run_that_was_begun_twice_is_not_mixed(rounds: Step, tmp_path: Path) -> None:
+    """Its record elsewhere names another run: other noise for rounds of the same number."""
+    sets = [f"run.remote={tmp_path}/ledgers", f"run.secrets={tmp_path}/keys"]
+    assert rounds(tmp_path / "one" / "a", sets=[*sets, "rounds.stop=1"]).code == 0
+    file = RunFile.read(tmp_path / "one" / "a" / "run.json")
+    file.model_copy(update={"token": "another"}).write(tmp_path / "one" / "a" / "run.json")
+    done = rounds(tmp_path / "one" / "a", "--resume", sets=sets)
+    assert done.code == 4 and "of another run than" in done.err and "begun elsewhere" in done.err
+
+
+def test_two_private_runs_of_one_name_share_a_key_and_no_noise(rounds: Step, tmp_path: Path) -> None:
+    """A key may outlive its run: were the noise the same, it would fall out of the difference of two models."""
+    sets = [f"run.secrets={tmp_path}/keys", "rounds.stop=1"]
+    assert rounds(tmp_path / "one" / "a", sets=sets).code == 0
+    assert rounds(tmp_path / "two" / "a", sets=sets).code == 0
+    first, second = (RunFile.read(tmp_path / folder / "a" / "run.json") for folder in ("one", "two"))
+    assert first.key_sha256 == second.key_sha256 and first.token != second.token
+    assert model(tmp_path / "one" / "a") != model(tmp_path / "two" / "a")
+
+
+def test_a_run_that_needs_no_key_has_none(step: Step, prepared: Path, quick: Sequence[str], tmp_path: Path) -> None:
+    given = ("--partition", f"{prepared}/partition", "--pool", f"{prepared}/pool", "--out", str(tmp_path / "a"))
+    assert step(components.federate.main, *given, sets=[*quick, "rounds.stop=1"]).code == 0
+    file = RunFile.read(tmp_path / "a" / "run.json")
+    assert (file.key_at, file.key_sha256, file.noise_stream) == (None, None, None)
+    assert not (tmp_path / "a" / "secret").exists()
