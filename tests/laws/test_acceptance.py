@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.acceptance import Arrival, refused, unconditional
+from fl_engine.acceptance import Arrival, Moved, refused, unconditional
 from fl_engine.config import RoundsConfig
 from fl_engine.types import ClientFailure
 
@@ -14,7 +14,7 @@ NO_TERMS = RoundsConfig(norm_bound=None)
 
 
 def arrivals(*seconds: float) -> dict[int, Arrival]:
-    return {client: Arrival(1.0, s) for client, s in enumerate(seconds)}
+    return {client: Arrival(Moved(1.0), s) for client, s in enumerate(seconds)}
 
 
 def stages(found: dict[int, ClientFailure]) -> dict[int, str]:
@@ -30,12 +30,12 @@ def test_without_terms_all_are_taken() -> None:
 def test_who_moved_much_further_than_the_median_is_not_taken() -> None:
     terms = RoundsConfig(norm_bound=10.0)
     assert refused(0, 3, {}, terms) == {}
-    just = {client: Arrival(moved, 0.0) for client, moved in enumerate((1.0, 1.1, 0.9, 10.5))}
+    just = {client: Arrival(Moved(moved), 0.0) for client, moved in enumerate((1.0, 1.1, 0.9, 10.5))}
     assert refused(0, 4, just, terms) == {}
-    (failure,) = refused(7, 4, just | {3: Arrival(11.0, 0.0)}, terms).values()
+    (failure,) = refused(7, 4, just | {3: Arrival(Moved(11.0), 0.0)}, terms).values()
     assert (failure.round, failure.client, failure.stage) == (7, 3, "validate")
     assert failure.reason == "norm: moved 11 a weight, 10 times the median is 10.5"
-    endless = refused(0, 4, just | {3: Arrival(float("inf"), 0.0)}, terms)
+    endless = refused(0, 4, just | {3: Arrival(Moved(float("inf")), 0.0)}, terms)
     assert stages(endless) == {3: "validate"}
 
 
@@ -49,12 +49,12 @@ def test_of_more_than_are_wanted_the_first_are_taken() -> None:
     """Three are wanted of six; clients that come at the same time count by number."""
     terms = RoundsConfig(norm_bound=None, over_provision=2.0)
     assert stages(refused(0, 6, arrivals(3, 1, 2, 3, 9, 8), terms)) == {3: "straggle", 5: "straggle", 4: "straggle"}
-    assert refused(0, 6, {4: Arrival(1.0, 9.0)}, terms) == {}, "fewer came: all are taken"
+    assert refused(0, 6, {4: Arrival(Moved(1.0), 9.0)}, terms) == {}, "fewer came: all are taken"
 
 
 def test_one_that_is_refused_for_what_it_is_takes_nobodys_place() -> None:
     terms = RoundsConfig(norm_bound=10.0, over_provision=2.0)
-    quick_liar = arrivals(3, 1, 2, 4) | {1: Arrival(1e6, 0.0)}
+    quick_liar = arrivals(3, 1, 2, 4) | {1: Arrival(Moved(1e6), 0.0)}
     assert stages(refused(0, 4, quick_liar, terms)) == {1: "validate", 3: "straggle"}
 
 
@@ -80,7 +80,7 @@ def test_the_order_in_which_updates_arrive_decides_nothing(
     found: dict[int, tuple[float, float]], over: float, deadline_s: float | None, quorum: float, bound: float | None
 ) -> None:
     terms = RoundsConfig(norm_bound=bound, over_provision=over, deadline_s=deadline_s, quorum=quorum)
-    came = {client: Arrival(*values) for client, values in found.items()}
+    came = {client: Arrival(Moved(values[0]), values[1]) for client, values in found.items()}
     backwards = dict(reversed(came.items()))
     assert refused(0, 31, came, terms) == refused(0, 31, backwards, terms)
     taken = len(came) - len(refused(0, 31, came, terms))

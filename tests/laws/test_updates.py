@@ -142,7 +142,7 @@ LIES: dict[str, tuple[str, dict[str, bytes]]] = {
     "nothing of 2**63": ("schema", lying(payload=header(0, 2**63))),
     "nothing of 2**65": ("schema", lying(payload=header(0, 2**62, 8))),
     "another sub-model than its memory asks for": ("spec", narrower()),
-    "less memory than any sub-model takes": ("spec", lying(metrics={**dict(HONEST.metrics), "free": 0.0})),
+    "less memory than it has": ("metrics", lying(metrics={**dict(HONEST.metrics), "free": 0.0})),
     "no step": ("metrics", lying(metrics={**dict(HONEST.metrics), "steps": 0.0})),
     "endless steps": ("metrics", lying(metrics={**dict(HONEST.metrics), "steps": 1e308})),
     "channels that are not there": ("spec", lying(spec=OTHER_SPEC)),
