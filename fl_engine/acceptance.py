@@ -48,10 +48,12 @@ class Moved(NamedTuple):
     statistics: float = 0.0
 
 
+NOTHING = Moved(0.0)
+
 History = tuple[Moved, ...]
 """Of the last updates, round by round, in client order."""
 
-REMEMBERED = 64
+REMEMBERED = 128
 FIRST_ONES = 3
 FIRST = 0.25
 
@@ -80,10 +82,13 @@ def remembered(history: History, moved: Mapping[int, Moved]) -> History:
 
 
 def middle(history: History, moved: Iterable[Moved], size: Moved) -> Moved:
-    """What is usual. `size`: root mean square of what was sent, likewise."""
-    first = Moved(FIRST * size.weights, FIRST * size.statistics)
-    known = [*history, *moved, *[first] * (FIRST_ONES - len(history))]
-    return Moved(*(statistics.median_low(values) for values in zip(*known, strict=True)))
+    """What is usual. `size`: root mean square of what was sent, likewise; of a model of zeros nothing follows."""
+    known, missing = [*history, *moved], FIRST_ONES - len(history)
+
+    def of(values: Iterable[float], large: float) -> float:
+        return statistics.median_low([*values, *[FIRST * large] * (missing if large > 0 else 0)])
+
+    return Moved(*map(of, zip(*known, strict=True), size))
 
 
 def refused(
@@ -92,7 +97,7 @@ def refused(
     arrived: Mapping[int, Arrival],
     terms: Terms,
     history: History = (),
-    size: Moved = Moved(0.0),
+    size: Moved = NOTHING,
 ) -> dict[int, ClientFailure]:
     """By client, why not. `size` as in `middle`."""
     found: dict[int, ClientFailure] = {}

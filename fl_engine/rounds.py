@@ -331,7 +331,7 @@ class _Watch:
             self.arrivals[outcome.client] = Arrival(moved, self._seconds(outcome))
 
     def refused(self) -> dict[int, ClientFailure]:
-        plan, size = self.plan, Moved(0.0)
+        plan, size = self.plan, acceptance.NOTHING
         if plan.orders and len(self.history) < acceptance.FIRST_ONES:
             size = size_of(plan.orders[0].payload)
         return acceptance.refused(plan.round, len(plan.orders), self.arrivals, self.config, self.history, size)

@@ -268,9 +268,10 @@ class Reordered:
 
 @pytest.mark.parametrize("order", [lambda found: found[::-1], lambda found: found[1:] + found[:1]])
 def test_outcomes_are_merged_in_client_order_whatever_order_they_arrive_in(
-    job: Any, new_store: Make, order: Callable[[list[Outcome]], list[Outcome]]
+    job: Any, new_store: Make, order: Callable[[list[Outcome]], list[Outcome]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job.algorithm = replace(job.algorithm, training=replace(job.algorithm.training, fraction=1.0))
+    everybody = replace(job.algorithm, training=replace(job.algorithm.training, fraction=1.0))
+    monkeypatch.setattr(job, "algorithm", everybody)  # the job is the whole session's
     expected = job.federate(new_store(), stop=2)
     assert job.federate(new_store(), stop=2, backend=Reordered(job.backend, order)) == expected
 
