@@ -43,12 +43,12 @@ DIGITS = ("rounds.stop=20",)
 FASHION = (
     "dataset.name=fashion_mnist", "dataset.train_samples=4000", "dataset.test_samples=2000", "partition.alpha=0.3",
     "partition.clients=40", "training.fraction=0.25", "training.batch_size=20", "training.epochs=1", "model.width=0.5",
-    "pretrain.epochs=20", "rounds.stop=20",
+    "pretrain.epochs=20", "rounds.stop=15",
 )  # fmt: skip
 CIFAR = (
     "dataset.name=cifar10", "dataset.train_samples=3000", "dataset.test_samples=1000", "partition.alpha=0.3",
     "training.fraction=0.2", "training.batch_size=20", "training.epochs=1", "model.name=small_cnn", "model.norm=static",
-    "pretrain.epochs=5", "rounds.stop=15",
+    "pretrain.epochs=5", "rounds.stop=12",
 )  # fmt: skip
 ALGORITHMS = {"flexfl": ("algorithm.epsilon=5.0",), "heterofl": ("algorithm.name=heterofl",)}
 FEW = {"1 client a round": ("training.fraction=0.05", "rounds.stop=40"), "2": ("training.fraction=0.1",)}
