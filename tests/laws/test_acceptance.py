@@ -64,7 +64,7 @@ def test_the_first_round_has_a_bound_too(others: tuple[float, ...]) -> None:
     assert refused(0, 3, moving(1.0, *others), terms, (), SIZE) == {}
     for attack in (90.0, 1e3, 1e30):
         assert list(refused(0, 3, moving(attack, *others), terms, (), SIZE)) == [0]
-    alone = {0: Arrival(Moved(1.0, 8.1 * FIRST * 0.7), 0.0)}
+    alone = {0: Arrival(Moved(1.0, 8.1 * FIRST.statistics * 0.7), 0.0)}
     assert "statistics" in refused(0, 1, alone, terms, (), SIZE)[0].reason
 
 
