@@ -11,7 +11,9 @@ Learning, ICML 2018, Definitions 1 and 2; all clients count alike. `clip` bounds
 all of its tensors together, is scaled down to that L2 norm. The server's optimiser steps after the aggregation.
 
 Departs from the paper: it has one model for all; here an element is safe where the bad clients are few enough of those
-that hold it, and what only the largest models have, few hold.
+that hold it, and what only the largest models have, few hold. Where they are so few that no value is left out at either
+end (two for the median, floor(trim * n) < 1), the element moves by the smallest of their changes if all go in one
+direction, else it keeps its old value, as it does where a single one holds it.
 """
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ class Clipped:
 
 # --------------------------------------------------------------------------------------- median, trimmed mean
 class Middle:
-    """The mean of an element's values without a share `trim` of them at either end; of 0.5, one or two are left.
+    """The mean of an element's values without a share `trim` of them at either end; of 0.5, one or two are left. With
+    0 it is the plain mean; else, where nobody is left out, the smallest change on which all agree.
 
     All updates are kept until the end, beyond `spool.HELD_BYTES` in a file, and looked at in chunks of rows. Values are
     sorted before they are added, so the order in which updates come does not matter, to the bit.
@@ -163,7 +166,7 @@ class Middle:
         holders, out = self._regions.total(name, self._count), old.clone()
         if not old.dim():
             values = torch.stack([self._spool.rows(entry, name) for entry in entries])
-            return _middle_of(values, holders, self._trim).to(old.dtype)
+            return _middle_of(values, holders, old, self._trim).to(old.dtype)
         row = len(entries) * _wide(old).itemsize * max(1, math.prod(old.shape[1:]))
         step = max(1, CHUNK_BYTES // row)
         for first in range(0, len(old), step):
@@ -174,8 +177,7 @@ class Middle:
                 if low < high:
                     values[place][within] = self._spool.rows(entry, name, low, high)
             count = holders[first:last]
-            middle = _middle_of(values, count, self._trim)
-            out[first:last] = torch.where(count > 0, middle, old[first:last].double()).to(old.dtype)
+            out[first:last] = _middle_of(values, count, old[first:last], self._trim).to(old.dtype)
         return out
 
 
@@ -189,16 +191,21 @@ def _rows(region: Region, first: int, last: int) -> tuple[int, int, Region]:
     return low, high, (head[low:high] - first, *rest)
 
 
-def _middle_of(values: Tensor, holders: Tensor, trim: float) -> Tensor:
-    """float64: of `values` (n, ...), NaN for those that do not hold an element, the mean without the ends; `holders`
-    (...) counts the others. Sorts `values` where they are."""
+def _middle_of(values: Tensor, holders: Tensor, old: Tensor, trim: float) -> Tensor:
+    """float64: of `values` (n, ...), NaN for those that do not hold an element, the mean without the ends, or `old`
+    moved as far as all agree; `holders` (...) counts the others. Sorts `values` where they are."""
     values.numpy().sort(axis=0)  # NaN goes last
     low = torch.minimum((trim * holders + 1e-9).floor(), ((holders - 1) / 2).floor()).clamp_min(0)
     high = holders - low
     total = torch.zeros_like(holders)
     for rank in range(int(low.min()), int(high.max())):
         total += torch.where((rank >= low) & (rank < high), values[rank], 0.0)
-    return total / (high - low).clamp_min(1)
+    middle, old = total / (high - low).clamp_min(1), old.double()
+    if trim == 0:
+        return torch.where(holders > 0, middle, old)
+    last = (holders.long() - 1).clamp_min(0)
+    agreed = old.clamp(values[0].double(), values.gather(0, last[None])[0].double())
+    return torch.where(low > 0, middle, torch.where(holders > 1, agreed, old))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
