@@ -184,7 +184,7 @@ def key_of_run(place: Place, store: Store, known: RunFile | None) -> bytes:
     if found is None:
         raise IntegrityError(
             f"the run's key is not in {place}; by the run's record it was kept in {known.key_at if known else place}: "
-            "bring it back, or set run.secrets to where it is (with another key the model would be another, and noise "
+            "bring it there, or set run.secrets to where it is (with another key the model would be another, and noise "
             "would be released twice)"
         )
     if len(found) != SIZE or expected not in (None, sha256(found)):

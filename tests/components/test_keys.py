@@ -154,7 +154,8 @@ def test_a_key_that_is_not_the_runs_is_named_with_where_it_was(
         data = {"key": "?"} if how == "no base64" else {"another": "AAAA"}
         cluster.create("secrets", {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data})
     kept = cluster.get("secrets", "a-keys")
-    wanted = r"kept in the Secret there/a-keys: bring it back, or set run\.secrets" if how == "gone" else "a-keys holds"
+    gone = r"kept in the Secret there/a-keys: bring it there, or set run\.secrets"
+    wanted = gone if how == "gone" else "a-keys holds"
     with pytest.raises(IntegrityError, match=wanted):
         keys.key_of_run(place, memory_store, record(OLD))
     assert cluster.get("secrets", "a-keys") == kept

@@ -58,7 +58,7 @@ def test_a_run_goes_on_elsewhere_after_its_end_with_the_store_and_the_cluster_al
     assert base64.b64decode(cluster.objects["secrets", name]["data"]["key"]) == key
     # And without the key it says where that was.
     del cluster.objects["secrets", name]
-    with pytest.raises(IntegrityError, match=f"kept in the Secret flexfleet-clients/{name}: bring it back"):
+    with pytest.raises(IntegrityError, match=f"kept in the Secret flexfleet-clients/{name}: bring it there"):
         rounds("long", *remote, "rounds.stop=4", resume=True)
     assert not cluster.objects, "none is made in its place"
 
