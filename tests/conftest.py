@@ -45,6 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--client-python", metavar="hostpath:DIR", help="folder of the nodes with src/ and venv/")
     group.addoption("--pods-endpoint", metavar="URL", help="what pods call the S3 server")
     group.addoption("--fake-edge", metavar="NODE", help="a node that is labelled and tainted for a test")
+    group.addoption("--lose-node", metavar="CMD", help="what makes the node $NODE vanish, kubelet and pods (a shell's)")
+    group.addoption("--restore-node", metavar="CMD", help="what brings the node $NODE back")
 
 
 PRINT = builtins.print

@@ -4,6 +4,9 @@
 --client-python hostpath:DIR     a folder of the nodes with the repository in DIR/src and a virtual environment in
                                  DIR/venv (for clusters without a registry; `--image` is then any image with a libc
                                  that the environment runs on, by default python:3.11-slim)
+--lose-node CMD, --restore-node CMD
+                                 what makes the node $NODE vanish, e.g. 'docker pause $NODE' for kind, and what brings
+                                 it back; without them that test is skipped
 AWS_ENDPOINT_URL and credentials of an S3 server that pods reach under --pods-endpoint (default: the same address)
 
     KUBECONFIG=... .venv/bin/python -m pytest tests/cluster --image registry/flexfleet:1
@@ -31,6 +34,7 @@ from fl_engine.backends.cluster import Cluster, _connect, _token
 from fl_engine.config import Config, load_config
 
 NAMESPACE = f"flexfleet-test-{uuid.uuid4().hex[:6]}"
+Model = Callable[..., bytes]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
@@ -157,6 +161,20 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], Pat
             pretrain(config, out / "partition", out / "pretrain")
             model_pool(config, out / "pretrain", out / "pool")
         return known[key]
+
+    return of
+
+
+@pytest.fixture
+def expected(settings: tuple[str, ...], prepared: Callable[[Config], Path], tmp_path: Path) -> Model:
+    """`expected("a.b=c", ...)`: the model of a run without a cluster."""
+
+    def of(*sets: str) -> bytes:
+        own = (s for s in settings if not s.startswith(("run.", "kubernetes.")))
+        config = load_config(None, (*own, *sets))
+        inputs, out = prepared(config), tmp_path / "expected"
+        federate(config, inputs / "partition", inputs / "pool", out)
+        return (out / "model.safetensors").read_bytes()
 
     return of
 

@@ -540,6 +540,12 @@ def test_an_interruption_is_exit_code_130(flexfleet: Any, monkeypatch: pytest.Mo
     assert "Traceback" not in done.err
 
 
+def test_a_tracking_server_is_named_by_its_address_a_data_base_by_the_command_that_shows_it() -> None:
+    assert cli.where_tracked("http://me:secret@mlflow:5000", None) == "MLflow: http://mlflow:5000"
+    assert cli.where_tracked("http://mlflow:5000", "https://here") == "MLflow: https://here"
+    assert cli.where_tracked("sqlite:///a.db", None) == "MLflow: mlflow ui --backend-store-uri sqlite:///a.db"
+
+
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "components.cli", "--version"], capture_output=True, text=True)
     assert done.returncode == 0
