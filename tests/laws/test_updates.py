@@ -17,7 +17,8 @@ from fl_engine.algorithms import FlexFL
 from fl_engine.client import execute
 from fl_engine.errors import IntegrityError
 from fl_engine.ledger import Ledger
-from fl_engine.slicing import take
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.slicing import is_statistic, take
 from fl_engine.store import FolderStore, canonical, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
 from fl_engine.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec
@@ -190,6 +191,26 @@ def test_a_client_does_not_say_what_the_coordinator_says(stage: str) -> None:
     assert ledger.outcome(PLAN, ORDER.client) == ClientFailure(0, ORDER.client, stage, "said by the coordinator")
 
 
+def test_the_key_of_one_order_signs_no_answer_to_another() -> None:
+    """A client keeps the keys of all the orders that it was ever given."""
+    for other in (replace(ORDER, round=1), replace(ORDER, seed=ORDER.seed + 1), replace(ORDER, hints={"model": "X"})):
+        plan, files = RoundPlan(other.round, (other,)), dict[str, bytes]()
+        given = Ledger(Memory(files), key=lambda _: KEY)  # what the client does with the key that it has
+        given.put_outcome(plan, replace(HONEST, round=other.round))
+        found = ledger_of(files).receive(plan, ORDER.client)
+        assert isinstance(found, ClientFailure) and found.reason.startswith("signature:")
+
+
+def test_a_client_cannot_sign_as_the_coordinator() -> None:
+    """Else it could say of itself that its pod failed, or of its update that it was not looked at."""
+    ledger = Ledger(
+        Memory(lying(spec=None, sha256=None, stage="pod", reason="lost")),
+        key=key_of(SECRET),
+        own=key_of(SECRET, "coordinator"),
+    )
+    assert ledger.receive(PLAN, ORDER.client) == ClientFailure(0, ORDER.client, "train", "lost")
+
+
 @pytest.mark.parametrize("later", ["another", "garbage", "nothing"])
 def test_an_answer_that_is_replaced_after_the_round_was_closed_does_not_count(later: str) -> None:
     files = dict(FILES)
@@ -306,3 +327,15 @@ def test_how_far_an_update_moved() -> None:
         assert movement(still, ORDER, SITE.layout) == 0.0
         by_two = replace(still, payload={n: t + 2.0 for n, t in still.payload.items()})
         assert movement(by_two, ORDER, SITE.layout) == pytest.approx(2.0)
+
+
+def test_running_statistics_do_not_count_as_movement() -> None:
+    """They are averages of the data, of any size; what they may be is another rule."""
+    algorithm = FlexFL(training=TRAINING)
+    site = tiny_site(algorithm, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
+    order = algorithm.plan(start_of(algorithm, site), 0, SEED).orders[0]
+    update = execute(algorithm, order, site)
+    assert isinstance(update, ClientUpdate)
+    others = {n: t + 7.0 if is_statistic(n) else t for n, t in update.payload.items()}
+    assert any(is_statistic(n) for n in others)
+    assert movement(replace(update, payload=others), order, site.layout) == movement(update, order, site.layout) > 0
