@@ -112,13 +112,13 @@ def test_all_clients_count_alike() -> None:
 BIG = ParamLayout(
     {"g": 300},
     {
-        "matrix": Slot("b", (Axis("g"), Axis(None))),
-        "other": Slot("b", (Axis("g"), Axis(None))),
+        "w": Slot("b", (Axis("g"), Axis(None))),
+        "v": Slot("b", (Axis("g"), Axis(None))),
         "vector": Slot("b", (Axis("g", 400),)),
         "kernels": Slot("b", (Axis("g"), Axis(None), Axis(None), Axis(None))),
     },
 )
-SHAPED = {"matrix": (300, 400), "other": (300, 400), "vector": (120_000,), "kernels": (300, 16, 5, 5)}
+SHAPED = {"w": (300, 400), "v": (300, 400), "vector": (120_000,), "kernels": (300, 16, 5, 5)}
 ZEROS = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPED.items()}
 HALF = SubmodelSpec.of({"g": 150})
 
