@@ -45,7 +45,7 @@ def run(told: Assignment, failures: int = 0) -> None:
         algorithm, site = _site(told, store, failures)
     except BadInput as error:
         raise ClientError(str(error)) from error
-    ledger = Ledger(store, key=lambda order: bytes.fromhex(told.keys[order.client]))
+    ledger = Ledger(store, key=lambda order: bytes.fromhex(told.keys[order.client]), lengths=told.lengths)
     carry_out(algorithm, site, ledger, told.round, told.clients, told.device, really_slow=True)
 
 

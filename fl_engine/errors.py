@@ -72,6 +72,10 @@ class EnvironmentFailure(FlexfleetError):
     exit_code = 6
 
 
+class Refused(EnvironmentFailure):
+    """A store answered, and refuses this one thing: whether it would refuse any other is to be looked at."""
+
+
 class ClientError(FlexfleetError):
     exit_code = 42
 

@@ -32,7 +32,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from fl_engine.errors import IntegrityError, ModelError, Stopped, brief
+from fl_engine.errors import IntegrityError, ModelError, Refused, Stopped, brief
 from fl_engine.lease import Lease
 from fl_engine.store import Store, canonical, decode, encode, sha256
 from fl_engine.types import ClientFailure, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
@@ -120,7 +120,7 @@ class Order(_Record):
 class Ledger:
     """`rules` say what an update may be, and `key` with which key a client signs its manifest; None: not checked, not
     signed (clients that are this very process). `own` is what the coordinator signs with. `lease`: None where nobody
-    else can reach the store."""
+    else can reach the store. `lengths`: keys that the store takes at one length alone, in bytes (see `s3.Upload`)."""
 
     def __init__(
         self,
@@ -130,6 +130,7 @@ class Ledger:
         key: KeyOf | None = None,
         own: KeyOf | None = None,
         lease: Lease | None = None,
+        lengths: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.store = store
         self.keep_every = keep_every
@@ -137,6 +138,7 @@ class Ledger:
         self.key = key
         self.own = own
         self.lease = lease
+        self.lengths = dict(lengths)
         self._here: set[int] = set()
         """Rounds committed by this object: a listing that does not show them yet is wrong."""
         self._seen: dict[tuple[int, int], str] = {}
@@ -440,12 +442,13 @@ class Ledger:
     def put_outcome(self, plan: RoundPlan, outcome: Outcome, spoil: Callable[[bytes], bytes] = bytes) -> None:
         """The payload first, the manifest last: it vouches for its file. `spoil` damages the file on the way."""
         base, order = f"{_folder(plan.round)}updates/{outcome.client}", plan.order_of[outcome.client]
-        manifest, value = packed(outcome, order)
+        manifest, value = packed(outcome, order, self.lengths.get(f"{base}.safetensors"))
         if value is not None:
             self.store.put(f"{base}.safetensors", spoil(value))
         key = self.own or self.key
         manifest = signed(manifest, None if key is None else key(order))
-        self.store.put(f"{base}.json", manifest.model_dump_json().encode())
+        text = manifest.model_dump_json().encode()
+        self.store.put(f"{base}.json", text.ljust(self.lengths.get(f"{base}.json", 0)))
         self._seen[plan.round, outcome.client] = _said(manifest)
 
     def answered(self, round: int) -> set[int]:
@@ -480,6 +483,25 @@ class Ledger:
             raise IntegrityError(f"{name}: the update of client {client} is not whole ({error}). {WAY_OUT}") from error
 
     def _read(self, plan: RoundPlan, client: int) -> Outcome:
+        """What the store refuses of this client's files and not of the coordinator's own is the client's doing: it may
+        have given them away, or encrypted them with a key of its own."""
+        try:
+            return self._read_files(plan, client)
+        except Refused:
+            if self.key is None:
+                raise
+            self._see_own(plan)
+        try:
+            return self._read_files(plan, client)
+        except Refused as error:
+            raise Rejected("unreadable", f"{error} (of the coordinator's own files it does not)") from error
+
+    def _see_own(self, plan: RoundPlan) -> None:
+        """Raises EnvironmentFailure where the store does not answer at all."""
+        with suppress(IntegrityError):  # says of this file that it is missing, or damaged: it answers
+            self.store.get(f"{_folder(plan.round)}plan.json")
+
+    def _read_files(self, plan: RoundPlan, client: int) -> Outcome:
         order, base = plan.order_of[client], f"{_folder(plan.round)}updates/{client}"
         client_key, own_key = (None if key is None else key(order) for key in (self.key, self.own))
         manifest = manifest_of(lambda limit: self.store.get(f"{base}.json", limit), order, client_key, own_key)

@@ -1,8 +1,8 @@
 """The run store on S3, and what a device sees of it.
 
 The coordinator speaks to the bucket with ambient credentials (boto3's: environment, files, the pod's role);
-AWS_ENDPOINT_URL names a server that is not Amazon's. A client that holds no keys gets URLs, each good for one key, one
-verb and a limited time.
+AWS_ENDPOINT_URL names a server that is not Amazon's. A client that holds no keys gets URLs to read and leave to upload,
+each good for one key and a limited time; FLEXFLEET_SIGNING_AWS_* may name narrower credentials that sign them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import urllib3
+from pydantic import BaseModel, ConfigDict
 
-from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Refused, masked
 from fl_engine.store import check_size, sha256
 
 if TYPE_CHECKING:
@@ -31,9 +34,38 @@ ATTEMPTS = 6
 """So often a request is made that the server does not answer, or answers with 429 or 5xx."""
 READS = 4
 """A body that breaks off is asked for so many times."""
+SENDS = 3
+"""A value that arrives damaged is uploaded so many times."""
+PIECE = 2**20
+"""A body is read in pieces of so many bytes."""
 PAGE = 1000
 """Keys of one listing or deletion."""
 MISSING = ("NoSuchKey", "404", "NotFound")
+FIXED = {
+    # As good as private, and the one ACL that Amazon's buckets take since ACLs are off by default. The bucket's owner
+    # can read it where other credentials have signed.
+    "acl": "bucket-owner-full-control",
+    "Content-Type": "application/octet-stream",
+    # The answer then has the ETag, with every server.
+    "success_action_status": "201",
+}
+"""What the form of an upload says besides its key, and a client cannot change."""
+ETAG = re.compile(rb"<ETag>(?:\"|&quot;|&#34;)?([0-9a-f]{32})(?:\"|&quot;|&#34;)?</ETag>")
+
+Verb = Literal["POST", "PUT"]
+
+
+class Upload(BaseModel):
+    """Leave to write one key. POST: a form, whose policy fixes the key, ACL and type, and 1 to `size` bytes; PUT: a URL
+    signed for exactly `size` bytes and a type. Which of them a server enforces, `probe` sees."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    verb: Verb
+    url: str
+    fields: dict[str, str]
+    """Of the form; with PUT, headers."""
+    size: int
+    """In bytes."""
 
 
 class S3Store:
@@ -51,7 +83,7 @@ class S3Store:
             raise ConfigError(f"an S3 store is s3://bucket/prefix, got {masked(uri)!r}")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
-        self._made: dict[str | None, Any] = {}
+        self._made: dict[tuple[str | None, bool], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": {}}  # a connection is not for another process
@@ -60,10 +92,10 @@ class S3Store:
     def _client(self) -> Any:
         return self._client_of(self._endpoint)
 
-    def _client_of(self, endpoint: str | None) -> Any:
-        if endpoint not in self._made:
-            self._made[endpoint] = _connect(endpoint)
-        return self._made[endpoint]
+    def _client_of(self, endpoint: str | None, signs: bool = False) -> Any:
+        if (endpoint, signs) not in self._made:
+            self._made[endpoint, signs] = _connect(endpoint, signs)
+        return self._made[endpoint, signs]
 
     def put(self, key: str, value: bytes) -> None:
         given = {"Bucket": self._bucket, "Key": self._prefix + key, "Metadata": {"sha256": sha256(value)}}
@@ -105,10 +137,10 @@ class S3Store:
     def get(self, key: str, limit: int | None = None) -> bytes:
         def read() -> bytes:
             found = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
-            check_size(self.uri(key), found["ContentLength"], limit)
-            value: bytes = found["Body"].read()
-            expected = found["Metadata"].get("sha256", sha256(value))
-            if len(value) != found["ContentLength"] or sha256(value) != expected:
+            check_size(self.uri(key), found.get("ContentLength", 0), limit)
+            value = _whole(found["Body"], self.uri(key), limit)
+            expected = found["Metadata"].get("sha256")
+            if expected not in (None, sha256(value)):
                 raise IntegrityError(f"{self.uri(key)} is damaged: {len(value)} bytes whose sha256 is not {expected}")
             return value
 
@@ -147,15 +179,28 @@ class S3Store:
     def uri(self, key: str = "") -> str:
         return f"s3://{self._bucket}/{self._prefix}{key}".rstrip("/")
 
-    def presign(self, key: str, verb: str, seconds: int, endpoint: str | None = None) -> str:
-        """A URL for one `get` or `put` of `key`, good for `seconds`; `endpoint` is what devices call the server, where
-        that differs."""
-        client = self._client_of(endpoint or self._endpoint)
-        method = {"get": "get_object", "put": "put_object"}[verb]
-        url: str = client.generate_presigned_url(
-            method, Params={"Bucket": self._bucket, "Key": self._prefix + key}, ExpiresIn=seconds
-        )
+    def presign(self, key: str, verb: Literal["get"], seconds: int, endpoint: str | None = None) -> str:
+        """A URL for one `get` of `key`, good for `seconds`; `endpoint` is what devices call the server, where that
+        differs. To write, there is `upload`."""
+        client = self._client_of(endpoint or self._endpoint, signs=True)
+        where = {"Bucket": self._bucket, "Key": self._prefix + key}
+        url: str = client.generate_presigned_url("get_object", Params=where, ExpiresIn=seconds)
         return url
+
+    def upload(self, key: str, size: int, seconds: int, verb: Verb, endpoint: str | None = None) -> Upload:
+        """Leave to write `key` for `seconds`: at most `size` bytes by POST, exactly so many by PUT."""
+        client = self._client_of(endpoint or self._endpoint, signs=True)
+        where = {"Bucket": self._bucket, "Key": self._prefix + key}
+        if verb == "PUT":
+            headers = {"Content-Type": FIXED["Content-Type"]}
+            given = {**where, "ContentType": FIXED["Content-Type"], "ContentLength": size}
+            url = client.generate_presigned_url("put_object", Params=given, ExpiresIn=seconds)
+            return Upload(verb=verb, url=url, fields=headers, size=size)
+        conditions = [{name: value} for name, value in FIXED.items()]
+        form = client.generate_presigned_post(
+            **where, Fields=FIXED, Conditions=[*conditions, ["content-length-range", 1, size]], ExpiresIn=seconds
+        )
+        return Upload(verb=verb, url=form["url"], fields=form["fields"], size=size)
 
     @contextmanager
     def _explained(self, key: str) -> Iterator[None]:
@@ -167,7 +212,9 @@ class S3Store:
             code = error.response.get("Error", {}).get("Code", "")
             if code in MISSING:
                 raise IntegrityError(f"{self.uri(key)} is missing from the run store") from None
-            raise EnvironmentFailure(_why(error, self.uri(key))) from error
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            kind = EnvironmentFailure if status >= 500 or status in (408, 429) else Refused
+            raise kind(_why(error, self.uri(key))) from error
         except (BotoCoreError, urllib3.exceptions.HTTPError) as error:
             raise EnvironmentFailure(
                 f"{self.uri(key)} cannot be reached: {error}. Check AWS_ENDPOINT_URL, the credentials and the network"
@@ -175,30 +222,43 @@ class S3Store:
 
 
 class UrlStore:
-    """What a client without keys sees of a store: for each key that it may read or write, a URL. Raises
+    """What a client without keys sees of a store: URLs of the keys that it may read, leave to write others. Raises
     EnvironmentFailure where the server does not answer, after retries, and IntegrityError where it refuses."""
 
-    def __init__(self, reads: Mapping[str, str], writes: Mapping[str, str]) -> None:
-        self._urls = {"GET": reads, "PUT": writes}
-        retry = urllib3.Retry(
-            6, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=(429, 500, 502, 503, 504),
-            allowed_methods=None, raise_on_status=False,
-        )  # fmt: skip
-        self._pool = urllib3.PoolManager(retries=retry, timeout=urllib3.Timeout(connect=10, read=120))
+    def __init__(self, reads: Mapping[str, str], writes: Mapping[str, Upload]) -> None:
+        self._reads, self._writes = reads, writes
+        self._pool = patient_pool()
 
     def put(self, key: str, value: bytes) -> None:
-        self._ask("PUT", key, body=value, headers={"Content-MD5": _md5(value)})
+        if (upload := self._writes.get(key)) is None:
+            raise IntegrityError(f"no leave was given to write {key}")
+        for _ in range(SENDS):
+            with self._explained(upload.verb, key, upload.url):
+                answer = send(self._pool, upload, value)
+                self._check(answer, upload.verb, key)
+            if _etag(answer) in (None, hashlib.md5(value, usedforsecurity=False).hexdigest()):
+                return
+        raise IntegrityError(
+            f"{upload.verb} {self.uri(key)}: {SENDS} times other bytes arrived than the {len(value)} that were sent"
+        )
 
     def get(self, key: str, limit: int | None = None) -> bytes:
-        def read() -> bytes:
-            value: bytes = self._ask("GET", key).data
-            check_size(self.uri(key), len(value), limit)
-            return value
+        if (url := self._reads.get(key)) is None:
+            raise IntegrityError(f"no URL was given to read {key}")
 
-        return _again(read)
+        def read() -> bytes:
+            answer = self._pool.request("GET", url, preload_content=False)
+            try:
+                self._check(answer, "GET", key)
+                return _whole(answer, self.uri(key), limit)
+            finally:
+                answer.release_conn()
+
+        with self._explained("GET", key, url):
+            return _again(read)
 
     def list(self, prefix: str) -> list[str]:
-        return sorted(key for key in self._urls["GET"] if key.startswith(prefix))
+        return sorted(key for key in self._reads if key.startswith(prefix))
 
     def create(self, key: str, value: bytes) -> bool:
         raise IntegrityError(f"a client creates nothing that others may, asked for {key}")
@@ -212,22 +272,56 @@ class UrlStore:
     def uri(self, key: str = "") -> str:
         return f"the run store's {key}"
 
-    def _ask(self, method: str, key: str, **more: Any) -> urllib3.BaseHTTPResponse:
-        url = self._urls[method].get(key)
-        if url is None:
-            raise IntegrityError(f"no URL was given to {method} {key}")
+    @contextmanager
+    def _explained(self, verb: str, key: str, url: str) -> Iterator[None]:
         try:
-            answer = self._pool.request(method, url, **more)
+            yield
         except urllib3.exceptions.HTTPError as error:
-            raise EnvironmentFailure(f"{method} {self.uri(key)}: {_without_query(str(error), url)}") from None
-        if answer.status >= 400:
+            raise EnvironmentFailure(f"{verb} {self.uri(key)}: {_without_query(str(error), url)}") from None
+
+    def _check(self, answer: urllib3.BaseHTTPResponse, verb: str, key: str) -> None:
+        if answer.status >= 300:
             said = answer.data[:300].decode(errors="replace")
             kind = EnvironmentFailure if answer.status >= 500 or answer.status == 429 else IntegrityError
-            raise kind(f"{method} {self.uri(key)}: HTTP {answer.status} {said}")
-        return answer
+            raise kind(f"{verb} {self.uri(key)}: HTTP {answer.status} {said}")
 
 
-def _connect(endpoint: str | None) -> Any:
+def patient_pool() -> urllib3.PoolManager:
+    """Connections on which a request is made again that meets no answer, 429 or 5xx."""
+    retry = urllib3.Retry(
+        6, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=(429, 500, 502, 503, 504),
+        allowed_methods=None, raise_on_status=False,
+    )  # fmt: skip
+    return urllib3.PoolManager(retries=retry, timeout=urllib3.Timeout(connect=10, read=120))
+
+
+def send(
+    pool: urllib3.PoolManager, upload: Upload, value: bytes, headers: Mapping[str, str] = MappingProxyType({})
+) -> urllib3.BaseHTTPResponse:
+    """The answer to an upload, whatever it is; `headers`: more of them."""
+    if upload.verb == "PUT":
+        given = {**upload.fields, "Content-MD5": _md5(value), **headers}
+        return pool.request("PUT", upload.url, body=value, headers=given, redirect=False)
+    # What follows the file is not read.
+    form: dict[str, str | tuple[str, bytes, str]] = {**upload.fields}
+    form["file"] = ("value", value, FIXED["Content-Type"])
+    # Some servers answer a form that its policy does not allow with a redirect.
+    return pool.request("POST", upload.url, fields=form, headers=dict(headers), redirect=False)
+
+
+def _etag(answer: urllib3.BaseHTTPResponse) -> str | None:
+    """The MD5 of what arrived; None where the server does not say it: its ETags are something else for some kinds of
+    encryption and storage. What is damaged then is seen when it is read, by the manifest's sha256."""
+    if answer.headers.get("x-amz-server-side-encryption", "").startswith("aws:kms"):
+        return None
+    said = re.fullmatch('"?([0-9a-f]{32})"?', answer.headers.get("ETag", ""))
+    if said is not None:
+        return said[1]
+    inside = ETAG.search(answer.data)
+    return None if inside is None else inside[1].decode()
+
+
+def _connect(endpoint: str | None, signs: bool = False) -> Any:
     import boto3.session
     from botocore.config import Config
 
@@ -243,16 +337,26 @@ def _connect(endpoint: str | None) -> Any:
         response_checksum_validation="when_required",
     )
     region = setting("AWS_REGION") or setting("AWS_DEFAULT_REGION") or "us-east-1"
-    session = boto3.session.Session(  # without own ones: wherever boto3 finds them
-        os.environ.get(f"{OWN}AWS_ACCESS_KEY_ID"),
-        os.environ.get(f"{OWN}AWS_SECRET_ACCESS_KEY"),
-        os.environ.get(f"{OWN}AWS_SESSION_TOKEN"),
-    )
+    given = (_credentials(SIGNING) if signs else None) or _credentials(OWN)
+    session = boto3.session.Session(*given or ())  # without own ones: wherever boto3 finds them
     return session.client("s3", endpoint_url=named, region_name=region, config=config)
 
 
 OWN = "FLEXFLEET_"
 """In front of a variable that boto3 reads: for this alone, where something else of the process reads the other."""
+SIGNING = "FLEXFLEET_SIGNING_"
+"""The same: for what clients get alone, which then can do no more than these credentials."""
+
+
+def _credentials(prefix: str) -> tuple[str, str, str | None] | None:
+    key, secret, token = (
+        os.environ.get(f"{prefix}AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN")
+    )
+    if key and secret:
+        return key, secret, token or None
+    if key or secret or token:
+        raise ConfigError(f"{prefix}AWS_ACCESS_KEY_ID and {prefix}AWS_SECRET_ACCESS_KEY go together: set both, or none")
+    return None
 
 
 def setting(name: str) -> str | None:
@@ -260,15 +364,26 @@ def setting(name: str) -> str | None:
 
 
 def _again(read: Callable[[], T]) -> T:
-    """Repeats a read whose body broke off; what is damaged on every try is damaged."""
+    """Repeats a read whose body broke off. What is whole, but too large or damaged, is so on every try."""
     from botocore.exceptions import BotoCoreError
 
     for attempt in range(READS - 1):
         try:
             return read()
-        except (BotoCoreError, urllib3.exceptions.HTTPError, IntegrityError):
+        except (BotoCoreError, urllib3.exceptions.HTTPError):
             time.sleep(0.2 * 2**attempt)
     return read()
+
+
+def _whole(body: Any, name: str, limit: int | None) -> bytes:
+    """Never reads more than a byte beyond the limit, whatever length the server has announced."""
+    value = bytearray()
+    while piece := body.read(PIECE if limit is None else min(PIECE, limit + 1 - len(value))):
+        value += piece
+        if limit is not None and len(value) > limit:
+            body.close()
+            raise IntegrityError(f"{name} holds more than the {limit} bytes that were expected")
+    return bytes(value)
 
 
 def _why(error: ClientError, uri: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import safetensors.torch
 from safetensors import SafetensorError
 
-from fl_engine.errors import EnvironmentFailure, IntegrityError, first_line
+from fl_engine.errors import ClientError, EnvironmentFailure, IntegrityError, first_line
 from fl_engine.types import Params
 
 
@@ -174,6 +174,23 @@ def encode(tensors: Params, metadata: Mapping[str, str] | None = None) -> bytes:
         seen.add(whole.untyped_storage().data_ptr())
     value: bytes = safetensors.torch.save(own, dict(metadata or {}))
     return value
+
+
+MOST_HEADER = 100_000_000
+"""Bytes of a header: safetensors reads none that is longer."""
+
+
+def padded(value: bytes, length: int) -> bytes:
+    """safetensors bytes, made `length` long by spaces at the end of their header, which the format allows. Raises
+    ClientError where that is more than it allows."""
+    header, more = int.from_bytes(value[:8], "little"), length - len(value)
+    if more < 0 or header + more > MOST_HEADER:
+        raise ClientError(
+            f"an update of {len(value)} bytes cannot be uploaded as exactly {length}, which is how this S3 server is "
+            "told a limit: use a server that takes POST policies"
+        )
+    at = 8 + header
+    return b"".join(((header + more).to_bytes(8, "little"), value[8:at], b" " * more, value[at:]))
 
 
 def decode(value: bytes, name: str) -> Params:

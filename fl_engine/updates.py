@@ -5,6 +5,7 @@ tensor reaches the mean. What fails is `Rejected` with one of the codes below: a
 `validate`, never an exception of the coordinator's.
 
     file        missing, or of more bytes than the sub-model can have
+    unreadable  the store refuses this client's files, and no others
     schema      not a manifest, or not safetensors
     order       for another round, client or order than the one given
     signature   not signed with the key that came with the order
@@ -31,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fl_engine.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief
 from fl_engine.slicing import contains, is_statistic, shapes, take
-from fl_engine.store import canonical, decode, encode, sha256
+from fl_engine.store import canonical, decode, encode, padded, sha256
 from fl_engine.types import (
     Algorithm,
     ClientFailure,
@@ -48,13 +49,27 @@ from fl_engine.types import (
 
 Code = Literal[
     "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "finite", "examples",
-    "metrics", "norm",
+    "metrics", "norm", "unreadable",
 ]  # fmt: skip
 
-MANIFEST_BYTES = 2**20
-"""A manifest is never larger: the longest holds the kept channels of a wide network, one by one."""
+MANIFEST_BYTES = 2**15
+"""More than a manifest holds besides its sub-model: a failure's reason of 4096 characters is the longest."""
+CHANNEL_BYTES = 8
+"""More than it holds for a kept channel: its number and a comma."""
 HEADER_BYTES = 2**10
-"""More than safetensors writes for a tensor besides its numbers."""
+"""More than safetensors writes for a tensor besides its numbers, and a manifest for a group's name."""
+
+
+def payload_bytes(order: WorkOrder) -> int:
+    """No update of this order is a larger file: at most what was sent comes back."""
+    return _most_bytes({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in order.payload.items()})
+
+
+def manifest_bytes(order: WorkOrder) -> int:
+    """No manifest that answers this order is longer: it names the kept channels one by one, at most those of what was
+    sent."""
+    shapes = [tensor.shape for tensor in order.payload.values()]
+    return MANIFEST_BYTES + sum(HEADER_BYTES + CHANNEL_BYTES * sum(shape) for shape in shapes)
 
 
 class Rejected(Exception):
@@ -109,12 +124,14 @@ def order_sum(order: WorkOrder) -> str:
     return sha256(canonical([order.round, order.client, order.seed, order.spec.to_json(), dict(order.hints)]))
 
 
-def packed(outcome: Outcome, order: WorkOrder) -> tuple[Manifest, bytes | None]:
-    """What goes through the store: a manifest, not signed yet, and the bytes that it vouches for (None: a failure)."""
+def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tuple[Manifest, bytes | None]:
+    """What goes through the store: a manifest, not signed yet, and the bytes that it vouches for (None: a failure), of
+    this length where one is given."""
     manifest = Manifest(round=order.round, client=order.client, order=order_sum(order))
     if isinstance(outcome, ClientFailure):
         return manifest.model_copy(update={"stage": outcome.stage[:64], "reason": outcome.reason[:4096]}), None
     value = encode(outcome.payload)
+    value = value if length is None else padded(value, length)
     said = {
         "sha256": sha256(value),
         "spec": outcome.spec.to_json(),
@@ -141,7 +158,7 @@ def manifest_of(file: Read, order: WorkOrder, key: bytes | None, own: bytes | No
     """A manifest that answers this order, signed with the client's `key` or the coordinator's `own`. Of its failures a
     client says no more than that it could not prune or train. Raises Rejected."""
     try:
-        manifest = Manifest.model_validate_json(file(MANIFEST_BYTES))
+        manifest = Manifest.model_validate_json(file(manifest_bytes(order)))
         said = canonical(manifest.model_dump(exclude={"signature"}))
     except IntegrityError as error:
         raise Rejected("file", str(error)) from error

@@ -6,13 +6,14 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fl_engine.assignment import COMMON
 from fl_engine.config import KubernetesConfig, NodePool, read_yaml
 from fl_engine.errors import ConfigError
 from fl_engine.types import Device, WorkOrder
@@ -22,8 +23,8 @@ Resource = dict[str, Any]
 TEMPLATE = Path(__file__).with_name("client-job.yaml")
 RUN, ROUND, TIER = "flexfleet.io/run", "flexfleet.io/round", "flexfleet.io/tier"
 CLIENTS, ATTEMPT = "flexfleet.io/clients", "flexfleet.io/attempt"
-PODS_PER_JOB = 200
-"""A Secret holds 1 MiB: what so many pods of one client are told, with URLs, is a little less."""
+SECRET_BYTES = 3 * 2**18
+"""What a Job's pods are told is no more: a Secret holds 1 MiB, and base64 makes four bytes of three on the way."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,28 @@ def groups(orders: Sequence[WorkOrder], fleet: Sequence[Device], options: Kubern
             found += [Group(tier, ((client,),), client, host) for client, host in hosts]
             continue
         n = options.clients_per_pod
-        pods = [tuple(clients[i : i + n]) for i in range(0, len(clients), n)]
-        most = max(1, PODS_PER_JOB // n)
-        found += [Group(tier, tuple(pods[i : i + most]), i // most) for i in range(0, len(pods), most)]
+        found.append(Group(tier, tuple(tuple(clients[i : i + n]) for i in range(0, len(clients), n)), 0))
     return found
+
+
+def parts(group: Group, told: Sequence[str], common: str) -> list[tuple[Group, Sequence[str]]]:
+    """The group as Jobs whose Secrets hold what their pods are told, each its own and all `common`. Raises ConfigError
+    where one pod is told too much for any."""
+    sizes, cuts, held = [len(text.encode()) for text in told], [0], 0
+    for i, size in enumerate(sizes):
+        if size + len(common) > SECRET_BYTES:
+            raise ConfigError(
+                f"what a pod of {len(group.pods[i])} clients is told takes {size + len(common):,} bytes, and a Secret "
+                f"holds {SECRET_BYTES:,}: set kubernetes.clients_per_pod lower"
+            )
+        if held + size + len(common) > SECRET_BYTES:
+            cuts.append(i)
+            held = 0
+        held += size
+    if len(cuts) == 1:
+        return [(group, told)]
+    ends = zip(cuts, [*cuts[1:], len(told)], strict=True)
+    return [(replace(group, pods=group.pods[a:b], part=part), told[a:b]) for part, (a, b) in enumerate(ends)]
 
 
 def run_label(run_id: str, store_uri: str) -> str:
@@ -126,6 +145,11 @@ def job(
     container["resources"] = {"requests": amounts, "limits": {"memory": pool.memory}}
     secret = next(v for v in pod["spec"]["volumes"] if v["name"] == "assignment")
     secret["secret"]["secretName"] = name
+    if not any(mount.get("subPath") == COMMON for mount in container["volumeMounts"]):
+        raise ConfigError(
+            f"the Job's template does not mount {COMMON} of the volume `assignment` beside the assignment: see "
+            "fl_engine/backends/client-job.yaml"
+        )
     if options.data is not None:
         pod["spec"]["volumes"].append({"name": "data", **_data_volume(options.data)})
         container["volumeMounts"].append({"name": "data", "mountPath": data_folder, "readOnly": True})
@@ -159,15 +183,15 @@ def _data_volume(data: str) -> Resource:
     raise ConfigError(f"kubernetes.data is pvc:<claim> or host:/folder, got {data!r}")
 
 
-def secret(job: Resource, texts: Mapping[int, str]) -> Resource:
-    """What the Job's pods are told, by index."""
+def secret(job: Resource, told: Sequence[str], common: str) -> Resource:
+    """What the Job's pods are told, by index, and what all of them are."""
     meta = {key: job["metadata"][key] for key in ("name", "namespace", "labels", "ownerReferences")}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": meta,
         "type": "Opaque",
-        "stringData": {str(index): text for index, text in texts.items()},
+        "stringData": {str(index): text for index, text in enumerate(told)} | {COMMON: common},
     }
 
 

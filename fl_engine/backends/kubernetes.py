@@ -11,19 +11,21 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from fl_engine.assignment import SITE_FILES, Assignment
+from fl_engine import probe
+from fl_engine.assignment import SITE_FILES, URLS, Assignment
 from fl_engine.backends import jobs
 from fl_engine.backends.cluster import Cluster, Resource
 from fl_engine.backends.jobs import Group
 from fl_engine.config import KubernetesConfig, NodePool
 from fl_engine.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.ledger import Ledger
-from fl_engine.s3 import S3Store
+from fl_engine.s3 import S3Store, Verb
 from fl_engine.types import Algorithm, ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
+from fl_engine.updates import manifest_bytes, payload_bytes
 
 log = logging.getLogger("flexfleet")
 
@@ -85,6 +87,9 @@ class Kubernetes:
         self._cluster = cluster or Cluster(options.namespace)
         self._run = jobs.run_label(run_id, ledger.store.uri())
         self._template = jobs.template(options.template)
+        self._verb: Verb | None = None
+        if options.access == "presigned" and isinstance(ledger.store, S3Store):
+            self._verb = probe.upload_verb(ledger.store)
         self._owner: Resource | None = None
         self.phases: dict[str, float] = {}
 
@@ -177,15 +182,17 @@ class Kubernetes:
         orders = [o for o in plan.orders if o.client in clients]
         owner = self._ensure_owner() if orders else {}
         made = []
-        for group in jobs.groups(orders, self._fleet, self._options):
-            job = jobs.job(
-                self._template, self._options, self._run, plan.round, group, attempt, owner, DATA_FOLDER
-            )
-            secret = jobs.secret(job, dict(enumerate(self._told(plan, group, names))))
-            if self._cluster.create("secrets", secret) is None:  # left by a coordinator that was killed just then
-                self._cluster.replace("secrets", secret)
-            self._cluster.create("jobs", job)
-            made.append(self._live(job))
+        for tier in jobs.groups(orders, self._fleet, self._options):
+            told, common = self._told(plan, tier, names)
+            for group, texts in jobs.parts(tier, told, common):
+                job = jobs.job(
+                    self._template, self._options, self._run, plan.round, group, attempt, owner, DATA_FOLDER
+                )
+                secret = jobs.secret(job, texts, common)
+                if self._cluster.create("secrets", secret) is None:  # left by a coordinator that was killed just then
+                    self._cluster.replace("secrets", secret)
+                self._cluster.create("jobs", job)
+                made.append(self._live(job))
         self.phases["create"] += time.monotonic() - started
         return made
 
@@ -206,13 +213,13 @@ class Kubernetes:
             self._owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": self._run, "uid": uid}
         return self._owner
 
-    def _told(self, plan: RoundPlan, group: Group, names: Mapping[int, list[str]]) -> Iterator[str]:
-        """For each pod its assignment."""
+    def _told(self, plan: RoundPlan, group: Group, names: Mapping[int, list[str]]) -> tuple[list[str], str]:
+        """For each pod its assignment; and what all of them may read."""
         orders = {o.client: o for o in plan.orders}
         key, store, o = self._ledger.key, self._ledger.store, self._options
         assert key is not None
         pool = o.pools.get(group.tier, NodePool())
-        site = [f"site/{name}" for name in SITE_FILES]
+        assignments = []
         for clients in group.pods:
             told = Assignment(
                 round=plan.round,
@@ -223,18 +230,29 @@ class Kubernetes:
                 memory=self._memory,
                 require_numerics=o.require_numerics,
             )
-            if o.access == "ambient":
-                yield told.model_copy(update={"store": store.uri()}).model_dump_json()
-                continue
-            assert isinstance(store, S3Store)
-            reads = [*site, *(k for client in clients for k in names[client])]
-            writes = [k for client in clients for k in self._ledger.outcome_keys(plan.round, client)]
-            seconds = o.deadline_s + o.pending_s + GRACE_S
-            urls = {
-                "reads": {k: store.presign(k, "get", seconds, o.endpoint) for k in reads},
-                "writes": {k: store.presign(k, "put", seconds, o.endpoint) for k in writes},
+            assignments.append(told)
+        if self._verb is None:
+            ambient = {"store": store.uri()}
+            return [told.model_copy(update=ambient).model_dump_json() for told in assignments], "{}"
+        assert isinstance(store, S3Store)
+        seconds = o.deadline_s + o.pending_s + GRACE_S
+
+        def urls(keys: Iterable[str]) -> dict[str, str]:
+            return {k: store.presign(k, "get", seconds, o.endpoint) for k in sorted(keys)}
+
+        reads = [{k for client in told.clients for k in names[client]} for told in assignments]
+        same = set.intersection(*reads)
+        texts = []
+        for told, own in zip(assignments, reads, strict=True):
+            writes = {
+                k: store.upload(k, most(orders[client]), seconds, self._verb, o.endpoint)
+                for client in told.clients
+                for k, most in zip(
+                    self._ledger.outcome_keys(plan.round, client), (payload_bytes, manifest_bytes), strict=True
+                )
             }
-            yield told.model_copy(update=urls).model_dump_json()
+            texts.append(told.model_copy(update={"reads": urls(own - same), "writes": writes}).model_dump_json())
+        return texts, URLS.dump_json(urls({*same, *(f"site/{name}" for name in SITE_FILES)})).decode()
 
     # ------------------------------------------------------------------------------------------- waiting
     def _collect(self, plan: RoundPlan, live: list[_Live], open_: set[int]) -> Iterator[Outcome]:

@@ -41,10 +41,11 @@ from components.share import Shared
 from components.suite import Figures, OfLabel
 from fl_engine import export, partition
 from fl_engine.algorithms import FlexFL
-from fl_engine.assignment import Assignment
+from fl_engine.assignment import COMMON, Assignment
 from fl_engine.config import Config, algorithm, load_config
 from fl_engine.errors import ConfigError, IntegrityError, PartitionError
 from fl_engine.evaluate import Score
+from fl_engine.s3 import Upload
 from fl_engine.slicing import initial_params
 from fl_engine.store import sha256
 from fl_engine.testing.tiny import TRAINING, tiny_site
@@ -229,20 +230,28 @@ def test_a_partition_whose_liar_writes_the_checksum_is_sound_or_named(tmp_path: 
 TOLD = json.loads(
     Assignment(
         round=3, clients=(1, 4), keys={1: "ab" * 32, 4: "cd" * 32}, observe="cgroup", memory=(10, 20),
-        reads={"site/run.json": "http://127.0.0.1:1/x?signature=y"}, writes={"rounds/00003/updates/1.json": "http://h"},
+        reads={"rounds/00003/orders/1.json": "http://127.0.0.1:1/x?signature=y"},
+        writes={"rounds/00003/updates/1.json": Upload(verb="PUT", url="http://h", fields={"a": "b"}, size=9)},
     ).model_dump_json()
 )  # fmt: skip
 
 
+COMMON_URLS = {"site/run.json": "http://127.0.0.1:1/x?signature=y"}
+
+
 @law(50)
-@given(json_like(TOLD))
-@example(json.dumps(TOLD | {"keys": {"1": "no key", "4": "cd" * 32}}).encode())
-@example(json.dumps(TOLD | {"keys": {"1": "ab" * 32}}).encode())
-@example(json.dumps(TOLD | {"clients": [-1, 4], "keys": {"-1": "ab", "4": "cd"}}).encode())
-@example(json.dumps(TOLD | {"round": -1}).encode())
-def test_an_assignment_is_one_that_can_be_carried_out_or_its_file_is_named(tmp_path: Path, content: bytes) -> None:
+@given(json_like(TOLD), json_like(COMMON_URLS))
+@example(json.dumps(TOLD | {"keys": {"1": "no key", "4": "cd" * 32}}).encode(), json.dumps(COMMON_URLS).encode())
+@example(json.dumps(TOLD | {"keys": {"1": "ab" * 32}}).encode(), json.dumps(COMMON_URLS).encode())
+@example(json.dumps(TOLD | {"clients": [-1, 4], "keys": {"-1": "ab", "4": "cd"}}).encode(), b"{}")
+@example(json.dumps(TOLD | {"round": -1}).encode(), b"{}")
+@example(json.dumps(TOLD).encode(), b"[]")
+def test_an_assignment_is_one_that_can_be_carried_out_or_its_file_is_named(
+    tmp_path: Path, content: bytes, common: bytes
+) -> None:
     path = tmp_path / "assignment.json"
     path.write_bytes(content)
+    path.with_name(COMMON).write_bytes(common)
     found = answer(lambda: Assignment.read(path), "assignment.json", kind=ConfigError)
     if found is not None:
         assert all(bytes.fromhex(found.keys[client]) for client in found.clients)

@@ -30,7 +30,7 @@ from fl_engine.store import FolderStore
 When = Literal["before", "middle", "after", "forgotten"]
 """forgotten: the operation is not done, and says that it was. No kill, but a store that lies."""
 
-READS = ("get", "uri", "presign")
+READS = ("get", "uri", "presign", "upload")
 """Methods of a store that change nothing and wait for nothing that does: a kill there is one at any time."""
 SYSTEM = {"fsync": "write", "replace": "rename", "link": "link", "unlink": "unlink", "mkdir": "mkdir", "rmdir": "rmdir"}
 """Functions of `os`, and what they are called here. A file's bytes are there when it is synced: in the middle of that,

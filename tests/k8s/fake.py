@@ -218,10 +218,16 @@ class Cluster:
     def _execute(self, job: Resource, pod: Resource, index: int) -> tuple[int, str]:
         (container,) = pod["spec"]["containers"]
         name = job["metadata"]["name"]
-        told = self.objects["secrets", name]["stringData"][str(index)]
+        told = self.objects["secrets", name]["stringData"]
         place = self.folder / pod["metadata"]["name"]
         place.mkdir(parents=True)
-        (place / "assignment.json").write_text(told)
+        files = {
+            place / Path(mount["mountPath"]).name: mount.get("subPath", str(index))
+            for mount in container["volumeMounts"]
+            if mount["name"] == "assignment"
+        }
+        for file, key in files.items():
+            file.write_text(told[key])
         (place / "memory.max").write_text(str(quantity(container["resources"]["limits"]["memory"])))
         env = {"PATH": os.environ["PATH"], "JOB_COMPLETION_INDEX": str(index), "FLEXFLEET_CGROUP": str(place)}
         for variable in container["env"]:
@@ -236,7 +242,8 @@ class Cluster:
             command = [here.get(word, word) for word in container["command"]]
         else:
             del env["PATH"], env["FLEXFLEET_CGROUP"]
-            command = in_container(pod["spec"], self.image, env, {str(place / "assignment.json"): told_at})
+            mounts = {str(file): str(Path(told_at).with_name(file.name)) for file in files}
+            command = in_container(pod["spec"], self.image, env, mounts)
             env = dict(os.environ)
         with self.slots:
             if not self.alive(job):

@@ -78,7 +78,7 @@ def test_every_job_is_valid_and_names_each_client_once(
         assert tiers == {job["metadata"]["labels"]["flexfleet.io/tier"]}
         assert job["spec"]["completions"] == len(jobs.pods_of(job)) and jobs.attempt_of(job) == 0
         kubernetes_validate.validate(job, "1.33", strict=True)
-        secret = jobs.secret(job, dict.fromkeys(range(job["spec"]["completions"]), "{}"))
+        secret = jobs.secret(job, ["{}"] * job["spec"]["completions"], "{}")
         kubernetes_validate.validate(secret, "1.33", strict=True)
         _restricted(job["spec"]["template"]["spec"], host=data is not None and data.startswith("host:"))
 
@@ -112,9 +112,17 @@ def test_where_a_tiers_pods_may_run() -> None:
 
 def test_a_tier_that_fills_a_secret_is_split() -> None:
     fleet = [replace(FLEET[0], client=client) for client in range(450)]
-    found = jobs.groups(orders(list(range(450))), fleet, KubernetesConfig())
-    assert [len(group.pods) for group in found] == [200, 200, 50]
-    assert len({jobs.job_name("run", 0, group, 0) for group in found}) == 3
+    (tier,) = jobs.groups(orders(list(range(450))), fleet, KubernetesConfig())
+    assert jobs.parts(tier, ["x"] * 450, "{}") == [(tier, ["x"] * 450)]
+    third = "é" * (jobs.SECRET_BYTES // 3 // 2)  # two bytes each
+    found = jobs.parts(tier, [third] * 7 + ["x"] * 443, "x" * 100)
+    assert [(group.part, len(group.pods), len(told)) for group, told in found] == [
+        (0, 2, 2), (1, 2, 2), (2, 2, 2), (3, 444, 444),
+    ]  # fmt: skip
+    assert [pod for group, _ in found for pod in group.pods] == list(tier.pods)
+    assert len({jobs.job_name("run", 0, group, 0) for group, _ in found}) == 4
+    with pytest.raises(ConfigError, match=r"a pod of 1 clients is told takes .* clients_per_pod lower"):
+        jobs.parts(tier, ["x"] * 449 + ["x" * jobs.SECRET_BYTES], "x")
 
 
 @pytest.mark.parametrize(("said", "expected"), [("", set()), ("1", {1}), ("1,3-5,7", {1, 3, 4, 5, 7}), ("0-1", {0, 1})])
@@ -137,6 +145,9 @@ def test_a_template_that_is_none_is_said(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"job\.yaml"):
             jobs.template(str(path))
+    path.write_text(jobs.TEMPLATE.read_text().replace("subPath: common.json", "subPath: else.json"))
+    with pytest.raises(ConfigError, match=r"does not mount common\.json"):
+        jobs.template(str(path))
     with pytest.raises(ConfigError, match=r"pvc:<claim> or host:/folder"):
         made(KubernetesConfig(data="nfs:x"), [0])
 

@@ -62,6 +62,15 @@ def test_the_first_run_is_valid_and_its_settings_are(version: str) -> None:
     assert (config.run.backend, config.run.remote) == ("kubernetes", "s3://flexfleet/runs")
 
 
+def test_the_s3_server_does_what_runs_ask_of_it() -> None:
+    """SeaweedFS has `If-None-Match`, which the lease needs, since 3.97, without races since 4.18, and refuses headers
+    that a presigned URL does not sign since 4.20."""
+    for path in (ROOT / "k8s").rglob("*.yaml"):
+        for major, minor in re.findall(r"image: chrislusf/seaweedfs:(\d+)\.(\d+)", path.read_text()):
+            assert (int(major), int(minor)) >= (4, 20), path
+    assert "image: chrislusf/seaweedfs:4." in (ROOT / "k8s/overlays/kind/s3.yaml").read_text()
+
+
 def test_the_settings_for_the_edge_name_the_labels_that_nodes_are_given() -> None:
     config = load_config(ROOT / "k8s/overlays/edge/params.yaml", [])
     script = (ROOT / "k8s/overlays/edge/label-nodes").read_text()

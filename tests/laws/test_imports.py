@@ -21,7 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "seeds", "fields"}),
     frozenset({"slicing", "averaging", "widths", "numerics", "kernels", "lanes", "sharing", "spool"}),
     frozenset({"acceptance", "aggregation", "devices", "faults", "losses", "selection", "server_opt"})
-    | frozenset({"lease", "privacy", "s3", "state", "store", "tracking"}),
+    | frozenset({"lease", "privacy", "probe", "s3", "state", "store", "tracking"}),
     frozenset({"local", "pool", "evaluate", "updates", "ledger"}),
     frozenset({"strategy"}),
     frozenset({"algorithms", "models", "datasets", "partition"}),

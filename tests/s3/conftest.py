@@ -34,6 +34,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             port = 7000 + os.getpid() % 400 * 2
             told = subprocess.run([SCRIPT, "start", folder, str(port)], capture_output=True, text=True, check=True)
             given = dict(pair.split("=", 1) for pair in told.stdout.removeprefix("export ").split())
+            given["CEPH_CONF"] = str(folder / "ceph.conf")  # for radosgw-admin
 
             def stop() -> None:
                 subprocess.run([SCRIPT, "stop", folder], check=True)

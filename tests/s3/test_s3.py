@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -91,25 +92,33 @@ def test_a_large_value_goes_up_in_parts_and_appears_whole_or_never(
         client.list_parts(Bucket=BUCKET, Key=left["Key"], UploadId=left["UploadId"])
 
 
-def test_damage_is_seen_when_it_is_read(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3.time, "sleep", lambda _: None)
+def test_damage_is_seen_when_it_is_read_and_is_not_waited_for(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client could have the coordinator wait for each of its objects."""
+    slept: list[float] = []
+    monkeypatch.setattr(s3.time, "sleep", slept.append)
     store.put("key", b"good")
     client, key = boto3.session.Session(region_name="us-east-1").client("s3"), store.uri("key").split("/", 3)[3]
     known = client.head_object(Bucket=BUCKET, Key=key)["Metadata"]
     client.put_object(Bucket=BUCKET, Key=key, Body=b"evil", Metadata=known)
     with pytest.raises(IntegrityError, match="is damaged"):
         store.get("key")
+    with pytest.raises(IntegrityError, match="at most 3"):
+        store.get("key", 3)
+    assert slept == []
 
 
 def test_a_client_without_keys_reads_and_writes_what_it_was_given(store: S3Store) -> None:
     store.put("order", b"do it")
-    urls = UrlStore({"order": store.presign("order", "get", 60)}, {"update": store.presign("update", "put", 60)})
+    value = b"done\r\n--" + bytes(range(256))
+    urls = UrlStore(
+        {"order": store.presign("order", "get", 60)}, {"update": store.upload("update", len(value), 60, "POST")}
+    )
     assert urls.get("order") == b"do it"
-    urls.put("update", b"done")
-    assert store.get("update") == b"done" and urls.list("") == ["order"]
-    with pytest.raises(IntegrityError, match="no URL was given to GET update"):
+    urls.put("update", value)
+    assert store.get("update") == value and urls.list("") == ["order"]
+    with pytest.raises(IntegrityError, match="no URL was given to read update"):
         urls.get("update")
-    with pytest.raises(IntegrityError, match="no URL was given to PUT order"):
+    with pytest.raises(IntegrityError, match="no leave was given to write order"):
         urls.put("order", b"")
 
 
@@ -123,23 +132,30 @@ def test_what_a_server_refuses_is_explained(server: str, store: S3Store, monkeyp
     with pytest.raises(IntegrityError, match="HTTP 403"):
         old.get("key")
     url = store.presign("key", "get", 60)
-    forged = UrlStore({"key": url[:-4] + "0000"}, {"key": url})
+    forged = UrlStore({"key": url[:-4] + "0000"}, {})
     with pytest.raises(IntegrityError, match="HTTP 403"):
         forged.get("key")
-    with pytest.raises(IntegrityError, match="HTTP 403"):
-        forged.put("key", b"a URL to read does not write")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(EnvironmentFailure, match=r"SignatureDoesNotMatch.*check AWS_SECRET_ACCESS_KEY"):
         S3Store(store.uri()).get("key")
 
 
 class _Broken(BaseHTTPRequestHandler):
-    """Answers by the plan: a status, or `cut` for a body that breaks off."""
+    """Answers by the plan: a status, `cut` for a body that breaks off, or `endless` for one that does not end."""
 
     plan: list[object] = []  # noqa: RUF012 - set by the test
+    sent = 0
 
     def do_GET(self) -> None:
         step = self.plan.pop(0) if self.plan else 200
+        if step == "endless":
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while _Broken.sent < 2**30:
+                    _Broken.sent += self.wfile.write(bytes(2**16))
+            self.close_connection = True
+            return
         self.send_response(200 if step == "cut" else int(str(step)))
         self.send_header("Content-Length", "5")
         self.end_headers()
@@ -176,6 +192,14 @@ def test_answers_that_break_off_and_busy_servers_are_asked_again(broken: str) ->
     _Broken.plan = ["cut", 500, 429]
     assert UrlStore({"key": f"{broken}/key?secret=1"}, {}).get("key") == b"whole"
     assert not _Broken.plan
+
+
+def test_of_a_body_without_a_length_no_more_is_read_than_its_limit(broken: str) -> None:
+    for get in (S3Store("s3://runs/x", broken).get, UrlStore({"key": f"{broken}/key"}, {}).get):
+        _Broken.plan, _Broken.sent = ["endless"], 0
+        with pytest.raises(IntegrityError, match="more than the 100000 bytes"):
+            get("key", 100_000)
+        assert _Broken.sent < 2**25, "what the sockets hold, and no more"
 
 
 def test_a_server_that_is_not_there_is_said_without_its_secrets(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,275 @@
+"""What a client may do with what is signed for it: tried on servers that enforce it, and on some that do not."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3.session
+import pytest
+import urllib3
+
+from fl_engine import probe, s3
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.s3 import S3Store, Upload, UrlStore
+
+UNSIGNED = (
+    "another object as its source", "an ACL", "a grant", "a grant that takes the owner's", "a customer's key",
+)  # fmt: skip
+
+
+@pytest.fixture
+def store(server: str, request: pytest.FixtureRequest) -> S3Store:
+    return S3Store(f"s3://runs/{request.node.name.replace('[', '-').rstrip(']')}")
+
+
+@pytest.fixture
+def real(server: str) -> None:
+    if server != "radosgw":
+        pytest.skip("moto holds nobody to anything")
+
+
+@dataclass
+class Gate:
+    """In front of the server. `refuses` says of a request (verb, headers) whether it goes no further."""
+
+    address: str = ""
+    refuses: Callable[[str, Any], bool] = field(default=lambda verb, headers: False)
+
+
+@pytest.fixture
+def gate(server: str) -> Iterator[Gate]:
+    there, found = urlsplit(os.environ["AWS_ENDPOINT_URL"]), Gate()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _pass_on(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if found.refuses(self.command, self.headers):
+                status, headers, value = 403, {}, b"<Error><Code>SignatureDoesNotMatch</Code></Error>"
+            else:
+                connection = http.client.HTTPConnection(there.hostname or "", there.port, timeout=30)
+                connection.request(self.command, self.path, body, dict(self.headers))  # the Host too, which is signed
+                answer = connection.getresponse()
+                status, headers, value = answer.status, dict(answer.getheaders()), answer.read()
+                connection.close()
+            self.send_response(status)
+            for name, text in headers.items():
+                if name.lower() not in ("content-length", "connection", "transfer-encoding", "date", "server"):
+                    self.send_header(name, text)
+            self.send_header("Content-Length", str(len(value)))
+            self.end_headers()
+            self.wfile.write(value)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    found.address = f"http://127.0.0.1:{listener.server_port}"
+    yield found
+    listener.shutdown()
+
+
+def unsigned(verb: str, headers: Any) -> bool:
+    """As servers do that have no POST, and check that every `x-amz-` header of a presigned request is signed."""
+    if "Authorization" in headers:
+        return False
+    return verb == "POST" or (verb == "PUT" and any(name.lower().startswith("x-amz-") for name in headers))
+
+
+def test_a_server_is_trusted_with_what_it_was_seen_to_enforce(
+    server: str, store: S3Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put("rounds/probe/updates/left", b"by a coordinator that was killed")
+    if server == "radosgw":
+        assert probe.upload_verb(store) == "POST"
+    else:
+        with pytest.raises(EnvironmentFailure, match="FLEXFLEET_S3_UNCHECKED=1") as told:
+            probe.upload_verb(store)
+        holes = ("another key", "a wrong signature", "more bytes", "an ACL")
+        for hole in (*(f"{verb} takes {hole}" for verb in ("POST", "PUT") for hole in holes),
+                     "GET works with a wrong signature", "PUT takes another object as its source"):  # fmt: skip
+            assert hole in str(told.value)
+        assert store.list("") == []
+        monkeypatch.setenv("FLEXFLEET_S3_UNCHECKED", "1")
+        assert probe.upload_verb(store) == "POST"
+        assert "does not hold clients to what is signed" in caplog.text
+    assert store.list("") == []
+
+
+def test_put_stays_for_servers_that_refuse_what_is_not_signed(real: None, gate: Gate, store: S3Store) -> None:
+    behind = S3Store(store.uri(), gate.address)
+    gate.refuses = unsigned
+    assert probe.upload_verb(behind) == "PUT"
+    gate.refuses = lambda verb, headers: verb == "POST" and "Authorization" not in headers
+    with pytest.raises(EnvironmentFailure) as told:
+        probe.upload_verb(behind)
+    for hole in UNSIGNED:
+        assert f"PUT takes {hole};" in str(told.value) or f"PUT takes {hole})" in str(told.value)
+    assert "wrong signature" not in str(told.value) and "more bytes" not in str(told.value)
+    gate.refuses = lambda verb, headers: verb in ("POST", "PUT") and "Authorization" not in headers
+    said = r"cannot upload \(POST: HTTP 403 SignatureDoesNotMatch; PUT: HTTP 403 SignatureDoesNotMatch\)"
+    with pytest.raises(EnvironmentFailure, match=said):
+        probe.upload_verb(behind)
+    assert store.list("") == []
+
+
+def test_a_bucket_that_anybody_reads_is_refused(real: None, store: S3Store) -> None:
+    client = boto3.session.Session(region_name="us-east-1").client("s3")
+    allowed = {"Effect": "Allow", "Principal": "*", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::runs/*"}
+    client.put_bucket_policy(Bucket="runs", Policy=json.dumps({"Version": "2012-10-17", "Statement": [allowed]}))
+    try:
+        with pytest.raises(EnvironmentFailure, match=r"GET works without a signature"):
+            probe.upload_verb(store)
+    finally:
+        client.delete_bucket_policy(Bucket="runs")
+
+
+def test_a_server_that_cannot_be_reached_is_said(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(S3Store, "upload", lambda *_: Upload(verb="POST", url="http://127.0.0.1:9/", fields={}, size=1))
+    monkeypatch.setattr(probe, "patient_pool", lambda: urllib3.PoolManager(retries=False))
+    with pytest.raises(EnvironmentFailure, match="cannot be reached as clients would: NewConnectionError"):
+        probe.upload_verb(store)
+    assert store.list("") == []
+
+
+def test_a_form_is_good_for_one_key_and_so_many_bytes(real: None, store: S3Store) -> None:
+    upload = store.upload("update", 10, 60, "POST")
+    pool = urllib3.PoolManager()
+    assert s3.send(pool, upload, b"0123456789").status == 201 and store.get("update") == b"0123456789"
+    assert s3.send(pool, upload, b"0123456789+").status == 400
+    assert s3.send(pool, upload, b"").status == 400
+    for changed in ({"key": "runs/other"}, {"acl": "public-read"}, {"x-amz-meta-sha256": "0"}, {"tagging": "<x/>"}):
+        other = upload.model_copy(update={"fields": upload.fields | changed})
+        assert s3.send(pool, other, b"x").status == 403, changed
+    assert store.get("update") == b"0123456789"
+
+
+def test_a_put_is_good_for_one_length(real: None, store: S3Store) -> None:
+    urls = UrlStore({}, {"update": store.upload("update", 10, 60, "PUT")})
+    urls.put("update", b"0123456789")
+    assert store.get("update") == b"0123456789"
+    for value in (b"0123456789+", b"012345678", b""):
+        with pytest.raises(IntegrityError, match="HTTP 403"):
+            urls.put("update", value)
+
+
+NARROW = {
+    "Version": "2012-10-17",
+    "Statement": [
+        {
+            "Effect": "Allow",
+            "Principal": {"AWS": ["arn:aws:iam:::user/signer"]},
+            "Action": ["s3:GetObject"],
+            "Resource": ["arn:aws:s3:::runs/signed/*/site/*", "arn:aws:s3:::runs/signed/*/rounds/*/orders/*"],
+        },
+        {
+            "Effect": "Allow",
+            "Principal": {"AWS": ["arn:aws:iam:::user/signer"]},
+            "Action": ["s3:PutObject", "s3:PutObjectAcl"],
+            "Resource": ["arn:aws:s3:::runs/signed/*/rounds/*/updates/*"],
+        },
+    ],
+}
+"""As docs/guides/kubernetes.md has it."""
+
+
+def test_narrower_credentials_sign_what_clients_get(real: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = S3Store("s3://runs/signed/a")
+    store.put("secret/key", b"secret")
+    store.put("site/run.json", b"told")
+    monkeypatch.setenv("FLEXFLEET_SIGNING_AWS_ACCESS_KEY_ID", "signer")
+    with pytest.raises(ConfigError, match="FLEXFLEET_SIGNING_AWS_SECRET_ACCESS_KEY go together"):
+        probe.upload_verb(store)
+    monkeypatch.setenv("FLEXFLEET_SIGNING_AWS_SECRET_ACCESS_KEY", "signers-secret")
+    given = ("--uid=signer", "--display-name=signer", "--access-key=signer", "--secret=signers-secret")
+    subprocess.run(["radosgw-admin", "user", "create", *given], check=True, capture_output=True)
+    store = S3Store("s3://runs/signed/a")
+    with pytest.raises(EnvironmentFailure, match=r"cannot be\. Check the rights of the credentials that sign"):
+        probe.upload_verb(store)
+    client = boto3.session.Session(region_name="us-east-1").client("s3")
+    client.put_bucket_policy(Bucket="runs", Policy=json.dumps(NARROW))
+    try:
+        assert probe.upload_verb(store) == "POST"
+        keys = ("site/run.json", "secret/key")
+        key = "rounds/00001/updates/1.json"
+        urls = UrlStore(
+            {k: store.presign(k, "get", 60) for k in keys},
+            {k: store.upload(k, 100, 60, "POST") for k in (key, "rounds/00001/COMMITTED")},
+        )
+        assert urls.get("site/run.json") == b"told"
+        urls.put(key, b"answer")
+        assert store.get(key) == b"answer", "the coordinator reads what others have signed for"
+        with pytest.raises(IntegrityError, match="HTTP 403"):
+            urls.get("secret/key")
+        with pytest.raises(IntegrityError, match="HTTP 403"):
+            urls.put("rounds/00001/COMMITTED", b"forged")
+    finally:
+        client.delete_bucket_policy(Bucket="runs")
+
+
+class _Stored(BaseHTTPRequestHandler):
+    """Says of each upload the ETag that the plan has next."""
+
+    plan: list[dict[str, str]] = []  # noqa: RUF012 - set by the test
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        step = dict(self.plan.pop(0))
+        body = step.pop("body", "").encode()
+        self.send_response(201)
+        for name, text in {**step, "Content-Length": str(len(body))}.items():
+            self.send_header(name, text)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+VALUE = b"an update"
+GOOD, BAD = hashlib.md5(VALUE).hexdigest(), "0" * 32
+"""Its MD5, and another."""
+KMS = {"x-amz-server-side-encryption": "aws:kms"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "sends"),
+    [
+        ([{"ETag": f'"{GOOD}"'}], 1),
+        ([{"body": f"<PostResponse><ETag>&quot;{GOOD}&quot;</ETag></PostResponse>"}], 1),
+        ([{"ETag": f'"{BAD}"'}, {"body": f"<PostResponse><ETag>{BAD}</ETag></PostResponse>"}, {"ETag": GOOD}], 3),
+        ([{"ETag": BAD}] * 3, None),
+        ([{"ETag": BAD, **KMS}], 1),
+        ([{"ETag": f'"{BAD}-2"'}], 1),
+        ([{}], 1),
+    ],
+)
+def test_an_upload_that_was_damaged_on_the_way_is_sent_again(plan: list[dict[str, str]], sends: int | None) -> None:
+    _Stored.plan = list(plan)
+    listener = ThreadingHTTPServer(("127.0.0.1", 0), _Stored)
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{listener.server_port}/"
+    urls = UrlStore({}, {"update": Upload(verb="POST", url=url, fields={"key": "update"}, size=5)})
+    try:
+        if sends is None:
+            with pytest.raises(IntegrityError, match="3 times other bytes arrived than the 9 that were sent"):
+                urls.put("update", VALUE)
+        else:
+            urls.put("update", VALUE)
+            assert len(plan) - len(_Stored.plan) == sends
+    finally:
+        listener.shutdown()
