@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-log = logging.getLogger("flexfleet")
+log = logging.getLogger("flexfleet.attacks")
 
 
 @dataclass(frozen=True)
