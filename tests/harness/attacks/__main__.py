@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(found.json()))
     else:
-        print(f"{len(found.refused)} of {len(found.refused) + len(found.open)} attacks were refused", *found.open, sep="\n")
+        print(f"{len(found.refused)} attacks were refused, {len(found.open)} were not", *found.open, sep="\n")
     return 1 if found.open else 0
 
 

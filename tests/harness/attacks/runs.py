@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
-
 from fl_engine import rounds
 from fl_engine.algorithms import FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import Training

@@ -26,6 +26,7 @@ from tests.harness.processes import QUICK
 ROOT = Path(__file__).parents[3]
 WEEK_S = 604_800
 PRIVATE = (*QUICK, "algorithm.aggregation={name: private}", "rounds.norm_bound=null")
+IN_PODS = ("run.backend=kubernetes", "run.remote=s3://runs/a", "kubernetes.image=flexfleet")
 
 
 @contextlib.contextmanager
@@ -42,7 +43,7 @@ def elsewhere() -> Iterator[Path]:
 
 def control() -> None:
     """What is refused below is fine without what makes it wrong."""
-    check.check(load_config(None, list(PRIVATE)))
+    check.check(load_config(None, [*PRIVATE, *IN_PODS]))
     load_config(None, [f"kubernetes.deadline_s={WEEK_S // 2}"])
 
 
@@ -111,7 +112,7 @@ ATTACKS = (
     _attack("a wait beyond seven days", "the same", configured, f"kubernetes.pending_s={WEEK_S}"),
     _attack("private, with a reference", "all data's APoZ", configured, *PRIVATE, "pretrain.reference=true"),
     _attack("private, curious", "single outcomes", configured, *PRIVATE, "algorithm.selection={name: curiosity}"),
-    _attack("private, ambient", "pods that read keys", configured, *PRIVATE, "kubernetes.access=ambient"),
+    _attack("private, ambient", "pods that read all", configured, *PRIVATE, *IN_PODS, "kubernetes.access=ambient"),
     _attack("private, with a bound", "others decide", configured, *PRIVATE, "rounds.norm_bound=10"),
     _attack("placement: device", "the keys of other devices", a_node_with_many_devices),
     _attack("a pod's network", "any address on 443", any_address),

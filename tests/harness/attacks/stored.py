@@ -1,5 +1,5 @@
-"""What a client does to its own files, and what servers do not refuse: that no run stops for it, and no time is lost, is
-the engine's to see to. Tried on every server that can do it."""
+"""What a client does to its own files, where a server lets it: that no run stops for it, and no time is lost, is the
+engine's to see to. Tried on every server that can do it."""
 
 from __future__ import annotations
 

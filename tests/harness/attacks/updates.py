@@ -18,7 +18,7 @@ from fl_engine.store import encode
 from fl_engine.testing.tiny import assert_same_outcomes
 from fl_engine.types import ClientFailure, ClientUpdate, Params, SubmodelSpec
 from fl_engine.updates import key_of
-from tests.harness.attacks.scene import CLIENTS, COORDINATOR, SECRET, InMemory, Scene
+from tests.harness.attacks.scene import CLIENTS, InMemory, Scene
 from tests.harness.attacks.table import Attack
 
 scene = cache(Scene.open)

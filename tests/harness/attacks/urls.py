@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-
 from tests.harness.attacks.servers import BUCKET, HONEST, OTHER, OWN, PREFIX, READ, VICTIMS, World
 from tests.harness.attacks.table import Attack
 
