@@ -11,8 +11,9 @@ from typing import Any
 import boto3.session
 import pytest
 
-from fl_engine.errors import ConfigError, EnvironmentFailure, Stopped
+from fl_engine.errors import ConfigError, EnvironmentFailure, Refused, Stopped
 from fl_engine.ledger import Ledger, Row
+from fl_engine.s3 import S3Store
 
 Rounds = Callable[..., Path]
 Remote = tuple[str, ...]
@@ -39,6 +40,25 @@ def test_clients_that_misbehave_on_purpose_do_so_in_pods_as_elsewhere(
     found = {failure.partition(",")[0][:20] for failure in failures(row)}
     assert found == {"drop: dropped out (r", "validate: finite: co", "validate: checksum: "}
     assert not cluster.objects
+
+
+def test_a_client_that_makes_its_update_unreadable_stops_nobody(
+    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, refused = S3Store.get, set[str]()
+
+    def get(self: S3Store, key: str, limit: int | None = None) -> bytes:
+        if key.endswith(".safetensors") and "/updates/" in key and refused <= {key}:
+            refused.add(key)
+            raise Refused(f"{key}: the server refuses GetObject with InvalidObjectState")
+        return read(self, key, limit)
+
+    monkeypatch.setattr(S3Store, "get", get)
+    rounds("archived", *remote)
+    (row,) = rows(remote, "archived")
+    (failure,) = failures(row)
+    assert failure.startswith("validate: unreadable: ") and row.metrics["rejected/unreadable"] == 1.0
+    assert row.metrics["clients_trained"] == 2.0
 
 
 def test_eviction_a_lost_node_and_one_kill_for_memory_cost_nothing(

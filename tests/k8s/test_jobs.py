@@ -121,7 +121,7 @@ def test_a_tier_that_fills_a_secret_is_split() -> None:
     ]  # fmt: skip
     assert [pod for group, _ in found for pod in group.pods] == list(tier.pods)
     assert len({jobs.job_name("run", 0, group, 0) for group, _ in found}) == 4
-    with pytest.raises(ConfigError, match=r"a pod of 1 clients is told takes .* clients_per_pod lower"):
+    with pytest.raises(ConfigError, match=r"a pod of 1 clients is told takes .*clients_per_pod lower"):
         jobs.parts(tier, ["x"] * 449 + ["x" * jobs.SECRET_BYTES], "x")
 
 

@@ -15,14 +15,23 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms import FlexFL
 from fl_engine.client import execute
-from fl_engine.errors import IntegrityError
+from fl_engine.errors import ClientError, EnvironmentFailure, IntegrityError, Refused
 from fl_engine.ledger import Ledger
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.slicing import is_statistic, take
-from fl_engine.store import FolderStore, canonical, encode, sha256
+from fl_engine.store import FolderStore, canonical, decode, encode, padded, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
 from fl_engine.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec
-from fl_engine.updates import Manifest, key_of, movement, order_sum, signed
+from fl_engine.updates import (
+    Manifest,
+    key_of,
+    manifest_bytes,
+    movement,
+    order_sum,
+    packed,
+    payload_bytes,
+    signed,
+)
 
 SECRET = b"a run's own"
 ALGORITHM = FlexFL(training=TRAINING)
@@ -102,6 +111,91 @@ def test_an_honest_update_is_taken_as_it_is() -> None:
     assert_same_outcomes([ledger_of(FILES).receive(PLAN, ORDER.client)], [HONEST])
     assert_same_outcomes(list(ledger_of(FILES).finished(PLAN)), [HONEST])
     assert ledger_of(FILES).answered(0) == {ORDER.client}
+
+
+def test_no_answer_is_larger_than_its_order_implies() -> None:
+    whole = ClientUpdate(ORDER.round, ORDER.client, ORDER.spec, ORDER.payload, 1, {})
+    kept = {group: list(range(10**6 - width, 10**6)) for group, width in SITE.layout.groups.items()}
+    longest = Manifest(
+        round=10**9, client=10**9, order="0" * 64, sha256="0" * 64, spec={"keep": kept, "blocks": None}, stage="x" * 64,
+        reason="\0" * 4096, metrics={f"{i:032d}": -1e-300 for i in range(64)}, signature="0" * 64,
+    )  # fmt: skip
+    assert len(longest.model_dump_json()) <= manifest_bytes(ORDER) < 2**18
+    value = packed(whole, ORDER)[1]
+    assert value is not None and len(value) <= payload_bytes(ORDER)
+
+
+@settings(max_examples=50, deadline=None)
+@given(more=st.integers(0, 4000))
+def test_an_update_can_be_made_longer_and_stays_what_it_is(more: int) -> None:
+    value = FILES[f"{BASE}.safetensors"]
+    longer = padded(value, len(value) + more)
+    assert len(longer) == len(value) + more
+    before, after = decode(value, "it"), decode(longer, "it")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_update_is_not_made_shorter_or_longer_than_its_format_allows() -> None:
+    value = FILES[f"{BASE}.safetensors"]
+    for length in (len(value) - 1, len(value) + 100_000_000):
+        with pytest.raises(ClientError, match="use a server that takes POST policies"):
+            padded(value, length)
+
+
+def test_where_a_store_takes_one_length_alone_answers_have_it() -> None:
+    lengths = {f"{BASE}.safetensors": payload_bytes(ORDER), f"{BASE}.json": manifest_bytes(ORDER)}
+    for outcome in (HONEST, ClientFailure(0, ORDER.client, "train", "no")):
+        files: dict[str, bytes] = {}
+        Ledger(Memory(files), key=key_of(SECRET), lengths=lengths).put_outcome(PLAN, outcome)
+        assert {key: len(value) for key, value in files.items()}.items() <= lengths.items()
+        assert_same_outcomes([ledger_of(files).receive(PLAN, ORDER.client)], [outcome])
+
+
+class Refusing(Memory):
+    """Refuses to read some keys, from the `after`-th such read to the one before `until`."""
+
+    def __init__(self, files: dict[str, bytes], what: str, after: int = 0, until: int = 10**9) -> None:
+        super().__init__(files)
+        self.what, self.after, self.until, self.reads = what, after, until, 0
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        if self.what in key:
+            self.reads += 1
+            if self.after < self.reads <= self.until:
+                raise Refused(f"{key}: the server refuses GetObject with InvalidObjectState")
+        return super().get(key, limit)
+
+
+@pytest.mark.parametrize("what", [f"{BASE}.safetensors", f"{BASE}.json"])
+def test_what_only_a_clients_own_files_refuse_is_that_clients_failure(what: str) -> None:
+    def refusing(after: int = 0, until: int = 10**9) -> Ledger:
+        return Ledger(Refusing(dict(FILES), what, after, until), rules=ledger_of({}).rules, key=key_of(SECRET))
+
+    plan = replace(PLAN, orders=(ORDER,))
+    outcome = refusing().receive(plan, ORDER.client)
+    assert isinstance(outcome, ClientFailure) and outcome.stage == "validate"
+    assert outcome.reason.startswith("unreadable: ")
+    assert list(refusing().finished(plan)) == []
+    # It may be made unreadable after the round was closed with it.
+    ledger = refusing(after=1)
+    ledger.open_round(plan)
+    assert_same_outcomes([ledger.receive(plan, ORDER.client)], [HONEST])
+    closed = ledger.close(plan, [ORDER.client])
+    accepted = ledger.accepted(plan, ORDER.client, closed)
+    assert isinstance(accepted, ClientFailure) and accepted.stage == "validate"
+    # What passes by itself is nobody's doing.
+    assert_same_outcomes([refusing(until=1).receive(plan, ORDER.client)], [HONEST])
+
+
+def test_a_store_that_refuses_everything_is_no_clients_doing() -> None:
+    ledger = Ledger(Refusing(dict(FILES), ""), rules=ledger_of({}).rules, key=key_of(SECRET))
+    with pytest.raises(EnvironmentFailure, match="InvalidObjectState"):
+        ledger.receive(PLAN, ORDER.client)
+    with pytest.raises(EnvironmentFailure, match="InvalidObjectState"):
+        list(ledger.finished(PLAN))
+    own = Ledger(Refusing(dict(FILES), BASE), rules=ledger_of({}).rules)
+    with pytest.raises(EnvironmentFailure):  # without keys it is this machine's own file
+        own.receive(PLAN, ORDER.client)
 
 
 def header(*shape: int) -> bytes:

@@ -1,0 +1,83 @@
+"""What pods are told fits into Secrets, each URL said once, however long the signing credentials make it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine import devices
+from fl_engine.assignment import COMMON, Assignment
+from fl_engine.backends import jobs
+from fl_engine.backends.kubernetes import PHASES, Kubernetes
+from fl_engine.config import KubernetesConfig
+from fl_engine.ledger import Ledger
+from fl_engine.s3 import S3Store
+from fl_engine.types import RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.updates import key_of, manifest_bytes, payload_bytes
+
+TOKEN = "FwoGZXIvYXdzE" + "a/B+" * 370
+"""Of 1.5 kB, as Amazon's are."""
+
+
+class Recorder:
+    """A cluster that takes everything down."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, list[dict[str, Any]]] = {"configmaps": [], "secrets": [], "jobs": []}
+
+    def create(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.made[kind].append(body)
+        return {**body, "metadata": {**body["metadata"], "uid": "0"}}
+
+
+@pytest.mark.parametrize("clients_per_pod", [1, 7])
+def test_two_hundred_pods_with_session_tokens_fit_into_secrets(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clients_per_pod: int
+) -> None:
+    monkeypatch.setenv("FLEXFLEET_S3_UNCHECKED", "1")
+    store = S3Store(f"s3://runs/{tmp_path.name}")
+    ledger = Ledger(store, key=key_of(b"secret"))
+    half, whole = ({"w": torch.full((n,), float(n))} for n in (50, 100))
+    orders = tuple(WorkOrder(0, c, SubmodelSpec(), half if c < 10 else whole, c) for c in range(200))
+    plan, fleet = RoundPlan(0, orders), [replace(devices.fleet("4:3:3", 1, 0)[0], client=c) for c in range(200)]
+    names = ledger.put_orders(plan)
+    options = KubernetesConfig(image="i", clients_per_pod=clients_per_pod)
+    cluster = Recorder()
+    for name, value in {"ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s", "SESSION_TOKEN": TOKEN}.items():
+        monkeypatch.setenv(f"FLEXFLEET_SIGNING_AWS_{name}", value)
+    backend = Kubernetes(options, "run", fleet, ledger, cluster=cluster)  # type: ignore[arg-type]
+    backend.phases = dict.fromkeys(PHASES, 0.0)
+    backend._launch(plan, set(range(200)), names, 0)
+
+    asked: list[int] = []
+    assert len(cluster.made["secrets"]) == len(cluster.made["jobs"]) > 1
+    for secret, job in zip(cluster.made["secrets"], cluster.made["jobs"], strict=True):
+        assert secret["metadata"]["name"] == job["metadata"]["name"]
+        told = dict(secret["stringData"])
+        assert sum(len(text.encode()) for text in told.values()) <= jobs.SECRET_BYTES < 2**20
+        common = json.loads(told[COMMON])
+        assert any(TOKEN[:13] in url for url in common.values()), "it is the tokens that make them long"
+        assert len(told) == 1 + job["spec"]["completions"]
+        for index, clients in enumerate(jobs.pods_of(job)):
+            place = tmp_path / job["metadata"]["name"] / str(index)
+            place.mkdir(parents=True)
+            (place / "assignment.json").write_text(told[str(index)])
+            (place / COMMON).write_text(told[COMMON])
+            assert not common.keys() & json.loads(told[str(index)])["reads"].keys(), "what all may read is said once"
+            found = Assignment.read(place / "assignment.json")
+            asked += found.clients
+            assert list(found.clients) == clients
+            site = [f"site/{name}" for name in ("run.json", "pool.json", "partition.json", "partition.safetensors")]
+            assert found.reads.keys() == {*site, *(key for client in clients for key in names[client])}
+            sizes = {key: upload.size for key, upload in found.writes.items()}
+            expected = {}
+            for client in clients:
+                order, (payload, manifest) = orders[client], ledger.outcome_keys(0, client)
+                expected |= {payload: payload_bytes(order), manifest: manifest_bytes(order)}
+            assert sizes == expected and found.lengths == {}, "a form names the most, and takes less"
+    assert sorted(asked) == list(range(200))

@@ -1,0 +1,94 @@
+"""A client that makes its own object unreadable fails, and stops nobody else: on a real server, with its own tricks."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import boto3.session
+import pytest
+import torch
+
+from fl_engine.errors import EnvironmentFailure
+from fl_engine.ledger import Ledger
+from fl_engine.s3 import S3Store
+from fl_engine.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.updates import key_of
+
+PLAN = RoundPlan(0, tuple(WorkOrder(0, client, SubmodelSpec(), {"w": torch.zeros(4)}, client) for client in (0, 1)))
+GLACIER = {"Error": {"Code": "InvalidObjectState"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+
+Trick = Callable[[Any, str, bytes, pytest.MonkeyPatch, S3Store], None]
+
+
+def given_away(client: Any, key: str, value: bytes, patch: pytest.MonkeyPatch, store: S3Store) -> None:
+    """Its ACL then lets a stranger read the ACL, and nobody the object."""
+    given = ("--uid=stranger", "--display-name=stranger")
+    subprocess.run(["radosgw-admin", "user", "create", *given], capture_output=True)
+    client.put_object(Bucket="runs", Key=key, Body=value, GrantReadACP="id=stranger")
+
+
+def encrypted(client: Any, key: str, value: bytes, patch: pytest.MonkeyPatch, store: S3Store) -> None:
+    client.put_object(Bucket="runs", Key=key, Body=value, SSECustomerAlgorithm="AES256", SSECustomerKey=b"k" * 32)
+
+
+def archived(client: Any, key: str, value: bytes, patch: pytest.MonkeyPatch, store: S3Store) -> None:
+    """As Amazon answers for storage class GLACIER."""
+    from botocore.exceptions import ClientError
+
+    real = store._client.get_object
+
+    def get_object(**given: Any) -> Any:
+        if given["Key"] == key:
+            raise ClientError(GLACIER, "GetObject")
+        return real(**given)
+
+    patch.setattr(store._client, "get_object", get_object)
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize("trick", [given_away, encrypted, archived])
+def test_an_object_that_its_client_made_unreadable_is_that_clients_failure(
+    server: str, trick: Trick, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if server == "moto" and trick is not archived:
+        pytest.skip("moto gives every object to everybody")
+    store = S3Store(f"s3://runs/{tmp_path.name}")
+    ledger = Ledger(store, key=key_of(b"secret"), own=key_of(b"secret", "coordinator"))
+    ledger.open_round(PLAN)
+    pod = Ledger(store, key=key_of(b"secret"))
+    for order in PLAN.orders:
+        pod.put_outcome(PLAN, ClientUpdate(0, order.client, order.spec, {"w": torch.ones(4)}, 1, {}))
+    key = f"rounds/00000/updates/1.{kind}"
+    whole = store.uri(key).removeprefix("s3://runs/")
+    good, bad = (ledger.receive(PLAN, client) for client in (0, 1))
+    assert isinstance(good, ClientUpdate) and isinstance(bad, ClientUpdate)
+    closed = ledger.close(PLAN, [0, 1])
+
+    client = boto3.session.Session(region_name="us-east-1").client("s3")
+    trick(client, whole, store.get(key), monkeypatch, store)
+    for failed in (ledger.receive(PLAN, 1), ledger.accepted(PLAN, 1, closed)):
+        assert isinstance(failed, ClientFailure) and failed.stage == "validate"
+    assert str(ledger.receive(PLAN, 1)).find("unreadable: ") >= 0
+    assert [outcome.client for outcome in ledger.finished(PLAN)] == [0]
+    assert isinstance(ledger.accepted(PLAN, 0, closed), ClientUpdate)
+    # The coordinator says in its place that it failed, and tidies it away.
+    ledger.put_outcome(PLAN, ClientFailure(0, 1, "validate", "unreadable"))
+    store.delete(*store.list("rounds/"))
+    assert store.list("") == []
+
+
+def test_a_server_that_refuses_everything_is_the_environments_failure(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if server == "moto":
+        pytest.skip("moto takes any secret")
+    store = S3Store(f"s3://runs/{tmp_path.name}")
+    Ledger(store, key=key_of(b"secret")).put_outcome(
+        PLAN, ClientUpdate(0, 1, SubmodelSpec(), {"w": torch.ones(4)}, 1, {})
+    )
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "revoked")
+    with pytest.raises(EnvironmentFailure, match="SignatureDoesNotMatch"):
+        Ledger(S3Store(store.uri()), key=key_of(b"secret")).receive(PLAN, 1)
