@@ -15,6 +15,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	@$(BIN)/python -m components.torch_build
 	touch $@
 
 run: setup

@@ -44,8 +44,6 @@ def run(args: argparse.Namespace) -> int:
     config = common.config_of(args)
 
     run_id = args.run_id or f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if Path(run_id).name != run_id or run_id.startswith("."):
-        raise ConfigError(f"--run-id is a plain name, it becomes a folder under {config.run.store}; got {run_id!r}")
     found = run_all(
         config,
         run_id,
@@ -101,8 +99,6 @@ def tune(args: argparse.Namespace) -> int:
     if args.jobs < 1:
         raise ConfigError(f"--jobs is at least 1, got {args.jobs}")
     name = args.id or time.strftime("tune-%Y%m%d-%H%M%S")
-    if Path(name).name != name or name.startswith("."):
-        raise ConfigError(f"--id is a plain name, it becomes a folder of the run store; got {name!r}")
     config = common.config_of(args)
 
     from components.tune import told

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from components.names import plain
 from fl_engine.config import Config
 from fl_engine.errors import ConfigError, nearest
 
@@ -125,8 +126,7 @@ def entries(
 ) -> list[Entry]:
     """All runs, seed by seed, in the folder `<run.store>/<id>`, ledgers under `<run.remote>/<id>` where that is given.
     `configure` gives the configuration of a label and a seed; its errors are told with the label."""
-    if Path(id).name != id or id.startswith("."):
-        raise ConfigError(f"a comparison's id is a plain name, it becomes a folder of the run store; got {id!r}")
+    plain(id, "a comparison's id")
     out = []
     for seed in seeds:
         for label in labels:

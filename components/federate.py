@@ -15,10 +15,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any
+from typing import Any, TextIO
 
 from components import common, track
 from components.artifacts import History, PoolFile, RunFile
+from components.names import plain
 from fl_engine import config as configs
 from fl_engine import devices, faults, lease, partition, privacy, rounds, seeds, strategy
 from fl_engine.assignment import SITE_FILES
@@ -83,7 +84,8 @@ def federate(
     Raises ConfigError where `out` holds a run and `resume` is not given, a run of another configuration, or one that
     is running; EnvironmentFailure where this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
     """
-    store = store_of(config, run_id or out.name, out)
+    run_id = plain(out.absolute().name if run_id is None else run_id, "run_id")
+    store = store_of(config, run_id, out)
     with alone(out), nullcontext() if config.run.remote is None else lease.held(store) as held:
         return _federate(
             config,
@@ -92,7 +94,7 @@ def federate(
             partition_dir,
             pool_dir,
             out,
-            run_id or out.name,
+            run_id,
             resume,
             discard_damaged,
             accept_numerics,
@@ -106,7 +108,7 @@ def federate(
 def alone(out: Path) -> Iterator[None]:
     """Two processes must not write one folder. The lock goes with the process, whatever ends it."""
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / ".lock", "a+", errors="replace") as lock:
+    with _lock_file(out / ".lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -117,6 +119,18 @@ def alone(out: Path) -> Iterator[None]:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         print(f"another process: {os.getpid()} on {socket.gethostname()} (since {now})", file=lock, flush=True)
         yield
+
+
+def _lock_file(path: Path) -> TextIO:
+    """The file itself, made where it is not there: what a link points at is somebody's, and would be emptied."""
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        told = f"{path} is a link to {os.readlink(path)}, a file is expected: see who made it, and delete it"
+        raise ConfigError(told) from error
+    return os.fdopen(opened, "a+", errors="replace")
 
 
 def _federate(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from components.entries import Entry, by_label, entries, labels_of, seeds_of
+from components.names import plain
 from fl_engine.config import Config, check_plain, pair_of, parse, public, set_path
-from fl_engine.errors import ConfigError, nearest
+from fl_engine.errors import ConfigError, holds_password, nearest
 
 PARAMETERS = {
     "dataset": "dataset.name",
@@ -47,6 +48,7 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
         check_plain([parameters, advanced])
     except ValueError as error:
         raise ConfigError(f"the form or its `advanced` cannot be: {error}") from error
+    no_passwords({**parameters, **advanced})
     values = Config().model_dump(mode="json")
     known = PARAMETERS | STUDY
     for name, value in parameters.items():
@@ -67,8 +69,40 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
     return parse(values)
 
 
+OF_MLFLOW = (
+    "give the server's address alone, and MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+    "MLFLOW_TRACKING_TOKEN, as keys of the Secret flexfleet-mlflow (FLEXFLEET_MLFLOW_SECRET names another)"
+)
+INSTEAD = {
+    "mlflow_uri": OF_MLFLOW,
+    "tracking.mlflow": OF_MLFLOW,
+    "tune.storage": "leave it out, and put the address into the Secret flexfleet-tune (FLEXFLEET_TUNE_SECRET names "
+    "another) as FLEXFLEET_TUNE_STORAGE",
+}
+"""What a pipeline takes in place of an address with a password."""
+
+
+def no_passwords(given: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a parameter says a password: Kubeflow keeps and shows them, and what tasks make of
+    them."""
+    for name, value in given.items():
+        if any(holds_password(text) for text in _texts(value)):
+            instead = INSTEAD.get(name.rpartition(":")[2], "give the address without it")
+            raise ConfigError(f"{name} holds a password, and Kubeflow shows parameters: {instead}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in (*value.keys(), *value.values()) if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
 def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> list[str]:
-    """What a form gives, as `a.b=value`: for a suite, which has its settings from elsewhere."""
+    """What a form gives, as `a.b=value`: for a suite, which has its settings from elsewhere. Raises ConfigError for a
+    password."""
+    no_passwords({"mlflow_uri": mlflow_uri, "store_uri": store_uri, **advanced})
     where = "run.remote" if "://" in store_uri else "run.store"
     values = {"tracking.mlflow": mlflow_uri or None, where: store_uri, **advanced}
     return [f"{path}={json.dumps(whole(value))}" for path, value in values.items()]
@@ -156,10 +190,7 @@ def _yaml(config: Config) -> str:
 
 def run_name(wanted: str, job_id: str, config: Config) -> str:
     """The run's name as wanted, else one that no other job has. Raises ConfigError where it is no plain name."""
-    name = wanted or f"{config.algorithm['name']}-s{config.seed}-{job_id}"
-    if Path(name).name != name or name.startswith("."):
-        raise ConfigError(f"run_id is a plain name, it becomes a folder of the run store; got {name!r}")
-    return name
+    return plain(wanted or f"{config.algorithm['name']}-s{config.seed}-{job_id}", "run_id")
 
 
 def run_folder(config: Config, name: str) -> Path:

@@ -21,6 +21,7 @@ from components.artifacts import Artifact, History, RunFile
 from components.check import check
 from components.entries import Entry
 from components.gate import Before, Check
+from components.names import plain
 from components.pace import machine, pace
 from components.report import Run, load
 from components.run import need_packages
@@ -37,6 +38,9 @@ NIGHT = "flexfleet.regression"
 REFERENCE_SEEDS = tuple(range(20))
 TURNS, REFERENCE_TURNS = 9, 20
 """Of the pace of each label."""
+MEMORY = ("peak_mb", "peak_mb_rounds")
+"""Of the whole process, which is told, and above what it held before its first round, which is judged: what importing
+torch takes hides no leak."""
 FILES = ("figures.json", "regression.json", "regression.html")
 
 log = logging.getLogger("flexfleet")
@@ -100,7 +104,7 @@ def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) 
     path = suite.path_of(name)
     asked = suite.load(path)
     seeds = tuple(sorted({*asked.seeds, *REFERENCE_SEEDS})) if update else asked.seeds
-    night = Night(path, asked, id, suite.runs_of(asked, path.stem, seeds, list(sets), id))
+    night = Night(path, asked, plain(id, "a night's id"), suite.runs_of(asked, path.stem, seeds, list(sets), id))
     if night.config.tracking.mlflow is not None and not update:
         for entry in (each[0] for each in night.runs.values()):
             publishing = entry.config.publish.model_copy(update={"models": True})
@@ -240,7 +244,7 @@ def _values(runs: Sequence[Run], to: float) -> dict[str, tuple[float, ...]]:
             (sum(each[: n + 1]) if n >= 0 else sum(each) * (1 + 1 / len(each))) / comparison.MB
             for n, each in zip(until, sent, strict=True)
         ),
-        "peak_mb": tuple(max(row.metrics["peak_mb"] for row in run.rows) for run in runs),
+        **{name: tuple(max(row.metrics[name] for row in run.rows) for run in runs) for name in MEMORY},
     }
     return out if runs[0].single else {"avg": tuple(run.evaluation.avg for run in runs), **out}
 
@@ -312,6 +316,10 @@ def compared(
         }
         if missing := sorted(now.labels.keys() - same.keys()):
             notes.append(f"the {name} knows nothing comparable of {', '.join(missing)}")
+        known = {metric for values in same.values() for metric in values}
+        measured = {metric for label in same for metric in now.labels[label].values}
+        if unknown := [metric for metric in gate.METRICS if metric in measured - known]:
+            notes.append(f"the {name} has no {', '.join(unknown)} to compare with")
         if figures.machine != now.machine:
             notes.append(f"memory and pace of the {name} are of another machine or kind of process, and not compared")
         before.append(Before(name, same, figures.machine == now.machine))

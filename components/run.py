@@ -13,6 +13,7 @@ from components.common import missing
 from components.evaluate import evaluate
 from components.federate import federate, known_run, store_of
 from components.model_pool import model_pool
+from components.names import plain
 from components.partition import partition
 from components.pretrain import pretrain
 from components.publish import publish
@@ -40,7 +41,7 @@ def run(
     `shared`: the folder of a `share` step; what is there is taken over, not computed again. `tags`: of the MLflow run.
     """
     need_packages(config)
-    out = Path(config.run.store) / run_id
+    out = Path(config.run.store) / plain(run_id, "run_id")
     if out.exists() and not resume:
         raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")
     if (out / "run.json").exists():

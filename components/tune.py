@@ -25,6 +25,7 @@ from components.check import check
 from components.compare import RunsFailed
 from components.federate import alone, federate
 from components.model_pool import model_pool
+from components.names import plain
 from components.overrides import hand_over, write_config
 from components.run import need_packages
 from components.share import adopt, fits, share
@@ -63,7 +64,7 @@ def tune(config: Config, id: str, *, resume: bool = False, at_once: int = 1) -> 
 
     Raises ConfigError for an impossible search, Stopped after SIGTERM or where a worker was stopped.
     """
-    folder = Path(config.run.store) / id
+    folder = Path(config.run.store) / plain(id, "a study's id")
     if folder.exists() and not resume:
         raise ConfigError(f"{folder} exists already: go on with --resume, or choose another --id")
     clash = {"seed", *(p for p in config.tune.space if p.startswith(("tune.", "run.", "tracking.", "kubernetes.")))}

@@ -257,7 +257,8 @@ class TuneConfig(_Section):
     """By dotted name (`algorithm.gammas.0`: the first of a list); empty, for flexfl: gamma of every level around what
     its target size gives, lambda (kd_weight) and Gamma (adaptive_size)."""
     storage: str | None = None
-    """URL of a data base for workers on several machines; null: a journal in the study's folder."""
+    """URL of a data base for workers on several machines; null: that of the environment's FLEXFLEET_TUNE_STORAGE, else
+    a journal in the study's folder."""
 
 
 class PublishConfig(_Section):

@@ -91,6 +91,19 @@ WHO_ASKS = re.compile(r"(?<=://)(?:[^/\s]*@|[^/:@\s]*:(?!\d+(?:/|$))\S*@)")
 """User and password of an address, also where a password holds an @ or a slash that should have been quoted."""
 
 
+QUERIED = re.compile(r"[?&;](?:password|passwd|pwd|sslpassword|token)=[^&;\s]", re.IGNORECASE)
+"""A password among the options of a data base's address."""
+
+
+def holds_password(text: str) -> bool:
+    """Whether an address in it says a password. A name alone is none (ssh://git@host), but for HTTP, where tokens stand
+    in its place (https://token@host)."""
+    asked = ((text[: found.start()], found[0]) for found in WHO_ASKS.finditer(text))
+    return QUERIED.search(text) is not None or any(
+        ":" in who or before.endswith(("http://", "https://")) for before, who in asked
+    )
+
+
 def masked(address: str) -> str:
     """An address without user and password, to be shown."""
     return WHO_ASKS.sub("", address)

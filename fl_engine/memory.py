@@ -57,12 +57,29 @@ def _measure(answer: Connection, family: ModelFamily, batch_size: int, numerics:
 
 
 def resident_peak() -> int:
-    """The largest resident memory of this process so far, in bytes. (`getrusage` begins with the parent's, so it is
-    asked only where there is no /proc: on macOS, which counts in bytes too.)"""
+    """The largest resident memory of this process so far, or since `restart_peak`, in bytes. (`getrusage` begins with
+    the parent's, so it is asked only where there is no /proc: on macOS, which counts in bytes too.)"""
     if not Path("/proc/self/status").exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+    return _status("VmHWM")
+
+
+def restart_peak() -> tuple[int, int]:
+    """(held, peak) in bytes: the resident memory of this process now, and the largest so far. From here on
+    `resident_peak` counts anew. Where the system cannot do that (macOS, a /proc that is read-only) both are the largest
+    so far."""
+    peak = resident_peak()
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # proc(5): VmHWM becomes what VmRSS is
+    except OSError:
+        return peak, peak
+    return _status("VmRSS"), peak
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def limit(root: Path | None = None) -> int:

@@ -24,7 +24,7 @@ from fl_engine.devices import simulated_seconds
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped
 from fl_engine.evaluate import average_accuracy, evaluate_pool, published
 from fl_engine.ledger import Ledger, Row
-from fl_engine.memory import resident_peak
+from fl_engine.memory import resident_peak, restart_peak
 from fl_engine.slicing import index_of
 from fl_engine.spool import Spool
 from fl_engine.state import pack, unpack
@@ -107,6 +107,7 @@ def federate(
                 pending.clear()
             last_commit = time.monotonic()
 
+        held, before = restart_peak()
         for round in range(first, config.stop):
             try:
                 state, row = _round(
@@ -115,6 +116,9 @@ def federate(
             except Stopped:
                 commit()
                 raise
+            peak = resident_peak()
+            row.metrics["peak_mb"] = max(peak, before) / 1e6
+            row.metrics["peak_mb_rounds"] = (peak - held) / 1e6  # above what libraries, data and pre-training hold
             pending.append(row)
             if _due(config, backend, round, last_commit):
                 commit()
@@ -213,7 +217,6 @@ def _round(
             metrics[f"accuracy/{name}"] = score.accuracy
             metrics[f"loss/{name}"] = score.loss
         metrics["seconds_evaluate"] = time.monotonic() - merged
-    metrics["peak_mb"] = resident_peak() / 1e6
     spent = privacy.epsilon(algorithm, evaluation.fleet, evaluation.pool, round + 1)
     if spent is not None:
         metrics["epsilon"] = spent

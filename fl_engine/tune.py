@@ -124,14 +124,15 @@ def excess(pool: Pool, config: Config) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------------------------------ the study
 def open_study(config: Config, folder: Path, name: str) -> Any:
-    """The study in `tune.storage`, else in `<folder>/study.log`; created where it is not there yet. Raises ConfigError
-    where that cannot be used."""
+    """The study in `tune.storage`, else in the environment's FLEXFLEET_TUNE_STORAGE (an address that nobody is to see),
+    else in `<folder>/study.log`; created where it is not there yet. Raises ConfigError where that cannot be used."""
     import optuna
     from sqlalchemy.exc import SQLAlchemyError
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = config.tune.storage
-    if storage is None:
+    storage: Any = config.tune.storage or os.environ.get("FLEXFLEET_TUNE_STORAGE")
+    where = f"tune.storage = {storage}" if storage else f"{folder / 'study.log'}"
+    if not storage:
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
@@ -147,7 +148,6 @@ def open_study(config: Config, folder: Path, name: str) -> Any:
             load_if_exists=True,
         )
     except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError, KeyError) as error:
-        where = f"tune.storage = {config.tune.storage}" if config.tune.storage else f"{folder / 'study.log'}"
         raise ConfigError(f"{masked(where)} cannot be used: {first_line(error)}") from error
 
 

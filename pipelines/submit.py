@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from components.overrides import no_passwords
 from fl_engine import __version__
 from fl_engine.errors import ConfigError, EnvironmentFailure, masked, nearest
 from pipelines.compile import PIPELINES, compiled
@@ -133,11 +134,12 @@ def schedule(
 
 
 def _checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
-    """The compiled pipeline and its version."""
+    """The compiled pipeline and its version. A password in a parameter is refused here: Kubeflow would keep it."""
     if name not in PIPELINES:
         raise ConfigError(f"no pipeline is named {name!r}{nearest(name, PIPELINES)}: {', '.join(PIPELINES)}")
     text = compiled(name)
     asked = form(text)
+    no_passwords({**parameters, **dict(parameters.get("advanced") or {})})
     for key in parameters:
         if key not in asked:
             raise ConfigError(f"the pipeline {name} has no parameter {key!r}{nearest(key, asked)}")

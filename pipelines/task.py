@@ -17,7 +17,15 @@ very same code."""
 S3_SECRET = os.environ.get("FLEXFLEET_S3_SECRET", "flexfleet-s3")
 """Secret of the namespace that pipelines run in. Its keys are the variables that boto3 reads. Tasks have them with
 FLEXFLEET_ in front: Kubeflow's launcher, in the same container, would take them for those of its own artifacts."""
-S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
+S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
+
+MLFLOW_SECRET = os.environ.get("FLEXFLEET_MLFLOW_SECRET", "flexfleet-mlflow")
+"""Secret of that namespace for an MLflow server that wants a password. Its keys are the variables that MLflow reads."""
+MLFLOW_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+
+TUNE_SECRET = os.environ.get("FLEXFLEET_TUNE_SECRET", "flexfleet-tune")
+"""Secret of that namespace with the address of a study's data base, password included, under the key TUNE_KEY."""
+TUNE_KEY = "FLEXFLEET_TUNE_STORAGE"
 
 DATA_CLAIM = os.environ.get("FLEXFLEET_DATA_CLAIM")
 """A volume claim of that namespace with the data sets in it; none: the digits, which the image holds."""
@@ -34,14 +42,15 @@ pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
 
 
 def on_cluster(*tasks: Any, retries: int = 3) -> None:
-    """What every task has there: the same image for the pods that it makes, S3's credentials where the Secret exists,
-    the data, its nodes; and a new pod where one fails, with no answer from the cache."""
+    """What every task has there: the same image for the pods that it makes, S3's and MLflow's credentials as far as the
+    Secrets have them, the data, its nodes; and a new pod where one fails, with no answer from the cache."""
     for each in tasks:
         each.set_caching_options(False)
         if retries:
             each.set_retry(num_retries=retries, backoff_duration="30s", backoff_factor=2)
         each.set_env_variable("FLEXFLEET_IMAGE", IMAGE)
         kubernetes.use_secret_as_env(each, S3_SECRET, {key: f"FLEXFLEET_{key}" for key in S3_KEYS}, optional=True)
+        kubernetes.use_secret_as_env(each, MLFLOW_SECRET, {key: key for key in MLFLOW_KEYS}, optional=True)
         kubernetes.set_image_pull_policy(each, "IfNotPresent")
         if DATA_CLAIM:
             kubernetes.mount_pvc(each, pvc_name=DATA_CLAIM, mount_path="/data")

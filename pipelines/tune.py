@@ -2,15 +2,15 @@
 
 The first task resolves and checks the configuration; the second is the whole study, trial after trial in its pod, as
 `flexfleet tune` makes it in the folder `<store_uri>/<study_id>`. What a killed pod leaves is gone on with where that
-folder outlives it (a volume), or, trial by trial, where `tune.storage` names a data base; with `store_uri` in S3 and no
-data base the study begins again. Caching is off, for the reasons given in pipelines/train.py.
+folder outlives it (a volume), or, trial by trial, where `tune.storage` or a Secret names a data base; with `store_uri`
+in S3 and no data base the study begins again. Caching is off, for the reasons given in pipelines/train.py.
 """
 
 from typing import Any
 
-from kfp import dsl
+from kfp import dsl, kubernetes
 
-from pipelines.task import PARAMETERS, on_cluster, pipeline, task
+from pipelines.task import PARAMETERS, TUNE_KEY, TUNE_SECRET, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -131,3 +131,4 @@ def tuning(
     searched = tune(config=start.outputs["config"], study_name=start.outputs["Output"])
     on_cluster(start, retries=0)
     on_cluster(searched)
+    kubernetes.use_secret_as_env(searched, TUNE_SECRET, {TUNE_KEY: TUNE_KEY}, optional=True)

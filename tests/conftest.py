@@ -301,7 +301,7 @@ TINY: dict[str, Any] = {
         "rounds.stop": 3,
     },
     "cases": {"quick": {"algorithms": "flexfl", "to": 0.9}},
-    "thresholds": {"avg": 0.01, "full": 0.01, "rounds": 0.15, "mb": 0.15, "peak_mb": 0.1, "pace": 0.2},
+    "thresholds": {"avg": 0.01, "full": 0.01, "rounds": 0.15, "mb": 0.15, "peak_mb_rounds": 0.1, "pace": 0.2},
 }
 
 

@@ -15,7 +15,7 @@ from components.gate import Before, judge, noise, t_quantile
 from components.suite import Figures
 from fl_engine.errors import ConfigError
 
-THRESHOLDS = {"avg": 0.01, "full": 0.01, "rounds": 0.15, "mb": 0.15, "peak_mb": 0.1, "pace": 0.2}
+THRESHOLDS = {"avg": 0.01, "full": 0.01, "rounds": 0.15, "mb": 0.15, "peak_mb_rounds": 0.1, "pace": 0.2}
 DIGITS = suite.path_of("digits")
 
 
@@ -57,7 +57,7 @@ def test_what_does_not_fail(now: list[float], before: list[float], why: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("metric", "worse", "fine"), [("rounds", 12.0, 11.0), ("peak_mb", 11.2, 10.9), ("pace", 12.5, 11.9)]
+    ("metric", "worse", "fine"), [("rounds", 12.0, 11.0), ("peak_mb_rounds", 11.2, 10.9), ("pace", 12.5, 11.9)]
 )
 def test_thresholds_of_costs_are_shares_of_the_figure_before(metric: str, worse: float, fine: float) -> None:
     before = [9.99, 10.0, 10.01] * 4
@@ -67,10 +67,10 @@ def test_thresholds_of_costs_are_shares_of_the_figure_before(metric: str, worse:
 
 
 def test_machines_are_not_compared_with_others() -> None:
-    values = {"x": {"full": [0.9] * 3, "pace": [9.0] * 3, "peak_mb": [9.0] * 3}}
-    before = {"x": {"full": [0.9, 0.91, 0.89] * 3, "pace": [1.0, 1.1] * 3, "peak_mb": [1.0, 1.1] * 3}}
+    values = {"x": {"full": [0.9] * 3, "pace": [9.0] * 3, "peak_mb_rounds": [9.0] * 3}}
+    before = {"x": {"full": [0.9, 0.91, 0.89] * 3, "pace": [1.0, 1.1] * 3, "peak_mb_rounds": [1.0, 1.1] * 3}}
     here = judge(values, [Before("champion", before, True), Before("reference", before, False)], THRESHOLDS)
-    assert {(c.metric, c.against) for c in here if c.failed} == {("pace", "champion"), ("peak_mb", "champion")}
+    assert {(c.metric, c.against) for c in here if c.failed} == {("pace", "champion"), ("peak_mb_rounds", "champion")}
     assert {c.metric for c in here if c.against == "reference"} == {"full"}
 
 

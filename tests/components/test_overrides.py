@@ -7,9 +7,18 @@ from pathlib import Path
 import pytest
 
 from components.check import check
-from components.overrides import PARAMETERS, config_from, run_folder, run_name, whole, write_config
+from components.overrides import (
+    PARAMETERS,
+    comparison_from,
+    config_from,
+    run_folder,
+    run_name,
+    sets_of,
+    whole,
+    write_config,
+)
 from fl_engine.config import Config, load_config
-from fl_engine.errors import ConfigError, PartitionError
+from fl_engine.errors import ConfigError, PartitionError, holds_password
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,3 +97,37 @@ def test_check_finds_what_only_data_can_tell() -> None:
     weak = {"fleet.tiers": [{"name": "weak", "share": 1.0, "memory": 35.0, "sigma": [5.0]}]}
     with pytest.raises(ConfigError, match="no device of the fleet can hold the full model"):
         check(config_from({"algorithm": "all_large"}, weak))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://me:secret@mlflow:5000", "postgresql://me:secret@host/db", "https://token@git.example.com/repo@v1:data",
+        "postgresql://me:a/b@c@host/db", "postgresql://host/db?user=me&password=secret", "s3://key:secret@bucket/x",
+        "mysql+pymysql://:secret@host/db", "a http://host and http://me:secret@host",
+    ],
+)  # fmt: skip
+def test_a_password_is_seen_however_it_is_written(address: str) -> None:
+    assert holds_password(address)
+    for refused in (
+        lambda: config_from({"mlflow_uri": address}, {}),
+        lambda: config_from({}, {"tune.space": {"model.name": {"choices": ["a", address]}}}),
+        lambda: comparison_from({}, {"flexfl:algorithm.x": address}, "flexfl", "0", "a"),
+        lambda: sets_of(address, "runs", {}),
+        lambda: sets_of("", "runs", {"tracking.ui": address}),
+    ):
+        with pytest.raises(ConfigError, match="holds a password, and Kubeflow shows parameters") as error:
+            refused()
+        assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "", "http://mlflow.flexfleet:5000", "https://host:8080/repo@v1:data", "ssh://git@host/repo", "s3://bucket/a@b",
+        "sqlite:///folder/mlflow.db", "postgresql://me@host/db", "/folder/me@home", "pvc:data", "me:word@somewhere",
+        "postgresql://host/db?sslmode=require",
+    ],
+)  # fmt: skip
+def test_what_is_no_password_is_taken(address: str) -> None:
+    assert not holds_password(address)

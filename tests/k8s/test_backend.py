@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,27 @@ def test_clients_of_one_device_each_run_where_their_data_is(cluster: Any, rounds
     for job in found:
         ((client,),) = json.loads(job["metadata"]["annotations"]["flexfleet.io/clients"])
         assert job["spec"]["template"]["spec"]["nodeSelector"] == {"kubernetes.io/hostname": f"pi-{client}"}
+
+
+def test_with_a_device_for_each_client_no_node_holds_what_another_is_told(
+    cluster: Any, rounds: Rounds, remote: Remote
+) -> None:
+    """Who is root on a node reads every Secret that its pods mount, whole. With placement=pool that is the tier's."""
+    rounds("apart", *remote, "kubernetes.placement=device", "kubernetes.hostname=pi-{client}")
+    jobs = {each["metadata"]["name"]: each for each in cluster.created if each["kind"] == "Job"}
+    told = {each["metadata"]["name"]: each["stringData"] for each in cluster.created if each["kind"] == "Secret"}
+    assert len(jobs) == len(told) == 3, "no Secret besides those"
+    for name, job in jobs.items():
+        pod = job["spec"]["template"]["spec"]
+        assert [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume] == [name]
+        assert name not in json.dumps([other for key, other in jobs.items() if key != name])
+        (client,) = (int(host.removeprefix("pi-")) for host in pod["nodeSelector"].values())
+        (text,) = told[name].values()
+        assert json.loads(text)["clients"] == [client] and list(json.loads(text)["keys"]) == [str(client)]
+        named = set(re.findall(r"(?:orders/|updates/)(\d+)\.", text))
+        assert named == {str(client)}, "it reads its own order, and writes its own answer"
+    everyone = rounds("together", *remote)
+    assert everyone and any(
+        len(json.loads(text)["clients"]) + len(each["stringData"]) > 2
+        for each in cluster.created if each["kind"] == "Secret" for text in each["stringData"].values()
+    ), "in a pool they share a Secret: the look is a real one"  # fmt: skip

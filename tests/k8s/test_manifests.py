@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ipaddress
 import re
 import shutil
 import subprocess
@@ -113,6 +114,34 @@ def test_namespaces_are_restricted_and_closed(overlay: str) -> None:
         if direction.lower() not in r["spec"]
     }
     assert closed == {("flexfleet-clients", "Ingress"), ("flexfleet-clients", "Egress"), ("flexfleet", "Ingress")}
+
+
+STORE = ipaddress.ip_network("192.0.2.0/24")
+"""TEST-NET-1 of RFC 5737: addresses for documentation, which nobody has."""
+RESOLVERS = {ipaddress.ip_network("169.254.20.10/32"), ipaddress.ip_network("169.254.169.254/32")}
+
+
+def test_clients_reach_names_and_the_store_and_no_other_address() -> None:
+    """Of the files themselves: what is not rendered is seen too. The store's address is filled in by who applies it."""
+    blocks = []
+    for path in sorted((ROOT / "k8s").rglob("*.yaml")):
+        for policy in yaml.safe_load_all(path.read_text()):
+            if not isinstance(policy, dict) or policy.get("kind") != "NetworkPolicy":
+                continue
+            if policy["metadata"]["namespace"] != "flexfleet-clients":
+                continue
+            for rule in policy["spec"].get("egress", []):
+                assert rule.get("ports") and rule.get("to"), f"{path}: a rule without is open"
+                ports = {port["port"] for port in rule["ports"]}
+                for to in rule["to"]:
+                    assert to != {} and to.get("namespaceSelector") != {}, f"{path}: everywhere"
+                    if "ipBlock" in to:
+                        blocks.append((path.parent.name, ipaddress.ip_network(to["ipBlock"]["cidr"]), ports))
+    for overlay, block, ports in blocks:
+        assert (block in RESOLVERS and ports == {53}) or (block.subnet_of(STORE) and ports == {443}), (overlay, block)
+    assert [overlay for overlay, block, _ in blocks if block.subnet_of(STORE)] == ["cluster"]
+    guide = (ROOT / "docs/guides/kubernetes.md").read_text()
+    assert "192.0.2.1" in guide and "k8s/overlays/cluster/network.yaml" in guide
 
 
 def named(value: Any) -> Iterator[str]:

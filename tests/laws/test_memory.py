@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,21 @@ def test_the_peak_is_that_of_training_and_not_of_the_process_that_asks() -> None
     base, peak = memory.training_peak(VGG16((3, 32, 32), 10, width=0.25), 10, SINGLE)
     assert len(held) and base < 600 * 2**20
     assert peak > base + 8 * 2**20, "weights and their gradients at least"
+
+
+COUNTED = """
+from fl_engine import memory
+gone = b"x" * 300_000_000
+del gone
+held, before = memory.restart_peak()
+kept = b"x" * 50_000_000
+print(held, before, memory.resident_peak())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counting the peak anew is Linux's")
+def test_the_peak_counts_anew_above_what_is_held() -> None:
+    done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True)
+    held, before, peak = map(int, done.stdout.split())
+    assert before > held + 280_000_000, "what was freed is no more held"
+    assert 45_000_000 < peak - held < 80_000_000, "nor does it hide what comes"

@@ -114,21 +114,30 @@ def test_tasks_get_the_credentials_of_the_secret_and_know_their_image(name: str)
     for key, executor in executors.items():
         (variable,) = executor["container"]["env"]
         assert variable == {"name": "FLEXFLEET_IMAGE", "value": executor["container"]["image"]}
-        (secret,) = settings[key]["secretAsEnv"]
-        assert (secret["secretName"], secret["optional"]) == ("flexfleet-s3", True)
-        named = {pair["secretKey"]: pair["envVar"] for pair in secret["keyToEnv"]}
-        assert named == {key: f"FLEXFLEET_{key}" for key in S3_KEYS}, "not those that Kubeflow's launcher reads"
+        secrets = {secret["secretName"]: secret for secret in settings[key]["secretAsEnv"]}
+        assert all(secret["optional"] for secret in secrets.values())
+        named = {name: {pair["secretKey"]: pair["envVar"] for pair in secret["keyToEnv"]}
+                 for name, secret in secrets.items()}  # fmt: skip
+        s3 = named.pop("flexfleet-s3")
+        assert s3 == {key: f"FLEXFLEET_{key}" for key in S3_KEYS}, "not those that Kubeflow's launcher reads"
+        assert "AWS_SESSION_TOKEN" in s3
+        mlflow = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+        assert named.pop("flexfleet-mlflow") == {key: key for key in mlflow}
+        storage = {"flexfleet-tune": {"FLEXFLEET_TUNE_STORAGE": "FLEXFLEET_TUNE_STORAGE"}}
+        assert named == (storage if key == "exec-tune" else {}), "where the study is, and nowhere else"
         assert settings[key]["imagePullPolicy"] == "IfNotPresent"
 
 
 def test_nodes_data_and_the_secret_are_chosen_when_it_is_compiled() -> None:
     given = {"FLEXFLEET_TASK_NODES": "kubernetes.io/arch=amd64,disk=fast", "FLEXFLEET_DATA_CLAIM": "sets"}
-    code = "from pipelines.compile import compiled; print(compiled('train'))"
-    spec, platform = yaml.safe_load_all(python(code, FLEXFLEET_S3_SECRET="mine", **given))
+    given |= {f"FLEXFLEET_{what}_SECRET": f"my-{what}" for what in ("S3", "MLFLOW", "TUNE")}
+    code = "from pipelines.compile import compiled; print(compiled('tune'))"
+    spec, platform = yaml.safe_load_all(python(code, **given))
     executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     for key, settings in executors.items():
         assert settings["nodeSelector"]["labels"] == {"kubernetes.io/arch": "amd64", "disk": "fast"}
-        assert settings["secretAsEnv"][0]["secretName"] == "mine"
+        names = [secret["secretName"] for secret in settings["secretAsEnv"]]
+        assert names == ["my-S3", "my-MLFLOW", "my-TUNE"][: 3 if key == "exec-tune" else 2]
         assert settings["pvcMount"][0]["mountPath"] == "/data"
         env = spec["deploymentSpec"]["executors"][key]["container"]["env"]
         assert {"name": "FLEXFLEET_DATA", "value": "/data"} in env

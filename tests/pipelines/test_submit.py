@@ -152,3 +152,23 @@ def test_a_nightly_that_could_not_run_is_refused(
     server, host = kubeflow
     done = flexfleet("nightly", "--host", host, *argv, sets=sets)
     assert (done.code, said in done.err, server.recurring) == (2, True, []), done.err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("submit", "train", "--set", "tracking.mlflow=http://me:pl4nted@mlflow"),
+        ("submit", "tune", "--set", "tune.storage=postgresql://me:pl4nted@host/db"),
+        ("submit", "train", "--param", "store_uri=s3://me:pl4nted@bucket/x"),
+        ("nightly", "--cron", "0 0 2 * * *", "--set", "tracking.mlflow=http://me:pl4nted@mlflow"),
+    ],
+    ids=lambda argv: " ".join(argv[:2]),
+)
+def test_a_password_is_not_sent_to_kubeflow(
+    kubeflow: tuple[Any, str], flexfleet: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
+) -> None:
+    server, host = kubeflow
+    monkeypatch.chdir(tmp_path)
+    done = flexfleet(*argv, "--host", host)
+    assert done.code == 2 and "holds a password, and Kubeflow shows parameters" in done.err
+    assert not server.runs and not server.versions and "pl4nted" not in done.err

@@ -4,6 +4,7 @@ gives what the same steps give in one process."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,13 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(scratch: Path) -> Ran:
+def ran(scratch: Path, mlflow_with_password: str) -> Ran:
     given = PARAMETERS | {"mlflow_uri": "", "store_uri": str(scratch / "direct")}
     run(config_from(given, ADVANCED), "same")
     direct, store = scratch / "direct" / "same", scratch / "store" / "same"
     federate(config_from(given | {"rounds": 1}, ADVANCED), direct / "partition", direct / "pool", store)
     interrupted = History.read(store / "history.json")
-    mlflow = f"sqlite:///{scratch}/mlflow.db"
+    mlflow = mlflow_with_password
     advanced = ADVANCED | {"publish.dvc": str(scratch / "remote"), "publish.models": True, "publish.onnx": False}
     train(**PARAMETERS, run_id="same", store_uri="store", mlflow_uri=mlflow, advanced=advanced)
     (tasks,) = (scratch / "tasks").glob("train-*")
@@ -136,6 +137,27 @@ def test_the_report_and_the_finished_run_folder(ran: Ran) -> None:
     ours, direct = (Result.read(folder / "result.json") for folder in (finished, ran.direct))
     assert (ours.run_id, ours.model_sha256, ours.metrics) == ("same", direct.model_sha256, direct.metrics)
     assert (ours.bytes, ours.waste) == (direct.bytes, direct.waste)
+
+
+def test_mlflows_password_is_in_no_artifact_and_no_file(ran: Ran, telling: Any) -> None:
+    assert telling(ran.tasks, ran.store) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"mlflow_uri": "http://me:pl4nted-secret@127.0.0.1:9"}, "mlflow_uri holds a password.*_MLFLOW_SECRET"),
+        ({"advanced": {"tracking.ui": "https://me:pl4nted-secret@ui"}}, "tracking.ui holds a password"),
+    ],
+    ids=["form", "advanced"],
+)
+def test_a_password_in_a_parameter_is_refused_and_written_nowhere(
+    scratch: Path, capsys: pytest.CaptureFixture[str], telling: Any, given: dict[str, Any], instead: str
+) -> None:
+    with pytest.raises(RuntimeError, match="partition"):
+        train(store_uri="store", **given)
+    assert re.search(f"ConfigError: {instead}", capsys.readouterr().out)
+    assert telling(scratch) == []
 
 
 def test_a_bad_parameter_fails_in_the_first_task_with_the_clear_error(

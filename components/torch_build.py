@@ -1,0 +1,50 @@
+"""Which build of torch came, said by `make setup`: PyPI's on Linux brings CUDA along, 3 GB that only a GPU needs."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+WITH_IT = re.compile(r"nvidia-.*|cuda-.*|triton")
+"""What a build for GPUs brings along, as packages of their own."""
+
+
+def told(version: str, kind: str | None, size: int) -> str:
+    """One line. `kind`: e.g. "CUDA 13.0"; None: for the CPU. `size` in bytes."""
+    head = f"torch {version}, the build for {kind or 'the CPU'}, takes {size / 1e9:.1f} GB on disk"
+    if kind is None:
+        return f"{head}. For a GPU: remove .venv, and make setup without PyTorch's CPU index (PIP_EXTRA_INDEX_URL)"
+    return f"{head}. Without a GPU the CPU's does as well: remove .venv, PIP_EXTRA_INDEX_URL={CPU_INDEX} make setup"
+
+
+def size_of(package: str) -> int:
+    """Bytes on disk of an installed package, and of what it requires of WITH_IT."""
+    total, seen, left = 0, set[str](), [package]
+    while left:
+        name = left.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:  # for another platform
+            continue
+        paths = [Path(str(file.locate())) for file in found.files or ()]
+        total += sum(path.stat().st_size for path in paths if path.is_file())
+        wanted = (re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0].lower() for text in found.requires or ())
+        left += [name for name in wanted if WITH_IT.fullmatch(name)]
+    return total
+
+
+def main() -> None:
+    import torch
+
+    hip = getattr(torch.version, "hip", None)
+    kind = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {hip}" if hip else None
+    print(told(torch.__version__, kind, size_of("torch")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What may be a name, one rule wherever one comes in; and the lock of the folder that a name becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components import federate
+from components.entries import entries
+from components.names import LONGEST, plain
+from components.overrides import run_name
+from components.regress import prepare
+from components.run import run
+from components.tune import tune
+from fl_engine.config import Config
+from fl_engine.errors import ConfigError
+
+GOOD = ("a", "flexfl-s0-20261122-101010", "my run", "größe", "package.module:NAME-s0", "a" * LONGEST, "_x", "a.b")
+BAD = (
+    "", ".", "..", ".hidden", "-rf", "a/b", "/tmp/x", "a\\b", "a\nb", "a\n", "\ra", "a\tb", "a\0b", "a\x1b[31m", " a",
+    "a ", "a\u202eb", "a\u200bb", "a\u2028b", "\ud800", "a" * (LONGEST + 1), "é" * (LONGEST // 2 + 1), "a" * 100_000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_plain_name_is_taken_as_it_is(name: str) -> None:
+    assert plain(name, "run_id") == name
+
+
+@pytest.mark.parametrize("name", BAD, ids=lambda name: ascii(name)[:20])
+def test_what_is_no_plain_name_is_refused_in_one_short_line(name: str) -> None:
+    with pytest.raises(ConfigError, match="run_id is a plain name") as error:
+        plain(name, "run_id")
+    assert str(error.value).isprintable() and len(str(error.value)) < 400
+
+
+NAMED: dict[str, Callable[[str, Path], object]] = {
+    "run": lambda name, _: run(Config(), name),
+    "federate": lambda name, out: federate.federate(Config(), out, out, out / "run", run_id=name),
+    "form": lambda name, _: run_name(name, "job", Config()),
+    "comparison": lambda name, _: entries({"flexfl": "flexfl"}, [0], lambda *_: Config(), name),
+    "study": lambda name, _: tune(Config(), name),
+    "night": lambda name, _: prepare("digits", name, ["tracking.mlflow=null"]),
+}
+
+
+@pytest.mark.parametrize("where", NAMED)
+def test_every_door_has_the_rule(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"is a plain name .* got 'a\\nerror: all is well'"):
+        NAMED[where]("a\nerror: all is well", tmp_path)
+    assert not list(tmp_path.iterdir()), "before anything is written"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("run", "--run-id"), ("compare", "--algorithms", "flexfl", "--id"), ("tune", "--id"), ("regress", "--id")],
+    ids=lambda argv: argv[0],
+)
+def test_the_command_line_refuses_it_too(flexfleet: Any, quick: Sequence[str], argv: tuple[str, ...]) -> None:
+    sets = {"regress": ["tracking.mlflow=null"], "compare": ["partition.clients=6"]}.get(argv[0], quick)
+    done = flexfleet(*argv, "a\nb", sets=sets)
+    assert done.code == 2 and r"'a\nb'" in done.err and not Path("runs").exists()
+
+
+# ------------------------------------------------------------------------------------------------------ the lock
+def test_a_link_in_the_place_of_the_lock_is_refused_and_its_target_is_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(precious)
+    refused = pytest.raises(ConfigError, match=r"\.lock is a link to .*precious, a file is expected")
+    with refused, federate.alone(tmp_path / "run"):
+        pass
+    assert precious.read_text() == "keep me"
+    (tmp_path / "run" / ".lock").unlink()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is a link to"), federate.alone(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "nowhere").exists(), "nor is it made"
+
+
+def test_the_lock_says_who_holds_it(tmp_path: Path) -> None:
+    refused = pytest.raises(ConfigError, match=r"is being run by another process: \d+ on")
+    with federate.alone(tmp_path), refused, federate.alone(tmp_path):
+        pass
+    with federate.alone(tmp_path):
+        assert len((tmp_path / ".lock").read_text().splitlines()) == 1, "of the last holder alone"
