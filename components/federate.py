@@ -153,7 +153,8 @@ def _federate(
     known = known_run(config, out, resume)
     site = site_of(config, partition_dir, pool_dir)
     algorithm = configs.algorithm(config)
-    rules = replace(site.rules, algorithm=algorithm)
+    looked_at = config.run.backend == "kubernetes" and config.kubernetes.observe == "cgroup"
+    rules = replace(site.rules, algorithm=algorithm, seed=None if looked_at else config.seed)
     ledger = Ledger(store, config.rounds.keep_every, rules, *_keys(store, config), held)
 
     noise_key = None

@@ -163,7 +163,7 @@ class Middle:
         holders, out = self._regions.total(name, self._count), old.clone()
         if not old.dim():
             values = torch.stack([self._spool.rows(entry, name) for entry in entries])
-            return _middle_of(values, holders, self._trim).to(old.dtype)
+            return _middle_of(values, holders, old, self._trim).to(old.dtype)
         row = len(entries) * _wide(old).itemsize * max(1, math.prod(old.shape[1:]))
         step = max(1, CHUNK_BYTES // row)
         for first in range(0, len(old), step):
@@ -174,8 +174,7 @@ class Middle:
                 if low < high:
                     values[place][within] = self._spool.rows(entry, name, low, high)
             count = holders[first:last]
-            middle = _middle_of(values, count, self._trim)
-            out[first:last] = torch.where(count > 0, middle, old[first:last].double()).to(old.dtype)
+            out[first:last] = _middle_of(values, count, old[first:last], self._trim).to(old.dtype)
         return out
 
 
@@ -189,7 +188,7 @@ def _rows(region: Region, first: int, last: int) -> tuple[int, int, Region]:
     return low, high, (head[low:high] - first, *rest)
 
 
-def _middle_of(values: Tensor, holders: Tensor, trim: float) -> Tensor:
+def _middle_of(values: Tensor, holders: Tensor, old: Tensor, trim: float) -> Tensor:
     """float64: of `values` (n, ...), NaN for those that do not hold an element, the mean without the ends; `holders`
     (...) counts the others. Sorts `values` where they are."""
     values.numpy().sort(axis=0)  # NaN goes last
@@ -198,7 +197,12 @@ def _middle_of(values: Tensor, holders: Tensor, trim: float) -> Tensor:
     total = torch.zeros_like(holders)
     for rank in range(int(low.min()), int(high.max())):
         total += torch.where((rank >= low) & (rank < high), values[rank], 0.0)
-    return total / (high - low).clamp_min(1)
+    middle, before = total / (high - low).clamp_min(1), old.double()
+    if trim == 0:
+        return torch.where(holders > 0, middle, before)
+    least, most = values[0].double(), values.gather(0, (holders.long() - 1).clamp_min(0)[None])[0].double()
+    nearest = torch.where(holders > 1, before.clamp(least, most), before)
+    return torch.where(low > 0, middle, nearest)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

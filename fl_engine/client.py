@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from fl_engine.errors import ClientError, ModelError
 from fl_engine.faults import Fault, Faults
 from fl_engine.numerics import SINGLE, Numerics
 from fl_engine.partition import Partition
-from fl_engine.slicing import count_macs, take
+from fl_engine.slicing import take
 from fl_engine.types import (
     Algorithm,
     ClientFailure,
@@ -33,7 +32,8 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.updates import Rejected, Rules, packed, update_of
+from fl_engine.updates import LARGEST_LOSS, Rejected, Rules, packed, update_of
+from fl_engine.workload import macs_per_sample
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Site:
     @cached_property
     def rules(self) -> Rules:
         """For updates of these clients."""
-        return Rules(self.layout, tuple(len(indices) for indices in self.partition.clients), self.pool, self.fleet)
+        samples = tuple(len(indices) for indices in self.partition.clients)
+        return Rules(self.layout, samples, self.pool, self.fleet, family=self.family, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]
 
 def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float, macs: float) -> Outcome:
     order, task = work.order, work.task
-    if not math.isfinite(trained.loss) or not trained.finite:
+    if not abs(trained.loss) <= LARGEST_LOSS or not trained.finite:
         rate = task.optimizer.lr
         return ClientFailure(order.round, order.client, "train", f"training diverged (learning rate {rate:g})")
     metrics = {
@@ -195,23 +196,3 @@ def delivered(outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
         return update_of(manifest, lambda limit: spoilt, order, site.rules)
     except Rejected as error:
         return ClientFailure(order.round, order.client, "validate", str(error))
-
-
-def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:
-    """Multiply-adds of one sample's training step: three times the forward pass (a backward pass costs about two),
-    once for each teacher."""
-    trained = [macs_of(family, spec) for spec in task.widths or (task.spec,)]
-    teachers = task.distillation.teachers if task.distillation else ()
-    return 3 * sum(trained) / len(trained) + sum(macs_of(family, spec) for spec in teachers)
-
-
-@lru_cache(maxsize=1024)
-def macs_of(family: ModelFamily, spec: SubmodelSpec) -> int:
-    """`count_macs`, remembered by widths: which channels are kept does not matter."""
-    layout = family.layout()
-    return _macs(family, tuple((g, layout.width(spec, g)) for g in layout.groups), spec.blocks)
-
-
-@lru_cache(maxsize=1024)
-def _macs(family: ModelFamily, widths: tuple[tuple[str, int], ...], blocks: tuple[str, ...] | None) -> int:
-    return count_macs(family, SubmodelSpec.of(dict(widths), blocks))

@@ -93,7 +93,7 @@ class RoundsConfig(_Section):
     """Keep the state of every n-th round; null: only the last two commits."""
     keep_updates: bool = False
     """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
-    norm_bound: Positive | None = 100.0
+    norm_bound: Positive | None = 8.0
     """An update whose weights moved further than so many times the median of its round (root mean square) is not
     merged; null: all are."""
     over_provision: Annotated[float, Field(ge=1)] = 1.0

@@ -32,6 +32,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from fl_engine.acceptance import Moved
 from fl_engine.errors import IntegrityError, ModelError, Refused, Stopped, brief
 from fl_engine.lease import Lease
 from fl_engine.store import Store, canonical, decode, encode, sha256
@@ -95,11 +96,17 @@ class Closed(_Record):
     client gives again, because its pod was started again, is the same but for its seconds.)"""
     refused: dict[int, tuple[str, str]] = {}
     """Clients whose updates are not merged, though nothing is wrong with the files: at which stage, and why."""
+    metrics: dict[int, dict[str, float]] = {}
+    """Of each update, as they were read: what a later answer says does not count."""
+    moved: dict[int, Moved] = {}
+    """How far each update moved, the refused ones too, where it was looked at."""
     checksum: str = ""
     """Of all the rest."""
 
     def sealed(self) -> Closed:
-        return self.model_copy(update={"checksum": sha256(canonical(self.model_dump(exclude={"checksum"})))})
+        unsaid = {name for name in ("metrics", "moved") if not getattr(self, name)}  # older records have none
+        said = canonical(self.model_dump(exclude={"checksum", *unsaid}))
+        return self.model_copy(update={"checksum": sha256(said)})
 
 
 TensorFile = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\.safetensors$")]
@@ -141,7 +148,8 @@ class Ledger:
         self.lengths = dict(lengths)
         self._here: set[int] = set()
         """Rounds committed by this object: a listing that does not show them yet is wrong."""
-        self._seen: dict[tuple[int, int], str] = {}
+        self._seen: dict[tuple[int, int], tuple[str, dict[str, float] | None]] = {}
+        """By round and client: what `Closed` keeps of an answer; the metrics are an update's."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "lease": None}  # the coordinator's alone, not its workers'
@@ -449,7 +457,7 @@ class Ledger:
         manifest = signed(manifest, None if key is None else key(order))
         text = manifest.model_dump_json().encode()
         self.store.put(f"{base}.json", text.ljust(self.lengths.get(f"{base}.json", 0)))
-        self._seen[plan.round, outcome.client] = _said(manifest)
+        self._seen[plan.round, outcome.client] = _said(manifest), _metrics(manifest)
 
     def answered(self, round: int) -> set[int]:
         """Clients that have left a manifest, good or bad."""
@@ -474,25 +482,26 @@ class Ledger:
         except Rejected as error:
             return ClientFailure(plan.round, client, "validate", str(error))
 
-    def outcome(self, plan: RoundPlan, client: int) -> Outcome:
-        """Raises IntegrityError where the stored outcome is missing or damaged."""
+    def outcome(self, plan: RoundPlan, client: int, metrics: Mapping[str, float] | None = None) -> Outcome:
+        """With `metrics`, those instead of what the client says now. Raises IntegrityError where the stored outcome is
+        missing or damaged."""
         try:
-            return self._read(plan, client)
+            return self._read(plan, client, metrics)
         except (Rejected, IntegrityError) as error:
             name = self.store.uri(f"{_folder(plan.round)}updates/{client}.safetensors")
             raise IntegrityError(f"{name}: the update of client {client} is not whole ({error}). {WAY_OUT}") from error
 
-    def _read(self, plan: RoundPlan, client: int) -> Outcome:
+    def _read(self, plan: RoundPlan, client: int, metrics: Mapping[str, float] | None = None) -> Outcome:
         """What the store refuses of this client's files and not of the coordinator's own is the client's doing: it may
         have given them away, or encrypted them with a key of its own."""
         try:
-            return self._read_files(plan, client)
+            return self._read_files(plan, client, metrics)
         except Refused:
             if self.key is None:
                 raise
             self._see_own(plan)
         try:
-            return self._read_files(plan, client)
+            return self._read_files(plan, client, metrics)
         except Refused as error:
             raise Rejected("unreadable", f"{error} (of the coordinator's own files it does not)") from error
 
@@ -501,11 +510,13 @@ class Ledger:
         with suppress(IntegrityError):  # says of this file that it is missing, or damaged: it answers
             self.store.get(f"{_folder(plan.round)}plan.json")
 
-    def _read_files(self, plan: RoundPlan, client: int) -> Outcome:
+    def _read_files(self, plan: RoundPlan, client: int, metrics: Mapping[str, float] | None = None) -> Outcome:
         order, base = plan.order_of[client], f"{_folder(plan.round)}updates/{client}"
         client_key, own_key = (None if key is None else key(order) for key in (self.key, self.own))
         manifest = manifest_of(lambda limit: self.store.get(f"{base}.json", limit), order, client_key, own_key)
-        self._seen[plan.round, client] = _said(manifest)
+        self._seen[plan.round, client] = _said(manifest), _metrics(manifest)
+        if metrics is not None:
+            manifest = manifest.model_copy(update={"metrics": dict(metrics)})
         return update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
 
     def accepted(self, plan: RoundPlan, client: int, closed: Closed) -> Outcome:
@@ -514,8 +525,8 @@ class Ledger:
         if client in closed.refused:
             return ClientFailure(plan.round, client, *closed.refused[client])
         with suppress(IntegrityError):
-            found = self.outcome(plan, client)
-            if self._seen.get((plan.round, client)) == closed.accepted[client]:
+            found = self.outcome(plan, client, closed.metrics.get(client))
+            if self._seen[plan.round, client][0] == closed.accepted[client]:
                 return found
         if self.key is not None:
             return ClientFailure(plan.round, client, "validate", "order: replaced after the round was closed")
@@ -524,14 +535,24 @@ class Ledger:
         raise IntegrityError(f"{name} is not the answer that the round was closed with. {WAY_OUT}")
 
     def close(
-        self, plan: RoundPlan, clients: Sequence[int], refused: Mapping[int, ClientFailure] = MappingProxyType({})
+        self,
+        plan: RoundPlan,
+        clients: Sequence[int],
+        refused: Mapping[int, ClientFailure] = MappingProxyType({}),
+        moved: Mapping[int, Moved] = MappingProxyType({}),
     ) -> Closed:
         """Freezes the set that the merge uses, as it was read or written here: the outcomes of `clients`, some of them
         refused."""
         why = {client: (failure.stage, failure.reason) for client, failure in sorted(refused.items())}
-        accepted = {client: self._seen[plan.round, client] for client in sorted(clients)}
+        seen = {client: self._seen[plan.round, client] for client in sorted(clients)}
         self._seen.clear()
-        closed = Closed(round=plan.round, accepted=accepted, refused=why).sealed()
+        closed = Closed(
+            round=plan.round,
+            accepted={client: said for client, (said, _) in seen.items()},
+            refused=why,
+            metrics={client: metrics for client, (_, metrics) in seen.items() if metrics is not None},
+            moved=dict(sorted(moved.items())),
+        ).sealed()
         self.store.put(f"{_folder(plan.round)}closed.json", closed.model_dump_json().encode())
         return closed
 
@@ -544,7 +565,8 @@ class Ledger:
             found = _parse(Closed, self.store.get(key), self.store.uri(key))
             if found != found.sealed():
                 raise IntegrityError(f"{self.store.uri(key)} is damaged: its checksum is another")
-            if found.round != plan.round or not found.refused.keys() <= found.accepted.keys() == plan.order_of.keys():
+            others = (found.refused.keys() | found.metrics.keys() | found.moved.keys()) - found.accepted.keys()
+            if found.round != plan.round or others or found.accepted.keys() != plan.order_of.keys():
                 raise IntegrityError(f"{self.store.uri(key)} is of another round, or of other clients")
         except IntegrityError as error:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
@@ -581,6 +603,10 @@ def _folder(round: int) -> str:
 def _said(manifest: Manifest) -> str:
     """A checksum of what a manifest says that moves a bit of the model."""
     return sha256(canonical(manifest.model_dump(exclude={"metrics", "signature"})))
+
+
+def _metrics(manifest: Manifest) -> dict[str, float] | None:
+    return None if manifest.spec is None else dict(manifest.metrics)
 
 
 def _parse(kind: type[R], value: bytes, name: str) -> R:

@@ -22,8 +22,9 @@ from fl_engine.errors import ModelError
 from fl_engine.lanes import Network
 from fl_engine.numerics import SINGLE, Numerics
 from fl_engine.sharing import Seen, shared
-from fl_engine.slicing import is_statistic, take
+from fl_engine.slicing import is_statistic, largest, take
 from fl_engine.types import SGD, LocalTask, ModelFamily, ParamLayout, Params
+from fl_engine.workload import batches
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Job:
 @dataclass(frozen=True)
 class Trained:
     """`loss` is the mean over all steps of the objective (less the proximal and linear terms, which act on the
-    gradient alone). `finite`: whether all weights are. `samples` counts a sample once for each time it was seen."""
+    gradient alone). `finite`: whether all weights are, and within `slicing.largest`. `samples` counts a sample once
+    for each time it was seen."""
 
     params: Params
     loss: float
@@ -80,17 +82,10 @@ def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozens
     """Tasks of equal kind do the same steps on the same shapes. Which channels a sub-model keeps does not matter, but
     how many; a distillation's teachers lie in the student as its first channels, and are compared as they are."""
     spec = task.spec if task.distillation else layout.form(task.spec)
-    return spec, _rest(task), _batches(task, samples), remembered
+    return spec, _rest(task), batches(task, samples), remembered
 
 
 _rest = attrgetter(*(f.name for f in fields(LocalTask) if f.name not in ("spec", "seed")))
-
-
-def _batches(task: LocalTask, samples: int) -> tuple[int, ...]:
-    """Sizes of the batches of one epoch."""
-    batch = min(task.batch_size, samples)
-    rest = 0 if task.drop_last else samples % batch
-    return (batch,) * (samples // batch) + ((rest,) if rest else ())
 
 
 def _train(family: ModelFamily, jobs: Sequence[Job], numerics: Numerics) -> list[Trained]:
@@ -118,16 +113,22 @@ def _train(family: ModelFamily, jobs: Sequence[Job], numerics: Numerics) -> list
             total += loss_n.detach()
             steps, samples = steps + 1, samples + len(chosen)
     means = (total / max(1, steps)).tolist()
-    # A sum is finite where all its terms are, unless they are so large that training has diverged all the same.
-    finite = torch.stack([t.detach().flatten(1).sum(1) for t in state.values()]).isfinite().all(0).tolist()
-    parts = zip(lanes.unstack(state), means, finite, strict=True)
-    return [Trained(params, loss, whole, steps, samples) for params, loss, whole in parts]
+    found, whole = lanes.unstack(state), _within(state)
+    parts = ((params, loss, whole or _within(params)) for params, loss in zip(found, means, strict=True))
+    return [Trained(params, loss, finite, steps, samples) for params, loss, finite in parts]
+
+
+def _within(params: Params) -> bool:
+    """Whether all numbers are within `largest`; one that is none is within nothing."""
+    ends = torch.stack([end for tensor in params.values() for end in tensor.detach().aminmax()]).tolist()
+    limits = (largest(name) for name in params for _ in range(2))
+    return all(abs(end) <= limit for end, limit in zip(ends, limits, strict=True))
 
 
 def _order(jobs: Sequence[Job]) -> Iterator[Tensor]:
     """For each step, int64 (B, n): which samples of the concatenated data each lane sees."""
     task, counts = jobs[0].task, [len(job.y_n) for job in jobs]
-    sizes, first = list(_batches(task, counts[0])), torch.tensor([0, *accumulate(counts[:-1])])
+    sizes, first = list(batches(task, counts[0])), torch.tensor([0, *accumulate(counts[:-1])])
     used, generator = sum(sizes), torch.Generator()
     drawn: list[Tensor] = []  # lane by lane, all epochs of each
     for job, count in zip(jobs, counts, strict=True):

@@ -10,18 +10,20 @@ import hmac
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from statistics import median
 from typing import Any, get_args
 
+from pydantic import TypeAdapter, ValidationError
+
 from fl_engine import acceptance, faults, privacy
-from fl_engine.acceptance import Arrival
+from fl_engine.acceptance import Arrival, History, Moved
 from fl_engine.config import RoundsConfig
 from fl_engine.devices import simulated_seconds
-from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped
+from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped, brief
 from fl_engine.evaluate import average_accuracy, evaluate_pool, published
 from fl_engine.ledger import Ledger, Row
 from fl_engine.memory import resident_peak, restart_peak
@@ -45,11 +47,14 @@ from fl_engine.types import (
     Tracker,
     WorkOrder,
 )
-from fl_engine.updates import Code, movement
+from fl_engine.updates import Code, movement, size_of
 
 log = logging.getLogger("flexfleet")
 
 AUTO_COMMIT_S = 2.0
+
+HISTORY = "rounds/moved"
+"""In a commit's JSON, beside the fields of the algorithm's state, none of which can have such a name."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def federate(
     `discard_damaged` does not allow to go back, and EnvironmentFailure where the store or the backend do not answer.
     """
     with _told_how_to_go_on(ledger):
-        state, first = _resume(initial, ledger, discard_damaged)
+        state, history, first = _resume(initial, ledger, config, discard_damaged)
         if first > config.stop:
             raise ConfigError(f"rounds.stop = {config.stop}, but {first} rounds are committed: a run cannot go back")
         tracker.metrics([(row.round + 1, row.metrics) for row in ledger.rows()])
@@ -101,7 +106,10 @@ def federate(
         def commit() -> None:
             nonlocal last_commit
             if pending:
-                ledger.commit(pending[-1].round, *pack(state), pending)
+                tensors, rest = pack(state)
+                if config.norm_bound is not None:
+                    rest[HISTORY] = history
+                ledger.commit(pending[-1].round, tensors, rest, pending)
                 ledger.check_lease()  # a successor tells the tracker what the ledger has
                 tracker.metrics([(row.round + 1, row.metrics) for row in pending])
                 pending.clear()
@@ -110,8 +118,8 @@ def federate(
         held, before = restart_peak()
         for round in range(first, config.stop):
             try:
-                state, row = _round(
-                    algorithm, state, round, seed, backend, ledger, config, evaluation, should_stop, noise_key
+                state, history, row = _round(
+                    algorithm, state, history, round, seed, backend, ledger, config, evaluation, should_stop, noise_key
                 )
             except Stopped:
                 commit()
@@ -149,8 +157,10 @@ def _tell_cost(rows: Sequence[Row]) -> None:
         log.info("median seconds of a round: %s", said)
 
 
-def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Any, int]:
-    """The state to go on from, and the round to compute next."""
+def _resume(
+    initial: Any, ledger: Ledger, config: RoundsConfig, discard_damaged: bool
+) -> tuple[Any, History, int]:
+    """The state to go on from, what is remembered of earlier updates, and the round to compute next."""
     commits = ledger.commits()
     last = commits[-1] if commits else None
     if discard_damaged:
@@ -159,12 +169,24 @@ def _resume(initial: Any, ledger: Ledger, discard_damaged: bool) -> tuple[Any, i
             log.warning("going on after round %d, the last good commit", 0 if last is None else last + 1)
         ledger.discard_after(last)
     ledger.rows()
-    state = initial if last is None else unpack(initial, *ledger.read(last))
+    tensors, rest = ({}, {}) if last is None else ledger.read(last)
+    state = initial if last is None else unpack(initial, tensors, rest)
+    history = _history(rest)
     ledger.tidy()  # after everything was seen to be whole: without leave, damage stays as it is
     if last is None:
-        return state, 0
+        return state, (), 0
     log.info("resuming after round %d", last + 1)
-    return state, last + 1
+    if config.norm_bound is not None and HISTORY not in rest:
+        log.info("an older version's commit, which does not say how far updates moved: rounds.norm_bound starts anew")
+    return state, history, last + 1
+
+
+def _history(rest: Mapping[str, Any]) -> History:
+    try:
+        return TypeAdapter(History).validate_python(rest.get(HISTORY, ()))
+    except ValidationError as error:
+        said = f"stored state: {HISTORY!r} is no list of how far updates moved: {brief(error)}"
+        raise IntegrityError(said) from error
 
 
 def _due(config: RoundsConfig, backend: Backend, round: int, last_commit: float) -> bool:
@@ -184,6 +206,7 @@ def _noise_seed(key: bytes | None, round: int) -> int | None:
 def _round(
     algorithm: Algorithm,
     state: Any,
+    history: History,
     round: int,
     seed: int,
     backend: Backend,
@@ -192,11 +215,11 @@ def _round(
     evaluation: Evaluation,
     should_stop: Callable[[], bool],
     noise_key: bytes | None,
-) -> tuple[Any, Row]:
+) -> tuple[Any, History, Row]:
     started = time.monotonic()
     plan = replace(algorithm.plan(state, round, seed), noise_seed=_noise_seed(noise_key, round))
     planned = time.monotonic()
-    watch = _Watch(plan, evaluation, config, seed, should_stop)
+    watch = _Watch(plan, evaluation, config, seed, should_stop, history)
     if config.keep_updates or backend.durable:
         outcomes = _through_ledger(algorithm, plan, backend, ledger, watch)
     else:
@@ -221,7 +244,7 @@ def _round(
     if spent is not None:
         metrics["epsilon"] = spent
     metrics["seconds_round"] = time.monotonic() - started
-    return state, Row(round=round, metrics=metrics, clients=tuple(watch.clients))
+    return state, watch.remembered(), Row(round=round, metrics=metrics, clients=tuple(watch.clients))
 
 
 def _through_ledger(
@@ -242,7 +265,8 @@ def _through_ledger(
         for outcome in watch.arriving(backend.run(algorithm, rest)):
             if isinstance(outcome, ClientFailure) or not backend.durable:
                 ledger.put_outcome(plan, outcome)
-        closed = ledger.close(plan, sorted(plan.order_of), watch.refused())
+        closed = ledger.close(plan, sorted(plan.order_of), watch.refused(), watch.moved)
+    watch.moved = closed.moved
     for client in sorted(closed.accepted):
         yield ledger.accepted(plan, client, closed)
 
@@ -272,6 +296,10 @@ class _Watch:
     config: RoundsConfig
     seed: int
     should_stop: Callable[[], bool]
+    history: History = ()
+    """How far updates of earlier rounds moved."""
+    moved: dict[int, Moved] = field(default_factory=dict)
+    """How far this round's did, by client, where terms ask for it."""
     clients: list[dict[str, Any]] = field(default_factory=list)
     sent: int = 0
     back: int = 0
@@ -302,10 +330,17 @@ class _Watch:
         """Takes down of an update what decides whether it is taken."""
         if isinstance(outcome, ClientUpdate) and not acceptance.unconditional(self.config):
             moved = movement(outcome, self.plan.order_of[outcome.client], self.evaluation.family.layout())
+            self.moved[outcome.client] = moved
             self.arrivals[outcome.client] = Arrival(moved, self._seconds(outcome))
 
     def refused(self) -> dict[int, ClientFailure]:
-        return acceptance.refused(self.plan.round, len(self.plan.orders), self.arrivals, self.config)
+        plan, size = self.plan, acceptance.NOTHING
+        if plan.orders and len(self.history) < acceptance.FIRST_ONES:
+            size = size_of(plan.orders[0].payload)
+        return acceptance.refused(plan.round, len(plan.orders), self.arrivals, self.config, self.history, size)
+
+    def remembered(self) -> History:
+        return acceptance.remembered(self.history, self.moved)
 
     def arriving(self, outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
         while True:

@@ -99,6 +99,12 @@ def is_statistic(name: str) -> bool:
     return name.endswith(("running_mean", "running_var"))
 
 
+def largest(name: str) -> float:
+    """The largest absolute value that an entry can have, beyond which training has diverged: float32 has room for the
+    sum of 10^8 squares of such statistics, and of as many weights' as there can be."""
+    return 1e15 if is_statistic(name) else 1e9
+
+
 def shapes(layout: ParamLayout, spec: SubmodelSpec, full: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of the sub-model, given those of the full network, or of one that it is part of.
     Touches no tensor."""

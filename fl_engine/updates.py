@@ -13,10 +13,11 @@ tensor reaches the mean. What fails is `Rejected` with one of the codes below: a
     checksum    other bytes than the manifest says
     names       tensors that the sub-model does not have, or lacks
     dtype, shape
-    finite      not a number, or infinite
+    finite      not a number, infinite, or so large that sums overflow
+    statistics  a variance below zero; or running statistics that moved much further than others
     examples    another number of samples than the client holds
-    metrics     a loss or a count that cannot be
-    norm        moved much further than the others of its round
+    metrics     a loss that cannot be, or not the steps, multiply-adds and memory that the order makes
+    norm        weights that moved much further than others
 """
 
 from __future__ import annotations
@@ -29,15 +30,20 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
+from fl_engine import workload
+from fl_engine.acceptance import Moved
+from fl_engine.devices import observe
 from fl_engine.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief
-from fl_engine.slicing import contains, is_statistic, shapes, take
+from fl_engine.slicing import contains, is_statistic, largest, shapes, take
 from fl_engine.store import canonical, decode, encode, padded, sha256
 from fl_engine.types import (
     Algorithm,
     ClientFailure,
     ClientUpdate,
     Device,
+    ModelFamily,
     Outcome,
     ParamLayout,
     Params,
@@ -48,8 +54,8 @@ from fl_engine.types import (
 )
 
 Code = Literal[
-    "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "finite", "examples",
-    "metrics", "norm", "unreadable",
+    "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "finite", "statistics",
+    "examples", "metrics", "norm", "unreadable",
 ]  # fmt: skip
 
 MANIFEST_BYTES = 2**15
@@ -100,13 +106,16 @@ class Manifest(BaseModel):
 @dataclass(frozen=True)
 class Rules:
     """What is known about honest updates. `samples` holds each client's sample count; by what `algorithm` makes of an
-    order and of what the client has free, the sub-model is known (None: it may be any part of what was sent)."""
+    order and of what the client has free, sub-model, steps and multiply-adds are known (None: it may be any part of
+    what was sent, and the work any up to a bound). What is free follows from `seed` (None: the client looks)."""
 
     layout: ParamLayout
     samples: Sequence[int]
     pool: Pool = ()
     fleet: Sequence[Device] = ()
     algorithm: Algorithm | None = None
+    family: ModelFamily | None = None
+    seed: int | None = None
 
 
 KeyOf = Callable[[WorkOrder], bytes]
@@ -216,7 +225,7 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
         if manifest.num_examples != held:
             raise Rejected("examples", f"says {manifest.num_examples} samples, the client holds {held}")
         _check_metrics(manifest.metrics)
-        _check_made(spec, order, manifest.metrics["free"], rules)
+        _check_made(spec, order, manifest.metrics, rules)
     return ClientUpdate(order.round, order.client, spec, tensors, manifest.num_examples, manifest.metrics)
 
 
@@ -225,28 +234,43 @@ def _most_bytes(expected: Expected) -> int:
     return tensors + HEADER_BYTES * (1 + len(expected))
 
 
-COUNTS = ("steps", "macs", "seconds", "free")
-MOST = 1e18
-"""Of anything that is counted."""
+LARGEST_LOSS = 1e6
+"""Beyond it, on either side, training has diverged."""
+MOST = {"steps": 1e9, "macs": 1e18, "seconds": 7 * 86400.0, "free": 1e12}
+"""Of anything that is counted, where nothing closer is known. A pod lives for seven days at most."""
 
 
 def _check_metrics(metrics: Mapping[str, float]) -> None:
-    named = metrics.keys() == {"loss", *COUNTS} and math.isfinite(metrics["loss"])
-    if not named or not all(0 <= metrics[name] <= MOST for name in COUNTS) or metrics["steps"] < 1:
-        raise Rejected("metrics", f"a loss, {', '.join(COUNTS)} of 0 or more and a step at least, got {dict(metrics)}")
+    named = metrics.keys() == {"loss", *MOST} and abs(metrics["loss"]) <= LARGEST_LOSS
+    if not named or not all(0 <= metrics[name] <= most for name, most in MOST.items()) or metrics["steps"] < 1:
+        bounds = ", ".join(f"{name} up to {most:g}" for name, most in MOST.items())
+        raise Rejected("metrics", f"a loss up to {LARGEST_LOSS:g}, {bounds} and a step at least, got {dict(metrics)}")
 
 
-def _check_made(spec: SubmodelSpec, order: WorkOrder, free: float, rules: Rules) -> None:
-    """The classes apart: which of them a client trains is its data's."""
+def _check_made(spec: SubmodelSpec, order: WorkOrder, metrics: Mapping[str, float], rules: Rules) -> None:
+    """Of the sub-model the classes apart: which of them a client trains is its data's. What is free is compared to nine
+    digits: machines differ in the last bits of a normal draw."""
+    free = metrics["free"]
+    if rules.seed is not None:
+        expected = observe(rules.fleet[order.client], rules.seed, order.round)
+        if not math.isclose(free, expected, rel_tol=1e-9):
+            raise Rejected("metrics", f"says that {free:g} % is free, in this round the client has {expected:g} %")
     if rules.algorithm is None:
         return
     context = TaskContext(rules.layout, rules.pool, rules.fleet[order.client], free)
     try:
-        made = rules.algorithm.task(order, context).spec
+        task = rules.algorithm.task(order, context)
     except (ClientError, ModelError) as error:
         raise Rejected("spec", f"with {free:g} % free, no client makes a sub-model of it: {error}") from error
-    if _but_classes(spec) != _but_classes(made):
+    if _but_classes(spec) != _but_classes(task.spec):
         raise Rejected("spec", f"with {free:g} % free, a client makes another sub-model of what was sent")
+    samples = rules.samples[order.client]
+    work = {"steps": float(workload.steps(task, samples))}
+    if rules.family is not None:
+        work["macs"] = workload.macs(rules.family, task, samples)
+    for name, count in work.items():
+        if metrics[name] != count:
+            raise Rejected("metrics", f"says {metrics[name]:g} {name}, the order makes {count:g}")
 
 
 def _but_classes(spec: SubmodelSpec) -> SubmodelSpec:
@@ -280,14 +304,37 @@ def _check(tensors: Params, expected: Expected) -> None:
             raise Rejected("dtype", f"{name} is {tensor.dtype}, not {dtype}")
         if tensor.shape != shape:
             raise Rejected("shape", f"{name} is {list(tensor.shape)}, not {list(shape)}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise Rejected("finite", f"{name} is not finite everywhere")
+        least, most = (float(end) for end in tensor.aminmax())  # both are NaN where one number is
+        if not max(-least, most) <= largest(name):
+            raise Rejected("finite", f"{name} is not finite everywhere, or beyond {largest(name):g}")
+        if least < 0 and name.endswith("running_var"):
+            raise Rejected("statistics", f"{name} holds a variance below zero")
 
 
-def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> float:
-    """Root mean square of how far the trained weights moved: comparable between sub-models of all sizes."""
+def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Moved:
+    """Root mean square of how far the trained numbers moved: comparable between sub-models of all sizes. The same bits
+    wherever the numbers lie and in whatever order of axes."""
     same = update.spec == order.spec
     sent = order.payload if same else take(order.payload, layout, update.spec, have=order.spec)
-    weights = [name for name in update.payload if not is_statistic(name)]
-    far = [float(torch.dist(new := update.payload[name], sent[name].to(new.device))) for name in weights]
-    return math.hypot(*far) / math.sqrt(max(1, sum(update.payload[name].numel() for name in weights)))
+    return _each({name: (_plain(new), _plain(sent[name])) for name, new in update.payload.items()})
+
+
+def size_of(params: Params) -> Moved:
+    """How far it is from zero."""
+    zero = torch.zeros(())
+    return _each({name: (_plain(tensor), zero) for name, tensor in params.items()})
+
+
+def _each(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> Moved:
+    far: tuple[list[float], list[float]] = [], []
+    count = [0, 0]
+    for name, (here, there) in pairs.items():
+        kind = is_statistic(name)
+        far[kind].append(float(torch.dist(here, there)))
+        count[kind] += here.numel()
+    weights, statistics = (math.hypot(*f) / math.sqrt(max(1, n)) for f, n in zip(far, count, strict=True))
+    return Moved(weights, statistics)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.acceptance import Arrival, refused, unconditional
+from fl_engine.acceptance import FIRST, REMEMBERED, Arrival, History, Moved, refused, remembered, unconditional
 from fl_engine.config import RoundsConfig
 from fl_engine.types import ClientFailure
 
 NO_TERMS = RoundsConfig(norm_bound=None)
+USUAL: History = (Moved(1.0),) * 3
+SIZE = Moved(10.0, 0.7)
+"""Of the weights that are sent, and of their statistics."""
 
 
 def arrivals(*seconds: float) -> dict[int, Arrival]:
-    return {client: Arrival(1.0, s) for client, s in enumerate(seconds)}
+    return {client: Arrival(Moved(1.0), s) for client, s in enumerate(seconds)}
 
 
 def stages(found: dict[int, ClientFailure]) -> dict[int, str]:
@@ -29,16 +34,102 @@ def test_without_terms_all_are_taken() -> None:
         assert not unconditional(NO_TERMS.model_copy(update=term))
 
 
+def moving(*moved: float) -> dict[int, Arrival]:
+    return {client: Arrival(Moved(far), 0.0) for client, far in enumerate(moved)}
+
+
 def test_who_moved_much_further_than_the_median_is_not_taken() -> None:
     terms = RoundsConfig(norm_bound=10.0)
-    assert refused(0, 3, {}, terms) == {}
-    just = {client: Arrival(moved, 0.0) for client, moved in enumerate((1.0, 1.1, 0.9, 10.5))}
-    assert refused(0, 4, just, terms) == {}
-    (failure,) = refused(7, 4, just | {3: Arrival(11.0, 0.0)}, terms).values()
+    assert refused(0, 3, {}, terms, USUAL) == {}
+    just = moving(1.0, 1.1, 0.9, 10.0)
+    assert refused(0, 4, just, terms, USUAL) == {}
+    (failure,) = refused(7, 4, just | {3: Arrival(Moved(11.0), 0.0)}, terms, USUAL).values()
     assert (failure.round, failure.client, failure.stage) == (7, 3, "validate")
-    assert failure.reason == "norm: moved 11 a weight, 10 times the median is 10.5"
-    endless = refused(0, 4, just | {3: Arrival(float("inf"), 0.0)}, terms)
-    assert stages(endless) == {3: "validate"}
+    assert failure.reason == "norm: moved 11 a number, 10 times the median is 10"
+    for no_number in (float("inf"), float("nan")):
+        assert stages(refused(0, 4, just | {3: Arrival(Moved(no_number), 0.0)}, terms, USUAL)) == {3: "validate"}
+
+
+def test_statistics_are_compared_with_statistics() -> None:
+    """Weights and statistics have other sizes; a model without statistics has zeros, and refuses nobody."""
+    terms, history = RoundsConfig(norm_bound=10.0), (Moved(1.0, 0.01),) * 3
+    honest = {0: Arrival(Moved(1.1, 0.02), 0.0), 1: Arrival(Moved(9.0, 0.01), 0.0)}
+    assert refused(0, 2, honest, terms, history) == {}
+    (failure,) = refused(0, 2, honest | {1: Arrival(Moved(0.9, 0.2), 0.0)}, terms, history).values()
+    assert failure.reason == "statistics: moved 0.2 a number, 10 times the median is 0.1"
+
+
+@pytest.mark.parametrize("others", [(), (1.2,), (1.2, 0.8)])
+def test_the_first_round_has_a_bound_too(others: tuple[float, ...]) -> None:
+    """From the size of what was sent, so that one or two updates are no measure of themselves."""
+    terms = RoundsConfig(norm_bound=8.0)
+    assert refused(0, 3, moving(1.0, *others), terms, (), SIZE) == {}
+    for attack in (90.0, 1e3, 1e30):
+        assert list(refused(0, 3, moving(attack, *others), terms, (), SIZE)) == [0]
+    alone = {0: Arrival(Moved(1.0, 8.1 * FIRST * 0.7), 0.0)}
+    assert "statistics" in refused(0, 1, alone, terms, (), SIZE)[0].reason
+
+
+def test_what_was_assumed_of_the_first_ones_gives_way_to_what_was_seen() -> None:
+    terms, history = RoundsConfig(norm_bound=8.0), ()
+    for round in range(4):
+        arrived = moving(0.01)
+        assert refused(round, 1, arrived, terms, history, SIZE) == {}
+        history = remembered(history, {0: Moved(0.01)})
+    assert list(refused(4, 1, moving(0.1), terms, history, SIZE)) == [0], "a part of the size would allow 20"
+
+
+def test_a_model_of_zeros_says_nothing_about_its_first_updates() -> None:
+    assert refused(0, 1, moving(1.0), RoundsConfig(norm_bound=8.0), (), Moved(0.0)) == {}
+
+
+def rounds_of(history: History, bad: Callable[[History], float], rounds: int, bound: float) -> tuple[History, int]:
+    """Three honest clients and a bad one each; (what is remembered, honest ones refused)."""
+    terms, honest_refused = RoundsConfig(norm_bound=bound), 0
+    for round in range(rounds):
+        arrived = moving(0.5, 1.0, 2.0, bad(history))
+        found = refused(round, 4, arrived, terms, history, SIZE)
+        honest_refused += len(found.keys() - {3})
+        history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()})
+    return history, honest_refused
+
+
+def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
+    """As high as is taken, in every round: the limit stays what the honest ones make it."""
+    bound, taken = 8.0, list[float]()
+
+    def as_far_as_is_taken(history: History) -> float:
+        steps = (0.01 * n for n in range(4000, 0, -1))
+        terms = RoundsConfig(norm_bound=bound)
+        others = (0.5, 1.0, 2.0)
+        taken.append(next(far for far in steps if 3 not in refused(0, 4, moving(*others, far), terms, history, SIZE)))
+        return taken[-1]
+
+    _, honest_refused = rounds_of((), as_far_as_is_taken, 40, bound)
+    assert honest_refused == 0
+    assert taken[-1] == taken[1] == pytest.approx(bound * 1.0)
+
+
+def test_nobody_lowers_the_bound_by_not_moving() -> None:
+    _, honest_refused = rounds_of((), lambda history: 0.0, 100, 8.0)
+    assert honest_refused == 0
+
+
+def test_a_run_whose_honest_updates_come_to_move_further_goes_on() -> None:
+    """What is refused is remembered: after half as many as are remembered, they are the usual."""
+    history, terms = (Moved(0.01),) * REMEMBERED, RoundsConfig(norm_bound=8.0)
+    rounds = 0
+    while refused(rounds, 2, moving(1.0, 1.0), terms, history, SIZE):
+        history = remembered(history, {0: Moved(1.0), 1: Moved(1.0)})
+        rounds += 1
+    assert rounds == REMEMBERED // 4
+
+
+def test_the_last_ones_are_remembered_in_client_order() -> None:
+    moved = {client: Moved(float(client)) for client in (2, 0, 1)}
+    assert remembered(USUAL, moved) == (*USUAL, Moved(0.0), Moved(1.0), Moved(2.0))
+    assert remembered(USUAL * REMEMBERED, moved)[-4:] == (Moved(1.0), Moved(0.0), Moved(1.0), Moved(2.0))
+    assert len(remembered(USUAL * REMEMBERED, moved)) == REMEMBERED
 
 
 def test_who_comes_after_the_deadline_is_late() -> None:
@@ -51,15 +142,16 @@ def test_of_more_than_are_wanted_the_first_are_taken() -> None:
     """Three are wanted of six; clients that come at the same time count by number."""
     terms = RoundsConfig(norm_bound=None, over_provision=2.0)
     assert stages(refused(0, 6, arrivals(3, 1, 2, 3, 9, 8), terms)) == {3: "straggle", 5: "straggle", 4: "straggle"}
-    assert refused(0, 6, {4: Arrival(1.0, 9.0)}, terms) == {}, "fewer came: all are taken"
+    assert refused(0, 6, {4: Arrival(Moved(1.0), 9.0)}, terms) == {}, "fewer came: all are taken"
 
 
 def test_one_that_is_refused_for_what_it_is_takes_nobodys_place() -> None:
     terms = RoundsConfig(norm_bound=10.0, over_provision=2.0)
-    quick_liar = arrivals(3, 1, 2, 4) | {1: Arrival(1e6, 0.0)}
-    assert stages(refused(0, 4, quick_liar, terms)) == {1: "validate", 3: "straggle"}
-    late_liar = arrivals(1, 1, 9) | {2: Arrival(1e6, 9.0)}
-    assert stages(refused(0, 3, late_liar, RoundsConfig(norm_bound=10.0, deadline_s=5.0))) == {2: "validate"}
+    quick_liar = arrivals(3, 1, 2, 4) | {1: Arrival(Moved(1e6), 0.0)}
+    assert stages(refused(0, 4, quick_liar, terms, USUAL)) == {1: "validate", 3: "straggle"}
+    late_liar = arrivals(1, 1, 9) | {2: Arrival(Moved(1e6), 9.0)}
+    late_terms = RoundsConfig(norm_bound=10.0, deadline_s=5.0)
+    assert stages(refused(0, 3, late_liar, late_terms, USUAL)) == {2: "validate"}
 
 
 def test_with_fewer_than_the_quorum_the_model_is_carried_forward() -> None:
@@ -84,7 +176,7 @@ def test_the_order_in_which_updates_arrive_decides_nothing(
     found: dict[int, tuple[float, float]], over: float, deadline_s: float | None, quorum: float, bound: float | None
 ) -> None:
     terms = RoundsConfig(norm_bound=bound, over_provision=over, deadline_s=deadline_s, quorum=quorum)
-    came = {client: Arrival(*values) for client, values in found.items()}
+    came = {client: Arrival(Moved(values[0]), values[1]) for client, values in found.items()}
     backwards = dict(reversed(came.items()))
     assert refused(0, 31, came, terms) == refused(0, 31, backwards, terms)
     taken = len(came) - len(refused(0, 31, came, terms))

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # From what everything may import to what nothing may. A package stands for its modules.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors", "seeds", "fields"}),
-    frozenset({"slicing", "averaging", "widths", "numerics", "kernels", "lanes", "sharing", "spool"}),
+    frozenset({"slicing", "averaging", "widths", "numerics", "kernels", "lanes", "sharing", "spool", "workload"}),
     frozenset({"acceptance", "aggregation", "devices", "faults", "losses", "selection", "server_opt"})
     | frozenset({"lease", "privacy", "probe", "s3", "state", "store", "tracking"}),
     frozenset({"local", "pool", "evaluate", "updates", "ledger"}),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fl_engine.algorithms import HeteroFL
-from fl_engine.client import execute, macs_per_sample
+from fl_engine.client import execute
 from fl_engine.errors import ModelError
 from fl_engine.local import Job, Trained, train
 from fl_engine.losses import distil_from_last, distil_mutually, exits_cross_entropy, mask_absent
@@ -31,6 +31,7 @@ from fl_engine.types import (
     Params,
     SubmodelSpec,
 )
+from fl_engine.workload import macs_per_sample
 
 FAMILY = TinyNet()
 START = initial_params(FAMILY, 1)

@@ -13,10 +13,11 @@ from fl_engine import rounds
 from fl_engine.config import RoundsConfig
 from fl_engine.errors import IntegrityError, Stopped
 from fl_engine.ledger import Ledger
+from fl_engine.slicing import take
 from fl_engine.state import pack, unpack
 from fl_engine.store import Store
 from fl_engine.tracking import Memory
-from fl_engine.types import ClientFailure, Outcome, RoundPlan
+from fl_engine.types import ClientFailure, Outcome, ParamLayout, RoundPlan
 
 Make = Callable[[], Store]
 Rows = Callable[[Store], list[Any]]
@@ -130,6 +131,86 @@ def test_what_a_round_refuses_is_refused_after_a_kill_as_before(
             break
         assert job.federate(store, **terms) == expected, f"killed after {writes} writes"
         assert timeless(store) == timeless(undisturbed), f"killed after {writes} writes"
+        assert remembered(store) == remembered(undisturbed), f"killed after {writes} writes"
+
+
+def remembered(store: Store) -> Any:
+    """How far the last commit says that updates moved."""
+    ledger = Ledger(store)
+    return ledger.read(ledger.commits()[-1])[1].get(rounds.HISTORY)
+
+
+def test_what_is_remembered_is_the_same_however_it_is_stored(job: Any, new_store: Make) -> None:
+    found = []
+    for mode in STORAGE:
+        store = new_store()
+        job.federate(store, stop=3, **mode)
+        found.append(remembered(store))
+    assert len(found[0]) == 3 * PER_ROUND and all(weights > 0 for weights, _ in found[0])
+    assert found == [found[0]] * len(STORAGE)
+    store = new_store()
+    job.federate(store, stop=3, norm_bound=None)
+    assert remembered(store) is None, "nobody asks"
+
+
+class Lying:
+    """A backend one of whose updates in one round says a multiple of what it trained."""
+
+    durable = False
+    phases: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, inner: Any, round: int, times: float, layout: ParamLayout) -> None:
+        self.inner, self.round, self.times, self.layout = inner, round, times, layout
+
+    def run(self, algorithm: Any, plan: RoundPlan) -> Any:
+        for i, order in enumerate(plan.orders):
+            (outcome,) = self.inner.run(algorithm, replace(plan, orders=(order,)))
+            if i == 0 and plan.round == self.round:
+                sent = take(order.payload, self.layout, outcome.spec, have=order.spec)
+                grown = {n: sent[n] + self.times * (t - sent[n]) for n, t in outcome.payload.items()}
+                outcome = replace(outcome, payload=grown)
+            yield outcome
+
+
+@pytest.mark.parametrize("times", [90.0, -90.0, 1e4])
+@pytest.mark.parametrize("round", [0, 1, 3])
+def test_of_two_updates_the_liar_is_refused_from_the_first_round_on(
+    job: Any, new_store: Make, round: int, times: float
+) -> None:
+    """The median of two is no measure: what came before is, and in the first round the size of what was sent."""
+    store = new_store()
+    job.federate(store, backend=Lying(job.backend, round, times, job.family.layout()), stop=4)
+    failed = {row.round: [line["failure"] for line in row.clients if "failure" in line] for row in Ledger(store).rows()}
+    assert [r for r in failed if failed[r]] == [round]
+    (reason,) = failed[round]
+    assert reason.startswith("validate: norm: ")
+
+
+def test_a_commit_of_an_older_version_goes_on_with_nothing_remembered(
+    job: Any, new_store: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "flexfleet")
+    store = new_store()
+    job.federate(store, stop=2, norm_bound=None)
+    job.federate(store, stop=3)
+    assert "does not say how far updates moved: rounds.norm_bound starts anew" in caplog.text
+    assert len(remembered(store)) == PER_ROUND
+    caplog.clear()
+    job.federate(store, stop=4)
+    assert "starts anew" not in caplog.text
+
+
+@pytest.mark.parametrize("history", ["words", [1.0], [[1.0, "far"]], {"a": 1}])
+def test_what_is_remembered_has_to_be_numbers(job: Any, new_store: Make, history: Any) -> None:
+    store = new_store()
+    job.federate(store, stop=1)
+    ledger = Ledger(store)
+    tensors, rest = ledger.read(0)
+    ledger.discard_after(None)
+    ledger.commit(0, tensors, {**rest, rounds.HISTORY: history}, [])
+    with pytest.raises(IntegrityError, match="how far updates moved"):
+        job.federate(store, stop=2)
+
 
 
 def test_nothing_is_tidied_away_before_the_state_is_seen_to_be_whole(
@@ -289,9 +370,10 @@ class Reordered:
 
 @pytest.mark.parametrize("order", [lambda found: found[::-1], lambda found: found[1:] + found[:1]])
 def test_outcomes_are_merged_in_client_order_whatever_order_they_arrive_in(
-    job: Any, new_store: Make, order: Callable[[list[Outcome]], list[Outcome]]
+    job: Any, new_store: Make, order: Callable[[list[Outcome]], list[Outcome]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job.algorithm = replace(job.algorithm, training=replace(job.algorithm.training, fraction=1.0))
+    everybody = replace(job.algorithm, training=replace(job.algorithm.training, fraction=1.0))
+    monkeypatch.setattr(job, "algorithm", everybody)  # the job is the whole session's
     expected = job.federate(new_store(), stop=2)
     assert job.federate(new_store(), stop=2, backend=Reordered(job.backend, order)) == expected
 

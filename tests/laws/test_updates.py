@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.algorithms import FlexFL
+from fl_engine.acceptance import Moved
+from fl_engine.algorithms import ALGORITHMS, FlexFL
 from fl_engine.client import execute
 from fl_engine.errors import ClientError, EnvironmentFailure, IntegrityError, Refused
 from fl_engine.ledger import Ledger
@@ -31,6 +32,7 @@ from fl_engine.updates import (
     packed,
     payload_bytes,
     signed,
+    size_of,
 )
 
 SECRET = b"a run's own"
@@ -237,7 +239,18 @@ LIES: dict[str, tuple[str, dict[str, bytes]]] = {
     "nothing of 2**63": ("schema", lying(payload=header(0, 2**63))),
     "nothing of 2**65": ("schema", lying(payload=header(0, 2**62, 8))),
     "another sub-model than its memory asks for": ("spec", narrower()),
-    "less memory than any sub-model takes": ("spec", lying(metrics={**dict(HONEST.metrics), "free": 0.0})),
+    "less memory than it has": ("metrics", lying(metrics={**dict(HONEST.metrics), "free": 0.0})),
+    "more memory than it has": ("metrics", lying(metrics={**dict(HONEST.metrics), "free": 1e18})),
+    "a loss that steers": ("metrics", lying(metrics={**dict(HONEST.metrics), "loss": 1e308})),
+    "a loss below any": ("metrics", lying(metrics={**dict(HONEST.metrics), "loss": -1e308})),
+    "steps that steer": ("metrics", lying(metrics={**dict(HONEST.metrics), "steps": 1e18})),
+    "a step more": ("metrics", lying(metrics={**dict(HONEST.metrics), "steps": HONEST.metrics["steps"] + 1})),
+    "no work": ("metrics", lying(metrics={**dict(HONEST.metrics), "macs": 0.0})),
+    "work that steers": ("metrics", lying(metrics={**dict(HONEST.metrics), "macs": 1e18})),
+    "a multiply-add more": ("metrics", lying(metrics={**dict(HONEST.metrics), "macs": HONEST.metrics["macs"] + 1})),
+    "ages": ("metrics", lying(metrics={**dict(HONEST.metrics), "seconds": 1e18})),
+    "a number whose square overflows": ("finite", lying(payload=tensors(a=lambda p: first(p, poisoned(3e38))))),
+    "the same below zero": ("finite", lying(payload=tensors(a=lambda p: first(p, poisoned(-3e38))))),
     "no step": ("metrics", lying(metrics={**dict(HONEST.metrics), "steps": 0.0})),
     "endless steps": ("metrics", lying(metrics={**dict(HONEST.metrics), "steps": 1e308})),
     "channels that are not there": ("spec", lying(spec=OTHER_SPEC)),
@@ -330,8 +343,110 @@ def test_an_answer_that_is_given_again_with_other_seconds_still_counts() -> None
     ledger.close(plan, [ORDER.client])
     closed = ledger.closed(plan)
     assert closed is not None
-    files |= lying(metrics={**dict(HONEST.metrics), "seconds": 99.0})
-    assert isinstance(ledger_of(files).accepted(plan, ORDER.client, closed), ClientUpdate)
+    for later in ({"seconds": 99.0}, {"loss": 77.0}, {"loss": 1e308, "steps": 1e18, "free": 0.0, "macs": 0.0}, None):
+        files |= lying(metrics={} if later is None else {**dict(HONEST.metrics), **later})
+        found = ledger_of(files).accepted(plan, ORDER.client, closed)
+        assert_same_outcomes([found], [HONEST])
+        assert isinstance(found, ClientUpdate) and found.metrics == HONEST.metrics, "as the round was closed with"
+
+
+def test_a_record_of_an_older_version_says_no_metrics_and_is_read() -> None:
+    files = dict(FILES)
+    ledger, plan = ledger_of(files), replace(PLAN, orders=(ORDER,))
+    assert len(list(ledger.finished(plan))) == 1
+    written = ledger.close(plan, [ORDER.client], moved={ORDER.client: Moved(0.1)})
+    old = {"schema_version": 1, "round": 0, "accepted": {str(k): v for k, v in written.accepted.items()}, "refused": {}}
+    old["checksum"] = sha256(canonical(old))
+    files["rounds/00000/closed.json"] = json.dumps(old).encode()
+    closed = ledger_of(files).closed(plan)
+    assert closed is not None and (closed.metrics, closed.moved) == ({}, {})
+    assert_same_outcomes([ledger_of(files).accepted(plan, ORDER.client, closed)], [HONEST])
+    for damage in ({"metrics": {}}, {"moved": {str(ORDER.client): [9.0, 0.0]}}):
+        found = json.loads(written.model_dump_json()) | damage
+        files["rounds/00000/closed.json"] = json.dumps(found).encode()
+        with pytest.raises(IntegrityError, match="checksum"):
+            ledger_of(files).closed(plan)
+
+
+def test_where_devices_look_at_their_memory_any_that_can_be_is_taken() -> None:
+    """But the sub-model is the one that fits into it."""
+    rules = replace(SITE.rules, algorithm=ALGORITHM, seed=None)
+
+    def said(free: float) -> str:
+        files = lying(metrics={**dict(HONEST.metrics), "free": free})
+        found = Ledger(Memory(files), rules=rules, key=key_of(SECRET)).receive(PLAN, ORDER.client)
+        return found.reason.partition(":")[0] if isinstance(found, ClientFailure) else "taken"
+
+    assert said(HONEST.metrics["free"] + 1e-3) == "taken"
+    assert (said(0.0), said(1e18), said(-1.0)) == ("spec", "metrics", "metrics")
+
+
+def test_of_an_algorithm_that_is_not_known_only_the_bounds_are() -> None:
+    rules = replace(SITE.rules, algorithm=None)
+
+    def said(**metrics: float) -> str:
+        files = lying(metrics={**dict(HONEST.metrics), **metrics})
+        found = Ledger(Memory(files), rules=rules, key=key_of(SECRET)).receive(PLAN, ORDER.client)
+        return found.reason.partition(":")[0] if isinstance(found, ClientFailure) else "taken"
+
+    assert said(steps=7.0, macs=1e9) == "taken"
+    worst = {name: 1e19 for name in ("steps", "macs", "free", "seconds", "loss")}
+    assert {name: said(**{name: value}) for name, value in worst.items()} == dict.fromkeys(worst, "metrics")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_an_order_makes_is_what_an_honest_client_says(name: str) -> None:
+    """Steps and multiply-adds, to the bit, for every algorithm, also with a last batch that is not full."""
+    for training in (TRAINING, replace(TRAINING, batch_size=3, drop_last=False)):
+        algorithm = ALGORITHMS[name](training=training)
+        site = tiny_site(algorithm)
+        plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+        files: dict[str, bytes] = {}
+        ledger = Ledger(Memory(files), rules=replace(site.rules, algorithm=algorithm))
+        for order in plan.orders:
+            outcome = execute(algorithm, order, site)
+            ledger.put_outcome(plan, outcome)
+            assert_same_outcomes([ledger.receive(plan, order.client)], [outcome])
+
+
+# --------------------------------------------------------------------------------------------- running statistics
+STATIC = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
+STATIC_SITE = tiny_site(ALGORITHM, STATIC)
+STATIC_PLAN = ALGORITHM.plan(start_of(ALGORITHM, STATIC_SITE), 0, SEED)
+
+
+def with_statistics(kind: str, value: float) -> ClientFailure | ClientUpdate:
+    """An update one of whose running statistics is this."""
+    order = STATIC_PLAN.orders[0]
+    honest = execute(ALGORITHM, order, STATIC_SITE)
+    assert isinstance(honest, ClientUpdate)
+    name = next(name for name in honest.payload if name.endswith(kind))
+    payload = {**honest.payload, name: poisoned(value)(honest.payload[name].clone())}
+    ledger = Ledger(Memory({}), rules=replace(STATIC_SITE.rules, algorithm=ALGORITHM))
+    ledger.put_outcome(STATIC_PLAN, replace(honest, payload=payload))
+    found = ledger.receive(STATIC_PLAN, order.client)
+    assert isinstance(found, ClientUpdate | ClientFailure)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "code"),
+    [
+        ("running_var", -1e-3, "statistics"),
+        ("running_var", 3e38, "finite"),
+        ("running_mean", 3e38, "finite"),
+        ("running_mean", -3e38, "finite"),
+        ("running_var", float("nan"), "finite"),
+    ],
+)
+def test_statistics_that_cannot_be_are_refused(kind: str, value: float, code: str) -> None:
+    found = with_statistics(kind, value)
+    assert isinstance(found, ClientFailure) and found.reason.partition(":")[0] == code
+
+
+@pytest.mark.parametrize(("kind", "value"), [("running_mean", -5.0), ("running_var", 0.0), ("running_var", 5.0)])
+def test_statistics_that_can_be_are_taken(kind: str, value: float) -> None:
+    assert isinstance(with_statistics(kind, value), ClientUpdate)
 
 
 # -------------------------------------------------------------------------------------------------- any bytes
@@ -413,23 +528,35 @@ def test_any_json_in_any_field(field: str, value: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- norms
+def moved_by(weights: float, statistics: float = 0.0) -> ClientUpdate:
+    """An update of the network with statistics, each of whose numbers moved by so much."""
+    order = STATIC_PLAN.orders[0]
+    payload = {n: t + (statistics if is_statistic(n) else weights) for n, t in order.payload.items()}
+    return ClientUpdate(0, order.client, order.spec, payload, 8, {})
+
+
 def test_how_far_an_update_moved() -> None:
+    """Weights and statistics apart: what one kind did is not seen in the other."""
+    order, layout = STATIC_PLAN.orders[0], STATIC_SITE.layout
+    assert movement(moved_by(0.0), order, layout) == Moved(0.0, 0.0)
+    assert movement(moved_by(2.0), order, layout) == (pytest.approx(2.0), 0.0)
+    assert movement(moved_by(0.0, 3.0), order, layout) == (0.0, pytest.approx(3.0))
     assert isinstance(HONEST, ClientUpdate)
-    assert movement(HONEST, ORDER, SITE.layout) > 0
-    still = replace(HONEST, payload={n: ORDER.payload[n].clone() for n in HONEST.payload}, spec=ORDER.spec)
-    if HONEST.spec == ORDER.spec:
-        assert movement(still, ORDER, SITE.layout) == 0.0
-        by_two = replace(still, payload={n: t + 2.0 for n, t in still.payload.items()})
-        assert movement(by_two, ORDER, SITE.layout) == pytest.approx(2.0)
+    weights, statistics = movement(HONEST, ORDER, SITE.layout)
+    assert weights > 0 and statistics == 0.0, "a network without statistics"
 
 
-def test_running_statistics_do_not_count_as_movement() -> None:
-    """They are averages of the data, of any size; what they may be is another rule."""
-    algorithm = FlexFL(training=TRAINING)
-    site = tiny_site(algorithm, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
-    order = algorithm.plan(start_of(algorithm, site), 0, SEED).orders[0]
-    update = execute(algorithm, order, site)
-    assert isinstance(update, ClientUpdate)
-    others = {n: t + 7.0 if is_statistic(n) else t for n, t in update.payload.items()}
-    assert any(is_statistic(n) for n in others)
-    assert movement(replace(update, payload=others), order, site.layout) == movement(update, order, site.layout) > 0
+def test_how_far_is_the_same_bits_in_whatever_order_of_axes() -> None:
+    """Networks train channels last; what comes from a file is not."""
+    order, layout = STATIC_PLAN.orders[0], STATIC_SITE.layout
+    honest = execute(ALGORITHM, order, STATIC_SITE)
+    assert isinstance(honest, ClientUpdate)
+    last = torch.channels_last
+    other = {n: t.contiguous(memory_format=last) if t.dim() == 4 else t for n, t in honest.payload.items()}
+    assert any(not t.is_contiguous() for t in other.values())
+    assert movement(replace(honest, payload=other), order, layout) == movement(honest, order, layout)
+
+
+def test_how_large_a_model_is() -> None:
+    params = {"w": torch.tensor([3.0, -3.0]), "bn.running_var": torch.tensor([1.0]), "bn.running_mean": torch.zeros(1)}
+    assert size_of(params) == (pytest.approx(3.0), pytest.approx(0.5**0.5))

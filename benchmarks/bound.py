@@ -1,0 +1,169 @@
+"""What `rounds.norm_bound` costs honest rounds, and what one bad client of twenty reaches below it: half an hour on one
+core.
+
+    FLEXFLEET_DATA=... python -m benchmarks.bound        (again, after an interruption: finished runs are kept)
+
+The bad client is the one with the most samples, in every round that it is asked. It knows everything: what the others
+bring, and the bound. Writes docs/robustness/bound.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from components.federate import initial_state, site_of
+from components.model_pool import model_pool
+from components.partition import partition
+from components.pretrain import pretrain
+from fl_engine import acceptance, config, rounds
+from fl_engine.acceptance import History
+from fl_engine.backends import InProcess
+from fl_engine.config import Config, RoundsConfig
+from fl_engine.ledger import Ledger
+from fl_engine.slicing import is_statistic, take
+from fl_engine.store import FolderStore
+from fl_engine.tracking import Memory
+from fl_engine.types import Algorithm, Backend, ClientUpdate, Outcome, ParamLayout, RoundPlan
+from fl_engine.updates import movement, size_of
+
+STORE = Path("runs/bound")
+OUT = Path("docs/robustness/bound.json")
+BOUND = RoundsConfig().norm_bound
+assert BOUND is not None
+JUST = 0.999
+
+DIGITS = ("rounds.stop=20",)
+FASHION = (
+    "dataset.name=fashion_mnist", "dataset.train_samples=4000", "dataset.test_samples=2000", "partition.alpha=0.3",
+    "partition.clients=40", "training.fraction=0.25", "training.batch_size=20", "training.epochs=1", "model.width=0.5",
+    "pretrain.epochs=20", "rounds.stop=15",
+)  # fmt: skip
+CIFAR = (
+    "dataset.name=cifar10", "dataset.train_samples=3000", "dataset.test_samples=1000", "partition.alpha=0.3",
+    "training.fraction=0.2", "training.batch_size=20", "training.epochs=1", "model.name=small_cnn", "model.norm=static",
+    "pretrain.epochs=5", "rounds.stop=12",
+)  # fmt: skip
+ALGORITHMS = {"flexfl": ("algorithm.epsilon=5.0",), "heterofl": ("algorithm.name=heterofl",)}
+FEW = {"1 client a round": ("training.fraction=0.05", "rounds.stop=40"), "2": ("training.fraction=0.1",)}
+
+Attack = Callable[[float, float], float]
+"""(how far the client really moved, how far it may move) to the factor of its change."""
+ATTACKS: dict[str, Attack] = {
+    "change x 90": lambda moved, limit: 90.0,
+    "change x -90": lambda moved, limit: -90.0,
+    "change x 1000": lambda moved, limit: 1000.0,
+    "no change": lambda moved, limit: 0.0,
+    "just below the bound": lambda moved, limit: JUST * limit / moved,
+    "just below, turned around": lambda moved, limit: -JUST * limit / moved,
+}
+
+
+@dataclass
+class Bad:
+    """A backend one of whose clients attacks."""
+
+    inner: Backend
+    client: int
+    attack: Attack
+    bound: float
+    layout: ParamLayout
+    history: History = ()
+    durable: ClassVar[bool] = False
+    phases: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        found = list(self.inner.run(algorithm, plan))
+        updates = {outcome.client: outcome for outcome in found if isinstance(outcome, ClientUpdate)}
+        moved = {client: movement(update, plan.order_of[client], self.layout) for client, update in updates.items()}
+        if self.client in updates:
+            own, far = moved[self.client], [m for client, m in moved.items() if client != self.client]
+            highest = own._replace(weights=float("inf"))
+            usual = acceptance.middle(self.history, [*far, highest], size_of(plan.orders[0].payload))
+            times = self.attack(own.weights, self.bound * usual.weights)
+            bad = self._changed(updates[self.client], plan, times)
+            moved[self.client] = movement(bad, plan.order_of[self.client], self.layout)
+            found = [bad if outcome.client == self.client else outcome for outcome in found]
+        self.history = acceptance.remembered(self.history, moved)
+        yield from found
+
+    def _changed(self, update: ClientUpdate, plan: RoundPlan, times: float) -> ClientUpdate:
+        order = plan.order_of[update.client]
+        sent = take(order.payload, self.layout, update.spec, have=order.spec)
+        payload = {
+            name: tensor if is_statistic(name) else sent[name] + times * (tensor - sent[name])
+            for name, tensor in update.payload.items()
+        }
+        return replace(update, payload=payload)
+
+
+def prepared(name: str, settings: tuple[str, ...]) -> tuple[Config, Path]:
+    """A run's configuration, and its folder with partition and pool."""
+    found = config.load_config(None, ("tracking.mlflow=null", "rounds.evaluate_every=100", *settings))
+    out = STORE / name
+    if not (out / "pool/pool.json").exists():
+        partition(found, out / "partition")
+        pretrain(found, out / "partition", out / "pretrain")
+        model_pool(found, out / "pretrain", out / "pool")
+    return found, out
+
+
+def measured(name: str, settings: tuple[str, ...], bound: float | None, attack: str | None) -> dict[str, Any]:
+    """Accuracies of the last round in %, and how many updates came and were refused."""
+    kept = STORE / name / f"{'off' if bound is None else f'{bound:g}'}, {attack or 'honest'}.json"
+    with suppress(FileNotFoundError):
+        return dict(json.loads(kept.read_text()))
+    found, out = prepared(name, settings)
+    site, algorithm = site_of(found, out / "partition", out / "pool"), config.algorithm(found)
+    backend: Backend = InProcess(site)
+    bad = max(range(len(site.fleet)), key=lambda client: len(site.partition.clients[client]))
+    if attack is not None:
+        backend = Bad(backend, bad, ATTACKS[attack], bound or BOUND, site.layout)
+    evaluation = rounds.Evaluation(site.family, site.pool, site.data, found.run.devices, site.fleet)
+    terms = found.rounds.model_copy(update={"norm_bound": bound})
+    ledger = Ledger(FolderStore(kept.with_suffix("")))
+    rounds.federate(algorithm, initial_state(found, site), backend, ledger, Memory(), terms, found.seed, evaluation)
+    rows = ledger.rows()
+    refused = [line["client"] for row in rows for line in row.clients if "validate" in line.get("failure", "")]
+    result = {
+        "avg": 100 * rows[-1].metrics["avg"],
+        "full": 100 * rows[-1].metrics["full"],
+        "updates": sum(line["client"] != bad or attack is None for row in rows for line in row.clients),
+        "refused": sum(client != bad or attack is None for client in refused),
+        "caught": refused.count(bad) if attack else 0,
+        "attacks": sum(line["client"] == bad for row in rows for line in row.clients) if attack else 0,
+    }
+    kept.write_text(json.dumps(result))
+    return result
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    found: dict[str, Any] = {"honest": {}, "attacked": {}}
+    data = {"digits": DIGITS, "fashion_mnist": FASHION, "cifar10": CIFAR}
+    honest = {f"{d} {a}": (*data[d], *ALGORITHMS[a]) for d in data for a in ALGORITHMS}
+    honest |= {f"digits flexfl {few}": (*DIGITS, *ALGORITHMS["flexfl"], *FEW[few]) for few in FEW}
+    print("| | without | with the bound | refused |\n|---|---|---|---|")
+    for name, settings in honest.items():
+        off, on = (measured(name, settings, bound, None) for bound in (None, BOUND))
+        found["honest"][name] = {"without": off, "with": on}
+        print(f"| {name} | {off['avg']:.1f} | {on['avg']:.1f} | {on['refused']} of {on['updates']} |", flush=True)
+    print("| | accuracy | caught | honest ones refused |\n|---|---|---|---|")
+    for attack, bound in (("change x 90", None), *((attack, BOUND) for attack in ATTACKS)):
+        for name in (f"digits {a}" for a in ALGORITHMS):
+            title = f"{name}, {attack}{'' if bound else ', no bound'}"
+            on = found["attacked"][title] = measured(name, honest[name], bound, attack)
+            caught = f"{on['caught']} of {on['attacks']} | {on['refused']} of {on['updates']}"
+            print(f"| {title} | {on['avg']:.1f} | {caught} |", flush=True)
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
