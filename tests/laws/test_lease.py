@@ -139,6 +139,16 @@ def test_a_heartbeat_outlives_an_outage_of_the_store(memory_store: Store, monkey
         assert before is not None and after is not None and after.beats > before.beats
 
 
+def test_one_that_has_let_go_gives_no_sign_of_life_any_more(memory_store: Store) -> None:
+    with lease.held(memory_store):
+        pass
+    time.sleep(0.05)
+    before = lease._read(memory_store, 1)
+    time.sleep(0.1)
+    assert before is not None and before.released
+    assert lease._read(memory_store, 1) == before
+
+
 # ---------------------------------------------------------------------------------------------------- fencing
 class Pausing:
     """Passes everything on to `inner`, but stops before its n-th write or deletion until it is told to go on."""

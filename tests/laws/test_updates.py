@@ -214,6 +214,12 @@ def narrower() -> dict[str, bytes]:
     return lying(spec=spec.to_json(), payload=encode({n: t.contiguous() for n, t in payload.items()}))
 
 
+def written(**said: Any) -> dict[str, bytes]:
+    """The honest manifest with other words, under the old signature: what no signature is computed over."""
+    manifest = json.loads(FILES[f"{BASE}.json"])
+    return FILES | {f"{BASE}.json": json.dumps({**manifest, **said}).encode()}
+
+
 OTHER_SPEC = {"keep": {next(iter(SITE.layout.groups)): 10**6}, "blocks": None}
 LIES: dict[str, tuple[str, dict[str, bytes]]] = {
     "unsigned": ("signature", lying(key=None)),
@@ -229,6 +235,10 @@ LIES: dict[str, tuple[str, dict[str, bytes]]] = {
     "no manifest": ("schema", {f"{BASE}.json": b"[]"}),
     "a large manifest": ("file", {f"{BASE}.json": b" " * 2**21}),
     "an unknown field": ("schema", {f"{BASE}.json": b'{"run": "rm"}'}),
+    "an unknown field more": ("schema", written(run="rm")),
+    "a number as text": ("schema", written(round="0")),
+    "a stage without end": ("schema", written(stage="s" * 65)),
+    "a loss that JSON cannot say": ("metrics", written(metrics={**dict(HONEST.metrics), "loss": float("nan")})),
     "nan": ("finite", lying(payload=tensors(a=lambda p: first(p, poisoned(float("nan")))))),
     "infinity": ("finite", lying(payload=tensors(a=lambda p: first(p, poisoned(float("inf")))))),
     "half precision": ("dtype", lying(payload=tensors(a=lambda p: first(p, torch.Tensor.half)))),
