@@ -29,11 +29,15 @@ test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 SOAK_KILLS ?= 300
+SOAK_MUTANTS ?= 50
 
-# What `make test` does for a minute, for an hour: kills, malformed bytes, and the largest runs that one machine takes.
+# What `make test` does for a minute, for hours: kills, malformed bytes, attacks (they want radosgw), changes of the
+# engine that no test sees, and the largest runs that one machine takes.
 soak: setup
 	$(BIN)/python -m tests.harness.kills --kills $(SOAK_KILLS)
 	FLEXFLEET_FUZZ=2000 $(BIN)/python -m pytest tests/fuzz
+	$(BIN)/python -m tests.harness.attacks
+	$(BIN)/python -m tests.harness.mutants --limit $(SOAK_MUTANTS)
 	$(BIN)/python -m benchmarks.limits
 
 lint: setup

@@ -73,8 +73,7 @@ class World:
     def environment(self, store: str) -> dict[str, str]:
         """Which tells boto3 where the server is; it is started when it is first asked for."""
         if store not in self._known:
-            start = {"folder": _nowhere, "moto": _moto, "radosgw": _radosgw}[store]
-            self._known[store] = self.servers.enter_context(start(self.folder / store))
+            self._known[store] = self.servers.enter_context(START[store](self.folder / store))
             if store != "folder":
                 s3_of(self._known[store]).create_bucket(Bucket=BUCKET)
         return self._known[store]
@@ -243,3 +242,7 @@ def _radosgw(folder: Path) -> Iterator[dict[str, str]]:
 @contextmanager
 def _nowhere(_: Path) -> Iterator[dict[str, str]]:
     yield {}
+
+
+START = {"folder": _nowhere, "moto": _moto, "radosgw": _radosgw}
+"""By kind, what serves a store in a folder and tells the environment that leads to it."""

@@ -30,6 +30,8 @@ def test_without_terms_all_are_taken() -> None:
     assert unconditional(NO_TERMS)
     assert refused(0, 5, arrivals(1, 2, 1e9), NO_TERMS) == {}
     assert not unconditional(RoundsConfig()), "the norm bound is on"
+    for term in ({"norm_bound": 2.0}, {"deadline_s": 1.0}, {"over_provision": 1.5}, {"quorum": 0.5}):
+        assert not unconditional(NO_TERMS.model_copy(update=term))
 
 
 def moving(*moved: float) -> dict[int, Arrival]:
@@ -147,6 +149,9 @@ def test_one_that_is_refused_for_what_it_is_takes_nobodys_place() -> None:
     terms = RoundsConfig(norm_bound=10.0, over_provision=2.0)
     quick_liar = arrivals(3, 1, 2, 4) | {1: Arrival(Moved(1e6), 0.0)}
     assert stages(refused(0, 4, quick_liar, terms, USUAL)) == {1: "validate", 3: "straggle"}
+    late_liar = arrivals(1, 1, 9) | {2: Arrival(Moved(1e6), 9.0)}
+    late_terms = RoundsConfig(norm_bound=10.0, deadline_s=5.0)
+    assert stages(refused(0, 3, late_liar, late_terms, USUAL)) == {2: "validate"}
 
 
 def test_with_fewer_than_the_quorum_the_model_is_carried_forward() -> None:

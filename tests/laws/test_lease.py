@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fl_engine import lease, rounds
 from fl_engine.config import RoundsConfig
 from fl_engine.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped
 from fl_engine.lease import Holder, Lease
-from fl_engine.ledger import Ledger
+from fl_engine.ledger import Ledger, Row
 from fl_engine.store import FolderStore, Store, encode
 from fl_engine.tracking import Memory
 from fl_engine.types import Tracker
@@ -136,6 +137,16 @@ def test_a_heartbeat_outlives_an_outage_of_the_store(memory_store: Store, monkey
         time.sleep(0.1)
         after = lease._read(memory_store, 1)
         assert before is not None and after is not None and after.beats > before.beats
+
+
+def test_one_that_has_let_go_gives_no_sign_of_life_any_more(memory_store: Store) -> None:
+    with lease.held(memory_store):
+        pass
+    time.sleep(0.05)
+    before = lease._read(memory_store, 1)
+    time.sleep(0.1)
+    assert before is not None and before.released
+    assert lease._read(memory_store, 1) == before
 
 
 # ---------------------------------------------------------------------------------------------------- fencing
@@ -336,3 +347,65 @@ def test_one_that_was_replaced_neither_commits_nor_discards(memory_store: Store,
         with pytest.raises(Stopped, match="has taken over while this one did not answer"):
             act()
     assert memory_store.list("rounds/") == []
+
+
+def by(store: Store, number: int, **more: Any) -> Ledger:
+    """The ledger of the coordinator of this number."""
+    return Ledger(store, lease=Lease(store, number, Holder(host="here", machine="here", pid=1, since="now")), **more)
+
+
+def commit(ledger: Ledger, *rounds: int, value: float = 0.0) -> None:
+    for round in rounds:
+        rows = [Row(round=round, metrics={"avg": value}, clients=())]
+        ledger.commit(round, {"params/w": torch.full((3,), value)}, {"count": round}, rows)
+
+
+def test_one_that_was_replaced_tidies_nothing_of_its_successors_away(memory_store: Store) -> None:
+    """Which keeps more states than it would."""
+    memory_store.put("lease/00002.json", b"")
+    commit(by(memory_store, 2, keep_every=1), 0, 1, 2, 3)
+    before = memory_store.list("rounds/")
+    by(memory_store, 1).tidy()
+    assert memory_store.list("rounds/") == before
+    by(memory_store, 3).tidy()
+    assert memory_store.list("rounds/") != before, "its own successor does"
+
+
+def test_one_that_was_replaced_before_it_discards_deletes_nothing_of_its_successors(memory_store: Store) -> None:
+    """It looks at the lease, is paused, and looks at the files only then."""
+    commit(by(memory_store, 1), 0, 1)
+
+    class Paused(type(memory_store)):  # type: ignore[misc]
+        def list(self, prefix: str) -> list[str]:
+            if prefix == "rounds/" and "lease/00002.json" not in self.files:
+                self.put("lease/00002.json", b"")
+                commit(by(self, 2), 2, 3, value=2.0)
+            found: list[str] = super().list(prefix)
+            return found
+
+    memory_store.__class__ = Paused
+    by(memory_store, 1).discard_after(None)
+    assert Ledger(memory_store).commits() == [2, 3]
+    assert Ledger(memory_store).read(3)[1] == {"count": 3}
+
+
+def test_one_that_was_replaced_while_it_commits_clears_nothing_away(memory_store: Store) -> None:
+    """The updates of the round are what its successor is about to merge."""
+    for key in ("rounds/00000/plan.json", "rounds/00000/updates/3.json"):
+        memory_store.put(key, b"{}")
+    replaced = At(memory_store, lambda what, _: what == "create", lambda: memory_store.put("lease/00002.json", b""))
+    with pytest.raises(Stopped, match="has taken over"):
+        commit(by(replaced, 1), 0)  # type: ignore[arg-type]
+    assert {"rounds/00000/plan.json", "rounds/00000/updates/3.json"} <= set(memory_store.list("rounds/"))
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), (2, 1), (9, 10), (10, 9)])
+def test_of_two_marks_of_a_round_that_of_the_later_coordinator_counts(
+    memory_store: Store, numbers: tuple[int, int]
+) -> None:
+    """In whatever order they were written."""
+    for number in numbers:
+        commit(by(memory_store, number), 0, value=float(number))
+    tensors, _ = Ledger(memory_store).read(0)
+    assert tensors["params/w"].tolist() == [max(numbers)] * 3
+    assert [row.metrics["avg"] for row in Ledger(memory_store).rows()] == [max(numbers)]

@@ -185,6 +185,22 @@ def test_a_kill_between_any_two_writes_of_packing_and_cutting_loses_no_measureme
     assert writes > 100
 
 
+def test_a_kill_while_old_rounds_are_deleted_leaves_no_mark_without_what_it_vouches_for(
+    new_store: Make, dying: Any, killed: type[BaseException], small_packs: None
+) -> None:
+    for writes in range(1000):
+        store = new_store()
+        commit(Ledger(store), *range(11))
+        try:
+            commit(Ledger(dying(store, writes)), *range(11, 14))
+            break
+        except killed:
+            pass
+        for round in Ledger(store).commits():
+            assert "metrics.json" in files_of(store, round), f"round {round}, killed after {writes} writes"
+    assert writes > 30
+
+
 @pytest.mark.parametrize("how", [*DAMAGES, "deleted"])
 def test_a_damaged_pack_is_named_and_can_be_got_over(memory_store: Store, small_packs: None, how: str) -> None:
     commit(Ledger(memory_store, keep_every=8), *range(35))

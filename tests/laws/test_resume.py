@@ -212,6 +212,27 @@ def test_what_is_remembered_has_to_be_numbers(job: Any, new_store: Make, history
 
 
 
+def test_nothing_is_tidied_away_before_the_state_is_seen_to_be_whole(
+    job: Any, new_store: Make, memory_store: Store, dying: Any, killed: type[BaseException]
+) -> None:
+    """A kill behind the last commit's mark leaves one state more than are needed: the last good one."""
+    expected = job.federate(new_store(), stop=4)
+    for writes in range(100):
+        memory_store.files.clear()  # type: ignore[attr-defined]
+        with pytest.raises(killed):
+            job.federate(dying(memory_store, writes), stop=4)
+        if Ledger(memory_store).commits() == [0, 1, 2]:
+            break
+    for round in (1, 2):
+        memory_store.put(f"rounds/{round:05d}/state.safetensors", b"damaged")
+    before = dict(memory_store.files)  # type: ignore[attr-defined]
+    with pytest.raises(IntegrityError, match="--discard-damaged"):
+        job.federate(memory_store, stop=4)
+    assert memory_store.files == before  # type: ignore[attr-defined]
+    assert job.federate(memory_store, discard_damaged=True, stop=4) == expected
+    assert {round for round, _ in job.backend.asked} == {1, 2, 3}
+
+
 @storage
 def test_raising_the_number_of_rounds_continues_a_finished_run(
     job: Any, new_store: Make, memory_store: Store, mode: dict[str, Any]

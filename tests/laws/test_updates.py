@@ -215,6 +215,12 @@ def narrower() -> dict[str, bytes]:
     return lying(spec=spec.to_json(), payload=encode({n: t.contiguous() for n, t in payload.items()}))
 
 
+def written(**said: Any) -> dict[str, bytes]:
+    """The honest manifest with other words, under the old signature: what no signature is computed over."""
+    manifest = json.loads(FILES[f"{BASE}.json"])
+    return FILES | {f"{BASE}.json": json.dumps({**manifest, **said}).encode()}
+
+
 OTHER_SPEC = {"keep": {next(iter(SITE.layout.groups)): 10**6}, "blocks": None}
 LIES: dict[str, tuple[str, dict[str, bytes]]] = {
     "unsigned": ("signature", lying(key=None)),
@@ -230,6 +236,10 @@ LIES: dict[str, tuple[str, dict[str, bytes]]] = {
     "no manifest": ("schema", {f"{BASE}.json": b"[]"}),
     "a large manifest": ("file", {f"{BASE}.json": b" " * 2**21}),
     "an unknown field": ("schema", {f"{BASE}.json": b'{"run": "rm"}'}),
+    "an unknown field more": ("schema", written(run="rm")),
+    "a number as text": ("schema", written(round="0")),
+    "a stage without end": ("schema", written(stage="s" * 65)),
+    "a loss that JSON cannot say": ("metrics", written(metrics={**dict(HONEST.metrics), "loss": float("nan")})),
     "nan": ("finite", lying(payload=tensors(a=lambda p: first(p, poisoned(float("nan")))))),
     "infinity": ("finite", lying(payload=tensors(a=lambda p: first(p, poisoned(float("inf")))))),
     "half precision": ("dtype", lying(payload=tensors(a=lambda p: first(p, torch.Tensor.half)))),
@@ -318,6 +328,26 @@ def test_what_a_client_writes_into_a_reason_does_nothing_to_a_terminal() -> None
 def test_printable_text_is_in_one_line_and_text_that_is_so_stays(text: str) -> None:
     found = printable(text + ODD)
     assert found.isprintable() and found.encode() and printable(found) == found
+
+
+def test_the_key_of_one_order_signs_no_answer_to_another() -> None:
+    """A client keeps the keys of all the orders that it was ever given."""
+    for other in (replace(ORDER, round=1), replace(ORDER, seed=ORDER.seed + 1), replace(ORDER, hints={"model": "X"})):
+        plan, files = RoundPlan(other.round, (other,)), dict[str, bytes]()
+        given = Ledger(Memory(files), key=lambda _: KEY)  # what the client does with the key that it has
+        given.put_outcome(plan, replace(HONEST, round=other.round))
+        found = ledger_of(files).receive(plan, ORDER.client)
+        assert isinstance(found, ClientFailure) and found.reason.startswith("signature:")
+
+
+def test_a_client_cannot_sign_as_the_coordinator() -> None:
+    """Else it could say of itself that its pod failed, or of its update that it was not looked at."""
+    ledger = Ledger(
+        Memory(lying(spec=None, sha256=None, stage="pod", reason="lost")),
+        key=key_of(SECRET),
+        own=key_of(SECRET, "coordinator"),
+    )
+    assert ledger.receive(PLAN, ORDER.client) == ClientFailure(0, ORDER.client, "train", "lost")
 
 
 @pytest.mark.parametrize("later", ["another", "garbage", "nothing"])

@@ -1,0 +1,75 @@
+"""Attacks a run as its clients could, and looks what holds.
+
+    python -m tests.harness.attacks --json
+    python -m tests.harness.attacks --only copy-source
+
+Each attack is a function in a table: `urls` (what the S3 server has to refuse), `stored`, `updates`, `runs` and
+`settings` (what the engine has to). Servers are Ceph's radosgw, which enforces what was signed, and moto, which
+verifies nothing: there, what only a server can refuse is told under `not_enforced`. Exit code 0: nothing is open; 1:
+something is; 6: radosgw is not installed, and nothing was tried. The log goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.harness.attacks import runs, settings, stored, updates, urls
+from tests.harness.attacks.servers import served
+from tests.harness.attacks.table import Attack, Tally, try_all
+from tests.harness.world import missing
+
+log = logging.getLogger("flexfleet.attacks")
+
+ENGINE = {"updates": updates.ATTACKS, "settings": settings.ATTACKS, "runs": runs.ATTACKS}
+
+
+def campaign(only: str) -> Tally:
+    """Of all attacks those whose name holds `only`."""
+
+    def chosen(attacks: Sequence[Attack]) -> list[Attack]:
+        return [attack for attack in attacks if only in attack.name]
+
+    tally = Tally()
+    for room in (updates, settings, runs):
+        if chosen(ENGINE[room.__name__.rpartition(".")[2]]):
+            room.control()
+    for attacks in ENGINE.values():
+        try_all(chosen(attacks), tally)
+    for kind in ("radosgw", "moto"):
+        theirs = chosen(urls.ATTACKS), chosen(stored.attacks(kind))
+        if not any(theirs):
+            continue
+        with tempfile.TemporaryDirectory(prefix="flexfleet-attacks-") as folder, served(kind, Path(folder)) as world:
+            for attacks in theirs:
+                try_all(attacks, tally, world, where=kind, enforces=kind != "moto")
+    return tally
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.harness.attacks", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="attacks whose name holds this")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("flexfleet.attacks").setLevel(logging.INFO)
+    logging.getLogger("flexfleet").setLevel(logging.ERROR)  # what runs say of what they refuse
+    why = missing("radosgw")
+    if why is not None:
+        print(f"{why}: what a server has to refuse cannot be tried without it", file=sys.stderr)
+        return 6
+    found = campaign(args.only)
+    if args.json:
+        print(json.dumps(found.json()))
+    else:
+        print(f"{len(found.refused)} attacks were refused, {len(found.open)} were not", *found.open, sep="\n")
+    return 1 if found.open else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""What one client of twenty makes of a run's model. The engine's to refuse.
+
+Most of it on a tiny model, in which each client's part is large; what is to go through, on the digits."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from components import federate, model_pool, partition, pretrain
+from fl_engine import config as configs
+from fl_engine import rounds
+from fl_engine.algorithms import FlexFL, HeteroFL
+from fl_engine.algorithms.pooled import Training
+from fl_engine.backends import InProcess
+from fl_engine.client import Site
+from fl_engine.config import RoundsConfig
+from fl_engine.ledger import Ledger
+from fl_engine.privacy import Private
+from fl_engine.rounds import Evaluation
+from fl_engine.slicing import take
+from fl_engine.testing.tiny import SEED, start_of, tiny_site
+from fl_engine.tracking import Memory
+from fl_engine.types import Algorithm, ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
+from fl_engine.updates import Rejected, packed, update_of
+from tests.harness.attacks.scene import InMemory
+from tests.harness.attacks.table import Attack
+
+LOST, LOST_OF_DIGITS = 0.1, 0.03
+"""So much accuracy may be lost to one client of twenty: where its lies are refused, it is one client less."""
+Name = Literal["flexfl", "heterofl"]
+Factor = Callable[["Liar", float], float]
+ROUNDS = {0.25: 20, 0.1: 30, 0.05: 40}
+"""By the share of the twenty that each round asks."""
+
+
+@dataclass
+class Liar:
+    """Turns one client's honest updates into lies. `asked` is the plan's, `moved` how far honest updates moved lately,
+    and its own that were taken as far as it knows."""
+
+    client: int
+    factor: Factor
+    """How many times the honest change it sends, knowing how far that moved."""
+    moved: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+    told: int = 0
+
+    def lie(self, update: ClientUpdate, sent: Params) -> ClientUpdate:
+        far = moved(update.payload, sent)
+        factor = self.factor(self, far)
+        self.told += 1
+        self.moved.append(abs(factor) * far)
+        return replace(update, payload={n: sent[n] + factor * (t - sent[n]) for n, t in update.payload.items()})
+
+
+def times(factor: float, _: Liar, far: float) -> float:
+    return factor
+
+
+def just_under(sign: int, liar: Liar, far: float) -> float:
+    """As far as the bound lets through, by all that can be known of the others."""
+    bound = RoundsConfig().norm_bound
+    middle = statistics.median([*liar.moved, far])
+    return sign * 0.9 * (1e6 if bound is None else bound) * middle / max(far, 1e-12)
+
+
+def moved(new: Params, sent: Params) -> float:
+    total = sum(float((new[n] - sent[n]).square().sum()) for n in new)
+    return math.sqrt(total / sum(t.numel() for t in new.values()))
+
+
+class Hostile:
+    """In-process clients, one of whom lies; its lies are looked at as if they came through a store."""
+
+    durable = False
+    phases: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, site: Site, algorithm: Algorithm, liar: Liar | None) -> None:
+        self.inner = InProcess(site)
+        self.site = site
+        self.rules = replace(site.rules, algorithm=algorithm)
+        self.liar = liar
+        self.asked: list[list[int]] = []
+
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        self.asked.append([o.client for o in plan.orders])
+        found = list(self.inner.run(algorithm, plan))
+        if self.liar is None:
+            yield from found
+            return
+        for outcome in found:
+            if isinstance(outcome, ClientUpdate) and outcome.client != self.liar.client:
+                self.liar.moved.append(moved(outcome.payload, self._sent(plan.order_of[outcome.client], outcome)))
+        for outcome in found:
+            yield self._told(plan.order_of[outcome.client], outcome)
+
+    def _told(self, order: WorkOrder, outcome: Outcome) -> Outcome:
+        if isinstance(outcome, ClientFailure) or self.liar is None or outcome.client != self.liar.client:
+            return outcome
+        manifest, value = packed(self.liar.lie(outcome, self._sent(order, outcome)), order)
+        assert value is not None
+        try:
+            return update_of(manifest, lambda _: value, order, self.rules)
+        except Rejected as error:
+            return ClientFailure(order.round, order.client, "validate", str(error))
+
+    def _sent(self, order: WorkOrder, update: ClientUpdate) -> Params:
+        return take(order.payload, self.site.layout, update.spec, have=order.spec)
+
+
+@dataclass(frozen=True)
+class Run:
+    accuracy: float
+    asked: list[list[int]]
+    refused: Counter[int]
+    """By client, updates that were not taken for how far they moved."""
+
+
+@dataclass(frozen=True)
+class Job:
+    algorithm: Algorithm
+    site: Site
+    start: Any
+    stop: int
+    seed: int
+
+
+Where = float | Literal["digits"]
+"""The tiny network, with the share of the clients that a round asks; or the digits, as `flexfleet run` has them."""
+
+
+@cache
+def job(name: Name, where: Where) -> Job:
+    if where == "digits":
+        return _digits(name)
+    kind: Any = {"flexfl": FlexFL, "heterofl": HeteroFL}[name]
+    algorithm = kind(training=Training(fraction=where, epochs=2, batch_size=4, lr=0.05))
+    site = tiny_site(algorithm)
+    return Job(algorithm, site, start_of(algorithm, site), ROUNDS[where], SEED)
+
+
+def _digits(name: Name) -> Job:
+    config = configs.load_config(None, ("tracking.mlflow=null", f"algorithm.name={name}"))
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder)
+        partition.partition(config, here / "partition")
+        pretrain.pretrain(config, here / "partition", here / "pretrain")
+        model_pool.model_pool(config, here / "pretrain", here / "pool")
+        site = federate.site_of(config, here / "partition", here / "pool")
+    return Job(configs.algorithm(config), site, federate.initial_state(config, site), 20, config.seed)
+
+
+def run(of: Job, liar: Liar | None) -> Run:
+    """With the defaults of `rounds`."""
+    backend, tracker, ledger = Hostile(of.site, of.algorithm, liar), Memory(), Ledger(InMemory())
+    rounds.federate(
+        of.algorithm,
+        of.start,
+        backend,
+        ledger,
+        tracker,
+        RoundsConfig(stop=of.stop, evaluate_every=of.stop, commit_every=of.stop),
+        of.seed,
+        Evaluation(of.site.family, of.site.pool, of.site.data, ("cpu",), of.site.fleet),
+    )
+    lines = [line for row in ledger.rows() for line in row.clients]
+    far = Counter(line["client"] for line in lines if str(line.get("failure", "")).startswith("validate: "))
+    return Run(tracker.rows[of.stop]["avg"], backend.asked, far)
+
+
+@cache
+def honest(name: Name, where: Where) -> Run:
+    return run(job(name, where), None)
+
+
+def control() -> None:
+    """Honest runs learn, and lose nobody to the bound."""
+    for name, where in {(n, w) for n, w, _ in RUINS}:
+        found = honest(name, where)
+        assert found.accuracy > 0.75 and not found.refused, f"{name}, {where}: {found}"
+
+
+def ruined(name: Name, where: Where, factor: Factor, first: bool = False) -> str | None:
+    """`first`: by the client that is asked first, when nothing is known of any; else by the one that is asked most."""
+    before = honest(name, where)
+    often = Counter(client for asked in before.asked for client in asked).most_common(1)[0][0]
+    liar = Liar(before.asked[0][0] if first else often, factor)
+    after = run(job(name, where), liar)
+    assert liar.told, "the liar was never asked"
+    others = {client: n for client, n in after.refused.items() if client != liar.client}
+    if others:
+        return f"{sum(others.values())} honest updates were refused for it"
+    if before.accuracy - after.accuracy > (LOST if where != "digits" else LOST_OF_DIGITS):
+        return f"{100 * before.accuracy:.1f} % -> {100 * after.accuracy:.1f} % by {liar.told} lies"
+    return None
+
+
+RUINS: dict[tuple[Name, Where, str], tuple[Factor, bool]] = {
+    ("flexfl", 0.25, "90 times the change"): (partial(times, 90.0), False),
+    ("flexfl", 0.25, "90 times, turned around"): (partial(times, -90.0), False),
+    ("flexfl", 0.25, "1000 times the change"): (partial(times, 1000.0), False),
+    ("flexfl", 0.25, "90 times, in the first round"): (partial(times, 90.0), True),
+    ("heterofl", 0.25, "90 times the change"): (partial(times, 90.0), False),
+    ("flexfl", 0.1, "90 times, in rounds of two"): (partial(times, 90.0), False),
+    ("flexfl", 0.1, "90 times, in a first round of two"): (partial(times, 90.0), True),
+    ("flexfl", 0.05, "90 times, in rounds of one"): (partial(times, 90.0), False),
+    ("flexfl", 0.05, "90 times, in a first round of one"): (partial(times, 90.0), True),
+    ("flexfl", 0.25, "no change at all, to lower the bound"): (partial(times, 0.0), False),
+    ("flexfl", "digits", "90 times the change of digits"): (partial(times, 90.0), False),
+    ("heterofl", "digits", "90 times the change of digits"): (partial(times, 90.0), False),
+    ("flexfl", "digits", "just under the bound"): (partial(just_under, 1), False),
+    ("flexfl", "digits", "just under the bound, turned around"): (partial(just_under, -1), False),
+    ("heterofl", "digits", "just under the bound"): (partial(just_under, 1), False),
+    ("heterofl", "digits", "just under the bound, turned around"): (partial(just_under, -1), False),
+}
+"""By algorithm, share of the clients that a round asks, and lie."""
+
+
+# ------------------------------------------------------------------------------------------------------ privacy
+def cohort_from_the_seed() -> str | None:
+    """Every client knows the run's seed; who took part in a private round must not follow from it."""
+    algorithm = FlexFL(training=Training(fraction=0.25, epochs=1, batch_size=4), aggregation=Private())
+    site = tiny_site(algorithm)
+    start = start_of(algorithm, site)
+    backend = Hostile(site, algorithm, None)
+    rounds.federate(
+        algorithm,
+        start,
+        backend,
+        Ledger(InMemory()),
+        Memory(),
+        RoundsConfig(stop=3, evaluate_every=3, norm_bound=None),
+        SEED,
+        Evaluation(site.family, site.pool, site.data, ("cpu",), site.fleet),
+        noise_key=bytes(range(32)),
+    )
+    guessed = [sorted(o.client for o in algorithm.plan(start, round, SEED).orders) for round in range(3)]
+    same = sum(sorted(asked) == guess for asked, guess in zip(backend.asked, guessed, strict=True))
+    return f"who took part in {same} of 3 rounds follows from the run's seed" if same else None
+
+
+ATTACKS = (
+    *(
+        Attack(
+            f"{name}, {said}", "to ruin the model, one of twenty", "engine", partial(ruined, name, where, factor, first)
+        )
+        for (name, where, said), (factor, first) in RUINS.items()
+    ),
+    Attack("cohort from the seed", "to know who took part", "engine", cohort_from_the_seed),
+)

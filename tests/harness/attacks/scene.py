@@ -1,0 +1,143 @@
+"""One round of a small run, in which a client may say whatever it likes: what it was asked, what it would answer if it
+were honest, and what the coordinator makes of another answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from fl_engine.algorithms import FlexFL
+from fl_engine.client import Site, execute
+from fl_engine.errors import IntegrityError
+from fl_engine.ledger import Closed, Ledger
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.store import Store, check_size, encode, sha256
+from fl_engine.testing.tiny import SEED, TRAINING, start_of, tiny_site
+from fl_engine.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
+from fl_engine.updates import KeyOf, Manifest, key_of, signed
+
+SECRET = b"a run's own, which no client has"
+CLIENTS, COORDINATOR = key_of(SECRET), key_of(SECRET, "coordinator")
+ALGORITHM = FlexFL(training=TRAINING)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class InMemory:
+    """A store in a dict."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+
+    def create(self, key: str, value: bytes) -> bool:
+        return self.files.setdefault(key, value) is value
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self.files.pop(key, None)
+
+    def sweep(self, prefix: str) -> None:
+        """Nothing is ever cut off."""
+
+    def uri(self, key: str = "") -> str:
+        return f"memory/{key}"
+
+    def put(self, key: str, value: bytes) -> None:
+        self.files[key] = value
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        if key not in self.files:
+            raise IntegrityError(f"{key} is missing")
+        check_size(key, len(self.files[key]), limit)
+        return self.files[key]
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted(key for key in self.files if key.startswith(prefix))
+
+
+@dataclass(frozen=True)
+class Scene:
+    site: Site
+    plan: RoundPlan
+    order: WorkOrder
+    """The liar's."""
+    honest: ClientUpdate
+    """What it would answer."""
+
+    @staticmethod
+    def open(round: int = 0) -> Scene:
+        """Of a network that keeps running statistics, which clients send too."""
+        site = tiny_site(ALGORITHM, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
+        plan = ALGORITHM.plan(start_of(ALGORITHM, site), round, SEED)
+        order = plan.orders[0]
+        honest = execute(ALGORITHM, order, site)
+        assert isinstance(honest, ClientUpdate), honest
+        return Scene(site, plan, order, honest)
+
+    @property
+    def client(self) -> int:
+        return self.order.client
+
+    @property
+    def key(self) -> bytes:
+        """The liar's, for this order."""
+        return CLIENTS(self.order)
+
+    @property
+    def base(self) -> str:
+        return f"rounds/{self.plan.round:05d}/updates/{self.client}"
+
+    def ledger(self, store: Store, *, key: KeyOf | None = CLIENTS, own: KeyOf | None = COORDINATOR) -> Ledger:
+        return Ledger(store, rules=replace(self.site.rules, algorithm=ALGORITHM), key=key, own=own)
+
+    # --------------------------------------------------------------------------------------------- lies
+    def payload(self, change: Callable[[str, Tensor], Tensor]) -> bytes:
+        """The honest update's tensors, each changed."""
+        return encode({name: change(name, t.clone()).contiguous() for name, t in self.honest.payload.items()})
+
+    def tensors(self, change: Callable[[Params], Params]) -> bytes:
+        return encode(change({name: t.clone() for name, t in self.honest.payload.items()}))
+
+    def files(self, *, key: bytes | None = None, payload: bytes | None = None, **said: Any) -> dict[str, bytes]:
+        """The honest answer's, but for the payload or for fields of the manifest; signed with the order's own key or
+        another `key`."""
+        store = InMemory()
+        self.ledger(store, own=None).put_outcome(self.plan, self.honest)
+        manifest = Manifest.model_validate_json(store.files[f"{self.base}.json"])
+        value = store.files[f"{self.base}.safetensors"] if payload is None else payload
+        manifest = manifest.model_copy(update={"sha256": sha256(value), "signature": None, **said})
+        text = signed(manifest, self.key if key is None else key).model_dump_json().encode()
+        return {f"{self.base}.safetensors": value, f"{self.base}.json": text}
+
+    def metrics(self, **changes: float) -> dict[str, float]:
+        return {**self.honest.metrics, **changes}
+
+    # ---------------------------------------------------------------------------------- what becomes of them
+    def taken(self, files: Mapping[str, bytes]) -> str | None:
+        """What is taken of these files; None where the answer is this client's failure, and it is asked again on
+        resume."""
+        store = InMemory()
+        store.files |= files
+        found = self.ledger(store).receive(self.plan, self.client)
+        if not isinstance(found, ClientFailure):
+            return "taken as an update"
+        if found.stage != "validate":
+            return f"taken as what the coordinator says at the stage {found.stage}"
+        adopted = [o for o in self.ledger(store).finished(self.plan) if isinstance(o, ClientUpdate)]
+        return "refused when it came, and adopted on resume" if adopted else None
+
+    def closed(self, store: Store) -> Closed:
+        """The round over, with all that is there."""
+        ledger = self.ledger(store)
+        there = {o.client: o for o in ledger.finished(self.plan)}
+        for order in self.plan.orders:
+            if order.client not in there:
+                ledger.put_outcome(self.plan, ClientFailure(self.plan.round, order.client, "pod", "did not answer"))
+        return ledger.close(self.plan, sorted(self.plan.order_of))
+
+    def merged(self, store: Store, closed: Closed) -> Outcome:
+        """What the merge gets of the liar."""
+        return self.ledger(store).accepted(self.plan, self.client, closed)

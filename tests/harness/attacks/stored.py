@@ -1,0 +1,159 @@
+"""What a client does to its own files, where a server lets it: that no run stops for it, and no time is lost, is the
+engine's to see to. Tried on every server that can do it."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from fl_engine import probe
+from fl_engine.client import execute
+from fl_engine.errors import EnvironmentFailure, FlexfleetError
+from fl_engine.s3 import S3Store
+from fl_engine.store import Store
+from fl_engine.types import ClientFailure, ClientUpdate
+from tests.harness.attacks.scene import ALGORITHM, Scene
+from tests.harness.attacks.servers import BUCKET, World
+from tests.harness.attacks.table import Attack
+from tests.harness.attacks.updates import scene
+from tests.harness.attacks.urls import EVERYBODY, KEY
+
+PATIENCE_S = 1.0
+"""What one client's bad file may cost in waiting."""
+Hide = Callable[[World, str, bytes], None]
+"""Leaves this value under this key of the bucket, in a way."""
+
+
+# --------------------------------------------------------------------------------------------------- ways to hide
+def by_acl(world: World, key: str, value: bytes) -> None:
+    """Its owner has no grant on it."""
+    world.s3.put_object(Bucket=BUCKET, Key=key, Body=value, GrantReadACP=EVERYBODY)
+
+
+def by_key(world: World, key: str, value: bytes) -> None:
+    """Encrypted with a key of its own."""
+    world.s3.put_object(Bucket=BUCKET, Key=key, Body=value, SSECustomerAlgorithm="AES256", SSECustomerKey=KEY)
+
+
+def by_class(world: World, key: str, value: bytes) -> None:
+    """In an archive, from which nothing is read before it is restored."""
+    world.s3.put_object(Bucket=BUCKET, Key=key, Body=value, StorageClass="GLACIER")
+
+
+def by_checksum(world: World, key: str, value: bytes) -> None:
+    """With a checksum that is wrong."""
+    world.s3.put_object(Bucket=BUCKET, Key=key, Body=value, Metadata={"sha256": "0" * 64})
+
+
+def by_size(world: World, key: str, value: bytes) -> None:
+    world.s3.put_object(Bucket=BUCKET, Key=key, Body=value + b" " * 2**20)
+
+
+def by_encoding(world: World, key: str, value: bytes) -> None:
+    """Says that it is packed."""
+    world.s3.put_object(Bucket=BUCKET, Key=key, Body=value, ContentEncoding="gzip")
+
+
+# ------------------------------------------------------------------------------------------------------ attacks
+def hidden(hide: Hide, world: World, late: bool = False, kind: str = "safetensors") -> str | None:
+    """Of two clients one hides a file; `late`: when the round is closed already."""
+    s = scene()
+    other = execute(ALGORITHM, s.plan.orders[1], s.site)
+    assert isinstance(other, ClientUpdate)
+    s = replace(s, plan=replace(s.plan, orders=s.plan.orders[:2]))
+    prefix = f"unreadable/{uuid.uuid4().hex}/"
+    store = S3Store(f"s3://{BUCKET}/{prefix}")
+    s.ledger(store).open_round(s.plan)
+    for outcome in (s.honest, other):
+        s.ledger(store).put_outcome(s.plan, outcome)
+    key = f"{s.base}.{kind}"
+    if late:
+        closed = s.closed(store)
+    hide(world, prefix + key, store.get(key))
+    try:
+        with waiting() as slept:
+            if late:
+                found = s.merged(store, closed)
+                others = s.ledger(store).accepted(s.plan, other.client, closed)
+            else:
+                found = s.ledger(store).receive(s.plan, s.client)
+                others = s.ledger(store).receive(s.plan, other.client)
+            adopted = {o.client for o in s.ledger(store).finished(s.plan)}
+    except FlexfleetError as error:
+        return f"stops the run, also after --resume: {type(error).__name__}: {str(error)[:160]}"
+    if isinstance(others, ClientFailure) or other.client not in adopted:
+        return f"an honest client fails with it: {others}"
+    if sum(slept) > PATIENCE_S:
+        return f"costs {sum(slept):.1f} s of waiting"
+    if isinstance(found, ClientFailure):
+        return None if found.stage == "validate" else f"counts as {found.stage}"
+    return None if _same(found, s) else "another update than the honest one was taken"
+
+
+def _same(found: Any, s: Scene) -> bool:
+    """Hidden badly: what was taken is what an honest client sent."""
+    return all(bool((found.payload[n] == t).all()) for n, t in s.honest.payload.items())
+
+
+def a_store_that_fails_for_all(world: World) -> str | None:
+    """Is no client's doing: whoever brings that about does not get others counted as failed."""
+    s = scene()
+    store: Store = S3Store(f"s3://{BUCKET}-of-nobody/x")
+    try:
+        found = s.ledger(store).receive(s.plan, s.client)
+    except EnvironmentFailure:
+        return None
+    return f"counts as a client's: {found}"
+
+
+def an_open_server(world: World) -> str | None:
+    """Runs on a server that verifies nothing have to be asked for by name."""
+    if world.kind != "moto":
+        return None
+    with mock.patch.dict(os.environ):
+        os.environ.pop(probe.UNCHECKED, None)
+        try:
+            verb = probe.upload_verb(world.store)
+        except EnvironmentFailure:
+            return None
+    return f"a run would hand out leave to {verb} on a server that verifies nothing"
+
+
+@contextmanager
+def waiting() -> Iterator[list[float]]:
+    """What is slept between tries, which is not slept really."""
+    slept: list[float] = []
+    with mock.patch.object(time, "sleep", slept.append):
+        yield slept
+
+
+def _attack(name: str, tries: str, run: Callable[..., str | None], *given: Any, **more: Any) -> Attack:
+    return Attack(name, tries, "engine", partial(run, *given, **more))
+
+
+HIDES = {"by an ACL": by_acl, "by a key": by_key, "by a storage class": by_class}
+LIES = {"by a checksum": by_checksum, "by its size": by_size, "by its encoding": by_encoding}
+SERVERS = {"by a key": "radosgw", "by an ACL": "radosgw", "by a storage class": "moto"}
+"""Which server can do it."""
+
+
+def attacks(kind: str) -> tuple[Attack, ...]:
+    """Those that this server can do."""
+    ways = {name: hide for name, hide in (HIDES | LIES).items() if SERVERS.get(name, kind) == kind}
+    found = [
+        _attack(f"{what} hidden {name}{', late' * late}", "to stop the run for good", hidden, hide, late=late, kind=end)
+        for name, hide in ways.items()
+        for what, end in (("update", "safetensors"), ("manifest", "json"))
+        for late in (False, True)
+    ]
+    found.append(_attack("a store that fails for all", "to have others counted as failed", a_store_that_fails_for_all))
+    if kind == "moto":
+        found.append(_attack("a server that verifies nothing", "to be let in by a bad server", an_open_server))
+    return tuple(found)
