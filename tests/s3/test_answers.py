@@ -1,4 +1,4 @@
-"""A client that makes its own object unreadable fails, and stops nobody else: on a real server, with its own tricks."""
+"""A pod's answer on a real server; and that a client which makes its own unreadable fails, and stops nobody else."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import boto3.session
 import pytest
 import torch
 
+from fl_engine.assignment import Assignment
 from fl_engine.errors import EnvironmentFailure
 from fl_engine.ledger import Ledger
-from fl_engine.s3 import S3Store
+from fl_engine.s3 import S3Store, Verb
 from fl_engine.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
-from fl_engine.updates import key_of
+from fl_engine.updates import key_of, manifest_bytes, payload_bytes
 
 PLAN = RoundPlan(0, tuple(WorkOrder(0, client, SubmodelSpec(), {"w": torch.zeros(4)}, client) for client in (0, 1)))
 GLACIER = {"Error": {"Code": "InvalidObjectState"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
@@ -78,6 +79,22 @@ def test_an_object_that_its_client_made_unreadable_is_that_clients_failure(
     ledger.put_outcome(PLAN, ClientFailure(0, 1, "validate", "unreadable"))
     store.delete(*store.list("rounds/"))
     assert store.list("") == []
+
+
+@pytest.mark.parametrize("verb", ["POST", "PUT"])
+def test_a_pods_answer_arrives_either_way(server: str, verb: Verb, tmp_path: Path) -> None:
+    """By PUT at the one length that was signed, however much shorter it is."""
+    store, order = S3Store(f"s3://runs/{tmp_path.name}"), PLAN.orders[1]
+    ledger, key = Ledger(store, key=key_of(b"secret")), key_of(b"secret")(order)
+    keys = dict(zip(ledger.outcome_keys(0, 1), (payload_bytes(order), manifest_bytes(order)), strict=True))
+    writes = {name: store.upload(name, size, 60, verb) for name, size in keys.items()}
+    told = Assignment(round=0, clients=(1,), keys={1: key.hex()}, writes=writes)
+    pod = Ledger(told.open(), key=lambda _: key, lengths=told.lengths)
+    pod.put_outcome(PLAN, ClientUpdate(0, 1, order.spec, {"w": torch.arange(4.0)}, 1, {}))
+    found = ledger.receive(PLAN, 1)
+    assert isinstance(found, ClientUpdate) and found.payload["w"].tolist() == [0, 1, 2, 3]
+    sizes = {name: len(store.get(name)) for name in keys}
+    assert sizes == keys if verb == "PUT" else all(sizes[name] < keys[name] for name in keys)
 
 
 def test_a_server_that_refuses_everything_is_the_environments_failure(
