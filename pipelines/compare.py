@@ -15,7 +15,7 @@ from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of
 
 from kfp import dsl
 
-from pipelines.task import PARAMETERS, on_cluster, pipeline, task
+from pipelines.task import COORDINATOR_KEYS, PARAMETERS, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -162,4 +162,5 @@ def comparison(
         one = run(pair=pair, shared=start.outputs["shared"], job_id=job_id)
     told = compare(pairs=pairs, finished=dsl.Collected(one.outputs["finished"]))
     on_cluster(start, retries=0)
-    on_cluster(one, told)
+    on_cluster(one, keys=COORDINATOR_KEYS)
+    on_cluster(told)

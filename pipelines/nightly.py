@@ -15,7 +15,7 @@ from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of
 from kfp import dsl
 
 from pipelines.compare import run
-from pipelines.task import PARAMETERS, on_cluster, pipeline, task
+from pipelines.task import COORDINATOR_KEYS, PARAMETERS, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -112,4 +112,5 @@ def nightly(
     judged = gate(**given, finished=dsl.Collected(one.outputs["finished"]))
     decided = decide(failed=judged.outputs["Output"])
     on_cluster(start, decided, retries=0)
-    on_cluster(one, judged)
+    on_cluster(one, keys=COORDINATOR_KEYS)
+    on_cluster(judged)

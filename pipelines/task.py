@@ -1,7 +1,7 @@
 """What all pipelines share: how a function becomes a task, and the image that every task runs in."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kfp import dsl, kubernetes
@@ -18,6 +18,14 @@ S3_SECRET = os.environ.get("FLEXFLEET_S3_SECRET", "flexfleet-s3")
 """Secret of the namespace that pipelines run in. Its keys are the variables that boto3 reads. Tasks have them with
 FLEXFLEET_ in front: Kubeflow's launcher, in the same container, would take them for those of its own artifacts."""
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
+COORDINATOR_KEYS = (
+    *S3_KEYS,
+    *(f"{whose}_{key}" for whose in ("SIGNING", "SECRETS") for key in S3_KEYS[:3]),
+    "SECRETS_AWS_ENDPOINT_URL",
+    "S3_UNCHECKED",
+)
+"""For tasks that run rounds: what signs clients' URLs and what opens the bucket of the run's key, where that is another
+pair than the task's own; and leave to use a server that does not check."""
 
 MLFLOW_SECRET = os.environ.get("FLEXFLEET_MLFLOW_SECRET", "flexfleet-mlflow")
 """Secret of that namespace for an MLflow server that wants a password. Its keys are the variables that MLflow reads."""
@@ -44,7 +52,7 @@ task: Callable[[Callable[..., Any]], Any] = dsl.component(base_image=IMAGE, inst
 pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
 
 
-def on_cluster(*tasks: Any, retries: int = 3) -> None:
+def on_cluster(*tasks: Any, retries: int = 3, keys: Sequence[str] = S3_KEYS) -> None:
     """What every task has there: the same image for the pods that it makes, S3's and MLflow's credentials as far as the
     Secrets have them, the data, its nodes, no long wait for one that is lost; and a new pod where one fails, with no
     answer from the cache."""
@@ -53,7 +61,7 @@ def on_cluster(*tasks: Any, retries: int = 3) -> None:
         if retries:
             each.set_retry(num_retries=retries, backoff_duration="30s", backoff_factor=2)
         each.set_env_variable("FLEXFLEET_IMAGE", IMAGE)
-        kubernetes.use_secret_as_env(each, S3_SECRET, {key: f"FLEXFLEET_{key}" for key in S3_KEYS}, optional=True)
+        kubernetes.use_secret_as_env(each, S3_SECRET, {key: f"FLEXFLEET_{key}" for key in keys}, optional=True)
         kubernetes.use_secret_as_env(each, MLFLOW_SECRET, {key: key for key in MLFLOW_KEYS}, optional=True)
         kubernetes.set_image_pull_policy(each, "IfNotPresent")
         if DATA_CLAIM:

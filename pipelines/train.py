@@ -19,7 +19,7 @@ from typing import Any
 
 from kfp import dsl
 
-from pipelines.task import PARAMETERS, on_cluster, pipeline, task
+from pipelines.task import COORDINATOR_KEYS, PARAMETERS, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -255,4 +255,5 @@ def train(
         evaluation=scored.outputs["evaluation"],
     )
     on_cluster(start, retries=0)
-    on_cluster(scores, built, rounds_done, scored, seen, told)
+    on_cluster(scores, built, scored, seen, told)
+    on_cluster(rounds_done, keys=COORDINATOR_KEYS)

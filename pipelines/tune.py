@@ -10,7 +10,7 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
-from pipelines.task import PARAMETERS, TUNE_KEY, TUNE_SECRET, on_cluster, pipeline, task
+from pipelines.task import COORDINATOR_KEYS, PARAMETERS, TUNE_KEY, TUNE_SECRET, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -130,5 +130,5 @@ def tuning(
     )
     searched = tune(config=start.outputs["config"], study_name=start.outputs["Output"])
     on_cluster(start, retries=0)
-    on_cluster(searched)
+    on_cluster(searched, keys=COORDINATOR_KEYS)
     kubernetes.use_secret_as_env(searched, TUNE_SECRET, {TUNE_KEY: TUNE_KEY}, optional=True)

@@ -18,7 +18,7 @@ from components.overrides import PARAMETERS, STUDY, comparison_from, config_from
 from fl_engine import PARAMETER_TABLE
 from fl_engine.config import Config, PartitionConfig
 from pipelines.compile import COMPILED, PIPELINES
-from pipelines.task import S3_KEYS
+from pipelines.task import COORDINATOR_KEYS, S3_KEYS
 
 ORDER = ("partition", "pretrain", "model-pool", "federate", "evaluate", "report")
 HEAVY = {"torch", "mlflow", "sklearn", "matplotlib", "fl_engine.config"}
@@ -119,7 +119,8 @@ def test_tasks_get_the_credentials_of_the_secret_and_know_their_image(name: str)
         named = {name: {pair["secretKey"]: pair["envVar"] for pair in secret["keyToEnv"]}
                  for name, secret in secrets.items()}  # fmt: skip
         s3 = named.pop("flexfleet-s3")
-        assert s3 == {key: f"FLEXFLEET_{key}" for key in S3_KEYS}, "not those that Kubeflow's launcher reads"
+        wanted = COORDINATOR_KEYS if key in ("exec-federate", "exec-run", "exec-tune") else S3_KEYS
+        assert s3 == {key: f"FLEXFLEET_{key}" for key in wanted}, "not those that Kubeflow's launcher reads"
         assert "AWS_SESSION_TOKEN" in s3
         mlflow = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
         assert named.pop("flexfleet-mlflow") == {key: key for key in mlflow}
