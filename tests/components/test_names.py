@@ -60,10 +60,13 @@ def test_every_door_has_the_rule(where: str, tmp_path: Path, monkeypatch: pytest
     [("run", "--run-id"), ("compare", "--algorithms", "flexfl", "--id"), ("tune", "--id"), ("regress", "--id")],
     ids=lambda argv: argv[0],
 )
-def test_the_command_line_refuses_it_too(flexfleet: Any, quick: Sequence[str], argv: tuple[str, ...]) -> None:
+def test_the_command_line_refuses_it_too(
+    flexfleet: Any, quick: Sequence[str], argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     sets = {"regress": ["tracking.mlflow=null"], "compare": ["partition.clients=6"]}.get(argv[0], quick)
     done = flexfleet(*argv, "a\nb", sets=sets)
-    assert done.code == 2 and r"'a\nb'" in done.err and not Path("runs").exists()
+    assert done.code == 2 and r"'a\nb'" in done.err and not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------ the lock
