@@ -157,10 +157,13 @@ def main() -> None:
         found["honest"][name] = {"without": off, "with": on}
         print(f"| {name} | {off['avg']:.1f} | {on['avg']:.1f} | {on['refused']} of {on['updates']} |", flush=True)
     print("| | accuracy | caught | honest ones refused |\n|---|---|---|---|")
+    clip = "algorithm.aggregation={name: mean, clip: 0.5}"
+    attacked = {name: honest[name] for name in ("digits flexfl", "digits heterofl")}
+    attacked["digits flexfl clipped"] = (*honest["digits flexfl"], clip)
     for attack, bound in (("change x 90", None), *((attack, BOUND) for attack in ATTACKS)):
-        for name in (f"digits {a}" for a in ALGORITHMS):
+        for name, settings in attacked.items():
             title = f"{name}, {attack}{'' if bound else ', no bound'}"
-            on = found["attacked"][title] = measured(name, honest[name], bound, attack)
+            on = found["attacked"][title] = measured(name, settings, bound, attack)
             caught = f"{on['caught']} of {on['attacks']} | {on['refused']} of {on['updates']}"
             print(f"| {title} | {on['avg']:.1f} | {caught} |", flush=True)
     OUT.parent.mkdir(parents=True, exist_ok=True)
