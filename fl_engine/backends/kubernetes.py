@@ -244,14 +244,13 @@ class Kubernetes:
                 self._template, self._options, self._run, r.plan.round, group, r.attempt, owner, DATA_FOLDER
             )
             body["spec"]["parallelism"] = most
+            # One may be left of a Job of that name that is gone; its pods must not read it.
+            self._cluster.delete("secrets", body["metadata"]["name"])
             job = self._cluster.create("jobs", body)
             if job is None:  # the answer to an earlier try was lost
                 there = self._cluster.select("jobs", self._labels(r.plan.round))
                 (job,) = (j for j in there if j["metadata"]["name"] == body["metadata"]["name"])
-            secret = jobs.secret(job, texts, common)
-            if self._cluster.create("secrets", secret) is None:  # of a Job of that name that is gone, and so will it be
-                self._cluster.delete("secrets", secret["metadata"]["name"])
-                self._cluster.create("secrets", secret)
+            self._cluster.create("secrets", jobs.secret(job, texts, common))
             r.watch(self._live(job))
         r.attempt += bool(made)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -113,10 +115,20 @@ def test_a_coordinator_that_starts_again_waits_for_the_later_job_of_a_client(
             raise Killed
 
     first: list[tuple[str, int]] = []
+    go = threading.Event()
 
     def script(job: Any, index: int, before: int) -> str:
         first[:] = first or [(job["metadata"]["name"], index)]
+        if job["metadata"]["name"].endswith("-a1"):
+            go.wait(60)
         return "unreachable" if (job["metadata"]["name"], index) == first[0] else "run"
+
+    say = kubernetes.Kubernetes._say_new
+
+    def looked(self: Any, r: Any) -> None:
+        say(self, r)
+        if next(looks) > 2:
+            go.set()
 
     quick_cluster.script = script
     with monkeypatch.context() as patch:
@@ -125,5 +137,7 @@ def test_a_coordinator_that_starts_again_waits_for_the_later_job_of_a_client(
             rounds("twice", *remote)
     before = jobs_of(quick_cluster)
     assert any(name.endswith("-a1") for name in before)
+    looks = itertools.count()
+    monkeypatch.setattr(kubernetes.Kubernetes, "_say_new", looked)
     assert model(rounds("twice", *remote, resume=True)) == expected(1)
     assert jobs_of(quick_cluster) == before

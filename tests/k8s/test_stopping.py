@@ -104,6 +104,7 @@ def test_a_secret_of_a_job_that_is_gone_is_not_taken_for_another_ones(
             if kind == "secrets":
                 secret["stringData"] = dict.fromkeys(secret["stringData"], "{}")
     assert model(rounds("old", *remote, resume=True)) == expected(1)
+    assert {name[-3:] for name in jobs_of(quick_cluster)} == {"-a0"}, "nobody had to be asked twice"
 
 
 def test_the_jobs_of_a_round_whose_answers_were_all_there_go_before_the_next_round(

@@ -95,7 +95,8 @@ def test_a_pod_whose_turn_has_not_come_or_that_a_quota_holds_back_queues_and_no_
     assert set(lost(turn, 700.0, moved=650.0)) == set()
     held, silent = watched(2), watched(2)
     event = {"involvedObject": {"uid": "the Job's"}, "message": "exceeded quota: clients, used: pods=9"}
-    waiting.hear_refusals(held, [event, {"involvedObject": {"uid": "another's"}, "message": "x"}])
+    other = {"involvedObject": {"uid": "another Job's"}, "lastTimestamp": "9", "message": "violates PodSecurity"}
+    waiting.hear_refusals(held, [event, other])
     for job in (held, silent):
         waiting.hear(job, [running(job, 0)], 1.0)
     assert lost(held, 700.0, moved=650.0) == {}
