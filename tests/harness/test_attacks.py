@@ -32,24 +32,9 @@ QUICK = (
 )
 
 
-NOT_YET = (
-    "unprintable reason",
-    "a deadline beyond seven days",
-    "a wait beyond seven days",
-    "private, with a reference",
-    "private, curious",
-    "private, ambient",
-    "cohort from the seed",
-)
-"""What is open: a defence that lands has to be taken off this list."""
-
-
 def named(*tables: tuple[Attack, ...]) -> pytest.MarkDecorator:
-    def marks(attack: Attack) -> list[pytest.MarkDecorator]:
-        return [pytest.mark.xfail(strict=True, reason="open")] if attack.name in NOT_YET else []
-
-    found = [pytest.param(a, id=a.name, marks=marks(a)) for table in tables for a in table]
-    return pytest.mark.parametrize("attack", found)
+    found = [attack for table in tables for attack in table]
+    return pytest.mark.parametrize("attack", found, ids=lambda attack: attack.name)
 
 
 # ------------------------------------------------------------------------------------------- what the engine refuses
