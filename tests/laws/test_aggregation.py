@@ -300,7 +300,7 @@ def test_without_a_clip_the_mean_is_the_mean_itself() -> None:
 
 @pytest.mark.parametrize("aggregation", [Mean(clip=1.0), Median(), Median(clip=1.0), Private()], ids=lambda a: a.name)
 def test_what_does_not_fit_is_refused_and_nothing_has_been_added(aggregation: Any) -> None:
-    public = Public(1, (FULL,), 1)
+    public = Public(1, (FULL,), bytes(32))
     clean, other = (aggregation.start(model(0), LAYOUT, public) for _ in range(2))
     for payload, spec in (
         ({"stray": torch.ones(1)}, FULL),
