@@ -53,15 +53,19 @@ CIFAR = (
 ALGORITHMS = {"flexfl": ("algorithm.epsilon=5.0",), "heterofl": ("algorithm.name=heterofl",)}
 FEW = {"1 client a round": ("training.fraction=0.05", "rounds.stop=40"), "2": ("training.fraction=0.1",)}
 
-Attack = Callable[[float, float], float]
-"""(how far the client really moved, how far it may move) to the factor of its change."""
+Attack = Callable[[float, float, float], float]
+"""(how far the client really moved, how far one update may, and how far its updates may on average) to the factor of
+its change."""
 ATTACKS: dict[str, Attack] = {
-    "change x 90": lambda moved, limit: 90.0,
-    "change x -90": lambda moved, limit: -90.0,
-    "change x 1000": lambda moved, limit: 1000.0,
-    "no change": lambda moved, limit: 0.0,
-    "just below the bound": lambda moved, limit: JUST * limit / moved,
-    "just below, turned around": lambda moved, limit: -JUST * limit / moved,
+    "change x 90": lambda moved, once, often: 90.0,
+    "change x -90": lambda moved, once, often: -90.0,
+    "change x 1000": lambda moved, once, often: 1000.0,
+    "no change": lambda moved, once, often: 0.0,
+    "just below the bound": lambda moved, once, often: JUST * once / moved,
+    "just below, turned around": lambda moved, once, often: -JUST * once / moved,
+    "all that is taken": lambda moved, once, often: JUST * often / moved,
+    "all that is taken, turned around": lambda moved, once, often: -JUST * often / moved,
+    "its own change, turned around": lambda moved, once, often: -1.0,
 }
 
 
@@ -80,17 +84,19 @@ class Bad:
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         found = list(self.inner.run(algorithm, plan))
+        size = size_of(plan.orders[0].payload)
         updates = {outcome.client: outcome for outcome in found if isinstance(outcome, ClientUpdate)}
         moved = {client: movement(update, plan.order_of[client], self.layout) for client, update in updates.items()}
         if self.client in updates:
             own, far = moved[self.client], [m for client, m in moved.items() if client != self.client]
             highest = own._replace(weights=float("inf"))
-            usual = acceptance.middle(self.history, [*far, highest], size_of(plan.orders[0].payload))
-            times = self.attack(own.weights, self.bound * usual.weights)
+            usual = acceptance.middle(self.history, [*far, highest], size)
+            once = self.bound * usual.weights
+            times = self.attack(own.weights, once, once / 2)
             bad = self._changed(updates[self.client], plan, times)
             moved[self.client] = movement(bad, plan.order_of[self.client], self.layout)
             found = [bad if outcome.client == self.client else outcome for outcome in found]
-        self.history = acceptance.remembered(self.history, moved)
+        self.history = acceptance.remembered(self.history, moved, size)
         yield from found
 
     def _changed(self, update: ClientUpdate, plan: RoundPlan, times: float) -> ClientUpdate:

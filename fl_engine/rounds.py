@@ -328,14 +328,19 @@ class _Watch:
             self.moved[outcome.client] = moved
             self.arrivals[outcome.client] = Arrival(moved, self._seconds(outcome))
 
+    @cached_property
+    def _size(self) -> Moved:
+        """Of what was sent, while too little is remembered."""
+        if self.plan.orders and len(self.history) < acceptance.FIRST_ONES:
+            return size_of(self.plan.orders[0].payload)
+        return acceptance.NOTHING
+
     def refused(self) -> dict[int, ClientFailure]:
-        plan, size = self.plan, acceptance.NOTHING
-        if plan.orders and len(self.history) < acceptance.FIRST_ONES:
-            size = size_of(plan.orders[0].payload)
-        return acceptance.refused(plan.round, len(plan.orders), self.arrivals, self.config, self.history, size)
+        asked = len(self.plan.orders)
+        return acceptance.refused(self.plan.round, asked, self.arrivals, self.config, self.history, self._size)
 
     def remembered(self) -> History:
-        return acceptance.remembered(self.history, self.moved)
+        return acceptance.remembered(self.history, self.moved, self._size)
 
     def arriving(self, outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
         while True:

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.acceptance import FIRST, REMEMBERED, Arrival, History, Moved, refused, remembered, unconditional
+from fl_engine.acceptance import (
+    AVERAGED,
+    FIRST,
+    MOST_TIMES,
+    REMEMBERED,
+    Arrival,
+    History,
+    Moved,
+    Past,
+    refused,
+    remembered,
+    unconditional,
+)
 from fl_engine.config import RoundsConfig
 from fl_engine.types import ClientFailure
 
 NO_TERMS = RoundsConfig(norm_bound=None)
-USUAL: History = (Moved(1.0),) * 3
+ONCE = Moved(1.0, 1.0)
+
+
+def of_others(moved: Moved, n: int = 3) -> History:
+    """Updates of clients that are not asked again."""
+    return tuple(Past(100 + i, moved, ONCE) for i in range(n))
+
+
+USUAL = of_others(Moved(1.0))
 SIZE = Moved(10.0, 0.7)
 """Of the weights that are sent, and of their statistics."""
 
@@ -52,7 +73,7 @@ def test_who_moved_much_further_than_the_median_is_not_taken() -> None:
 
 def test_statistics_are_compared_with_statistics() -> None:
     """Weights and statistics have other sizes; a model without statistics has zeros, and refuses nobody."""
-    terms, history = RoundsConfig(norm_bound=10.0), (Moved(1.0, 0.01),) * 3
+    terms, history = RoundsConfig(norm_bound=10.0), of_others(Moved(1.0, 0.01))
     honest = {0: Arrival(Moved(1.1, 0.02), 0.0), 1: Arrival(Moved(9.0, 0.01), 0.0)}
     assert refused(0, 2, honest, terms, history) == {}
     (failure,) = refused(0, 2, honest | {1: Arrival(Moved(0.9, 0.2), 0.0)}, terms, history).values()
@@ -71,11 +92,11 @@ def test_the_first_round_has_a_bound_too(others: tuple[float, ...]) -> None:
 
 
 def test_what_was_assumed_of_the_first_ones_gives_way_to_what_was_seen() -> None:
-    terms, history = RoundsConfig(norm_bound=8.0), ()
+    terms, history = RoundsConfig(norm_bound=8.0), History()
     for round in range(4):
         arrived = moving(0.01)
         assert refused(round, 1, arrived, terms, history, SIZE) == {}
-        history = remembered(history, {0: Moved(0.01)})
+        history = remembered(history, {0: Moved(0.01)}, SIZE)
     assert list(refused(4, 1, moving(0.1), terms, history, SIZE)) == [0], "a part of the size would allow 20"
 
 
@@ -90,16 +111,16 @@ def rounds_of(history: History, bad: Callable[[History], float], rounds: int, bo
         arrived = moving(0.5, 1.0, 2.0, bad(history))
         found = refused(round, 4, arrived, terms, history, SIZE)
         honest_refused += len(found.keys() - {3})
-        history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()})
+        history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()}, SIZE)
     return history, honest_refused
 
 
 def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
-    """As high as is taken, in every round: the limit stays what the honest ones make it."""
+    """As high as is taken, in every round: the limits stay what the honest ones make them."""
     bound, taken = 8.0, list[float]()
 
     def as_far_as_is_taken(history: History) -> float:
-        steps = (0.01 * n for n in range(4000, 0, -1))
+        steps = (0.01 * n for n in range(4000, -1, -1))
         terms = RoundsConfig(norm_bound=bound)
         others = (0.5, 1.0, 2.0)
         taken.append(next(far for far in steps if 3 not in refused(0, 4, moving(*others, far), terms, history, SIZE)))
@@ -107,7 +128,39 @@ def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
 
     _, honest_refused = rounds_of((), as_far_as_is_taken, 40, bound)
     assert honest_refused == 0
-    assert taken[-1] == taken[1] == pytest.approx(bound * 1.0)
+    assert max(taken[1:]) <= bound * 1.0 and fmean(taken[4:]) == pytest.approx(bound / 2 * 1.0, rel=0.01)
+
+
+def test_who_is_just_below_the_bound_again_and_again_is_refused_from_the_second_time_on() -> None:
+    terms, history, taken = RoundsConfig(norm_bound=8.0), USUAL, []
+    for round in range(6):
+        arrived = moving(0.5, 1.0, 2.0, 7.9)
+        found = refused(round, 4, arrived, terms, history, SIZE)
+        taken.append(3 not in found)
+        history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()}, SIZE)
+    assert taken == [True] + [False] * 5
+    assert found[3].reason == (
+        "norm: moved 7.9 times the median on average over its last 4 updates, at most 4 are taken"
+    )
+
+
+@pytest.mark.parametrize(("before", "now", "taken"), [
+    ((), 7.9, True),  # once, nobody knows
+    ((1.0,), 7.0, True), ((1.0,), 7.1, False),
+    ((2.0, 2.0, 2.0), 7.9, True), ((3.0, 3.0, 3.0), 6.9, True), ((3.0, 3.0, 3.0), 7.1, False),
+    ((1e6, 1.0, 1.0, 1.0), 7.9, True),  # what lies further back is forgotten
+    ((1e6, 1.0, 1.0), 1.0, False),
+])  # fmt: skip
+def test_of_a_client_the_average_of_its_last_updates_counts(
+    before: tuple[float, ...], now: float, taken: bool
+) -> None:
+    """Times the median of their rounds: it was ten times as long when they came. Other clients' do not count."""
+    assert AVERAGED == 4
+    own = tuple(Past(0, Moved(10 * times), Moved(times)) for times in before)
+    history = (*own, *of_others(Moved(1.0), 40))
+    arrived = {client: Arrival(Moved(far), 0.0) for client, far in ((0, now), (1, 1.0), (2, 1.0))}
+    found = refused(0, 3, arrived, RoundsConfig(norm_bound=8.0), history)
+    assert list(found) == ([] if taken else [0])
 
 
 def test_nobody_lowers_the_bound_by_not_moving() -> None:
@@ -116,20 +169,29 @@ def test_nobody_lowers_the_bound_by_not_moving() -> None:
 
 
 def test_a_run_whose_honest_updates_come_to_move_further_goes_on() -> None:
-    """What is refused is remembered: after half as many as are remembered, they are the usual."""
-    history, terms = (Moved(0.01),) * REMEMBERED, RoundsConfig(norm_bound=8.0)
+    """What is refused is remembered: after half as many as are remembered, they are the usual; and after some more,
+    nobody is held to what was unusual then."""
+    history, terms = of_others(Moved(0.01), REMEMBERED), RoundsConfig(norm_bound=8.0)
     rounds = 0
     while refused(rounds, 2, moving(1.0, 1.0), terms, history, SIZE):
-        history = remembered(history, {0: Moved(1.0), 1: Moved(1.0)})
+        history = remembered(history, {0: Moved(1.0), 1: Moved(1.0)}, SIZE)
         rounds += 1
-    assert rounds == REMEMBERED // 4
+    assert rounds == REMEMBERED // 4 + AVERAGED - 1
 
 
 def test_the_last_ones_are_remembered_in_client_order() -> None:
-    moved = {client: Moved(float(client)) for client in (2, 0, 1)}
-    assert remembered(USUAL, moved) == (*USUAL, Moved(0.0), Moved(1.0), Moved(2.0))
-    assert remembered(USUAL * REMEMBERED, moved)[-4:] == (Moved(1.0), Moved(0.0), Moved(1.0), Moved(2.0))
-    assert len(remembered(USUAL * REMEMBERED, moved)) == REMEMBERED
+    moved = {client: Moved(float(client), 0.5 * client) for client in (2, 0, 1)}
+    history = of_others(Moved(1.0, 2.0))
+    expected = tuple(Past(c, Moved(c, 0.5 * c), Moved(c / 1.0, 0.5 * c / 1.0)) for c in (0, 1, 2))
+    assert remembered(history, moved) == (*history, *expected)  # medians of six, the lower one: 1 and 1
+    long = of_others(Moved(1.0, 2.0), 2 * REMEMBERED)
+    assert remembered(long, moved) == (*long[-REMEMBERED + 3 :], *remembered(long, moved)[-3:])
+
+
+def test_what_has_no_measure_is_remembered_as_very_far() -> None:
+    """And as a number that JSON can say."""
+    found = remembered(of_others(Moved(0.0), 9), {0: Moved(3.0), 1: Moved(0.0), 2: Moved(float("inf"))})
+    assert [past.times.weights for past in found[-3:]] == [MOST_TIMES, 0.0, MOST_TIMES]
 
 
 def test_who_comes_after_the_deadline_is_late() -> None:

@@ -146,7 +146,7 @@ def test_what_is_remembered_is_the_same_however_it_is_stored(job: Any, new_store
         store = new_store()
         job.federate(store, stop=3, **mode)
         found.append(remembered(store))
-    assert len(found[0]) == 3 * PER_ROUND and all(weights > 0 for weights, _ in found[0])
+    assert len(found[0]) == 3 * PER_ROUND and all(weights > 0 for _, (weights, _), _ in found[0])
     assert found == [found[0]] * len(STORAGE)
     store = new_store()
     job.federate(store, stop=3, norm_bound=None)
@@ -199,7 +199,7 @@ def test_a_commit_of_an_older_version_goes_on_with_nothing_remembered(
     assert "starts anew" not in caplog.text
 
 
-@pytest.mark.parametrize("history", ["words", [1.0], [[1.0, "far"]], {"a": 1}])
+@pytest.mark.parametrize("history", ["words", [1.0], [[0, [1.0, "far"], [1.0, 0.0]]], [[1.0, 0.0]], {"a": 1}])
 def test_what_is_remembered_has_to_be_numbers(job: Any, new_store: Make, history: Any) -> None:
     store = new_store()
     job.federate(store, stop=1)
@@ -209,7 +209,6 @@ def test_what_is_remembered_has_to_be_numbers(job: Any, new_store: Make, history
     ledger.commit(0, tensors, {**rest, rounds.HISTORY: history}, [])
     with pytest.raises(IntegrityError, match="how far updates moved"):
         job.federate(store, stop=2)
-
 
 
 def test_nothing_is_tidied_away_before_the_state_is_seen_to_be_whole(

@@ -33,8 +33,9 @@ from fl_engine.updates import Rejected, packed, update_of
 from tests.harness.attacks.scene import InMemory
 from tests.harness.attacks.table import Attack
 
-LOST, LOST_OF_DIGITS = 0.1, 0.03
-"""So much accuracy may be lost to one client of twenty: where its lies are refused, it is one client less."""
+LOST, LOST_OF_DIGITS, LOST_AT_WORST = 0.1, 0.03, 0.2
+"""So much accuracy may be lost to one client of twenty: where its lies are refused, it is one client less. At worst: to
+one whose lies are as long as honest updates are, and go the other way."""
 Name = Literal["flexfl", "heterofl"]
 Factor = Callable[["Liar", float], float]
 ROUNDS = {0.25: 20, 0.1: 30, 0.05: 40}
@@ -64,11 +65,12 @@ def times(factor: float, _: Liar, far: float) -> float:
     return factor
 
 
-def just_under(sign: int, liar: Liar, far: float) -> float:
-    """As far as the bound lets through, by all that can be known of the others."""
+def just_under(part: float, liar: Liar, far: float) -> float:
+    """As far as this part of the bound, by all that can be known of the others; a half is what is taken again and
+    again. Below 0: turned around."""
     bound = RoundsConfig().norm_bound
     middle = statistics.median([*liar.moved, far])
-    return sign * 0.9 * (1e6 if bound is None else bound) * middle / max(far, 1e-12)
+    return 0.9 * part * (1e6 if bound is None else bound) * middle / max(far, 1e-12)
 
 
 def moved(new: Params, sent: Params) -> float:
@@ -187,7 +189,7 @@ def control() -> None:
         assert found.accuracy > 0.75 and not found.refused, f"{name}, {where}: {found}"
 
 
-def ruined(name: Name, where: Where, factor: Factor, first: bool = False) -> str | None:
+def ruined(name: Name, where: Where, factor: Factor, first: bool, may_cost: float) -> str | None:
     """`first`: by the client that is asked first, when nothing is known of any; else by the one that is asked most."""
     before = honest(name, where)
     often = Counter(client for asked in before.asked for client in asked).most_common(1)[0][0]
@@ -197,30 +199,35 @@ def ruined(name: Name, where: Where, factor: Factor, first: bool = False) -> str
     others = {client: n for client, n in after.refused.items() if client != liar.client}
     if others:
         return f"{sum(others.values())} honest updates were refused for it"
-    if before.accuracy - after.accuracy > (LOST if where != "digits" else LOST_OF_DIGITS):
+    if before.accuracy - after.accuracy > may_cost:
         return f"{100 * before.accuracy:.1f} % -> {100 * after.accuracy:.1f} % by {liar.told} lies"
     return None
 
 
-RUINS: dict[tuple[Name, Where, str], tuple[Factor, bool]] = {
-    ("flexfl", 0.25, "90 times the change"): (partial(times, 90.0), False),
-    ("flexfl", 0.25, "90 times, turned around"): (partial(times, -90.0), False),
-    ("flexfl", 0.25, "1000 times the change"): (partial(times, 1000.0), False),
-    ("flexfl", 0.25, "90 times, in the first round"): (partial(times, 90.0), True),
-    ("heterofl", 0.25, "90 times the change"): (partial(times, 90.0), False),
-    ("flexfl", 0.1, "90 times, in rounds of two"): (partial(times, 90.0), False),
-    ("flexfl", 0.1, "90 times, in a first round of two"): (partial(times, 90.0), True),
-    ("flexfl", 0.05, "90 times, in rounds of one"): (partial(times, 90.0), False),
-    ("flexfl", 0.05, "90 times, in a first round of one"): (partial(times, 90.0), True),
-    ("flexfl", 0.25, "no change at all, to lower the bound"): (partial(times, 0.0), False),
-    ("flexfl", "digits", "90 times the change of digits"): (partial(times, 90.0), False),
-    ("heterofl", "digits", "90 times the change of digits"): (partial(times, 90.0), False),
-    ("flexfl", "digits", "just under the bound"): (partial(just_under, 1), False),
-    ("flexfl", "digits", "just under the bound, turned around"): (partial(just_under, -1), False),
-    ("heterofl", "digits", "just under the bound"): (partial(just_under, 1), False),
-    ("heterofl", "digits", "just under the bound, turned around"): (partial(just_under, -1), False),
+RUINS: dict[tuple[Name, Where, str], tuple[Factor, bool, float]] = {
+    ("flexfl", 0.25, "90 times the change"): (partial(times, 90.0), False, LOST),
+    ("flexfl", 0.25, "90 times, turned around"): (partial(times, -90.0), False, LOST),
+    ("flexfl", 0.25, "1000 times the change"): (partial(times, 1000.0), False, LOST),
+    ("flexfl", 0.25, "90 times, in the first round"): (partial(times, 90.0), True, LOST),
+    ("heterofl", 0.25, "90 times the change"): (partial(times, 90.0), False, LOST),
+    ("flexfl", 0.1, "90 times, in rounds of two"): (partial(times, 90.0), False, LOST),
+    ("flexfl", 0.1, "90 times, in a first round of two"): (partial(times, 90.0), True, LOST),
+    ("flexfl", 0.05, "90 times, in rounds of one"): (partial(times, 90.0), False, LOST),
+    ("flexfl", 0.05, "90 times, in a first round of one"): (partial(times, 90.0), True, LOST),
+    ("flexfl", 0.25, "no change at all, to lower the bound"): (partial(times, 0.0), False, LOST),
+    ("flexfl", "digits", "90 times the change of digits"): (partial(times, 90.0), False, LOST_OF_DIGITS),
+    ("flexfl", "digits", "just under the bound"): (partial(just_under, 1.0), False, LOST_OF_DIGITS),
+    ("flexfl", "digits", "just under the bound, turned around"): (partial(just_under, -1.0), False, LOST_OF_DIGITS),
+    ("flexfl", "digits", "all that is taken"): (partial(just_under, 0.5), False, LOST_OF_DIGITS),
+    ("flexfl", "digits", "all that is taken, turned around"): (partial(just_under, -0.5), False, LOST_AT_WORST),
+    ("heterofl", "digits", "90 times the change of digits"): (partial(times, 90.0), False, LOST_OF_DIGITS),
+    ("heterofl", "digits", "just under the bound"): (partial(just_under, 1.0), False, LOST_OF_DIGITS),
+    ("heterofl", "digits", "just under the bound, turned around"): (partial(just_under, -1.0), False, LOST_OF_DIGITS),
+    ("heterofl", "digits", "all that is taken"): (partial(just_under, 0.5), False, LOST_OF_DIGITS),
+    ("heterofl", "digits", "all that is taken, turned around"): (partial(just_under, -0.5), False, LOST_AT_WORST),
 }
-"""By algorithm, share of the clients that a round asks, and lie."""
+"""By algorithm, share of the clients that a round asks, and lie: how it is made, whether in the first round, and what
+it may cost."""
 
 
 # ------------------------------------------------------------------------------------------------------ privacy
@@ -248,10 +255,8 @@ def cohort_from_the_seed() -> str | None:
 
 ATTACKS = (
     *(
-        Attack(
-            f"{name}, {said}", "to ruin the model, one of twenty", "engine", partial(ruined, name, where, factor, first)
-        )
-        for (name, where, said), (factor, first) in RUINS.items()
+        Attack(f"{name}, {said}", "to ruin the model, one of twenty", "engine", partial(ruined, name, where, *how))
+        for (name, where, said), how in RUINS.items()
     ),
     Attack("cohort from the seed", "to know who took part", "engine", cohort_from_the_seed),
 )
