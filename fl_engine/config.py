@@ -100,8 +100,8 @@ class RoundsConfig(_Section):
     """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
     norm_bound: Positive | None = 5.0
     """An update whose weights, or running statistics, moved further than so many times the median of its round and of
-    the last 128 updates before it (root mean square) is not merged; null: all are. Honest ones moved up to 4.3 times as
-    far (docs/reliability.md)."""
+    the last 128 updates before it (root mean square) is not merged, nor one of a client whose last four moved half
+    as far on average; null: all are. Honest ones moved up to 4.3 times as far (docs/reliability.md)."""
     over_provision: Annotated[float, Field(ge=1)] = 1.0
     """Ask so many times more clients than `training.fraction` says; the round takes as many updates as it says, those
     that come first: on the simulated clock, in pods by the clock on the wall."""
