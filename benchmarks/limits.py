@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from fl_engine import rounds
+from fl_engine import devices, rounds
 from fl_engine.aggregation import Median
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.all_large import AllLarge
@@ -54,9 +54,13 @@ class Echo:
     durable = False
     phases: ClassVar[MappingProxyType[str, float]] = MappingProxyType({})
 
+    def __init__(self, site: Site) -> None:
+        self._site = site
+
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
-        metrics = {"loss": 1.0, "steps": 1.0, "macs": 1.0, "seconds": 0.0, "free": 100.0}
         for order in plan.orders:
+            free = devices.observe(self._site.fleet[order.client], self._site.seed, order.round)
+            metrics = {"loss": 1.0, "steps": 1.0, "macs": 1.0, "seconds": 0.0, "free": free}
             moved = {name: tensor + 1e-3 * (order.client % 7 + 1) for name, tensor in order.payload.items()}
             yield ClientUpdate(order.round, order.client, order.spec, moved, 1, metrics)
 
@@ -84,7 +88,7 @@ def of_updates(count: int, way: Way, robust: bool, folder: str) -> dict[str, flo
     site = site_of(algorithm, TEN_MB, count)
     before, started = resident_peak(), time.monotonic()
     ledger = Ledger(FolderStore(folder), rules=site.rules)
-    federate(site, algorithm, Echo(), ledger, keep_updates=way == "store")
+    federate(site, algorithm, Echo(site), ledger, keep_updates=way == "store")
     return {"mb": (resident_peak() - before) / 1e6, "seconds": time.monotonic() - started}
 
 
@@ -115,7 +119,7 @@ def of_rounds(stop: int, folder: str) -> dict[str, float]:
     tenth, most, peaks, paces = stop // 10, 0, [], []
     for part in range(1, 11):
         started = time.monotonic()
-        federate(site, algorithm, Echo(), ledger, stop=part * tenth)
+        federate(site, algorithm, Echo(site), ledger, stop=part * tenth)
         paces.append((time.monotonic() - started) / tenth)
         peaks.append(resident_peak() / 1e6)
         most = max(most, len(store.list("")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import yaml
 
 from components.entries import Entry, by_label, entries, labels_of, seeds_of
 from components.names import plain
+from components.passwords import no_passwords
 from fl_engine.config import Config, check_plain, pair_of, parse, public, set_path
-from fl_engine.errors import ConfigError, holds_password, nearest
+from fl_engine.errors import ConfigError, nearest
 
 PARAMETERS = {
     "dataset": "dataset.name",
@@ -67,36 +68,6 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
             raise ConfigError(f'advanced takes dotted names, {{"{path}.{inner}": value}}, got a mapping for {path!r}')
         set_path(values, path, whole(value))
     return parse(values)
-
-
-OF_MLFLOW = (
-    "give the server's address alone, and MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
-    "MLFLOW_TRACKING_TOKEN, as keys of the Secret flexfleet-mlflow (FLEXFLEET_MLFLOW_SECRET names another)"
-)
-INSTEAD = {
-    "mlflow_uri": OF_MLFLOW,
-    "tracking.mlflow": OF_MLFLOW,
-    "tune.storage": "leave it out, and put the address into the Secret flexfleet-tune (FLEXFLEET_TUNE_SECRET names "
-    "another) as FLEXFLEET_TUNE_STORAGE",
-}
-"""What a pipeline takes in place of an address with a password."""
-
-
-def no_passwords(given: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a parameter says a password: Kubeflow keeps and shows them, and what tasks make of
-    them."""
-    for name, value in given.items():
-        if any(holds_password(text) for text in _texts(value)):
-            instead = INSTEAD.get(name.rpartition(":")[2], "give the address without it")
-            raise ConfigError(f"{name} holds a password, and Kubeflow shows parameters: {instead}")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in (*value.keys(), *value.values()) if isinstance(value, Mapping) else value:
-            yield from _texts(inner)
 
 
 def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from components.overrides import no_passwords
+from components.passwords import no_passwords
 from fl_engine import __version__
 from fl_engine.errors import ConfigError, EnvironmentFailure, masked, nearest
 from pipelines.compile import PIPELINES, compiled

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -399,6 +399,12 @@ def has(resource: Resource, labels: dict[str, str]) -> bool:
 def leftovers(cluster: Cluster) -> list[tuple[str, str]]:
     """What finished runs have left but for their keys, which stay."""
     return [(kind, name) for kind, name in sorted(cluster.objects) if kind != "secrets" or not name.endswith("-keys")]
+
+
+def telling(resources: Iterable[Resource]) -> list[Resource]:
+    """Of these the Secrets that tell Jobs' pods what to do: all but runs' keys."""
+    secrets = [each for each in resources if each.get("kind") == "Secret"]
+    return [each for each in secrets if not each["metadata"]["name"].endswith("-keys")]
 
 
 def validate(kind: str, body: Resource) -> None:

@@ -13,7 +13,7 @@ import torch
 from fl_engine import devices
 from fl_engine.assignment import COMMON, Assignment
 from fl_engine.backends import jobs
-from fl_engine.backends.kubernetes import PHASES, Kubernetes
+from fl_engine.backends.kubernetes import PHASES, Kubernetes, _Round
 from fl_engine.config import KubernetesConfig
 from fl_engine.ledger import Ledger
 from fl_engine.s3 import S3Store
@@ -34,6 +34,9 @@ class Recorder:
         self.made[kind].append(body)
         return {**body, "metadata": {**body["metadata"], "uid": "0"}}
 
+    def delete(self, kind: str, name: str) -> None:
+        assert name not in {body["metadata"]["name"] for body in self.made[kind]}, "of an earlier Job, not of this one"
+
 
 @pytest.mark.parametrize("clients_per_pod", [1, 7])
 def test_two_hundred_pods_with_session_tokens_fit_into_secrets(
@@ -52,7 +55,7 @@ def test_two_hundred_pods_with_session_tokens_fit_into_secrets(
         monkeypatch.setenv(f"FLEXFLEET_SIGNING_AWS_{name}", value)
     backend = Kubernetes(options, "run", fleet, ledger, cluster=cluster)  # type: ignore[arg-type]
     backend.phases = dict.fromkeys(PHASES, 0.0)
-    backend._launch(plan, set(range(200)), names, 0)
+    backend._launch(_Round(plan, names, set(range(200))), set(range(200)))
 
     asked: list[int] = []
     assert len(cluster.made["secrets"]) == len(cluster.made["jobs"]) > 1

@@ -14,10 +14,11 @@ import pytest
 import yaml
 
 from components.artifacts import RunFile
+from fl_engine.assignment import COMMON
 from fl_engine.errors import ConfigError, IntegrityError
 from fl_engine.ledger import Row
 from fl_engine.store import open_store
-from tests.k8s.fake import leftovers
+from tests.k8s.fake import leftovers, telling
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,19 +166,20 @@ def test_with_a_device_for_each_client_no_node_holds_what_another_is_told(
     """Who is root on a node reads every Secret that its pods mount, whole. With placement=pool that is the tier's."""
     rounds("apart", *remote, "kubernetes.placement=device", "kubernetes.hostname=pi-{client}")
     jobs = {each["metadata"]["name"]: each for each in cluster.created if each["kind"] == "Job"}
-    told = {each["metadata"]["name"]: each["stringData"] for each in cluster.created if each["kind"] == "Secret"}
-    assert len(jobs) == len(told) == 3, "no Secret besides those"
+    told = {each["metadata"]["name"]: each["stringData"] for each in telling(cluster.created)}
+    assert len(jobs) == len(told) == 3, "no Secret besides those, and the run's key, which no pod mounts"
     for name, job in jobs.items():
         pod = job["spec"]["template"]["spec"]
         assert [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume] == [name]
         assert name not in json.dumps([other for key, other in jobs.items() if key != name])
         (client,) = (int(host.removeprefix("pi-")) for host in pod["nodeSelector"].values())
-        (text,) = told[name].values()
-        assert json.loads(text)["clients"] == [client] and list(json.loads(text)["keys"]) == [str(client)]
-        named = set(re.findall(r"(?:orders/|updates/)(\d+)\.", text))
+        assert told[name].keys() == {"0", COMMON}
+        own = json.loads(told[name]["0"])
+        assert own["clients"] == [client] and list(own["keys"]) == [str(client)]
+        named = set(re.findall(r"(?:orders/|updates/)(\d+)\.", "".join(told[name].values())))
         assert named == {str(client)}, "it reads its own order, and writes its own answer"
     everyone = rounds("together", *remote)
     assert everyone and any(
-        len(json.loads(text)["clients"]) + len(each["stringData"]) > 2
-        for each in cluster.created if each["kind"] == "Secret" for text in each["stringData"].values()
+        len(json.loads(text)["clients"]) + len(each["stringData"].keys() - {COMMON}) > 2
+        for each in telling(cluster.created) for name, text in each["stringData"].items() if name != COMMON
     ), "in a pool they share a Secret: the look is a real one"  # fmt: skip

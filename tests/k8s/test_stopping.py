@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from fl_engine.backends import jobs
 from fl_engine.backends.kubernetes import Kubernetes
 from fl_engine.errors import Stopped
+from tests.k8s.fake import leftovers, telling
 
 Rounds = Callable[..., Path]
 Remote = tuple[str, ...]
@@ -59,7 +61,7 @@ def test_it_is_seen_while_pods_are_awaited_and_the_log_says_how_to_remove_what_i
             _, listed = quick_cluster.ask("GET", where, {"labelSelector": [found[2]]}, None)
             for item in listed["items"]:
                 quick_cluster.ask("DELETE", f"{where}/{item['metadata']['name']}", {}, None)
-        assert not quick_cluster.objects
+        assert not leftovers(quick_cluster)
     quick_cluster.script = lambda job, index, before: "run"
     assert model(rounds("stopped", *remote, resume=True)) == expected(1)
 
@@ -70,16 +72,17 @@ def test_a_jobs_secret_goes_with_it(
     """As when its time to live is over. A coordinator that was killed before it made one makes it when it starts again,
     and does not make the Job twice."""
     with monkeypatch.context() as patch:
-        patch.setattr(Kubernetes, "_secret", lambda *_: (_ for _ in ()).throw(Killed))
+        patch.setattr(jobs, "secret", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             rounds("secret", *remote)
     before = jobs_of(quick_cluster)
+    assert before and not telling(quick_cluster.created)
     with monkeypatch.context() as patch:
         patch.setattr(Kubernetes, "_collect", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             rounds("secret", *remote, resume=True)
-    secrets = [o for o in quick_cluster.created if o["kind"] == "Secret"]
-    assert sorted(s["metadata"]["name"] for s in secrets) == sorted(jobs_of(quick_cluster)) and before
+    secrets = telling(quick_cluster.created)
+    assert sorted(s["metadata"]["name"] for s in secrets) == sorted(jobs_of(quick_cluster))
     for secret in secrets:
         (owner,) = secret["metadata"]["ownerReferences"]
         job = quick_cluster.objects["jobs", secret["metadata"]["name"]]
@@ -100,9 +103,10 @@ def test_a_secret_of_a_job_that_is_gone_is_not_taken_for_another_ones(
         for kind, name in list(quick_cluster.objects):
             if kind in ("jobs", "pods"):
                 del quick_cluster.objects[kind, name]
-        for (kind, _), secret in quick_cluster.objects.items():
-            if kind == "secrets":
-                secret["stringData"] = dict.fromkeys(secret["stringData"], "{}")
+        old = telling(quick_cluster.objects.values())
+        assert old
+        for secret in old:
+            secret["stringData"] = dict.fromkeys(secret["stringData"], "{}")
     assert model(rounds("old", *remote, resume=True)) == expected(1)
     assert {name[-3:] for name in jobs_of(quick_cluster)} == {"-a0"}, "nobody had to be asked twice"
 

@@ -316,12 +316,11 @@ def test_a_busy_or_broken_server_is_asked_again(start: Start, configure: Configu
 def test_what_is_missing_or_there_already_is_no_error(start: Start, configure: Configure) -> None:
     server = start()
     api = configure(server, encoded(server.authority.issue("coordinator")))
-    server.answers = [(404, []), (409, []), (404, []), (404, [])]
+    server.answers = [(404, []), (409, []), (404, [])]
     assert api.get("jobs", "a") is None
     assert api.create("jobs", {"metadata": {"name": "a"}}) is None
-    assert api.replace("jobs", {"metadata": {"name": "a"}}) is None
     api.delete("jobs", "a")
-    assert [method for method, _ in server.asked] == ["GET", "POST", "PUT", "DELETE"]
+    assert [method for method, _ in server.asked] == ["GET", "POST", "DELETE"]
     assert server.bodies[-1] == {"propagationPolicy": "Background"}
 
 
