@@ -78,7 +78,7 @@ class Bad:
     attack: Attack
     bound: float
     layout: ParamLayout
-    history: History = ()
+    history: History = field(default_factory=History)
     durable: ClassVar[bool] = False
     phases: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 

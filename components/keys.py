@@ -21,7 +21,7 @@ from fl_engine.backends import jobs
 from fl_engine.backends.cluster import Cluster
 from fl_engine.config import Config
 from fl_engine.errors import ConfigError, IntegrityError
-from fl_engine.s3 import OWN, S3Store, endpoint_of, setting
+from fl_engine.s3 import OWN, SIGNING, S3Store, endpoint_of, setting
 from fl_engine.store import FolderStore, Store, sha256
 
 log = logging.getLogger("flexfleet")
@@ -54,7 +54,7 @@ class InStore:
 
     store: Store
     key: str
-    advice: str
+    advice: str = ""
 
     def __str__(self) -> str:
         where = self.store.uri(self.key)
@@ -124,14 +124,13 @@ def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
     if where is None and config.run.backend == "kubernetes":
         return InSecret(Cluster(config.kubernetes.namespace), jobs.run_label(run_id, store.uri()))
     if where is None:
-        advice = "to go on with the run on another machine, take this file along, or set run.secrets at the start"
-        return InStore(FolderStore(out.resolve()), BEFORE, advice if config.run.remote is not None else "")
+        return InStore(FolderStore(out.resolve()), BEFORE)
     if "://" not in where:
         _check_folder(Path(where), config.run.remote)
-        return InStore(FolderStore(Path(where).resolve()), f"{run_id}/key", "")
+        return InStore(FolderStore(Path(where).resolve()), f"{run_id}/key")
     found = S3Store(f"{where.rstrip('/')}/{run_id}", settings=SETTINGS)
     _check_bucket(where, config.run.remote)
-    return InStore(found, "key", "")
+    return InStore(found, "key")
 
 
 def _check_folder(folder: Path, remote: str | None) -> None:
@@ -148,10 +147,11 @@ def _check_bucket(uri: str, remote: str | None) -> None:
             f"run.secrets = {uri!r} is read with credentials of its own, which the environment does not hold: set "
             + " and ".join(f"{SETTINGS}{name}" for name in missing)
         )
-    if os.environ[f"{SETTINGS}AWS_ACCESS_KEY_ID"] == setting("AWS_ACCESS_KEY_ID"):
+    others = {setting("AWS_ACCESS_KEY_ID", whose) for whose in (OWN, SIGNING)}
+    if os.environ[f"{SETTINGS}AWS_ACCESS_KEY_ID"] in others:
         raise ConfigError(
-            f"{SETTINGS}AWS_ACCESS_KEY_ID names the credentials that sign clients' URLs: run.secrets needs others, "
-            "which alone may read that bucket"
+            f"{SETTINGS}AWS_ACCESS_KEY_ID names the coordinator's credentials, or those that sign clients' URLs: "
+            "run.secrets needs others, which alone may read that bucket"
         )
     if remote is not None and _bucket(uri) == _bucket(remote) and _address(SETTINGS) == _address(OWN):
         raise ConfigError(

@@ -549,7 +549,8 @@ def algorithm(config: Config) -> Algorithm:
     privacy.check_terms(found, config.rounds)
     ambient = config.run.backend == "kubernetes" and config.kubernetes.access == "ambient"
     ours = kind in ALGORITHMS.values()
-    privacy.check_run(found, known=ours, reference=config.pretrain.reference, ambient=ambient)
+    stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None
+    privacy.check_run(found, known=ours, reference=config.pretrain.reference, ambient=ambient, stranded=stranded)
     return found
 
 

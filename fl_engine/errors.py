@@ -91,7 +91,7 @@ WHO_ASKS = re.compile(r"(?<=://)(?:[^/\s]*@|[^/:@\s]*:(?!\d+(?:/|$))\S*@)")
 """User and password of an address, also where a password holds an @ or a slash that should have been quoted."""
 
 
-QUERIED = re.compile(r"[?&;](?:password|passwd|pwd|sslpassword|token)=[^&;\s]", re.IGNORECASE)
+QUERIED = re.compile(r"(?<=[?&;])(password|passwd|pwd|sslpassword|token)=[^&;\s]+", re.IGNORECASE)
 """A password among the options of a data base's address."""
 
 
@@ -106,7 +106,7 @@ def holds_password(text: str) -> bool:
 
 def masked(address: str) -> str:
     """An address without user and password, to be shown."""
-    return WHO_ASKS.sub("", address)
+    return QUERIED.sub(r"\1=...", WHO_ASKS.sub("", address))
 
 
 def printable(text: str) -> str:

@@ -33,7 +33,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fl_engine.acceptance import Moved
-from fl_engine.errors import IntegrityError, ModelError, Refused, Stopped, brief
+from fl_engine.errors import EnvironmentFailure, IntegrityError, ModelError, Stopped, brief
 from fl_engine.lease import Lease
 from fl_engine.store import Store, canonical, decode, encode, sha256
 from fl_engine.types import ClientFailure, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
@@ -492,18 +492,19 @@ class Ledger:
             raise IntegrityError(f"{name}: the update of client {client} is not whole ({error}). {WAY_OUT}") from error
 
     def _read(self, plan: RoundPlan, client: int, metrics: Mapping[str, float] | None = None) -> Outcome:
-        """What the store refuses of this client's files and not of the coordinator's own is the client's doing: it may
-        have given them away, or encrypted them with a key of its own."""
+        """Where this client's files cannot be read and the coordinator's own can, it is the client's doing: it may have
+        given them away, encrypted them with a key of its own, or made the server's answer one that nobody can read."""
         try:
             return self._read_files(plan, client, metrics)
-        except Refused:
+        except EnvironmentFailure:
             if self.key is None:
                 raise
             self._see_own(plan)
         try:
             return self._read_files(plan, client, metrics)
-        except Refused as error:
-            raise Rejected("unreadable", f"{error} (of the coordinator's own files it does not)") from error
+        except EnvironmentFailure as error:
+            self._see_own(plan)
+            raise Rejected("unreadable", f"{error} (the coordinator's own files can be read)") from error
 
     def _see_own(self, plan: RoundPlan) -> None:
         """Raises EnvironmentFailure where the store does not answer at all."""

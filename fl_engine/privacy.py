@@ -240,9 +240,10 @@ def check_selection(aggregation: object, selection: Selector) -> None:
         )
 
 
-def check_run(algorithm: Algorithm, *, known: bool, reference: bool, ambient: bool) -> None:
+def check_run(algorithm: Algorithm, *, known: bool, reference: bool, ambient: bool, stranded: bool) -> None:
     """Raises ConfigError where a run would show more of its clients than the noisy sum. `known`: the algorithm is one
-    of this package; `reference`: pre-training on all data; `ambient`: pods with credentials of their own."""
+    of this package; `reference`: pre-training on all data; `ambient`: pods with credentials of their own; `stranded`: a
+    ledger that outlives this machine, and a key that does not."""
     if not is_private(algorithm):
         return
     if not known:
@@ -259,6 +260,12 @@ def check_run(algorithm: Algorithm, *, known: bool, reference: bool, ambient: bo
         raise ConfigError(
             "algorithm.aggregation is private, but pods with credentials of their own can read other clients' orders "
             "and updates: set kubernetes.access=presigned"
+        )
+    if stranded:
+        raise ConfigError(
+            "algorithm.aggregation is private, and the run's ledger is in run.remote; its key would be in the run's "
+            "folder, and without it nobody can go on with the run: set run.secrets to a folder that outlives this "
+            "machine, or to s3://another-bucket/prefix"
         )
 
 

@@ -54,6 +54,7 @@ AUTO_COMMIT_S = 2.0
 
 HISTORY = "rounds/moved"
 """In a commit's JSON, beside the fields of the algorithm's state, none of which can have such a name."""
+HISTORIES = TypeAdapter(History)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def federate(
             if pending:
                 tensors, rest = pack(state)
                 if config.norm_bound is not None:
-                    rest[HISTORY] = history
+                    rest[HISTORY] = HISTORIES.dump_python(history, mode="json")
                 ledger.commit(pending[-1].round, tensors, rest, pending)
                 ledger.check_lease()  # a successor tells the tracker what the ledger has
                 tracker.metrics([(row.round + 1, row.metrics) for row in pending])
@@ -174,7 +175,7 @@ def _resume(
     history = _history(rest)
     ledger.tidy()  # after everything was seen to be whole: without leave, damage stays as it is
     if last is None:
-        return state, (), 0
+        return state, History(), 0
     log.info("resuming after round %d", last + 1)
     if config.norm_bound is not None and HISTORY not in rest:
         log.info("an older version's commit, which does not say how far updates moved: rounds.norm_bound starts anew")
@@ -183,7 +184,7 @@ def _resume(
 
 def _history(rest: Mapping[str, Any]) -> History:
     try:
-        return TypeAdapter(History).validate_python(rest.get(HISTORY, ()))
+        return HISTORIES.validate_python(rest.get(HISTORY, History()))
     except ValidationError as error:
         said = f"stored state: {HISTORY!r} is no list of how far updates moved: {brief(error)}"
         raise IntegrityError(said) from error
@@ -291,7 +292,7 @@ class _Watch:
     config: RoundsConfig
     seed: int
     should_stop: Callable[[], bool]
-    history: History = ()
+    history: History = field(default_factory=History)
     """How far updates of earlier rounds moved."""
     moved: dict[int, Moved] = field(default_factory=dict)
     """How far this round's did, by client, where terms ask for it."""
@@ -331,7 +332,7 @@ class _Watch:
     @cached_property
     def _size(self) -> Moved:
         """Of what was sent, while too little is remembered."""
-        if self.plan.orders and len(self.history) < acceptance.FIRST_ONES:
+        if self.plan.orders and self.history.count < acceptance.FIRST_ONES:
             return size_of(self.plan.orders[0].payload)
         return acceptance.NOTHING
 

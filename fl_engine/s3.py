@@ -190,14 +190,14 @@ class S3Store:
     def presign(self, key: str, verb: Literal["get"], seconds: int, endpoint: str | None = None) -> str:
         """A URL for one `get` of `key`, good for `seconds`; `endpoint` is what devices call the server, where that
         differs. To write, there is `upload`."""
-        client = self._client_of(endpoint or self._endpoint, SIGNING)
+        client = self._client_of(endpoint or self._endpoint, SIGNING if self._settings == OWN else "")
         where = {"Bucket": self._bucket, "Key": self._prefix + key}
         url: str = client.generate_presigned_url("get_object", Params=where, ExpiresIn=seconds)
         return url
 
     def upload(self, key: str, size: int, seconds: int, verb: Verb, endpoint: str | None = None) -> Upload:
         """Leave to write `key` for `seconds`: at most `size` bytes by POST, exactly so many by PUT."""
-        client = self._client_of(endpoint or self._endpoint, SIGNING)
+        client = self._client_of(endpoint or self._endpoint, SIGNING if self._settings == OWN else "")
         where = {"Bucket": self._bucket, "Key": self._prefix + key}
         if verb == "PUT":
             headers = {"Content-Type": FIXED["Content-Type"]}

@@ -208,7 +208,8 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
     except (FlexfleetError, TypeError, ValueError, AttributeError) as error:
         raise Rejected("spec", f"not a sub-model: {error}") from error
     expected = None if rules is None else _expected(rules.layout, spec, order)
-    limit = None if expected is None else _most_bytes(expected)
+    # That of what was sent, also where the client has pruned: with a length that is fixed it fills its file up.
+    limit = None if expected is None else payload_bytes(order)
     try:
         value = payload(limit)
     except IntegrityError as error:

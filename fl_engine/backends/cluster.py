@@ -203,6 +203,8 @@ def _why(answer: urllib3.BaseHTTPResponse, method: str, kind: str, name: str, na
     hint = ""
     if answer.status == 401 or "system:anonymous" in str(said):
         hint = ". It does not know who asks: has the token or certificate run out, or has KUBECONFIG's user none?"
+    elif answer.status == 403 and "exceeded quota" in str(said):
+        hint = ". Delete what is over: of each run that gets no more rounds the Secret <run>-keys"
     elif answer.status == 403:
         hint = f". The service account needs the rights of k8s/base/role.yaml in the namespace {namespace}"
     elif answer.status == 404:

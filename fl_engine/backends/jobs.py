@@ -94,7 +94,7 @@ def run_label(run_id: str, store_uri: str) -> str:
 def job_name(run: str, round: int, group: Group, attempt: int) -> str:
     """At most 57 characters: a pod's name adds its index and five more. Different for different tiers."""
     tier = re.sub(r"[^a-z0-9]+", "-", group.tier.lower()).strip("-")[:8].strip("-")
-    if tier != group.tier:
+    if tier != group.tier or "-" in tier:  # a part's number follows after one
         tier += hashlib.sha256(group.tier.encode()).hexdigest()[:5]
     part = f"-{group.part}" if group.part or group.host else ""
     return f"{run}-r{round}-{tier}{part}-a{attempt}"

@@ -221,9 +221,12 @@ class Kubernetes:
                 log.info("round %d: the Job %s was made with other settings: deleted", r.plan.round + 1, name)
                 other.add(name)
             elif clients & r.open_:
-                log.info("round %d: waiting for the Job %s that is there already", r.plan.round + 1, name)
-                if clients <= r.open_:  # else a pod has answered: its Secret is there
+                if self._cluster.get("secrets", name) is None:  # a coordinator was killed before it was made
+                    if not clients <= r.open_:  # what those are told that have answered otherwise is gone
+                        other.add(name)
+                        continue
                     self._cluster.create("secrets", self._secret(r, job))
+                log.info("round %d: waiting for the Job %s that is there already", r.plan.round + 1, name)
                 r.watch(self._live(job))
         self._withdraw(r, other)
 
@@ -248,8 +251,11 @@ class Kubernetes:
             self._cluster.delete("secrets", body["metadata"]["name"])
             job = self._cluster.create("jobs", body)
             if job is None:  # the answer to an earlier try was lost
+                name = body["metadata"]["name"]
                 there = self._cluster.select("jobs", self._labels(r.plan.round))
-                (job,) = (j for j in there if j["metadata"]["name"] == body["metadata"]["name"])
+                job = next((j for j in there if j["metadata"]["name"] == name), None)
+                if job is None:
+                    raise EnvironmentFailure(f"a Job {name} is there that is not this run's: delete it, then resume")
             self._cluster.create("secrets", jobs.secret(job, texts, common))
             r.watch(self._live(job))
         r.attempt += bool(made)

@@ -91,8 +91,12 @@ def hear(job: Live, pods: Iterable[Resource], now: float) -> bool:
     """Takes down what the Job's pods are at; whether one has started or ended since it was last heard of."""
     moved = False
     queued = {index for index in job.since if job.queues(index)}
-    ending = {}
-    for state in jobs.newest(pods, job.name):
+    ending, here = {}, jobs.newest(pods, job.name)
+    for index in [i for i, state in job.states.items() if not state.over and i not in {s.index for s in here}]:
+        # Its pod is gone, and nobody has seen it end.
+        del job.states[index]
+        job.since[index], moved = now, True
+    for state in here:
         before = job.states.get(state.index)
         moved = moved or (state.started, state.over) != ((before.started, before.over) if before else (False, False))
         job.states[state.index] = state

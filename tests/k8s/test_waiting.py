@@ -106,6 +106,17 @@ def test_a_pod_whose_turn_has_not_come_or_that_a_quota_holds_back_queues_and_no_
     )
 
 
+def test_a_pod_that_is_gone_without_having_been_seen_to_end_is_waited_for_again() -> None:
+    """A deadline ends a Job when all its pods have ended: the first are gone while the last still end."""
+    job = watched(2)
+    ending = {"metadata": {**running(job, 0)["metadata"], "uid": "p", "deletionTimestamp": "now",
+                           "deletionGracePeriodSeconds": 5}}  # fmt: skip
+    waiting.hear(job, [running(job, 0) | ending, running(job, 1)], 1.0)
+    assert waiting.hear(job, [running(job, 1)], 2.0), "a pod has ended"
+    assert lost(job, 100.0, moved=2.0) == {} and job.since == {0: 2.0}
+    assert set(lost(job, 603.0, moved=2.0)) == {0}
+
+
 def test_what_pod_security_refuses_is_given_up_at_once_by_the_last_event() -> None:
     job = watched(2)
     events = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -17,7 +18,6 @@ from fl_engine.acceptance import (
     Arrival,
     History,
     Moved,
-    Past,
     refused,
     remembered,
     unconditional,
@@ -26,12 +26,11 @@ from fl_engine.config import RoundsConfig
 from fl_engine.types import ClientFailure
 
 NO_TERMS = RoundsConfig(norm_bound=None)
-ONCE = Moved(1.0, 1.0)
 
 
 def of_others(moved: Moved, n: int = 3) -> History:
-    """Updates of clients that are not asked again."""
-    return tuple(Past(100 + i, moved, ONCE) for i in range(n))
+    """A round of clients that are not asked again."""
+    return History(rounds=((moved,) * n,))
 
 
 USUAL = of_others(Moved(1.0))
@@ -84,11 +83,11 @@ def test_statistics_are_compared_with_statistics() -> None:
 def test_the_first_round_has_a_bound_too(others: tuple[float, ...]) -> None:
     """From the size of what was sent, so that one or two updates are no measure of themselves."""
     terms = RoundsConfig(norm_bound=8.0)
-    assert refused(0, 3, moving(1.0, *others), terms, (), SIZE) == {}
+    assert refused(0, 3, moving(1.0, *others), terms, History(), SIZE) == {}
     for attack in (90.0, 1e3, 1e30):
-        assert list(refused(0, 3, moving(attack, *others), terms, (), SIZE)) == [0]
+        assert list(refused(0, 3, moving(attack, *others), terms, History(), SIZE)) == [0]
     alone = {0: Arrival(Moved(1.0, 8.1 * FIRST.statistics * 0.7), 0.0)}
-    assert "statistics" in refused(0, 1, alone, terms, (), SIZE)[0].reason
+    assert "statistics" in refused(0, 1, alone, terms, History(), SIZE)[0].reason
 
 
 def test_what_was_assumed_of_the_first_ones_gives_way_to_what_was_seen() -> None:
@@ -101,7 +100,7 @@ def test_what_was_assumed_of_the_first_ones_gives_way_to_what_was_seen() -> None
 
 
 def test_a_model_of_zeros_says_nothing_about_its_first_updates() -> None:
-    assert refused(0, 1, moving(1.0), RoundsConfig(norm_bound=8.0), (), Moved(0.0)) == {}
+    assert refused(0, 1, moving(1.0), RoundsConfig(norm_bound=8.0), History(), Moved(0.0)) == {}
 
 
 def rounds_of(history: History, bad: Callable[[History], float], rounds: int, bound: float) -> tuple[History, int]:
@@ -126,7 +125,7 @@ def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
         taken.append(next(far for far in steps if 3 not in refused(0, 4, moving(*others, far), terms, history, SIZE)))
         return taken[-1]
 
-    _, honest_refused = rounds_of((), as_far_as_is_taken, 40, bound)
+    _, honest_refused = rounds_of(History(), as_far_as_is_taken, 40, bound)
     assert honest_refused == 0
     assert max(taken[1:]) <= bound * 1.0 and fmean(taken[4:]) == pytest.approx(bound / 2 * 1.0, rel=0.01)
 
@@ -140,7 +139,7 @@ def test_who_is_just_below_the_bound_again_and_again_is_refused_from_the_second_
         history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()}, SIZE)
     assert taken == [True] + [False] * 5
     assert found[3].reason == (
-        "norm: moved 7.9 times the median on average over its last 4 updates, at most 4 are taken"
+        "norm: moved 7.9 times the median on average over its last 4 updates, at most 4 are taken again and again"
     )
 
 
@@ -148,50 +147,73 @@ def test_who_is_just_below_the_bound_again_and_again_is_refused_from_the_second_
     ((), 7.9, True),  # once, nobody knows
     ((1.0,), 7.0, True), ((1.0,), 7.1, False),
     ((2.0, 2.0, 2.0), 7.9, True), ((3.0, 3.0, 3.0), 6.9, True), ((3.0, 3.0, 3.0), 7.1, False),
-    ((1e6, 1.0, 1.0, 1.0), 7.9, True),  # what lies further back is forgotten
-    ((1e6, 1.0, 1.0), 1.0, False),
+    ((1e6, 1.0, 1.0), 1.0, True), ((1e6, 1.0, 1.0), 4.0, True), ((1e6, 1.0, 1.0), 4.1, False),
 ])  # fmt: skip
-def test_of_a_client_the_average_of_its_last_updates_counts(
+def test_an_update_that_is_long_is_taken_where_the_clients_last_ones_were_not(
     before: tuple[float, ...], now: float, taken: bool
 ) -> None:
-    """Times the median of their rounds: it was ten times as long when they came. Other clients' do not count."""
+    """Times the median of their rounds. What is not long is taken, whatever came before it."""
     assert AVERAGED == 4
-    own = tuple(Past(0, Moved(10 * times), Moved(times)) for times in before)
-    history = (*own, *of_others(Moved(1.0), 40))
+    history = replace(of_others(Moved(1.0), 40), times={0: tuple(Moved(times) for times in before), 7: (Moved(9.0),)})
     arrived = {client: Arrival(Moved(far), 0.0) for client, far in ((0, now), (1, 1.0), (2, 1.0))}
     found = refused(0, 3, arrived, RoundsConfig(norm_bound=8.0), history)
     assert list(found) == ([] if taken else [0])
 
 
+@pytest.mark.parametrize(("clients", "per_round"), [(20, 6), (1000, 10), (400, 300)])
+def test_of_every_client_the_last_updates_are_remembered_however_many_there_are(clients: int, per_round: int) -> None:
+    terms, history, asked = RoundsConfig(norm_bound=8.0), USUAL, 0
+    for round in range(3 * clients // per_round):
+        chosen = [(round * per_round + i) % clients for i in range(per_round)]
+        arrived = {client: Arrival(Moved(1.0 if client else 7.9), 0.0) for client in chosen}
+        found = refused(round, per_round, arrived, terms, history)
+        assert list(found) == ([0] if 0 in chosen and asked else [])
+        asked += 0 in chosen
+        history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()})
+    assert asked >= 3 and all(len(times) < AVERAGED for times in history.times.values())
+
+
+def test_a_third_of_the_clients_does_not_make_the_median() -> None:
+    """Not even where a round has more updates than have to be remembered, and theirs are the last of it."""
+    terms, history = RoundsConfig(norm_bound=8.0), History()
+    moved = {client: Moved(0.0 if client >= 263 else 1.0) for client in range(400)}
+    for round in range(4):
+        arrived = {client: Arrival(far, 0.0) for client, far in moved.items()}
+        assert refused(round, 400, arrived, terms, history, SIZE) == {}
+        history = remembered(history, moved, SIZE)
+    assert history.count == 400
+
+
 def test_nobody_lowers_the_bound_by_not_moving() -> None:
-    _, honest_refused = rounds_of((), lambda history: 0.0, 100, 8.0)
+    _, honest_refused = rounds_of(History(), lambda history: 0.0, 100, 8.0)
     assert honest_refused == 0
 
 
 def test_a_run_whose_honest_updates_come_to_move_further_goes_on() -> None:
-    """What is refused is remembered: after half as many as are remembered, they are the usual; and after some more,
-    nobody is held to what was unusual then."""
+    """What is refused is remembered: after as many as are remembered of before, they are the usual."""
     history, terms = of_others(Moved(0.01), REMEMBERED), RoundsConfig(norm_bound=8.0)
     rounds = 0
     while refused(rounds, 2, moving(1.0, 1.0), terms, history, SIZE):
         history = remembered(history, {0: Moved(1.0), 1: Moved(1.0)}, SIZE)
         rounds += 1
-    assert rounds == REMEMBERED // 4 + AVERAGED - 1
+    assert rounds == REMEMBERED // 2
 
 
-def test_the_last_ones_are_remembered_in_client_order() -> None:
+def test_the_last_whole_rounds_are_remembered_in_client_order() -> None:
     moved = {client: Moved(float(client), 0.5 * client) for client in (2, 0, 1)}
-    history = of_others(Moved(1.0, 2.0))
-    expected = tuple(Past(c, Moved(c, 0.5 * c), Moved(c / 1.0, 0.5 * c / 1.0)) for c in (0, 1, 2))
-    assert remembered(history, moved) == (*history, *expected)  # medians of six, the lower one: 1 and 1
-    long = of_others(Moved(1.0, 2.0), 2 * REMEMBERED)
-    assert remembered(long, moved) == (*long[-REMEMBERED + 3 :], *remembered(long, moved)[-3:])
+    history = remembered(of_others(Moved(1.0, 2.0)), moved)
+    assert history.rounds == ((Moved(1.0, 2.0),) * 3, (Moved(0.0, 0.0), Moved(1.0, 0.5), Moved(2.0, 1.0)))
+    assert history.times == {c: (Moved(c / 1.0, 0.5 * c / 1.0),) for c in (0, 1, 2)}  # the lower middle of six: 1, 1
+    for _ in range(REMEMBERED):
+        history = remembered(history, moved)
+    assert history.count == 129 and len(history.times[2]) == AVERAGED - 1
+    assert remembered(history, {}) == history
 
 
 def test_what_has_no_measure_is_remembered_as_very_far() -> None:
     """And as a number that JSON can say."""
     found = remembered(of_others(Moved(0.0), 9), {0: Moved(3.0), 1: Moved(0.0), 2: Moved(float("inf"))})
-    assert [past.times.weights for past in found[-3:]] == [MOST_TIMES, 0.0, MOST_TIMES]
+    assert [found.times[client][-1].weights for client in range(3)] == [MOST_TIMES, 0.0, MOST_TIMES]
 
 
 def test_who_comes_after_the_deadline_is_late() -> None:

@@ -146,7 +146,9 @@ def test_what_is_remembered_is_the_same_however_it_is_stored(job: Any, new_store
         store = new_store()
         job.federate(store, stop=3, **mode)
         found.append(remembered(store))
-    assert len(found[0]) == 3 * PER_ROUND and all(weights > 0 for _, (weights, _), _ in found[0])
+    assert [len(moved) for moved in found[0]["rounds"]] == [PER_ROUND] * 3
+    assert all(weights > 0 for moved in found[0]["rounds"] for weights, _ in moved)
+    assert sum(len(times) for times in found[0]["times"].values()) == 3 * PER_ROUND
     assert found == [found[0]] * len(STORAGE)
     store = new_store()
     job.federate(store, stop=3, norm_bound=None)
@@ -193,13 +195,15 @@ def test_a_commit_of_an_older_version_goes_on_with_nothing_remembered(
     job.federate(store, stop=2, norm_bound=None)
     job.federate(store, stop=3)
     assert "does not say how far updates moved: rounds.norm_bound starts anew" in caplog.text
-    assert len(remembered(store)) == PER_ROUND
+    assert [len(moved) for moved in remembered(store)["rounds"]] == [PER_ROUND]
     caplog.clear()
     job.federate(store, stop=4)
     assert "starts anew" not in caplog.text
 
 
-@pytest.mark.parametrize("history", ["words", [1.0], [[0, [1.0, "far"], [1.0, 0.0]]], [[1.0, 0.0]], {"a": 1}])
+@pytest.mark.parametrize("history", [
+    "words", [1.0], {"rounds": [[1.0, 0.0]]}, {"rounds": [[[1.0, "far"]]]}, {"times": {"x": []}},
+])  # fmt: skip
 def test_what_is_remembered_has_to_be_numbers(job: Any, new_store: Make, history: Any) -> None:
     store = new_store()
     job.federate(store, stop=1)

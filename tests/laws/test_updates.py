@@ -145,6 +145,19 @@ def test_an_update_is_not_made_shorter_or_longer_than_its_format_allows() -> Non
             padded(value, length)
 
 
+def test_a_client_that_prunes_can_send_that_length_too() -> None:
+    order = max(PLAN.orders, key=payload_bytes)
+    outcome = execute(ALGORITHM, order, replace(SITE, free=1.0))
+    assert isinstance(outcome, ClientUpdate) and outcome.spec != order.spec
+    base = f"rounds/00000/updates/{order.client}"
+    lengths = {f"{base}.safetensors": payload_bytes(order), f"{base}.json": manifest_bytes(order)}
+    files: dict[str, bytes] = {}
+    Ledger(Memory(files), key=key_of(SECRET), lengths=lengths).put_outcome(PLAN, outcome)
+    rules = replace(SITE.rules, algorithm=ALGORITHM, seed=None)  # it has looked at what is free
+    found = Ledger(Memory(files), rules=rules, key=key_of(SECRET)).receive(PLAN, order.client)
+    assert_same_outcomes([found], [outcome])
+
+
 def test_where_a_store_takes_one_length_alone_answers_have_it() -> None:
     lengths = {f"{BASE}.safetensors": payload_bytes(ORDER), f"{BASE}.json": manifest_bytes(ORDER)}
     for outcome in (HONEST, ClientFailure(0, ORDER.client, "train", "no")):
@@ -157,22 +170,33 @@ def test_where_a_store_takes_one_length_alone_answers_have_it() -> None:
 class Refusing(Memory):
     """Refuses to read some keys, from the `after`-th such read to the one before `until`."""
 
-    def __init__(self, files: dict[str, bytes], what: str, after: int = 0, until: int = 10**9) -> None:
+    def __init__(
+        self,
+        files: dict[str, bytes],
+        what: str,
+        after: int = 0,
+        until: int = 10**9,
+        kind: type[EnvironmentFailure] = Refused,
+    ) -> None:
         super().__init__(files)
-        self.what, self.after, self.until, self.reads = what, after, until, 0
+        self.what, self.after, self.until, self.kind, self.reads = what, after, until, kind, 0
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         if self.what in key:
             self.reads += 1
             if self.after < self.reads <= self.until:
-                raise Refused(f"{key}: the server refuses GetObject with InvalidObjectState")
+                raise self.kind(f"{key}: the server refuses GetObject with InvalidObjectState")
         return super().get(key, limit)
 
 
+@pytest.mark.parametrize("kind", [Refused, EnvironmentFailure])  # the latter: an answer that nobody can read
 @pytest.mark.parametrize("what", [f"{BASE}.safetensors", f"{BASE}.json"])
-def test_what_only_a_clients_own_files_refuse_is_that_clients_failure(what: str) -> None:
+def test_what_only_a_clients_own_files_refuse_is_that_clients_failure(
+    what: str, kind: type[EnvironmentFailure]
+) -> None:
     def refusing(after: int = 0, until: int = 10**9) -> Ledger:
-        return Ledger(Refusing(dict(FILES), what, after, until), rules=ledger_of({}).rules, key=key_of(SECRET))
+        store = Refusing(dict(FILES), what, after, until, kind)
+        return Ledger(store, rules=ledger_of({}).rules, key=key_of(SECRET))
 
     plan = replace(PLAN, orders=(ORDER,))
     outcome = refusing().receive(plan, ORDER.client)
