@@ -100,8 +100,8 @@ class RoundsConfig(_Section):
     """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
     norm_bound: Positive | None = 5.0
     """An update whose weights, or running statistics, moved further than so many times the median of its round and of
-    the last 128 updates before it (root mean square) is not merged, nor one of a client whose last four moved half
-    as far on average; null: all are. Honest ones moved up to 4.3 times as far (docs/reliability.md)."""
+    the last 128 updates before it (root mean square) is not merged, nor one that moved half as far where the
+    client's last four did on average; null: all are. Honest ones moved up to 4.3 times as far (docs/reliability.md)."""
     over_provision: Annotated[float, Field(ge=1)] = 1.0
     """Ask so many times more clients than `training.fraction` says; the round takes as many updates as it says, those
     that come first: on the simulated clock, in pods by the clock on the wall."""
@@ -140,7 +140,8 @@ class RunConfig(_Section):
     secrets: str | None = None
     """Where the run's key is kept, from which noise and signatures follow: a folder, or s3://bucket/prefix in another
     bucket than `remote`, with credentials of its own (FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID and so on); null: a Secret of
-    the cluster where clients are pods, else a file in the run's folder."""
+    the cluster where clients are pods, else a file in the run's folder (not for private runs with `remote`: that
+    outlives the folder)."""
     backend: Literal["in_process", "processes", "kubernetes"] = "in_process"
     """Where clients live: in threads of this process, in worker processes that get orders through the store, or in
     pods (see `kubernetes`)."""
