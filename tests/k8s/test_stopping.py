@@ -39,7 +39,6 @@ def test_it_is_seen_while_pods_are_awaited_and_the_log_says_how_to_remove_what_i
     number: signal.Signals, raised: type[BaseException],
 ) -> None:  # fmt: skip
     """Or the run is resumed, and finds its pods again."""
-    caplog.set_level("INFO", "flexfleet")
     sent: list[int] = []
 
     def script(job: Any, index: int, before: int) -> str:

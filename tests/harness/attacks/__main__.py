@@ -56,9 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="attacks whose name holds this")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("flexfleet.attacks").setLevel(logging.INFO)
-    logging.getLogger("flexfleet").setLevel(logging.ERROR)  # what runs say of what they refuse
     why = missing("radosgw")
     if why is not None:
         print(f"{why}: what a server has to refuse cannot be tried without it", file=sys.stderr)
@@ -72,4 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("flexfleet.attacks").setLevel(logging.INFO)
+    logging.getLogger("flexfleet").setLevel(logging.ERROR)  # what runs say of what they refuse
     sys.exit(main())
