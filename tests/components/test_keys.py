@@ -288,12 +288,12 @@ def test_a_private_run_with_a_bucket_for_its_key_goes_on_on_another_machine(
     rounds: Step, bucket: Any, tmp_path: Path
 ) -> None:
     """With the store and the credentials, with nothing of the first machine; the key is in the other bucket alone."""
-    sets = ["run.remote=s3://runs/x", "run.secrets=s3://safe/keys"]
+    sets = ["run.remote=s3://runs/keys-x", "run.secrets=s3://safe/keys"]
     done = rounds(tmp_path / "whole" / "a", sets=sets)
     assert done.code == 0, done.err
     (key,) = objects_of(bucket, "safe").values()
     assert not [name for name, value in objects_of(bucket, "runs").items() if key in value]
-    sets[0] = "run.remote=s3://runs/y"
+    sets[0] = "run.remote=s3://runs/keys-y"
     assert rounds(tmp_path / "one" / "b", sets=[*sets, "rounds.stop=1"]).code == 0
     done = rounds(tmp_path / "two" / "b", "--resume", sets=sets)
     assert done.code == 0, done.err
@@ -308,7 +308,7 @@ def test_a_file_beside_the_coordinator_is_asked_for_on_another_machine(
     rounds: Step, bucket: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    sets, key = ["run.remote=s3://runs/z", f"run.secrets={tmp_path}/kept"], tmp_path / "kept" / "a" / "key"
+    sets, key = ["run.remote=s3://runs/keys-z", f"run.secrets={tmp_path}/kept"], tmp_path / "kept" / "a" / "key"
     assert rounds(tmp_path / "one" / "a", sets=[*sets, "rounds.stop=1"]).code == 0
     assert (key.stat().st_mode & 0o777, key.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert f"{key} on {socket.gethostname()}" in caplog.text
@@ -322,9 +322,9 @@ def test_a_file_beside_the_coordinator_is_asked_for_on_another_machine(
 
 
 def test_a_private_run_whose_ledger_outlives_its_key_is_not_begun(rounds: Step, bucket: Any, tmp_path: Path) -> None:
-    done = rounds(tmp_path / "one" / "a", sets=["run.remote=s3://runs/w"])
+    done = rounds(tmp_path / "one" / "a", sets=["run.remote=s3://runs/keys-w"])
     assert done.code == 2 and "set run.secrets to a folder that outlives this machine" in done.err
-    assert not [name for name in objects_of(bucket, "runs") if name.startswith("w/")]
+    assert not [name for name in objects_of(bucket, "runs") if name.startswith("keys-w/")]
 
 
 def files_of(folder: Path) -> dict[Path, bytes]:
