@@ -28,7 +28,7 @@ from components.run import need_packages
 from components.suite import Figures, OfLabel, Suite
 from fl_engine.config import Config
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
-from fl_engine.store import FolderStore, sha256
+from fl_engine.store import FolderStore
 from fl_engine.tracking import client_of, connect
 
 PROCESSES, TASKS = "processes of their own", "tasks of a graph"
@@ -337,11 +337,11 @@ def _track(night: Night, folders: Folders) -> Any:
     from fl_engine.tracking import TOKEN, MLflow
 
     at = track.commit()
-    runs = sorted(RunFile.read(folder / "run.json").token for folder in folders.values())
+    runs = [RunFile.read(folder / "run.json").token for folder in folders.values()]
     about = {
         "flexfleet.kind": "regression",
         "flexfleet.suite": night.name,
-        TOKEN: sha256("\n".join(runs).encode()),
+        TOKEN: track.token_of("regression", runs),
         **({track.COMMIT: at} if at else {}),
     }
     return MLflow(night.config.tracking.mlflow, track.experiment(night.config), night.id, about)

@@ -15,10 +15,10 @@ from components import plots
 from components.comparison import Comparison, Runs, Spread, Summary, curve, read, summarise
 from components.entries import Entry
 from components.report import NONE, plain
-from components.track import experiment
+from components.track import experiment, token_of
 from fl_engine.config import Config
 from fl_engine.errors import EnvironmentFailure
-from fl_engine.store import FolderStore, sha256
+from fl_engine.store import FolderStore
 
 FILES = ("comparison.json", "comparison.md", "comparison.svg", "comparison.html")
 BRIEF = ("dataset.name", "model.name", "partition.rule", "partition.clients")
@@ -231,7 +231,7 @@ def track(c: Comparison, runs: Runs, config: Config, uri: str, out: Path) -> Com
         "flexfleet.kind": "comparison",
         "flexfleet.comparison": c.id,
         "flexfleet.store": str(out.resolve()),
-        TOKEN: sha256("\n".join(of_runs).encode()),
+        TOKEN: token_of("comparison", of_runs),
     }
     mlflow = MLflow(uri, experiment(config), c.id, about)
     found = c.model_copy(update={"mlflow_run_id": mlflow.run_id})

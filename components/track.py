@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import fl_engine
 from components.artifacts import RunFile
 from fl_engine.config import Config
 from fl_engine.errors import masked
-from fl_engine.store import FolderStore, Store
+from fl_engine.store import FolderStore, Store, sha256
 from fl_engine.tracking import TOKEN, MLflow, connect
 
 RUN_KEY = "site/run.json"
@@ -52,6 +52,11 @@ def _git(*words: str) -> str | None:
         return subprocess.run([*here, *words], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def token_of(kind: str, tokens: Iterable[str]) -> str:
+    """Of what is made from several runs, by their tokens: the same runs in any order have one for each kind."""
+    return sha256("\n".join([kind, *sorted(tokens)]).encode())
 
 
 def tags(config: Config, run_id: str, store: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections import Counter, defaultdict
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from fl_engine import rounds
 from fl_engine.aggregation import Aggregation, Mean, Median, TrimmedMean
+from fl_engine.averaging import Kind, Regions
 from fl_engine.backends import InProcess
 from fl_engine.client import Site, execute
 from fl_engine.config import RoundsConfig
@@ -338,12 +340,16 @@ class AlgorithmSuite:
         new = initial_params(site.family, SEED + 1)
         agreeing = [replace(o, payload=take(new, layout, o.spec)) for o in outcomes]
         merged = chosen.merge(state, plan, agreeing)
+        regions, kinds = Regions(new, layout), defaultdict[str, Counter[Kind]](Counter)
+        for order, outcome in zip(plan.orders, agreeing, strict=True):
+            kinds[_own_level(state, order)][regions.fit(outcome.payload, outcome.spec)] += 1
         for order, outcome in zip(plan.orders, agreeing, strict=True):
             found, before = (_whole(s, order, outcome.spec, layout) for s in (merged, state))
-            if isinstance(aggregation, Mean):
-                assert_same_bits(found, outcome.payload)
-            for name, tensor in found.items():  # what a single client holds, the others keep as it was
-                assert bool(((tensor == outcome.payload[name]) | (tensor == before[name])).all()), name
+            weights = kinds[_own_level(state, order)]
+            holders = take({name: regions.total(name, weights) for name in new}, layout, outcome.spec)
+            alone = {name: count.eq(1) for name, count in holders.items()}  # what one client says, nobody confirms
+            wanted = {n: torch.where(alone[n], before[n], t) for n, t in outcome.payload.items()}
+            assert_same_bits(found, wanted)
 
     @ROBUST
     @few
@@ -362,7 +368,9 @@ class AlgorithmSuite:
         lied = {o.client: replace(o, payload={n: t - 1e9 for n, t in o.payload.items()}) for o in outcomes}
         merged = chosen.merge(state, plan, [lied[o.client] if o.client in bad else o for o in outcomes]).params
         for name, tensor in merged.items():
+            old = state.params[name]
             low, high, count, lies = (torch.full(tensor.shape, x) for x in (math.inf, -math.inf, 0.0, 0.0))
+            least, most = low.neg(), high.neg()
             for o in outcomes:
                 if o.client not in shared or name not in o.payload:
                     continue
@@ -370,11 +378,16 @@ class AlgorithmSuite:
                 count += mask
                 lies += mask if o.client in bad else 0
                 if o.client not in bad:
-                    low[mask] = torch.minimum(low[mask], o.payload[name].flatten())
-                    high[mask] = torch.maximum(high[mask], o.payload[name].flatten())
+                    value = o.payload[name].flatten()
+                    low[mask], high[mask] = torch.minimum(low[mask], value), torch.maximum(high[mask], value)
+                    least[mask] = torch.maximum(least[mask], torch.minimum(old[mask], value))
+                    most[mask] = torch.minimum(most[mask], torch.maximum(old[mask], value))
             dropped = (count - 1) // 2 if isinstance(aggregation, Median) else (0.4 * count + 1e-6).floor()
-            safe = (lies <= dropped) & (count > 0)
+            safe = (dropped > 0) & (lies <= dropped)
             assert bool(((tensor >= low) & (tensor <= high))[safe].all()), name
+            few = dropped <= 0  # each honest value, and what was there before, is as far as it may move
+            assert bool(((tensor >= least) & (tensor <= most))[few].all()), name
+            assert bool((tensor == old)[count <= 1].all()), name
 
     # --- the state
     def test_the_state_survives_being_stored(self, algorithm: Algorithm, site: Site, state: Any) -> None:
@@ -432,11 +445,19 @@ def _assert_same_snapshot(left: tuple[Params, str], right: tuple[Params, str]) -
     assert left[1] == right[1]
 
 
+def _own_level(state: Any, order: WorkOrder) -> str:
+    """The level that an order is of, where the state has weights of its own for that; else the empty string."""
+    level = str(order.hints["model"])
+    return level if any(name.startswith(f"{level}/") for name in published(state)) else ""
+
+
 def _whole(state: Any, order: WorkOrder, spec: SubmodelSpec, layout: ParamLayout) -> Params:
     """What the state has of a sub-model of what was sent: of the level's own weights, where it has such."""
-    prefix = f"{order.hints['model']}/"
-    own = {n.removeprefix(prefix): t for n, t in published(state).items() if n.startswith(prefix)}
-    return take(own, layout, spec, have=order.spec) if own else take(state.params, layout, spec)
+    level = _own_level(state, order)
+    if not level:
+        return take(state.params, layout, spec)
+    own = {n.removeprefix(f"{level}/"): t for n, t in published(state).items() if n.startswith(f"{level}/")}
+    return take(own, layout, spec, have=order.spec)
 
 
 def _context(site: Site, client: int, observed: float) -> TaskContext:

@@ -16,6 +16,7 @@ import mlflow.store.db.utils
 import pytest
 
 from components.artifacts import RunFile
+from components.track import token_of
 from fl_engine import tracking
 from fl_engine.config import Config, flatten
 from fl_engine.errors import ConfigError, Stopped
@@ -312,6 +313,12 @@ def test_tracking_may_be_switched_off_and_on_at_a_resume(
         done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*sets, f"rounds.stop={stop}"])
         assert done.code == 0, done.err
     assert [(step, n) for key, step, n in logged(mlflow_uri) if key == "train_loss"] == [(i, 1) for i in (1, 2, 3, 4)]
+
+
+def test_a_night_and_the_comparison_of_its_runs_are_two_mlflow_runs(mlflow_uri: str) -> None:
+    tokens = [[token_of(kind, runs) for runs in ("ab", "ba")] for kind in ("comparison", "regression")]
+    found = [[MLflow(mlflow_uri, "test", "n", {tracking.TOKEN: each}).run_id for each in kind] for kind in tokens]
+    assert [len(set(each)) for each in found] == [1, 1] and found[0] != found[1]
 
 
 def test_a_stopped_run_is_marked_killed(job: Any, memory_store: Any, mlflow_uri: str) -> None:

@@ -45,7 +45,7 @@ def run(checkout: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 def test_it_passes_the_laws_that_all_algorithms_share(checkout: Path) -> None:
     suite = "tests/conformance/test_algorithms.py"
-    done = run(checkout, "-m", "pytest", "-v", "-v", "-p", "no:cacheprovider", suite, "-k", "median")
+    done = run(checkout, "-m", "pytest", "-v", "-v", "-p", "no:cacheprovider", suite, "-k", "[median")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert done.stdout.count("PASSED") >= 15, "the registry's line put it into the suite"
 

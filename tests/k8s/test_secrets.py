@@ -10,10 +10,11 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import re
 import shutil
+import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,30 +85,38 @@ def _planted(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, bytes]]:
-    """Everything that anybody logged, MLflow and boto3 included."""
+    """Everything that anybody logged, MLflow's client and boto3 included."""
     caplog.set_level(logging.INFO)
-    # A server that runs in this process is not the one that is listened to.
+    # moto's server runs in this process and is not the one that is listened to.
     return lambda: {"log": "\n".join(r.getMessage() for r in caplog.records if r.name != "werkzeug").encode()}
+
+
+SERVER = """
+from mlflow.server import app
+from werkzeug.serving import make_server
+server = make_server("127.0.0.1", 0, app, threaded=True)
+print(server.port, flush=True)
+server.serve_forever()
+"""
 
 
 @pytest.fixture(scope="module")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Iterator[tuple[str, Path]]:
-    """MLflow's own server, which asks nobody for a password: its address with one, and its folder."""
-    from werkzeug.serving import make_server
+    """MLflow's own server, which asks nobody for a password: its address with one, and its folder. A process, since it
+    sets its addresses for whatever uses MLflow in its own."""
+    from mlflow.server import constants
 
     folder = tmp_path_factory.mktemp("mlflow-server")
     shutil.copy(mlflow_template, folder / "mlflow.db")
-    with pytest.MonkeyPatch.context() as patch:
-        from mlflow.server import app, constants, handlers
-
-        patch.setenv(constants.BACKEND_STORE_URI_ENV_VAR, f"sqlite:///{folder}/mlflow.db")
-        patch.setenv(constants.ARTIFACT_ROOT_ENV_VAR, f"file://{folder}/artifacts")
-        patch.setattr(handlers, "_tracking_store", None)
-        patch.setattr(handlers, "_model_registry_store", None)
-        server = make_server("127.0.0.1", 0, app, threaded=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://me:{QUOTED}@127.0.0.1:{server.port}", folder
-        server.shutdown()
+    stores = {
+        constants.BACKEND_STORE_URI_ENV_VAR: f"sqlite:///{folder}/mlflow.db",
+        constants.ARTIFACT_ROOT_ENV_VAR: f"file://{folder}/artifacts",
+    }
+    argv = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(argv, env={**os.environ, **stores}, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield f"http://me:{QUOTED}@127.0.0.1:{int(server.stdout.readline())}", folder
+        server.kill()
 
 
 @pytest.fixture
