@@ -144,6 +144,8 @@ class RunFile(Artifact):
     noise_stream: str | None = None
     """How a private run's noise follows from its key (`privacy.STREAM`); null: it has no noise, or began with a stream
     that had no name."""
+    noise_numerics: dict[str, Any] | None = None
+    """What a private run's noise is computed with (`numerics.describe_noise`)."""
     noise_sha256: str | None = None
     """Of the key of a stream that had no name."""
 

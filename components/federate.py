@@ -33,7 +33,7 @@ from fl_engine.evaluate import published
 from fl_engine.lease import Lease
 from fl_engine.ledger import Ledger
 from fl_engine.memory import training_peak
-from fl_engine.numerics import Numerics, deciding, describe
+from fl_engine.numerics import Numerics, deciding, describe, describe_noise
 from fl_engine.selection import round_size
 from fl_engine.slicing import initial_params
 from fl_engine.store import FolderStore, Store, encode, open_store, sha256
@@ -174,6 +174,7 @@ def _federate(
         key_at=key_at,
         key_sha256=sha256(key) if key is not None else known.key_sha256 if known else None,
         noise_stream=privacy.STREAM if private else None,
+        noise_numerics=describe_noise() if private else None,
     )
     if known:
         _same(known, run, out, accept_numerics)
@@ -338,11 +339,17 @@ def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> Non
     for name in ("pool_sha256", "partition_sha256"):
         if getattr(known, name) != getattr(run, name):
             raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
-    if deciding(known.numerics) != deciding(run.numerics) and not accept_numerics:
-        raise EnvironmentFailure(
-            f"this machine would not compute the same bits: the run was started with {known.numerics}, here is "
-            f"{run.numerics}. Resume where it started, or give --accept-numerics"
-        )
+    if accept_numerics:
+        return
+    for before, now in (
+        (deciding(known.numerics), deciding(run.numerics)),
+        (known.noise_numerics, run.noise_numerics),
+    ):
+        if before != now:
+            raise EnvironmentFailure(
+                f"this machine would not compute the same bits: the run was started with {before}, here is {now}. "
+                "Resume where it started, or give --accept-numerics"
+            )
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

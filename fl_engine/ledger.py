@@ -37,7 +37,7 @@ from fl_engine.errors import EnvironmentFailure, IntegrityError, ModelError, Sto
 from fl_engine.lease import Lease
 from fl_engine.store import Store, canonical, decode, encode, sha256
 from fl_engine.types import ClientFailure, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
-from fl_engine.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, packed, signed, update_of
+from fl_engine.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, packed, said_of, signed, update_of
 
 log = logging.getLogger("flexfleet")
 
@@ -457,7 +457,7 @@ class Ledger:
         manifest = signed(manifest, None if key is None else key(order))
         text = manifest.model_dump_json().encode()
         self.store.put(f"{base}.json", text.ljust(self.lengths.get(f"{base}.json", 0)))
-        self._seen[plan.round, outcome.client] = _said(manifest), _metrics(manifest)
+        self._seen[plan.round, outcome.client] = said_of(manifest), _metrics(manifest)
 
     def answered(self, round: int) -> set[int]:
         """Clients that have left a manifest, good or bad."""
@@ -466,12 +466,14 @@ class Ledger:
         return {int(match[1]) for match in map(found.fullmatch, self.store.list(folder)) if match}
 
     def finished(self, plan: RoundPlan) -> Iterator[Outcome]:
-        """Outcomes that are there and good; the other clients of this plan are to be asked (again)."""
+        """Outcomes that are there and good; the other clients of this plan are to be asked (again), and what they left
+        is deleted: clients with other keys, or none, may have been asked before."""
         for client in sorted(self.answered(plan.round) & {o.client for o in plan.orders}):
             try:
                 outcome = self._read(plan, client)
             except (Rejected, IntegrityError) as error:
                 log.warning("round %d, client %d: %s; asking again", plan.round + 1, client, error)
+                self.store.delete(*reversed(self.outcome_keys(plan.round, client)))
             else:
                 yield outcome
 
@@ -482,26 +484,26 @@ class Ledger:
         except Rejected as error:
             return ClientFailure(plan.round, client, "validate", str(error))
 
-    def outcome(self, plan: RoundPlan, client: int, metrics: Mapping[str, float] | None = None) -> Outcome:
-        """With `metrics`, those instead of what the client says now. Raises IntegrityError where the stored outcome is
-        missing or damaged."""
+    def outcome(self, plan: RoundPlan, client: int, closed: Closed | None = None) -> Outcome:
+        """With `closed`, what the round was closed with. Raises IntegrityError where the stored outcome is missing or
+        damaged."""
         try:
-            return self._read(plan, client, metrics)
+            return self._read(plan, client, closed)
         except (Rejected, IntegrityError) as error:
             name = self.store.uri(f"{_folder(plan.round)}updates/{client}.safetensors")
             raise IntegrityError(f"{name}: the update of client {client} is not whole ({error}). {WAY_OUT}") from error
 
-    def _read(self, plan: RoundPlan, client: int, metrics: Mapping[str, float] | None = None) -> Outcome:
+    def _read(self, plan: RoundPlan, client: int, closed: Closed | None = None) -> Outcome:
         """Where this client's files cannot be read and the coordinator's own can, it is the client's doing: it may have
         given them away, encrypted them with a key of its own, or made the server's answer one that nobody can read."""
         try:
-            return self._read_files(plan, client, metrics)
+            return self._read_files(plan, client, closed)
         except EnvironmentFailure:
             if self.key is None:
                 raise
             self._see_own(plan)
         try:
-            return self._read_files(plan, client, metrics)
+            return self._read_files(plan, client, closed)
         except EnvironmentFailure as error:
             self._see_own(plan)
             raise Rejected("unreadable", f"{error} (the coordinator's own files can be read)") from error
@@ -511,14 +513,14 @@ class Ledger:
         with suppress(IntegrityError):  # says of this file that it is missing, or damaged: it answers
             self.store.get(f"{_folder(plan.round)}plan.json")
 
-    def _read_files(self, plan: RoundPlan, client: int, metrics: Mapping[str, float] | None) -> Outcome:
-        """With `metrics`, those instead of the manifest's."""
+    def _read_files(self, plan: RoundPlan, client: int, closed: Closed | None) -> Outcome:
         order, base = plan.order_of[client], f"{_folder(plan.round)}updates/{client}"
         client_key, own_key = (None if key is None else key(order) for key in (self.key, self.own))
-        manifest = manifest_of(lambda limit: self.store.get(f"{base}.json", limit), order, client_key, own_key)
-        self._seen[plan.round, client] = _said(manifest), _metrics(manifest)
-        if metrics is not None:
-            manifest = manifest.model_copy(update={"metrics": dict(metrics)})
+        said = None if closed is None else closed.accepted[client]
+        manifest = manifest_of(lambda limit: self.store.get(f"{base}.json", limit), order, client_key, own_key, said)
+        self._seen[plan.round, client] = said_of(manifest), _metrics(manifest)
+        if closed is not None and client in closed.metrics:
+            manifest = manifest.model_copy(update={"metrics": closed.metrics[client]})
         return update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
 
     def accepted(self, plan: RoundPlan, client: int, closed: Closed) -> Outcome:
@@ -526,15 +528,12 @@ class Ledger:
         since, a failure; without keys it is this machine's file that is damaged: raises IntegrityError."""
         if client in closed.refused:
             return ClientFailure(plan.round, client, *closed.refused[client])
-        with suppress(IntegrityError):
-            found = self.outcome(plan, client, closed.metrics.get(client))
-            if self._seen[plan.round, client][0] == closed.accepted[client]:
-                return found
-        if self.key is not None:
+        try:
+            return self.outcome(plan, client, closed)
+        except IntegrityError:
+            if self.key is None:
+                raise
             return ClientFailure(plan.round, client, "validate", "order: replaced after the round was closed")
-        self.outcome(plan, client)
-        name = self.store.uri(f"{_folder(plan.round)}updates/{client}.json")
-        raise IntegrityError(f"{name} is not the answer that the round was closed with. {WAY_OUT}")
 
     def close(
         self,
@@ -600,11 +599,6 @@ def _thinned(rows: Sequence[Row]) -> list[Row]:
 
 def _folder(round: int) -> str:
     return f"rounds/{round:05d}/"
-
-
-def _said(manifest: Manifest) -> str:
-    """A checksum of what a manifest says that moves a bit of the model."""
-    return sha256(canonical(manifest.model_dump(exclude={"metrics", "signature"})))
 
 
 def _metrics(manifest: Manifest) -> dict[str, float] | None:

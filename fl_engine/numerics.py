@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.lib.introspect import opt_func_info
 
 Strategy = Literal["single", "batched"]
 Precision = Literal["fp32", "bf16"]
@@ -46,6 +48,16 @@ def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
         "mkl_cbwr": os.environ["MKL_CBWR"],
         "devices": kinds + names,
     }
+
+
+NOISE = "^(log|cos|sin|sqrt)$"
+"""What of numpy a private run's noise is computed with."""
+
+
+def describe_noise() -> dict[str, Any]:
+    """For a private run's record: what else has to be equal for equal bits."""
+    used = opt_func_info(func_name=NOISE, signature="float64")
+    return {"numpy": np.__version__, **{name: used[name]["dd"]["current"] for name in sorted(used)}}
 
 
 def deciding(described: Mapping[str, Any]) -> dict[str, Any]:

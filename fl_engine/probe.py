@@ -111,7 +111,7 @@ def _upload_verb(scratch: _Scratch) -> Verb:
 
 
 def _open_reads(scratch: _Scratch) -> Iterator[str]:
-    url = scratch.store.presign(scratch.source, "get", SECONDS)
+    url = scratch.store.presign(scratch.source, SECONDS)
     if not scratch.reads(url):
         raise EnvironmentFailure(f"{scratch.store.uri()}: what was just signed to be read cannot be. {RIGHTS}")
     if scratch.reads(_unsigned(url)):
@@ -176,7 +176,7 @@ def _matters(scratch: _Scratch, upload: Upload, headers: Mapping[str, str] = NON
     scratch.store.delete(scratch.target)
     if not scratch.takes(upload, headers=headers):
         return False
-    if scratch.reads(_unsigned(scratch.store.presign(scratch.target, "get", SECONDS))):
+    if scratch.reads(_unsigned(scratch.store.presign(scratch.target, SECONDS))):
         return True
     found = scratch.found()
     return found != VALUE and (found is not None or upload.verb == "PUT")

@@ -187,8 +187,8 @@ class S3Store:
     def uri(self, key: str = "") -> str:
         return f"s3://{self._bucket}/{self._prefix}{key}".rstrip("/")
 
-    def presign(self, key: str, verb: Literal["get"], seconds: int, endpoint: str | None = None) -> str:
-        """A URL for one `get` of `key`, good for `seconds`; `endpoint` is what devices call the server, where that
+    def presign(self, key: str, seconds: int, endpoint: str | None = None) -> str:
+        """A URL that reads `key`, good for `seconds`; `endpoint` is what devices call the server, where that
         differs. To write, there is `upload`."""
         client = self._client_of(endpoint or self._endpoint, SIGNING if self._settings == OWN else "")
         where = {"Bucket": self._bucket, "Key": self._prefix + key}

@@ -163,9 +163,12 @@ Read = Callable[[int | None], bytes]
 """Reads a file of at most so many bytes, or raises IntegrityError."""
 
 
-def manifest_of(file: Read, order: WorkOrder, key: bytes | None, own: bytes | None = None) -> Manifest:
-    """A manifest that answers this order, signed with the client's `key` or the coordinator's `own`. Of its failures a
-    client says no more than that it could not prune or train. Raises Rejected."""
+def manifest_of(
+    file: Read, order: WorkOrder, key: bytes | None, own: bytes | None = None, closed: str | None = None
+) -> Manifest:
+    """A manifest that answers this order, signed with the client's `key` or the coordinator's `own`; or, with `closed`,
+    whose `said` is that: a round that is closed may have been answered by others, who held other keys or none. Of its
+    failures a client says no more than that it could not prune or train. Raises Rejected."""
     try:
         manifest = Manifest.model_validate_json(file(manifest_bytes(order)))
         said = canonical(manifest.model_dump(exclude={"signature"}))
@@ -178,15 +181,29 @@ def manifest_of(file: Read, order: WorkOrder, key: bytes | None, own: bytes | No
     found = (manifest.round, manifest.client, manifest.order)
     if found != (order.round, order.client, order_sum(order)):
         raise Rejected("order", f"answers round {manifest.round}, client {manifest.client}, another order")
+    if closed is not None:
+        heard = next((form for form in (manifest, _by_client(manifest)) if said_of(form) == closed), None)
+        if heard is None:
+            raise Rejected("order", "replaced after the round was closed")
+        return heard
     if own is not None and _is_signed(manifest, said, own):
         return manifest
     if not _is_signed(manifest, said, key or b""):
         raise Rejected("signature", "not signed with the key that came with the order" if key else "damaged")
-    if key is not None and manifest.spec is None:
-        stage = manifest.stage if manifest.stage in SAID_BY_CLIENTS else "train"
-        reason = printable(manifest.reason or "")[:500]
-        manifest = manifest.model_copy(update={"stage": stage, "reason": reason})
-    return manifest
+    return manifest if key is None else _by_client(manifest)
+
+
+def said_of(manifest: Manifest) -> str:
+    """A checksum of what a manifest says that moves a bit of the model."""
+    return sha256(canonical(manifest.model_dump(exclude={"metrics", "signature"})))
+
+
+def _by_client(manifest: Manifest) -> Manifest:
+    if manifest.spec is not None:
+        return manifest
+    stage = manifest.stage if manifest.stage in SAID_BY_CLIENTS else "train"
+    reason = printable(manifest.reason or "")[:500]
+    return manifest.model_copy(update={"stage": stage, "reason": reason})
 
 
 def _is_signed(manifest: Manifest, said: bytes, key: bytes) -> bool:

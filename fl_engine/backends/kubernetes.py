@@ -228,7 +228,15 @@ class Kubernetes:
                     self._cluster.create("secrets", self._secret(r, job))
                 log.info("round %d: waiting for the Job %s that is there already", r.plan.round + 1, name)
                 r.watch(self._live(job))
+        if r.live:
+            events = self._refusals()
+            for adopted in r.live:
+                waiting.forget_refusals(adopted, events)
         self._withdraw(r, other)
+
+    def _refusals(self) -> list[Resource]:
+        """Events that say why pods were not made."""
+        return self._cluster.select("events", {}, {"involvedObject.kind": "Job", "reason": "FailedCreate"})
 
     def _live(self, job: Resource) -> Live:
         now = time.monotonic()
@@ -325,7 +333,7 @@ class Kubernetes:
         seconds = o.deadline_s + o.pending_s + GRACE_S
 
         def urls(keys: Iterable[str]) -> dict[str, str]:
-            return {k: store.presign(k, "get", seconds, o.endpoint) for k in sorted(keys)}
+            return {k: store.presign(k, seconds, o.endpoint) for k in sorted(keys)}
 
         reads = [{k for client in told.clients for k in names[client]} for told in assignments]
         same = set.intersection(*reads)
@@ -367,7 +375,7 @@ class Kubernetes:
                     r.moved = now
             if now - looked > EVENTS_EVERY_S and any(job.clients and job.lacks_pods() for job in r.live):
                 looked = now
-                events = self._cluster.select("events", {}, {"involvedObject.kind": "Job", "reason": "FailedCreate"})
+                events = self._refusals()
                 for job in r.live:
                     waiting.hear_refusals(job, events)
             # Before anything is given up, so that what it waited for is told.

@@ -7,7 +7,8 @@ for its namespace's quota, for its turn in its Job. What is stuck is given up af
 up when for so long no pod of the round has started or ended: then nothing moves.
 
 A node that is lost says nothing any more, so neither do its pods, and their Job makes no others. Either the node's
-controller calls a pod not ready whose containers were, or the pod is to be deleted and nobody confirms it.
+controller calls a pod not ready whose containers were, or the pod is to be deleted and nobody confirms it. Where a Job
+may have so few pods at a time that all of them are on lost nodes, no other index has its turn either.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Live:
     """Pods that are being deleted, by uid: when that was first seen."""
     refused: str = ""
     """Why pods are not made, as the last event says."""
+    old: str = ""
+    """Events up to this time do not count: what they say may have been mended before this Job was waited for."""
 
     def lacks_pods(self) -> bool:
         """Whether a pod should be there that is not."""
@@ -115,10 +118,22 @@ def hear(job: Live, pods: Iterable[Resource], now: float) -> bool:
 
 def hear_refusals(job: Live, events: Iterable[Resource]) -> None:
     """Takes down why no pods are made."""
-    own = [event for event in events if event["involvedObject"].get("uid") == job.uid]
-    if own:
-        last = max(own, key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or "")
+    last = max(_events_of(job, events), key=_time, default=None)
+    if last is not None and _time(last) > job.old:
         job.refused = printable(last.get("message") or "")[:500]
+
+
+def forget_refusals(job: Live, events: Iterable[Resource]) -> None:
+    """Only what is said from now on counts."""
+    job.old = max(map(_time, _events_of(job, events)), default="")
+
+
+def _events_of(job: Live, events: Iterable[Resource]) -> list[Resource]:
+    return [event for event in events if event["involvedObject"].get("uid") == job.uid]
+
+
+def _time(event: Resource) -> str:
+    return event.get("lastTimestamp") or event.get("eventTime") or ""
 
 
 class Loss(NamedTuple):
@@ -154,12 +169,10 @@ def _loss(
         return Loss(reason or "the pod ended well, but left no update", False)
     if failed:
         return Loss(reason or "the pod failed", False)
-    if state is not None and state.unreachable:
-        return Loss("its node does not answer any more", True)
-    if state is not None and state.ends is not None and not state.over:
-        uid, grace_s = state.ends
-        if now - job.ending[uid] > grace_s + TERMINATING_S:
-            return Loss(f"its node is lost: the pod does not end{f' ({reason})' if reason else ''}", True)
+    if silent := _silent(job, index, now):
+        return Loss(silent, True)
+    if state is None and sum(bool(_silent(job, other, now)) for other in job.states) >= job.at_once:
+        return Loss("the pods before its own are on lost nodes", True)
     since = job.since.get(index)
     if since is None:
         return None
@@ -169,6 +182,21 @@ def _loss(
         why = reason or ("no node took it" if state else "no pod was made, and no event says why")
         return Loss(f"not started after {pending_s:g} s: {why}", False)
     return None
+
+
+def _silent(job: Live, index: int, now: float) -> str:
+    """Why the index's pod says nothing any more: its node is lost; else empty."""
+    state = job.states.get(index)
+    if state is None:
+        return ""
+    if state.unreachable:
+        return "its node does not answer any more"
+    if state.ends is not None and not state.over:
+        uid, grace_s = state.ends
+        if now - job.ending[uid] > grace_s + TERMINATING_S:
+            reason = job.reason(index)
+            return f"its node is lost: the pod does not end{f' ({reason})' if reason else ''}"
+    return ""
 
 
 def kind(reason: str) -> str:

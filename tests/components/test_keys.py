@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3.session
+import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
@@ -221,9 +222,9 @@ def test_a_bucket_for_keys_is_asked_with_its_own_credentials_at_its_own_address(
     for address in ("http://s3:1", "http://other:2"):
         place = placed("run.secrets=s3://safe/keys", "run.remote=s3://runs/x")
         assert isinstance(place, InStore) and isinstance(place.store, S3Store)
-        url = place.store.presign(place.key, "get", 60)
+        url = place.store.presign(place.key, 60)
         assert url.startswith(f"{address}/safe/keys/a/key?") and "Credential=own%2F" in url and "Token" not in url
-        assert "Credential=runs%2F" in S3Store("s3://runs/x").presign("key", "get", 60)
+        assert "Credential=runs%2F" in S3Store("s3://runs/x").presign("key", 60)
         monkeypatch.setenv("FLEXFLEET_SECRETS_AWS_ENDPOINT_URL", "http://other:2")
 
 
@@ -346,6 +347,18 @@ def test_a_private_run_with_another_stream_of_noise_is_refused_in_a_line(
     (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert done.code == 6 and "Finish it with the version that it began with, or start another run" in line
     assert files_of(tmp_path / "a") == before
+
+
+def test_a_private_run_remembers_what_computed_its_noise(rounds: Step, tmp_path: Path) -> None:
+    """Another numpy, or another processor, may round its logarithms otherwise."""
+    assert rounds(tmp_path / "a", sets=["rounds.stop=1"]).code == 0
+    file = RunFile.read(tmp_path / "a" / "run.json")
+    found = file.noise_numerics
+    assert found is not None and found["numpy"] == np.__version__ and set(found) > {"log", "cos", "sin", "sqrt"}
+    file.model_copy(update={"noise_numerics": {**found, "log": "another"}}).write(tmp_path / "a" / "run.json")
+    done = rounds(tmp_path / "a", "--resume")
+    assert done.code == 6 and "would not compute the same bits" in done.err
+    assert rounds(tmp_path / "a", "--resume", "--accept-numerics").code == 0
 
 
 def test_a_run_that_was_begun_twice_is_not_mixed(rounds: Step, tmp_path: Path) -> None:

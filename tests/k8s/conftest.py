@@ -44,9 +44,10 @@ def tiny(quick: tuple[str, ...]) -> tuple[str, ...]:
     return (*quick, "rounds.stop=1", "kubernetes.poll_s=0.1", "kubernetes.image=flexfleet:latest")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """An S3 server with the bucket `runs`; gives its address. Credentials come from the environment."""
+    """An S3 server with the bucket `runs`; gives its address. Credentials come from the environment, which is as it was
+    for the tests of the next file."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -56,6 +56,26 @@ def test_its_clients_are_asked_again_at_once_and_no_attempt_is_used_up(
     assert job["spec"]["completions"] == 1, "its clients alone"
 
 
+@LOST
+def test_clients_whose_turn_would_come_after_its_pods_are_asked_again_too(
+    quick_cluster: Any, rounds: Rounds, remote: Remote, how: str
+) -> None:
+    """A Job that may have one pod at a time makes no other while that one is on the lost node."""
+    first: list[str] = []
+
+    def script(job: Any, index: int, before: int) -> str:
+        first[:] = first or [job["metadata"]["name"]]
+        return how if job["metadata"]["name"] == first[0] else "run"
+
+    quick_cluster.script = script
+    settings = ("kubernetes.attempts=1", "kubernetes.pending_s=3600", "kubernetes.parallelism=3")
+    everyone = "training.fraction=1.0"
+    assert model(rounds("turn", *remote, *settings, everyone)) == model(rounds("here", everyone))
+    made = {job["metadata"]["name"]: job["spec"] for job in quick_cluster.created if job["kind"] == "Job"}
+    (later,) = (spec for name, spec in made.items() if name.endswith("-a1"))
+    assert (made[first[0]]["completions"], made[first[0]]["parallelism"], later["completions"]) == (2, 1, 2)
+
+
 def test_one_that_comes_back_and_answers_late_does_no_harm(
     quick_cluster: Any, rounds: Rounds, remote: Remote, expected: Expected
 ) -> None:

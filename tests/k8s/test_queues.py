@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -169,6 +170,44 @@ def test_what_pod_security_refuses_is_named_within_seconds_and_its_job_stays_to_
     again = rounds("refused", *remote, resume=True)
     assert model(again) == expected(1)
     assert "was made with other settings: deleted" in caplog.text
+
+
+def test_what_was_refused_before_a_coordinator_started_again_may_have_been_mended(
+    quick_cluster: Any, rounds: Rounds, remote: Remote, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event is still there; the Job's pods are made now."""
+
+    class Killed(BaseException):
+        pass
+
+    monkeypatch.setattr(kubernetes, "EVENTS_EVERY_S", 0.1)
+    looks, go, say = itertools.count(), threading.Event(), kubernetes.Kubernetes._say_new
+
+    def killed(self: Any, r: Any) -> None:
+        if any(job.refused for job in r.live):
+            raise Killed
+
+    quick_cluster.refuse = lambda job, index: 'violates PodSecurity "restricted:latest"'
+    with monkeypatch.context() as patch:
+        patch.setattr(kubernetes.Kubernetes, "_say_new", killed)
+        with pytest.raises(Killed):
+            rounds("mended", *remote)
+    before = [job["metadata"]["name"] for job in quick_cluster.created if job["kind"] == "Job"]
+
+    def refuse(job: Any, index: int) -> str:
+        """Mended, though it takes the Job's controller a while to try again: the old event is read meanwhile."""
+        go.wait(60)
+        return ""
+
+    def looked(self: Any, r: Any) -> None:
+        say(self, r)
+        if next(looks) > 10:
+            go.set()
+
+    quick_cluster.refuse = refuse
+    monkeypatch.setattr(kubernetes.Kubernetes, "_say_new", looked)
+    assert model(rounds("mended", *remote, resume=True)) == expected(1)
+    assert [job["metadata"]["name"] for job in quick_cluster.created if job["kind"] == "Job"] == before
 
 
 def test_what_the_server_warns_of_is_told_once(

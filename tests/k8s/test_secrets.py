@@ -10,10 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +25,7 @@ from fl_engine import privacy
 from fl_engine.config import load_config, public
 from fl_engine.errors import masked
 from pipelines import compile as compiler
+from tests.harness.mlflow_server import serving
 from tests.k8s import fake
 
 PASSWORD = "pl4nted/pa@ss"
@@ -91,32 +89,12 @@ def told(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, bytes]]:
     return lambda: {"log": "\n".join(r.getMessage() for r in caplog.records if r.name != "werkzeug").encode()}
 
 
-SERVER = """
-from mlflow.server import app
-from werkzeug.serving import make_server
-server = make_server("127.0.0.1", 0, app, threaded=True)
-print(server.port, flush=True)
-server.serve_forever()
-"""
-
-
 @pytest.fixture(scope="module")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Iterator[tuple[str, Path]]:
-    """MLflow's own server, which asks nobody for a password: its address with one, and its folder. A process, since it
-    sets its addresses for whatever uses MLflow in its own."""
-    from mlflow.server import constants
-
+    """MLflow's own server, which asks nobody for a password: its address with one, and its folder."""
     folder = tmp_path_factory.mktemp("mlflow-server")
-    shutil.copy(mlflow_template, folder / "mlflow.db")
-    stores = {
-        constants.BACKEND_STORE_URI_ENV_VAR: f"sqlite:///{folder}/mlflow.db",
-        constants.ARTIFACT_ROOT_ENV_VAR: f"file://{folder}/artifacts",
-    }
-    argv = [sys.executable, "-c", SERVER]
-    with subprocess.Popen(argv, env={**os.environ, **stores}, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        yield f"http://me:{QUOTED}@127.0.0.1:{int(server.stdout.readline())}", folder
-        server.kill()
+    with serving(folder, mlflow_template) as port:
+        yield f"http://me:{QUOTED}@127.0.0.1:{port}", folder
 
 
 @pytest.fixture
@@ -263,6 +241,10 @@ def test_a_compiled_pipeline_holds_nothing_of_the_environment() -> None:
 
 
 # ------------------------------------------------------------------------------------- in a cluster, with S3
+BUCKET = "looked-through"
+"""Of these tests alone: servers in one process share their buckets."""
+
+
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A bucket of a server that takes the planted credentials."""
@@ -272,14 +254,14 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
     monkeypatch.setenv("FLEXFLEET_S3_UNCHECKED", "1")  # moto holds nobody to what is signed
     client = boto3.session.Session().client("s3")
-    client.create_bucket(Bucket="runs")
+    client.create_bucket(Bucket=BUCKET)
     yield client
     server.stop()
 
 
 def objects_of(client: Any) -> dict[str, bytes]:
-    listed = client.list_objects_v2(Bucket="runs").get("Contents", ())
-    return {item["Key"]: client.get_object(Bucket="runs", Key=item["Key"])["Body"].read() for item in listed}
+    listed = client.list_objects_v2(Bucket=BUCKET).get("Contents", ())
+    return {item["Key"]: client.get_object(Bucket=BUCKET, Key=item["Key"])["Body"].read() for item in listed}
 
 
 def test_a_run_in_a_cluster_leaves_no_secret_behind(
@@ -307,8 +289,8 @@ def test_a_run_in_a_cluster_leaves_no_secret_behind(
     with fake.serving(cluster) as kubeconfig:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-        backend = ("run.backend=kubernetes", "run.remote=s3://runs/x", "kubernetes.poll_s=0.1", "kubernetes.image=i")
-        backend += ("kubernetes.clients_per_pod=3", "rounds.stop=1")
+        backend = ("run.backend=kubernetes", f"run.remote=s3://{BUCKET}/x", "kubernetes.poll_s=0.1")
+        backend += ("kubernetes.image=i", "kubernetes.clients_per_pod=3", "rounds.stop=1")
         backend += ("algorithm.aggregation={name: private}", "rounds.norm_bound=null")
         done = flexfleet("run", "--json", "--run-id", "a", sets=[*quick[1:], *addresses, *backend])
     assert done.code == 0, done.err + "\n".join(cluster.logs)

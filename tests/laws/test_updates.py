@@ -68,6 +68,10 @@ class Memory(FolderStore):
     def list(self, prefix: str) -> list[str]:
         return sorted(k for k in self.files if k.startswith(prefix))
 
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self.files.pop(key, None)
+
 
 def ledger_of(files: dict[str, bytes]) -> Ledger:
     return Ledger(Memory(files), rules=replace(SITE.rules, algorithm=ALGORITHM), key=key_of(SECRET))
@@ -390,6 +394,36 @@ def test_an_answer_that_is_replaced_after_the_round_was_closed_does_not_count(la
         files[f"{BASE}.json"] = b"garbage" if later == "garbage" else b""
     found = ledger_of(files).accepted(plan, ORDER.client, closed)
     assert isinstance(found, ClientFailure) and found.stage == "validate" and "replaced" in found.reason
+
+
+@pytest.mark.parametrize("what", ["an update", "a failure"])
+@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False)], ids=["then in pods", "then here"])
+def test_what_a_round_was_closed_with_counts_whoever_was_asked(before: bool, after: bool, what: str) -> None:
+    """Clients of this machine sign with no key, those in pods do: a run may go on with the others."""
+    files: dict[str, bytes] = {}
+    ours = {False: Ledger(Memory(files)), True: ledger_of(files)}
+    plan = replace(PLAN, orders=(ORDER,))
+    answer = HONEST if what == "an update" else ClientFailure(0, ORDER.client, "prune", "nothing fits")
+    ours[before].put_outcome(plan, answer)
+    ours[before].close(plan, [ORDER.client])
+    closed = ours[after].closed(plan)
+    assert closed is not None
+    assert_same_outcomes([ours[after].accepted(plan, ORDER.client, closed)], [answer])
+    files |= {name: value[:-1] for name, value in files.items() if "updates/" in name}
+    if after:
+        assert isinstance(ours[after].accepted(plan, ORDER.client, closed), ClientFailure)
+    else:
+        with pytest.raises(IntegrityError, match="--discard-damaged"):
+            ours[after].accepted(plan, ORDER.client, closed)
+
+
+def test_answers_that_nobody_signed_are_deleted_when_pods_are_asked_again() -> None:
+    """Else the pods that are asked would count as having given them."""
+    files: dict[str, bytes] = {}
+    Ledger(Memory(files)).put_outcome(PLAN, HONEST)
+    ledger = ledger_of(files)
+    assert ledger.answered(0) == {ORDER.client} and list(ledger.finished(PLAN)) == []
+    assert ledger.answered(0) == set() and not files
 
 
 def test_an_answer_that_is_given_again_with_other_seconds_still_counts() -> None:

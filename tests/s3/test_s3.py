@@ -111,7 +111,7 @@ def test_a_client_without_keys_reads_and_writes_what_it_was_given(store: S3Store
     store.put("order", b"do it")
     value = b"done\r\n--" + bytes(range(256))
     urls = UrlStore(
-        {"order": store.presign("order", "get", 60)}, {"update": store.upload("update", len(value), 60, "POST")}
+        {"order": store.presign("order", 60)}, {"update": store.upload("update", len(value), 60, "POST")}
     )
     assert urls.get("order") == b"do it"
     urls.put("update", value)
@@ -126,12 +126,12 @@ def test_what_a_server_refuses_is_explained(server: str, store: S3Store, monkeyp
     if server == "moto":
         pytest.skip("moto takes any secret and any signature")
     store.put("key", b"x")
-    old = UrlStore({"key": store.presign("key", "get", 1)}, {})
+    old = UrlStore({"key": store.presign("key", 1)}, {})
     monkeypatch.setattr(s3, "READS", 1)
     time.sleep(2.1)
     with pytest.raises(IntegrityError, match="HTTP 403"):
         old.get("key")
-    url = store.presign("key", "get", 60)
+    url = store.presign("key", 60)
     forged = UrlStore({"key": url[:-4] + "0000"}, {})
     with pytest.raises(IntegrityError, match="HTTP 403"):
         forged.get("key")

@@ -51,7 +51,7 @@ class World:
 
     def link(self, seconds: int = SECONDS) -> str:
         """A URL that reads READ."""
-        return self.store.presign(READ, "get", seconds)
+        return self.store.presign(READ, seconds)
 
     def send(
         self,
