@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Of an experiment: MLflow's UI shows runs and their charts, not what it has for language models."""
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
+CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
+"""What SQLite, PostgreSQL, MySQL and SQL Server say where another writer was first."""
 
 
 class Memory:
@@ -104,7 +107,29 @@ def client_of(uri: str) -> Any:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with _usable(uri):
         _create_sqlite(uri)
-        return mlflow.MlflowClient(tracking_uri=uri)
+        return Shared(mlflow.MlflowClient(tracking_uri=uri))
+
+
+class Shared:
+    """MLflow's client beside others that write at the same instant. MLflow looks whether something is there and inserts
+    it then, without a lock: to the second one it is refused, who finds it when the call is made again. So a call that
+    ends in such a conflict is made once more; nothing of it was kept."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._client, name)
+
+        def twice(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except _errors() as error:
+                if not CONFLICT.search(str(error)):
+                    raise
+            return call(*args, **kwargs)
+
+        return twice
 
 
 def connect(uri: str, experiment: str) -> tuple[Any, str]:

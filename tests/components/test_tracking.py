@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import sqlite3
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import mlflow
 import mlflow.store.db.utils
 import pytest
 
+from components import publish
 from components.artifacts import RunFile
 from components.track import token_of
 from fl_engine import tracking
@@ -22,6 +24,7 @@ from fl_engine.config import Config, flatten
 from fl_engine.errors import ConfigError, Stopped
 from fl_engine.ledger import Ledger
 from fl_engine.tracking import Console, Memory, MLflow, Several
+from tests.harness.mlflow_server import serving
 
 ROW = {
     "seconds_round": 1.5,
@@ -319,6 +322,42 @@ def test_a_night_and_the_comparison_of_its_runs_are_two_mlflow_runs(mlflow_uri: 
     tokens = [[token_of(kind, runs) for runs in ("ab", "ba")] for kind in ("comparison", "regression")]
     found = [[MLflow(mlflow_uri, "test", "n", {tracking.TOKEN: each}).run_id for each in kind] for kind in tokens]
     assert [len(set(each)) for each in found] == [1, 1] and found[0] != found[1]
+
+
+def begin_beside(uri: str, experiment: str, place: int, together: Any) -> None:
+    """What a run of a comparison logs at its start, and a level that it registers at its end."""
+    together.wait(60)
+    found = MLflow(uri, experiment, f"run {place}", {tracking.TOKEN: str(place)})
+    found.dataset("digits", "abc", "here", "training")
+    found.tags({"a": "b"})
+    found.finish("FINISHED")
+    client = tracking.client_of(uri)
+    source = client.get_run(found.run_id).info.artifact_uri
+    publish._version(client, experiment, f"{source}/level", found.run_id, str(place), "about")
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "server"])
+def test_eight_that_log_the_same_at_one_instant_do_not_trip_each_other_up(
+    kind: str, tmp_path: Path, mlflow_template: Path
+) -> None:
+    """MLflow inserts without a lock what it has not found. Without a second try most end in an exception."""
+    context, rounds, processes = multiprocessing.get_context("fork"), 4, 8
+    with serving(tmp_path, mlflow_template) as port:
+        uri = f"http://127.0.0.1:{port}" if kind == "server" else f"sqlite:///{tmp_path}/mlflow.db"
+        for number in range(rounds):
+            together = context.Barrier(processes)
+            given = [(uri, f"test {number}", place, together) for place in range(processes)]
+            beside = [context.Process(target=begin_beside, args=each) for each in given]
+            for process in beside:
+                process.start()
+            for process in beside:
+                process.join(120)
+            assert [process.exitcode for process in beside] == [0] * processes
+            client = tracking.client_of(uri)
+            at = client.get_experiment_by_name(f"test {number}").experiment_id
+            runs = client.search_runs([at])
+            assert len(runs) == processes and all(len(run.inputs.dataset_inputs) == 1 for run in runs)
+            assert len(client.search_model_versions(f"name = 'test {number}'")) == processes
 
 
 def test_a_stopped_run_is_marked_killed(job: Any, memory_store: Any, mlflow_uri: str) -> None:
