@@ -86,8 +86,10 @@ class Console:
 def _brief(values: Mapping[str, float]) -> str:
     parts = [f"{k} {100 * values[k]:.1f} %" for k in ("avg", "full") if k in values]
     parts.append(f"loss {values['train_loss']:.3f}" if "train_loss" in values else "no client trained")
-    counts = "/".join(str(int(values[f"clients_{k}"])) for k in ("trained", "pruned", "failed"))
-    return "  ".join([*parts, f"trained/pruned/failed {counts}", f"{values['seconds_round']:.1f} s"])
+    counts = {kind: int(values[f"clients_{kind}"]) for kind in ("trained", "pruned", "failed")}
+    # Viewers of logs paint a line red that speaks of failures.
+    said = [f"{count} {kind}" for kind, count in counts.items() if count or kind == "trained"]
+    return "  ".join([*parts, ", ".join(said), f"{values['seconds_round']:.1f} s"])
 
 
 def client_of(uri: str) -> Any:

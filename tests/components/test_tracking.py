@@ -55,12 +55,14 @@ def test_the_console_writes_a_line_per_round_into_a_log(caplog: pytest.LogCaptur
         console = Console(7)
         console.params({"seed": 1})
         console.metrics([(1, ROW), (2, {k: v for k, v in ROW.items() if k not in ("avg", "full", "train_loss")})])
+        console.metrics([(3, ROW | {"clients_pruned": 0.0, "clients_failed": 2.0})])
         console.artifact("x")
         console.finish("FINISHED")
-    first, second = caplog.messages
-    for part in ("round 1/7", "avg 25.0 %", "full 50.0 %", "loss 2.000", "3/1/0", "1.5 s"):
+    first, second, third = caplog.messages
+    for part in ("round 1/7", "avg 25.0 %", "full 50.0 %", "loss 2.000", "3 trained, 1 pruned", "1.5 s"):
         assert part in first
-    assert "round 2/7" in second
+    assert not {"failed", "error"} & set(first.split()), "viewers of logs paint such lines red"
+    assert "3 trained, 2 failed" in third and "round 2/7" in second
     assert "avg" not in second, "not every round is evaluated"
     assert "no client trained" in second
 
