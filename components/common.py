@@ -82,24 +82,29 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
     sys.excepthook = _tell
     try:
         sys.exit(main(None))
-    except FlexfleetError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except ModuleNotFoundError as error:
-        print(f"error: {missing(str(error.name))}", file=sys.stderr)
-        sys.exit(EnvironmentFailure.exit_code)
-    except OSError as error:
-        print(f"error: {error.filename or 'system'}: {error.strerror or error}", file=sys.stderr)
-        sys.exit(EnvironmentFailure.exit_code)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # as torch says it
+    except Exception as error:
+        known = told_of(error)
+        if known is None:
             raise
-        print(f"error: not enough memory: {str(error).splitlines()[0] if str(error) else 'no more to be had'}",
-              file=sys.stderr)  # fmt: skip
-        sys.exit(EnvironmentFailure.exit_code)
+        print(f"error: {known[0]}", file=sys.stderr)
+        sys.exit(known[1])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def told_of(error: Exception) -> tuple[str, int] | None:
+    """What is said of an expected error in one line, and its exit code; None: it is a bug."""
+    ours = EnvironmentFailure.exit_code
+    if isinstance(error, FlexfleetError):
+        return " ".join(str(error).split()), error.exit_code
+    if isinstance(error, ModuleNotFoundError):
+        return missing(str(error.name)), ours
+    if isinstance(error, OSError):
+        return f"{error.filename or 'system'}: {error.strerror or error}", ours
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
+        return f"not enough memory: {str(error).splitlines()[0] if str(error) else 'no more to be had'}", ours
+    return None
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

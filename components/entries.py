@@ -127,17 +127,21 @@ def entries(
     """All runs, seed by seed, in the folder `<run.store>/<id>`, ledgers under `<run.remote>/<id>` where that is given.
     `configure` gives the configuration of a label and a seed; its errors are told with the label."""
     plain(id, "a comparison's id")
-    out = []
+    out: list[Entry] = []
+    wrong: dict[str, dict[str, None]] = {}
     for seed in seeds:
         for label in labels:
             try:
                 config = configure(label, seed)
             except ConfigError as error:
-                raise ConfigError(f"{label}: {error}") from error
+                wrong.setdefault(str(error), {})[label] = None
+                continue
             where = {"store": str(Path(config.run.store) / id)}
             if config.run.remote is not None:
                 where["remote"] = f"{config.run.remote.rstrip('/')}/{id}"
             out.append(Entry(label, seed, config.model_copy(update={"run": config.run.model_copy(update=where)})))
+    if wrong:
+        raise ConfigError("; ".join(f"{', '.join(told)}: {what}" for what, told in wrong.items()))
     return out
 
 

@@ -51,10 +51,11 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
         raise ConfigError(f"the form or its `advanced` cannot be: {error}") from error
     no_passwords({**parameters, **advanced})
     values = Config().model_dump(mode="json")
-    known = PARAMETERS | STUDY
+    known, wrong = PARAMETERS | STUDY, []
     for name, value in parameters.items():
         if name not in known:
-            raise ConfigError(f"unknown parameter {name!r}{nearest(name, known)}")
+            wrong.append(f"unknown parameter {name!r}{nearest(name, known)}")
+            continue
         # A form cannot say null: an empty MLflow URI is none.
         value = None if (name, value) == ("mlflow_uri", "") else whole(value)
         remote = name == "store_uri" and "://" in str(value)
@@ -62,12 +63,22 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
     names = {path: name for name, path in known.items()} | {"run.remote": "store_uri"}
     for path, value in advanced.items():
         if path in names:
-            raise ConfigError(f"advanced: {path!r} is the parameter {names[path]!r}, set it there")
-        if isinstance(value, Mapping) and path not in MAPPINGS:
+            wrong.append(f"advanced: {path!r} is the parameter {names[path]!r}, set it there")
+        elif isinstance(value, Mapping) and path not in MAPPINGS:
             inner = next(iter(value), "name")
-            raise ConfigError(f'advanced takes dotted names, {{"{path}.{inner}": value}}, got a mapping for {path!r}')
-        set_path(values, path, whole(value))
-    return parse(values)
+            wrong.append(f'advanced takes dotted names, {{"{path}.{inner}": value}}, got a mapping for {path!r}')
+        else:
+            try:
+                set_path(values, path, whole(value))
+            except ConfigError as error:
+                wrong.append(str(error))
+    try:
+        config = parse(values)
+    except ConfigError as error:
+        wrong.append(str(error))
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    return config
 
 
 def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from components import common, plots
-from components.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile, row_of
+from components.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, row_of
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
 from fl_engine.ledger import Row
 from fl_engine.partition import Manifest, read_manifest
@@ -37,6 +37,8 @@ COUNTED = ("bytes_down", "bytes_up", "clients_trained", "clients_pruned", "clien
 COMPARED = ("dataset", "partition", "model", "seed", "fleet", "training", "rounds.stop")
 """What runs should have in common for their figures to be comparable."""
 LOCAL = ("dataset.root",)
+CLASSES = 26
+"""A confusion matrix of more is not drawn: nobody can read it."""
 NONE = "\N{EN DASH}"
 
 
@@ -53,6 +55,8 @@ class Run:
     apoz: Apoz
     partition: Manifest
     evaluation: EvaluationFile
+    confusion: ConfusionFile | None
+    """None in folders that were made before there was one."""
     best: Row
     bytes_down: float
     bytes_up: float
@@ -101,6 +105,7 @@ def load(folder: Path) -> Run:
         apoz=Apoz.read(folder / "pretrain" / "apoz.json"),
         partition=read_manifest(folder / "partition" / "partition.json"),
         evaluation=evaluation,
+        confusion=ConfusionFile.read(folder / "confusion.json") if (folder / "confusion.json").is_file() else None,
         best=max((r for r in rows if "avg" in r.metrics), key=lambda r: r.metrics["avg"]),
         bytes_down=sum(r.metrics["bytes_down"] for r in rows),
         bytes_up=sum(r.metrics["bytes_up"] for r in rows),
@@ -254,6 +259,7 @@ def _page(runs: Sequence[Run]) -> str:
                 "best": _best(run),
                 "level_colours": plots.level_colours(levels),
                 "best_of_level": {level: _best_of(run.rows, level) for level in run.evaluation.levels},
+                "confusion": _confusion(run),
                 "apoz": {layer.group: layer for layer in run.apoz.layers},
                 "partition_of": None if owner == name else owner,
                 "draw": {k: Markup(v) if v else None for k, v in drawings.items()},
@@ -273,6 +279,15 @@ def _page(runs: Sequence[Run]) -> str:
         any_single=any(r.single for r in runs),
         dash=NONE,
     )
+
+
+def _confusion(run: Run) -> list[tuple[str, list[list[tuple[int, float]]]]]:
+    """By level, the largest first: of each class's images how many were taken for which, and as a share of them."""
+    levels = {} if run.confusion is None or run.pool.classes > CLASSES else run.confusion.levels
+    return [
+        (level, [[(count, count / max(1, sum(row))) for count in row] for row in rows])
+        for level, rows in reversed(levels.items())
+    ]
 
 
 def _best_of(rows: Sequence[Row], level: str) -> Row | None:

@@ -430,14 +430,40 @@ def parse(values: Mapping[str, Any]) -> Config:
         values = _merge(Config().model_dump(mode="json"), values)
         config = Config.model_validate_json(json.dumps(_with_named_fleet(values)))
     except ValidationError as error:
-        raise ConfigError(_explain(error, Config)) from error
+        raise ConfigError("; ".join([_explain(error, Config), *_unknown_names(values)])) from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the configuration holds a value that is not plain data: {error}") from error
-    algorithm(config)
-    _check_model_options(config)
+    wrong = _unknown_names(values)
+    for look in (algorithm, _check_model_options):
+        try:
+            look(config)
+        except ConfigError as error:
+            wrong.append(str(error))
     if not config.run.devices:
-        raise ConfigError("run.devices is empty: name at least one torch device, e.g. [cpu]")
+        wrong.append("run.devices is empty: name at least one torch device, e.g. [cpu]")
+    if wrong:
+        raise ConfigError("; ".join(dict.fromkeys(wrong)))
     return config
+
+
+def _unknown_names(values: Mapping[str, Any]) -> list[str]:
+    """What is said of a data set, network or algorithm that nobody has, whatever else is wrong."""
+    from fl_engine.algorithms import ALGORITHMS
+    from fl_engine.datasets import DATASETS
+    from fl_engine.models import MODELS
+
+    known: dict[str, tuple[Mapping[str, Any], str]] = {
+        "dataset": (DATASETS, "data set"), "model": (MODELS, "model"), "algorithm": (ALGORITHMS, "algorithm")
+    }  # fmt: skip
+    wrong = []
+    for section, (registry, what) in known.items():
+        name = values[section].get("name") if isinstance(values.get(section), Mapping) else None
+        if isinstance(name, str) and ":" not in name:
+            try:
+                resolve(registry, name, what)
+            except ConfigError as error:
+                wrong.append(str(error))
+    return wrong
 
 
 def _with_named_fleet(values: dict[str, Any]) -> dict[str, Any]:

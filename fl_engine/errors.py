@@ -11,6 +11,8 @@
     ├── IntegrityError       4   a stored file is not what the ledger says
     ├── GateFailed           5   a figure is worse than it was, beyond what noise explains
     ├── EnvironmentFailure   6   this machine cannot do it: a package, a device, other numerics
+    │   ├── Unreachable          a server does not answer, for longer than a call waits: another try may mend it
+    │   └── Refused              a store answered, and refuses this one thing
     └── ClientError         42   a client cannot do its order, and trying again will not help
 
 A client's failure during a round is no exception but a value: `types.ClientFailure`.
@@ -70,6 +72,14 @@ class GateFailed(FlexfleetError):
 
 class EnvironmentFailure(FlexfleetError):
     exit_code = 6
+
+
+class Unreachable(EnvironmentFailure):
+    """A server does not answer, for longer than a call waits. It may be back later."""
+
+
+class UnreachableAddress(ConfigError, Unreachable):
+    """One that has never answered yet: the parameter that names it may be wrong."""
 
 
 class Refused(EnvironmentFailure):

@@ -143,7 +143,7 @@ def _told_how_to_go_on(ledger: Ledger) -> Iterator[None]:
         ledger.check_lease()  # what is missing may have been tidied away by the one that has taken over
         raise
     except EnvironmentFailure as error:
-        raise EnvironmentFailure(
+        raise type(error)(
             f"{error}. What was committed stays: mend the cause, then go on with --resume"
         ) from error
 

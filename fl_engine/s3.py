@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import urllib3
 from pydantic import BaseModel, ConfigDict
 
-from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Refused, certificate_hint, masked
+from fl_engine.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    IntegrityError,
+    Refused,
+    Unreachable,
+    certificate_hint,
+    masked,
+)
 from fl_engine.store import check_size, sha256
 
 if TYPE_CHECKING:
@@ -212,7 +220,7 @@ class S3Store:
 
     @contextmanager
     def _explained(self, key: str) -> Iterator[None]:
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
 
         try:
             yield
@@ -221,10 +229,12 @@ class S3Store:
             if code in MISSING:
                 raise IntegrityError(f"{self.uri(key)} is missing from the run store") from None
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-            kind = EnvironmentFailure if status >= 500 or status in (408, 429) else Refused
+            kind = Unreachable if status >= 500 or status in (408, 429) else Refused
             raise kind(_why(error, self.uri(key))) from error
         except (BotoCoreError, urllib3.exceptions.HTTPError) as error:
-            raise EnvironmentFailure(
+            gone = isinstance(error, HTTPClientError | urllib3.exceptions.HTTPError)
+            refused = isinstance(error, SSLError | urllib3.exceptions.SSLError)
+            raise (Unreachable if gone and not refused else EnvironmentFailure)(
                 f"{self.uri(key)} cannot be reached: {error}. Check AWS_ENDPOINT_URL, the credentials and the network"
                 f"{certificate_hint(str(error))}"
             ) from error

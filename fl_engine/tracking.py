@@ -13,7 +13,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fl_engine.errors import ConfigError, EnvironmentFailure, first_line, masked
+from fl_engine.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    Unreachable,
+    UnreachableAddress,
+    first_line,
+    masked,
+)
 from fl_engine.types import Tracker
 
 log = logging.getLogger("flexfleet")
@@ -158,7 +165,8 @@ def _usable(uri: str) -> Iterator[None]:
     try:
         yield
     except _errors() as error:
-        raise ConfigError(f"tracking.mlflow = {masked(uri)!r} cannot be used: {first_line(error)}") from error
+        kind = UnreachableAddress if _unreachable(error) else ConfigError
+        raise kind(f"tracking.mlflow = {masked(uri)!r} cannot be used: {first_line(error)}") from error
 
 
 @contextmanager
@@ -168,7 +176,19 @@ def _answering(uri: str) -> Iterator[None]:
         yield
     except _errors() as error:
         said = f"MLflow at {masked(uri)} does not take measurements any more: {first_line(error)}"
-        raise EnvironmentFailure(said) from error
+        raise (Unreachable if _unreachable(error) else EnvironmentFailure)(said) from error
+
+
+GONE = re.compile(
+    r"Max retries exceeded|too many \d+ error responses|status code 5\d\d|could not connect|database is locked"
+    r"|server closed the connection|[Cc]onnection (refused|reset|aborted|timed out)"
+)
+"""What MLflow, requests and the drivers of data bases say of a server that does not answer."""
+
+
+def _unreachable(error: Exception) -> bool:
+    said = str(error)
+    return GONE.search(said) is not None and "CERTIFICATE_VERIFY_FAILED" not in said
 
 
 def _errors() -> tuple[type[Exception], ...]:

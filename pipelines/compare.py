@@ -15,7 +15,7 @@ from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of
 
 from kfp import dsl
 
-from pipelines.task import COORDINATOR_KEYS, PARAMETERS, on_cluster, pipeline, task
+from pipelines.task import COORDINATOR_KEYS, described, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -45,12 +45,14 @@ def prepare(
 
     from components import overrides
     from components.compare import prepare as step
+    from components.in_pod import ending
 
-    given = locals()
-    parameters = {name: given[name] for name in overrides.PARAMETERS if name in given}
-    name = comparison_id or f"compare-{job_id}"
-    runs = overrides.comparison_from(parameters, advanced, algorithms, seeds, name)
-    return step(runs, name, Path(shared.path))
+    with ending("comparison_id"):
+        given = locals()
+        parameters = {name: given[name] for name in overrides.PARAMETERS if name in given}
+        name = comparison_id or f"compare-{job_id}"
+        runs = overrides.comparison_from(parameters, advanced, algorithms, seeds, name)
+        return step(runs, name, Path(shared.path))
 
 
 @task
@@ -58,19 +60,26 @@ def run(
     pair: dict[str, str],
     shared: dsl.Input[Artifact],
     job_id: str,
-    finished: dsl.Output[Artifact],
+    which: dsl.Output[dsl.Markdown],
+    finished: dsl.Output[dsl.Model],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     import shutil
     from pathlib import Path
 
+    from components import metadata
     from components.compare import run_pair
+    from components.in_pod import ending, patiently
 
-    found = run_pair(pair, Path(shared.path), Path(finished.path), {"kfp.job_id": job_id})
-    shutil.copyfile(Path(finished.path) / "report.html", page.path)
-    for name, value in (("avg", found.metrics["avg"]), ("full", found.metrics["full"]), ("waste", found.waste)):
-        metrics.log_metric(name, value)
+    with ending("comparison_id (of a night: night_id)"):
+        Path(which.path).write_text(f"# {pair['label']}\n\nalgorithm and seed: {pair['run']}\n")
+        paths = (Path(shared.path), Path(finished.path))
+        found = patiently(lambda: run_pair(pair, *paths, {"kfp.job_id": job_id}))
+        finished.metadata.update(metadata.of_model(paths[1], paths[1]))
+        shutil.copyfile(paths[1] / "report.html", page.path)
+        for name, value in (("avg", found.metrics["avg"]), ("full", found.metrics["full"]), ("waste", found.waste)):
+            metrics.log_metric(name, value)
 
 
 @task
@@ -86,20 +95,26 @@ def compare(
     from pathlib import Path
 
     from components.compare import collect
+    from components.in_pod import ending, patiently
     from components.tabulate import metrics as figures
 
-    out = Path(comparison.path)
-    found = collect(pairs, [Path(run.path) for run in finished], out)
-    shutil.copyfile(out / "comparison.html", page.path)
-    shutil.copyfile(out / "comparison.md", table.path)
-    for name, value in figures(found).items():
-        metrics.log_metric(name, value)
+    with ending("comparison_id"):
+        out = Path(comparison.path)
+        found = patiently(lambda: collect(pairs, [Path(run.path) for run in finished], out))
+        shutil.copyfile(out / "comparison.html", page.path)
+        shutil.copyfile(out / "comparison.md", table.path)
+        for name, value in figures(found).items():
+            metrics.log_metric(name, value)
 
 
 @pipeline(
     name="compare",
     display_name="Compare",
-    description=f"Several federated algorithms on one task, with several seeds, in one table. {PARAMETERS}",
+    description=described(
+        "Several federated algorithms on one task, with several seeds, in one table.",
+        "algorithms, seeds, rounds, store_uri (where the runs are kept) and mlflow_uri (where their curves go)",
+        '{"training.momentum": 0.9, "flexfl:algorithm.kd_weight": 5}',
+    ),
 )
 def comparison(
     dataset: str = "digits",
@@ -158,9 +173,11 @@ def comparison(
         advanced=advanced,
     )
     pairs = start.outputs["Output"]
-    with dsl.ParallelFor(pairs) as pair:
+    with dsl.ParallelFor(pairs, name="runs") as pair:
         one = run(pair=pair, shared=start.outputs["shared"], job_id=job_id)
     told = compare(pairs=pairs, finished=dsl.Collected(one.outputs["finished"]))
-    on_cluster(start, retries=0)
-    on_cluster(one, keys=COORDINATOR_KEYS)
+    for each, name in ((start, "1 Prepare"), (one, "2 Run"), (told, "3 Compare")):
+        each.set_display_name(name)
+    on_cluster(start, retries=0, trains=True)
+    on_cluster(one, keys=COORDINATOR_KEYS, trains=True)
     on_cluster(told)

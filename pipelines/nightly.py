@@ -15,7 +15,7 @@ from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of
 from kfp import dsl
 
 from pipelines.compare import run
-from pipelines.task import COORDINATOR_KEYS, PARAMETERS, on_cluster, pipeline, task
+from pipelines.task import COORDINATOR_KEYS, described, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -34,10 +34,12 @@ def prepare(
     from pathlib import Path
 
     from components import regress
+    from components.in_pod import ending
     from components.overrides import sets_of
 
-    night = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
-    return regress.pairs_of(night, Path(shared.path))
+    with ending("night_id"):
+        night = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
+        return regress.pairs_of(night, Path(shared.path))
 
 
 @task
@@ -58,33 +60,41 @@ def gate(
     from pathlib import Path
 
     from components import regress
+    from components.in_pod import ending, patiently
     from components.overrides import sets_of
 
-    asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
-    out = Path(night.path)
-    folders = regress.folders_of(asked, [Path(run.path) for run in finished])
-    verdict = regress.settle(asked, folders, out, regress.TASKS)
-    shutil.copyfile(out / "regression.html", page.path)
-    Path(told.path).write_text(regress.card(verdict))
-    metrics.log_metric("passed", int(verdict.passed))
-    for check in verdict.checks:
-        if check.against == "reference":
-            metrics.log_metric(f"{check.metric}/{check.label}", check.now)
-    return "" if verdict.passed else regress.told(verdict)
+    with ending("night_id"):
+        asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
+        out = Path(night.path)
+        folders = regress.folders_of(asked, [Path(run.path) for run in finished])
+        verdict = patiently(lambda: regress.settle(asked, folders, out, regress.TASKS))
+        shutil.copyfile(out / "regression.html", page.path)
+        Path(told.path).write_text(regress.card(verdict))
+        metrics.log_metric("passed", int(verdict.passed))
+        for check in verdict.checks:
+            if check.against == "reference":
+                metrics.log_metric(f"{check.metric}/{check.label}", check.now)
+        return "" if verdict.passed else regress.told(verdict)
 
 
 @task
 def decide(failed: str) -> None:
+    from components.in_pod import ending
     from fl_engine.errors import GateFailed
 
-    if failed:
-        raise GateFailed(failed)
+    with ending("night_id"):
+        if failed:
+            raise GateFailed(failed)
 
 
 @pipeline(
     name="nightly",
     display_name="Nightly regression",
-    description=f"A fixed suite, compared with the last night that passed and with a reference. {PARAMETERS}",
+    description=described(
+        "A fixed suite, compared with the last night that passed and with a reference.",
+        "mlflow_uri (which keeps the champion) and store_uri (where the runs are kept)",
+        '{"publish.onnx": false}',
+    ),
 )
 def nightly(
     suite: str = "digits",
@@ -107,10 +117,13 @@ def nightly(
     given = {"suite": suite, "mlflow_uri": mlflow_uri, "store_uri": store_uri, "night_id": night_id,
              "job_id": job_id, "advanced": advanced}  # fmt: skip
     start = prepare(**given)
-    with dsl.ParallelFor(start.outputs["Output"]) as pair:
+    with dsl.ParallelFor(start.outputs["Output"], name="runs") as pair:
         one = run(pair=pair, shared=start.outputs["shared"], job_id=job_id)
     judged = gate(**given, finished=dsl.Collected(one.outputs["finished"]))
     decided = decide(failed=judged.outputs["Output"])
-    on_cluster(start, decided, retries=0)
-    on_cluster(one, keys=COORDINATOR_KEYS)
-    on_cluster(judged)
+    for each, name in ((start, "1 Prepare"), (one, "2 Run"), (judged, "3 Judge and report"), (decided, "4 Decide")):
+        each.set_display_name(name)
+    on_cluster(start, retries=0, trains=True)
+    on_cluster(decided, retries=0)
+    on_cluster(one, keys=COORDINATOR_KEYS, trains=True)
+    on_cluster(judged, trains=True)

@@ -38,8 +38,32 @@ TUNE_KEY = "FLEXFLEET_TUNE_STORAGE"
 DATA_CLAIM = os.environ.get("FLEXFLEET_DATA_CLAIM")
 """A volume claim of that namespace with the data sets in it; none: the digits, which the image holds."""
 
-PARAMETERS = f"All parameters, for `advanced`: {PARAMETER_TABLE}"
-"""At the end of each pipeline's description: the form shows names and defaults alone."""
+ALGORITHMS = (
+    "adaptivefl, all_large, decoupled, depthfl, federated_dropout, fedopt, fedprox, fedrolex, fjord, flexfl, heterofl, "
+    "scalefl"
+)
+DATASETS = "cifar10, digits, fashion_mnist"
+NETWORKS = "mobilenetv2, preresnet18, resnet18, resnet34, small_cnn, vgg16"
+"""Named here, since compiling imports no torch; a test holds them against the registries."""
+
+
+def described(what: str, first: str, example: str = '{"algorithm.kd_weight": 5, "rounds.evaluate_every": 5}') -> str:
+    """A pipeline's description, which the form shows above its fields; of those it shows names and defaults alone.
+    `first` is what a newcomer changes before anything else."""
+    return (
+        f"{what} Change first: {first}. Algorithms: {ALGORITHMS}. Data sets: {DATASETS}. Networks: {NETWORKS}. "
+        "Your own: package.module:NAME. Everything else goes into `advanced`, as one JSON object of dotted names: "
+        f"{example}. All of them: {PARAMETER_TABLE}"
+    )
+
+
+TASK_CPU = os.environ.get("FLEXFLEET_TASK_CPU", "250m:2")
+TASK_MEMORY = os.environ.get("FLEXFLEET_TASK_MEMORY", "1Gi:4Gi")
+TRAIN_CPU = os.environ.get("FLEXFLEET_TRAIN_CPU", "500m:8")
+TRAIN_MEMORY = os.environ.get("FLEXFLEET_TRAIN_MEMORY", "1Gi:16Gi")
+"""request:limit, chosen when a pipeline is compiled; TRAIN for tasks in which networks are trained."""
+TRAIN_GPU = os.environ.get("FLEXFLEET_TRAIN_GPU", "")
+"""kind=number (nvidia.com/gpu=1): accelerators of each task that trains; none where it is empty."""
 
 NODE_SELECTOR = dict(pair.split("=", 1) for pair in os.environ.get("FLEXFLEET_TASK_NODES", "").split(",") if pair)
 """label=value, separated by commas: where tasks run (clients' pods have `kubernetes.pools`)."""
@@ -52,12 +76,18 @@ task: Callable[[Callable[..., Any]], Any] = dsl.component(base_image=IMAGE, inst
 pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
 
 
-def on_cluster(*tasks: Any, retries: int = 3, keys: Sequence[str] = S3_KEYS) -> None:
+def on_cluster(*tasks: Any, retries: int = 3, keys: Sequence[str] = S3_KEYS, trains: bool = False) -> None:
     """What every task has there: the same image for the pods that it makes, S3's and MLflow's credentials as far as the
-    Secrets have them, the data, its nodes, no long wait for one that is lost; and a new pod where one fails, with no
-    answer from the cache."""
+    Secrets have them, the data, its nodes, no long wait for one that is lost, its share of them, and no root, which
+    namespaces that enforce `restricted` want said. And a new pod where Kubeflow's version makes one (see the guide),
+    with no answer from the cache."""
     for each in tasks:
         each.set_caching_options(False)
+        _sized(each, TRAIN_CPU if trains else TASK_CPU, TRAIN_MEMORY if trains else TASK_MEMORY)
+        if trains and TRAIN_GPU:
+            kind, _, number = TRAIN_GPU.partition("=")
+            each.set_accelerator_type(kind).set_accelerator_limit(int(number or 1))
+        kubernetes.set_security_context(each, run_as_non_root=True)
         if retries:
             each.set_retry(num_retries=retries, backoff_duration="30s", backoff_factor=2)
         each.set_env_variable("FLEXFLEET_IMAGE", IMAGE)
@@ -72,3 +102,13 @@ def on_cluster(*tasks: Any, retries: int = 3, keys: Sequence[str] = S3_KEYS) -> 
             kubernetes.add_toleration(each, key, "Exists", effect="NoExecute", toleration_seconds=60)
         for label, value in NODE_SELECTOR.items():
             kubernetes.add_node_selector(each, label, value)
+
+
+def _sized(task: Any, cpu: str, memory: str) -> None:
+    for given, request, limit in (
+        (cpu, task.set_cpu_request, task.set_cpu_limit),
+        (memory, task.set_memory_request, task.set_memory_limit),
+    ):
+        least, _, most = given.partition(":")
+        request(least)
+        limit(most or least)

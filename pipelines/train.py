@@ -3,10 +3,11 @@
 The graph alone: each body unpacks paths and calls the function of `components` that the command line and DVC call.
 The first task resolves and checks the whole configuration; every other task reads its outcome.
 
-Retries: every task but the first, which is quick, starts again where its pod fails. (Kubeflow does not start again what
-was deleted, or lost with its node: then give `run_id` to go on with the run in a new job.) `federate` owns all rounds
-and goes on with what it finds in `<store_uri>/<run_id>`, so that has to outlive a pod: s3://bucket/prefix, or a folder
-of a volume. Nothing rests on a graceful end.
+Retries: what a server does not answer is tried again inside the task. A pod that fails is made again by Kubeflow up to
+2.16, one that is deleted by Kubeflow 2.17 (docs/guides/kubernetes.md); for what is made again by neither there is the
+UI's Retry, or the same `run_id` in another run. `federate` owns all rounds and goes on with what it finds in
+`<store_uri>/<run_id>`, so that has to outlive a pod: s3://bucket/prefix, or a folder of a volume. Nothing rests on a
+graceful end.
 
 With `publish.dvc`, what partition, model_pool and report make is pushed to a DVC remote; each hands on the pointers.
 
@@ -19,7 +20,7 @@ from typing import Any
 
 from kfp import dsl
 
-from pipelines.task import COORDINATOR_KEYS, PARAMETERS, on_cluster, pipeline, task
+from pipelines.task import COORDINATOR_KEYS, described, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -44,37 +45,42 @@ def partition(
     job_id: str,
     advanced: dict[str, Any],
     config: dsl.Output[Artifact],
-    parts: dsl.Output[Artifact],
+    parts: dsl.Output[dsl.Dataset],
     pointer: dsl.Output[Artifact],
     started: dsl.Output[dsl.Markdown],
 ) -> dict[str, str]:
     from pathlib import Path
 
-    from components import check, overrides, track, versioned
+    from components import check, metadata, overrides, track, versioned
     from components.federate import store_of
+    from components.in_pod import ending
     from components.partition import partition as step
 
-    given = locals()
-    resolved = overrides.config_from({name: given[name] for name in overrides.PARAMETERS}, advanced)
-    name = overrides.run_name(run_id, job_id, resolved)
-    store = store_of(resolved, name, overrides.run_folder(resolved, name))
-    check.check(resolved)
-    overrides.write_config(resolved, Path(config.path))
-    mlflow_run = track.begin(resolved, name, store, {"kfp.job_id": job_id})
-    Path(started.path).write_text(track.card(resolved, name, store.uri(), mlflow_run))
-    step(resolved, Path(parts.path))
-    versioned.hand_on(Path(parts.path), "partition", resolved.publish.dvc, Path(pointer.path))
-    return {"run": name, "mlflow": mlflow_run}
+    with ending("run_id"):
+        given = locals()
+        resolved = overrides.config_from({name: given[name] for name in overrides.PARAMETERS}, advanced)
+        name = overrides.run_name(run_id, job_id, resolved)
+        store = store_of(resolved, name, overrides.run_folder(resolved, name))
+        check.check(resolved)
+        overrides.write_config(resolved, Path(config.path))
+        mlflow_run = track.begin(resolved, name, store, {"kfp.job_id": job_id})
+        Path(started.path).write_text(track.card(resolved, name, store.uri(), mlflow_run))
+        step(resolved, Path(parts.path))
+        parts.metadata.update(metadata.of_partition(Path(parts.path)))
+        versioned.hand_on(Path(parts.path), "partition", resolved.publish.dvc, Path(pointer.path))
+        return {"run": name, "mlflow": mlflow_run}
 
 
 @task
 def pretrain(config: dsl.Input[Artifact], parts: dsl.Input[Artifact], apoz: dsl.Output[Artifact]) -> None:
     from pathlib import Path
 
+    from components.in_pod import ending
     from components.pretrain import pretrain as step
     from fl_engine.config import load_config
 
-    step(load_config(config.path), Path(parts.path), Path(apoz.path))
+    with ending("run_id"):
+        step(load_config(config.path), Path(parts.path), Path(apoz.path))
 
 
 @task
@@ -86,13 +92,16 @@ def model_pool(
 ) -> None:
     from pathlib import Path
 
-    from components import versioned
+    from components import metadata, versioned
+    from components.in_pod import ending
     from components.model_pool import model_pool as step
     from fl_engine.config import load_config
 
-    resolved = load_config(config.path)
-    step(resolved, Path(apoz.path), Path(pool.path))
-    versioned.hand_on(Path(pool.path), "pool", resolved.publish.dvc, Path(pointer.path))
+    with ending("run_id"):
+        resolved = load_config(config.path)
+        step(resolved, Path(apoz.path), Path(pool.path))
+        pool.metadata.update(metadata.of_pool(Path(pool.path)))
+        versioned.hand_on(Path(pool.path), "pool", resolved.publish.dvc, Path(pointer.path))
 
 
 @task
@@ -102,18 +111,23 @@ def federate(
     pool: dsl.Input[Artifact],
     names: dict[str, str],
     job_id: str,
-    run: dsl.Output[Artifact],
+    run: dsl.Output[dsl.Model],
 ) -> None:
     from pathlib import Path
 
+    from components import metadata
+    from components.in_pod import ending, patiently
     from components.overrides import run_folder
     from components.resumable import federate_in
     from fl_engine.config import load_config
 
-    resolved = load_config(config.path)
-    folder = run_folder(resolved, names["run"])
-    tags = {"kfp.job_id": job_id}
-    federate_in(folder, resolved, Path(parts.path), Path(pool.path), Path(run.path), tags, names["mlflow"] or None)
+    with ending("run_id"):
+        resolved = load_config(config.path)
+        folder = run_folder(resolved, names["run"])
+        tags = {"kfp.job_id": job_id}
+        paths = (Path(parts.path), Path(pool.path), Path(run.path))
+        patiently(lambda: federate_in(folder, resolved, *paths, tags, names["mlflow"] or None))
+        run.metadata.update(metadata.of_model(Path(run.path)))
 
 
 @task
@@ -123,29 +137,24 @@ def evaluate(
     pool: dsl.Input[Artifact],
     evaluation: dsl.Output[Artifact],
     metrics: dsl.Output[dsl.Metrics],
-) -> list[str]:
+    matrix: dsl.Output[dsl.ClassificationMetrics],
+) -> None:
     from pathlib import Path
 
-    from components.artifacts import EvaluationFile
+    from components.artifacts import ConfusionFile, EvaluationFile
     from components.evaluate import evaluate as step
+    from components.in_pod import ending
     from fl_engine.config import load_config
 
-    found = EvaluationFile.read(step(load_config(config.path), Path(run.path), Path(pool.path), Path(evaluation.path)))
-    metrics.log_metric("avg", found.avg)
-    metrics.log_metric("full", found.full)
-    for name, score in found.levels.items():
-        metrics.log_metric(f"accuracy/{name}", score.accuracy)
-    return list(found.levels)
-
-
-@task
-def confusion(level: str, evaluation: dsl.Input[Artifact], matrix: dsl.Output[dsl.ClassificationMetrics]) -> None:
-    from pathlib import Path
-
-    from components.artifacts import ConfusionFile
-
-    rows = ConfusionFile.read(Path(evaluation.path) / "confusion.json").levels[level]
-    matrix.log_confusion_matrix([str(c) for c in range(len(rows))], [list(row) for row in rows])
+    with ending("run_id"):
+        step(load_config(config.path), Path(run.path), Path(pool.path), Path(evaluation.path))
+        found = EvaluationFile.read(Path(evaluation.path) / "evaluation.json")
+        metrics.log_metric("avg", found.avg)
+        metrics.log_metric("full", found.full)
+        for name, score in found.levels.items():
+            metrics.log_metric(f"accuracy/{name}", score.accuracy)
+        *_, rows = ConfusionFile.read(Path(evaluation.path) / "confusion.json").levels.values()  # of the full model
+        matrix.log_confusion_matrix([str(c) for c in range(len(rows))], [list(row) for row in rows])
 
 
 @task
@@ -156,29 +165,36 @@ def report(
     apoz: dsl.Input[Artifact],
     pool: dsl.Input[Artifact],
     evaluation: dsl.Input[Artifact],
-    finished: dsl.Output[Artifact],
+    finished: dsl.Output[dsl.Model],
     pointers: dsl.Output[Artifact],
     page: dsl.Output[dsl.HTML],
 ) -> None:
     import shutil
     from pathlib import Path
 
+    from components import metadata
     from components.gather import finish
+    from components.in_pod import ending, patiently
     from components.versioned import POINTERS
     from fl_engine.config import load_config
 
-    folders = (Path(given.path) for given in (run, parts, apoz, pool, evaluation, finished))
-    result = finish(load_config(config.path), *folders)
-    shutil.copyfile(result.report, page.path)
-    Path(pointers.path).mkdir()
-    for pointer in Path(finished.path).glob(f"{POINTERS}/*.dvc"):
-        shutil.copyfile(pointer, Path(pointers.path) / pointer.name)
+    with ending("run_id"):
+        folders = [Path(given.path) for given in (run, parts, apoz, pool, evaluation, finished)]
+        result = patiently(lambda: finish(load_config(config.path), *folders))
+        finished.metadata.update(metadata.of_model(folders[0], folders[4]))
+        shutil.copyfile(result.report, page.path)
+        Path(pointers.path).mkdir()
+        for pointer in Path(finished.path).glob(f"{POINTERS}/*.dvc"):
+            shutil.copyfile(pointer, Path(pointers.path) / pointer.name)
 
 
 @pipeline(
     name="train",
     display_name="Train",
-    description=f"Model-heterogeneous federated learning, from the partition to the report. {PARAMETERS}",
+    description=described(
+        "Model-heterogeneous federated learning, from the partition to the report.",
+        "algorithm, dataset, rounds, store_uri (where the run is kept) and mlflow_uri (where its curves go)",
+    ),
 )
 def train(
     dataset: str = "digits",
@@ -244,8 +260,6 @@ def train(
     )
     run = rounds_done.outputs["run"]
     scored = evaluate(config=config, run=run, pool=pool)
-    with dsl.ParallelFor(scored.outputs["Output"]) as level:  # a task's matrix is drawn, and only one of them
-        seen = confusion(level=level, evaluation=scored.outputs["evaluation"])
     told = report(
         config=config,
         run=run,
@@ -254,6 +268,16 @@ def train(
         pool=pool,
         evaluation=scored.outputs["evaluation"],
     )
+    for each, name in (
+        (start, "1 Partition the data"),
+        (scores, "2 Pre-train, APoZ"),
+        (built, "3 Generate the model pool"),
+        (rounds_done, "4 Federated rounds"),
+        (scored, "5 Evaluate"),
+        (told, "6 Report"),
+    ):
+        each.set_display_name(name)
     on_cluster(start, retries=0)
-    on_cluster(scores, built, scored, seen, told)
-    on_cluster(rounds_done, keys=COORDINATOR_KEYS)
+    on_cluster(built, told)
+    on_cluster(scores, scored, trains=True)
+    on_cluster(rounds_done, keys=COORDINATOR_KEYS, trains=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
-from pipelines.task import COORDINATOR_KEYS, PARAMETERS, TUNE_KEY, TUNE_SECRET, on_cluster, pipeline, task
+from pipelines.task import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -71,7 +71,11 @@ def tune(
 @pipeline(
     name="tune",
     display_name="Tune",
-    description=f"A search for hyper-parameters, checked on seeds that no trial has seen. {PARAMETERS}",
+    description=described(
+        "A search for hyper-parameters, checked on seeds that no trial has seen.",
+        "algorithm, trials, rounds, store_uri (where the study is kept) and mlflow_uri (where the curves go)",
+        '{"tune.space": {"training.lr": {"low": 0.01, "high": 0.1, "log": true}}}',
+    ),
 )
 def tuning(
     dataset: str = "digits",

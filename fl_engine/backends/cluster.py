@@ -23,7 +23,7 @@ from urllib.parse import urlencode
 
 import urllib3
 
-from fl_engine.errors import EnvironmentFailure, certificate_hint, printable
+from fl_engine.errors import EnvironmentFailure, Unreachable, certificate_hint, printable
 
 log = logging.getLogger("flexfleet")
 
@@ -113,7 +113,7 @@ class Cluster:
                 wait = FIRST_WAIT_S * 2**attempt * (1 + random.random() / 4)
                 log.warning("the Kubernetes API: %s (%s %s); asking again in %.1f s", said, method, path, wait)
                 time.sleep(wait)
-        raise EnvironmentFailure(f"the Kubernetes API does not answer: {said} ({method} {path})")
+        raise Unreachable(f"the Kubernetes API does not answer: {said} ({method} {path})")
 
     def _send(
         self, method: str, path: str, body: Resource | None, query: list[tuple[str, str]]

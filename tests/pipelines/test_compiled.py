@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -16,7 +18,11 @@ from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec
 
 from components.overrides import PARAMETERS, STUDY, comparison_from, config_from
 from fl_engine import PARAMETER_TABLE
+from fl_engine.algorithms import ALGORITHMS
 from fl_engine.config import Config, PartitionConfig
+from fl_engine.datasets import DATASETS
+from fl_engine.models import MODELS
+from pipelines import task
 from pipelines.compile import COMPILED, PIPELINES
 from pipelines.task import COORDINATOR_KEYS, S3_KEYS
 
@@ -92,10 +98,11 @@ def test_the_form_is_the_embedded_job(root: dict[str, Any]) -> None:
 
 def test_each_task_follows_the_one_before(root: dict[str, Any]) -> None:
     tasks = root["dag"]["tasks"]
-    assert set(tasks) == {*ORDER, "for-loop-1"}
-    assert tasks["for-loop-1"]["dependentTasks"] == ["evaluate"], "a matrix for each level"
-    for before, task in pairwise(ORDER):
-        assert before in tasks[task]["dependentTasks"]
+    assert set(tasks) == set(ORDER), "no loop: each costs drivers, and what it makes lies deep"
+    shown = [tasks[name]["taskInfo"]["name"] for name in ORDER]
+    assert shown == sorted(shown) and len(set(shown)) == len(ORDER)
+    for before, after in pairwise(ORDER):
+        assert before in tasks[after]["dependentTasks"]
 
 
 def test_nothing_is_cached_and_all_but_the_quick_first_task_is_retried(root: dict[str, Any]) -> None:
@@ -127,6 +134,41 @@ def test_tasks_get_the_credentials_of_the_secret_and_know_their_image(name: str)
         storage = {"flexfleet-tune": {"FLEXFLEET_TUNE_STORAGE": "FLEXFLEET_TUNE_STORAGE"}}
         assert named == (storage if key == "exec-tune" else {}), "where the study is, and nowhere else"
         assert settings[key]["imagePullPolicy"] == "IfNotPresent"
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_tasks_run_as_nobody_and_say_what_they_take_of_a_node(name: str) -> None:
+    """Namespaces that enforce `restricted` want the one said, quotas the other."""
+    spec, platform = yaml.safe_load_all((COMPILED / f"{name}.yaml").read_text())
+    for key, executor in spec["deploymentSpec"]["executors"].items():
+        settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"][key]
+        assert settings["securityContext"] == {"runAsNonRoot": True}
+        given = executor["container"]["resources"]
+        assert given.keys() >= {f"resource{what}{most}" for what in ("Cpu", "Memory") for most in ("Request", "Limit")}
+
+
+def test_what_tasks_take_of_a_node_is_chosen_when_it_is_compiled() -> None:
+    given = {"FLEXFLEET_TASK_CPU": "100m:1", "FLEXFLEET_TASK_MEMORY": "2Gi", "FLEXFLEET_TRAIN_GPU": "nvidia.com/gpu=2"}
+    code = "from pipelines.compile import compiled; print(compiled('train'))"
+    spec = next(yaml.safe_load_all(python(code, **given)))
+    found = {key: each["container"]["resources"] for key, each in spec["deploymentSpec"]["executors"].items()}
+    small = {"resourceCpuRequest": "100m", "resourceCpuLimit": "1", "resourceMemoryRequest": "2Gi"}
+    assert found["exec-report"].items() >= (small | {"resourceMemoryLimit": "2Gi"}).items()
+    asked = {key: each.get("accelerator", {}).get("resourceCount") for key, each in found.items()}
+    assert asked == {f"exec-{name}": "2" if name in ("pretrain", "federate", "evaluate") else None for name in ORDER}
+
+
+def test_a_description_names_what_there_is() -> None:
+    for names, registry in ((task.ALGORITHMS, ALGORITHMS), (task.DATASETS, DATASETS), (task.NETWORKS, MODELS)):
+        assert names.split(", ") == sorted(registry)
+    for name in PIPELINES:
+        text = next(yaml.safe_load_all((COMPILED / f"{name}.yaml").read_text()))["pipelineInfo"]["description"]
+        assert task.ALGORITHMS in text and "Change first: " in text
+        example = json.loads(re.search(r"dotted names: (\{.*\})\. All", text)[1])  # type: ignore[index]
+        if name == "compare":
+            assert comparison_from({"mlflow_uri": ""}, example, "flexfl,all_large", "0", "a")
+        elif name != "nightly":
+            assert config_from({"mlflow_uri": ""}, example) != Config()
 
 
 def test_nodes_data_and_the_secret_are_chosen_when_it_is_compiled() -> None:
@@ -168,8 +210,8 @@ def test_a_comparison_is_one_flat_loop(comparison: dict[str, Any]) -> None:
     loop = spec["components"][tasks["for-loop-1"]["componentRef"]["name"]]["dag"]["tasks"]
     assert loop.keys() == {"run"}
     assert loop["run"]["retryPolicy"]["maxRetryCount"] == 3
-    for task in (tasks["prepare"], tasks["compare"], loop["run"]):
-        assert not task["cachingOptions"]
+    for each in (tasks["prepare"], tasks["compare"], loop["run"]):
+        assert not each["cachingOptions"]
 
 
 # -------------------------------------------------------------------------------------------------------- tune

@@ -4,19 +4,26 @@ gives what the same steps give in one process."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from components.artifacts import EvaluationFile, History, Result
 from components.federate import federate
 from components.overrides import config_from
 from components.run import run
 from fl_engine.config import load_config
+from pipelines.compile import COMPILED
 from pipelines.train import train
+
+ROOT = Path(__file__).parents[2]
 
 PARAMETERS: dict[str, Any] = {"rounds": 2, "clients": 6, "client_fraction": 0.5, "local_epochs": 1, "seed": 5}
 ADVANCED = {"pretrain.epochs": 3, "training.batch_size": 20, "algorithm.kd_weight": 5, "partition.minimum": 10}
@@ -85,17 +92,35 @@ def test_evaluation_and_its_metrics(ran: Ran) -> None:
     assert metrics == {"avg": found.avg, "full": found.full} | levels
 
 
-def test_a_confusion_matrix_for_each_level(ran: Ran) -> None:
+def test_the_full_models_confusion_matrix_is_the_evaluations(ran: Ran) -> None:
     found = EvaluationFile.read(ran.tasks / "evaluate" / "evaluation" / "evaluation.json")
-    shown = {}
-    for folder in ran.tasks.glob("for-loop-*/confusion"):
-        told = json.loads((folder / "executor_output.json").read_text())
-        matrix = told["artifacts"]["matrix"]["artifacts"][0]["metadata"]["confusionMatrix"]
-        counts = [row["row"] for row in matrix["rows"]]
-        assert [a["displayName"] for a in matrix["annotationSpecs"]] == [str(c) for c in range(10)]
-        assert sum(map(sum, counts)) == found.test_samples
-        shown[sum(row[i] for i, row in enumerate(counts)) / found.test_samples] = counts
-    assert sorted(shown) == sorted({score.accuracy for score in found.levels.values()})
+    told = json.loads((ran.tasks / "evaluate" / "executor_output.json").read_text())
+    matrix = told["artifacts"]["matrix"]["artifacts"][0]["metadata"]["confusionMatrix"]
+    counts = [row["row"] for row in matrix["rows"]]
+    assert [a["displayName"] for a in matrix["annotationSpecs"]] == [str(c) for c in range(10)]
+    assert sum(map(sum, counts)) == found.test_samples
+    assert sum(row[i] for i, row in enumerate(counts)) / found.test_samples == found.full
+
+
+def test_artifacts_tell_what_they_are(ran: Ran) -> None:
+    """On the UI's pages of artifacts and of runs beside each other."""
+
+    spec = next(yaml.safe_load_all((COMPILED / "train.yaml").read_text()))
+
+    def metadata(task: str, name: str) -> tuple[str, dict[str, Any]]:
+        told = json.loads((ran.tasks / task / "executor_output.json").read_text())
+        declared = spec["components"][f"comp-{task}"]["outputDefinitions"]["artifacts"][name]["artifactType"]
+        return declared["schemaTitle"], told["artifacts"][name]["artifacts"][0]["metadata"]
+
+    kind, told = metadata("partition", "parts")
+    assert kind == "system.Dataset" and told["clients"] == 6 and told["largest_client"] >= told["smallest_client"] > 0
+    kind, told = metadata("model-pool", "pool")
+    assert told["M1/parameters"] < told["M3/parameters"] and told["M3/share"] == 1
+    result = Result.read(ran.direct / "result.json")
+    for task, name in (("federate", "run"), ("report", "finished")):
+        kind, told = metadata(task, name)
+        assert kind == "system.Model" and told["model_sha256"] == result.model_sha256 and told["run_id"] == "same"
+    assert told["full"] == result.metrics["full"] and 0 <= told["accuracy/M1"] <= 1
 
 
 def test_the_first_task_begins_the_mlflow_run_that_the_rounds_go_on_with(ran: Ran) -> None:
@@ -156,7 +181,7 @@ def test_a_password_in_a_parameter_is_refused_and_written_nowhere(
 ) -> None:
     with pytest.raises(RuntimeError, match="partition"):
         train(store_uri="store", **given)
-    assert re.search(f"ConfigError: {instead}", capsys.readouterr().out)
+    assert re.search(rf"error, exit code 2 \(wrong parameter\): .*{instead}", capsys.readouterr().out)
     assert telling(scratch) == []
 
 
@@ -165,4 +190,32 @@ def test_a_bad_parameter_fails_in_the_first_task_with_the_clear_error(
 ) -> None:
     with pytest.raises(RuntimeError, match="partition"):
         train(store_uri="store", advanced={"algorithm.kd_wight": 5})
-    assert "ConfigError: unknown parameter 'algorithm.kd_wight' (did you mean 'kd_weight'?)" in capsys.readouterr().out
+    assert "unknown parameter 'algorithm.kd_wight' (did you mean 'kd_weight'?)" in capsys.readouterr().out
+
+
+def executed(name: str, parameters: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[str]:
+    """A task of the compiled pipeline as Kubeflow's launcher starts it."""
+    spec = next(yaml.safe_load_all((COMPILED / "train.yaml").read_text()))
+    component, container = spec["components"][f"comp-{name}"], spec["deploymentSpec"]["executors"][f"exec-{name}"]
+    artifacts = {
+        each: {"artifacts": [{"name": each, "type": about["artifactType"], "uri": str(folder / each), "metadata": {}}]}
+        for each, about in component["outputDefinitions"]["artifacts"].items()
+    }
+    given = {"inputs": {"parameterValues": parameters}}
+    given["outputs"] = {"artifacts": artifacts, "outputFile": str(folder / "output.json")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path}
+    argv = [*container["container"]["command"], *container["container"]["args"]]
+    argv = [json.dumps(given) if word == "{{$}}" else word for word in argv]
+    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, env=env)
+
+
+def test_every_mistake_of_a_form_is_in_one_last_line(tmp_path: Path) -> None:
+    form = next(yaml.safe_load_all((COMPILED / "train.yaml").read_text()))["root"]["inputDefinitions"]["parameters"]
+    wrong = {"clients": 0, "algorithm": "flexflx", "dataset": "digit", "advanced": {"seed": 3}, "job_id": "j"}
+    done = executed("partition", {name: each["defaultValue"] for name, each in form.items()} | wrong, tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("error, exit code 2 (wrong parameter): ")
+    for part in ("partition.clients", "did you mean 'flexfl'?", "did you mean 'digits'?", "'seed' is the parameter"):
+        assert part in last

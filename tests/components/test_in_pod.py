@@ -1,0 +1,138 @@
+"""How a pipeline's tasks end, and what they try again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+import components.federate
+from components import in_pod
+from components.artifacts import History
+from components.in_pod import ending, patiently
+from components.resumable import federate_in
+from components.run import run
+from fl_engine import errors
+from fl_engine.config import load_config
+from fl_engine.errors import ConfigError, EnvironmentFailure, GateFailed, IntegrityError, Stopped, Unreachable
+from fl_engine.store import FolderStore
+
+RETRY = "Retry of this run in Kubeflow's UI, or another run with the same run_id"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "kind", "advice"),
+    [
+        (ConfigError("seed is\nwrong"), 2, "wrong parameter", "mend it, and start another run"),
+        (Stopped("stopped"), 3, "stopped", RETRY),
+        (IntegrityError("x is damaged"), 4, "damaged file", RETRY),
+        (GateFailed("full is worse"), 5, "gate", "The report is with the task before"),
+        (Unreachable("s3 is gone"), 6, "environment", RETRY),
+        (ModuleNotFoundError(name="optuna"), 6, "environment", "pip install 'flexfleet[tune]'"),
+        (KeyError("x"), 1, "bug", RETRY),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_the_last_line_says_what_is_wrong_of_which_kind_and_how_to_go_on(
+    error: Exception, code: int, kind: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, ending("run_id"):
+        raise error
+    assert ended.value.code == code
+    *before, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"error, exit code {code} ({kind}): ") and advice in last
+    assert bool(before) == (kind == "bug"), "a traceback is for what is a bug"
+
+
+def test_no_line_says_a_password(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), ending("run_id"):
+        raise KeyError("https://me:pl4nted@host/x")
+    assert "pl4nted" not in capsys.readouterr().err
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(in_pod, "time", made)
+    return made
+
+
+def failing(clock: Clock, *outcomes: tuple[float, Exception | None]) -> Callable[[], str]:
+    """Takes so many seconds each time, and ends so."""
+    left = list(outcomes)
+
+    def call() -> str:
+        seconds, error = left.pop(0)
+        clock.now += seconds
+        if error is not None:
+            raise error
+        return "done"
+
+    return call
+
+
+def test_what_does_not_answer_is_tried_again_later_each_time(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    gone = Unreachable("MLflow does not answer")
+    with caplog.at_level(logging.WARNING, "flexfleet"):
+        assert patiently(failing(clock, (1, gone), (1, gone), (1, None))) == "done"
+    assert clock.slept == list(in_pod.WAITS_S[:2]) == sorted(clock.slept)
+    assert len(caplog.messages) == 2 and "MLflow does not answer; trying again in 10 s (1 of 4)" in caplog.messages[0]
+
+
+def test_it_is_not_tried_for_ever_but_a_try_that_went_well_for_long_counts_anew(clock: Clock) -> None:
+    gone, tries = (1.0, Unreachable("gone")), len(in_pod.WAITS_S)
+    with pytest.raises(Unreachable):
+        patiently(failing(clock, *[gone] * (tries + 1)))
+    assert clock.slept == list(in_pod.WAITS_S)
+    long = (in_pod.FRESH_S + 1, Unreachable("gone"))
+    assert patiently(failing(clock, *[gone] * tries, long, *[gone] * (tries - 1), (1, None))) == "done"
+
+
+@pytest.mark.parametrize("error", [ConfigError("x"), GateFailed("x"), EnvironmentFailure("x"), errors.Refused("x")])
+def test_what_another_try_does_not_mend_is_not_tried_again(clock: Clock, error: Exception) -> None:
+    with pytest.raises(type(error)):
+        patiently(failing(clock, (1, error)))
+    assert clock.slept == []
+
+
+
+
+class Outage(FolderStore):
+    """A server that is gone from its ninth value on, until somebody has waited for it."""
+
+    asked = 0
+    clock: Clock
+
+    def put(self, key: str, value: bytes) -> None:
+        type(self).asked += 1
+        if self.asked > 8 and len(self.clock.slept) < 2:
+            raise Unreachable(f"{key} cannot be reached")
+        super().put(key, value)
+
+
+def test_rounds_go_on_from_the_last_commit_when_their_store_is_back(
+    quick: Sequence[str], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, no_drawings: None
+) -> None:
+    sets = [*quick, f"run.store={tmp_path}/runs", "tracking.mlflow=null", "rounds.stop=4", "rounds.commit_every=1"]
+    whole = run(load_config(None, sets), "whole")
+    config = load_config(None, [*sets, f"run.remote=file://{tmp_path}/there"])
+    monkeypatch.setattr(Outage, "clock", clock, raising=False)
+    monkeypatch.setattr(components.federate, "open_store", lambda uri: Outage(tmp_path / "there"))
+    steps = [tmp_path / "runs" / "whole" / name for name in ("partition", "pool")]
+    out = patiently(lambda: federate_in(tmp_path / "pod" / "a", config, *steps, tmp_path / "out"))
+    assert clock.slept == list(in_pod.WAITS_S[:2]), "gone for two tries"
+    assert History.read(out / "history.json").model_sha256 == whole.model_sha256
