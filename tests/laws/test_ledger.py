@@ -384,6 +384,46 @@ def test_an_outcome_reads_back_as_it_was(memory_store: Store) -> None:
     assert answered(ledger, plan_of(30)) == set()
 
 
+def test_orders_come_back_as_they_were_put(memory_store: Store) -> None:
+    """With what each sends and remembers, and every name that a client has to read; tensors are written once."""
+    ledger, plan = Ledger(memory_store), plan_of(3, clients=3)
+    first, second, third = plan.orders
+    shared = first.payload
+    second = replace(second, payload=shared, memory={"m": torch.tensor([7.0])}, hints={"model": "M2", "kd": 0.5})
+    third = replace(third, payload={})
+    keys = ledger.put_orders(replace(plan, orders=(first, second, third)))
+    assert ledger.ordered(3) == 3 and keys.keys() == {0, 1, 2}
+    for order in (first, second, third):
+        found = ledger.order(3, order.client)
+        assert replace(found, payload={}, memory={}) == replace(order, payload={}, memory={})
+        for sent, back in ((order.payload, found.payload), (order.memory, found.memory)):
+            assert sent.keys() == back.keys() and all(torch.equal(sent[name], back[name]) for name in sent)
+        assert all(memory_store.get(key) for key in keys[order.client])
+    assert [len(keys[client]) for client in (0, 1, 2)] == [2, 3, 1], "the order, what is sent, what is remembered"
+    assert len(memory_store.list("rounds/00003/orders/")) == 3 + 2, "what two are sent lies there once"
+
+
+@pytest.mark.parametrize(("round", "client"), [(3, 1), (4, 0)])
+def test_an_order_of_another_round_or_client_is_refused(memory_store: Store, round: int, client: int) -> None:
+    ledger = Ledger(memory_store)
+    ledger.put_orders(plan_of(3))
+    at = f"rounds/{round:05d}/orders/{client}.json"
+    memory_store.put(at, memory_store.get("rounds/00003/orders/0.json"))
+    with pytest.raises(IntegrityError, match=f"{at} is of round 3, client 0"):
+        ledger.order(round, client)
+
+
+def test_measurements_that_are_no_list_are_named(memory_store: Store) -> None:
+    ledger = Ledger(memory_store)
+    commit(ledger, 0)
+    mark = json.loads(memory_store.get("rounds/00000/COMMITTED"))
+    memory_store.put("rounds/00000/metrics.json", b"{}")
+    mark["files"]["metrics.json"] = ledgers.sha256(b"{}")
+    memory_store.put("rounds/00000/COMMITTED", json.dumps(mark).encode())
+    with pytest.raises(IntegrityError, match=r"rounds/00000/metrics\.json is no list of rounds"):
+        ledger.rows()
+
+
 def _other_seed(order: WorkOrder) -> WorkOrder:
     return replace(order, seed=order.seed + 1)
 
