@@ -118,6 +118,7 @@ def tune(args: argparse.Namespace) -> int:
 
 def regress(args: argparse.Namespace) -> int:
     from components import regress as step
+    from components import webhook
     from fl_engine.errors import GateFailed
 
     id = args.id or f"night-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -129,6 +130,8 @@ def regress(args: argparse.Namespace) -> int:
         return 0
     verdict = step.regress(night, jobs=args.jobs, resume=args.resume)
     print(verdict.model_dump_json() if args.json else step.told(verdict))
+    if not verdict.passed:
+        webhook.call(step.told(verdict))
     return 0 if verdict.passed else GateFailed.exit_code
 
 

@@ -12,10 +12,10 @@ given in pipelines/train.py.
 
 from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of lists of artifacts only
 
-from kfp import dsl
+from kfp import dsl, kubernetes
 
 from pipelines.compare import run
-from pipelines.task import COORDINATOR_KEYS, described, on_cluster, pipeline, task
+from pipelines.task import COORDINATOR_KEYS, WEBHOOK_KEY, WEBHOOK_SECRET, described, on_cluster, pipeline, task
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
 Artifact = dsl.Artifact
@@ -79,11 +79,13 @@ def gate(
 
 @task
 def decide(failed: str) -> None:
+    from components import webhook
     from components.in_pod import ending
     from fl_engine.errors import GateFailed
 
     with ending("night_id"):
         if failed:
+            webhook.call(failed)
             raise GateFailed(failed)
 
 
@@ -125,5 +127,6 @@ def nightly(
         each.set_display_name(name)
     on_cluster(start, retries=0, trains=True)
     on_cluster(decided, retries=0)
+    kubernetes.use_secret_as_env(decided, WEBHOOK_SECRET, {WEBHOOK_KEY: WEBHOOK_KEY}, optional=True)
     on_cluster(one, keys=COORDINATOR_KEYS, trains=True)
     on_cluster(judged, trains=True)

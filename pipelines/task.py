@@ -35,6 +35,10 @@ TUNE_SECRET = os.environ.get("FLEXFLEET_TUNE_SECRET", "flexfleet-tune")
 """Secret of that namespace with the address of a study's data base, password included, under the key TUNE_KEY."""
 TUNE_KEY = "FLEXFLEET_TUNE_STORAGE"
 
+WEBHOOK_SECRET = os.environ.get("FLEXFLEET_WEBHOOK_SECRET", "flexfleet-webhook")
+"""Secret of that namespace with the address that a failed night calls, under the key WEBHOOK_KEY."""
+WEBHOOK_KEY = "FLEXFLEET_WEBHOOK"
+
 DATA_CLAIM = os.environ.get("FLEXFLEET_DATA_CLAIM")
 """A volume claim of that namespace with the data sets in it; none: the digits, which the image holds."""
 

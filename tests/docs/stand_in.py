@@ -44,7 +44,9 @@ from components import cli, common, regress
 args = cli.parser().parse_args(sys.argv[1:])
 common.run_main(lambda _: 0 if regress.prepare(args.suite, args.id, args.set) else 1)
 """
-KNOWN_KUBECTL = ("apply", "create", "delete", "get", "label", "logs", "patch", "port-forward", "rollout", "taint", "wait")
+KNOWN_KUBECTL = (
+    "apply", "create", "delete", "get", "label", "logs", "patch", "port-forward", "rollout", "taint", "wait"
+)  # fmt: skip
 ROOT = Path(os.environ["DOCS_ROOT"])
 
 

@@ -132,7 +132,9 @@ def test_tasks_get_the_credentials_of_the_secret_and_know_their_image(name: str)
         mlflow = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
         assert named.pop("flexfleet-mlflow") == {key: key for key in mlflow}
         storage = {"flexfleet-tune": {"FLEXFLEET_TUNE_STORAGE": "FLEXFLEET_TUNE_STORAGE"}}
-        assert named == (storage if key == "exec-tune" else {}), "where the study is, and nowhere else"
+        webhook = {"flexfleet-webhook": {"FLEXFLEET_WEBHOOK": "FLEXFLEET_WEBHOOK"}}
+        own = {"exec-tune": storage, "exec-decide": webhook}
+        assert named == own.get(key, {}), "to whom they are of use, and nobody else"
         assert settings[key]["imagePullPolicy"] == "IfNotPresent"
 
 
