@@ -37,7 +37,7 @@ def prepare(
     from components.overrides import sets_of
 
     night = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
-    return regress.pairs_of(night, Path(shared.path))
+    return regress.pairs_of(night, Path(shared.path), job_id)
 
 
 @task
@@ -48,6 +48,7 @@ def gate(
     night_id: str,
     job_id: str,
     advanced: dict[str, Any],
+    pairs: list[dict[str, str]],
     finished: dsl.Input[List[Artifact]],  # noqa: UP006
     night: dsl.Output[Artifact],
     page: dsl.Output[dsl.HTML],
@@ -63,7 +64,7 @@ def gate(
     asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
     out = Path(night.path)
     folders = regress.folders_of(asked, [Path(run.path) for run in finished])
-    verdict = regress.settle(asked, folders, out, regress.TASKS)
+    verdict = regress.settle(asked, folders, out, regress.TASKS, pairs[0]["mlflow"])
     shutil.copyfile(out / "regression.html", page.path)
     Path(told.path).write_text(regress.card(verdict))
     metrics.log_metric("passed", int(verdict.passed))
@@ -97,7 +98,8 @@ def nightly(
 
     Args:
         suite: Of components/suites: what is run, and its reference figures.
-        mlflow_uri: Tracking URI of an MLflow server, which keeps the champion; empty: the reference alone.
+        mlflow_uri: Tracking URI of an MLflow server, which keeps the champion; empty: the one that Kubeflow gives
+            tasks, else the reference alone.
         store_uri: s3://bucket/prefix of all runs, or a folder that outlives a pod.
         night_id: Name of the night's folder; the same name goes on with it. Empty: the job's.
         advanced: Parameters of params.yaml that move no figure by their dotted names (run.*, kubernetes.*, ...), e.g.
@@ -109,7 +111,7 @@ def nightly(
     start = prepare(**given)
     with dsl.ParallelFor(start.outputs["Output"]) as pair:
         one = run(pair=pair, shared=start.outputs["shared"], job_id=job_id)
-    judged = gate(**given, finished=dsl.Collected(one.outputs["finished"]))
+    judged = gate(**given, pairs=start.outputs["Output"], finished=dsl.Collected(one.outputs["finished"]))
     decided = decide(failed=judged.outputs["Output"])
     on_cluster(start, decided, retries=0)
     on_cluster(one, keys=COORDINATOR_KEYS)

@@ -60,7 +60,7 @@ def partition(
     store = store_of(resolved, name, overrides.run_folder(resolved, name))
     check.check(resolved)
     overrides.write_config(resolved, Path(config.path))
-    mlflow_run = track.begin(resolved, name, store, {"kfp.job_id": job_id})
+    mlflow_run = track.begin(resolved, name, store, track.of_job(resolved, job_id))
     Path(started.path).write_text(track.card(resolved, name, store.uri(), mlflow_run))
     step(resolved, Path(parts.path))
     versioned.hand_on(Path(parts.path), "partition", resolved.publish.dvc, Path(pointer.path))
@@ -106,13 +106,14 @@ def federate(
 ) -> None:
     from pathlib import Path
 
+    from components import track
     from components.overrides import run_folder
     from components.resumable import federate_in
     from fl_engine.config import load_config
 
     resolved = load_config(config.path)
     folder = run_folder(resolved, names["run"])
-    tags = {"kfp.job_id": job_id}
+    tags = track.of_job(resolved, job_id)
     federate_in(folder, resolved, Path(parts.path), Path(pool.path), Path(run.path), tags, names["mlflow"] or None)
 
 
@@ -197,7 +198,7 @@ def train(
     run_id: str = "",
     advanced: dict[str, Any] = {},  # noqa: B006 - kfp writes it into the specification, nobody holds it
 ) -> None:
-    """The defaults are `flexfleet run`'s, without MLflow.
+    """The defaults are `flexfleet run`'s, but for MLflow.
 
     Args:
         dataset: digits, fashion_mnist, cifar10, or package.module:NAME.
@@ -211,7 +212,7 @@ def train(
         local_epochs: Epochs that a client trains per round.
         learning_rate: Of the clients' SGD, in the first round.
         seed: Everything random follows from it.
-        mlflow_uri: Tracking URI of an MLflow server; empty: no tracking.
+        mlflow_uri: Tracking URI of an MLflow server; empty: the one that Kubeflow gives tasks, else no tracking.
         store_uri: s3://bucket/prefix of all runs, or a folder that outlives a pod.
         run_id: Name of the run's folder; the same name goes on with the run. Empty: algorithm, seed and job.
         advanced: Any other parameter of params.yaml by its dotted name, e.g. {"algorithm.kd_weight": 5}.
