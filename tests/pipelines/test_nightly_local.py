@@ -62,6 +62,19 @@ def test_what_passes_is_registered_and_shown(ran: Ran) -> None:
     assert str(client.get_model_version_by_alias("tiny-quick-flexfl", "champion").version) == "1"
 
 
+def test_in_mlflow_the_runs_are_children_of_the_night(ran: Ran) -> None:
+    client = MlflowClient(tracking_uri=ran.mlflow)
+    (experiment,) = client.search_experiments(filter_string="name = 'regression-tiny'")
+    runs = client.search_runs([experiment.experiment_id])
+    nights = {run.info.run_name: run for run in runs if "mlflow.parentRunId" not in run.data.tags}
+    assert {name: run.info.status for name, run in nights.items()} == {"one": "FINISHED", "two": "FAILED"}
+    verdict = Verdict.read(ran.passed / "gate" / "night" / "regression.json")
+    assert verdict.mlflow_run_id == nights["one"].info.run_id
+    of = [run.data.tags["mlflow.parentRunId"] for run in runs if run not in nights.values()]
+    assert sorted(of) == sorted(night.info.run_id for night in nights.values() for _ in range(3))
+    assert all("kfp.job_id" in run.data.tags for run in runs)
+
+
 def test_what_fails_fails_the_graph_and_leaves_its_report(ran: Ran) -> None:
     assert "decide" in ran.said
     verdict = Verdict.read(ran.failed / "gate" / "night" / "regression.json")
