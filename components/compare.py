@@ -13,18 +13,21 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from components import track
 from components.artifacts import History, Result, RunFile
 from components.check import check
 from components.comparison import Comparison
 from components.entries import Entry, folder_of
-from components.federate import alone, known_run
+from components.federate import alone, known_run, store_of
 from components.overrides import hand_over
 from components.run import need_packages, run
 from components.share import fits, share
 from components.side_by_side import Job, last_words, side_by_side
-from components.tabulate import prepare_tracking, tabulate
+from components.tabulate import tabulate
 from fl_engine.config import Config, algorithm, parse
 from fl_engine.errors import ConfigError, FlexfleetError, IntegrityError, Stopped
+from fl_engine.store import FolderStore, Store, open_store
+from fl_engine.tracking import PARENT, TOKEN, MLflow, ending
 
 log = logging.getLogger("flexfleet")
 
@@ -45,9 +48,10 @@ def compare(
     at_once: int = 1,
     resume: bool = False,
     options: Sequence[str] = (),
+    night: str | None = None,
 ) -> Comparison:
     """Runs what is not finished, `at_once` side by side, and writes the comparison. `options` go to each run as they
-    are (`--discard-damaged`).
+    are (`--discard-damaged`). `night`: the MLflow run of the night that this is of.
 
     Raises ConfigError before anything trains; RunsFailed where runs failed, after all others ended; Stopped and
     KeyboardInterrupt when all processes have stopped.
@@ -61,16 +65,36 @@ def compare(
         raise ConfigError(f"{folder} exists already: go on with --resume, or choose another --id")
     check_all(runs)
     need_packages(runs[0].config)
-    prepare_tracking(runs[0].config)
+    track.prepare(runs[0].config)
     with alone(folder):
+        mlflow = begin(runs, id, {PARENT: night} if night else {})
         try:
-            _run(runs, id, folder, at_once, options)
+            with ending(mlflow):
+                _run(runs, id, folder, at_once, options, mlflow.root if mlflow else None)
         except Stopped:
             raise Stopped(f"stopped on request: {_go_on(id)}") from None
         except KeyboardInterrupt:
             log.warning("interrupted: %s", _go_on(id))
             raise
-        return tabulate(id, runs, {entry.name: folder / entry.name for entry in runs}, folder, to)
+        return tabulate(id, runs, {entry.name: folder / entry.name for entry in runs}, folder, to, mlflow)
+
+
+def begin(runs: Sequence[Entry], id: str, given: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
+    """The comparison's own small MLflow run: begun before those that are its children, and found again whatever joins
+    them. None where nothing is tracked. `given`: more tags; `run_id`: that of one that has been begun."""
+    config = runs[0].config
+    if config.tracking.mlflow is None:
+        return None
+    store = FolderStore(folder_of(runs).resolve()) if config.run.remote is None else open_store(config.run.remote)
+    about = {"flexfleet.kind": "comparison", "flexfleet.comparison": id, "flexfleet.store": store.uri(), **given}
+    if run_id is None:
+        about[TOKEN] = track.lasting_token("comparison", store, stores_of(runs))
+    return track.tracker(config, id, about, run_id)
+
+
+def stores_of(runs: Sequence[Entry]) -> list[Store]:
+    """Where the runs' ledgers are."""
+    return [store_of(entry.config, entry.name, folder_of(runs) / entry.name) for entry in runs]
 
 
 def check_all(runs: Sequence[Entry]) -> None:
@@ -84,7 +108,9 @@ def check_all(runs: Sequence[Entry]) -> None:
             raise type(error)(f"{entry.label}, seed {entry.seed}: {error}".replace("--run-id", "--id")) from error
 
 
-def _run(runs: Sequence[Entry], id: str, folder: Path, at_once: int, options: Sequence[str]) -> None:
+def _run(
+    runs: Sequence[Entry], id: str, folder: Path, at_once: int, options: Sequence[str], parent: str | None
+) -> None:
     left = [entry for entry in runs if not finished(entry.config, folder / entry.name)]
     if len(left) < len(runs):
         log.info("%d of %d runs are finished", len(runs) - len(left), len(runs))
@@ -96,7 +122,7 @@ def _run(runs: Sequence[Entry], id: str, folder: Path, at_once: int, options: Se
     shares = _shares(left, folder, given)
     codes = side_by_side(shares, at_once)
     ready = [entry for entry in left if codes.get(shared_name(entry.seed), 0) == 0]
-    jobs = [_job(entry, id, folder, options, *given[entry.name]) for entry in ready]
+    jobs = [_job(entry, tags(entry, id, parent), folder, options, *given[entry.name]) for entry in ready]
     codes |= side_by_side(jobs, at_once)
     failed = [(name, code) for name, code in codes.items() if code]
     if failed:
@@ -134,16 +160,18 @@ def _to_share(runs: Sequence[Entry]) -> Entry:
     return next((e for e in runs if algorithm(e.config).needs_apoz), runs[0])
 
 
-def _job(entry: Entry, id: str, folder: Path, options: Sequence[str], config: str, stdin: str) -> Job:
+def _job(
+    entry: Entry, given: Mapping[str, str], folder: Path, options: Sequence[str], config: str, stdin: str
+) -> Job:
     argv = ["run", "--config", config, "--run-id", entry.name, "--resume", *options]
     argv += ["--shared", str(folder / shared_name(entry.seed))]
-    argv += [word for key, value in tags(entry, id).items() for word in ("--tag", f"{key}={value}")]
+    argv += [word for key, value in given.items() for word in ("--tag", f"{key}={value}")]
     return Job(entry.name, "components.cli", tuple(argv), folder / f"{entry.name}.log", stdin)
 
 
-def tags(entry: Entry, id: str) -> dict[str, str]:
-    """Of a run's MLflow run: by these the UI groups the runs of a comparison."""
-    return {"flexfleet.comparison": id, "algorithm": entry.label}
+def tags(entry: Entry, id: str, parent: str | None) -> dict[str, str]:
+    """Of a run's MLflow run: by these the UI groups the runs of a comparison. `parent`: the one that it is below."""
+    return {"flexfleet.comparison": id, "algorithm": entry.label, **({PARENT: parent} if parent else {})}
 
 
 def shared_name(seed: int) -> str:
@@ -160,18 +188,30 @@ def finished(config: Config, out: Path) -> bool:
 
 
 # --------------------------------------------------------------------------------------- as tasks of a graph
-def prepare(runs: Sequence[Entry], id: str, out: Path) -> list[dict[str, str]]:
+def prepare(runs: Sequence[Entry], id: str, out: Path, job_id: str) -> list[dict[str, str]]:
+    """`pairs_of` the comparison, whose own MLflow run is begun."""
+    pairs = pairs_of(runs, id, out)
+    return below(pairs, begin(runs, id, track.of_job(runs[0].config, job_id)))
+
+
+def below(pairs: Sequence[Mapping[str, str]], mlflow: MLflow | None) -> list[dict[str, str]]:
+    """Adds what the tasks want to know of the MLflow run that they belong to: its id, and what theirs are below."""
+    about = {"mlflow": mlflow.run_id if mlflow else "", "parent": mlflow.root if mlflow else ""}
+    return [{**pair, **about} for pair in pairs]
+
+
+def pairs_of(runs: Sequence[Entry], id: str, out: Path) -> list[dict[str, str]]:
     """Checks all runs and writes what those of a seed have in common into `out`/<id>; gives what the other tasks want
     to know of each run. Values are texts: a graph may make floats of numbers."""
     check_all(runs)
     need_packages(runs[0].config)
-    prepare_tracking(runs[0].config)
+    track.prepare(runs[0].config)
     for seed in dict.fromkeys(entry.seed for entry in runs):
         share(_to_share([e for e in runs if e.seed == seed]).config, out / id / shared_name(seed))
     return [{"comparison": id, "label": e.label, "run": e.name, "config": e.config.model_dump_json()} for e in runs]
 
 
-def run_pair(pair: Mapping[str, str], shared: Path, out: Path, more_tags: Mapping[str, str]) -> Result:
+def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> Result:
     """Makes or goes on with one run in its folder of the store, and copies what a finished run is into `out`."""
     entry, id = entry_of(pair), pair["comparison"]
     found = run(
@@ -179,7 +219,7 @@ def run_pair(pair: Mapping[str, str], shared: Path, out: Path, more_tags: Mappin
         entry.name,
         resume=True,
         shared=shared / id / shared_name(entry.seed),
-        tags={**tags(entry, id), **more_tags},
+        tags={**tags(entry, id, pair["parent"]), **track.of_job(entry.config, job_id)},
     )
     ledger = shutil.ignore_patterns("rounds", ".lock")
     shutil.copytree(Path(entry.config.run.store) / entry.name, out, ignore=ledger, dirs_exist_ok=True)
@@ -189,7 +229,8 @@ def run_pair(pair: Mapping[str, str], shared: Path, out: Path, more_tags: Mappin
 def collect(pairs: Sequence[Mapping[str, str]], folders: Sequence[Path], out: Path) -> Comparison:
     """The comparison of the finished runs in `folders`, in any order, written into `out`."""
     by_name = {RunFile.read(folder / "run.json").run_id: folder for folder in folders}
-    return tabulate(pairs[0]["comparison"], [entry_of(pair) for pair in pairs], by_name, out)
+    id, runs = pairs[0]["comparison"], [entry_of(pair) for pair in pairs]
+    return tabulate(id, runs, by_name, out, mlflow=begin(runs, id, {}, pairs[0]["mlflow"]))
 
 
 def entry_of(pair: Mapping[str, str]) -> Entry:

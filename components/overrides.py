@@ -14,6 +14,7 @@ from components.names import plain
 from components.passwords import no_passwords
 from fl_engine.config import Config, check_plain, pair_of, parse, public, set_path
 from fl_engine.errors import ConfigError, nearest
+from fl_engine.tracking import platform_uri
 
 PARAMETERS = {
     "dataset": "dataset.name",
@@ -56,8 +57,7 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
         if name not in known:
             wrong.append(f"unknown parameter {name!r}{nearest(name, known)}")
             continue
-        # A form cannot say null: an empty MLflow URI is none.
-        value = None if (name, value) == ("mlflow_uri", "") else whole(value)
+        value = mlflow_of(value) if name == "mlflow_uri" else whole(value)
         remote = name == "store_uri" and "://" in str(value)
         set_path(values, "run.remote" if remote else known[name], value)
     names = {path: name for name, path in known.items()} | {"run.remote": "store_uri"}
@@ -81,12 +81,17 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
     return config
 
 
+def mlflow_of(uri: Any) -> Any:
+    """An empty address in a form is that of the MLflow which the platform gives its tasks; null where it gives none."""
+    return platform_uri() if uri == "" else uri
+
+
 def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> list[str]:
     """What a form gives, as `a.b=value`: for a suite, which has its settings from elsewhere. Raises ConfigError for a
     password."""
     no_passwords({"mlflow_uri": mlflow_uri, "store_uri": store_uri, **advanced})
     where = "run.remote" if "://" in store_uri else "run.store"
-    values = {"tracking.mlflow": mlflow_uri or None, where: store_uri, **advanced}
+    values = {"tracking.mlflow": mlflow_of(mlflow_uri), where: store_uri, **advanced}
     return [f"{path}={json.dumps(whole(value))}" for path, value in values.items()]
 
 

@@ -2,8 +2,9 @@
 
 A night is a folder `<run.store>/<id>/` with figures.json, regression.json (what `--json` prints) and regression.html;
 beside it, `<id>-<case>/`, the comparison of each case. In MLflow it is a run of its own in the experiment
-regression-<suite>, and versions of the registered models `<suite>-<case>-<label>` (publish.py) of the first seed's
-runs: `candidate` at once, `champion` if the gate lets them through. A version says which night it is of.
+regression-<suite>, above those of the comparisons and of all their runs, and versions of the registered models
+`<suite>-<case>-<label>` (publish.py) of the first seed's runs: `candidate` at once, `champion` if the gate lets them
+through. A version says which night it is of.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from components import compare, comparison, gate, plots, publish, suite, track
 from components.artifacts import Artifact, History, RunFile
@@ -28,11 +28,12 @@ from components.run import need_packages
 from components.suite import Figures, OfLabel, Suite
 from fl_engine.config import Config
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
-from fl_engine.store import FolderStore
-from fl_engine.tracking import client_of, connect
+from fl_engine.store import FolderStore, open_store
+from fl_engine.tracking import TOKEN, MLflow, address, client_of, ending, log_outcome
 
 PROCESSES, TASKS = "processes of their own", "tasks of a graph"
-PASSED = "flexfleet.passed"
+PASSED, JUDGED = "flexfleet.passed", "flexfleet.judged"
+"""Tags of a night's run: the verdict, and a digest of the runs that it is of."""
 NIGHT = "flexfleet.regression"
 """Tag of a registered version: the MLflow run of the night that it is of."""
 REFERENCE_SEEDS = tuple(range(20))
@@ -121,17 +122,23 @@ def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) 
 
 def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
     """Runs what is not finished, and judges it. A night that fails is a result, not an error. Raises as `compare`."""
-    return settle(night, make(night, jobs, resume), night.folder)
+    take_folder(night, resume)
+    mlflow = begin(night, {})
+    with ending(mlflow):
+        folders = make(night, jobs, resume, mlflow.root if mlflow else None)
+    return settle(night, folders, night.folder)
 
 
 def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:
     """Runs at least 20 seeds and writes the suite's reference."""
+    take_folder(night, resume)
     found = measure(night, make(night, jobs, resume), REFERENCE_TURNS)
     found.write(night.path.with_suffix(".json"))
     return found
 
 
-def make(night: Night, jobs: int, resume: bool) -> Folders:
+def take_folder(night: Night, resume: bool) -> None:
+    """Raises ConfigError where a night of that name is not to be gone on with."""
     if night.folder.exists() and not resume:
         raise ConfigError(f"{night.folder} exists already: go on with --resume, or choose another --id")
     night.folder.mkdir(parents=True, exist_ok=True)
@@ -141,28 +148,31 @@ def make(night: Night, jobs: int, resume: bool) -> Folders:
             f"{night.folder} was begun with the code of commit {begun.read_text()}, this is {at}: choose another --id"
         )
     begun.write_text(at)
+
+
+def make(night: Night, jobs: int, resume: bool, mlflow_run_id: str | None = None) -> Folders:
     for case, entries in night.runs.items():
-        compare.compare(entries, f"{night.id}-{case}", to=(night.suite.cases[case].to,), at_once=jobs, resume=resume)
+        to = (night.suite.cases[case].to,)
+        compare.compare(entries, f"{night.id}-{case}", to=to, at_once=jobs, resume=resume, night=mlflow_run_id)
     return {(case, e.name): Path(e.config.run.store) / e.name for case, runs in night.runs.items() for e in runs}
 
 
-def settle(night: Night, folders: Folders, out: Path, runs_in: str = PROCESSES) -> Verdict:
+def settle(
+    night: Night, folders: Folders, out: Path, runs_in: str = PROCESSES, mlflow_run_id: str | None = None
+) -> Verdict:
     """Measures, judges, registers, tells: writes FILES into `out`. A night that MLflow knows as judged is not judged
-    again: it would be compared with itself."""
-    mlflow = _track(night, folders)
-    if mlflow is not None and (known := _judged(night, mlflow.run_id, out)) is not None:
+    again: it would be compared with itself. `mlflow_run_id`: that of the night, where another task has begun it."""
+    mlflow = begin(night, {}, mlflow_run_id)
+    if mlflow is not None and (known := _judged(mlflow, folders, out)) is not None:
+        log.info("%s was judged before", night.id)
         return known
-    try:
+    with ending(mlflow):
         found = measure(night, folders, TURNS, runs_in)
         found.write(out / "figures.json")
         verdict = _verdict(night, found, out, mlflow.run_id if mlflow else None)
         if mlflow is not None:
             _publish(night, folders, out, verdict, mlflow, found)
         return verdict
-    except BaseException:
-        if mlflow is not None:
-            mlflow.finish("FAILED")
-        raise
 
 
 def _verdict(night: Night, found: Figures, out: Path, mlflow_run_id: str | None) -> Verdict:
@@ -186,10 +196,11 @@ def _verdict(night: Night, found: Figures, out: Path, mlflow_run_id: str | None)
 
 
 # ------------------------------------------------------------------------------------------ as tasks of a graph
-def pairs_of(night: Night, shared: Path) -> list[dict[str, str]]:
+def pairs_of(night: Night, shared: Path, job_id: str) -> list[dict[str, str]]:
     """Checks all runs and writes what those of a case and seed have in common into `shared`; gives what `run_pair`
-    takes."""
-    return [p for case, runs in night.runs.items() for p in compare.prepare(runs, f"{night.id}-{case}", shared)]
+    takes. The night's MLflow run is begun."""
+    pairs = [p for case, runs in night.runs.items() for p in compare.pairs_of(runs, f"{night.id}-{case}", shared)]
+    return compare.below(pairs, begin(night, track.of_job(night.config, job_id)))
 
 
 def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
@@ -279,7 +290,7 @@ def champion_of(night: Night) -> Figures | None:
     from mlflow import artifacts
     from mlflow.exceptions import MlflowException
 
-    client, _ = connect(uri, track.experiment(night.config))
+    client = client_of(uri)
     for case, entries in night.runs.items():
         for label in dict.fromkeys(entry.label for entry in entries):
             try:
@@ -292,7 +303,7 @@ def champion_of(night: Night) -> Figures | None:
                 continue
             try:
                 at = artifacts.download_artifacts(
-                    run_id=version.tags[NIGHT], artifact_path="figures.json", tracking_uri=uri
+                    run_id=version.tags[NIGHT], artifact_path="figures.json", tracking_uri=address(uri)
                 )
             except (MlflowException, OSError) as error:
                 raise EnvironmentFailure(masked(f"{uri} has lost the champion's figures.json: {error}")) from error
@@ -330,45 +341,45 @@ def compared(
 
 
 # ------------------------------------------------------------------------------------------------- MLflow
-def _track(night: Night, folders: Folders) -> Any:
-    """The night's own run; the same night gives the same one again."""
-    if night.config.tracking.mlflow is None:
+def begin(night: Night, given: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
+    """The night's own run: begun before those that are its children, and the same one again for the same night. None
+    where nothing is tracked. `given`: more tags; `run_id`: that of one that has been begun."""
+    config = night.config
+    if config.tracking.mlflow is None:
         return None
-    from fl_engine.tracking import TOKEN, MLflow
-
     at = track.commit()
-    runs = [RunFile.read(folder / "run.json").token for folder in folders.values()]
-    about = {
-        "flexfleet.kind": "regression",
-        "flexfleet.suite": night.name,
-        TOKEN: track.token_of("regression", runs),
-        **({track.COMMIT: at} if at else {}),
-    }
-    return MLflow(night.config.tracking.mlflow, track.experiment(night.config), night.id, about)
+    about = {"flexfleet.kind": "regression", "flexfleet.suite": night.name, **({track.COMMIT: at} if at else {})}
+    if run_id is None:
+        remote = config.run.remote
+        store = FolderStore(night.folder) if remote is None else open_store(f"{remote.rpartition('/')[0]}/{night.id}")
+        runs = [store for entries in night.runs.values() for store in compare.stores_of(entries)]
+        about[TOKEN] = track.lasting_token("regression", store, runs)
+    return track.tracker(config, night.id, {**about, **given}, run_id)
 
 
-def _judged(night: Night, mlflow_run_id: str, out: Path) -> Verdict | None:
-    """The verdict that this night has had, with its FILES."""
-    uri = str(night.config.tracking.mlflow)
-    client = client_of(uri)
-    if PASSED not in (tags := client.get_run(mlflow_run_id).data.tags):
+def _digest(folders: Folders) -> str:
+    return track.token_of("regression", [RunFile.read(folder / "run.json").token for folder in folders.values()])
+
+
+def _judged(mlflow: MLflow, folders: Folders, out: Path) -> Verdict | None:
+    """The verdict that these runs have had, with its FILES."""
+    client = client_of(mlflow.uri)
+    tags = client.get_run(mlflow.run_id).data.tags
+    # Earlier versions made the token of what JUDGED is made of.
+    if PASSED not in tags or tags.get(JUDGED, tags.get(TOKEN)) != _digest(folders):
         return None
     from mlflow import artifacts
 
     for name in FILES:
         artifacts.download_artifacts(
-            run_id=mlflow_run_id, artifact_path=name, dst_path=str(out), tracking_uri=uri
+            run_id=mlflow.run_id, artifact_path=name, dst_path=str(out), tracking_uri=address(mlflow.uri)
         )
-    log.info("%s was judged before", night.id)
-    client.set_terminated(mlflow_run_id, "FINISHED" if tags[PASSED] == "True" else "FAILED")
+    client.set_terminated(mlflow.run_id, "FINISHED" if tags[PASSED] == "True" else "FAILED")
     return Verdict.read(out / "regression.json").model_copy(update={"report": str(out / "regression.html")})
 
 
-def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: Any, found: Figures) -> None:
-    from fl_engine.tracking import log_outcome
-
-    uri = str(night.config.tracking.mlflow)
-    client = client_of(uri)
+def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: MLflow, found: Figures) -> None:
+    client = client_of(mlflow.uri)
     made = []
     for case, entries in night.runs.items():
         for entry in (e for e in entries if e.seed == night.seeds[0]):
@@ -387,10 +398,11 @@ def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow
         for label, of in found.labels.items()
         for metric, each in of.values.items()
     }
-    log_outcome(uri, mlflow.run_id, metrics, {}, [str(out / name) for name in FILES])
+    log_outcome(mlflow.uri, mlflow.run_id, metrics, {}, [str(out / name) for name in FILES])
     for run_id, sha in made if verdict.passed else ():
-        publish.promote(uri, run_id, sha)
-    client.set_tag(mlflow.run_id, PASSED, str(verdict.passed))  # last: from now on it is not judged again
+        publish.promote(mlflow.uri, run_id, sha)
+    client.set_tag(mlflow.run_id, PASSED, str(verdict.passed))
+    client.set_tag(mlflow.run_id, JUDGED, _digest(folders))  # last: from now on these are not judged again
     mlflow.finish("FINISHED" if verdict.passed else "FAILED")
 
 
@@ -413,6 +425,12 @@ def told(verdict: Verdict) -> str:
     count = len(verdict.checks)
     head = f"passed: {count} figures compared" if verdict.passed else f"failed: {len(lines)} of {count} figures"
     return "\n".join([head, *lines, *verdict.notes, f"report: {verdict.report}"])
+
+
+def where(night: Night, verdict: Verdict, job_id: str) -> str:
+    """What opens a night's report in a browser: its MLflow run, else its job in Kubeflow; else where to look."""
+    job = track.of_job(night.config, job_id).get("kfp.run", "")
+    return track.link(night.config, verdict.mlflow_run_id or "") or job or "the page of the task before this one"
 
 
 def card(verdict: Verdict) -> str:

@@ -19,6 +19,7 @@ from components.entries import Entry, entries_for
 from components.gate import FEWEST_SEEDS, METRICS
 from fl_engine.config import Config, load_config, read_yaml
 from fl_engine.errors import ConfigError, brief
+from fl_engine.tracking import platform_experiment
 
 MAY_SET = ("run.store", "run.remote", "run.backend", "tracking.", "publish.", "kubernetes.", "dataset.root")
 """What `--set` may change: none of it moves a figure,"""
@@ -120,8 +121,10 @@ def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id
 
         def load_one(overrides: list[str]) -> Config:
             config = load_config(None, overrides)
-            where = {"experiment": config.tracking.experiment or f"regression-{name}"}
-            return config.model_copy(update={"tracking": config.tracking.model_copy(update=where)})
+            given = config.tracking
+            if given.experiment is None and platform_experiment(given.mlflow) is None:
+                given = given.model_copy(update={"experiment": f"regression-{name}"})
+            return config.model_copy(update={"tracking": given})
 
         listed = ",".join(map(str, seeds))
         out[case] = entries_for(about.algorithms, listed, asked, load_one, f"{id}-{case}")

@@ -15,10 +15,9 @@ from components import plots
 from components.comparison import Comparison, Runs, Spread, Summary, curve, read, summarise
 from components.entries import Entry
 from components.report import NONE, plain
-from components.track import experiment, token_of
-from fl_engine.config import Config
 from fl_engine.errors import EnvironmentFailure
 from fl_engine.store import FolderStore
+from fl_engine.tracking import MLflow, log_outcome
 
 FILES = ("comparison.json", "comparison.md", "comparison.svg", "comparison.html")
 BRIEF = ("dataset.name", "model.name", "partition.rule", "partition.clients")
@@ -32,12 +31,16 @@ class Table:
 
 
 def tabulate(
-    id: str, entries: Sequence[Entry], folders: Mapping[str, Path], out: Path, to: Sequence[float] = ()
+    id: str,
+    entries: Sequence[Entry],
+    folders: Mapping[str, Path],
+    out: Path,
+    to: Sequence[float] = (),
+    mlflow: MLflow | None = None,
 ) -> Comparison:
-    """Writes FILES into `out`, from the entries' finished run folders by run id; then logs them to MLflow. Raises as
-    `comparison.read` does."""
+    """Writes FILES into `out`, from the entries' finished run folders by run id; then logs them to the comparison's
+    MLflow run, if there is one. Raises as `comparison.read` does."""
     labels, seeds = list(dict.fromkeys(e.label for e in entries)), list(dict.fromkeys(e.seed for e in entries))
-    config = entries[0].config
     runs = read(labels, seeds, folders)
     found = summarise(id, seeds, runs, to)
     store, drawing = FolderStore(out), draw(runs)
@@ -45,9 +48,7 @@ def tabulate(
     store.put("comparison.svg", (drawing + "\n").encode())
     store.put("comparison.html", page(found, drawing).encode())
     found.write(out / "comparison.json")
-    if config.tracking.mlflow is None:
-        return found
-    return track(found, runs, config, config.tracking.mlflow, out)
+    return found if mlflow is None else track(found, mlflow, out)
 
 
 # ------------------------------------------------------------------------------------------------- tables
@@ -211,32 +212,12 @@ def page(c: Comparison, drawing: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------- MLflow
-def prepare_tracking(config: Config) -> None:
-    """Creates the experiment, and the data base where it is an SQLite file that is not there yet, before several
-    processes want them at once. Raises ConfigError where the address cannot be used."""
-    uri = config.tracking.mlflow
-    if uri is None:
-        return
-    from fl_engine.tracking import connect
-
-    connect(uri, experiment(config))
-
-
-def track(c: Comparison, runs: Runs, config: Config, uri: str, out: Path) -> Comparison:
-    """One small MLflow run for the comparison, beside those of its runs; the same runs give the same one again."""
-    from fl_engine.tracking import TOKEN, MLflow, log_outcome
-
-    of_runs = [run.file.token or run.file.run_id for each in runs.values() for run in each]
-    about = {
-        "flexfleet.kind": "comparison",
-        "flexfleet.comparison": c.id,
-        "flexfleet.store": str(out.resolve()),
-        TOKEN: token_of("comparison", of_runs),
-    }
-    mlflow = MLflow(uri, experiment(config), c.id, about)
+def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
+    """Logs the figures and FILES to the comparison's own small run, which then has all runs below it."""
     found = c.model_copy(update={"mlflow_run_id": mlflow.run_id})
     found.write(out / "comparison.json")
-    log_outcome(uri, mlflow.run_id, metrics(c), {}, [str(out / name) for name in FILES])
+    mlflow.adopt([run.mlflow_run_id for r in c.results.values() for run in r.runs if run.mlflow_run_id])
+    log_outcome(mlflow.uri, mlflow.run_id, metrics(c), {}, [str(out / name) for name in FILES])
     mlflow.finish("FINISHED")
     return found
 

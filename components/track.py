@@ -1,7 +1,11 @@
-"""What MLflow is told of a run besides its figures: who it is, its data, code and environment.
+"""What MLflow is told of a run besides its figures: who it is, where it belongs, its data, code and environment.
 
-A run is one flat MLflow run. Where it is a pipeline's, the first task begins it, so that there is something to look at
-while the others wait for their pods; `federate` goes on with it.
+A run is one MLflow run. Where it is a pipeline's, the first task begins it, so that there is something to look at while
+the others wait for their pods; `federate` goes on with it.
+
+There is one level of nesting. The runs of a comparison are children of the comparison's own run, and all that a night
+or a study makes of the night's or the study's. In a task of a Kubeflow that has MLflow built in everything is a child
+of the pipeline's run, next to those that Kubeflow makes for the tasks. What else belongs together has a tag.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import uuid
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -19,16 +24,37 @@ from components.artifacts import RunFile
 from fl_engine.config import Config
 from fl_engine.errors import masked
 from fl_engine.store import FolderStore, Store, sha256
-from fl_engine.tracking import TOKEN, MLflow, connect
+from fl_engine.tracking import JOB, PARENT, TOKEN, MLflow, Platform, connect, experiment_of, platform_of
 
 RUN_KEY = "site/run.json"
 COMMIT = "mlflow.source.git.commit"
 
 
-def experiment(config: Config) -> str:
-    """The name of the MLflow experiment that a run belongs to."""
+def experiment(config: Config, at: Platform | None = None) -> str:
+    """The name of the MLflow experiment that a run belongs to: the configuration's, else that of the platform that it
+    runs `at`, else one for the task."""
     c = config
-    return c.tracking.experiment or f"{c.dataset.name}-{c.model['name']}-{c.partition.rule}"
+    given = c.tracking.experiment or (at.experiment if at else None)
+    return given or f"{c.dataset.name}-{c.model['name']}-{c.partition.rule}"
+
+
+def prepare(config: Config) -> None:
+    """Creates the experiment, and the data base where it is an SQLite file that is not there yet, before several
+    processes want them at once. Raises ConfigError where the address cannot be used."""
+    if (uri := config.tracking.mlflow) is not None:
+        connect(uri, experiment(config, platform_of(uri)))
+
+
+def tracker(config: Config, name: str, tags: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
+    """The MLflow run `run_id`, or that with the token of `tags`, to go on with; else a new one of this name, below the
+    platform's run where there is one. None where nothing is tracked. Raises ConfigError where the address cannot be
+    used."""
+    uri = config.tracking.mlflow
+    if uri is None:
+        return None
+    at = platform_of(uri)
+    below = {PARENT: at.parent} if at.parent else {}
+    return MLflow(uri, experiment(config, at), name, {**tags, **below}, run_id)
 
 
 def commit() -> str | None:
@@ -59,6 +85,30 @@ def token_of(kind: str, tokens: Iterable[str]) -> str:
     return sha256("\n".join([kind, *sorted(tokens)]).encode())
 
 
+def lasting_token(kind: str, store: Store, runs: Iterable[Store]) -> str:
+    """Of a comparison or a night: kept in its `store`, so that its MLflow run is there before its runs are, and stays
+    the same when others join. For one that has none, begun by an earlier version, it is made of those of its runs, as
+    that version did."""
+    key = f"{kind}.token"
+    if key not in store.list(key):
+        known = [file.token for run in runs if (file := known_file(run)) is not None and file.token]
+        store.create(key, (token_of(kind, known) if known else uuid.uuid4().hex).encode())
+    return store.get(key).decode()
+
+
+def known_file(store: Store) -> RunFile | None:
+    """What a run's store says that the run is, once it has begun."""
+    key = "run.json" if isinstance(store, FolderStore) else RUN_KEY
+    return RunFile.of(store.get(key), store.uri(key)) if key in store.list(key) else None
+
+
+def of_job(config: Config, job_id: str) -> dict[str, str]:
+    """Tags of what a pipeline's job makes: its id, and where a browser finds it if `tracking.kubeflow`, or else the
+    environment's FLEXFLEET_KUBEFLOW_UI, says where people open Kubeflow Pipelines."""
+    ui = masked(config.tracking.kubeflow or os.environ.get("FLEXFLEET_KUBEFLOW_UI", "")).rstrip("/")
+    return {f"{JOB}job_id": job_id, **({f"{JOB}run": f"{ui}/#/runs/details/{job_id}"} if ui else {})}
+
+
 def tags(config: Config, run_id: str, store: str) -> dict[str, str]:
     at = commit()
     return {
@@ -77,10 +127,8 @@ def name(config: Config, given: Mapping[str, str]) -> str:
 
 def start(config: Config, run: RunFile, out: Path, given: Mapping[str, str]) -> MLflow | None:
     """Begins the MLflow run, or goes on with it; None where nothing is tracked. `given`: more tags."""
-    if config.tracking.mlflow is None:
-        return None
     about = {**tags(config, run.run_id, str(out.resolve())), TOKEN: run.token, **given}
-    return MLflow(config.tracking.mlflow, experiment(config), name(config, given), about, run.mlflow_run_id)
+    return tracker(config, name(config, given), about, run.mlflow_run_id)
 
 
 def inputs(mlflow: MLflow, config: Config, data_sha256: str, partition_sha256: str) -> None:
@@ -112,34 +160,30 @@ def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -
 
     Raises ConfigError where the address cannot be used.
     """
-    uri = config.tracking.mlflow
-    if uri is None:
+    if config.tracking.mlflow is None:
         return ""
-    key = "run.json" if isinstance(store, FolderStore) else RUN_KEY
-    if key in store.list(key):
-        known = RunFile.of(store.get(key), store.uri(key)).mlflow_run_id
-        if known:
-            return known
-    client, experiment_id = connect(uri, experiment(config))
-    about = {**tags(config, run_id, store.uri()), **given}
-    run = client.create_run(experiment_id, run_name=name(config, given), tags=about)
-    client.update_run(run.info.run_id, status="SCHEDULED")
-    return str(run.info.run_id)
+    known = known_file(store)
+    if known is not None and known.mlflow_run_id:
+        return known.mlflow_run_id
+    mlflow = tracker(config, name(config, given), {**tags(config, run_id, store.uri()), **given})
+    assert mlflow is not None, "something is tracked"
+    mlflow.wait()
+    return mlflow.run_id
 
 
 def link(config: Config, mlflow_run_id: str) -> str:
     """Where a browser finds the run; empty where there is no server to ask."""
     uri = masked(config.tracking.ui or config.tracking.mlflow or "")
-    if not mlflow_run_id or not uri.startswith(("http://", "https://")):
+    if config.tracking.mlflow is None or not mlflow_run_id or not uri.startswith(("http://", "https://")):
         return ""
-    _, experiment_id = connect(config.tracking.mlflow or "", experiment(config))
+    experiment_id = experiment_of(config.tracking.mlflow, mlflow_run_id)
     return f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
 
 
 def card(config: Config, run_id: str, store_uri: str, mlflow_run_id: str) -> str:
     """Markdown: what has been started, and where to look."""
     c, at = config, link(config, mlflow_run_id)
-    tracked = f"[{mlflow_run_id}]({at})" if at else mlflow_run_id or "off: `mlflow_uri` is empty"
+    tracked = f"[{mlflow_run_id}]({at})" if at else mlflow_run_id or "off: no `mlflow_uri`, and none of Kubeflow's"
     rows = {
         "algorithm": f"`{c.algorithm['name']}`",
         "task": f"{c.model['name']} on {c.dataset.name}, {c.partition.clients} clients ({c.partition.rule})",

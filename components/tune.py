@@ -30,7 +30,7 @@ from components.overrides import hand_over, write_config
 from components.run import need_packages
 from components.share import adopt, fits, share
 from components.side_by_side import Job, side_by_side
-from components.track import experiment
+from components.track import of_job, tracker
 from fl_engine import tune as search
 from fl_engine.config import Config, load_config, public, set_path, shown
 from fl_engine.errors import BadInput, ConfigError, Stopped
@@ -59,8 +59,10 @@ class Tuned(Artifact):
     """Mean of best - default over the held-out seeds."""
 
 
-def tune(config: Config, id: str, *, resume: bool = False, at_once: int = 1) -> Tuned:
-    """Runs what is left of a study's trials and the comparison on held-out seeds.
+def tune(
+    config: Config, id: str, *, resume: bool = False, at_once: int = 1, tags: Mapping[str, str] | None = None
+) -> Tuned:
+    """Runs what is left of a study's trials and the comparison on held-out seeds. `tags`: of the study's MLflow run.
 
     Raises ConfigError for an impossible search, Stopped after SIGTERM or where a worker was stopped.
     """
@@ -77,7 +79,7 @@ def tune(config: Config, id: str, *, resume: bool = False, at_once: int = 1) -> 
     with alone(folder):
         space, first = _space(config, folder)
         _begin(config, folder, id, first)
-        parent = _parent(config, folder, id)
+        parent = _parent(config, folder, id, tags or {})
         _work_all(config, folder, id, at_once)
         found = _conclude(config, folder, id, space, first)
         if parent is not None and config.tracking.mlflow is not None:
@@ -109,13 +111,13 @@ PARENT = "mlflow-run"
 """File of the study: the MLflow run that those of the trials belong to."""
 
 
-def _parent(config: Config, folder: Path, id: str) -> MLflow | None:
-    if config.tracking.mlflow is None:
-        return None
+def _parent(config: Config, folder: Path, id: str, given: Mapping[str, str]) -> MLflow | None:
     path = folder / PARENT
     known = path.read_text() if path.exists() else None
-    tags = {"flexfleet.study": id, "algorithm": str(config.algorithm["name"])}
-    run = MLflow(config.tracking.mlflow, experiment(config), f"study {id}", tags, known)
+    tags = {"flexfleet.study": id, "algorithm": str(config.algorithm["name"]), **given}
+    run = tracker(config, f"study {id}", tags, known)
+    if run is None:
+        return None
     path.write_text(run.run_id)
     run.params(shown(config))
     return run
@@ -297,9 +299,9 @@ def _drawn(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) -> str
     return plots.study(trials, shares, wide)
 
 
-def in_graph(config: Config, id: str, out: Path, text: Path, page: Path) -> Tuned:
+def in_graph(config: Config, id: str, out: Path, text: Path, page: Path, job_id: str) -> Tuned:
     """A study as a task: what it has come to into `out`, as Markdown into `text` and as HTML into `page`."""
-    found = tune(config, id, resume=True)
+    found = tune(config, id, resume=True, tags=of_job(config, job_id))
     folder = Path(config.run.store) / id
     out.mkdir(parents=True, exist_ok=True)
     for name in ("tune.json", "params.yaml", "patch.yaml", "study.svg"):

@@ -25,7 +25,7 @@ from fl_engine.datasets import data_root
 from fl_engine.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
 from fl_engine.s3 import setting
 from fl_engine.store import sha256
-from fl_engine.tracking import client_of
+from fl_engine.tracking import address, client_of
 
 OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
 """What of a run's folder is pushed."""
@@ -114,7 +114,7 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
         raise ConfigError(f"the run {mlflow_run_id} pushed nothing: it had publish.dvc=null")
     with tempfile.TemporaryDirectory() as scratch:
         got = artifacts.download_artifacts(
-            run_id=mlflow_run_id, artifact_path=POINTERS, dst_path=scratch, tracking_uri=uri
+            run_id=mlflow_run_id, artifact_path=POINTERS, dst_path=scratch, tracking_uri=address(uri)
         )
         pointers = {path.stem: path.read_text() for path in sorted(Path(got).iterdir())}
     for name, text in pointers.items():

@@ -241,9 +241,12 @@ class TrackingConfig(_Section):
     mlflow: str | None = "sqlite:///mlflow.db"
     """MLflow tracking URI; null: off."""
     experiment: str | None = None
-    """null: <dataset>-<model>-<partition>."""
+    """null: <dataset>-<model>-<partition>; where Kubeflow gives tasks an MLflow (MLFLOW_TRACKING_URI), its own."""
     ui: str | None = None
     """Where people open MLflow, if that is another address than `mlflow`; for links."""
+    kubeflow: str | None = None
+    """Where people open Kubeflow Pipelines, for links from MLflow to a pipeline's run; null: what FLEXFLEET_KUBEFLOW_UI
+    says, else no links."""
 
 
 class Range(_Section):

@@ -8,14 +8,16 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fl_engine.errors import (
     ConfigError,
     EnvironmentFailure,
+    Stopped,
     Unreachable,
     UnreachableAddress,
     first_line,
@@ -26,6 +28,12 @@ from fl_engine.types import Tracker
 log = logging.getLogger("flexfleet")
 
 TOKEN = "flexfleet.token"
+PARENT = "mlflow.parentRunId"
+"""Tag by which MLflow shows a run below another one."""
+RESUMED_IN = "flexfleet.resumed_in"
+"""Tag of a run that went on below another parent: the newest. The first one keeps the run."""
+JOB = "kfp."
+"""Begins the tags that say which pipeline job made a run, or was the last to go on with it."""
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Of an experiment: MLflow's UI shows runs and their charts, not what it has for language models."""
 MLFLOW_BATCH = 1000
@@ -116,7 +124,60 @@ def client_of(uri: str) -> Any:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with _usable(uri):
         _create_sqlite(uri)
-        return Shared(mlflow.MlflowClient(tracking_uri=uri))
+        return Shared(mlflow.MlflowClient(tracking_uri=address(uri)))
+
+
+# ------------------------------------------------------------------------------------------------- the platform
+@dataclass(frozen=True)
+class Platform:
+    """What the environment says of MLflow besides the server's address; as far as it does."""
+
+    experiment: str | None = None
+    """Name of the experiment."""
+    parent: str | None = None
+    """The MLflow run of the pipeline whose task this is."""
+
+
+def platform_uri() -> str | None:
+    """The tracking server of the environment, without a password: Kubeflow's MLflow plugin names it to tasks. None
+    where the environment names none."""
+    return masked(os.environ.get("MLFLOW_TRACKING_URI", "")).rstrip("/") or None
+
+
+def is_platforms(uri: str) -> bool:
+    return masked(uri).rstrip("/") == platform_uri()
+
+
+def platform_experiment(uri: str | None) -> str | None:
+    """The id of the experiment that the environment names, if `uri` is the environment's server."""
+    return os.environ.get("MLFLOW_EXPERIMENT_ID") or None if uri is not None and is_platforms(uri) else None
+
+
+def address(uri: str) -> str:
+    """What MLflow is called by. Where the environment's address holds a password, configurations have it without."""
+    return os.environ["MLFLOW_TRACKING_URI"] if is_platforms(uri) and masked(uri) == uri else uri
+
+
+def platform_of(uri: str) -> Platform:
+    """Where runs belong, if `uri` is the environment's server. Kubeflow's MLflow plugin makes a run for each task, as a
+    child of the pipeline's. The task's is Kubeflow's to write: it is only asked for its parent.
+
+    Raises ConfigError where the server does not know what the environment names.
+    """
+    experiment, task = platform_experiment(uri), os.environ.get("MLFLOW_RUN_ID")
+    if not is_platforms(uri) or not (experiment or task):
+        return Platform()
+    client = client_of(uri)
+    try:
+        return Platform(
+            str(client.get_experiment(experiment).name) if experiment else None,
+            client.get_run(task).data.tags.get(PARENT) if task else None,
+        )
+    except _errors() as error:
+        raise ConfigError(
+            f"{masked(uri)} does not know what the environment says, MLFLOW_EXPERIMENT_ID = {experiment!r} and "
+            f"MLFLOW_RUN_ID = {task!r}: {first_line(error)}. Unset them, or give another tracking.mlflow"
+        ) from error
 
 
 class Shared:
@@ -203,20 +264,31 @@ def _errors() -> tuple[type[Exception], ...]:
     return errors
 
 
+def experiment_of(uri: str, run_id: str) -> str:
+    """The id of the experiment that a run is in. Raises ConfigError where the server does not know the run."""
+    client = client_of(uri)
+    with _usable(uri):
+        return str(client.get_run(run_id).info.experiment_id)
+
+
 class MLflow:
-    """One flat run; step = round. A resumed run goes on in the same MLflow run and skips steps already there. What
-    cannot be logged raises EnvironmentFailure: the ledger has it, and a resumed run logs it."""
+    """One run; step = round. A resumed run goes on in the same MLflow run and skips steps already there. What cannot be
+    logged raises EnvironmentFailure: the ledger has it, and a resumed run logs it."""
 
     def __init__(
         self, uri: str, experiment: str, name: str, tags: Mapping[str, str], run_id: str | None = None
     ) -> None:
-        self._uri = uri
+        self.uri = uri
         self._client, self.experiment_id = connect(uri, experiment)
         with _usable(uri):
             run_id = run_id or self._begun(tags.get(TOKEN))
             if run_id is None:
-                run_id = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags)).info.run_id
-            self.run_id: str = run_id
+                run = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags))
+            else:
+                run = self._client.get_run(run_id)
+                self._go_on(run, tags)
+            self.run_id, self.experiment_id = str(run.info.run_id), str(run.info.experiment_id)
+            self.parent: str | None = run.data.tags.get(PARENT, tags.get(PARENT))
             self._client.update_run(self.run_id, status="RUNNING")
             logged = self._client.get_metric_history(self.run_id, "seconds_round")
         self._last_step = max((int(m.step) for m in logged), default=0)
@@ -228,17 +300,47 @@ class MLflow:
         runs = self._client.search_runs([self.experiment_id], f"tags.`{TOKEN}` = '{token}'")
         return str(runs[0].info.run_id) if runs else None
 
+    def _go_on(self, run: Any, tags: Mapping[str, str]) -> None:
+        """Tags what is new about a run that goes on: the job, and a parent. A second parent moves no run."""
+        known, parent = run.data.tags, tags.get(PARENT)
+        new = {key: value for key, value in tags.items() if key.startswith(JOB)}
+        if parent is not None and parent != known.get(PARENT):
+            new[RESUMED_IN if PARENT in known else PARENT] = parent
+        for key, value in new.items():
+            if known.get(key) != value:
+                self._client.set_tag(run.info.run_id, key, value)
+
+    @property
+    def root(self) -> str:
+        """What runs that belong to this one are children of: one level of nesting, and no more."""
+        return self.parent or self.run_id
+
+    def adopt(self, run_ids: Collection[str]) -> None:
+        """Puts those runs of its experiment that have no parent below `root`: earlier versions gave them none."""
+        if not run_ids:
+            return
+        listed = ", ".join(f"'{run_id}'" for run_id in run_ids)
+        with _answering(self.uri):
+            for run in self._client.search_runs([self.experiment_id], f"attributes.run_id IN ({listed})"):
+                if PARENT not in run.data.tags:
+                    self._client.set_tag(run.info.run_id, PARENT, self.root)
+
+    def wait(self) -> None:
+        """Says that the run is begun, and goes on elsewhere."""
+        with _answering(self.uri):
+            self._client.update_run(self.run_id, status="SCHEDULED")
+
     def params(self, values: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        with _answering(self._uri):
+        with _answering(self.uri):
             known = self._client.get_run(self.run_id).data.params
             new = {k: str(v)[:MLFLOW_PARAM_CHARS] for k, v in values.items() if k not in known}
             for chunk in _chunks([Param(k, v) for k, v in new.items()], 100):
                 self._client.log_batch(self.run_id, params=chunk)
 
     def tags(self, values: Mapping[str, str]) -> None:
-        with _answering(self._uri):
+        with _answering(self.uri):
             for key, value in values.items():
                 self._client.set_tag(self.run_id, key, value)
 
@@ -251,7 +353,7 @@ class MLflow:
         new = [(step, values) for step, values in rows if step > self._last_step]
         # A step is never split: a batch is written whole or not at all, and `seconds_round` marks it as there.
         batch: list[Metric] = []
-        with _answering(self._uri):
+        with _answering(self.uri):
             for step, values in new:
                 if len(batch) + len(values) > MLFLOW_BATCH:
                     self._client.log_batch(self.run_id, metrics=batch)
@@ -264,7 +366,7 @@ class MLflow:
     def table(self, columns: Sequence[str], lines: Sequence[Mapping[str, Any]], name: str) -> None:
         """A table that MLflow's UI shows. Replaces the one of the same name (its own `log_table` appends)."""
         data = [[line.get(column) for column in columns] for line in lines]
-        with _answering(self._uri):
+        with _answering(self.uri):
             self._client.log_dict(self.run_id, {"columns": list(columns), "data": data}, name)
             self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": name, "type": "table"}]))
 
@@ -273,20 +375,32 @@ class MLflow:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         found = Dataset(name=name, digest=digest[:36], source_type="local", source=json.dumps({"uri": source}))
-        with _answering(self._uri):
+        with _answering(self.uri):
             self._client.log_inputs(self.run_id, [DatasetInput(found, [InputTag("mlflow.data.context", context)])])
 
     def file(self, values: Mapping[str, Any], name: str) -> None:
-        with _answering(self._uri):
+        with _answering(self.uri):
             self._client.log_dict(self.run_id, dict(values), name)
 
     def artifact(self, path: str) -> None:
-        with _answering(self._uri):
+        with _answering(self.uri):
             self._client.log_artifact(self.run_id, path)
 
     def finish(self, status: str) -> None:
-        with _answering(self._uri):
+        with _answering(self.uri):
             self._client.set_terminated(self.run_id, status)
+
+
+@contextmanager
+def ending(mlflow: MLflow | None) -> Iterator[None]:
+    """Has MLflow say of a run, if there is one, that what it is of did not get through."""
+    try:
+        yield
+    except BaseException as error:
+        if mlflow is not None:
+            with suppress(EnvironmentFailure):  # what went wrong first is what is told
+                mlflow.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
+        raise
 
 
 def _chunks(items: list[Any], size: int) -> list[list[Any]]:

@@ -52,7 +52,7 @@ def prepare(
         parameters = {name: given[name] for name in overrides.PARAMETERS if name in given}
         name = comparison_id or f"compare-{job_id}"
         runs = overrides.comparison_from(parameters, advanced, algorithms, seeds, name)
-        return step(runs, name, Path(shared.path))
+        return step(runs, name, Path(shared.path), job_id)
 
 
 @task
@@ -75,7 +75,7 @@ def run(
     with ending("comparison_id (of a night: night_id)"):
         Path(which.path).write_text(f"# {pair['label']}\n\nalgorithm and seed: {pair['run']}\n")
         paths = (Path(shared.path), Path(finished.path))
-        found = patiently(lambda: run_pair(pair, *paths, {"kfp.job_id": job_id}))
+        found = patiently(lambda: run_pair(pair, *paths, job_id))
         finished.metadata.update(metadata.of_model(paths[1], paths[1]))
         shutil.copyfile(paths[1] / "report.html", page.path)
         for name, value in (("avg", found.metrics["avg"]), ("full", found.metrics["full"]), ("waste", found.waste)):
@@ -133,7 +133,7 @@ def comparison(
     comparison_id: str = "",
     advanced: dict[str, Any] = {},  # noqa: B006 - kfp writes it into the specification, nobody holds it
 ) -> None:
-    """The defaults are `flexfleet compare`'s, without MLflow.
+    """The defaults are `flexfleet compare`'s, but for MLflow.
 
     Args:
         dataset: digits, fashion_mnist, cifar10, or package.module:NAME.
@@ -147,7 +147,7 @@ def comparison(
         client_fraction: Share of all clients selected per round, above 0, at most 1.
         local_epochs: Epochs that a client trains per round.
         learning_rate: Of the clients' SGD, in the first round.
-        mlflow_uri: Tracking URI of an MLflow server; empty: no tracking.
+        mlflow_uri: Tracking URI of an MLflow server; empty: the one that Kubeflow gives tasks, else no tracking.
         store_uri: s3://bucket/prefix of all runs, or a folder that outlives a pod.
         comparison_id: Name of the comparison's folder; the same name goes on with it. Empty: the job's.
         advanced: Any other parameter of params.yaml by its dotted name, for all runs, e.g. {"training.momentum": 0.9};

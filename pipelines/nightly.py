@@ -39,7 +39,7 @@ def prepare(
 
     with ending("night_id"):
         night = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
-        return regress.pairs_of(night, Path(shared.path))
+        return regress.pairs_of(night, Path(shared.path), job_id)
 
 
 @task
@@ -50,6 +50,7 @@ def gate(
     night_id: str,
     job_id: str,
     advanced: dict[str, Any],
+    pairs: list[dict[str, str]],
     finished: dsl.Input[List[Artifact]],  # noqa: UP006
     night: dsl.Output[Artifact],
     page: dsl.Output[dsl.HTML],
@@ -67,14 +68,15 @@ def gate(
         asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
         out = Path(night.path)
         folders = regress.folders_of(asked, [Path(run.path) for run in finished])
-        verdict = patiently(lambda: regress.settle(asked, folders, out, regress.TASKS))
+        verdict = patiently(lambda: regress.settle(asked, folders, out, regress.TASKS, pairs[0]["mlflow"]))
         shutil.copyfile(out / "regression.html", page.path)
         Path(told.path).write_text(regress.card(verdict))
         metrics.log_metric("passed", int(verdict.passed))
         for check in verdict.checks:
             if check.against == "reference":
                 metrics.log_metric(f"{check.metric}/{check.label}", check.now)
-        return "" if verdict.passed else regress.told(verdict)
+        seen = verdict.model_copy(update={"report": regress.where(asked, verdict, job_id)})
+        return "" if verdict.passed else regress.told(seen)
 
 
 @task
@@ -109,7 +111,8 @@ def nightly(
 
     Args:
         suite: Of components/suites: what is run, and its reference figures.
-        mlflow_uri: Tracking URI of an MLflow server, which keeps the champion; empty: the reference alone.
+        mlflow_uri: Tracking URI of an MLflow server, which keeps the champion; empty: the one that Kubeflow gives
+            tasks, else the reference alone.
         store_uri: s3://bucket/prefix of all runs, or a folder that outlives a pod.
         night_id: Name of the night's folder; the same name goes on with it. Empty: the job's.
         advanced: Parameters of params.yaml that move no figure by their dotted names (run.*, kubernetes.*, ...), e.g.
@@ -121,7 +124,7 @@ def nightly(
     start = prepare(**given)
     with dsl.ParallelFor(start.outputs["Output"], name="runs") as pair:
         one = run(pair=pair, shared=start.outputs["shared"], job_id=job_id)
-    judged = gate(**given, finished=dsl.Collected(one.outputs["finished"]))
+    judged = gate(**given, pairs=start.outputs["Output"], finished=dsl.Collected(one.outputs["finished"]))
     decided = decide(failed=judged.outputs["Output"])
     for each, name in ((start, "1 Prepare"), (one, "2 Run"), (judged, "3 Judge and report"), (decided, "4 Decide")):
         each.set_display_name(name)

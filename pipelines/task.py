@@ -31,6 +31,9 @@ MLFLOW_SECRET = os.environ.get("FLEXFLEET_MLFLOW_SECRET", "flexfleet-mlflow")
 """Secret of that namespace for an MLflow server that wants a password. Its keys are the variables that MLflow reads."""
 MLFLOW_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 
+KUBEFLOW_UI = os.environ.get("FLEXFLEET_KUBEFLOW_UI")
+"""Where people open Kubeflow Pipelines: MLflow's runs then have a link to the pipeline's run (`tracking.kubeflow`)."""
+
 TUNE_SECRET = os.environ.get("FLEXFLEET_TUNE_SECRET", "flexfleet-tune")
 """Secret of that namespace with the address of a study's data base, password included, under the key TUNE_KEY."""
 TUNE_KEY = "FLEXFLEET_TUNE_STORAGE"
@@ -97,6 +100,8 @@ def on_cluster(*tasks: Any, retries: int = 3, keys: Sequence[str] = S3_KEYS, tra
         each.set_env_variable("FLEXFLEET_IMAGE", IMAGE)
         kubernetes.use_secret_as_env(each, S3_SECRET, {key: f"FLEXFLEET_{key}" for key in keys}, optional=True)
         kubernetes.use_secret_as_env(each, MLFLOW_SECRET, {key: key for key in MLFLOW_KEYS}, optional=True)
+        if KUBEFLOW_UI:
+            each.set_env_variable("FLEXFLEET_KUBEFLOW_UI", KUBEFLOW_UI)
         kubernetes.set_image_pull_policy(each, "IfNotPresent")
         if DATA_CLAIM:
             kubernetes.mount_pvc(each, pvc_name=DATA_CLAIM, mount_path="/data")

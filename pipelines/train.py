@@ -63,7 +63,7 @@ def partition(
         store = store_of(resolved, name, overrides.run_folder(resolved, name))
         check.check(resolved)
         overrides.write_config(resolved, Path(config.path))
-        mlflow_run = track.begin(resolved, name, store, {"kfp.job_id": job_id})
+        mlflow_run = track.begin(resolved, name, store, track.of_job(resolved, job_id))
         Path(started.path).write_text(track.card(resolved, name, store.uri(), mlflow_run))
         step(resolved, Path(parts.path))
         parts.metadata.update(metadata.of_partition(Path(parts.path)))
@@ -115,7 +115,7 @@ def federate(
 ) -> None:
     from pathlib import Path
 
-    from components import metadata
+    from components import metadata, track
     from components.in_pod import ending, patiently
     from components.overrides import run_folder
     from components.resumable import federate_in
@@ -124,7 +124,7 @@ def federate(
     with ending("run_id"):
         resolved = load_config(config.path)
         folder = run_folder(resolved, names["run"])
-        tags = {"kfp.job_id": job_id}
+        tags = track.of_job(resolved, job_id)
         paths = (Path(parts.path), Path(pool.path), Path(run.path))
         patiently(lambda: federate_in(folder, resolved, *paths, tags, names["mlflow"] or None))
         run.metadata.update(metadata.of_model(Path(run.path)))
@@ -213,7 +213,7 @@ def train(
     run_id: str = "",
     advanced: dict[str, Any] = {},  # noqa: B006 - kfp writes it into the specification, nobody holds it
 ) -> None:
-    """The defaults are `flexfleet run`'s, without MLflow.
+    """The defaults are `flexfleet run`'s, but for MLflow.
 
     Args:
         dataset: digits, fashion_mnist, cifar10, or package.module:NAME.
@@ -227,7 +227,7 @@ def train(
         local_epochs: Epochs that a client trains per round.
         learning_rate: Of the clients' SGD, in the first round.
         seed: Everything random follows from it.
-        mlflow_uri: Tracking URI of an MLflow server; empty: no tracking.
+        mlflow_uri: Tracking URI of an MLflow server; empty: the one that Kubeflow gives tasks, else no tracking.
         store_uri: s3://bucket/prefix of all runs, or a folder that outlives a pod.
         run_id: Name of the run's folder; the same name goes on with the run. Empty: algorithm, seed and job.
         advanced: Any other parameter of params.yaml by its dotted name, e.g. {"algorithm.kd_weight": 5}.

@@ -53,6 +53,7 @@ def prepare(
 def tune(
     config: dsl.Input[Artifact],
     study_name: str,
+    job_id: str,
     study: dsl.Output[Artifact],
     told: dsl.Output[dsl.Markdown],
     page: dsl.Output[dsl.HTML],
@@ -63,7 +64,8 @@ def tune(
     from components.tune import in_graph
     from fl_engine.config import load_config
 
-    found = in_graph(load_config(config.path), study_name, Path(study.path), Path(told.path), Path(page.path))
+    out, text, drawn = (Path(each.path) for each in (study, told, page))
+    found = in_graph(load_config(config.path), study_name, out, text, drawn, job_id)
     metrics.log_metric(f"best/{found.metric}", found.best_value)
     metrics.log_metric("held_out/gain", found.gain)
 
@@ -107,13 +109,14 @@ def tuning(
         client_fraction: Share of all clients selected per round, above 0, at most 1.
         local_epochs: Epochs that a client trains per round.
         learning_rate: Of the clients' SGD, in the first round.
-        mlflow_uri: Tracking URI of an MLflow server; empty: no tracking.
+        mlflow_uri: Tracking URI of an MLflow server; empty: the one that Kubeflow gives tasks, else no tracking.
         store_uri: Folder of all studies, of a volume that outlives a pod; or s3://bucket/prefix for the trials' rounds.
         study_id: Name of the study's folder; the same name goes on with the study. Empty: algorithm, seed and job.
         trials: Complete and pruned ones together.
         advanced: Any other parameter of params.yaml by its dotted name, e.g. {"tune.metric": "full"}; the space as
             {"tune.space": {"training.lr": {"low": 0.01, "high": 0.1, "log": true}}}.
     """
+    job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     start = prepare(
         dataset=dataset,
         model=model,
@@ -128,11 +131,11 @@ def tuning(
         mlflow_uri=mlflow_uri,
         store_uri=store_uri,
         study_id=study_id,
-        job_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER,
+        job_id=job_id,
         trials=trials,
         advanced=advanced,
     )
-    searched = tune(config=start.outputs["config"], study_name=start.outputs["Output"])
+    searched = tune(config=start.outputs["config"], study_name=start.outputs["Output"], job_id=job_id)
     on_cluster(start, retries=0)
     on_cluster(searched, keys=COORDINATOR_KEYS)
     kubernetes.use_secret_as_env(searched, TUNE_SECRET, {TUNE_KEY: TUNE_KEY}, optional=True)

@@ -25,8 +25,11 @@ import components.run
 from components import cli, common, comparison, entries, report, share, side_by_side, tabulate
 from components.artifacts import Apoz, Result, RunFile
 from components.comparison import Comparison
+from components.track import token_of
 from fl_engine import partition as partitions
-from fl_engine.errors import ConfigError
+from fl_engine.errors import ConfigError, Stopped
+from fl_engine.tracking import PARENT, TOKEN
+from tests.harness import platform
 
 LABELS, SEEDS = ("flexfl", "all_large"), (0, 1)
 TWO = ("--algorithms", ",".join(LABELS), "--seeds", "0,1")
@@ -323,6 +326,8 @@ def test_mlflow_groups_the_runs_and_has_the_comparison_itself(ran_template: Ran)
     assert summary.data.metrics["full_std/all_large"] == full["std"]
     assert "avg/all_large" not in summary.data.metrics and "avg/flexfl" in summary.data.metrics
     assert {file.path for file in client.list_artifacts(summary.info.run_id)} == set(tabulate.FILES)
+    assert {run.data.tags[PARENT] for run in runs} == {summary.info.run_id}
+    assert PARENT not in summary.data.tags, "one level of nesting"
 
 
 def test_tabulating_again_is_the_same_mlflow_run(
@@ -334,6 +339,65 @@ def test_tabulating_again_is_the_same_mlflow_run(
     done = flexfleet("compare", *TWO, "--id", "both", "--resume", "--json", sets=sets)
     assert done.json == ran_template.json
     assert len(mlflow.MlflowClient(ran_template.uri).search_runs(["1"])) == before == 5
+
+
+@pytest.mark.parametrize("version", ["this", "earlier"])
+def test_what_joins_a_comparison_joins_its_mlflow_run(
+    ran: Ran, flexfleet: Any, sets: list[str], version: str
+) -> None:
+    """Earlier versions made that of a comparison last, by the tokens of its runs, and put none of them below it."""
+    shutil.copy(ran.uri.removeprefix("sqlite:///"), "mlflow.db")
+    uri, summary = f"sqlite:///{ran.cwd}/mlflow.db", ran.json["mlflow_run_id"]
+    client = mlflow.MlflowClient(uri)
+    if version == "earlier":
+        names = [f"{label}-s{seed}" for label in LABELS for seed in SEEDS]
+        files = [RunFile.read(ran.folder / name / "run.json") for name in names]
+        client.set_tag(summary, TOKEN, token_of("comparison", [file.token for file in files]))
+        for file in files:
+            client.delete_tag(str(file.mlflow_run_id), PARENT)
+        (ran.folder / "comparison.token").unlink()
+    argv = ("--algorithms", "flexfl,all_large,late=all_large", "--seeds", "0,1", "--id", "both", "--resume", "--json")
+    for _ in range(2):
+        done = flexfleet("compare", *argv, sets=[*sets, f"tracking.mlflow={uri}"])
+        assert done.code == 0, done.err
+        assert done.json["mlflow_run_id"] == summary
+    tags = {run.info.run_name: run.data.tags for run in client.search_runs(["1"])}
+    assert len(tags) == len(client.search_runs(["1"])) == 7 and PARENT not in tags.pop("both")
+    assert {of_run.get(PARENT) for of_run in tags.values()} == {summary}
+    assert "full/late" in client.get_run(summary).data.metrics
+
+
+def test_the_mlflow_run_of_a_comparison_is_there_before_its_runs_and_says_how_it_ended(
+    flexfleet: Any, sets: list[str], mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, seen = mlflow.MlflowClient(mlflow_uri), []
+
+    def stopped(jobs: Sequence[side_by_side.Job], at_once: int) -> dict[str, int]:
+        seen.extend((run.info.run_name, run.info.status) for run in client.search_runs(["1"]))
+        raise Stopped("")
+
+    argv, given = ("compare", "--algorithms", "all_large", "--id", "a"), [*sets, f"tracking.mlflow={mlflow_uri}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(components.compare, "side_by_side", stopped)
+        assert flexfleet(*argv, sets=given).code == 3
+    (run,) = client.search_runs(["1"])
+    assert (seen, run.info.status) == ([("a", "RUNNING")], "KILLED")
+    done = flexfleet(*argv, "--resume", "--json", sets=given)
+    assert (done.json["mlflow_run_id"], len(client.search_runs(["1"]))) == (run.info.run_id, 2)
+    assert client.get_run(run.info.run_id).info.status == "FINISHED"
+
+
+def test_on_a_platform_a_comparison_and_its_runs_are_side_by_side_below_the_pipeline(
+    flexfleet: Any, sets: list[str], mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = platform.begin(mlflow_uri, monkeypatch)
+    given = [*sets, f"tracking.mlflow={mlflow_uri}", "rounds.stop=1"]
+    done = flexfleet("compare", "--algorithms", "heterofl,all_large", "--id", "c", sets=given)
+    assert done.code == 0, done.err
+    assert {run.info.run_name for run in at.ours()} == {"c", "heterofl-s0", "all_large-s0"}
+    assert {run.data.tags[PARENT] for run in at.ours()} == {at.pipeline}
+    assert {run.data.tags["flexfleet.comparison"] for run in at.ours()} == {"c"}, "by which they belong together"
+    assert at.untouched()
 
 
 # ----------------------------------------------------------------------------------------------------- resuming

@@ -116,6 +116,15 @@ def test_a_night_like_the_reference_passes_and_becomes_champion(place: Place, fi
     }  # fmt: skip
 
 
+def test_in_mlflow_a_night_has_its_runs_and_their_comparison_below_it(place: Place, first: Verdict) -> None:
+    client = mlflow.MlflowClient(tracking_uri=place.uri)
+    (experiment,) = client.search_experiments(filter_string="name = 'regression-tiny'")
+    filter = f"tags.`mlflow.parentRunId` = '{first.mlflow_run_id}'"
+    found = {run.info.run_name for run in client.search_runs([experiment.experiment_id], filter)}
+    assert found == {"first-quick", *(f"flexfl-s{seed}" for seed in range(3))}
+    assert "mlflow.parentRunId" not in client.get_run(str(first.mlflow_run_id)).data.tags
+
+
 @pytest.mark.parametrize(("kind", "reasons"), [("Sleeping", {"pace"}), ("Leaking", {"peak_mb_rounds"})])
 def test_what_costs_more_fails_the_night(place: Place, first: Verdict, kind: str, reasons: set[str]) -> None:
     before = place.champion("tiny-quick-flexfl")

@@ -62,7 +62,8 @@ def ran(scratch: Path) -> Ran:
     argv = ["compare", *(word for key, value in WHAT.items() for word in (f"--{key}", value)), "--id", "same"]
     sets = [word for one in (*SETS, "run.store=direct") for word in ("--set", one)]
     assert cli.dispatch([*argv, *sets]) == 0
-    given = {"store_uri": "store", "mlflow_uri": "sqlite:///mlflow.db", "comparison_id": "same", "advanced": ADVANCED}
+    given = {"store_uri": "store", "mlflow_uri": "sqlite:///mlflow.db", "comparison_id": "same",
+             "advanced": ADVANCED | {"tracking.kubeflow": "http://kubeflow/"}}  # fmt: skip
     comparison(**WHAT, **PARAMETERS, **given)
     (tasks,) = (scratch / "tasks").glob("compare-*")
     return Ran(scratch / "direct" / "same", scratch / "store" / "same", tasks)
@@ -127,13 +128,18 @@ def test_mlflow_groups_the_runs_of_the_graph(ran: Ran, scratch: Path) -> None:
     runs = client.search_runs([experiment.experiment_id], "tags.`flexfleet.comparison` = 'same'")
     assert {run.info.run_name for run in runs} == {*NAMES, "same"}
     assert {run.info.status for run in runs} == {"FINISHED"}
-    assert all("kfp.job_id" in run.data.tags for run in runs if run.info.run_name != "same")
+    (whole,) = [run for run in runs if run.info.run_name == "same"]
+    for run in runs:
+        assert run.data.tags["kfp.run"] == f"http://kubeflow/#/runs/details/{run.data.tags['kfp.job_id']}"
+        assert run.data.tags.get("mlflow.parentRunId") == (None if run is whole else whole.info.run_id)
+    found = Comparison.read(ran.tasks / "compare" / "comparison" / "comparison.json")
+    assert found.mlflow_run_id == whole.info.run_id and "full/flexfl" in whole.data.metrics
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"algorithms": "flexfl,fedavgg"}, "ConfigError: fedavgg: no algorithm named 'fedavgg'"),
+        ({"algorithms": "flexfl,fedavgg"}, "fedavgg: no algorithm named 'fedavgg'"),
         ({"advanced": {"no_kd:algorithm.kd_weight": 0}}, "no algorithm of this comparison is labelled 'no_kd'"),
         ({"store_uri": "runs", "advanced": {"run.remote": "s3://bucket/runs"}}, "is the parameter 'store_uri'"),
     ],

@@ -175,6 +175,7 @@ def test_a_description_names_what_there_is() -> None:
 
 def test_nodes_data_and_the_secret_are_chosen_when_it_is_compiled() -> None:
     given = {"FLEXFLEET_TASK_NODES": "kubernetes.io/arch=amd64,disk=fast", "FLEXFLEET_DATA_CLAIM": "sets"}
+    given |= {"FLEXFLEET_KUBEFLOW_UI": "https://kubeflow"}
     given |= {f"FLEXFLEET_{what}_SECRET": f"my-{what}" for what in ("S3", "MLFLOW", "TUNE")}
     code = "from pipelines.compile import compiled; print(compiled('tune'))"
     spec, platform = yaml.safe_load_all(python(code, **given))
@@ -186,6 +187,7 @@ def test_nodes_data_and_the_secret_are_chosen_when_it_is_compiled() -> None:
         assert settings["pvcMount"][0]["mountPath"] == "/data"
         env = spec["deploymentSpec"]["executors"][key]["container"]["env"]
         assert {"name": "FLEXFLEET_DATA", "value": "/data"} in env
+        assert {"name": "FLEXFLEET_KUBEFLOW_UI", "value": "https://kubeflow"} in env
 
 
 # ----------------------------------------------------------------------------------------------------- compare

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,8 @@ class Ran:
     failed: Path
     said: str
     mlflow: str
+    posted: list[str]
+    """What the webhook was told."""
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +43,34 @@ def ran(scratch: Path, tiny_suite: dict[str, Any]) -> Ran:
         regress.update(regress.prepare(str(path), "reference", ["tracking.mlflow=null"], update=True), jobs=2)
     mlflow = f"sqlite:///{scratch}/mlflow.db"
     given = {"suite": str(path), "mlflow_uri": mlflow, "store_uri": "store", "night_id": "one"}
+    posted: list[str] = []
+    with listening(posted) as address, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEXFLEET_WEBHOOK", address)
+        patch.setenv("FLEXFLEET_KUBEFLOW_UI", "https://kubeflow.example.com/pipeline")
+        return nights(scratch, path, given, mlflow, posted)
+
+
+@contextmanager
+def listening(posted: list[str]) -> Iterator[str]:
+    """An address that takes down what is posted to it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+def nights(scratch: Path, path: Path, given: dict[str, str], mlflow: str, posted: list[str]) -> Ran:
+    """One that passes, and one whose reference is beyond reach."""
     nightly(**given, advanced={"publish.onnx": False})
     (passed,) = (scratch / "tasks").glob("nightly-*")
 
@@ -47,7 +81,7 @@ def ran(scratch: Path, tiny_suite: dict[str, Any]) -> Ran:
     with pytest.raises(RuntimeError) as told:
         nightly(**given | {"night_id": "two"}, advanced={"publish.onnx": False})
     (failed,) = (each for each in (scratch / "tasks").glob("nightly-*") if each != passed)
-    return Ran(passed, failed, str(told.value), mlflow)
+    return Ran(passed, failed, str(told.value), mlflow, posted)
 
 
 def test_what_passes_is_registered_and_shown(ran: Ran) -> None:
@@ -60,6 +94,25 @@ def test_what_passes_is_registered_and_shown(ran: Ran) -> None:
     assert metrics["passed"] == 1 and "full/quick/flexfl" in metrics
     client = MlflowClient(tracking_uri=ran.mlflow)
     assert str(client.get_model_version_by_alias("tiny-quick-flexfl", "champion").version) == "1"
+
+
+def test_in_mlflow_the_runs_are_children_of_the_night(ran: Ran) -> None:
+    client = MlflowClient(tracking_uri=ran.mlflow)
+    (experiment,) = client.search_experiments(filter_string="name = 'regression-tiny'")
+    runs = client.search_runs([experiment.experiment_id])
+    nights = {run.info.run_name: run for run in runs if "mlflow.parentRunId" not in run.data.tags}
+    assert {name: run.info.status for name, run in nights.items()} == {"one": "FINISHED", "two": "FAILED"}
+    verdict = Verdict.read(ran.passed / "gate" / "night" / "regression.json")
+    assert verdict.mlflow_run_id == nights["one"].info.run_id
+    of = [run.data.tags["mlflow.parentRunId"] for run in runs if run not in nights.values()]
+    assert sorted(of) == sorted(night.info.run_id for night in nights.values() for _ in range(3))
+    assert all("kfp.job_id" in run.data.tags for run in runs)
+
+
+def test_a_failed_night_calls_the_webhook_with_figure_threshold_and_link(ran: Ran) -> None:
+    (told,) = ran.posted
+    assert "accuracy of the full model" in told and "(threshold 1.00 %" in told
+    assert "report: https://kubeflow.example.com/pipeline/#/runs/details/" in told
 
 
 def test_what_fails_fails_the_graph_and_leaves_its_report(ran: Ran) -> None:

@@ -1,0 +1,228 @@
+"""In a task of a Kubeflow that has MLflow built in: our runs are children of the pipeline's, and the task's own run is
+left alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components import compare, entries, regress, track
+from components.artifacts import RunFile
+from components.overrides import config_from, sets_of
+from fl_engine import tracking
+from fl_engine.config import Config, load_config
+from fl_engine.errors import ConfigError
+from fl_engine.store import FolderStore
+from fl_engine.tracking import PARENT, RESUMED_IN, TOKEN
+from tests.harness import platform as harness
+from tests.harness.platform import Platform
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    for name in ("TRACKING_URI", "EXPERIMENT_ID", "RUN_ID"):
+        monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
+
+
+@pytest.fixture
+def at(mlflow_uri: str, monkeypatch: pytest.MonkeyPatch) -> Platform:
+    return harness.begin(mlflow_uri, monkeypatch)
+
+
+def form(**advanced: Any) -> Config:
+    return config_from({"mlflow_uri": ""}, {key.replace("__", "."): value for key, value in advanced.items()})
+
+
+def begun(at: Platform, config: Config, **given: str) -> Any:
+    """The run that the first task begins, as MLflow has it."""
+    run_id = track.begin(config, "a", FolderStore("runs/a"), given)
+    return at.client.get_run(run_id)
+
+
+# ---------------------------------------------------------------------------------------------- the address
+def test_an_empty_address_is_the_platforms_and_a_given_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert form().tracking.mlflow is None and "tracking.mlflow=null" in sets_of("", "runs", {})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.kubeflow:5000")
+    assert form().tracking.mlflow == "http://mlflow.kubeflow:5000"
+    assert 'tracking.mlflow="http://mlflow.kubeflow:5000"' in sets_of("", "runs", {})
+    assert config_from({"mlflow_uri": "http://mine:5000"}, {}).tracking.mlflow == "http://mine:5000"
+    assert 'tracking.mlflow="http://mine:5000"' in sets_of("http://mine:5000", "runs", {})
+    assert load_config(None).tracking.mlflow == "sqlite:///mlflow.db", "the command line's default stays"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    assert form().tracking.mlflow is None
+
+
+def test_the_configuration_has_the_platforms_address_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = "https://me:pl4nted@mlflow.kubeflow/"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
+    config = form()
+    assert config.tracking.mlflow == "https://mlflow.kubeflow" and "pl4nted" not in str(config)
+    for same in ("https://mlflow.kubeflow", "https://mlflow.kubeflow/"):
+        assert tracking.address(same) == given, "which MLflow is called by"
+    for other in ("https://mlflow.kubeflow/b", "https://mlflow", "https://you:x@mlflow.kubeflow"):
+        assert tracking.address(other) == other
+
+
+# ------------------------------------------------------------------------------------------------- the tree
+def test_a_run_goes_into_the_platforms_experiment_below_the_pipelines_run(at: Platform) -> None:
+    run = begun(at, form(), **{"kfp.job_id": "job"})
+    assert (run.info.experiment_id, run.info.status) == (at.experiment, "SCHEDULED")
+    assert (run.data.tags[PARENT], run.data.tags["kfp.job_id"]) == (at.pipeline, "job")
+    assert [run.info.run_id for run in at.ours()] == [run.info.run_id]
+    assert {e.name for e in at.client.search_experiments()} == {"Default", "kubeflow"}, "none of our own"
+    assert at.untouched()
+
+
+def test_a_given_experiment_is_taken(at: Platform) -> None:
+    run = begun(at, form(tracking__experiment="mine"))
+    assert at.client.get_experiment(run.info.experiment_id).name == "mine"
+    assert run.data.tags[PARENT] == at.pipeline
+
+
+def test_a_given_server_knows_nothing_of_the_platforms_runs(
+    at: Platform, mlflow_template: Path, tmp_path: Path
+) -> None:
+    shutil.copy(mlflow_template, tmp_path / "mine.db")
+    uri = f"sqlite:///{tmp_path}/mine.db"
+    client, run_id = (
+        tracking.client_of(uri), track.begin(config_from({"mlflow_uri": uri}, {}), "a", FolderStore("runs/a"), {})
+    )  # fmt: skip
+    run = client.get_run(run_id)
+    assert client.get_experiment(run.info.experiment_id).name == "digits-small_cnn-dirichlet"
+    assert PARENT not in run.data.tags and at.ours() == []
+
+
+def test_a_task_run_without_a_parent_gives_ours_none(at: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_RUN_ID", at.pipeline)
+    run = begun(at, form())
+    assert PARENT not in run.data.tags and run.info.experiment_id == at.experiment
+
+
+@pytest.mark.parametrize(("name", "value"), [("MLFLOW_RUN_ID", "0" * 32), ("MLFLOW_EXPERIMENT_ID", "4711")])
+def test_what_the_server_does_not_know_is_said(
+    at: Platform, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"does not know what the environment says.*{name} = '{value}'.*Unset them"):
+        begun(at, form())
+
+
+def test_a_run_that_another_pipeline_goes_on_with_keeps_its_first_parent(
+    at: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, given = form(), {"kfp.job_id": "first"}
+    run_id = track.begin(config, "a", FolderStore("runs/a"), given)
+    file = RunFile(run_id="a", token="t", config={}, numerics={}, pool_sha256="", partition_sha256="",
+                   mlflow_run_id=run_id)  # fmt: skip
+    file.write(Path("runs/a/run.json"))
+    track.start(config, file, Path("runs/a"), given)
+    assert RESUMED_IN not in at.client.get_run(run_id).data.tags, "the same pipeline, a task later"
+    for job in ("second", "third"):
+        other = harness.begin(str(config.tracking.mlflow), monkeypatch, at.experiment)
+        assert track.begin(config, "a", FolderStore("runs/a"), {"kfp.job_id": job}) == run_id
+        mlflow = track.start(config, file, Path("runs/a"), {"kfp.job_id": job})
+        assert mlflow is not None and mlflow.run_id == run_id
+        tags = at.client.get_run(run_id).data.tags
+        assert (tags[PARENT], tags[RESUMED_IN], tags["kfp.job_id"]) == (at.pipeline, other.pipeline, job)
+        assert other.untouched()
+    assert [run.info.run_id for run in at.ours()] == [run_id]
+
+
+def test_a_tracked_and_published_run_writes_nothing_into_the_tasks(
+    at: Platform, flexfleet: Any, quick: Sequence[str], mlflow_uri: str, no_drawings: None
+) -> None:
+    sets = [*quick, f"tracking.mlflow={mlflow_uri}", "publish.models=true", "publish.onnx=false", "rounds.stop=1"]
+    done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
+    assert done.code == 0, done.err
+    (run,) = at.ours()
+    assert (run.info.run_id, run.info.status) == (done.json["mlflow_run_id"], "FINISHED")
+    assert run.data.tags[PARENT] == at.pipeline and run.data.metrics["final/full"] >= 0
+    assert at.untouched()
+    assert at.client.get_run(at.pipeline).data.params == {}
+
+
+def test_a_night_is_flat_below_the_pipeline(at: Platform, tiny_suite: dict[str, Any], tmp_path: Path) -> None:
+    import yaml
+
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_suite))
+    night = regress.prepare(str(tmp_path / "tiny.yaml"), "n", sets_of("", "runs", {}), update=True)
+    mlflow = regress.begin(night, {})
+    assert mlflow is not None and (mlflow.experiment_id, mlflow.parent) == (at.experiment, at.pipeline)
+    runs = next(iter(night.runs.values()))
+    ours = compare.begin(runs, "n-quick", {PARENT: mlflow.root})
+    assert ours is not None and (ours.experiment_id, ours.parent) == (at.experiment, at.pipeline)
+    again = regress.begin(night, {}, mlflow.run_id), regress.begin(night, {})
+    assert {each.run_id for each in again if each} == {mlflow.run_id}
+    assert len(at.ours()) == 2 and at.untouched()
+
+
+def test_a_study_is_flat_below_the_pipeline(at: Platform) -> None:
+    from components.tune import _parent, _tags
+
+    folder = Path("runs/a")
+    folder.mkdir(parents=True)
+    study = _parent(form(), folder, "a", {"kfp.job_id": "job"})
+    assert study is not None and study.parent == at.pipeline
+    assert at.client.get_run(study.run_id).data.tags["kfp.job_id"] == "job"
+    trial = track.tracker(form(), "trial", _tags(folder, trial="0"))
+    assert trial is not None and trial.parent == at.pipeline
+    assert at.client.get_run(trial.run_id).data.tags["flexfleet.study"] == "a"
+    assert at.untouched()
+
+
+# -------------------------------------------------------------------------------------- tokens that last, links
+def test_the_token_of_a_comparison_lasts_and_one_of_an_earlier_version_is_its_runs(
+    tmp_path: Path, quick: Sequence[str]
+) -> None:
+    sets = [s for s in quick if "algorithm.name" not in s]
+    load: Callable[[list[str]], Config] = lambda given: load_config(None, [*sets, *given])  # noqa: E731
+    runs = entries.entries_for("flexfl,all_large", "0", [f"run.store={tmp_path}"], load, "c")
+    here, stores = FolderStore(tmp_path / "c"), compare.stores_of(runs)
+    for entry, token in zip(runs, ("a", "b"), strict=True):
+        file = RunFile(run_id=entry.name, token=token, config={}, numerics={}, pool_sha256="", partition_sha256="")
+        file.write(tmp_path / "c" / entry.name / "run.json")
+    old = track.lasting_token("comparison", here, stores)
+    assert old == track.token_of("comparison", "ba")
+    assert track.lasting_token("comparison", here, stores[:1]) == old, "whatever joins or goes"
+    fresh = [track.lasting_token("comparison", FolderStore(tmp_path / name), ()) for name in ("d", "e", "d")]
+    assert fresh[0] == fresh[2] != fresh[1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "environment", "link"),
+    [
+        (None, None, None),
+        (None, "https://kubeflow/pipeline/", "https://kubeflow/pipeline/#/runs/details/job"),
+        ("http://localhost:8080", "https://kubeflow", "http://localhost:8080/#/runs/details/job"),
+        (None, "https://me:secret@kubeflow", "https://kubeflow/#/runs/details/job"),
+    ],
+)
+def test_a_tag_links_to_kubeflows_run(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, environment: str | None, link: str | None
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("FLEXFLEET_KUBEFLOW_UI", environment)
+    tags = track.of_job(form(tracking__kubeflow=setting), "job")
+    assert tags == {"kfp.job_id": "job"} | ({"kfp.run": link} if link else {})
+
+
+def test_a_token_of_another_night_is_no_verdict_on_this_one(at: Platform, tmp_path: Path) -> None:
+    """The same name with other runs, a changed suite's, is judged anew; a night of an earlier version is known by its
+    token."""
+    for name in ("a", "b"):
+        file = RunFile(run_id=name, token=name, config={}, numerics={}, pool_sha256="", partition_sha256="")
+        file.write(tmp_path / name / "run.json")
+    one, both = ({("quick", name): tmp_path / name for name in names} for names in ("a", "ab"))
+    old = track.tracker(form(), "n", {TOKEN: track.token_of("regression", "a"), regress.PASSED: "True"})
+    new = track.tracker(form(), "n", {TOKEN: "t", regress.PASSED: "True", regress.JUDGED: regress._digest(one)})
+    assert old is not None and new is not None
+    for mlflow in (old, new):
+        assert regress._judged(mlflow, both, tmp_path / "out") is None
+        with pytest.raises(Exception, match=r"figures\.json"):  # it is asked for what it had been given
+            regress._judged(mlflow, one, tmp_path / "out")
