@@ -448,7 +448,7 @@ def test_parameters_are_a_table_on_the_page_and_in_markdown() -> None:
 
 
 def test_the_page_is_one_column_where_it_is_narrow() -> None:
-    """No drawing, table or column asks for more than there is."""
+    """No drawing and no column asks for more than there is, and cells may break their lines."""
     html = page(FOUND, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
     assert "repeat(auto-fit, minmax(min(100%, 440px), 1fr))" in html
     assert html.count('style="width:100%;max-width:540px"') == 4 == html.count("<figure>")
