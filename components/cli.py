@@ -103,15 +103,15 @@ def compare(args: argparse.Namespace) -> int:
 def tune(args: argparse.Namespace) -> int:
     if args.resume and args.id is None:
         raise ConfigError("--resume needs --id: the name of the study to go on with, a folder of the run store")
-    if args.jobs < 1:
-        raise ConfigError(f"--jobs is at least 1, got {args.jobs}")
+    if args.jobs is not None:
+        args.set = [*args.set, f"tune.workers={args.jobs}"]
     name = args.id or time.strftime("tune-%Y%m%d-%H%M%S")
     config = common.config_of(args)
 
-    from components.tune import told
+    from components.study import told
     from components.tune import tune as search
 
-    found = search(config, name, resume=args.resume, at_once=args.jobs)
+    found = search(config, name, resume=args.resume)
     print(found.model_dump_json() if args.json else told(found, Path(config.run.store) / name))
     return 0
 
@@ -373,7 +373,7 @@ def parser() -> argparse.ArgumentParser:
 
     c = add("tune", "search hyper-parameters: trials, then the best against the default on new seeds")
     c.add_argument("--id", metavar="NAME", help="name of the study's folder (default: the time)")
-    c.add_argument("--jobs", type=int, default=1, metavar="N", help="workers side by side (default: 1)")
+    c.add_argument("--jobs", type=int, metavar="N", help="workers side by side (default: tune.workers)")
     c.add_argument("--resume", action="store_true", help="go on with the study if it exists")
     c.set_defaults(call=tune)
 

@@ -150,22 +150,31 @@ def study(
     importances: Mapping[str, float],
     logarithmic: Sequence[str],
     name: str = "study",
-) -> str:
-    """Complete trials (number, value, parameters): in the order in which they ran, with the best so far; what each
-    parameter mattered (shares that add up to 1); and the values over each parameter."""
+) -> list[str]:
+    """Of complete trials (number, value, parameters) a drawing each: in the order in which they ran, with the best so
+    far; what each parameter mattered (shares that add up to 1); and the values over each parameter, the one that
+    mattered most first."""
+    names = sorted(importances, key=lambda path: -importances[path])
+    labels = {path: path.removeprefix("algorithm.") for path in names}
 
-    def paint(figure: Any) -> None:
-        names = list(importances)
-        panels = figure.subplots(1, 2 + len(names))
+    def history(figure: Any) -> None:
+        axes = figure.add_subplot()
         numbers, values = [t[0] for t in trials], [100 * t[1] for t in trials]
-        panels[0].plot(numbers, values, linestyle="", marker="o", color=PALETTE[0], alpha=0.7)
-        panels[0].step(numbers, list(accumulate(values, max)), where="post", color=PALETTE[1])
-        _axes(panels[0], "trial", "value (%); line: the best so far", whole_x=True)
-        panels[1].barh(range(len(names)), [importances[n] for n in names], color=PALETTE[2])
-        panels[1].set_yticks(range(len(names)), [n.removeprefix("algorithm.") for n in names])
-        panels[1].invert_yaxis()
-        _axes(panels[1], "importance", "")
-        for axes, path in zip(panels[2:], names, strict=True):
+        axes.plot(numbers, values, linestyle="", marker="o", color=PALETTE[0], alpha=0.7)
+        axes.step(numbers, list(accumulate(values, max)), where="post", color=PALETTE[1])
+        _axes(axes, "trial", "value (%); line: the best so far", whole_x=True)
+
+    def shares(figure: Any) -> None:
+        axes = figure.add_subplot()
+        axes.barh(range(len(names)), [importances[path] for path in names], color=PALETTE[2])
+        axes.set_yticks(range(len(names)), [labels[path] for path in names])
+        axes.set_xlim(0, 1)
+        axes.invert_yaxis()
+        _axes(axes, "importance", "")
+
+    def slice(path: str) -> Callable[[Any], None]:
+        def paint(figure: Any) -> None:
+            axes = figure.add_subplot()
             known = [(t[2][path], 100 * t[1]) for t in trials if path in t[2]]
             xs = [x if isinstance(x, int | float) else str(x) for x, _ in known]
             axes.plot(xs, [y for _, y in known], linestyle="", marker="o", color=PALETTE[0], alpha=0.7)
@@ -173,10 +182,16 @@ def study(
                 axes.set_xscale("log")
                 axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")  # its own writes formulas
                 axes.xaxis.set_minor_formatter(lambda x, _: "")
-            _axes(axes, path.removeprefix("algorithm."), "")
+            _axes(axes, labels[path], "value (%)")
 
-    about = "A study: values by trial, what each parameter mattered, and the values over each parameter"
-    return _drawing(name, about, 3.6, paint, width=3.2 * (2 + len(importances)))
+        return paint
+
+    paints = {
+        "Values of the trials in the order in which they ran, and the best so far": history,
+        "What each parameter mattered": shares,
+        **{f"Values of the trials over {labels[path]}": slice(path) for path in names},
+    }
+    return [_drawing(f"{name}-{i}", alt, 3.0, paint, width=5.0) for i, (alt, paint) in enumerate(paints.items())]
 
 
 # ------------------------------------------------------------------------------------------------ one run

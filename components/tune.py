@@ -3,24 +3,27 @@ no trial has seen.
 
 A study is a folder `<run.store>/<id>/`: the trials' runs, `study.log` (unless `tune.storage` names a data base), and in
 the end `tune.json`, `params.yaml` (the configuration with the best values), `patch.yaml` (the values alone) and
-`study.svg`. The same command with --resume goes on after a kill.
+`study.html`. The same command with --resume goes on after a kill.
+
+Its workers know of each other by the study alone: any may be killed, and others begun, at any time.
 """
 
 from __future__ import annotations
 
 import argparse
-import html
+import json
 import logging
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, Literal
 
 import yaml
 
-from components import common, plots
-from components.artifacts import Artifact, History, PoolFile
+from components import common
+from components.artifacts import History, PoolFile
 from components.check import check
 from components.compare import RunsFailed
 from components.federate import alone, federate
@@ -30,45 +33,41 @@ from components.overrides import hand_over, write_config
 from components.run import need_packages
 from components.share import adopt, fits, share
 from components.side_by_side import Job, side_by_side
+from components.study import Tuned, importance, markdown, page, said
 from components.track import of_job, tracker
 from fl_engine import tune as search
-from fl_engine.config import Config, load_config, public, set_path, shown
+from fl_engine.config import Config, Range, load_config, public, set_path, shown
 from fl_engine.errors import BadInput, ConfigError, Stopped
 from fl_engine.tracking import MLflow, log_outcome
 
 log = logging.getLogger("flexfleet")
 
-
-class Tuned(Artifact):
-    """tune.json."""
-
-    id: str
-    metric: Literal["avg", "full"]
-    trials: dict[str, int]
-    """How many by outcome: complete, pruned, infeasible."""
-    space: dict[str, dict[str, Any]]
-    default: dict[str, Any]
-    """Of the first trial."""
-    default_value: float | None
-    best: dict[str, Any]
-    best_trial: int
-    best_value: float
-    held_out: dict[Literal["seeds", "default", "best"], list[float]]
-    """Figures of the unchanged configuration and of the best one, seed by seed."""
-    gain: float
-    """Mean of best - default over the held-out seeds."""
+FILES = ("tune.json", "params.yaml", "patch.yaml", "study.html")
+"""What a study leaves."""
+PARENT = "mlflow-run"
+"""Attribute of the study: the MLflow run that those of the trials belong to."""
+POLL_S = 1.0
+"""A worker that finds the last trials running looks again after so long."""
 
 
-def tune(
-    config: Config, id: str, *, resume: bool = False, at_once: int = 1, tags: Mapping[str, str] | None = None
-) -> Tuned:
-    """Runs what is left of a study's trials and the comparison on held-out seeds. `tags`: of the study's MLflow run.
+def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
+    """Runs what is left of a study's trials, with `tune.workers` processes, and the comparison on held-out seeds.
 
     Raises ConfigError for an impossible search, Stopped after SIGTERM or where a worker was stopped.
     """
     folder = Path(config.run.store) / plain(id, "a study's id")
     if folder.exists() and not resume:
         raise ConfigError(f"{folder} exists already: go on with --resume, or choose another --id")
+    _examine(config)
+    with alone(folder), search.answering(config):
+        _prepare_default(config, folder)
+        _begin(config, folder, id, folder, {})
+        _work_all(config, folder, id)
+        return _conclude(config, search.open_study(config, folder, id), folder, folder)
+
+
+def _examine(config: Config) -> None:
+    """Raises for a search that would not mean anything, or cannot be run."""
     clash = {"seed", *(p for p in config.tune.space if p.startswith(("tune.", "run.", "tracking.", "kubernetes.")))}
     if clash & config.tune.space.keys():
         raise ConfigError(f"tune.space: {', '.join(sorted(clash & config.tune.space.keys()))} cannot be searched")
@@ -76,107 +75,140 @@ def tune(
         raise ConfigError("tune.held_out: these seeds are to be new, but trials run on some of them (tune.seeds)")
     check(config)
     need_packages(config)
-    with alone(folder):
-        space, first = _space(config, folder)
-        _begin(config, folder, id, first)
-        parent = _parent(config, folder, id, tags or {})
-        _work_all(config, folder, id, at_once)
-        found = _conclude(config, folder, id, space, first)
-        if parent is not None and config.tracking.mlflow is not None:
-            figures = {f"best/{found.metric}": found.best_value, "held_out/gain": found.gain}
-            files = [str(folder / name) for name in ("tune.json", "params.yaml", "patch.yaml", "study.svg")]
-            log_outcome(config.tracking.mlflow, parent.run_id, figures, {}, files)
-            parent.finish("FINISHED")
-        return found
 
 
-def _space(config: Config, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is searched, and what the configuration has there: of the pool that the first seed's run would have."""
-    prepared = _with_seed(config, config.tune.seeds[0])
-    pool = PoolFile.read(_prepare(prepared, folder, folder / "default") / "pool" / "pool.json").pool()
+def _prepare_default(config: Config, folder: Path) -> None:
+    """The run that the first seed would have without a search: its pool says what is searched."""
+    _prepare(_with_seed(config, config.tune.seeds[0]), folder, folder / "default")
+
+
+def _space(config: Config, prepared: Path) -> tuple[dict[str, Range], dict[str, Any]]:
+    """What is searched, and what the configuration has there."""
+    pool = PoolFile.read(prepared / "default" / "pool" / "pool.json").pool()
     space = search.space_of(config, pool)
     return space, search.defaults(config, space, pool)
 
 
-def _begin(config: Config, folder: Path, id: str, first: Mapping[str, Any]) -> None:
+def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[str, str]) -> None:
+    """The study with the default as its first trial, and its MLflow run with these `tags`; a begun one is gone on
+    with."""
     study = search.open_study(config, folder, id)
-    gone = search.clear_stale(study)
-    if gone:
-        log.info("trials whose worker is gone are tried again: %s", ", ".join(map(str, gone)))
+    _take_up(study)
     if not study.get_trials(deepcopy=False):
-        study.enqueue_trial(dict(first))
+        study.enqueue_trial(_space(config, prepared)[1])
+    parent = _parent(config, study, tags)
+    if parent is not None:
+        study.set_user_attr(PARENT, parent.run_id)
+        parent.params(shown(config))
 
 
-PARENT = "mlflow-run"
-"""File of the study: the MLflow run that those of the trials belong to."""
-
-
-def _parent(config: Config, folder: Path, id: str, given: Mapping[str, str]) -> MLflow | None:
-    path = folder / PARENT
-    known = path.read_text() if path.exists() else None
+def _parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | None:
+    id, known = study.study_name, study.user_attrs.get(PARENT)
     tags = {"flexfleet.study": id, "algorithm": str(config.algorithm["name"]), **given}
-    run = tracker(config, f"study {id}", tags, known)
-    if run is None:
-        return None
-    path.write_text(run.run_id)
-    run.params(shown(config))
-    return run
+    return tracker(config, f"study {id}", tags, known)
 
 
-def _tags(folder: Path, **more: str) -> dict[str, str]:
-    parent = folder / PARENT
-    of = {"mlflow.parentRunId": parent.read_text()} if parent.exists() else {}
-    return {**of, "flexfleet.study": folder.name, **{f"flexfleet.{key}": value for key, value in more.items()}}
+def _tags(study: Any, **more: str) -> dict[str, str]:
+    parent = study.user_attrs.get(PARENT)
+    of = {} if parent is None else {"mlflow.parentRunId": str(parent)}
+    return {**of, "flexfleet.study": study.study_name, **{f"flexfleet.{key}": value for key, value in more.items()}}
 
 
-def _work_all(config: Config, folder: Path, id: str, at_once: int) -> None:
+def _work_all(config: Config, folder: Path, id: str) -> None:
     given, stdin = hand_over(config, folder / "config.yaml")
-    if at_once == 1:
+    many = config.tune.workers
+    if many == 1:
         work(config, folder, id)
         return
     asked = ("--config", given, "--study", str(folder), "--id", id, "--worker")
-    names = [f"worker{i}" for i in range(at_once)]
+    names = [f"worker{i}" for i in range(many)]
     workers = [
         Job(name, "components.tune", (*asked, str(i)), folder / f"{name}.log", stdin) for i, name in enumerate(names)
     ]
-    failed = [f"{name} ({folder / name}.log)" for name, code in side_by_side(workers, at_once).items() if code]
-    if failed:
+    failed = [f"{name} ({folder / name}.log)" for name, code in side_by_side(workers, many).items() if code]
+    if failed and len(_done(search.open_study(config, folder, id))) < config.tune.trials:
         raise RunsFailed(f"workers ended before the study was done: {', '.join(failed)}; go on with --resume", 1)
 
 
 # ------------------------------------------------------------------------------------------------------- trials
-def work(config: Config, folder: Path, id: str, worker: int = 0) -> None:
-    """One worker: trial after trial, until the study has as many as are wanted."""
-    import optuna
+def work(config: Config, folder: Path, id: str, worker: int = 0, prepared: Path | None = None) -> list[int]:
+    """One worker of a study that has begun: trial after trial, until it has as many as are wanted. Gives the numbers of
+    those that this worker has brought to an end. `prepared`: where partition, pre-training and the default's pool are,
+    if not in the study's folder.
 
-    study = search.open_study(config.model_copy(update={"seed": config.seed + worker}), folder, id)
-    pool = PoolFile.read(folder / "default" / "pool" / "pool.json").pool()
-    space = search.space_of(config, pool)
+    A worker that finds nothing to begin waits for the trials that run elsewhere: where their workers are gone, it takes
+    them up.
+    """
+    prepared, mine = prepared or folder, list[int]()
+    study = search.open_study(config, folder, id, begun=True)
+    # One that is started again must not draw what the one before it drew.
+    study.sampler = search.sampler(config.seed + worker + 1000 * len(_begun(study)))
+    space, _ = _space(config, prepared)
+    seen: dict[int, tuple[Any, float]] = {}
+    waiting = False
+    while len(_done(study)) < config.tune.trials:
+        _take_up(study, seen)
+        if len(_begun(study)) >= config.tune.trials:
+            if not waiting:
+                log.info("the last trials are with other workers: waiting for their ends")
+            waiting = True
+            time.sleep(POLL_S)
+            continue
+        trial = study.ask()
+        if search.surplus(study, trial, config.tune.trials):
+            search.drop(study, trial)
+        elif _try(config, folder, study, trial, space, prepared):
+            mine.append(trial.number)
+    return mine
 
-    def left() -> int:
-        return config.tune.trials - len(_done(study))
 
-    def objective(trial: Any) -> float:
-        trial.set_user_attr(search.WORKER, search.me())
-        values = search.suggest(trial, space)
-        try:
-            value = _trial(config, folder, trial, values)
-        except search.Pruned:
-            raise optuna.TrialPruned from None
-        except BadInput as error:  # no such pool: sizes that cross, an adaptive model above the next level
-            log.info("trial %d cannot be: %s", trial.number, error)
-            trial.set_user_attr("infeasible", str(error))
-            trial.set_constraint("possible", 1.0)
-            raise optuna.TrialPruned from None
-        except (Stopped, KeyboardInterrupt):
-            study.enqueue_trial(dict(trial.params))
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-            raise
-        log.info("trial %d: %s %.4f with %s", trial.number, config.tune.metric, value, _said(values))
-        return value
+def _take_up(study: Any, seen: dict[int, tuple[Any, float]] | None = None) -> None:
+    gone = search.clear_stale(study, seen)
+    if gone:
+        log.info("trials whose worker is gone are tried again: %s", ", ".join(map(str, gone)))
 
-    while left() > 0:
-        study.optimize(objective, n_trials=1)
+
+def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[str, Range], prepared: Path) -> bool:
+    """Runs a trial and tells the study; False where another worker was given it meanwhile."""
+    from optuna.exceptions import UpdateFinishedTrialError
+    from optuna.trial import TrialState
+
+    value, state = None, None
+    try:
+        with search.beating(trial):
+            trial.set_user_attr(search.WORKER, search.me())
+            values = search.suggest(trial, space)
+            try:
+                value = _trial(config, folder, study, trial, values, prepared)
+            except search.Pruned:
+                state = TrialState.PRUNED
+            except BadInput as error:  # no such pool: sizes that cross, an adaptive model above the next level
+                log.info("trial %d cannot be: %s", trial.number, error)
+                trial.set_user_attr("infeasible", str(error))
+                trial.set_constraint("possible", 1.0)
+                state = TrialState.PRUNED
+        taken = study.tell(trial, value, state=state, skip_if_finished=True).state == TrialState.FAIL
+    except (search.Taken, UpdateFinishedTrialError):
+        taken = True
+    except (Exception, KeyboardInterrupt) as error:
+        wished = isinstance(error, Stopped | KeyboardInterrupt)
+        tried = trial.user_attrs.get(search.TRIED, 0) + (not wished)
+        search.give_back(study, study.trials[trial.number], tried)
+        raise
+    if taken:
+        log.info("trial %d was silent for too long: another worker tries its values", trial.number)
+        return False
+    if value is not None:
+        log.info("trial %d: %s %.4f with %s", trial.number, config.tune.metric, value, said(values))
+    return True
+
+
+def _begun(study: Any) -> list[Any]:
+    """Those that count: done, or running."""
+    from optuna.trial import TrialState
+
+    states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+    return [*study.get_trials(deepcopy=False, states=states)]
 
 
 def _done(study: Any) -> list[Any]:
@@ -185,16 +217,18 @@ def _done(study: Any) -> list[Any]:
     return [*study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))]
 
 
-def _trial(config: Config, folder: Path, trial: Any, values: Mapping[str, Any]) -> float:
+def _trial(
+    config: Config, folder: Path, study: Any, trial: Any, values: Mapping[str, Any], prepared: Path
+) -> float:
     """The metric of the last round, over the seeds; the first seed's rounds are what a trial is pruned by."""
     changed, found = search.applied(config, values), []
     for i, seed in enumerate(config.tune.seeds):
         out = folder / "trials" / f"{trial.number}-s{seed}"
         reporter = search.Reporter(trial, config.tune.metric) if i == 0 else None
-        pool = PoolFile.read(_prepare(_with_seed(changed, seed), folder, out) / "pool" / "pool.json").pool()
+        pool = PoolFile.read(_prepare(_with_seed(changed, seed), prepared, out) / "pool" / "pool.json").pool()
         for name, points in search.excess(pool, changed).items():
             trial.set_constraint(f"{name}/s{seed}", points)
-        found.append(_rounds(_with_seed(changed, seed), out, _tags(folder, trial=str(trial.number)), reporter))
+        found.append(_rounds(_with_seed(changed, seed), out, _tags(study, trial=str(trial.number)), reporter))
         shutil.rmtree(out / "rounds", ignore_errors=True)  # a trial's models are of no use to anybody
     return mean(found)
 
@@ -203,10 +237,10 @@ def _with_seed(config: Config, seed: int) -> Config:
     return config.model_copy(update={"seed": seed})
 
 
-def _prepare(config: Config, folder: Path, out: Path) -> Path:
-    """Partition, pre-training and pool of a run, in `out`; what runs of a seed have in common is computed once, where
-    the search does not touch it."""
-    shared = folder / f"shared-s{config.seed}"
+def _prepare(config: Config, prepared: Path, out: Path) -> Path:
+    """Partition, pre-training and pool of a run, in `out`; what runs of a seed have in common is computed once, in
+    `prepared`, where the search does not touch it."""
+    shared = prepared / f"shared-s{config.seed}"
     if not (shared / "shared.json").exists():
         share(config, shared)
     if fits(config, shared):
@@ -228,16 +262,12 @@ def _rounds(config: Config, out: Path, tags: Mapping[str, str], observer: Any = 
     return float(last[config.tune.metric])
 
 
-def _said(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k.rpartition('algorithm.')[2]} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
-                     for k, v in values.items())  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------------------ outcome
-def _conclude(config: Config, folder: Path, id: str, space: Mapping[str, Any], first: Mapping[str, Any]) -> Tuned:
+def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
+    """Runs the best setting and the default on the held-out seeds, and writes FILES into `folder`."""
     from optuna.trial import TrialState
 
-    study = search.open_study(config, folder, id)
+    space, first = _space(config, prepared)
     done = _done(study)
     complete = [t for t in done if t.state == TrialState.COMPLETE]
     feasible = [t for t in complete if all(v <= 0 for v in t.constraints.values())]
@@ -254,10 +284,10 @@ def _conclude(config: Config, folder: Path, id: str, space: Mapping[str, Any], f
             out = folder / "held-out" / f"{name}-s{seed}"
             if not (out / "history.json").exists():
                 _prepare(_with_seed(setting, seed), folder, out)
-            held[name].append(_rounds(_with_seed(setting, seed), out, _tags(folder, held_out=name)))
+            held[name].append(_rounds(_with_seed(setting, seed), out, _tags(study, held_out=name)))
     started = next((t.value for t in complete if first.items() <= t.params.items()), None)
     found = Tuned(
-        id=id,
+        id=study.study_name,
         metric=config.tune.metric,
         trials={
             "complete": len(complete),
@@ -265,6 +295,7 @@ def _conclude(config: Config, folder: Path, id: str, space: Mapping[str, Any], f
             "infeasible": sum("infeasible" in t.user_attrs for t in done),
         },
         space={path: range.model_dump(mode="json") for path, range in space.items()},
+        importance=importance(study, complete, space),
         default=dict(first),
         default_value=started,
         best=dict(best.params),
@@ -282,52 +313,68 @@ def _conclude(config: Config, folder: Path, id: str, space: Mapping[str, Any], f
             here = here[part]
         set_path(changed, path, here)
     (folder / "patch.yaml").write_text(yaml.safe_dump(changed))
-    (folder / "study.svg").write_text(_drawn(study, complete, space))
+    trials = [(t.number, t.value, t.params) for t in sorted(complete, key=lambda t: t.number)]
+    (folder / "study.html").write_text(page(found, trials))
     found.write(folder / "tune.json")
+    parent = _parent(config, study, {})
+    if parent is not None and config.tracking.mlflow is not None:
+        figures = {f"best/{found.metric}": found.best_value, "held_out/gain": found.gain}
+        log_outcome(config.tracking.mlflow, parent.run_id, figures, {}, [str(folder / name) for name in FILES])
+        parent.finish("FINISHED")
     return found
 
 
-def _drawn(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) -> str:
-    import optuna
+# ------------------------------------------------------------------------------------------- as tasks of a graph
+def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, str]]:
+    """Checks the search, and writes what all workers start from into `out`; begins the study where they share one.
+    Gives a mapping for each worker. Values are texts: a graph may make floats of numbers."""
+    many = config.tune.workers
+    if many > 1 and search.address(config) is None:
+        raise ConfigError(
+            f"tune.workers is {many}, and pods share a study by a data base alone: set tune.storage to its address, or "
+            "put the address into the Secret flexfleet-tune (FLEXFLEET_TUNE_SECRET names another) as "
+            "FLEXFLEET_TUNE_STORAGE; or set tune.workers to 1"
+        )
+    _examine(config)
+    write_config(config, out / "config.yaml")
+    for seed in config.tune.seeds:
+        share(_with_seed(config, seed), out / f"shared-s{seed}")
+    _prepare_default(config, out)
+    if search.address(config) is not None:
+        _begin(config, out, id, out, of_job(config, job_id))
+    return [{"study": id, "worker": str(i)} for i in range(many)]
 
-    varied = {p for p in space if len({repr(t.params.get(p)) for t in complete}) > 1}
-    shares = dict.fromkeys(space, 0.0)
-    if len(complete) > 3 and varied and len({t.value for t in complete}) > 1:
-        shares |= optuna.importance.get_param_importances(study, params=sorted(varied))
-    trials = [(t.number, t.value, t.params) for t in sorted(complete, key=lambda t: t.number)]
-    wide = [path for path, range in space.items() if range.log and range.high >= 10 * range.low]
-    return plots.study(trials, shares, wide)
 
-
-def in_graph(config: Config, id: str, out: Path, text: Path, page: Path, job_id: str) -> Tuned:
-    """A study as a task: what it has come to into `out`, as Markdown into `text` and as HTML into `page`."""
-    found = tune(config, id, resume=True, tags=of_job(config, job_id))
+def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) -> list[int]:
+    """A worker as a task: gives the numbers of its trials, and writes them into `out`; with a study that no data base
+    has, which is then this worker's alone, the study too."""
+    config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("tune.json", "params.yaml", "patch.yaml", "study.svg"):
+    alone_with_it = search.address(config) is None
+    if alone_with_it:
+        _begin(config, folder, id, prepared, of_job(config, job_id))
+    with search.answering(config):
+        mine = work(config, folder, id, worker, prepared)
+    (out / "trials.json").write_text(json.dumps(mine))
+    if alone_with_it:
+        shutil.copyfile(folder / "study.log", out / "study.log")
+    return mine
+
+
+def report(prepared: Path, id: str, workers: Sequence[Path], out: Path, text: Path, html: Path) -> Tuned:
+    """The last task: what the study has come to into `out`, as Markdown into `text` and as HTML into `html`.
+    `workers`: what `work_in_graph` wrote for each."""
+    config = load_config(prepared / "config.yaml")
+    folder = Path(config.run.store) / id
+    with alone(folder), search.answering(config):
+        found = _conclude(config, search.open_study(config, workers[0], id, begun=True), folder, prepared)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
         shutil.copyfile(folder / name, out / name)
-    patch = f"```yaml\n{(out / 'patch.yaml').read_text()}```\n"
-    text.write_text("\n\n".join([*told(found, folder).splitlines(), patch]))
-    page.write_text(f"<!doctype html><title>{html.escape(id)}</title>{(out / 'study.svg').read_text()}")
+    text.write_text(markdown(found, (out / "patch.yaml").read_text()))
+    shutil.copyfile(out / "study.html", html)
     return found
-
-
-def told(found: Tuned, folder: Path) -> str:
-    """What a person wants to know of it."""
-    t = found.trials
-    lines = [
-        f"{t['complete']} trials complete, {t['pruned']} pruned, {t['infeasible']} impossible",
-        f"best, trial {found.best_trial}: {found.metric} {100 * found.best_value:.2f} % with {_said(found.best)}",
-    ]
-    if found.default_value is not None:
-        lines.append(f"default: {100 * found.default_value:.2f} % with {_said(found.default)}")
-    if found.held_out["seeds"]:
-        b, d = found.held_out["best"], found.held_out["default"]
-        spread = stdev(x - y for x, y in zip(b, d, strict=True)) if len(b) > 1 else 0.0
-        seeds = ", ".join(str(int(s)) for s in found.held_out["seeds"])
-        against = f"{100 * mean(b):.2f} % against {100 * mean(d):.2f} %"
-        lines.append(f"held-out seeds {seeds}: {against}, {100 * found.gain:+.2f} points (+- {100 * spread:.2f})")
-    return "\n".join([*lines, f"settings: {folder / 'params.yaml'}"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -337,7 +384,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--id", required=True)
     p.add_argument("--worker", type=int, required=True)
     args = p.parse_args(argv)
-    work(load_config(args.config), args.study, args.id, args.worker)
+    config = load_config(args.config)
+    with search.answering(config):
+        work(config, args.study, args.id, args.worker)
     return 0
 
 

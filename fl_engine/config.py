@@ -283,6 +283,9 @@ class TuneConfig(_Section):
     space: dict[str, Range] = {}
     """By dotted name (`algorithm.gammas.0`: the first of a list); empty, for flexfl: gamma of every level around what
     its target size gives, lambda (kd_weight) and Gamma (adaptive_size)."""
+    workers: Count = 1
+    """How many work on the trials at the same time: as processes side by side, in the pipeline as pods, which then need
+    `storage`. `trials` are those of all together."""
     storage: str | None = None
     """URL of a data base for workers on several machines; null: that of the environment's FLEXFLEET_TUNE_STORAGE, else
     a journal in the study's folder."""

@@ -10,24 +10,40 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count, pairwise
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from fl_engine.config import Config, Range, algorithm, parse, set_path
-from fl_engine.errors import ConfigError, Stopped, first_line, masked
+from fl_engine.errors import ConfigError, Stopped, Unreachable, first_line, masked
 from fl_engine.types import Pool
 
 log = logging.getLogger("flexfleet")
 
 WORKER = "worker"
 """Attribute of a trial: which process runs it."""
+BEAT = "beat"
+"""Attribute of a running trial that its worker changes every BEAT_S seconds."""
+BEAT_S = 15.0
+SILENT_S = 90.0
+"""A worker of another machine whose trial has had the same beat for so long is gone."""
+TRIED = "tried"
+"""Attribute of a trial: how many workers were gone before it, with the same values."""
+MOST_TRIED = 4
+"""Values that so many workers did not survive are left: they may be what ends them (memory, say)."""
 Values = Mapping[str, Any]
 
 
 class Pruned(Stopped):
     """A trial's run is behind the others at the same round."""
+
+
+class Taken(Stopped):
+    """A trial's worker was taken for gone, and another one tries its values again."""
 
 
 # ------------------------------------------------------------------------------------------------------ the space
@@ -123,14 +139,20 @@ def excess(pool: Pool, config: Config) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------------ the study
-def open_study(config: Config, folder: Path, name: str) -> Any:
+def address(config: Config) -> str | None:
+    """Of the data base that workers on several machines share; None: the study is a file of its folder."""
+    return config.tune.storage or os.environ.get("FLEXFLEET_TUNE_STORAGE") or None
+
+
+def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) -> Any:
     """The study in `tune.storage`, else in the environment's FLEXFLEET_TUNE_STORAGE (an address that nobody is to see),
-    else in `<folder>/study.log`; created where it is not there yet. Raises ConfigError where that cannot be used."""
+    else in `<folder>/study.log`; created where it is not there yet, unless it has `begun`. Raises ConfigError where
+    that cannot be used."""
     import optuna
-    from sqlalchemy.exc import SQLAlchemyError
+    from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage: Any = config.tune.storage or os.environ.get("FLEXFLEET_TUNE_STORAGE")
+    storage: Any = address(config)
     where = f"tune.storage = {storage}" if storage else f"{folder / 'study.log'}"
     if not storage:
         from optuna.storages import JournalStorage
@@ -138,17 +160,40 @@ def open_study(config: Config, folder: Path, name: str) -> Any:
 
         folder.mkdir(parents=True, exist_ok=True)
         storage = JournalStorage(JournalFileBackend(str(folder / "study.log")))
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=max(1, config.rounds.stop // 4))
+    settings = {"storage": storage, "study_name": name, "sampler": sampler(config.seed), "pruner": pruner}
     try:
-        return optuna.create_study(
-            storage=storage,
-            study_name=name,
-            sampler=optuna.samplers.TPESampler(seed=config.seed % 2**32),
-            pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=max(1, config.rounds.stop // 4)),
-            direction="maximize",
-            load_if_exists=True,
-        )
+        if begun:
+            return optuna.load_study(**settings)
+        return optuna.create_study(**settings, direction="maximize", load_if_exists=True)
     except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError, KeyError) as error:
+        if begun and isinstance(error, optuna.exceptions.StorageInternalError | DBAPIError):
+            raise  # it was reached before: `answering` tells
+        if begun and isinstance(error, KeyError):
+            raise ConfigError(
+                f"{masked(where)} has no study {name!r}, though it was begun: give the address of a data base that "
+                "every worker reaches, no file of one machine"
+            ) from error
         raise ConfigError(f"{masked(where)} cannot be used: {first_line(error)}") from error
+
+
+@contextmanager
+def answering(config: Config) -> Iterator[None]:
+    """Around work on a study that has begun. Raises Unreachable where its data base does not answer."""
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import DBAPIError
+
+    try:
+        yield
+    except (StorageInternalError, DBAPIError) as error:
+        where = masked(address(config) or "file")
+        raise Unreachable(f"the study's data base ({where}) does not answer: {masked(first_line(error))}") from error
+
+
+def sampler(seed: int) -> Any:
+    import optuna
+
+    return optuna.samplers.TPESampler(seed=seed % 2**32)
 
 
 def me() -> str:
@@ -157,21 +202,48 @@ def me() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{started}"
 
 
-def clear_stale(study: Any) -> list[int]:
-    """Trials whose worker, of this machine, is gone count as failed, and what they tried is tried again."""
+# ----------------------------------------------------------------------------------------------- workers that end
+def clear_stale(study: Any, seen: dict[int, tuple[Any, float]] | None = None) -> list[int]:
+    """Trials whose worker is gone count as failed, and what they tried is tried again. Gives their numbers.
+
+    A worker of this machine is gone when its process is; one of another machine when its trial's beat has not changed
+    for SILENT_S. `seen`, kept from call to call, is which beat each trial had and since when: clocks of two machines
+    are not compared.
+    """
     from optuna.trial import TrialState
 
-    gone = []
+    gone, now, seen = [], time.monotonic(), {} if seen is None else seen
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        host, _, rest = str(trial.user_attrs.get(WORKER, "")).partition(":")
-        if host == socket.gethostname() and _alive(*rest.split(":")):
-            continue
-        if host and host != socket.gethostname():
-            continue  # another machine's: its own workers tell
-        study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-        study.enqueue_trial(dict(trial.params))
-        gone.append(trial.number)
+        signs = (trial.user_attrs.get(WORKER), trial.user_attrs.get(BEAT))
+        before, since = seen.get(trial.number, (None, now))
+        if before != signs:
+            seen[trial.number], since = (signs, now), now
+        host, _, rest = str(signs[0] or "").partition(":")
+        ended = host == socket.gethostname() and not _alive(*rest.split(":"))
+        if (ended or now - since >= SILENT_S) and give_back(study, trial, trial.user_attrs.get(TRIED, 0) + 1):
+            gone.append(trial.number)
     return gone
+
+
+def give_back(study: Any, trial: Any, tried: int) -> bool:
+    """The trial counts as failed, and its values are the next ones to be tried; False: somebody else did that."""
+    import optuna
+
+    try:
+        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+    except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+        return False
+    values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # drawn, or to be tried before it was
+    if tried < MOST_TRIED and values:
+        study.enqueue_trial(values, user_attrs={TRIED: tried})
+    return True
+
+
+def drop(study: Any, trial: Any) -> None:
+    """The trial counts as failed, and its values are not tried again."""
+    import optuna
+
+    study.tell(trial, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
 
 
 def _alive(pid: str, started: str) -> bool:
@@ -179,6 +251,44 @@ def _alive(pid: str, started: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19] == started
     except OSError:
         return False
+
+
+@contextmanager
+def beating(trial: Any) -> Iterator[None]:
+    """Meanwhile the trial's worker gives signs of life."""
+    from optuna.exceptions import OptunaError, UpdateFinishedTrialError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    over = Event()
+
+    def beat() -> None:
+        for number in count():
+            if over.wait(BEAT_S):
+                return
+            try:
+                trial.set_user_attr(BEAT, number)
+            except UpdateFinishedTrialError:
+                return  # the worker learns it with the next round
+            except (OptunaError, SQLAlchemyError, OSError) as error:
+                log.warning("no sign of life got through, the next may: %s", masked(first_line(error)))
+
+    thread = Thread(target=beat, name="beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def surplus(study: Any, trial: Any, wanted: int) -> bool:
+    """Whether as many trials as are wanted have begun before this one: two workers may both have seen the last one
+    missing. What waits to be tried again counts too, as it was there before."""
+    from optuna.trial import TrialState
+
+    states = tuple(state for state in TrialState if state != TrialState.FAIL)
+    before = [t for t in study.get_trials(deepcopy=False, states=states) if t.number < trial.number]
+    return len(before) >= wanted
 
 
 class Reporter:
@@ -191,9 +301,14 @@ class Reporter:
         """Nothing: the trial knows its own."""
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        from optuna.exceptions import UpdateFinishedTrialError
+
         for step, values in rows:
             if self._metric in values:
-                self._trial.report(values[self._metric], step)
+                try:
+                    self._trial.report(values[self._metric], step)
+                except UpdateFinishedTrialError as error:
+                    raise Taken("another worker tries these values again") from error
                 if self._trial.should_prune():
                     raise Pruned(f"pruned after round {step}")
 

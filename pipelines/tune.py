@@ -1,12 +1,16 @@
-"""The tuning pipeline: prepare -> tune.
+"""The tuning pipeline: prepare -> (for each worker) search -> report.
 
-The first task resolves and checks the configuration; the second is the whole study, trial after trial in its pod, as
-`flexfleet tune` makes it in the folder `<store_uri>/<study_id>`. What a killed pod leaves is gone on with where that
-folder outlives it (a volume), or, trial by trial, where `tune.storage` or a Secret names a data base; with `store_uri`
-in S3 and no data base the study begins again. Caching is off, for the reasons given in pipelines/train.py.
+The first task resolves and checks the configuration, cuts the partition and pre-trains; then `tune.workers` pods run
+trial after trial of one study, as `flexfleet tune` makes it in the folder `<store_uri>/<study_id>`; the last task runs
+the best setting against the default and puts it on a page.
+
+Several workers share the study by the data base that `tune.storage` or a Secret names. What a killed pod leaves, the
+others or its successor take up, trial by trial. One worker without a data base goes on with what it finds in its
+folder, where that outlives a pod (a volume); else the study begins again. Caching is off, for the reasons given in
+pipelines/train.py.
 """
 
-from typing import Any
+from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of lists of artifacts only
 
 from kfp import dsl, kubernetes
 
@@ -34,26 +38,46 @@ def prepare(
     job_id: str,
     trials: int,
     advanced: dict[str, Any],
-    config: dsl.Output[Artifact],
-) -> str:
+    prepared: dsl.Output[Artifact],
+) -> list[dict[str, str]]:
     from pathlib import Path
 
-    from components import check, overrides
+    from components import overrides
+    from components.in_pod import ending
+    from components.tune import prepare as step
 
-    given = locals()
-    names = overrides.PARAMETERS | overrides.STUDY
-    resolved = overrides.config_from({name: given[name] for name in names if name in given}, advanced)
-    name = overrides.run_name(study_id, f"tune-{job_id}", resolved)
-    check.check(resolved)
-    overrides.write_config(resolved, Path(config.path))
-    return name
+    with ending("study_id"):
+        given = locals()
+        names = overrides.PARAMETERS | overrides.STUDY
+        resolved = overrides.config_from({name: given[name] for name in names if name in given}, advanced)
+        name = overrides.run_name(study_id, f"tune-{job_id}", resolved)
+        return step(resolved, name, Path(prepared.path), job_id)
 
 
 @task
-def tune(
-    config: dsl.Input[Artifact],
-    study_name: str,
+def search(
+    worker: dict[str, str],
+    prepared: dsl.Input[Artifact],
     job_id: str,
+    searched: dsl.Output[Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    from pathlib import Path
+
+    from components.in_pod import ending, patiently
+    from components.tune import work_in_graph
+
+    with ending("study_id"):
+        start, out = Path(prepared.path), Path(searched.path)
+        mine = patiently(lambda: work_in_graph(start, worker["study"], int(worker["worker"]), out, job_id))
+        metrics.log_metric("trials", len(mine))
+
+
+@task
+def report(
+    workers: list[dict[str, str]],
+    prepared: dsl.Input[Artifact],
+    searched: dsl.Input[List[Artifact]],  # noqa: UP006
     study: dsl.Output[Artifact],
     told: dsl.Output[dsl.Markdown],
     page: dsl.Output[dsl.HTML],
@@ -61,13 +85,15 @@ def tune(
 ) -> None:
     from pathlib import Path
 
-    from components.tune import in_graph
-    from fl_engine.config import load_config
+    from components.in_pod import ending, patiently
+    from components.tune import report as step
 
-    out, text, drawn = (Path(each.path) for each in (study, told, page))
-    found = in_graph(load_config(config.path), study_name, out, text, drawn, job_id)
-    metrics.log_metric(f"best/{found.metric}", found.best_value)
-    metrics.log_metric("held_out/gain", found.gain)
+    with ending("study_id"):
+        ended, start = [Path(worker.path) for worker in searched], Path(prepared.path)
+        id, out = workers[0]["study"], Path(study.path)
+        found = patiently(lambda: step(start, id, ended, out, Path(told.path), Path(page.path)))
+        metrics.log_metric(f"best/{found.metric}", found.best_value)
+        metrics.log_metric("held_out/gain", found.gain)
 
 
 @pipeline(
@@ -112,8 +138,8 @@ def tuning(
         mlflow_uri: Tracking URI of an MLflow server; empty: the one that Kubeflow gives tasks, else no tracking.
         store_uri: Folder of all studies, of a volume that outlives a pod; or s3://bucket/prefix for the trials' rounds.
         study_id: Name of the study's folder; the same name goes on with the study. Empty: algorithm, seed and job.
-        trials: Complete and pruned ones together.
-        advanced: Any other parameter of params.yaml by its dotted name, e.g. {"tune.metric": "full"}; the space as
+        trials: Complete and pruned ones together, of all workers.
+        advanced: Any other parameter of params.yaml by its dotted name, e.g. {"tune.workers": 4}; the space as
             {"tune.space": {"training.lr": {"low": 0.01, "high": 0.1, "log": true}}}.
     """
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
@@ -135,7 +161,16 @@ def tuning(
         trials=trials,
         advanced=advanced,
     )
-    searched = tune(config=start.outputs["config"], study_name=start.outputs["Output"], job_id=job_id)
-    on_cluster(start, retries=0)
-    on_cluster(searched, keys=COORDINATOR_KEYS)
-    kubernetes.use_secret_as_env(searched, TUNE_SECRET, {TUNE_KEY: TUNE_KEY}, optional=True)
+    workers = start.outputs["Output"]
+    with dsl.ParallelFor(workers, name="workers") as worker:
+        one = search(worker=worker, prepared=start.outputs["prepared"], job_id=job_id)
+    found = report(
+        workers=workers,
+        prepared=start.outputs["prepared"],
+        searched=dsl.Collected(one.outputs["searched"]),
+    )
+    on_cluster(start, retries=0, trains=True)
+    on_cluster(one, found, keys=COORDINATOR_KEYS, trains=True)
+    for each, shown in ((start, "1 Prepare"), (one, "2 Trials"), (found, "3 Best against the default")):
+        each.set_display_name(shown)
+        kubernetes.use_secret_as_env(each, TUNE_SECRET, {TUNE_KEY: TUNE_KEY}, optional=True)

@@ -15,10 +15,14 @@ import optuna
 import pytest
 import yaml
 
-from components.tune import Tuned, _conclude, tune
+import components.tune as steps
+from components import cli
+from components.side_by_side import Job
+from components.study import Tuned, gained, markdown, page, told
+from components.tune import _conclude, tune, work
 from fl_engine import tune as search
 from fl_engine.config import Config, Range, load_config
-from fl_engine.errors import ConfigError, Stopped
+from fl_engine.errors import ConfigError, Stopped, Unreachable
 from fl_engine.types import FULL, Pool, PoolModel
 
 FEW = ("tune.trials=4", "tune.held_out=[7]", "rounds.stop=2", "algorithm.epsilon=8")
@@ -160,8 +164,9 @@ def test_what_it_leaves_can_be_run_and_looked_at(done: tuple[Tuned, Path, Config
     assert patch["algorithm"] == {k: best.algorithm[k] for k in ("gammas", "kd_weight", "adaptive_size")}
     assert best.algorithm["kd_weight"] == found.best["algorithm.kd_weight"]
     assert best.model_copy(update={"algorithm": config.algorithm}) == config
-    drawn = (folder / "study.svg").read_text()
+    drawn = (folder / "study.html").read_text()
     assert "importance" in drawn and ">kd_weight<" in drawn and "mathdefault" not in drawn
+    assert drawn.count("<svg") == 2 + len(found.space), "a drawing each, so that they can stand below each other"
     assert found == Tuned.read(folder / "tune.json")
     assert [len(found.held_out[k]) for k in ("seeds", "default", "best")] == [1, 1, 1]
     assert found.gain == pytest.approx(found.held_out["best"][0] - found.held_out["default"][0])
@@ -204,7 +209,7 @@ def test_a_killed_study_goes_on_and_workers_share_it(
     end_of = again.wait()
     assert end_of.code == 0, end_of.err
     found = json.loads(end_of.out)
-    assert sum(found["trials"].values()) in (4, 5)  # two workers may both find the last one missing
+    assert sum(found["trials"].values()) == 4, "of both workers together"
     study = optuna.load_study(
         study_name="a",
         storage=optuna.storages.JournalStorage(
@@ -217,10 +222,262 @@ def test_a_killed_study_goes_on_and_workers_share_it(
 
 
 def test_no_trial_that_can_be_held_is_said(done: tuple[Tuned, Path, Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    found, folder, config = done
+    _, folder, config = done
     monkeypatch.setattr("components.tune._done", lambda study: [])
     with pytest.raises(Exception, match="none of 0 trials has a pool that its devices can hold"):
-        _conclude(config, folder, "a", {}, found.default)
+        _conclude(config, search.open_study(config, folder, "a"), folder, folder)
+
+
+# ------------------------------------------------------------------------------------------------- its workers
+@pytest.fixture
+def untrained(done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A study in a data base whose trials come to a value at once; `done` has partition and pool for its workers."""
+
+    def trial(config: Config, folder: Path, study: Any, trial: Any, values: Any, prepared: Path) -> float:
+        return float(values["algorithm.kd_weight"]) / 100
+
+    monkeypatch.setattr(steps, "_trial", trial)
+    monkeypatch.setattr(steps, "POLL_S", 0.02)
+    shared = done[2].tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
+    untracked = done[2].tracking.model_copy(update={"mlflow": None})
+    config = done[2].model_copy(update={"tune": shared, "tracking": untracked})
+    steps._begin(config, tmp_path, "a", done[1], {})
+    return config
+
+
+def drawn(config: Config, folder: Path) -> list[dict[str, Any]]:
+    return [t.params for t in search.open_study(config, folder, "a").trials if t.state.name == "COMPLETE"]
+
+
+def test_trials_are_those_of_all_workers_together(
+    untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path
+) -> None:
+    two = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"trials": 2})})
+    assert work(two, tmp_path, "a", 0, done[1]) == [0, 1]
+    assert work(untrained, tmp_path, "a", 1, done[1]) == [2, 3]
+    assert work(untrained, tmp_path, "a", 2, done[1]) == []
+
+
+def test_of_two_workers_that_both_find_the_last_trial_missing_one_leaves_it(tmp_path: Path) -> None:
+    study = search.open_study(Config(), tmp_path, "a")
+    first, second, third = (study.ask() for _ in range(3))
+    assert [search.surplus(study, t, 2) for t in (first, second, third)] == [False, False, True]
+    search.drop(study, third)
+    search.give_back(study, study.trials[0], 0)
+    assert not search.surplus(study, study.ask(), 2), "one that ended early leaves its place to another"
+
+
+def test_a_worker_that_is_started_again_does_not_draw_the_same(
+    untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path
+) -> None:
+    for trials in (2, 4):
+        few = untrained.tune.model_copy(update={"trials": trials})
+        work(untrained.model_copy(update={"tune": few}), tmp_path, "a", 0, done[1])
+    found = [params["algorithm.kd_weight"] for params in drawn(untrained, tmp_path)]
+    assert len(set(found)) == 4
+
+
+def test_a_worker_takes_up_the_trials_of_one_elsewhere_that_gives_no_sign(
+    untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "SILENT_S", 0.2)
+    lost = search.open_study(untrained, tmp_path, "a").ask()
+    lost.set_user_attr(search.WORKER, "other:1:0")
+    weight = lost.suggest_float("algorithm.kd_weight", 0.1, 100.0, log=True)
+    mine = work(untrained, tmp_path, "a", 0, done[1])
+    assert len(mine) == 4 and lost.number not in mine
+    again = [t for t in search.open_study(untrained, tmp_path, "a").trials if search.TRIED in t.user_attrs]
+    assert [t.params["algorithm.kd_weight"] for t in again] == [weight] and again[0].number in mine
+
+
+def test_who_gives_signs_is_not_gone_and_silence_is_measured_by_ones_own_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, seen, clock = search.open_study(Config(), tmp_path, "a"), dict[int, Any](), [0.0]
+    monkeypatch.setattr(search.time, "monotonic", lambda: clock[0])
+    alive, silent = study.ask(), study.ask()
+    for trial in (alive, silent):
+        trial.set_user_attr(search.WORKER, "other:1:0")
+        trial.suggest_float("training.lr", 0.1, 1.0)
+    gone = []
+    for i in range(4):
+        alive.set_user_attr(search.BEAT, i)
+        gone.append(search.clear_stale(study, seen))
+        clock[0] += search.SILENT_S / 2
+    assert gone == [[], [], [silent.number], []]
+
+
+def test_a_running_trial_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "BEAT_S", 0.01)
+    study = search.open_study(Config(), tmp_path, "a")
+    trial, end = study.ask(), time.monotonic() + 10
+    with search.beating(trial):
+        while study.trials[0].user_attrs.get(search.BEAT, 0) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)  # signs of what has ended are refused: no error
+
+
+def test_values_that_no_worker_survives_are_left_and_only_one_worker_gives_them_back(tmp_path: Path) -> None:
+    study = search.open_study(Config(), tmp_path, "a")
+    study.enqueue_trial({"training.lr": 0.5})
+    for tried in range(1, search.MOST_TRIED + 1):
+        trial = study.ask()  # ended before it took its values
+        assert search.give_back(study, study.trials[trial.number], tried)
+        assert not search.give_back(study, study.trials[trial.number], tried)
+    states = [t.state.name for t in study.trials]
+    assert states == ["FAIL"] * search.MOST_TRIED
+    assert [t.system_attrs["fixed_params"] for t in study.trials] == [{"training.lr": 0.5}] * search.MOST_TRIED
+
+
+def test_a_worker_whose_trial_was_given_to_another_goes_on_with_the_next(
+    untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it learns that with a round or in the end."""
+
+    def silent(config: Config, folder: Path, study: Any, trial: Any, values: Any, prepared: Path) -> float:
+        if trial.number in (0, 1):
+            search.give_back(study, study.trials[trial.number], 1)
+        if trial.number == 0:
+            search.Reporter(trial, "avg").metrics([(1, {"avg": 0.5})])
+        return 0.5
+
+    monkeypatch.setattr(steps, "_trial", silent)
+    mine = work(untrained, tmp_path, "a", 0, done[1])
+    assert len(mine) == 4 and not {0, 1} & set(mine)
+    assert len(drawn(untrained, tmp_path)) == 4
+
+
+def test_a_trial_that_ends_its_worker_is_tried_again(
+    untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> float:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(steps, "_trial", broken)
+        work(untrained, tmp_path, "a", 0, done[1])
+    assert work(untrained, tmp_path, "a", 0, done[1]) == [1, 2, 3, 4]
+    assert drawn(untrained, tmp_path)[0] == pytest.approx(done[0].default)
+
+
+def test_a_study_that_was_begun_elsewhere_is_not_begun_again(untrained: Config, tmp_path: Path) -> None:
+    other = untrained.tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'of-one-pod.db'}"})
+    with pytest.raises(ConfigError, match=r"has no study 'a', though it was begun: give the address of a data base"):
+        work(untrained.model_copy(update={"tune": other}), tmp_path, "a", 1, tmp_path)
+
+
+def test_a_data_base_that_does_not_answer_is_waited_for(
+    untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told as what a task tries again; the trial that was running then is tried once more."""
+    here, away = tmp_path / "study.db", tmp_path / "away.db"
+
+    def cut_off(config: Config, folder: Path, study: Any, trial: Any, values: Any, prepared: Path) -> float:
+        study._storage._backend.engine.dispose()
+        here.rename(away)
+        here.mkdir()
+        return 0.5
+
+    with monkeypatch.context() as patch, pytest.raises(Unreachable, match=r"study's data base \(sqlite.* not answer: "):
+        patch.setattr(steps, "_trial", cut_off)
+        with search.answering(untrained):
+            work(untrained, tmp_path, "a", 0, done[1])
+    with pytest.raises(Unreachable), search.answering(untrained):
+        work(untrained, tmp_path, "a", 0, done[1])
+    here.rmdir()
+    away.rename(here)
+    monkeypatch.setattr(search, "SILENT_S", 0.2)
+    with search.answering(untrained):
+        assert work(untrained, tmp_path, "a", 0, done[1]) == [1, 2, 3, 4]
+
+
+def test_the_command_line_has_as_many_workers_as_the_parameter_says(
+    untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was killed is no failure where the others did its work."""
+    started: list[Job] = []
+
+    def side_by_side(jobs: Sequence[Job], at_once: int) -> dict[str, int]:
+        started.extend(jobs)
+        assert at_once == 3
+        work(untrained, tmp_path, "a", 1, done[1])
+        return {job.name: 137 if job is jobs[0] else 0 for job in jobs}
+
+    monkeypatch.setattr(steps, "side_by_side", side_by_side)
+    three = untrained.model_copy(update={"tune": untrained.tune.model_copy(update={"workers": 3})})
+    steps._work_all(three, tmp_path, "a")
+    assert [job.argv[-2:] for job in started] == [("--worker", "0"), ("--worker", "1"), ("--worker", "2")]
+    more = three.model_copy(update={"tune": three.tune.model_copy(update={"trials": 9})})
+    with pytest.raises(Exception, match="workers ended before the study was done: worker0"):
+        steps._work_all(more, tmp_path, "a")
+
+
+def test_jobs_is_short_for_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def stop(config: Config, *_: Any, **__: Any) -> None:
+        asked.append(config.tune.workers)
+        raise Stopped("seen")
+
+    monkeypatch.setattr(steps, "tune", stop)
+    monkeypatch.chdir(tmp_path)
+    for words in (("--jobs", "2"), ("--set", "tune.workers=3"), ()):
+        with pytest.raises(Stopped):
+            cli.dispatch(["tune", *words])
+    assert asked == [2, 3, 1]
+    with pytest.raises(ConfigError, match=r"tune\.workers"):
+        cli.dispatch(["tune", "--jobs", "0"])
+
+
+def test_pods_share_a_study_by_a_data_base_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLEXFLEET_TUNE_STORAGE", raising=False)
+    with pytest.raises(ConfigError, match=r"tune\.workers is 2, .*: set tune\.storage .* as FLEXFLEET_TUNE_STORAGE"):
+        steps.prepare(load_config(None, ("tune.workers=2",)), "a", tmp_path, "job")
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------- what it says
+FOUND = Tuned(
+    id="a", metric="avg", trials={"complete": 3, "pruned": 1, "infeasible": 0},
+    space={"algorithm.kd_weight": Range(low=0.1, high=100.0, log=True).model_dump(mode="json"),
+           "training.nesterov": Range(choices=(True, "a|b")).model_dump(mode="json")},
+    importance={"algorithm.kd_weight": 0.25, "training.nesterov": 0.75},
+    default={"algorithm.kd_weight": 10.0}, default_value=0.8,
+    best={"algorithm.kd_weight": 31.4159, "training.nesterov": "a|b"}, best_trial=2, best_value=0.84,
+    held_out={"seeds": [7, 8], "default": [0.80, 0.82], "best": [0.83, 0.84]}, gain=0.025,
+)  # fmt: skip
+
+
+def test_the_headline_says_what_the_best_setting_gains_over_the_default() -> None:
+    first = told(FOUND, Path("runs/a")).splitlines()[0]
+    assert first == "+2.50 points over the default: kd_weight 31.42, training.nesterov a|b"
+    worse = FOUND.model_copy(update={"gain": -0.004})
+    assert gained(worse) == "No gain over the default (-0.40)"
+    assert gained(FOUND.model_copy(update={"best": FOUND.default})) == "No trial was better than the default"
+    unseen = FOUND.model_copy(update={"held_out": {"seeds": [], "default": [], "best": []}})
+    assert gained(unseen) == "+4.00 points over the default, on the trials' own seeds"
+    assert gained(unseen.model_copy(update={"default_value": None})) == "avg 84.00 %"
+
+
+def test_parameters_are_a_table_on_the_page_and_in_markdown() -> None:
+    trials = [(i, 0.8 + i / 50, {"algorithm.kd_weight": 10.0 + i, "training.nesterov": "a|b"}) for i in range(3)]
+    html = page(FOUND, trials)
+    rows = [row.split("</tr>")[0] for row in html.split("<tr>")]
+    assert '<th scope="row">kd_weight</th><td>10</td><td>31.42</td><td>0.1 to 100, log</td><td>25%</td>' in rows[3]
+    assert '<th scope="row">training.nesterov</th><td>\N{EN DASH}</td><td>a|b</td><td>True, a|b</td>' in rows[2]
+    assert '<th scope="row">mean</th><td>81.00</td><td>83.50</td><td>+2.50</td>' in rows[-1]
+    assert "<h1>+2.50 points over the default</h1>" in html
+    text = markdown(FOUND, "a: 1\n")
+    assert "| kd\\_weight | 10 | 31.42 | 0.1 to 100, log | 25% |" in text and "| a\\|b |" in text
+
+
+def test_the_page_is_one_column_where_it_is_narrow() -> None:
+    """No drawing and no column asks for more than there is, and cells may break their lines."""
+    html = page(FOUND, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
+    assert "repeat(auto-fit, minmax(min(100%, 440px), 1fr))" in html
+    assert html.count('style="width:100%;max-width:540px"') == 4 == html.count("<figure>")
+    assert "white-space: nowrap" not in html and "min-width" not in html
 
 
 def test_stopped_is_what_pruned_is() -> None:

@@ -27,6 +27,7 @@ from pipelines.compile import COMPILED, PIPELINES
 from pipelines.task import COORDINATOR_KEYS, S3_KEYS
 
 ORDER = ("partition", "pretrain", "model-pool", "federate", "evaluate", "report")
+ROUNDS = ("exec-federate", "exec-run", "exec-search")
 HEAVY = {"torch", "mlflow", "sklearn", "matplotlib", "fl_engine.config"}
 
 
@@ -126,14 +127,14 @@ def test_tasks_get_the_credentials_of_the_secret_and_know_their_image(name: str)
         named = {name: {pair["secretKey"]: pair["envVar"] for pair in secret["keyToEnv"]}
                  for name, secret in secrets.items()}  # fmt: skip
         s3 = named.pop("flexfleet-s3")
-        wanted = COORDINATOR_KEYS if key in ("exec-federate", "exec-run", "exec-tune") else S3_KEYS
+        wanted = COORDINATOR_KEYS if key in ROUNDS or (name, key) == ("tune", "exec-report") else S3_KEYS
         assert s3 == {key: f"FLEXFLEET_{key}" for key in wanted}, "not those that Kubeflow's launcher reads"
         assert "AWS_SESSION_TOKEN" in s3
         mlflow = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
         assert named.pop("flexfleet-mlflow") == {key: key for key in mlflow}
         storage = {"flexfleet-tune": {"FLEXFLEET_TUNE_STORAGE": "FLEXFLEET_TUNE_STORAGE"}}
         webhook = {"flexfleet-webhook": {"FLEXFLEET_WEBHOOK": "FLEXFLEET_WEBHOOK"}}
-        own = {"exec-tune": storage, "exec-decide": webhook}
+        own = {"exec-decide": webhook} | ({key: storage} if name == "tune" else {})
         assert named == own.get(key, {}), "to whom they are of use, and nobody else"
         assert settings[key]["imagePullPolicy"] == "IfNotPresent"
 
@@ -183,7 +184,7 @@ def test_nodes_data_and_the_secret_are_chosen_when_it_is_compiled() -> None:
     for key, settings in executors.items():
         assert settings["nodeSelector"]["labels"] == {"kubernetes.io/arch": "amd64", "disk": "fast"}
         names = [secret["secretName"] for secret in settings["secretAsEnv"]]
-        assert names == ["my-S3", "my-MLFLOW", "my-TUNE"][: 3 if key == "exec-tune" else 2]
+        assert names == ["my-S3", "my-MLFLOW", "my-TUNE"]
         assert settings["pvcMount"][0]["mountPath"] == "/data"
         env = spec["deploymentSpec"]["executors"][key]["container"]["env"]
         assert {"name": "FLEXFLEET_DATA", "value": "/data"} in env
@@ -226,6 +227,20 @@ def test_the_form_of_a_study_is_the_embedded_job_too() -> None:
     assert set(values) == common | {"study_id", "advanced"}
     given = {name: values[name] for name in common}
     assert config_from(given, values["advanced"]) == config_from({"mlflow_uri": ""}, {})
-    tasks = root["dag"]["tasks"]
-    assert all(not task["cachingOptions"] for task in tasks.values())
-    assert tasks["tune"]["retryPolicy"]["maxRetryCount"] == 3
+
+
+def test_a_study_is_a_loop_over_its_workers() -> None:
+    spec = next(yaml.safe_load_all((COMPILED / "tune.yaml").read_text()))
+    tasks = spec["root"]["dag"]["tasks"]
+    (loop,) = [name for name in tasks if name.startswith("for-loop")]
+    assert tasks.keys() == {"prepare", loop, "report"}
+    assert tasks[loop]["taskInfo"]["name"] == "workers"
+    assert "prepare" in tasks[loop]["dependentTasks"] and loop in tasks["report"]["dependentTasks"]
+    inner = spec["components"][tasks[loop]["componentRef"]["name"]]["dag"]["tasks"]
+    assert inner.keys() == {"search"}
+    every = {"prepare": tasks["prepare"], **inner, "report": tasks["report"]}
+    shown = [task["taskInfo"]["name"] for task in every.values()]
+    assert shown == ["1 Prepare", "2 Trials", "3 Best against the default"]
+    assert all(not task["cachingOptions"] for task in every.values())
+    retried = [task.get("retryPolicy", {}).get("maxRetryCount", 0) for task in every.values()]
+    assert retried == [0, 3, 3]

@@ -2,42 +2,93 @@
 
 from __future__ import annotations
 
-import contextlib
+import builtins
 import json
-import sqlite3
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from components.tune import Tuned
+from components.study import Tuned
+from fl_engine import tune as search
+from fl_engine.config import Config
 from pipelines.tune import tuning
 
-pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping to run a task that uses custom:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You may be attemping to run a task that uses custom:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*settings .'display_name'. have no effect:UserWarning"),
+]
 
+QUICK: dict[str, Any] = {"rounds": 1, "clients": 6, "client_fraction": 0.5, "local_epochs": 1}
 FEW = {
     "pretrain.epochs": 3, "partition.minimum": 10, "algorithm.epsilon": 8, "tune.held_out": [7],
     "tune.space": {"algorithm.kd_weight": {"low": 1, "high": 100, "log": True}},
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # kfp.local indents what tasks print by replacing `print`, and two loop bodies at once put back the wrong one.
+    monkeypatch.setattr(builtins, "print", print)
+    monkeypatch.delenv("FLEXFLEET_TUNE_STORAGE", raising=False)
+
+
+def tasks_of(scratch: Path, study: str) -> tuple[Path, list[Path]]:
+    """Folders of the last task of a study, and of its workers."""
+    found = [p.parent.parent.parent for p in scratch.glob("tasks/tune-*/report/study/tune.json")]
+    (folder,) = [f for f in found if Tuned.read(f / "report" / "study" / "tune.json").id == study]
+    return folder / "report", sorted(folder.rglob("search"))
+
+
+def figures(task: Path) -> dict[str, float]:
+    told = json.loads((task / "executor_output.json").read_text())["artifacts"]["metrics"]["artifacts"][0]
+    return dict(told["metadata"])
+
+
 def test_a_study_as_a_pipeline(scratch: Path, monkeypatch: pytest.MonkeyPatch, telling: Any) -> None:
-    """Its data base is in the environment, where a Secret puts its address, and in no artifact."""
+    """Two workers share what the first task has prepared, and a data base whose address is in the environment, where a
+    Secret puts it, and in no artifact. Trials are those of all together; the default's, whose worker is gone, is tried
+    again."""
     base = scratch / "pl4nted-secret.db"
     monkeypatch.setenv("FLEXFLEET_TUNE_STORAGE", f"sqlite:///{base}")
-    tuning(rounds=1, clients=6, client_fraction=0.5, local_epochs=1, study_id="a", trials=2, advanced=FEW)
-    (folder,) = (scratch / "tasks").glob("tune-*/tune")
-    found = Tuned.read(folder / "study" / "tune.json")
-    assert (found.id, sum(found.trials.values()), list(found.space)) == ("a", 2, ["algorithm.kd_weight"])
-    assert found.default == {"algorithm.kd_weight": 10.0}
-    assert "held-out seeds 7:" in (folder / "told").read_text() and "kd_weight" in (folder / "told").read_text()
-    assert "<svg" in (folder / "page").read_text()
-    told = json.loads((folder / "executor_output.json").read_text())["artifacts"]["metrics"]["artifacts"][0]["metadata"]
-    assert told == {"best/avg": found.best_value, "held_out/gain": found.gain}
-    with contextlib.closing(sqlite3.connect(base)) as study:
-        assert study.execute("select count(*) from trials").fetchone() == (2,)
+    begun = search.open_study(Config(), scratch, "a")
+    begun.enqueue_trial({"algorithm.kd_weight": 10.0})
+    lost = begun.ask()
+    lost.set_user_attr(search.WORKER, f"{socket.gethostname()}:1:0")
+    tuning(**QUICK, study_id="a", trials=3, advanced=FEW | {"tune.workers": 2})
+    report, workers = tasks_of(scratch, "a")
+    found = Tuned.read(report / "study" / "tune.json")
+    assert (sum(found.trials.values()), list(found.space)) == (3, ["algorithm.kd_weight"])
+    assert found.default == {"algorithm.kd_weight": 10.0} and found.default_value is not None
+    assert "held-out seeds 7:" in (report / "told").read_text() and "kd\\_weight" in (report / "told").read_text()
+    assert "<svg" in (report / "page").read_text() and "<h1>" in (report / "page").read_text()
+    assert figures(report) == {"best/avg": found.best_value, "held_out/gain": found.gain}
+    ended = [json.loads((worker / "searched" / "trials.json").read_text()) for worker in workers]
+    assert len(ended) == 2 and sorted(n for each in ended for n in each) == [1, 2, 3], "trial 0 is the lost one"
+    assert [figures(worker)["trials"] for worker in workers] == [len(each) for each in ended]
+    assert len([*report.parent.rglob("shared.json")]) == 1, "partition and pre-training are computed once"
     assert not (scratch / "runs" / "a" / "study.log").exists()
+    assert [t.state.name for t in begun.trials] == ["FAIL", "COMPLETE", "COMPLETE", "COMPLETE"]
     assert telling(scratch / "tasks", scratch / "runs") == []
+
+
+def test_one_worker_needs_no_data_base(scratch: Path) -> None:
+    tuning(**QUICK, study_id="alone", trials=1, advanced=FEW)
+    report, workers = tasks_of(scratch, "alone")
+    assert len(workers) == 1 and figures(workers[0]) == {"trials": 1}
+    assert (workers[0] / "searched" / "study.log").exists(), "the last task may be where the worker's folder is not"
+    assert sum(Tuned.read(report / "study" / "tune.json").trials.values()) == 1
+
+
+def test_several_workers_without_a_data_base_are_refused_in_the_first_task(
+    scratch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError, match="prepare"):
+        tuning(study_id="b", advanced={"tune.workers": 2})
+    said = capsys.readouterr().out
+    assert "tune.workers is 2, and pods share a study by a data base alone: set tune.storage" in said
+    assert not (scratch / "runs" / "b").exists()
 
 
 def test_a_password_in_the_address_of_a_study_is_refused(
@@ -45,7 +96,7 @@ def test_a_password_in_the_address_of_a_study_is_refused(
 ) -> None:
     with pytest.raises(RuntimeError):
         tuning(advanced={"tune.storage": "postgresql://me:pl4nted-secret@host/studies"})
-    assert "ConfigError: tune.storage holds a password" in capsys.readouterr().out
+    assert "tune.storage holds a password" in capsys.readouterr().out
     assert telling(scratch) == []
 
 
