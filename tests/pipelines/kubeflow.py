@@ -120,6 +120,8 @@ class Kubeflow:
             case "GET", ["artifacts", "get"]:
                 uri = "{}://{}/{}".format(*(query[name][0] for name in ("source", "bucket", "key")))
                 return (200, self.artifacts[uri]) if uri in self.artifacts else (404, {"error": f"no {uri}"})
+            case "GET", ["recurringruns", id]:
+                return 200, next(job for job in self.recurring if job["recurring_run_id"] == id)
             case "DELETE", ["recurringruns", id]:
                 left = [job for job in self.recurring if job["recurring_run_id"] != id]
                 assert len(left) == len(self.recurring) - 1
