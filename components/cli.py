@@ -158,8 +158,9 @@ def submit(args: argparse.Namespace) -> int:
         run_name=args.run_name,
     )
     if args.wait or not args.json:
-        said = f"{found.pipeline} {found.version}{' (new)' if found.uploaded else ''}: {found.url or found.run_id}"
-        print(said, file=sys.stderr if args.json else sys.stdout, flush=True)
+        said = f"{found.pipeline} {found.version}{' (new)' if found.uploaded else ''}"
+        where = "" if args.wait else f": {found.url or found.run_id}"  # which following begins with
+        print(said + where, file=sys.stderr if args.json else sys.stdout, flush=True)
     if args.wait:
         return follow(args, found.run_id, asdict(found))
     print(json.dumps(asdict(found)) if args.json else f"to follow it: {_follow_again(args, found.run_id)}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fl_engine.errors import EnvironmentFailure, printable
-from pipelines.kubeflow import Unreachable, connected, explained, link, parameters_of, run_of
+from pipelines.kubeflow import Unreachable, connected, explained, link, parameters_of, quiet_retries, run_of
 from pipelines.progress import NAMED, Look, name_of, rounds_of
 
 EVERY_S = 5.0
@@ -59,6 +59,11 @@ class Followed:
 def follow(run_id: str, *, host: str | None = None, tell: Tell = print) -> Followed:
     """Tells what happens until the run has ended. `host`: as `submit` has it. Raises EnvironmentFailure for a run that
     the server does not know, and where it does not answer for PATIENCE_S."""
+    with quiet_retries():
+        return _follow(run_id, host, tell)
+
+
+def _follow(run_id: str, host: str | None, tell: Tell) -> Followed:
     with connected(host) as client:
         run = run_of(client, run_id)
         url = link(client, "runs", run_id)

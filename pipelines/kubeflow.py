@@ -30,16 +30,22 @@ def connected(host: str | None) -> Iterator[Any]:
     as `explained` does, also for what is asked inside."""
     if not (host or os.environ.get(ENDPOINT) or os.environ.get("KUBERNETES_SERVICE_HOST") or _kubeconfig()):
         raise Unreachable(f"the address of Kubeflow Pipelines is not set: --host, or {ENDPOINT}. {WAY_IN}")
-    # Links that the SDK prints as it goes; that it wants Kubeflow 2; that urllib3 asks again.
+    # Not shown: links that the SDK prints as it goes, and that it wants Kubeflow 2.
+    with explained(host), quiet_retries(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        import kfp
+
+        yield kfp.Client(host=host)
+
+
+@contextlib.contextmanager
+def quiet_retries() -> Iterator[None]:
+    """urllib3 has a line for each of its attempts: what comes of them is told."""
     retries = logging.getLogger("urllib3.connectionpool")
     level = retries.level
     retries.setLevel(logging.ERROR)
     try:
-        with explained(host), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            import kfp
-
-            yield kfp.Client(host=host)
+        yield
     finally:
         retries.setLevel(level)
 

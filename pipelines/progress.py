@@ -145,11 +145,18 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
                     new.append(Round("" if label == name else label, step, {**metrics, "seconds_round": value}))
                 last[id] = max(seconds, default=last.get(id, 0))
         except MlflowException as error:
-            raise EnvironmentFailure(f"MLflow at {masked(uri)} cannot be read: {first_line(error)}") from error
+            raise _unread(uri, error) from error
         return new
 
     try:
         client.search_experiments(max_results=1)
     except MlflowException as error:
-        raise EnvironmentFailure(f"MLflow at {masked(uri)} cannot be read: {first_line(error)}") from error
+        raise _unread(uri, error) from error
     return look
+
+
+def _unread(uri: str, error: Exception) -> EnvironmentFailure:
+    said = first_line(error)
+    if "failed with exception" in said:  # and then all of its transport
+        said = "nothing answers; MLFLOW_TRACKING_URI may say its address from here"
+    return EnvironmentFailure(f"MLflow at {masked(uri)}: {said}")
