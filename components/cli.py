@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -136,6 +137,10 @@ def regress(args: argparse.Namespace) -> int:
 
 
 def submit(args: argparse.Namespace) -> int:
+    if (args.pipeline is None) == (args.follow is None):
+        raise ConfigError("submit takes the name of a pipeline to start, or --follow RUN_ID, one of the two")
+    if args.follow is not None:
+        return follow(args, args.follow, {})
     from dataclasses import asdict
 
     from components.overrides import parameters_of
@@ -155,11 +160,39 @@ def submit(args: argparse.Namespace) -> int:
         experiment=args.experiment,
         run_name=args.run_name,
     )
-    if args.json:
-        print(json.dumps(asdict(found)))
-    else:
-        print(f"{found.pipeline} {found.version}{' (new)' if found.uploaded else ''}: {found.url}")
+    if args.wait or not args.json:
+        said = f"{found.pipeline} {found.version}{' (new)' if found.uploaded else ''}"
+        where = "" if args.wait else f": {found.url or found.run_id}"  # which following begins with
+        print(said + where, file=sys.stderr if args.json else sys.stdout, flush=True)
+    if args.wait:
+        return follow(args, found.run_id, asdict(found))
+    print(json.dumps(asdict(found)) if args.json else f"to follow it: {_follow_again(args, found.run_id)}")
     return 0
+
+
+def _follow_again(args: argparse.Namespace, run_id: str) -> str:
+    return f"flexfleet submit --follow {run_id}" + (f" --host {masked(args.host)}" if args.host else "")
+
+
+def follow(args: argparse.Namespace, run_id: str, about: dict[str, object]) -> int:
+    """`about`: what is known of the run before, for --json. Ctrl-C stops following and nothing else."""
+    from dataclasses import asdict
+
+    from fl_engine.errors import FlexfleetError
+    from pipelines.follow import follow as watch
+
+    again = f"to follow it again: {_follow_again(args, run_id)}"
+    out = sys.stderr if args.json else sys.stdout
+    try:
+        found = watch(run_id, host=args.host, tell=lambda line: print(line, file=out, flush=True))
+    except KeyboardInterrupt:
+        print(f"not followed any more; the run goes on. {again[0].upper()}{again[1:]}", file=sys.stderr)
+        return 130
+    except FlexfleetError as error:
+        raise type(error)(f"{error}. {again[0].upper()}{again[1:]}") from error
+    if args.json:
+        print(json.dumps({**about, **asdict(found)}))
+    return found.exit_code
 
 
 def nightly(args: argparse.Namespace) -> int:
@@ -184,7 +217,7 @@ def nightly(args: argparse.Namespace) -> int:
         print(json.dumps(asdict(found)))
     else:
         before = f", in place of {found.replaced}" if found.replaced else ""
-        print(f"{found.name} at {found.cron!r} (UTC){before}: {found.url}")
+        print(f"{found.name} at {found.cron!r} (UTC){before}: {found.url or found.recurring_run_id}")
     return 0
 
 
@@ -387,8 +420,10 @@ def parser() -> argparse.ArgumentParser:
     c.set_defaults(call=regress)
 
     c = add("submit", "start a pipeline on Kubeflow; uploads a new version where the graph has changed")
-    c.add_argument("pipeline", help="train, compare, tune or nightly")
-    c.add_argument("--host", metavar="URL", help="of Kubeflow Pipelines (default: as the KFP SDK finds it)")
+    c.add_argument("pipeline", nargs="?", help="train, compare, tune or nightly")
+    c.add_argument("--wait", action="store_true", help="follow the run to its end: 0 succeeded, 1 failed, 3 terminated")
+    c.add_argument("--follow", metavar="RUN_ID", help="follow one that was started before, by its id in Kubeflow")
+    c.add_argument("--host", metavar="URL", help="of Kubeflow Pipelines (default: KF_PIPELINES_ENDPOINT)")
     c.add_argument("--namespace", metavar="NAME", help="of the profile, in a Kubeflow with several users")
     c.add_argument("--experiment", default="flexfleet", metavar="NAME")
     c.add_argument("--run-name", metavar="NAME", help="(default: the pipeline and its version)")
@@ -402,7 +437,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--name", default="flexfleet-nightly", help="of the recurring run (default: flexfleet-nightly)")
     c.add_argument("--suite", default="digits", metavar="NAME", help="one that the image has (default: digits)")
     c.add_argument("--set", action="append", default=[], metavar="a.b=value", help="tracking.mlflow, run.remote, ...")
-    c.add_argument("--host", metavar="URL", help="of Kubeflow Pipelines (default: as the KFP SDK finds it)")
+    c.add_argument("--host", metavar="URL", help="of Kubeflow Pipelines (default: KF_PIPELINES_ENDPOINT)")
     c.add_argument("--namespace", metavar="NAME", help="of the profile, in a Kubeflow with several users")
     c.add_argument("--experiment", default="flexfleet", metavar="NAME")
     c.add_argument("--param", action="append", default=[], metavar="key=value", help="of the form alone")
@@ -446,8 +481,8 @@ def dispatch(argv: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 ok, 2 bad input, 3 stopped but resumable, 4 integrity, 5 gate failed,
-    6 environment, 130 Ctrl-C."""
+    """Entry point. Exit codes: 0 ok, 1 the run that was followed failed, 2 bad input, 3 stopped but resumable,
+    4 integrity, 5 gate failed, 6 environment, 130 Ctrl-C."""
     common.run_main(dispatch)
 
 

@@ -86,9 +86,9 @@ class Console:
             if self._bar is not None:
                 if step > self._bar.n:
                     self._bar.update(step - self._bar.n)
-                self._bar.set_postfix_str(_brief(values))
+                self._bar.set_postfix_str(brief(values))
             else:
-                log.info("round %d/%d  %s", step, self._total, _brief(values))
+                log.info("round %d/%d  %s", step, self._total, brief(values))
 
     def artifact(self, path: str) -> None:
         pass
@@ -98,7 +98,8 @@ class Console:
             self._bar.close()
 
 
-def _brief(values: Mapping[str, float]) -> str:
+def brief(values: Mapping[str, float]) -> str:
+    """A round's measurements in a few words."""
     parts = [f"{k} {100 * values[k]:.1f} %" for k in ("avg", "full") if k in values]
     parts.append(f"loss {values['train_loss']:.3f}" if "train_loss" in values else "no client trained")
     counts = {kind: int(values[f"clients_{kind}"]) for kind in ("trained", "pruned", "failed")}

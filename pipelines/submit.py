@@ -6,12 +6,10 @@ A version is named after what it was compiled to, so the same code and image nev
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +18,16 @@ import yaml
 
 from components.passwords import no_passwords
 from fl_engine import __version__
-from fl_engine.errors import ConfigError, EnvironmentFailure, masked, nearest
+from fl_engine.errors import ConfigError, nearest
 from pipelines.compile import PIPELINES, compiled
+from pipelines.kubeflow import connected, link, pages
 
 
 @dataclass(frozen=True)
 class Submitted:
     run_id: str
     url: str
+    """Of the run in the UI; empty where the UI's address is not known."""
     pipeline: str
     version: str
     uploaded: bool
@@ -58,7 +58,7 @@ def submit(
     reached.
     """
     text, version = _checked(name, parameters)
-    with _client(host) as client:
+    with connected(host) as client:
         pipeline_id, version_id, uploaded = _uploaded(client, name, version, text, namespace)
         where = client.create_experiment(experiment, namespace=namespace)
         run = client.run_pipeline(
@@ -69,7 +69,7 @@ def submit(
             version_id=version_id,
             service_account=service_account,
         )
-        url = f"{client._get_url_prefix()}/#/runs/details/{run.run_id}"
+        url = link(client, "runs", run.run_id)
     return Submitted(run.run_id, url, name, version, uploaded)
 
 
@@ -112,7 +112,7 @@ def schedule(
     if named := sorted(parameters.keys() & ONCE):
         raise ConfigError(f"{', '.join(named)}: every night would go on with the same finished runs; leave it out")
     text, version = _checked(pipeline, parameters)
-    with _client(host) as client:
+    with connected(host) as client:
         pipeline_id, version_id, _ = _uploaded(client, pipeline, version, text, namespace)
         where = client.create_experiment(experiment, namespace=namespace)
         known = [r for r in _recurring(client, where.experiment_id) if r.display_name == name]
@@ -129,7 +129,7 @@ def schedule(
         )
         for old in known:
             client.delete_recurring_run(old.recurring_run_id)
-        url = f"{client._get_url_prefix()}/#/recurringrun/details/{made.recurring_run_id}"
+        url = link(client, "recurringrun", made.recurring_run_id)
     return Scheduled(made.recurring_run_id, url, name, cron, version, len(known))
 
 
@@ -144,24 +144,6 @@ def _checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
         if key not in asked:
             raise ConfigError(f"the pipeline {name} has no parameter {key!r}{nearest(key, asked)}")
     return text, f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-@contextlib.contextmanager
-def _client(host: str | None) -> Iterator[Any]:
-    """The SDK prints links as it goes: what is worth telling is in the result."""
-    import kfp
-    from kfp_server_api.exceptions import ApiException
-    from urllib3.exceptions import HTTPError
-
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield kfp.Client(host=host)
-    except ApiException as error:
-        said = (error.body or b"").decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
-        raise EnvironmentFailure(f"Kubeflow Pipelines refused: {error.status} {error.reason} {said[:300]}") from error
-    except HTTPError as error:
-        told = masked(f"Kubeflow Pipelines at {host or 'its default'} cannot be reached: {error}")
-        raise EnvironmentFailure(told) from error
 
 
 def _uploaded(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[str, str, bool]:
@@ -183,19 +165,9 @@ def _uploaded(client: Any, name: str, version: str, text: str, namespace: str | 
 
 
 def _versions(client: Any, pipeline_id: str) -> Iterator[Any]:
-    return _pages(lambda token: client.list_pipeline_versions(pipeline_id, page_token=token, page_size=100),
+    return pages(lambda token: client.list_pipeline_versions(pipeline_id, page_token=token, page_size=100),
                   "pipeline_versions")  # fmt: skip
 
 
 def _recurring(client: Any, experiment_id: str) -> Iterator[Any]:
-    return _pages(lambda token: client.list_recurring_runs(token, 100, experiment_id=experiment_id), "recurring_runs")
-
-
-def _pages(ask: Callable[[str], Any], field: str) -> Iterator[Any]:
-    token = ""
-    while True:
-        page = ask(token)
-        yield from getattr(page, field) or []
-        token = page.next_page_token or ""
-        if not token:
-            return
+    return pages(lambda token: client.list_recurring_runs(token, 100, experiment_id=experiment_id), "recurring_runs")

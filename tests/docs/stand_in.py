@@ -51,6 +51,8 @@ ROOT = Path(os.environ["DOCS_ROOT"])
 
 
 def flexfleet(argv: list[str]) -> list[str]:
+    if "KF_PIPELINES_ENDPOINT" in os.environ:
+        os.environ["KF_PIPELINES_ENDPOINT"] = os.environ["DOCS_KUBEFLOW"]
     command, *rest = argv
     argv = [os.environ["DOCS_KUBEFLOW"] if re.match(r"https?://(localhost:8080|kubeflow\.example)", word) else word
             for word in argv]  # fmt: skip

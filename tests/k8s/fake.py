@@ -3,13 +3,18 @@
 What is posted is validated against the published schemas. `script` decides what befalls a pod, `refuse` which pods are
 not made, `room` how many have a node at a time; the server can be told to answer the next requests with an error or a
 warning, or to break the connection.
+
+Pods that somebody else made (`Cluster.place`) may be in other namespaces; in them commands can be run (pods/exec).
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import threading
@@ -87,11 +92,14 @@ class Cluster:
     logs: list[str] = field(default_factory=list)
     running: dict[str, Process] = field(default_factory=dict)
     """By the pod's name."""
+    namespaces: set[str] = field(default_factory=lambda: {"flexfleet-clients"})
+    placed: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """Processes of pods that somebody else made, by the pod's name."""
 
     # --------------------------------------------------------------------------------------------- API server
     def ask(self, method: str, path: str, query: dict[str, list[str]], body: Resource | None) -> tuple[int, Resource]:
         match = PATH.fullmatch(path)
-        if match is None or match["kind"] not in KINDS or match["namespace"] != "flexfleet-clients":
+        if match is None or match["kind"] not in KINDS or match["namespace"] not in self.namespaces:
             return 404, {"kind": "Status", "message": f"no {path}"}
         kind, name = match["kind"], match["name"]
         verb = {"POST": "create", "DELETE": "delete", "GET": "get" if name else "list"}[method]
@@ -133,6 +141,8 @@ class Cluster:
         if kind == "pods" and self._lingers(name):
             return
         gone = self.objects.pop((kind, name))
+        if kind == "pods" and name in self.placed:
+            self.placed[name].kill()
         uid = gone["metadata"]["uid"]
         for (k, n), other in list(self.objects.items()):
             if any(o["uid"] == uid for o in other["metadata"].get("ownerReferences", ())):
@@ -149,6 +159,29 @@ class Cluster:
         if pod not in self.lost:
             threading.Timer(self.grace_s, self.objects.pop, [("pods", pod), None]).start()
         return True
+
+    # ------------------------------------------------------------------------------------------- others' pods
+    def place(self, pod: Resource, command: list[str]) -> subprocess.Popen[bytes]:
+        """A pod that runs, its container `main` a process here with the variables that the pod gives it."""
+        validate("pods", pod)
+        name = pod["metadata"]["name"]
+        self.namespaces.add(pod["metadata"]["namespace"])
+        self.objects["pods", name] = pod | {"status": {"phase": "Running"}}
+        pod["metadata"].setdefault("uid", str(uuid.uuid4()))
+        env = {"PATH": os.environ["PATH"], **self._variables(pod)}
+        self.placed[name] = subprocess.Popen(command, env=env)
+        return self.placed[name]
+
+    def _variables(self, pod: Resource) -> dict[str, str]:
+        (container,) = pod["spec"]["containers"]
+        return {each["name"]: each["value"] for each in container.get("env", [])}
+
+    def exec(self, name: str, query: dict[str, list[str]]) -> tuple[int, bytes]:
+        """Runs a command in such a pod: its exit code, and what it says."""
+        assert query["container"] == ["main"]
+        env = {"PATH": os.environ["PATH"], **self._variables(self.objects["pods", name])}
+        done = subprocess.run(query["command"], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        return done.returncode, done.stdout
 
     def alive(self, job: Resource) -> bool:
         return self.objects.get(("jobs", job["metadata"]["name"])) is job
@@ -423,6 +456,9 @@ def serving(cluster: Cluster) -> Iterator[Path]:
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
+            if self.headers.get("Upgrade") == "websocket":
+                self._exec()
+                return
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             fault = cluster.faults.pop(0) if cluster.faults else None
@@ -443,6 +479,28 @@ def serving(cluster: Cluster) -> Iterator[Path]:
             self.send_header("Content-Length", str(len(value)))
             self.end_headers()
             self.wfile.write(value)
+
+        def _exec(self) -> None:
+            """`pods/exec`, as v4.channel.k8s.io: a channel's number in front of each message, 3 is how it ended."""
+            url = urlsplit(self.path)
+            *_, name, verb = url.path.split("/")
+            assert verb == "exec" and self.headers["Sec-WebSocket-Protocol"] == "v4.channel.k8s.io"
+            accept = hashlib.sha1((self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11").encode())
+            self.protocol_version = "HTTP/1.1"
+            self.send_response(101)
+            for key, value in {
+                "Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Protocol": "v4.channel.k8s.io",
+                "Sec-WebSocket-Accept": base64.b64encode(accept.digest()).decode(),
+            }.items():  # fmt: skip
+                self.send_header(key, value)
+            self.end_headers()
+            code, said = cluster.exec(name, parse_qs(url.query))
+            causes = {"details": {"causes": [{"reason": "ExitCode", "message": str(code)}]}}
+            ended = {"status": "Failure", "reason": "NonZeroExitCode", **causes} if code else {"status": "Success"}
+            for message in (b"\x01" + said, b"\x03" + json.dumps(ended).encode()):
+                self.wfile.write(b"\x82" + b"\x7e" + struct.pack(">H", len(message)) + message)
+            self.wfile.write(b"\x88\x02" + struct.pack(">H", 1000))
+            self.close_connection = True
 
         do_GET = do_POST = do_DELETE = _answer
 
@@ -467,5 +525,7 @@ def serving(cluster: Cluster) -> Iterator[Path]:
     finally:
         with cluster.lock:
             cluster.objects.clear()  # ends all pods
+            for process in cluster.placed.values():
+                process.kill()
         cluster.back.set()
         server.shutdown()

@@ -1,4 +1,7 @@
-"""A stand-in for Kubeflow Pipelines that checks every request by the models of its published API."""
+"""A stand-in for Kubeflow Pipelines that checks every request by the models of its published API, and its own answers.
+
+A run moves when it is asked for: by `moves`, what a test says of it, else to RUNNING and then to SUCCEEDED.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -23,15 +27,32 @@ def checked(body: Any, model: str) -> Any:
     return kfp_server_api.ApiClient()._ApiClient__deserialize(body, model)
 
 
+ENDED = ("SUCCEEDED", "SKIPPED", "FAILED", "CANCELED")
+
+
+def task(name: str, state: str, id: str = "", error: str = "") -> dict[str, Any]:
+    """One of a run's `task_details`."""
+    about = {"display_name": name, "state": state, "task_id": id or f"{name}-1", "create_time": "2026-01-01T00:00:00Z"}
+    return about | ({"error": {"code": 2, "message": error}} if error else {})
+
+
 class Kubeflow:
     def __init__(self) -> None:
         self.pipelines: dict[str, str] = {}
-        self.versions: list[dict[str, str]] = []
+        self.versions: list[dict[str, Any]] = []
         self.experiments: list[dict[str, Any]] = []
         self.runs: list[dict[str, Any]] = []
         self.recurring: list[dict[str, Any]] = []
         self.made = 0
         self.refuse = 0
+        self.moves: dict[str, list[dict[str, Any]]] = {}
+        """By a run's id: what changes of it, each time that it is asked for."""
+        self.faults: list[int] = []
+        """Statuses that the next questions for a run are answered with; 0 breaks the connection, 200 is a page."""
+        self.asked = 0
+        """How often a run was asked for."""
+        self.artifacts: dict[str, bytes] = {}
+        """What the UI's server gives out, by URI (minio://bucket/key)."""
 
     def ask(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
         if self.refuse and path != f"{API}/healthz":
@@ -49,8 +70,8 @@ class Kubeflow:
                 id = self.pipelines[query["name"][0]] = f"p{len(self.pipelines)}"
                 return 200, {"pipeline_id": id, "display_name": query["name"][0]}
             case "POST", ["pipelines", "upload_version"]:
-                self._uploaded(body)
                 made = {"pipeline_id": query["pipelineid"][0], "display_name": query["name"][0]}
+                made["pipeline_spec"] = self._uploaded(body)
                 assert made["pipeline_id"] in self.pipelines.values()
                 self.versions.append(made | {"pipeline_version_id": f"v{len(self.versions)}"})
                 return 200, self.versions[-1]
@@ -60,6 +81,8 @@ class Kubeflow:
                 own = [v for v in self.versions if v["pipeline_id"] == id]
                 more = str(at + 1) if at + 1 < len(own) else ""
                 return 200, {"pipeline_versions": own[at : at + 1], "next_page_token": more}
+            case "GET", ["pipelines", id, "versions", version]:
+                return 200, next(v for v in self.versions if v["pipeline_version_id"] == version)
             case "GET", ["experiments"]:
                 return 200, {"experiments": self.experiments}
             case "POST", ["experiments"]:
@@ -71,8 +94,16 @@ class Kubeflow:
                 checked(run, "V2beta1Run")
                 checked(run["runtime_config"], "V2beta1RuntimeConfig")
                 checked(run["pipeline_version_reference"], "V2beta1PipelineVersionReference")
-                self.runs.append(run)
-                return 200, run | {"run_id": f"r{len(self.runs)}"}
+                return 200, self._begin(run)
+            case "GET", ["runs"]:
+                assert query["experiment_id"] == ["e0"]
+                return 200, {"runs": [run for run in self.runs if run["experiment_id"] == "e0"]}
+            case "GET", ["runs", id]:
+                self.asked += 1
+                return self._asked(id)
+            case "POST", ["runs", text]:
+                id, _, verb = text.partition(":")
+                return self._told(id, verb)
             case "GET", ["recurringruns"]:
                 at = int(query.get("page_token", ["0"])[0] or 0)
                 more = str(at + 1) if at + 1 < len(self.recurring) else ""
@@ -86,6 +117,11 @@ class Kubeflow:
                 self.made += 1
                 self.recurring.append(job | {"recurring_run_id": f"j{self.made}"})
                 return 200, self.recurring[-1]
+            case "GET", ["artifacts", "get"]:
+                uri = "{}://{}/{}".format(*(query[name][0] for name in ("source", "bucket", "key")))
+                return (200, self.artifacts[uri]) if uri in self.artifacts else (404, {"error": f"no {uri}"})
+            case "GET", ["recurringruns", id]:
+                return 200, next(job for job in self.recurring if job["recurring_run_id"] == id)
             case "DELETE", ["recurringruns", id]:
                 left = [job for job in self.recurring if job["recurring_run_id"] != id]
                 assert len(left) == len(self.recurring) - 1
@@ -93,10 +129,51 @@ class Kubeflow:
                 return 200, {}
         return 404, {"error": f"no {method} {path}"}
 
-    def _uploaded(self, body: bytes) -> None:
+    def _begin(self, run: dict[str, Any]) -> dict[str, Any]:
+        now = datetime.now(UTC).isoformat()
+        self.runs.append(run | {"run_id": f"r{len(self.runs) + 1}", "state": "PENDING", "created_at": now})
+        return self.runs[-1]
+
+    def fire(self, recurring: dict[str, Any]) -> dict[str, Any]:
+        """The hour of a recurring run has come."""
+        same = ("display_name", "experiment_id", "runtime_config", "pipeline_version_reference", "recurring_run_id")
+        return self._begin({name: recurring[name] for name in same})
+
+    def _asked(self, id: str) -> tuple[int, Any]:
+        if self.faults:
+            fault = self.faults.pop(0)
+            return fault, b"<html>Log in</html>" if fault == 200 else {"error": "upstream connect error", "code": 14}
+        run = next((run for run in self.runs if run["run_id"] == id), None)
+        if run is None:
+            return 404, {"error": f"Run {id} not found", "code": 5}
+        if self.moves.get(id):
+            run |= self.moves[id].pop(0)
+        elif run["state"] not in ENDED and id not in self.moves:
+            following = {"PENDING": "RUNNING", "CANCELING": "CANCELED"}
+            run["state"] = following.get(run["state"], "SUCCEEDED")
+        if run["state"] in ENDED:
+            run.setdefault("finished_at", datetime.now(UTC).isoformat())
+        checked(run, "V2beta1Run")
+        for each in run.get("run_details", {}).get("task_details", []):
+            checked(each, "V2beta1PipelineTaskDetail")
+        return 200, run
+
+    def _told(self, id: str, verb: str) -> tuple[int, Any]:
+        run = next(run for run in self.runs if run["run_id"] == id)
+        known = {"terminate": (("PENDING", "RUNNING"), "CANCELING"), "retry": (("FAILED",), "RUNNING")}
+        assert verb in known, f"no verb {verb}"
+        befitting, state = known[verb]
+        if run["state"] not in befitting:
+            return 400, {"error": f"a run that is {run['state']} takes no {verb}", "code": 3}
+        run["state"] = state
+        run.pop("finished_at", None)
+        return 200, {}
+
+    def _uploaded(self, body: bytes) -> dict[str, Any]:
         text = body.split(b"\r\n\r\n", 1)[1].rsplit(b"\r\n--", 1)[0]
         spec, platform = yaml.safe_load_all(text)
         assert spec["schemaVersion"] and platform["platforms"]
+        return {"pipeline_spec": spec, "platform_spec": platform}
 
 
 @contextlib.contextmanager
@@ -112,9 +189,12 @@ def serving() -> Iterator[tuple[Kubeflow, str]]:
                 status, told = found.ask(self.command, url.path, parse_qs(url.query), body)
             except AssertionError as error:
                 status, told = 400, {"error": str(error)}
-            value = json.dumps(told).encode()
+            if status == 0:
+                self.connection.close()
+                return
+            value = told if isinstance(told, bytes) else json.dumps(told).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", "text/html" if isinstance(told, bytes) else "application/json")
             self.send_header("Content-Length", str(len(value)))
             self.end_headers()
             self.wfile.write(value)

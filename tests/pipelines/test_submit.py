@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -107,6 +108,30 @@ def test_what_is_wrong_is_said_before_anything_is_uploaded(kubeflow: tuple[Any, 
 def test_a_server_that_is_not_there_is_said() -> None:
     with pytest.raises(EnvironmentFailure, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         submit("train", {}, host="http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("argv", [("submit", "train"), ("submit", "--follow", "r1"), ("nightly",)])
+@pytest.mark.parametrize("where", ["nothing answers", "no address"])
+def test_without_a_server_one_line_says_what_to_type(
+    flexfleet: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str,
+    argv: tuple[str, ...], recwarn: pytest.WarningsRecorder,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for name in ("KF_PIPELINES_ENDPOINT", "KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    warnings.simplefilter("always")
+    done = flexfleet(*argv, *(["--host", "http://127.0.0.1:9"] if where == "nothing answers" else []))
+    assert done.code == 6 and done.err.count("\n") == 1 and not done.out
+    assert "`kubectl -n kubeflow port-forward svc/ml-pipeline-ui 8080:80`" in done.err
+    assert not [each for each in recwarn if "Kubeflow Pipeline" in str(each.message)]
+    assert not [each for each in caplog.records if each.name.startswith("urllib3")]
+
+
+def test_the_sdk_is_not_heard(kubeflow: tuple[Any, str], recwarn: pytest.WarningsRecorder) -> None:
+    warnings.simplefilter("always")
+    submit("train", {}, host=kubeflow[1])
+    assert not [each for each in recwarn if "Kubeflow Pipeline" in str(each.message)]
 
 
 # ----------------------------------------------------------------------------------------------- every night

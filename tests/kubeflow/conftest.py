@@ -1,0 +1,81 @@
+"""A real Kubeflow Pipelines, 2.16 or newer: what is sent to it, what befalls its pods, what it keeps. The suite needs
+
+KF_PIPELINES_ENDPOINT    its UI's address, which also gives out artifacts:
+                         kubectl -n kubeflow port-forward svc/ml-pipeline-ui 8080:80, http://localhost:8080
+KUBECONFIG               its cluster, with leave to list, get and delete pods of the tasks' namespace, to run commands
+                         in them (pods/exec), and to read its ConfigMaps
+FLEXFLEET_IMAGE          the image of every task, with this very code; the nodes have it, or a registry in their reach
+FLEXFLEET_KF_STORE       store_uri of all runs, as tasks have it: s3://bucket/prefix. The Secret `flexfleet-s3` of the
+                         tasks' namespace has its address and keys
+
+and may have
+
+FLEXFLEET_KF_MLFLOW      mlflow_uri, as tasks have it. An MLflow of the suite's own: a night is made to fail by what the
+                         suite writes over the champion's figures for as long. Without it that test is skipped
+MLFLOW_TRACKING_URI      the same MLflow, as it is reached from here (default: FLEXFLEET_KF_MLFLOW)
+FLEXFLEET_KF_NAMESPACE   the tasks' namespace (default: kubeflow)
+AWS_ENDPOINT_URL         and credentials of the store, from here: processes are then killed in the midst of the rounds,
+                         and not as soon as they run
+
+    KF_PIPELINES_ENDPOINT=http://localhost:8080 KUBECONFIG=... FLEXFLEET_IMAGE=registry/flexfleet:1 \\
+        FLEXFLEET_KF_STORE=s3://flexfleet/tests .venv/bin/python -m pytest tests/kubeflow -s
+
+Models are compared with those of one process here: the nodes have this machine's kind of CPU and torch's same build.
+Two nights of the suite `digits` take most of the time, some minutes of two cores each.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fl_engine.backends.cluster import Cluster
+from tests.kubeflow.steps import Place
+
+NEEDED = ("KF_PIPELINES_ENDPOINT", "KUBECONFIG", "FLEXFLEET_IMAGE", "FLEXFLEET_KF_STORE")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = [name for name in NEEDED if not os.environ.get(name)]
+    for item in items:
+        if item.path == Path(__file__).with_name("test_kubeflow.py") and missing:
+            reason = f"no Kubeflow: set {', '.join(missing)} (see tests/kubeflow/conftest.py)"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def place() -> Place:
+    namespace = os.environ.get("FLEXFLEET_KF_NAMESPACE", "kubeflow")
+    host, store = os.environ["KF_PIPELINES_ENDPOINT"], os.environ["FLEXFLEET_KF_STORE"]
+    mlflow = os.environ.get("FLEXFLEET_KF_MLFLOW", "")
+    return Place(host, Cluster(namespace), store, mlflow, f"suite-{uuid.uuid4().hex[:6]}")
+
+
+# ----------------------------------------------------------------------------------- stand-ins, for test_steps.py
+def _fake() -> ModuleType:
+    path = Path(__file__).parents[1] / "k8s" / "fake.py"
+    spec = importlib.util.spec_from_file_location("kubeflow_fake_cluster", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def fake_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A fake cluster that KUBECONFIG points to, with the namespace kubeflow."""
+    fake = _fake()
+    found = fake.Cluster(tmp_path / "cluster", namespaces={"kubeflow"})
+    with fake.serving(found) as kubeconfig:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        yield found
