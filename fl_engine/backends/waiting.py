@@ -52,8 +52,9 @@ class Live:
     """Pods that are being deleted, by uid: when that was first seen."""
     refused: str = ""
     """Why pods are not made, as the last event says."""
-    old: str = ""
-    """Events up to this time do not count: what they say may have been mended before this Job was waited for."""
+    old: str | None = None
+    """Events up to this time do not count, since what they say may have been mended before this Job was waited for;
+    None: all do."""
 
     def lacks_pods(self) -> bool:
         """Whether a pod should be there that is not."""
@@ -119,13 +120,13 @@ def hear(job: Live, pods: Iterable[Resource], now: float) -> bool:
 def hear_refusals(job: Live, events: Iterable[Resource]) -> None:
     """Takes down why no pods are made."""
     last = max(_events_of(job, events), key=_time, default=None)
-    if last is not None and _time(last) > job.old:
+    if last is not None and (job.old is None or _time(last) > job.old):
         job.refused = printable(last.get("message") or "")[:500]
 
 
 def forget_refusals(job: Live, events: Iterable[Resource]) -> None:
     """Only what is said from now on counts."""
-    job.old = max(map(_time, _events_of(job, events)), default="")
+    job.old = max(map(_time, _events_of(job, events)), default=None)
 
 
 def _events_of(job: Live, events: Iterable[Resource]) -> list[Resource]:

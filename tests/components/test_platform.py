@@ -163,14 +163,15 @@ def test_a_night_is_flat_below_the_pipeline(at: Platform, tiny_suite: dict[str, 
 
 
 def test_a_study_is_flat_below_the_pipeline(at: Platform) -> None:
-    from components.tune import _parent, _tags
+    from components.tune import PARENT, _parent, _tags
+    from fl_engine.tune import open_study
 
-    folder = Path("runs/a")
-    folder.mkdir(parents=True)
-    study = _parent(form(), folder, "a", {"kfp.job_id": "job"})
+    begun = open_study(form(), Path("runs/a"), "a")
+    study = _parent(form(), begun, {"kfp.job_id": "job"})
     assert study is not None and study.parent == at.pipeline
     assert at.client.get_run(study.run_id).data.tags["kfp.job_id"] == "job"
-    trial = track.tracker(form(), "trial", _tags(folder, trial="0"))
+    begun.set_user_attr(PARENT, study.run_id)
+    trial = track.tracker(form(), "trial", _tags(begun, trial="0"))
     assert trial is not None and trial.parent == at.pipeline
     assert at.client.get_run(trial.run_id).data.tags["flexfleet.study"] == "a"
     assert at.untouched()

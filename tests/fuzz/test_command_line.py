@@ -51,7 +51,7 @@ def _idle(scratch: Path, monkeypatch: pytest.MonkeyPatch, finished_template: Any
         (components.compare, "alone"),
         (components.tune, "alone"),
         (components.regress, "make"),
-        (pipelines.submit, "_client"),
+        (pipelines.submit, "connected"),
         (fl_engine.tracking, "client_of"),
         (components.versioned, "client_of"),
     ):
