@@ -99,9 +99,9 @@ class RoundsConfig(_Section):
     keep_updates: bool = False
     """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
     norm_bound: Positive | None = 5.0
-    """An update whose weights, or running statistics, moved further than so many times the median of its round and of
-    the last 128 updates before it (root mean square) is not merged, nor one that moved half as far where the
-    client's last four did on average; null: all are. Honest ones moved up to 4.3 times as far (docs/reliability.md)."""
+    """An update whose weights, or running statistics, moved further than so many times what is usual for its steps in
+    its round and the last 128 updates before it is not merged, nor one that moved half as far where the client's last
+    four did on average; null: all are. Honest ones moved up to 4.3 times as far (docs/reliability.md)."""
     over_provision: Annotated[float, Field(ge=1)] = 1.0
     """Ask so many times more clients than `training.fraction` says; the round takes as many updates as it says, those
     that come first: on the simulated clock, in pods by the clock on the wall."""

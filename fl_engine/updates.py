@@ -334,7 +334,8 @@ def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Mov
     wherever the numbers lie and in whatever order of axes."""
     same = update.spec == order.spec
     sent = order.payload if same else take(order.payload, layout, update.spec, have=order.spec)
-    return _each({name: (_plain(new), _plain(sent[name])) for name, new in update.payload.items()})
+    moved = _each({name: (_plain(new), _plain(sent[name])) for name, new in update.payload.items()})
+    return moved._replace(steps=max(1.0, update.metrics.get("steps", 1.0)))
 
 
 def size_of(params: Params) -> Moved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
@@ -65,7 +66,7 @@ def test_who_moved_much_further_than_the_median_is_not_taken() -> None:
     assert refused(0, 4, just, terms, USUAL) == {}
     (failure,) = refused(7, 4, just | {3: Arrival(Moved(11.0), 0.0)}, terms, USUAL).values()
     assert (failure.round, failure.client, failure.stage) == (7, 3, "validate")
-    assert failure.reason == "norm: moved 11 a number, 10 times the median is 10"
+    assert failure.reason == "norm: moved 11 a number, 10 times the usual is 10"
     for no_number in (float("inf"), float("nan")):
         assert stages(refused(0, 4, just | {3: Arrival(Moved(no_number), 0.0)}, terms, USUAL)) == {3: "validate"}
 
@@ -76,7 +77,7 @@ def test_statistics_are_compared_with_statistics() -> None:
     honest = {0: Arrival(Moved(1.1, 0.02), 0.0), 1: Arrival(Moved(9.0, 0.01), 0.0)}
     assert refused(0, 2, honest, terms, history) == {}
     (failure,) = refused(0, 2, honest | {1: Arrival(Moved(0.9, 0.2), 0.0)}, terms, history).values()
-    assert failure.reason == "statistics: moved 0.2 a number, 10 times the median is 0.1"
+    assert failure.reason == "statistics: moved 0.2 a number, 10 times the usual is 0.1"
 
 
 @pytest.mark.parametrize("others", [(), (1.2,), (1.2, 0.8)])
@@ -97,6 +98,39 @@ def test_what_was_assumed_of_the_first_ones_gives_way_to_what_was_seen() -> None
         assert refused(round, 1, arrived, terms, history, SIZE) == {}
         history = remembered(history, {0: Moved(0.01)}, SIZE)
     assert list(refused(4, 1, moving(0.1), terms, history, SIZE)) == [0], "a part of the size would allow 20"
+
+
+def working(*moved: tuple[float, float]) -> dict[int, Arrival]:
+    """(how far, in how many steps)."""
+    return {client: Arrival(Moved(far, 0.0, steps), 0.0) for client, (far, steps) in enumerate(moved)}
+
+
+def test_who_takes_most_of_the_steps_may_move_further_as_the_square_root() -> None:
+    """By hand: in the median one step moves 1, and one over its root too, so that 100 steps usually move 10."""
+    terms, others = RoundsConfig(norm_bound=5.0), [(1.0, 1.0)] * 4
+    history = History(rounds=((Moved(1.0),) * 4,))
+    assert refused(0, 5, working(*others, (50.0, 100.0)), terms, history) == {}
+    (failure,) = refused(0, 5, working(*others, (51.0, 100.0)), terms, history).values()
+    assert failure.reason == "norm: moved 51 a number, 5 times the usual is 50"
+    assert set(refused(0, 5, working(*others, (5.1, 1.0)), terms, history)) == {4}, "nobody else may"
+
+
+def test_a_single_step_may_move_as_far_as_updates_usually_do() -> None:
+    """Where most take 100 steps and move 10, over the root 1: a single step is not held to 5 times 1."""
+    terms, others = RoundsConfig(norm_bound=5.0), [(10.0, 100.0)] * 4
+    history = History(rounds=((Moved(10.0, 0.0, 100.0),) * 4,))
+    assert refused(0, 5, working(*others, (50.0, 1.0)), terms, history) == {}
+    assert set(refused(0, 5, working(*others, (50.1, 1.0)), terms, history)) == {4}
+
+
+@given(
+    far=st.lists(st.floats(0.5, 2.0), min_size=5, max_size=20),
+    steps=st.lists(st.integers(1, 10_000), min_size=20, max_size=20),
+)
+def test_a_random_walk_of_any_number_of_steps_is_taken(far: list[float], steps: list[int]) -> None:
+    """Honest ones within a factor of two of the square root of their steps, whatever the steps of the others."""
+    arrived = working(*((each * math.sqrt(count), count) for each, count in zip(far, steps, strict=False)))
+    assert refused(0, len(far), arrived, RoundsConfig(norm_bound=5.0), History()) == {}
 
 
 def test_a_model_of_zeros_says_nothing_about_its_first_updates() -> None:
@@ -139,7 +173,7 @@ def test_who_is_just_below_the_bound_again_and_again_is_refused_from_the_second_
         history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()}, SIZE)
     assert taken == [True] + [False] * 5
     assert found[3].reason == (
-        "norm: moved 7.9 times the median on average over its last 4 updates, at most 4 are taken again and again"
+        "norm: moved 7.9 times the usual on average over its last 4 updates, at most 4 are taken again and again"
     )
 
 

@@ -147,7 +147,7 @@ def test_what_is_remembered_is_the_same_however_it_is_stored(job: Any, new_store
         job.federate(store, stop=3, **mode)
         found.append(remembered(store))
     assert [len(moved) for moved in found[0]["rounds"]] == [PER_ROUND] * 3
-    assert all(weights > 0 for moved in found[0]["rounds"] for weights, _ in moved)
+    assert all(weights > 0 for moved in found[0]["rounds"] for weights, *_ in moved)
     assert sum(len(times) for times in found[0]["times"].values()) == 3 * PER_ROUND
     assert found == [found[0]] * len(STORAGE)
     store = new_store()
