@@ -179,14 +179,17 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
             trial.set_user_attr(search.WORKER, search.me())
             values = search.suggest(trial, space)
             try:
-                value = _trial(config, folder, study, trial, values, prepared)
-            except search.Pruned:
-                state = TrialState.PRUNED
+                ready = _pools(config, folder, trial, values, prepared)
             except BadInput as error:  # no such pool: sizes that cross, an adaptive model above the next level
                 log.info("trial %d cannot be: %s", trial.number, error)
                 trial.set_user_attr("infeasible", str(error))
                 trial.set_constraint("possible", 1.0)
                 state = TrialState.PRUNED
+            else:
+                try:
+                    value = _trial(config, study, trial, ready)
+                except search.Pruned:
+                    state = TrialState.PRUNED
         taken = study.tell(trial, value, state=state, skip_if_finished=True).state == TrialState.FAIL
     except (search.Taken, UpdateFinishedTrialError):
         taken = True
@@ -217,18 +220,27 @@ def _done(study: Any) -> list[Any]:
     return [*study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))]
 
 
-def _trial(
-    config: Config, folder: Path, study: Any, trial: Any, values: Mapping[str, Any], prepared: Path
-) -> float:
-    """The metric of the last round, over the seeds; the first seed's rounds are what a trial is pruned by."""
-    changed, found = search.applied(config, values), []
-    for i, seed in enumerate(config.tune.seeds):
-        out = folder / "trials" / f"{trial.number}-s{seed}"
-        reporter = search.Reporter(trial, config.tune.metric) if i == 0 else None
-        pool = PoolFile.read(_prepare(_with_seed(changed, seed), prepared, out) / "pool" / "pool.json").pool()
-        for name, points in search.excess(pool, changed).items():
+def _pools(
+    config: Config, folder: Path, trial: Any, values: Mapping[str, Any], prepared: Path
+) -> list[tuple[Config, Path]]:
+    """The trial's run of each seed, ready to begin: its configuration and its folder. Raises BadInput for values that
+    give no pool."""
+    changed, ready = search.applied(config, values), []
+    for seed in config.tune.seeds:
+        run = _with_seed(changed, seed)
+        out = _prepare(run, prepared, folder / "trials" / f"{trial.number}-s{seed}")
+        for name, points in search.excess(PoolFile.read(out / "pool" / "pool.json").pool(), run).items():
             trial.set_constraint(f"{name}/s{seed}", points)
-        found.append(_rounds(_with_seed(changed, seed), out, _tags(study, trial=str(trial.number)), reporter))
+        ready.append((run, out))
+    return ready
+
+
+def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Config, Path]]) -> float:
+    """The metric of the last round, over the seeds; the first seed's rounds are what a trial is pruned by."""
+    found = []
+    for i, (run, out) in enumerate(ready):
+        reporter = search.Reporter(trial, config.tune.metric) if i == 0 else None
+        found.append(_rounds(run, out, _tags(study, trial=str(trial.number)), reporter))
         shutil.rmtree(out / "rounds", ignore_errors=True)  # a trial's models are of no use to anybody
     return mean(found)
 

@@ -31,6 +31,8 @@ BEAT = "beat"
 BEAT_S = 15.0
 SILENT_S = 90.0
 """A worker of another machine whose trial has had the same beat for so long is gone."""
+LOCKED_S = 60
+"""For so long a worker waits for the others' transactions on an SQLite file."""
 TRIED = "tried"
 """Attribute of a trial: how many workers were gone before it, with the same values."""
 MOST_TRIED = 4
@@ -152,17 +154,12 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
     from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage: Any = address(config)
-    where = f"tune.storage = {storage}" if storage else f"{folder / 'study.log'}"
-    if not storage:
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
-
-        folder.mkdir(parents=True, exist_ok=True)
-        storage = JournalStorage(JournalFileBackend(str(folder / "study.log")))
+    url = address(config)
+    where = f"tune.storage = {url}" if url else f"{folder / 'study.log'}"
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=max(1, config.rounds.stop // 4))
-    settings = {"storage": storage, "study_name": name, "sampler": sampler(config.seed), "pruner": pruner}
     try:
+        storage = _data_base(url) if url else _file(folder)
+        settings = {"storage": storage, "study_name": name, "sampler": sampler(config.seed), "pruner": pruner}
         if begun:
             return optuna.load_study(**settings)
         return optuna.create_study(**settings, direction="maximize", load_if_exists=True)
@@ -175,6 +172,34 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
                 "every worker reaches, no file of one machine"
             ) from error
         raise ConfigError(f"{masked(where)} cannot be used: {first_line(error)}") from error
+
+
+def _file(folder: Path) -> Any:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return JournalStorage(JournalFileBackend(str(folder / "study.log")))
+
+
+def _data_base(url: str) -> Any:
+    """The storage at this address. Optuna gives a waiting trial to one worker alone by locking its row; SQLite has no
+    locks of rows, and two workers were given the same one. Its transactions lock the whole file from their first
+    statement on instead (SQLAlchemy's recipe for serializable SQLite)."""
+    from optuna.storages import RDBStorage
+    from sqlalchemy import event, make_url
+
+    if make_url(url).get_backend_name() != "sqlite":
+        return RDBStorage(url)
+    storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": LOCKED_S}})
+
+    def no_implicit_begin(connection: Any, _: Any) -> None:
+        connection.isolation_level = None
+
+    event.listen(storage.engine, "connect", no_implicit_begin)
+    event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    storage.engine.dispose()  # those that were opened before
+    return storage
 
 
 @contextmanager

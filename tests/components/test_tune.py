@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import mlflow
@@ -233,9 +234,10 @@ def test_no_trial_that_can_be_held_is_said(done: tuple[Tuned, Path, Config], mon
 def untrained(done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A study in a data base whose trials come to a value at once; `done` has partition and pool for its workers."""
 
-    def trial(config: Config, folder: Path, study: Any, trial: Any, values: Any, prepared: Path) -> float:
-        return float(values["algorithm.kd_weight"]) / 100
+    def trial(config: Config, study: Any, trial: Any, ready: Any) -> float:
+        return float(trial.params["algorithm.kd_weight"]) / 100
 
+    monkeypatch.setattr(steps, "_pools", lambda *_: [])
     monkeypatch.setattr(steps, "_trial", trial)
     monkeypatch.setattr(steps, "POLL_S", 0.02)
     shared = done[2].tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
@@ -335,7 +337,7 @@ def test_a_worker_whose_trial_was_given_to_another_goes_on_with_the_next(
 ) -> None:
     """Whether it learns that with a round or in the end."""
 
-    def silent(config: Config, folder: Path, study: Any, trial: Any, values: Any, prepared: Path) -> float:
+    def silent(config: Config, study: Any, trial: Any, ready: Any) -> float:
         if trial.number in (0, 1):
             search.give_back(study, study.trials[trial.number], 1)
         if trial.number == 0:
@@ -361,6 +363,37 @@ def test_a_trial_that_ends_its_worker_is_tried_again(
     assert drawn(untrained, tmp_path)[0] == pytest.approx(done[0].default)
 
 
+def test_what_is_wrong_with_a_run_is_no_property_of_its_values(
+    untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_: Any) -> float:
+        raise ConfigError("is being run by another process")
+
+    monkeypatch.setattr(steps, "_trial", busy)
+    with pytest.raises(ConfigError, match="another process"):
+        work(untrained, tmp_path, "a", 0, done[1])
+    assert not any("infeasible" in t.user_attrs for t in search.open_study(untrained, tmp_path, "a").trials)
+
+
+def test_a_waiting_trial_is_given_to_one_worker_alone(tmp_path: Path) -> None:
+    """SQLite locks no row: of four workers that asked at once, two got the same trial."""
+    config = Config(tune={"storage": f"sqlite:///{tmp_path / 'study.db'}"})
+    study, many = search.open_study(config, tmp_path, "a"), 40
+    for i in range(many):
+        study.enqueue_trial({"x": i})
+    workers, given = [search.open_study(config, tmp_path, "a", begun=True) for _ in range(4)], list[int]()
+
+    def ask(worker: Any) -> None:
+        given.extend(worker.ask().number for _ in range(many // 4))
+
+    threads = [Thread(target=ask, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(given) == list(range(many))
+
+
 def test_a_study_that_was_begun_elsewhere_is_not_begun_again(untrained: Config, tmp_path: Path) -> None:
     other = untrained.tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'of-one-pod.db'}"})
     with pytest.raises(ConfigError, match=r"has no study 'a', though it was begun: give the address of a data base"):
@@ -373,7 +406,7 @@ def test_a_data_base_that_does_not_answer_is_waited_for(
     """It is told as what a task tries again; the trial that was running then is tried once more."""
     here, away = tmp_path / "study.db", tmp_path / "away.db"
 
-    def cut_off(config: Config, folder: Path, study: Any, trial: Any, values: Any, prepared: Path) -> float:
+    def cut_off(config: Config, study: Any, trial: Any, ready: Any) -> float:
         study._storage._backend.engine.dispose()
         here.rename(away)
         here.mkdir()

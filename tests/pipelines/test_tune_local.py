@@ -69,7 +69,9 @@ def test_a_study_as_a_pipeline(scratch: Path, monkeypatch: pytest.MonkeyPatch, t
     assert [figures(worker)["trials"] for worker in workers] == [len(each) for each in ended]
     assert len([*report.parent.rglob("shared.json")]) == 1, "partition and pre-training are computed once"
     assert not (scratch / "runs" / "a" / "study.log").exists()
-    assert [t.state.name for t in begun.trials] == ["FAIL", "COMPLETE", "COMPLETE", "COMPLETE"]
+    states = [t.state.name for t in begun.trials]
+    assert states[:4] == ["FAIL", "COMPLETE", "COMPLETE", "COMPLETE"]
+    assert set(states[4:]) <= {"FAIL"}, "one that both workers found missing was left by one of them"
     assert telling(scratch / "tasks", scratch / "runs") == []
 
 
