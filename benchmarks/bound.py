@@ -25,11 +25,12 @@ from components.pretrain import pretrain
 from fl_engine import acceptance, config, faults, rounds
 from fl_engine.acceptance import History
 from fl_engine.backends import InProcess
-from fl_engine.config import Config, RoundsConfig
+from fl_engine.config import Config
 from fl_engine.ledger import Ledger
 from fl_engine.slicing import is_statistic, take
 from fl_engine.store import FolderStore
-from fl_engine.tracking import Memory
+from fl_engine.terms import RoundsConfig
+from fl_engine.testing.tracker import Memory
 from fl_engine.types import Algorithm, Backend, ClientUpdate, Outcome, ParamLayout, RoundPlan
 from fl_engine.updates import movement, size_of
 

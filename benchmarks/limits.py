@@ -34,13 +34,13 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.client import Site
-from fl_engine.config import RoundsConfig
 from fl_engine.ledger import Ledger
 from fl_engine.memory import resident_peak
 from fl_engine.numerics import Numerics
 from fl_engine.store import FolderStore
+from fl_engine.terms import RoundsConfig
 from fl_engine.testing.tiny import TRAINING, TinyNet, start_of, tiny_data, tiny_fleet, tiny_partition, tiny_site
-from fl_engine.tracking import Memory
+from fl_engine.testing.tracker import Memory
 from fl_engine.types import Algorithm, ClientUpdate, Outcome, Pool, RoundPlan
 
 Way = Literal["memory", "store"]

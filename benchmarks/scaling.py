@@ -28,14 +28,14 @@ from fl_engine.algorithms import AdaptiveFL, AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
 from fl_engine.client import Site
-from fl_engine.config import RoundsConfig
 from fl_engine.devices import Tier
 from fl_engine.ledger import Ledger
 from fl_engine.models import ResNet18, SmallCNN
 from fl_engine.partition import Partition
 from fl_engine.slicing import count_params, initial_params
 from fl_engine.store import FolderStore
-from fl_engine.tracking import Memory
+from fl_engine.terms import RoundsConfig
+from fl_engine.testing.tracker import Memory
 from fl_engine.types import Algorithm, Data, ModelFamily
 
 STRONG = (Tier("strong", 1.0, 110.0, (0.0,)),)

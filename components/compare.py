@@ -26,7 +26,8 @@ from components.side_by_side import Job, last_words, side_by_side
 from components.tabulate import tabulate
 from fl_engine.config import Config, algorithm, parse
 from fl_engine.errors import ConfigError, FlexfleetError, IntegrityError, Stopped
-from fl_engine.store import FolderStore, Store, open_store
+from fl_engine.places import open_store
+from fl_engine.store import FolderStore, Store
 from fl_engine.tracking import PARENT, TOKEN, MLflow, ending
 
 log = logging.getLogger("flexfleet")

@@ -34,9 +34,10 @@ from fl_engine.lease import Lease
 from fl_engine.ledger import Ledger
 from fl_engine.memory import training_peak
 from fl_engine.numerics import Numerics, deciding, describe, describe_noise
+from fl_engine.places import open_store
 from fl_engine.selection import round_size
 from fl_engine.slicing import initial_params
-from fl_engine.store import FolderStore, Store, encode, open_store, sha256
+from fl_engine.store import FolderStore, Store, encode, sha256
 from fl_engine.tracking import Console, MLflow, Several
 from fl_engine.types import Backend, ModelFamily, Tracker
 from fl_engine.updates import KeyOf, key_of

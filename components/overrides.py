@@ -12,8 +12,9 @@ import yaml
 from components.entries import Entry, by_label, entries, labels_of, seeds_of
 from components.names import plain
 from components.passwords import no_passwords
-from fl_engine.config import Config, check_plain, pair_of, parse, public, set_path
+from fl_engine.config import Config, pair_of, parse, public, set_path
 from fl_engine.errors import ConfigError, nearest
+from fl_engine.plain import check_plain
 from fl_engine.tracking import platform_uri
 
 PARAMETERS = {

@@ -24,7 +24,7 @@ from fl_engine.config import Config
 from fl_engine.ledger import Ledger
 from fl_engine.slicing import runnable
 from fl_engine.store import FolderStore
-from fl_engine.tracking import Memory
+from fl_engine.tracking import Several
 
 ROUNDS = 1
 
@@ -48,7 +48,7 @@ def _rounds(config: Config, site: Site) -> float:
     with tempfile.TemporaryDirectory() as folder:
         ledger, backend = Ledger(FolderStore(Path(folder))), InProcess(site, config.run.devices)
         started = time.perf_counter()
-        loop.federate(algorithm, state, backend, ledger, Memory(), settings, config.seed, evaluation)
+        loop.federate(algorithm, state, backend, ledger, Several([]), settings, config.seed, evaluation)
         return time.perf_counter() - started
 
 

@@ -28,7 +28,8 @@ from components.run import need_packages
 from components.suite import Figures, OfLabel, Suite
 from fl_engine.config import Config
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
-from fl_engine.store import FolderStore, open_store
+from fl_engine.places import open_store
+from fl_engine.store import FolderStore
 from fl_engine.tracking import TOKEN, MLflow, address, client_of, ending, log_outcome
 
 PROCESSES, TASKS = "processes of their own", "tasks of a graph"

@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from components.artifacts import Artifact
 from components.entries import Entry, entries_for
 from components.gate import FEWEST_SEEDS, METRICS
-from fl_engine.config import Config, load_config, read_yaml
+from fl_engine.config import Config, load_config
 from fl_engine.errors import ConfigError, brief
+from fl_engine.plain import read_yaml
 from fl_engine.tracking import platform_experiment
 
 MAY_SET = ("run.store", "run.remote", "run.backend", "tracking.", "publish.", "kubernetes.", "dataset.root")

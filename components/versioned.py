@@ -20,9 +20,9 @@ from typing import Any
 
 import yaml
 
-from fl_engine.config import read_yaml
 from fl_engine.datasets import data_root
 from fl_engine.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
+from fl_engine.plain import read_yaml
 from fl_engine.s3 import setting
 from fl_engine.store import sha256
 from fl_engine.tracking import address, client_of

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_
 
 from fl_engine.errors import ConfigError, brief
 from fl_engine.fields import Index
+from fl_engine.places import open_store
 from fl_engine.s3 import Upload, UrlStore
-from fl_engine.store import Store, open_store
+from fl_engine.store import Store
 
 SITE_FILES = ("run.json", "pool.json", "partition.json", "partition.safetensors")
 """Under `site/` in the run's store: what a client needs besides its orders and the data."""

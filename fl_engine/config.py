@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -17,33 +16,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from fl_engine import faults, privacy
+from fl_engine import privacy
 from fl_engine.algorithms.pooled import Training
+from fl_engine.backends.settings import KubernetesConfig
 from fl_engine.devices import FLEETS, Tier, named
 from fl_engine.errors import ConfigError, FlexfleetError, masked, nearest
-from fl_engine.fields import Count, Fraction, Positive
+from fl_engine.fields import Count, Positive, Section
 from fl_engine.numerics import Precision, Strategy
+from fl_engine.plain import check_plain, read_yaml
+from fl_engine.terms import RoundsConfig
 from fl_engine.types import Algorithm, ChoosesNetwork, ModelFamily
 
 T = TypeVar("T")
 
-GRACE_S = 30
-"""A client Job that outlives its deadline by so many seconds is deleted by the coordinator."""
-URL_S = 604_800
-"""Seconds that a presigned URL can live (AWS Signature Version 4)."""
-
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-MOST_VALUES, DEEPEST = 100_000, 50
-"""In a file of parameters: a few lines of YAML's aliases can stand for more than fits into memory."""
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class DatasetConfig(_Section):
+class DatasetConfig(Section):
     name: str = "digits"
     """A registered data set, or package.module:NAME."""
     root: str | None = None
@@ -57,7 +45,7 @@ class DatasetConfig(_Section):
     """Pad images with zeros to this side; auto: up to the smallest side that the network takes."""
 
 
-class PartitionConfig(_Section):
+class PartitionConfig(Section):
     rule: Literal["iid", "dirichlet", "quantity", "disjoint_labels", "natural"] = "dirichlet"
     clients: Count = 20
     alpha: float = 0.6
@@ -72,13 +60,13 @@ class PartitionConfig(_Section):
     """Of the cut alone; null: the run's, so that runs of several seeds have as many partitions."""
 
 
-class FleetConfig(_Section):
+class FleetConfig(Section):
     tiers: tuple[Tier, ...] = FLEETS["4:3:3"]
     """A list of tiers (share of the fleet, memory r_M in % of the full model, spreads sigma, ...), or the name of one
     of `fl_engine.devices.FLEETS`; the default is FlexFL's Table I."""
 
 
-class PretrainConfig(_Section):
+class PretrainConfig(Section):
     epochs: Count = 100
     lr: Positive = 1e-3
     """Adam."""
@@ -88,43 +76,7 @@ class PretrainConfig(_Section):
     as much, and is for studies only: a server does not see its clients' data."""
 
 
-class RoundsConfig(_Section):
-    stop: Count = 40
-    """Rounds in all; may be raised to go on with a finished run."""
-    evaluate_every: Count = 1
-    commit_every: Literal["auto"] | Count = "auto"
-    """Rounds between two commits; auto: at most one every two seconds."""
-    keep_every: Count | None = None
-    """Keep the state of every n-th round; null: only the last two commits."""
-    keep_updates: bool = False
-    """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
-    norm_bound: Positive | None = 5.0
-    """An update whose weights, or running statistics, moved further than so many times what is usual for its steps in
-    its round and the last 128 updates before it is not merged, nor one that moved half as far where the client's last
-    four did on average; null: all are. Honest ones moved up to 4.3 times as far (docs/reliability.md)."""
-    over_provision: Annotated[float, Field(ge=1)] = 1.0
-    """Ask so many times more clients than `training.fraction` says; the round takes as many updates as it says, those
-    that come first: on the simulated clock, in pods by the clock on the wall."""
-    deadline_s: Positive | None = None
-    """Updates that take longer on the simulated clock come too late; null: all are waited for. (Pods also have
-    `kubernetes.deadline_s`, by the clock on the wall.)"""
-    quorum: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the wanted updates that a merge takes; with fewer, the model is carried forward unchanged."""
-    faults: str | None = None
-    """Clients that drop out, come late or lie, on purpose: e.g. drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,
-    corrupt=0.01, each with its share of all orders (see `fl_engine.faults`); null: none."""
-
-    @field_validator("faults")
-    @classmethod
-    def _faults(cls, value: str | None) -> str | None:
-        try:
-            faults.parse(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return value
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     store: str = "runs"
     """Folder of all runs."""
 
@@ -154,90 +106,7 @@ class RunConfig(_Section):
     """bf16: forward and backward pass in bfloat16, which CPUs with AMX and recent GPUs do several times faster."""
 
 
-class NodePool(_Section):
-    """Where the pods of one device tier run, and what they get."""
-
-    cpu: str = "1"
-    memory: str = "1Gi"
-    """Request and limit, as Kubernetes writes quantities."""
-    arch: Literal["amd64", "arm64"] | None = None
-    """kubernetes.io/arch; null: any."""
-    device_type: str | None = None
-    """flexfleet.io/device-type, e.g. rpi4, rpi5, jetson-nano."""
-    selector: dict[str, str] = {}
-    """More node labels."""
-    taint: str | None = None
-    """Key of a NoSchedule taint that the pods tolerate, e.g. flexfleet.io/edge."""
-    runtime_class: str | None = None
-    torch_device: str = "cpu"
-    image: str | None = None
-    """null: kubernetes.image. E.g. one built for a GPU."""
-
-
-class KubernetesConfig(_Section):
-    """For `run.backend=kubernetes`: one Indexed Job per round and device tier. The cluster is the one that this
-    process runs in, else KUBECONFIG's."""
-
-    namespace: str = "flexfleet-clients"
-    image: str | None = None
-    """null: that of the environment variable FLEXFLEET_IMAGE, which the pipelines set to the one that tasks run in."""
-    template: str | None = None
-    """The Job's YAML; null: fl_engine/backends/client-job.yaml."""
-    pools: dict[str, NodePool] = {}
-    """By device tier; one that is not named gets the defaults of a pool."""
-    placement: Literal["pool", "device"] = "pool"
-    """device: each client's data lies on one node; a Job of its own is bound to it by `hostname`."""
-    hostname: str = "device-{client}"
-    """The node of a client, for placement=device."""
-
-    @field_validator("hostname")
-    @classmethod
-    def _names_a_node(cls, value: str) -> str:
-        try:
-            value.format(client=0)
-        except (LookupError, ValueError, AttributeError, TypeError) as error:
-            raise ValueError("a name with {client} in it is expected, and no other braces") from error
-        return value
-
-    clients_per_pod: Count = 1
-    """Simulated clients that share a pod; 1: each client is one."""
-    data: str | None = None
-    """Where pods find the data files: pvc:<claim> or host:<folder of the node>, mounted read-only; null: the data set
-    comes with the image."""
-    access: Literal["presigned", "ambient"] = "presigned"
-    """presigned: clients get URLs, and hold no keys; ambient: their pods have credentials of their own."""
-    endpoint: str | None = None
-    """What pods call the S3 server, where that differs from AWS_ENDPOINT_URL."""
-    observe: Literal["simulated", "cgroup"] = "simulated"
-    """cgroup: a client prunes to what its pod's memory limit allows; simulated: as the fleet says (equal bits)."""
-    require_numerics: bool = False
-    """A node that would compute other bits than the coordinator refuses to train."""
-    quorum: Fraction = 1.0
-    """Share of the wanted clients whose answers are there when a round can end though nothing more is to be had; with
-    fewer, those that are missing are asked again, and then the run stops, to be resumed."""
-    attempts: Count = 2
-    """How often a client is asked in a round where the quorum is missed. A lost node does not count."""
-    parallelism: Count | None = None
-    """Pods of a round at a time, divided over its Jobs, at least one for each; null: all at once."""
-    deadline_s: Count = 3600
-    """A round's pods end after so many seconds."""
-    pending_s: Count = 600
-    """A pod that has not started after so many seconds counts as failed (no node fits, the image cannot be pulled). For
-    one that waits for room or quota alone they begin anew whenever a pod of the round starts or ends."""
-    poll_s: Positive = 1.0
-
-    @model_validator(mode="after")
-    def _urls_live_as_long(self) -> KubernetesConfig:
-        asked = self.deadline_s + self.pending_s + GRACE_S
-        if self.access == "presigned" and asked > URL_S:
-            raise ValueError(
-                f"deadline_s + pending_s + {GRACE_S} is {asked} seconds, but the URLs that clients get live for "
-                f"{URL_S} (seven days) at most: lower them, or set access=ambient"
-            )
-        return self
-
-
-class TrackingConfig(_Section):
+class TrackingConfig(Section):
     mlflow: str | None = "sqlite:///mlflow.db"
     """MLflow tracking URI; null: off."""
     experiment: str | None = None
@@ -249,7 +118,7 @@ class TrackingConfig(_Section):
     says, else no links."""
 
 
-class Range(_Section):
+class Range(Section):
     """What a parameter may be in a search: from `low` to `high`, or one of `choices`."""
 
     low: float | None = None
@@ -270,7 +139,7 @@ class Range(_Section):
         return self
 
 
-class TuneConfig(_Section):
+class TuneConfig(Section):
     """For `flexfleet tune`."""
 
     trials: Count = 30
@@ -280,7 +149,7 @@ class TuneConfig(_Section):
     """Of each trial's runs."""
     held_out: tuple[int, ...] = (100, 101, 102)
     """Seeds on which the best setting and the default are compared in the end."""
-    space: dict[str, Range] = {}
+    space: dict[str, Range] = Field(default={})
     """By dotted name (`algorithm.gammas.0`: the first of a list); empty, for flexfl: gamma of every level around what
     its target size gives, lambda (kd_weight) and Gamma (adaptive_size)."""
     workers: Count = 1
@@ -291,7 +160,7 @@ class TuneConfig(_Section):
     a journal in the study's folder."""
 
 
-class PublishConfig(_Section):
+class PublishConfig(Section):
     """What becomes of a finished run."""
 
     models: bool = False
@@ -303,7 +172,7 @@ class PublishConfig(_Section):
     """Remote (s3://bucket/prefix, or a folder) to which DVC pushes partition, pool, model and report; null: none."""
 
 
-class Config(_Section):
+class Config(Section):
     schema_version: Literal[1] = 1
     seed: int = 0
     dataset: DatasetConfig = DatasetConfig()
@@ -324,61 +193,6 @@ class Config(_Section):
 
 
 # ----------------------------------------------------------------------------------------------- reading it
-class _Yaml(yaml.SafeLoader):
-    """YAML as people read it: 1e-3 is a number and 012 is twelve (PyYAML follows YAML 1.1: a string, and ten); a key
-    given twice is an error, where the second would silently win."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 - that is how PyYAML has it
-        first: [(tag, pattern) for tag, pattern in pairs if tag not in (_INT, _FLOAT)]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_Yaml.add_implicit_resolver(_INT, re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
-_Yaml.add_implicit_resolver(
-    _FLOAT,
-    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
-    list("-+0123456789."),
-)
-_Yaml.add_constructor(_INT, lambda loader, node: int(node.value, 10))
-
-
-def read_yaml(text: str) -> Any:
-    """YAML as `params.yaml` and `--set` have it. Raises yaml.YAMLError."""
-    try:
-        value = yaml.load(text, _Yaml)  # noqa: S506 - a SafeLoader
-        check_plain(value)
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:  # a tag that lies, a number of 5000 digits
-        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
-    return value
-
-
-def check_plain(value: Any) -> None:
-    """Raises ValueError for what a configuration cannot hold: what JSON cannot say, texts that no file or program
-    takes, more than MOST_VALUES (those that aliases repeat counted each time) or deeper ones than DEEPEST."""
-    left, count = [(value, 0)], 0
-    while left:
-        (here, depth), count = left.pop(), count + 1
-        if count > MOST_VALUES or depth > DEEPEST:
-            raise ValueError(f"more than {MOST_VALUES:,} values, or one inside another {DEEPEST} deep")
-        if isinstance(here, Mapping):
-            left += [(inner, depth + 1) for pair in here.items() for inner in pair]
-        elif isinstance(here, list | tuple):
-            left += [(inner, depth + 1) for inner in here]
-        elif isinstance(here, str):
-            if "\0" in here or any("\ud800" <= character <= "\udfff" for character in here):
-                raise ValueError(f"{here[:80]!r} is no text: it holds a null character, or bytes of no encoding")
-        elif not isinstance(here, bool | int | float | None):
-            raise ValueError(f"{here!r} is a {type(here).__name__}; where a text is meant, put it into quotes")
-
-
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The defaults, a YAML file on top (None: no file), `a.b=value` overrides on top of that; checked.
 

@@ -20,7 +20,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from fl_engine import acceptance, faults, privacy
 from fl_engine.acceptance import Arrival, History, Moved
-from fl_engine.config import RoundsConfig
 from fl_engine.devices import simulated_seconds
 from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped, brief
 from fl_engine.evaluate import average_accuracy, evaluate_pool, published
@@ -30,6 +29,7 @@ from fl_engine.slicing import index_of
 from fl_engine.spool import Spool
 from fl_engine.state import pack, unpack
 from fl_engine.store import tensor_bytes
+from fl_engine.terms import RoundsConfig
 from fl_engine.types import (
     Algorithm,
     Backend,

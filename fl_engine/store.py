@@ -139,15 +139,6 @@ def _unreadable(error: OSError) -> None:
         raise error
 
 
-def open_store(uri: str) -> Store:
-    """`s3://bucket/prefix`, or a folder."""
-    if "://" not in uri:
-        return FolderStore(uri)
-    from fl_engine.s3 import S3Store
-
-    return S3Store(uri)
-
-
 def check_size(name: str, size: int, limit: int | None) -> None:
     """Raises IntegrityError for more than `limit` bytes."""
     if limit is not None and size > limit:

@@ -42,28 +42,6 @@ CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate en
 """What SQLite, PostgreSQL, MySQL and SQL Server say where another writer was first."""
 
 
-class Memory:
-    """Keeps everything, for tests and notebooks."""
-
-    def __init__(self) -> None:
-        self.logged_params: dict[str, Any] = {}
-        self.rows: dict[int, dict[str, float]] = {}
-        self.artifacts: list[str] = []
-        self.status: str | None = None
-
-    def params(self, values: Mapping[str, Any]) -> None:
-        self.logged_params.update(values)
-
-    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        self.rows.update({step: dict(values) for step, values in rows})
-
-    def artifact(self, path: str) -> None:
-        self.artifacts.append(path)
-
-    def finish(self, status: str) -> None:
-        self.status = status
-
-
 class Console:
     """A bar on a terminal, a line per round in a log; both on stderr."""
 

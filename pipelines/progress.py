@@ -74,7 +74,8 @@ def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
     if "://" not in store_uri and not (Path(store_uri).is_absolute() and Path(store_uri).is_dir()):
         return None
     from fl_engine.ledger import Ledger
-    from fl_engine.store import Store, open_store
+    from fl_engine.places import open_store
+    from fl_engine.store import Store
 
     store: Store = open_store(store_uri)
     # A night has a folder for each case, <night_id>-<case>.

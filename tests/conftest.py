@@ -27,14 +27,14 @@ from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
 from fl_engine.client import Site
-from fl_engine.config import RoundsConfig
 from fl_engine.devices import Tier
 from fl_engine.errors import IntegrityError
 from fl_engine.ledger import Ledger
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.slicing import initial_params
 from fl_engine.store import Store, check_size, encode, sha256
-from fl_engine.tracking import Memory
+from fl_engine.terms import RoundsConfig
+from fl_engine.testing.tracker import Memory
 from fl_engine.types import Algorithm, Data, Outcome, RoundPlan, Tracker
 from tests.harness.processes import QUICK, Done, Nursery, with_sets
 

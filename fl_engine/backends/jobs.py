@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 
 from fl_engine.assignment import COMMON
-from fl_engine.config import KubernetesConfig, NodePool, read_yaml
+from fl_engine.backends.settings import KubernetesConfig, NodePool
 from fl_engine.errors import ConfigError, printable
+from fl_engine.plain import read_yaml
 from fl_engine.types import Device, WorkOrder
 
 Resource = dict[str, Any]

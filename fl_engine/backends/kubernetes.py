@@ -21,8 +21,8 @@ from fl_engine.assignment import SITE_FILES, URLS, Assignment
 from fl_engine.backends import jobs, waiting
 from fl_engine.backends.cluster import Cluster, Resource
 from fl_engine.backends.jobs import Group
+from fl_engine.backends.settings import GRACE_S, KubernetesConfig, NodePool
 from fl_engine.backends.waiting import Live
-from fl_engine.config import GRACE_S, KubernetesConfig, NodePool
 from fl_engine.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.ledger import Ledger
 from fl_engine.s3 import S3Store, Verb

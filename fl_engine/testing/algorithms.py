@@ -29,7 +29,6 @@ from fl_engine.aggregation import Aggregation, Mean, Median, TrimmedMean
 from fl_engine.averaging import Kind, Regions
 from fl_engine.backends import InProcess
 from fl_engine.client import Site, execute
-from fl_engine.config import RoundsConfig
 from fl_engine.errors import ClientError
 from fl_engine.evaluate import evaluate, published, weights_of
 from fl_engine.ledger import Ledger
@@ -40,6 +39,7 @@ from fl_engine.server_opt import Average
 from fl_engine.slicing import contains, count_params, full_shapes, initial_params, shapes, take
 from fl_engine.state import pack, unpack
 from fl_engine.store import FolderStore, decode, encode
+from fl_engine.terms import RoundsConfig
 from fl_engine.testing.models import kept_mask
 from fl_engine.testing.tiny import (
     SEED,
@@ -51,7 +51,7 @@ from fl_engine.testing.tiny import (
     tiny_site,
     update_of,
 )
-from fl_engine.tracking import Memory
+from fl_engine.testing.tracker import Memory
 from fl_engine.types import (
     FULL,
     Algorithm,

@@ -18,7 +18,7 @@ from fl_engine.backends import jobs
 from fl_engine.backends.cluster import Cluster
 from fl_engine.config import Config, load_config
 from fl_engine.ledger import Ledger, Row
-from fl_engine.store import open_store
+from fl_engine.places import open_store
 
 Rounds = Callable[..., Path]
 Settings = tuple[str, ...]

@@ -23,7 +23,8 @@ from fl_engine import tracking
 from fl_engine.config import Config, flatten
 from fl_engine.errors import ConfigError, Stopped
 from fl_engine.ledger import Ledger
-from fl_engine.tracking import Console, Memory, MLflow, Several
+from fl_engine.testing.tracker import Memory
+from fl_engine.tracking import Console, MLflow, Several
 from tests.harness.mlflow_server import serving
 
 ROW = {

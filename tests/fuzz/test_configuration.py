@@ -20,7 +20,8 @@ from components.entries import accuracies_of, entries_for, labels_of, seeds_of
 from components.overrides import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
 from fl_engine import memory
 from fl_engine.backends import jobs
-from fl_engine.config import Config, KubernetesConfig, flatten, load_config, parse
+from fl_engine.backends.settings import KubernetesConfig
+from fl_engine.config import Config, flatten, load_config, parse
 from fl_engine.errors import ConfigError, DataError, EnvironmentFailure
 from fl_engine.tracking import connect
 from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, texts

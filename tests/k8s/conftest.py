@@ -25,7 +25,7 @@ from components.pretrain import pretrain
 from fl_engine.assignment import Assignment
 from fl_engine.config import load_config
 from fl_engine.ledger import Ledger, Row
-from fl_engine.store import open_store
+from fl_engine.places import open_store
 
 
 def _load(name: str) -> ModuleType:

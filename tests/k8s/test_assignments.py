@@ -14,7 +14,7 @@ from fl_engine import devices
 from fl_engine.assignment import COMMON, Assignment
 from fl_engine.backends import jobs
 from fl_engine.backends.kubernetes import PHASES, Kubernetes, _Round
-from fl_engine.config import KubernetesConfig
+from fl_engine.backends.settings import KubernetesConfig
 from fl_engine.ledger import Ledger
 from fl_engine.s3 import S3Store
 from fl_engine.types import RoundPlan, SubmodelSpec, WorkOrder

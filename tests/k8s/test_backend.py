@@ -17,7 +17,7 @@ from components.artifacts import RunFile
 from fl_engine.assignment import COMMON
 from fl_engine.errors import ConfigError, IntegrityError
 from fl_engine.ledger import Row
-from fl_engine.store import open_store
+from fl_engine.places import open_store
 from tests.k8s.fake import leftovers, telling
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fl_engine import devices
 from fl_engine.backends import jobs
-from fl_engine.config import KubernetesConfig, NodePool
+from fl_engine.backends.settings import KubernetesConfig, NodePool
 from fl_engine.errors import ConfigError
 from fl_engine.types import SubmodelSpec, WorkOrder
 

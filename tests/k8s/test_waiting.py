@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fl_engine import devices
 from fl_engine.backends import jobs, waiting
+from fl_engine.backends.settings import KubernetesConfig, NodePool
 from fl_engine.backends.waiting import Live, Loss
-from fl_engine.config import KubernetesConfig, NodePool
 from fl_engine.types import SubmodelSpec, WorkOrder
 
 FLEET = devices.fleet("4:3:3", 40, 0)

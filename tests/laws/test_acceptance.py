@@ -23,7 +23,7 @@ from fl_engine.acceptance import (
     remembered,
     unconditional,
 )
-from fl_engine.config import RoundsConfig
+from fl_engine.terms import RoundsConfig
 from fl_engine.types import ClientFailure
 
 NO_TERMS = RoundsConfig(norm_bound=None)

@@ -15,12 +15,12 @@ from fl_engine import rounds
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.backends import InProcess
 from fl_engine.client import Site
-from fl_engine.config import RoundsConfig
 from fl_engine.ledger import Ledger
 from fl_engine.slicing import initial_params, take
 from fl_engine.store import FolderStore, tensor_bytes
+from fl_engine.terms import RoundsConfig
 from fl_engine.testing.tiny import SEED, TRAINING, failure_of, start_of, tiny_fleet, tiny_site, update_of
-from fl_engine.tracking import Memory
+from fl_engine.testing.tracker import Memory
 from fl_engine.types import Algorithm, ClientFailure, Device, Outcome, RoundPlan
 
 ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))

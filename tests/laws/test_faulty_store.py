@@ -13,11 +13,11 @@ import pytest
 
 from fl_engine import rounds
 from fl_engine.backends import Processes
-from fl_engine.config import RoundsConfig
 from fl_engine.errors import EnvironmentFailure, IntegrityError
 from fl_engine.ledger import Ledger
 from fl_engine.store import FolderStore, Store, encode
-from fl_engine.tracking import Memory
+from fl_engine.terms import RoundsConfig
+from fl_engine.testing.tracker import Memory
 
 MODE: dict[str, Any] = {"keep_updates": True, "stop": 3}
 Rows = Callable[[Store], list[Any]]

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from fl_engine import lease, rounds
-from fl_engine.config import RoundsConfig
 from fl_engine.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped
 from fl_engine.lease import Holder, Lease
 from fl_engine.ledger import Ledger, Row
 from fl_engine.store import FolderStore, Store, encode
-from fl_engine.tracking import Memory
+from fl_engine.terms import RoundsConfig
+from fl_engine.testing.tracker import Memory
 from fl_engine.types import Tracker
 
 

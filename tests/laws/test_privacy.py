@@ -24,7 +24,7 @@ from fl_engine.aggregation import Mean
 from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, Decoupled, FedRolex, FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
-from fl_engine.config import RoundsConfig, load_config
+from fl_engine.config import load_config
 from fl_engine.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.evaluate import published
 from fl_engine.ledger import Ledger
@@ -34,8 +34,9 @@ from fl_engine.rounds import Evaluation
 from fl_engine.selection import Curiosity, ResourceTable, Uniform
 from fl_engine.slicing import take
 from fl_engine.store import FolderStore
+from fl_engine.terms import RoundsConfig
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, failure_of, start_of, tiny_site, update_of
-from fl_engine.tracking import Memory
+from fl_engine.testing.tracker import Memory
 from fl_engine.types import (
     FULL,
     Axis,

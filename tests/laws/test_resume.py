@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from fl_engine import rounds
-from fl_engine.config import RoundsConfig
 from fl_engine.errors import IntegrityError, Stopped
 from fl_engine.ledger import Ledger
 from fl_engine.slicing import take
 from fl_engine.state import pack, unpack
 from fl_engine.store import Store
-from fl_engine.tracking import Memory
+from fl_engine.terms import RoundsConfig
+from fl_engine.testing.tracker import Memory
 from fl_engine.types import ClientFailure, Outcome, ParamLayout, RoundPlan
 
 Make = Callable[[], Store]

@@ -17,7 +17,7 @@ from moto.server import ThreadedMotoServer
 
 from fl_engine.errors import EnvironmentFailure
 from fl_engine.ledger import Ledger, Row
-from fl_engine.store import open_store
+from fl_engine.places import open_store
 from fl_engine.tracking import MLflow
 from pipelines import follow as following
 from pipelines.submit import submit

@@ -21,13 +21,13 @@ from fl_engine.algorithms import FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
 from fl_engine.client import Site
-from fl_engine.config import RoundsConfig
 from fl_engine.ledger import Ledger
 from fl_engine.privacy import Private
 from fl_engine.rounds import Evaluation
 from fl_engine.slicing import take
+from fl_engine.terms import RoundsConfig
 from fl_engine.testing.tiny import SEED, start_of, tiny_site
-from fl_engine.tracking import Memory
+from fl_engine.testing.tracker import Memory
 from fl_engine.types import Algorithm, ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
 from fl_engine.updates import Rejected, packed, update_of
 from tests.harness.attacks.scene import InMemory

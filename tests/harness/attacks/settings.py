@@ -16,7 +16,8 @@ import yaml
 from components import check, cli, federate
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import jobs
-from fl_engine.config import KubernetesConfig, load_config
+from fl_engine.backends.settings import KubernetesConfig
+from fl_engine.config import load_config
 from fl_engine.errors import BadInput, FlexfleetError
 from fl_engine.testing.tiny import SEED, start_of, tiny_site
 from tests.harness.attacks.scene import ALGORITHM

@@ -1,0 +1,68 @@
+"""Plain data - mappings, lists, texts, numbers - and YAML as people read it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+MOST_VALUES, DEEPEST = 100_000, 50
+"""In a file of parameters: a few lines of YAML's aliases can stand for more than fits into memory."""
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML as people read it: 1e-3 is a number and 012 is twelve (PyYAML follows YAML 1.1: a string, and ten); a key
+    given twice is an error, where the second would silently win."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - that is how PyYAML has it
+        first: [(tag, pattern) for tag, pattern in pairs if tag not in (_INT, _FLOAT)]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Yaml.add_implicit_resolver(_INT, re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
+_Yaml.add_implicit_resolver(
+    _FLOAT,
+    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
+    list("-+0123456789."),
+)
+_Yaml.add_constructor(_INT, lambda loader, node: int(node.value, 10))
+
+
+def read_yaml(text: str) -> Any:
+    """YAML as `params.yaml` and `--set` have it. Raises yaml.YAMLError."""
+    try:
+        value = yaml.load(text, _Yaml)  # noqa: S506 - a SafeLoader
+        check_plain(value)
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:  # a tag that lies, a number of 5000 digits
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
+    return value
+
+
+def check_plain(value: Any) -> None:
+    """Raises ValueError for what a configuration cannot hold: what JSON cannot say, texts that no file or program
+    takes, more than MOST_VALUES (those that aliases repeat counted each time) or deeper ones than DEEPEST."""
+    left, count = [(value, 0)], 0
+    while left:
+        (here, depth), count = left.pop(), count + 1
+        if count > MOST_VALUES or depth > DEEPEST:
+            raise ValueError(f"more than {MOST_VALUES:,} values, or one inside another {DEEPEST} deep")
+        if isinstance(here, Mapping):
+            left += [(inner, depth + 1) for pair in here.items() for inner in pair]
+        elif isinstance(here, list | tuple):
+            left += [(inner, depth + 1) for inner in here]
+        elif isinstance(here, str):
+            if "\0" in here or any("\ud800" <= character <= "\udfff" for character in here):
+                raise ValueError(f"{here[:80]!r} is no text: it holds a null character, or bytes of no encoding")
+        elif not isinstance(here, bool | int | float | None):
+            raise ValueError(f"{here!r} is a {type(here).__name__}; where a text is meant, put it into quotes")
