@@ -177,9 +177,9 @@ def gflop(workload: str, options: Sequence[str]) -> float:
     """What one round computes: three forward passes per sample and step, one per teacher; the mean of a few rounds."""
     from benchmarks.ours import SEED, site_of
     from benchmarks.workloads import chosen
-    from fl_engine.client import Work, accept
-    from fl_engine.slicing import initial_params
-    from fl_engine.workload import macs_per_sample
+    from fl_engine.core.slicing import initial_params
+    from fl_engine.core.workload import macs_per_sample
+    from fl_engine.exchange.client import Work, accept
 
     name, w, _ = chosen([workload, *options])
     algorithm, site = site_of(name, w)

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fl_engine.averaging import Mean
+from fl_engine.aggregation.averaging import Mean
 from fl_engine.backends.in_process import prepare_process
+from fl_engine.core.slicing import count_params, initial_params, take
+from fl_engine.core.types import FULL
+from fl_engine.core.widths import prefix
 from fl_engine.models import VGG16
-from fl_engine.slicing import count_params, initial_params, take
-from fl_engine.types import FULL
-from fl_engine.widths import prefix
 
 
 def seconds(work: Callable[[], object], turns: int = 9) -> float:

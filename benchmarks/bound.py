@@ -18,21 +18,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from components.federate import initial_state, site_of
-from components.model_pool import model_pool
-from components.partition import partition
-from components.pretrain import pretrain
-from fl_engine import acceptance, config, faults, rounds
-from fl_engine.acceptance import History
 from fl_engine.backends import InProcess
-from fl_engine.config import Config
-from fl_engine.ledger import Ledger
-from fl_engine.slicing import is_statistic, take
-from fl_engine.store import FolderStore
-from fl_engine.terms import RoundsConfig
+from fl_engine.core.slicing import is_statistic, take
+from fl_engine.core.types import Algorithm, Backend, ClientUpdate, Outcome, ParamLayout, RoundPlan
+from fl_engine.exchange import acceptance
+from fl_engine.exchange.acceptance import History
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.updates import movement, size_of
+from fl_engine.fleet import faults
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
-from fl_engine.types import Algorithm, Backend, ClientUpdate, Outcome, ParamLayout, RoundPlan
-from fl_engine.updates import movement, size_of
+from flexfleet import config
+from flexfleet.config import Config
+from flexfleet.steps.federate import initial_state, site_of
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.partition import partition
+from flexfleet.steps.pretrain import pretrain
 
 STORE = Path("runs/bound")
 OUT = Path("docs/robustness/bound.json")

@@ -96,7 +96,7 @@ def run(campaign: Campaign) -> dict[str, Any]:
     """comparison.json of the campaign, after running what is missing of it."""
     jobs = str(os.cpu_count() or 1)
     local = ["--resume", "--jobs", jobs, "--set", f"run.store={STORE}"]
-    program = [sys.executable, "-m", "components.cli", *campaign.command[1:], *local]
+    program = [sys.executable, "-m", "flexfleet.cli", *campaign.command[1:], *local]
     code = subprocess.run(program, check=False).returncode
     if code != 0:
         raise SystemExit(f"{campaign.id} ended with {code}: mend the cause and run again, finished runs are kept")

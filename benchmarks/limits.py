@@ -26,22 +26,23 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from fl_engine import devices, rounds
-from fl_engine.aggregation import Median
+from fl_engine.aggregation.rules import Median
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.all_large import AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
 from fl_engine.backends.in_process import prepare_process
-from fl_engine.client import Site
-from fl_engine.ledger import Ledger
-from fl_engine.memory import resident_peak
-from fl_engine.numerics import Numerics
-from fl_engine.store import FolderStore
-from fl_engine.terms import RoundsConfig
+from fl_engine.core.types import Algorithm, ClientUpdate, Outcome, Pool, RoundPlan
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.fleet import devices
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import TRAINING, TinyNet, start_of, tiny_data, tiny_fleet, tiny_partition, tiny_site
 from fl_engine.testing.tracker import Memory
-from fl_engine.types import Algorithm, ClientUpdate, Outcome, Pool, RoundPlan
+from fl_engine.training.memory import resident_peak
+from fl_engine.training.numerics import Numerics
 
 Way = Literal["memory", "store"]
 TEN_MB = TinyNet(hidden=1540)

@@ -67,8 +67,8 @@ def plan_of(name: str, w: Workload) -> Plan:
 def _like_ours(name: str, w: Workload) -> Plan:
     """The same sub-networks and the same picks as flexfleet's, so that both do the same work; nothing else is taken."""
     from benchmarks.ours import SEED, site_of
-    from fl_engine.client import Work, accept
-    from fl_engine.slicing import initial_params
+    from fl_engine.core.slicing import initial_params
+    from fl_engine.exchange.client import Work, accept
 
     algorithm, site = site_of(name, w)
     state = algorithm.init(initial_params(site.family, SEED), site.family.layout(), site.fleet, site.pool)

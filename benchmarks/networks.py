@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.layers import FREE, linear_slots
-from fl_engine.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 
 HIDDEN = 64
 

@@ -18,21 +18,23 @@ import torch
 from benchmarks.gate import Gate
 from benchmarks.networks import BinaryMLP, McMahanCNN
 from benchmarks.workloads import MEAN, STD, Workload, chosen
-from fl_engine import devices, rounds, strategy
 from fl_engine.algorithms import AdaptiveFL, AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
-from fl_engine.client import Site
-from fl_engine.devices import Tier
-from fl_engine.ledger import Ledger
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import Algorithm, Backend, Data, ModelFamily, Outcome, RoundPlan
+from fl_engine.data.partitioning import Partition
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.fleet import devices
+from fl_engine.fleet.devices import Tier
 from fl_engine.models import VGG16, ResNet18
-from fl_engine.numerics import Numerics
-from fl_engine.partition import Partition
-from fl_engine.slicing import initial_params
-from fl_engine.store import FolderStore
-from fl_engine.terms import RoundsConfig
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
-from fl_engine.types import Algorithm, Backend, Data, ModelFamily, Outcome, RoundPlan
+from fl_engine.training import strategy
+from fl_engine.training.numerics import Numerics
 
 SEED = 0
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_engine.ledger import Ledger
-from fl_engine.store import FolderStore
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.storage.store import FolderStore
 
 STORE = Path("runs/robustness")
 OUT = Path("docs/robustness")
@@ -95,7 +95,7 @@ class Case:
 def accuracies(case: Case) -> dict[str, dict[str, float]]:
     """avg and full after the last round, in %, by label; runs what is missing."""
     local = ["--resume", "--jobs", "1", "--set", f"run.store={STORE}"]
-    code = subprocess.run([sys.executable, "-m", "components.cli", *case.command[1:], *local], check=False).returncode
+    code = subprocess.run([sys.executable, "-m", "flexfleet.cli", *case.command[1:], *local], check=False).returncode
     if code != 0:
         raise SystemExit(f"{case.id} ended with {code}: mend the cause and run again, finished runs are kept")
     found = json.loads((STORE / case.id / "comparison.json").read_text())["results"]

@@ -23,20 +23,22 @@ import torch
 
 from benchmarks.networks import BinaryMLP
 from benchmarks.workloads import MEAN, STD, WORKLOADS
-from fl_engine import devices, rounds, strategy
 from fl_engine.algorithms import AdaptiveFL, AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
-from fl_engine.client import Site
-from fl_engine.devices import Tier
-from fl_engine.ledger import Ledger
+from fl_engine.core.slicing import count_params, initial_params
+from fl_engine.core.types import Algorithm, Data, ModelFamily
+from fl_engine.data.partitioning import Partition
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.fleet import devices
+from fl_engine.fleet.devices import Tier
 from fl_engine.models import ResNet18, SmallCNN
-from fl_engine.partition import Partition
-from fl_engine.slicing import count_params, initial_params
-from fl_engine.store import FolderStore
-from fl_engine.terms import RoundsConfig
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
-from fl_engine.types import Algorithm, Data, ModelFamily
+from fl_engine.training import strategy
 
 STRONG = (Tier("strong", 1.0, 110.0, (0.0,)),)
 

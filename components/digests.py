@@ -20,7 +20,7 @@ from pathlib import Path
 
 import urllib3
 
-from fl_engine.errors import BadInput, EnvironmentFailure, IntegrityError
+from fl_engine.core.errors import BadInput, EnvironmentFailure, IntegrityError
 
 ACCEPT = ", ".join(
     (

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-from fl_engine.errors import BadInput, IntegrityError
+from fl_engine.core.errors import BadInput, IntegrityError
 
 PERMITTED = frozenset(
     {"0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "EPL-1.0", "EPL-2.0", "HPND", "ISC"}

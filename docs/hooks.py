@@ -19,7 +19,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def commands() -> str:
-    from components.cli import parser
+    from flexfleet.cli import parser
 
     os.environ["COLUMNS"] = "100"
     (chosen,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))

@@ -43,9 +43,9 @@ def prepare(
 ) -> list[dict[str, str]]:
     from pathlib import Path
 
-    from components import overrides
-    from components.compare import prepare as step
-    from components.in_pod import ending
+    from flexfleet.compare.compare import prepare as step
+    from flexfleet.config import overrides
+    from flexfleet.kubeflow.in_pod import ending
 
     with ending("comparison_id"):
         given = locals()
@@ -68,9 +68,9 @@ def run(
     import shutil
     from pathlib import Path
 
-    from components import metadata
-    from components.compare import run_pair
-    from components.in_pod import ending, patiently
+    from flexfleet.compare.compare import run_pair
+    from flexfleet.kubeflow import metadata
+    from flexfleet.kubeflow.in_pod import ending, patiently
 
     with ending("comparison_id (of a night: night_id)"):
         Path(which.path).write_text(f"# {pair['label']}\n\nalgorithm and seed: {pair['run']}\n")
@@ -94,9 +94,9 @@ def compare(
     import shutil
     from pathlib import Path
 
-    from components.compare import collect
-    from components.in_pod import ending, patiently
-    from components.tabulate import metrics as figures
+    from flexfleet.compare.compare import collect
+    from flexfleet.compare.tabulate import metrics as figures
+    from flexfleet.kubeflow.in_pod import ending, patiently
 
     with ending("comparison_id"):
         out = Path(comparison.path)

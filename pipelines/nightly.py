@@ -33,9 +33,9 @@ def prepare(
 ) -> list[dict[str, str]]:
     from pathlib import Path
 
-    from components import regress
-    from components.in_pod import ending
-    from components.overrides import sets_of
+    from flexfleet.config.overrides import sets_of
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.nightly import regress
 
     with ending("night_id"):
         night = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
@@ -60,9 +60,9 @@ def gate(
     import shutil
     from pathlib import Path
 
-    from components import regress
-    from components.in_pod import ending, patiently
-    from components.overrides import sets_of
+    from flexfleet.config.overrides import sets_of
+    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.nightly import regress
 
     with ending("night_id"):
         asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
@@ -81,9 +81,9 @@ def gate(
 
 @task
 def decide(failed: str) -> None:
-    from components import webhook
-    from components.in_pod import ending
-    from fl_engine.errors import GateFailed
+    from fl_engine.core.errors import GateFailed
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.nightly import webhook
 
     with ending("night_id"):
         if failed:
@@ -110,7 +110,7 @@ def nightly(
     """Fails where a figure is worse than before, beyond a threshold and beyond noise.
 
     Args:
-        suite: Of components/suites: what is run, and its reference figures.
+        suite: Of flexfleet/nightly/suites: what is run, and its reference figures.
         mlflow_uri: Tracking URI of an MLflow server, which keeps the champion; empty: the one that Kubeflow gives
             tasks, else the reference alone.
         store_uri: s3://bucket/prefix of all runs, or a folder that outlives a pod.

@@ -51,10 +51,14 @@ def partition(
 ) -> dict[str, str]:
     from pathlib import Path
 
-    from components import check, metadata, overrides, track, versioned
-    from components.federate import store_of
-    from components.in_pod import ending
-    from components.partition import partition as step
+    from flexfleet.config import overrides
+    from flexfleet.kubeflow import metadata
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.run import check
+    from flexfleet.steps.federate import store_of
+    from flexfleet.steps.partition import partition as step
+    from flexfleet.tracking import record as track
+    from flexfleet.tracking import versioned
 
     with ending("run_id"):
         given = locals()
@@ -75,9 +79,9 @@ def partition(
 def pretrain(config: dsl.Input[Artifact], parts: dsl.Input[Artifact], apoz: dsl.Output[Artifact]) -> None:
     from pathlib import Path
 
-    from components.in_pod import ending
-    from components.pretrain import pretrain as step
-    from fl_engine.config import load_config
+    from flexfleet.config import load_config
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.steps.pretrain import pretrain as step
 
     with ending("run_id"):
         step(load_config(config.path), Path(parts.path), Path(apoz.path))
@@ -92,10 +96,11 @@ def model_pool(
 ) -> None:
     from pathlib import Path
 
-    from components import metadata, versioned
-    from components.in_pod import ending
-    from components.model_pool import model_pool as step
-    from fl_engine.config import load_config
+    from flexfleet.config import load_config
+    from flexfleet.kubeflow import metadata
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.steps.model_pool import model_pool as step
+    from flexfleet.tracking import versioned
 
     with ending("run_id"):
         resolved = load_config(config.path)
@@ -115,11 +120,12 @@ def federate(
 ) -> None:
     from pathlib import Path
 
-    from components import metadata, track
-    from components.in_pod import ending, patiently
-    from components.overrides import run_folder
-    from components.resumable import federate_in
-    from fl_engine.config import load_config
+    from flexfleet.config import load_config
+    from flexfleet.config.overrides import run_folder
+    from flexfleet.kubeflow import metadata
+    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.run.resumable import federate_in
+    from flexfleet.tracking import record as track
 
     with ending("run_id"):
         resolved = load_config(config.path)
@@ -141,10 +147,10 @@ def evaluate(
 ) -> None:
     from pathlib import Path
 
-    from components.artifacts import ConfusionFile, EvaluationFile
-    from components.evaluate import evaluate as step
-    from components.in_pod import ending
-    from fl_engine.config import load_config
+    from flexfleet.config import load_config
+    from flexfleet.files.artifacts import ConfusionFile, EvaluationFile
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.steps.evaluate import evaluate as step
 
     with ending("run_id"):
         step(load_config(config.path), Path(run.path), Path(pool.path), Path(evaluation.path))
@@ -172,11 +178,11 @@ def report(
     import shutil
     from pathlib import Path
 
-    from components import metadata
-    from components.gather import finish
-    from components.in_pod import ending, patiently
-    from components.versioned import POINTERS
-    from fl_engine.config import load_config
+    from flexfleet.config import load_config
+    from flexfleet.kubeflow import metadata
+    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.run.gather import finish
+    from flexfleet.tracking.versioned import POINTERS
 
     with ending("run_id"):
         folders = [Path(given.path) for given in (run, parts, apoz, pool, evaluation, finished)]

@@ -42,9 +42,9 @@ def prepare(
 ) -> list[dict[str, str]]:
     from pathlib import Path
 
-    from components import overrides
-    from components.in_pod import ending
-    from components.tune import prepare as step
+    from flexfleet.config import overrides
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.tune.study import prepare as step
 
     with ending("study_id"):
         given = locals()
@@ -64,8 +64,8 @@ def search(
 ) -> None:
     from pathlib import Path
 
-    from components.in_pod import ending, patiently
-    from components.tune import work_in_graph
+    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.tune.study import work_in_graph
 
     with ending("study_id"):
         start, out = Path(prepared.path), Path(searched.path)
@@ -85,8 +85,8 @@ def report(
 ) -> None:
     from pathlib import Path
 
-    from components.in_pod import ending, patiently
-    from components.tune import report as step
+    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.tune.study import report as step
 
     with ending("study_id"):
         ended, start = [Path(worker.path) for worker in searched], Path(prepared.path)

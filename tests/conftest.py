@@ -19,23 +19,26 @@ import numpy as np
 import pytest
 import torch
 
-import components.run
-from components import cli, common
-from fl_engine import devices, rounds, seeds
-from fl_engine import partition as partitions
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
-from fl_engine.client import Site
-from fl_engine.devices import Tier
-from fl_engine.errors import IntegrityError
-from fl_engine.ledger import Ledger
+from fl_engine.core import seeds
+from fl_engine.core.errors import IntegrityError
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import Algorithm, Data, Outcome, RoundPlan, Tracker
+from fl_engine.data import partitioning as partitions
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.fleet import devices
+from fl_engine.fleet.devices import Tier
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.slicing import initial_params
-from fl_engine.store import Store, check_size, encode, sha256
-from fl_engine.terms import RoundsConfig
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import Store, check_size, encode, sha256
 from fl_engine.testing.tracker import Memory
-from fl_engine.types import Algorithm, Data, Outcome, RoundPlan, Tracker
+from flexfleet import cli
+from flexfleet.files import terminal as common
+from flexfleet.run import run as run_module
 from tests.harness.processes import QUICK, Done, Nursery, with_sets
 
 
@@ -321,7 +324,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from dvc.repo import Repo
 
     root, project = tmp_path / "checkout", Path(__file__).parents[1]
-    for folder in ("fl_engine", "components"):
+    for folder in ("fl_engine", "flexfleet", "components"):
         shutil.copytree(project / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(project / "dvc.yaml", root / "dvc.yaml")
     values = yaml.safe_load((project / "params.yaml").read_text())
@@ -413,7 +416,7 @@ def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
         out.write_text("<html></html>")
         return out
 
-    monkeypatch.setattr(components.run, "report", page)
+    monkeypatch.setattr(run_module, "report", page)
     monkeypatch.setattr(partitions, "draw", lambda counts, path: None)
 
 

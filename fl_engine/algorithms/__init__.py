@@ -12,7 +12,7 @@ from fl_engine.algorithms.fjord import FjORD
 from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.algorithms.scalefl import ScaleFL
-from fl_engine.types import Algorithm
+from fl_engine.core.types import Algorithm
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "adaptivefl": AdaptiveFL,

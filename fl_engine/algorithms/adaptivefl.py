@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from fl_engine import pool as pools
-from fl_engine.aggregation import Aggregation, Mean
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -30,12 +30,11 @@ from fl_engine.algorithms.pooled import (
     received,
     start,
 )
-from fl_engine.errors import PoolError
-from fl_engine.fields import STRICT, Count, Fraction, Index
-from fl_engine.selection import Curiosity, Selection, Uniform
-from fl_engine.server_opt import Average, Server
-from fl_engine.slicing import contains, count_params
-from fl_engine.types import (
+from fl_engine.core import pool as pools
+from fl_engine.core.errors import PoolError
+from fl_engine.core.fields import STRICT, Count, Fraction, Index
+from fl_engine.core.slicing import contains, count_params
+from fl_engine.core.types import (
     FULL,
     Device,
     LocalTask,
@@ -50,7 +49,8 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.widths import from_layer
+from fl_engine.core.widths import from_layer
+from fl_engine.selection.selectors import Curiosity, Selection, Uniform
 
 Variant = Literal["cs", "c", "s", "random", "greed"]
 

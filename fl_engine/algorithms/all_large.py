@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fl_engine.aggregation import Aggregation, Mean
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.full_model import Eligible, check_eligible, full_pool, selector
 from fl_engine.algorithms.pooled import (
     PooledState,
@@ -22,10 +23,8 @@ from fl_engine.algorithms.pooled import (
     plan_pool,
     start,
 )
-from fl_engine.fields import STRICT
-from fl_engine.selection import Selection
-from fl_engine.server_opt import Average, Server
-from fl_engine.types import (
+from fl_engine.core.fields import STRICT
+from fl_engine.core.types import (
     FULL,
     Device,
     LocalTask,
@@ -38,6 +37,7 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
+from fl_engine.selection.selectors import Selection
 
 
 @dataclass(frozen=True)

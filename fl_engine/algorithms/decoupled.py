@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fl_engine import seeds
-from fl_engine.aggregation import Aggregation, Mean
+from fl_engine.aggregation.privacy import Private, Public
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -30,13 +31,11 @@ from fl_engine.algorithms.pooled import (
     start,
     stepped,
 )
-from fl_engine.errors import ConfigError
-from fl_engine.fields import STRICT, Fraction
-from fl_engine.privacy import Private, Public
-from fl_engine.selection import Selection, Uniform, round_size
-from fl_engine.server_opt import Average, Server
-from fl_engine.slicing import take
-from fl_engine.types import (
+from fl_engine.core import seeds
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.fields import STRICT, Fraction
+from fl_engine.core.slicing import take
+from fl_engine.core.types import (
     ClientUpdate,
     Device,
     LocalTask,
@@ -51,6 +50,7 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
+from fl_engine.selection.selectors import Selection, Uniform, round_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,9 @@ from typing import ClassVar
 
 import torch
 
-from fl_engine.aggregation import Aggregation, Mean
+from fl_engine.aggregation.averaging import Regions, limited
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -37,13 +39,10 @@ from fl_engine.algorithms.pooled import (
     start,
     weight_of,
 )
-from fl_engine.averaging import Regions, limited
-from fl_engine.errors import ConfigError
-from fl_engine.fields import STRICT, Count, NotNegative, Positive
-from fl_engine.selection import Selection, Uniform
-from fl_engine.server_opt import Average, Server
-from fl_engine.slicing import is_statistic
-from fl_engine.types import (
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.fields import STRICT, Count, NotNegative, Positive
+from fl_engine.core.slicing import is_statistic
+from fl_engine.core.types import (
     ClientUpdate,
     Device,
     ExitLoss,
@@ -57,7 +56,8 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.widths import choose_exits, with_exits
+from fl_engine.core.widths import choose_exits, with_exits
+from fl_engine.selection.selectors import Selection, Uniform
 
 
 @dataclass(frozen=True, kw_only=True)

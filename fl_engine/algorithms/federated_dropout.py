@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fl_engine import seeds
-from fl_engine.aggregation import Aggregation, Mean
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -30,11 +30,10 @@ from fl_engine.algorithms.pooled import (
     start,
     weight_of,
 )
-from fl_engine.fields import STRICT, Fraction
-from fl_engine.selection import Selection, Uniform
-from fl_engine.server_opt import Average, Server
-from fl_engine.slicing import take
-from fl_engine.types import (
+from fl_engine.core import seeds
+from fl_engine.core.fields import STRICT, Fraction
+from fl_engine.core.slicing import take
+from fl_engine.core.types import (
     Device,
     LocalTask,
     ModelFamily,
@@ -46,7 +45,8 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.widths import random_drop
+from fl_engine.core.widths import random_drop
+from fl_engine.selection.selectors import Selection, Uniform
 
 
 @dataclass(frozen=True)

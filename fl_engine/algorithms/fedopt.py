@@ -1,7 +1,7 @@
 """FedOpt: Adaptive Federated Optimization (Reddi et al., ICLR 2021), Algorithms 1 and 2.
 
 FedAvg whose server takes the clients' mean change for a gradient and steps with Adam, Yogi or Adagrad; the rules
-are in `fl_engine/server_opt.py`, and every other algorithm takes them as its `server` too.
+are in `fl_engine/aggregation/server_opt.py`, and every other algorithm takes them as its `server` too.
 
 Departs from the paper: it has the mean over clients weighted by sample counts, as its experiments do; its
 experiments' client learning-rate decay is `training.lr_decay`.
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fl_engine.aggregation import Aggregation, Mean
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Adam, Server
 from fl_engine.algorithms.full_model import Eligible, check_eligible, full_pool, selector
 from fl_engine.algorithms.pooled import (
     PooledState,
@@ -24,10 +25,8 @@ from fl_engine.algorithms.pooled import (
     plan_pool,
     start,
 )
-from fl_engine.fields import STRICT
-from fl_engine.selection import Selection
-from fl_engine.server_opt import Adam, Server
-from fl_engine.types import (
+from fl_engine.core.fields import STRICT
+from fl_engine.core.types import (
     FULL,
     Device,
     LocalTask,
@@ -40,6 +39,7 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
+from fl_engine.selection.selectors import Selection
 
 
 @dataclass(frozen=True)

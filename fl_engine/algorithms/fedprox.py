@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fl_engine.aggregation import Aggregation, Mean
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.full_model import Eligible, check_eligible, full_pool, selector
 from fl_engine.algorithms.pooled import (
     PooledState,
@@ -24,10 +25,8 @@ from fl_engine.algorithms.pooled import (
     plan_pool,
     start,
 )
-from fl_engine.fields import STRICT, NotNegative
-from fl_engine.selection import Selection
-from fl_engine.server_opt import Average, Server
-from fl_engine.types import (
+from fl_engine.core.fields import STRICT, NotNegative
+from fl_engine.core.types import (
     FULL,
     Device,
     LocalTask,
@@ -40,6 +39,7 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
+from fl_engine.selection.selectors import Selection
 
 
 @dataclass(frozen=True)

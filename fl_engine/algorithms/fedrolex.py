@@ -23,7 +23,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fl_engine.aggregation import Aggregation, Mean
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -38,10 +39,8 @@ from fl_engine.algorithms.pooled import (
     select,
     start,
 )
-from fl_engine.fields import STRICT, Fraction
-from fl_engine.selection import Selection, Uniform
-from fl_engine.server_opt import Average, Server
-from fl_engine.types import (
+from fl_engine.core.fields import STRICT, Fraction
+from fl_engine.core.types import (
     ClientUpdate,
     Device,
     LocalTask,
@@ -54,7 +53,8 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.widths import rolling, window_start
+from fl_engine.core.widths import rolling, window_start
+from fl_engine.selection.selectors import Selection, Uniform
 
 Weight = Literal["uniform", "model_size", "updates", "hybrid"]
 

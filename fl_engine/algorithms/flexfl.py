@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from fl_engine import pool as pools
-from fl_engine.aggregation import Aggregation, Mean
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -35,12 +35,11 @@ from fl_engine.algorithms.pooled import (
     received,
     start,
 )
-from fl_engine.errors import PoolError
-from fl_engine.fields import STRICT, NotNegative, Positive
-from fl_engine.selection import ResourceTable, Selection
-from fl_engine.server_opt import Average, Server
-from fl_engine.slicing import count_params
-from fl_engine.types import (
+from fl_engine.core import pool as pools
+from fl_engine.core.errors import PoolError
+from fl_engine.core.fields import STRICT, NotNegative, Positive
+from fl_engine.core.slicing import count_params
+from fl_engine.core.types import (
     FULL,
     Device,
     Distillation,
@@ -55,6 +54,7 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
+from fl_engine.selection.selectors import ResourceTable, Selection
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from fl_engine import pool as pools
-from fl_engine.errors import ConfigError
-from fl_engine.selection import Uniform, holds
-from fl_engine.types import FULL, Device, ModelFamily, Pool, Selector
+from fl_engine.core import pool as pools
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.types import FULL, Device, ModelFamily, Pool, Selector
+from fl_engine.selection.selectors import Uniform, holds
 
 Eligible = Literal["all", "capable"]
 

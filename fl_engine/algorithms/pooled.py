@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from fl_engine import pool as pools
-from fl_engine import seeds
-from fl_engine.aggregation import Aggregate, Aggregation, Mean
-from fl_engine.errors import ClientError, PoolError
-from fl_engine.fields import Count, Fraction, NotNegative, Positive
-from fl_engine.privacy import Public, check_model, check_selection
-from fl_engine.selection import round_size
-from fl_engine.server_opt import Average
-from fl_engine.slicing import index_of, take
-from fl_engine.state import constant
-from fl_engine.types import (
+from fl_engine.aggregation.privacy import Public, check_model, check_selection
+from fl_engine.aggregation.rules import Aggregate, Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average
+from fl_engine.core import pool as pools
+from fl_engine.core import seeds
+from fl_engine.core.errors import ClientError, PoolError
+from fl_engine.core.fields import Count, Fraction, NotNegative, Positive
+from fl_engine.core.slicing import index_of, take
+from fl_engine.core.state import constant
+from fl_engine.core.types import (
     FULL,
     SGD,
     ClientUpdate,
@@ -36,7 +35,8 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.widths import Rounding, early_exit, prefix
+from fl_engine.core.widths import Rounding, early_exit, prefix
+from fl_engine.selection.selectors import round_size
 
 TooSmall = Literal["train", "fail"]
 Weighting = Literal["examples", "uniform"]

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fl_engine.aggregation import Aggregation, Mean
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -35,10 +36,8 @@ from fl_engine.algorithms.pooled import (
     start,
     weight_of,
 )
-from fl_engine.fields import STRICT, Fraction, Index, NotNegative, Positive
-from fl_engine.selection import Selection, Uniform
-from fl_engine.server_opt import Average, Server
-from fl_engine.types import (
+from fl_engine.core.fields import STRICT, Fraction, Index, NotNegative, Positive
+from fl_engine.core.types import (
     Device,
     ExitLoss,
     LocalTask,
@@ -51,7 +50,8 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.widths import choose_exits, with_exits
+from fl_engine.core.widths import choose_exits, with_exits
+from fl_engine.selection.selectors import Selection, Uniform
 
 
 @dataclass(frozen=True)

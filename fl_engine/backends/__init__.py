@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from fl_engine.backends.in_process import InProcess
 from fl_engine.backends.processes import Processes
-from fl_engine.client import Site
-from fl_engine.ledger import Ledger
-from fl_engine.types import Backend
+from fl_engine.core.types import Backend
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.ledger import Ledger
 
 BACKENDS: dict[str, Callable[[Site, Sequence[str], Ledger], Backend]] = {
     "in_process": lambda site, devices, ledger: InProcess(site, devices),

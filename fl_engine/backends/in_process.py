@@ -10,10 +10,10 @@ from types import MappingProxyType
 
 import torch
 
-from fl_engine.client import Site, Work, accept_all, delivered, train
-from fl_engine.errors import EnvironmentFailure
-from fl_engine.types import Algorithm, Outcome, RoundPlan
-from fl_engine.workload import macs_per_sample
+from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.types import Algorithm, Outcome, RoundPlan
+from fl_engine.core.workload import macs_per_sample
+from fl_engine.exchange.client import Site, Work, accept_all, delivered, train
 
 
 class InProcess:

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shared memory
 
-from fl_engine import faults
 from fl_engine.backends.in_process import by_cost, check_device, prepare_process
-from fl_engine.client import Site, Work, accept_all, train
-from fl_engine.errors import FlexfleetError
-from fl_engine.ledger import Ledger
-from fl_engine.types import Algorithm, ClientFailure, ClientUpdate, Outcome, RoundPlan
+from fl_engine.core.errors import FlexfleetError
+from fl_engine.core.types import Algorithm, ClientFailure, ClientUpdate, Outcome, RoundPlan
+from fl_engine.exchange.client import Site, Work, accept_all, train
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.fleet import faults
 
 log = logging.getLogger("flexfleet")
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fl_engine.core.types import Data
+from fl_engine.data.files import data_root, fingerprint, pad, subset
 from fl_engine.datasets import cifar10, digits, fashion_mnist
-from fl_engine.datasets.files import data_root, fingerprint, pad, subset
-from fl_engine.types import Data
 
 __all__ = ["DATASETS", "Source", "data_root", "fingerprint", "pad", "subset"]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fl_engine.datasets.files import Remote, check_labels, download, extract, parse_records, read, require
-from fl_engine.types import Data
+from fl_engine.core.types import Data
+from fl_engine.data.files import Remote, check_labels, download, extract, parse_records, read, require
 
 ABOUT = "CIFAR-10, 32x32 colour, 10 classes, 50,000 + 10,000; no licence stated, cite Krizhevsky 2009; 170 MB"
 FOLDER = "cifar10"

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_engine import seeds
-from fl_engine.datasets.files import stratified
-from fl_engine.errors import EnvironmentFailure
-from fl_engine.store import sha256
-from fl_engine.types import Data
+from fl_engine.core import seeds
+from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.types import Data
+from fl_engine.data.files import stratified
+from fl_engine.storage.store import sha256
 
 ABOUT = "Digits, 8x8 grey, 10 classes, 1,438 + 359; comes with scikit-learn"
 TEST_SAMPLES = 359

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_engine.datasets.files import Remote, check_labels, download, parse_idx, read, require
-from fl_engine.errors import DataError
-from fl_engine.types import Data
+from fl_engine.core.errors import DataError
+from fl_engine.core.types import Data
+from fl_engine.data.files import Remote, check_labels, download, parse_idx, read, require
 
 ABOUT = "Fashion-MNIST, 28x28 grey, 10 classes, 60,000 + 10,000; MIT licence; 31 MB"
 FOLDER = "fashion-mnist"

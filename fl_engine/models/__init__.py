@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from fl_engine.core.types import ModelFamily
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.types import ModelFamily
 
 MODELS: dict[str, type[ModelFamily]] = {
     "small_cnn": SmallCNN,

@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fl_engine import lanes
-from fl_engine.errors import ModelError
+from fl_engine.core.errors import ModelError
+from fl_engine.core.types import Axis, ParamLayout, Slot, SubmodelSpec
+from fl_engine.core.widths import exit_name
 from fl_engine.models.layers import linear_slots
-from fl_engine.types import Axis, ParamLayout, Slot, SubmodelSpec
-from fl_engine.widths import exit_name
+from fl_engine.training import lanes
 
 
 def check_exits(name: str, exits: tuple[str, ...], points: tuple[str, ...]) -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_engine import lanes
-from fl_engine.errors import ModelError
-from fl_engine.types import Axis, ModelFamily, ParamLayout, Slot, SubmodelSpec
-from fl_engine.widths import exit_name
+from fl_engine.core.errors import ModelError
+from fl_engine.core.types import Axis, ModelFamily, ParamLayout, Slot, SubmodelSpec
+from fl_engine.core.widths import exit_name
+from fl_engine.training import lanes
 
 Norm = Literal["batch", "static"]
 """`batch`: statistics of the batch at hand, in evaluation too (FlexFL, AdaptiveFL). `static`: kept ones."""

@@ -24,9 +24,9 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import FREE, Norm, check_options, check_spec, conv_bn, conv_bn_slots, scaled
-from fl_engine.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 
 
 class Stage(NamedTuple):

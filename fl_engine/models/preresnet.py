@@ -24,6 +24,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import (
     FREE,
@@ -35,7 +36,6 @@ from fl_engine.models.layers import (
     linear_slots,
     scaled,
 )
-from fl_engine.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 
 CHANNELS = {"stage1": 64, "stage2": 128, "stage3": 256, "stage4": 512}
 STRIDES = {"stage1": 1, "stage2": 2, "stage3": 2, "stage4": 2}

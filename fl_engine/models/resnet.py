@@ -21,6 +21,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import (
     FREE,
@@ -32,7 +33,6 @@ from fl_engine.models.layers import (
     linear_slots,
     scaled,
 )
-from fl_engine.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 
 CHANNELS = {"stem": 64, "stage1": 96, "stage2": 128, "stage3": 256, "stage4": 512}
 STRIDES = (1, 2, 2, 2)

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, SubmodelSpec
 from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import (
     FREE,
@@ -26,7 +27,6 @@ from fl_engine.models.layers import (
     linear_slots,
     scaled,
 )
-from fl_engine.types import FULL, Axis, ParamLayout, Prunable, SubmodelSpec
 
 CHANNELS = {"conv1": 16, "conv2": 32, "conv3": 64, "fc1": 64}
 

@@ -18,7 +18,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from fl_engine.errors import ModelError
+from fl_engine.core.errors import ModelError
+from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import (
     FREE,
@@ -31,7 +32,6 @@ from fl_engine.models.layers import (
     linear_slots,
     scaled,
 )
-from fl_engine.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 
 CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 POOL_AFTER = (2, 4, 7, 10, 13)

@@ -24,22 +24,33 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fl_engine import rounds
-from fl_engine.aggregation import Aggregation, Mean, Median, TrimmedMean
-from fl_engine.averaging import Kind, Regions
+from fl_engine.aggregation.averaging import Kind, Regions
+from fl_engine.aggregation.privacy import LEARN_NOTHING, Private
+from fl_engine.aggregation.rules import Aggregation, Mean, Median, TrimmedMean
+from fl_engine.aggregation.server_opt import Average
 from fl_engine.backends import InProcess
-from fl_engine.client import Site, execute
-from fl_engine.errors import ClientError
-from fl_engine.evaluate import evaluate, published, weights_of
-from fl_engine.ledger import Ledger
-from fl_engine.privacy import LEARN_NOTHING, Private
-from fl_engine.rounds import Evaluation
-from fl_engine.selection import Uniform, round_size
-from fl_engine.server_opt import Average
-from fl_engine.slicing import contains, count_params, full_shapes, initial_params, shapes, take
-from fl_engine.state import pack, unpack
-from fl_engine.store import FolderStore, decode, encode
-from fl_engine.terms import RoundsConfig
+from fl_engine.core.errors import ClientError
+from fl_engine.core.slicing import contains, count_params, full_shapes, initial_params, shapes, take
+from fl_engine.core.state import pack, unpack
+from fl_engine.core.types import (
+    FULL,
+    Algorithm,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    RoundPlan,
+    SubmodelSpec,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.loop import Evaluation
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.selection.selectors import Uniform, round_size
+from fl_engine.storage.store import FolderStore, decode, encode
 from fl_engine.testing.models import kept_mask
 from fl_engine.testing.tiny import (
     SEED,
@@ -52,18 +63,7 @@ from fl_engine.testing.tiny import (
     update_of,
 )
 from fl_engine.testing.tracker import Memory
-from fl_engine.types import (
-    FULL,
-    Algorithm,
-    ModelFamily,
-    Outcome,
-    ParamLayout,
-    Params,
-    RoundPlan,
-    SubmodelSpec,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.training.evaluation import evaluate, published, weights_of
 
 # Sites and states are immutable, so sharing them between examples is safe.
 law = settings(

@@ -18,7 +18,17 @@ import torch
 
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
-from fl_engine.client import Site, execute
+from fl_engine.core.types import (
+    Algorithm,
+    Backend,
+    ClientFailure,
+    ClientUpdate,
+    Device,
+    ModelFamily,
+    Outcome,
+    RoundPlan,
+)
+from fl_engine.exchange.client import Site, execute
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.testing.tiny import (
@@ -31,16 +41,6 @@ from fl_engine.testing.tiny import (
     start_of,
     tiny_fleet,
     tiny_site,
-)
-from fl_engine.types import (
-    Algorithm,
-    Backend,
-    ClientFailure,
-    ClientUpdate,
-    Device,
-    ModelFamily,
-    Outcome,
-    RoundPlan,
 )
 
 Make = Callable[[Site, Sequence[str]], Backend]

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fl_engine.datasets.files import fingerprint
-from fl_engine.types import Data
+from fl_engine.core.types import Data
+from fl_engine.data.files import fingerprint
 
 
 class DatasetSuite:

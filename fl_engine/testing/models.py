@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fl_engine import slicing
-from fl_engine.errors import ModelError
-from fl_engine.slicing import take
-from fl_engine.types import FULL, ModelFamily, ParamLayout, Params, Prunable, SubmodelSpec
+from fl_engine.core import slicing
+from fl_engine.core.errors import ModelError
+from fl_engine.core.slicing import take
+from fl_engine.core.types import FULL, ModelFamily, ParamLayout, Params, Prunable, SubmodelSpec
 
 # A family is immutable, so sharing it between examples is safe, whatever the scope of the fixture.
 law = settings(

@@ -15,15 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_engine import devices, seeds
 from fl_engine.algorithms.pooled import Training
-from fl_engine.client import Site
-from fl_engine.devices import Tier
-from fl_engine.models.exits import assemble, check_exits, slots_with_exits
-from fl_engine.models.layers import FREE, check_spec, linear_slots
-from fl_engine.partition import Partition
-from fl_engine.slicing import initial_params
-from fl_engine.types import (
+from fl_engine.core import seeds
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import (
     FULL,
     Algorithm,
     Axis,
@@ -44,6 +39,12 @@ from fl_engine.types import (
     SubmodelSpec,
     WorkOrder,
 )
+from fl_engine.data.partitioning import Partition
+from fl_engine.exchange.client import Site
+from fl_engine.fleet import devices
+from fl_engine.fleet.devices import Tier
+from fl_engine.models.exits import assemble, check_exits, slots_with_exits
+from fl_engine.models.layers import FREE, check_spec, linear_slots
 
 CHW = (1, 4, 4)
 CLASSES = 4

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms import AdaptiveFL
 from fl_engine.algorithms.adaptivefl import Variant
-from fl_engine.errors import ClientError, PoolError
+from fl_engine.core.errors import ClientError, PoolError
+from fl_engine.core.types import FULL, Device, ModelFamily, Pool, TaskContext, WorkOrder
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.selection import Curiosity, Uniform
+from fl_engine.selection.selectors import Curiosity, Uniform
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, start_of, tiny_site
-from fl_engine.types import FULL, Device, ModelFamily, Pool, TaskContext, WorkOrder
 
 VGG = VGG16((3, 32, 32), 10)
 SMALL = SmallCNN((1, 16, 16), 4, width=0.25)

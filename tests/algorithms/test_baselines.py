@@ -22,14 +22,14 @@ from fl_engine.algorithms import (
     HeteroFL,
     ScaleFL,
 )
-from fl_engine.client import Site, execute
-from fl_engine.errors import ClientError, PoolError
-from fl_engine.evaluate import published, weights_of
+from fl_engine.core.errors import ClientError, PoolError
+from fl_engine.core.slicing import contains, count_params, take
+from fl_engine.core.types import FULL, Algorithm, ClientUpdate, Device, Params, TaskContext, WorkOrder
+from fl_engine.exchange.client import Site, execute
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.selection import Curiosity
-from fl_engine.slicing import contains, count_params, take
+from fl_engine.selection.selectors import Curiosity
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
@@ -41,7 +41,7 @@ from fl_engine.testing.tiny import (
     tiny_site,
     update_of,
 )
-from fl_engine.types import FULL, Algorithm, ClientUpdate, Device, Params, TaskContext, WorkOrder
+from fl_engine.training.evaluation import published, weights_of
 
 VGG = VGG16((3, 32, 32), 10)
 

@@ -20,15 +20,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine import seeds
 from fl_engine.algorithms import AdaptiveFL
-from fl_engine.client import execute
+from fl_engine.core import seeds
+from fl_engine.core.state import pack, unpack
+from fl_engine.core.types import FULL, Device, Outcome, Pick, Pool, PoolModel, SubmodelSpec, Tables
+from fl_engine.exchange.client import execute
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.selection import Curiosity
-from fl_engine.state import pack, unpack
-from fl_engine.store import decode, encode
+from fl_engine.selection.selectors import Curiosity
+from fl_engine.storage.store import decode, encode
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, failure_of, start_of, tiny_site, update_of
-from fl_engine.types import FULL, Device, Outcome, Pick, Pool, PoolModel, SubmodelSpec, Tables
 
 law = settings(max_examples=60, deadline=None)
 S3, S2, S1, M3, M2, M1, L1 = range(7)

@@ -17,15 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fl_engine.algorithms import FederatedDropout, FedRolex
-from fl_engine.client import Site, execute
-from fl_engine.errors import ClientError, PoolError
-from fl_engine.models.mobilenetv2 import MobileNetV2
-from fl_engine.models.resnet import ResNet18
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.selection import Curiosity
-from fl_engine.slicing import take
-from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_orders, start_of, tiny_site
-from fl_engine.types import (
+from fl_engine.core.errors import ClientError, PoolError
+from fl_engine.core.slicing import take
+from fl_engine.core.types import (
     FULL,
     ClientUpdate,
     Device,
@@ -37,6 +31,12 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
+from fl_engine.exchange.client import Site, execute
+from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.resnet import ResNet18
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.selection.selectors import Curiosity
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_orders, start_of, tiny_site
 
 law = settings(max_examples=40, deadline=None)
 TINY = TinyNet()

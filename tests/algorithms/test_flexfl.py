@@ -20,13 +20,9 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.pooled import Training
-from fl_engine.errors import ClientError
-from fl_engine.local import Job, Trained, train
-from fl_engine.losses import self_distillation
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.slicing import initial_params
-from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, paper_pool, start_of, tiny_site
-from fl_engine.types import (
+from fl_engine.core.errors import ClientError
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import (
     FULL,
     SGD,
     Device,
@@ -41,6 +37,10 @@ from fl_engine.types import (
     TaskContext,
     WorkOrder,
 )
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, paper_pool, start_of, tiny_site
+from fl_engine.training.local import Job, Trained, train
+from fl_engine.training.losses import self_distillation
 
 CIFAR = (3, 32, 32)
 TINY = TinyNet()

@@ -15,16 +15,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fl_engine import pool as pools
 from fl_engine.algorithms import FlexFL
-from fl_engine.errors import PoolError
-from fl_engine.models.mobilenetv2 import MobileNetV2
-from fl_engine.models.resnet import ResNet34
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.vgg16 import VGG16
-from fl_engine.slicing import contains, count_params, initial_params
-from fl_engine.testing.tiny import TinyNet, assert_same_bits
-from fl_engine.types import (
+from fl_engine.core import pool as pools
+from fl_engine.core.errors import PoolError
+from fl_engine.core.slicing import contains, count_params, initial_params
+from fl_engine.core.types import (
     FULL,
     Axis,
     ModelFamily,
@@ -33,6 +28,11 @@ from fl_engine.types import (
     Slot,
     SubmodelSpec,
 )
+from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.resnet import ResNet34
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.vgg16 import VGG16
+from fl_engine.testing.tiny import TinyNet, assert_same_bits
 
 CIFAR = (3, 32, 32)
 TINY = TinyNet()

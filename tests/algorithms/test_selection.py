@@ -12,15 +12,15 @@ from hypothesis import settings
 
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
-from fl_engine.errors import ClientError, ConfigError
-from fl_engine.selection import ResourceTable, round_size
-from fl_engine.testing.tiny import SEED, TinyNet, paper_pool, start_of, tiny_fleet, tiny_site
-from fl_engine.types import (
+from fl_engine.core.errors import ClientError, ConfigError
+from fl_engine.core.types import (
     FULL,
     Device,
     TaskContext,
     WorkOrder,
 )
+from fl_engine.selection.selectors import ResourceTable, round_size
+from fl_engine.testing.tiny import SEED, TinyNet, paper_pool, start_of, tiny_fleet, tiny_site
 
 CIFAR = (3, 32, 32)
 TINY = TinyNet()
@@ -43,7 +43,7 @@ def devices(**tiers: int) -> tuple[Device, ...]:
 
 
 def draw(fleet: tuple[Device, ...], k: int, rounds: int) -> list[list[tuple[int, str]]]:
-    from fl_engine import seeds
+    from fl_engine.core import seeds
 
     _, pool = paper_pool()
     selection = ResourceTable()
@@ -104,7 +104,7 @@ def test_more_than_there_are_is_all_that_there_are() -> None:
 
 def test_a_capacity_equal_to_the_size_is_too_little() -> None:
     """r <= size is insufficient: a device of exactly 50 % is sent M1."""
-    from fl_engine import seeds
+    from fl_engine.core import seeds
 
     _, pool = paper_pool()
     fleet = tuple(Device(c, "half", 50.0, 0.0) for c in range(6))

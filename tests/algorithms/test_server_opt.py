@@ -17,27 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fl_engine import config as configs
+from fl_engine.aggregation.server_opt import Adagrad, Adam, Average, Server, Yogi
 from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, Decoupled, FedOpt
 from fl_engine.algorithms.pooled import PooledState, Training, start
-from fl_engine.client import Site, execute
-from fl_engine.config import load_config
-from fl_engine.errors import ConfigError
-from fl_engine.evaluate import published
-from fl_engine.selection import Curiosity, ResourceTable, Uniform
-from fl_engine.server_opt import Adagrad, Adam, Average, Server, Yogi
-from fl_engine.state import pack, unpack
-from fl_engine.store import decode, encode
-from fl_engine.testing.tiny import (
-    SEED,
-    assert_same_bits,
-    assert_same_orders,
-    failure_of,
-    start_of,
-    tiny_site,
-    update_of,
-)
-from fl_engine.types import (
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.state import pack, unpack
+from fl_engine.core.types import (
     FULL,
     Axis,
     ClientUpdate,
@@ -51,6 +36,21 @@ from fl_engine.types import (
     SubmodelSpec,
     WorkOrder,
 )
+from fl_engine.exchange.client import Site, execute
+from fl_engine.selection.selectors import Curiosity, ResourceTable, Uniform
+from fl_engine.storage.store import decode, encode
+from fl_engine.testing.tiny import (
+    SEED,
+    assert_same_bits,
+    assert_same_orders,
+    failure_of,
+    start_of,
+    tiny_site,
+    update_of,
+)
+from fl_engine.training.evaluation import published
+from flexfleet import config as configs
+from flexfleet.config import load_config
 
 law = settings(max_examples=40, deadline=None)
 RULES: list[Adagrad | Adam | Yogi] = [Adagrad(), Adam(), Yogi()]

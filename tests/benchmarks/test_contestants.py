@@ -11,13 +11,13 @@ import torch
 from benchmarks import __main__ as harness
 from benchmarks import naive, ours
 from benchmarks.workloads import WORKLOADS
-from fl_engine import seeds
 from fl_engine.backends import InProcess
-from fl_engine.client import execute
-from fl_engine.losses import self_distillation
-from fl_engine.numerics import Numerics
-from fl_engine.slicing import initial_params, take
-from fl_engine.types import ClientUpdate, Params, WorkOrder
+from fl_engine.core import seeds
+from fl_engine.core.slicing import initial_params, take
+from fl_engine.core.types import ClientUpdate, Params, WorkOrder
+from fl_engine.exchange.client import execute
+from fl_engine.training.losses import self_distillation
+from fl_engine.training.numerics import Numerics
 
 
 def order_of(order: WorkOrder, samples: int) -> list[torch.Tensor]:

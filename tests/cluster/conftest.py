@@ -25,13 +25,13 @@ import boto3.session
 import pytest
 import yaml
 
-from components.federate import federate
-from components.model_pool import model_pool
-from components.partition import partition
-from components.pretrain import pretrain
-from fl_engine.backends import jobs
-from fl_engine.backends.cluster import Cluster, _connect, _token
-from fl_engine.config import Config, load_config
+from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes.cluster import Cluster, _connect, _token
+from flexfleet.config import Config, load_config
+from flexfleet.steps.federate import federate
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.partition import partition
+from flexfleet.steps.pretrain import pretrain
 
 NAMESPACE = f"flexfleet-test-{uuid.uuid4().hex[:6]}"
 Model = Callable[..., bytes]

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from fl_engine.backends import jobs
-from fl_engine.backends.cluster import Cluster
-from fl_engine.config import Config, load_config
-from fl_engine.ledger import Ledger, Row
-from fl_engine.places import open_store
+from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes.cluster import Cluster
+from fl_engine.exchange.ledger import Ledger, Row
+from fl_engine.storage.places import open_store
+from flexfleet.config import Config, load_config
 
 Rounds = Callable[..., Path]
 Settings = tuple[str, ...]
@@ -105,7 +105,7 @@ def test_a_killed_coordinator_goes_on_with_its_jobs(
     inputs, out = prepared(config), tmp_path / "killed"
     sets = [word for s in settings for word in ("--set", s)]
     command = [
-        sys.executable, "-m", "components.federate", "--partition", str(inputs / "partition"), "--pool",
+        sys.executable, "-m", "flexfleet.steps.federate", "--partition", str(inputs / "partition"), "--pool",
         str(inputs / "pool"), "--out", str(out), *sets,
     ]  # fmt: skip
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
@@ -119,7 +119,7 @@ def test_a_pod_that_is_killed_for_memory_steps_down_to_a_smaller_sub_model(
 ) -> None:
     """The coordinator is made to believe that training takes next to nothing, so that every pod tries the full model; a
     limit below what importing torch takes kills it."""
-    from components import federate as step
+    from flexfleet.steps import federate as step
 
     monkeypatch.setattr(step, "training_peak", lambda *_: (1, 2))
     pools = "{weak: {memory: 64Mi}, medium: {memory: 2Gi}, strong: {memory: 2Gi}}"

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from fl_engine.backends import jobs
-from fl_engine.backends.cluster import Cluster
-from fl_engine.errors import Stopped
+from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes.cluster import Cluster
+from fl_engine.core.errors import Stopped
 
 Api = Callable[..., Any]
 Rounds = Callable[..., Path]

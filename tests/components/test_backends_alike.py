@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from components.artifacts import History, RunFile
+from flexfleet.files.artifacts import History, RunFile
 
 
 @pytest.fixture(autouse=True)

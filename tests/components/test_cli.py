@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import fl_engine
-from components import cli
-from components.artifacts import PoolFile, RunFile
 from fl_engine.datasets import DATASETS, fashion_mnist
-from fl_engine.store import sha256
+from fl_engine.storage.store import sha256
+from flexfleet import cli
+from flexfleet.files.artifacts import PoolFile, RunFile
 
 COMMANDS = ("run", "pool", "report", "fetch", "status", "check", "doctor")
 RESULT = {
@@ -547,6 +547,6 @@ def test_a_tracking_server_is_named_by_its_address_a_data_base_by_the_command_th
 
 
 def test_the_module_is_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "components.cli", "--version"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "flexfleet.cli", "--version"], capture_output=True, text=True)
     assert done.returncode == 0
     assert fl_engine.__version__ in done.stdout

@@ -20,20 +20,25 @@ from typing import Any
 import mlflow
 import pytest
 
-import components.compare
-import components.run
-from components import cli, common, comparison, entries, report, share, side_by_side, tabulate
-from components.artifacts import Apoz, Result, RunFile
-from components.comparison import Comparison
-from components.track import token_of
-from fl_engine import partition as partitions
-from fl_engine.errors import ConfigError, Stopped
-from fl_engine.tracking import PARENT, TOKEN
+from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.data import partitioning as partitions
+from flexfleet import cli
+from flexfleet.compare import compare as compare_module
+from flexfleet.compare import comparison, side_by_side, tabulate
+from flexfleet.compare.comparison import Comparison
+from flexfleet.config import entries
+from flexfleet.files import terminal as common
+from flexfleet.files.artifacts import Apoz, Result, RunFile
+from flexfleet.reports import report
+from flexfleet.run import run as run_module
+from flexfleet.steps import share
+from flexfleet.tracking.record import token_of
+from flexfleet.tracking.trackers import PARENT, TOKEN
 from tests.harness import platform
 
 LABELS, SEEDS = ("flexfl", "all_large"), (0, 1)
 TWO = ("--algorithms", ",".join(LABELS), "--seeds", "0,1")
-MAINS = {"components.cli": cli.dispatch, "components.share": share.main}
+MAINS = {"flexfleet.cli": cli.dispatch, "flexfleet.steps.share": share.main}
 
 
 def in_this_process(jobs: Sequence[side_by_side.Job], at_once: int) -> dict[str, int]:
@@ -56,8 +61,8 @@ def page_stub(runs: Sequence[Path], out: Path) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _quickly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(components.compare, "side_by_side", in_this_process)
-        patch.setattr(components.run, "report", page_stub)
+        patch.setattr(compare_module, "side_by_side", in_this_process)
+        patch.setattr(run_module, "report", page_stub)
         patch.setattr(partitions, "draw", lambda counts, path: None)
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
         yield
@@ -378,7 +383,7 @@ def test_the_mlflow_run_of_a_comparison_is_there_before_its_runs_and_says_how_it
 
     argv, given = ("compare", "--algorithms", "all_large", "--id", "a"), [*sets, f"tracking.mlflow={mlflow_uri}"]
     with monkeypatch.context() as patch:
-        patch.setattr(components.compare, "side_by_side", stopped)
+        patch.setattr(compare_module, "side_by_side", stopped)
         assert flexfleet(*argv, sets=given).code == 3
     (run,) = client.search_runs(["1"])
     assert (seen, run.info.status) == ([("a", "RUNNING")], "KILLED")
@@ -459,7 +464,7 @@ def test_shared_work_of_other_settings_is_not_taken_over(ran: Ran, flexfleet: An
 
 
 def test_a_comparison_is_made_by_one_process_at_a_time(ran: Ran, flexfleet: Any, sets: list[str]) -> None:
-    from components.federate import alone
+    from flexfleet.steps.federate import alone
 
     with alone(ran.folder):
         text = refused(flexfleet("compare", *TWO, "--id", "both", "--resume", sets=sets))
@@ -491,7 +496,7 @@ BREAKS = """
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fl_engine.algorithms import AllLarge
-from fl_engine.errors import DataError
+from fl_engine.core.errors import DataError
 
 @dataclass(frozen=True)
 class Breaks(AllLarge):
@@ -599,7 +604,7 @@ def test_a_stopped_comparison_goes_on(sets: list[str], flexfleet: Any, caplog: p
     given = [*sets, "rounds.stop=400", "rounds.commit_every=1", "rounds.evaluate_every=200"]
     argv = ["compare", *TWO[:2], "--id", "a", "--jobs", "2", *(word for one in given for word in ("--set", one))]
     command = subprocess.Popen(
-        [sys.executable, "-m", "components.cli", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "flexfleet.cli", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     until = time.monotonic() + 300
     while not all(list(Path("runs/a", f"{label}-s0", "rounds").glob("*/COMMITTED")) for label in LABELS):

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from components import comparison, report, tabulate
-from components.comparison import Spread
-from fl_engine.ledger import Row
+from fl_engine.exchange.ledger import Row
+from flexfleet.compare import comparison, tabulate
+from flexfleet.compare.comparison import Spread
+from flexfleet.reports import report
 
 
 def rows(*measured: tuple[float | None, float], simulated: bool = True) -> tuple[Row, ...]:

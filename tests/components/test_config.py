@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import yaml
 
-from fl_engine import config as configs
+from fl_engine.aggregation.server_opt import Yogi
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
-from fl_engine.config import Config, flatten, load_config, parse
-from fl_engine.devices import FLEETS, Tier
-from fl_engine.errors import ConfigError, ModelError, masked
+from fl_engine.core.errors import ConfigError, ModelError, masked
+from fl_engine.fleet.devices import FLEETS, Tier
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.selection import Curiosity
-from fl_engine.server_opt import Yogi
+from fl_engine.selection.selectors import Curiosity
+from flexfleet import config as configs
+from flexfleet.config import Config, flatten, load_config, parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -333,7 +333,7 @@ from fl_engine.algorithms import AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.datasets import Source
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.types import FULL, Data
+from fl_engine.core.types import FULL, Data
 
 
 @dataclass(frozen=True)

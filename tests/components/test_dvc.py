@@ -13,14 +13,15 @@ import pytest
 import yaml
 from dvc.repo import Repo
 
-from components import model_pool, partition, pretrain, resumable
-from components.artifacts import History
-from fl_engine import config as configs
-from fl_engine import rounds as loop
 from fl_engine.algorithms import FlexFL
-from fl_engine.config import Config, load_config
-from fl_engine.errors import Stopped
+from fl_engine.core.errors import Stopped
 from fl_engine.models import SmallCNN
+from fl_engine.rounds import loop
+from flexfleet import config as configs
+from flexfleet.config import Config, load_config
+from flexfleet.files.artifacts import History
+from flexfleet.run import resumable
+from flexfleet.steps import model_pool, partition, pretrain
 
 ROOT = Path(__file__).parents[2]
 STAGES = ["partition", "pretrain", "model_pool", "federate", "evaluate", "report"]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from components import gate, suite
-from components.artifacts import History
-from components.gate import Before, judge, noise, t_quantile
-from components.suite import Figures
-from fl_engine.errors import ConfigError
+from fl_engine.core.errors import ConfigError
+from flexfleet.files.artifacts import History
+from flexfleet.nightly import gate, suite
+from flexfleet.nightly.gate import Before, judge, noise, t_quantile
+from flexfleet.nightly.suite import Figures
 
 THRESHOLDS = {"avg": 0.01, "full": 0.01, "rounds": 0.15, "mb": 0.15, "peak_mb_rounds": 0.1, "pace": 0.2}
 DIGITS = suite.path_of("digits")

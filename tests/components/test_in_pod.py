@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-import components.federate
-from components import in_pod
-from components.artifacts import History
-from components.in_pod import ending, patiently
-from components.resumable import federate_in
-from components.run import run
-from fl_engine import errors
-from fl_engine.config import load_config
-from fl_engine.errors import ConfigError, EnvironmentFailure, GateFailed, IntegrityError, Stopped, Unreachable
-from fl_engine.store import FolderStore
+from fl_engine.core import errors
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, GateFailed, IntegrityError, Stopped, Unreachable
+from fl_engine.storage.store import FolderStore
+from flexfleet.config import load_config
+from flexfleet.files.artifacts import History
+from flexfleet.kubeflow import in_pod
+from flexfleet.kubeflow.in_pod import ending, patiently
+from flexfleet.run.resumable import federate_in
+from flexfleet.run.run import run
+from flexfleet.steps import federate as federate_module
 
 RETRY = "Retry of this run in Kubeflow's UI, or another run with the same run_id"
 
@@ -131,7 +131,7 @@ def test_rounds_go_on_from_the_last_commit_when_their_store_is_back(
     whole = run(load_config(None, sets), "whole")
     config = load_config(None, [*sets, f"run.remote=file://{tmp_path}/there"])
     monkeypatch.setattr(Outage, "clock", clock, raising=False)
-    monkeypatch.setattr(components.federate, "open_store", lambda uri: Outage(tmp_path / "there"))
+    monkeypatch.setattr(federate_module, "open_store", lambda uri: Outage(tmp_path / "there"))
     steps = [tmp_path / "runs" / "whole" / name for name in ("partition", "pool")]
     out = patiently(lambda: federate_in(tmp_path / "pod" / "a", config, *steps, tmp_path / "out"))
     assert clock.slept == list(in_pod.WAITS_S[:2]), "gone for two tries"

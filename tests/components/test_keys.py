@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
-import components.federate
-import components.model_pool
-import components.partition
-import components.pretrain
-from components import keys
-from components.artifacts import RunFile
-from components.keys import BEFORE, SIZE, InSecret, InStore
-from fl_engine import privacy
-from fl_engine.backends.cluster import Cluster
-from fl_engine.config import load_config
-from fl_engine.errors import ConfigError, IntegrityError
-from fl_engine.s3 import S3Store
-from fl_engine.store import FolderStore, Store, sha256
+from fl_engine.aggregation import privacy
+from fl_engine.backends.kubernetes.cluster import Cluster
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.store import FolderStore, Store, sha256
+from flexfleet.config import load_config
+from flexfleet.files.artifacts import RunFile
+from flexfleet.steps import federate as federate_module
+from flexfleet.steps import keys
+from flexfleet.steps import model_pool as model_pool_module
+from flexfleet.steps import partition as partition_module
+from flexfleet.steps import pretrain as pretrain_module
+from flexfleet.steps.keys import BEFORE, SIZE, InSecret, InStore
 from tests.k8s import fake
 
 OLD = bytes(range(SIZE))
@@ -240,9 +240,9 @@ def test_a_bucket_of_that_name_on_another_server_is_another(monkeypatch: pytest.
 def prepared(tmp_path_factory: pytest.TempPathFactory, quick: Sequence[str]) -> Path:
     out = tmp_path_factory.mktemp("prepared")
     config = load_config(None, quick)
-    components.partition.partition(config, out / "partition")
-    components.pretrain.pretrain(config, out / "partition", out / "pretrain")
-    components.model_pool.model_pool(config, out / "pretrain", out / "pool")
+    partition_module.partition(config, out / "partition")
+    pretrain_module.pretrain(config, out / "partition", out / "pretrain")
+    model_pool_module.model_pool(config, out / "pretrain", out / "pool")
     return out
 
 
@@ -254,7 +254,7 @@ def rounds(step: Step, prepared: Path, quick: Sequence[str]) -> Step:
     def run(out: Path, *argv: str, sets: Sequence[str] = ()) -> Any:
         given = ("--partition", f"{prepared}/partition", "--pool", f"{prepared}/pool", "--out", str(out), *argv)
         settings = ("rounds.commit_every=1", "rounds.stop=2", *PRIVATE)
-        return step(components.federate.main, *given, sets=[*quick, *settings, *sets])
+        return step(federate_module.main, *given, sets=[*quick, *settings, *sets])
 
     return run
 
@@ -383,7 +383,7 @@ def test_two_private_runs_of_one_name_share_a_key_and_no_noise(rounds: Step, tmp
 
 def test_a_run_that_needs_no_key_has_none(step: Step, prepared: Path, quick: Sequence[str], tmp_path: Path) -> None:
     given = ("--partition", f"{prepared}/partition", "--pool", f"{prepared}/pool", "--out", str(tmp_path / "a"))
-    assert step(components.federate.main, *given, sets=[*quick, "rounds.stop=1"]).code == 0
+    assert step(federate_module.main, *given, sets=[*quick, "rounds.stop=1"]).code == 0
     file = RunFile.read(tmp_path / "a" / "run.json")
     assert (file.key_at, file.key_sha256, file.noise_stream) == (None, None, None)
     assert not (tmp_path / "a" / "secret").exists()

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from components import federate
-from components.entries import entries
-from components.names import LONGEST, plain
-from components.overrides import run_name
-from components.regress import prepare
-from components.run import run
-from components.tune import tune
-from fl_engine.config import Config
-from fl_engine.errors import ConfigError
+from fl_engine.core.errors import ConfigError
+from flexfleet.config import Config
+from flexfleet.config.entries import entries
+from flexfleet.config.names import LONGEST, plain
+from flexfleet.config.overrides import run_name
+from flexfleet.nightly.regress import prepare
+from flexfleet.run.run import run
+from flexfleet.steps import federate
+from flexfleet.tune.study import tune
 
 GOOD = ("a", "flexfl-s0-20261122-101010", "my run", "größe", "package.module:NAME-s0", "a" * LONGEST, "_x", "a.b")
 BAD = (

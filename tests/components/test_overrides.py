@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from components.check import check
-from components.overrides import (
+from fl_engine.core.errors import ConfigError, PartitionError, holds_password
+from flexfleet.config import Config, load_config
+from flexfleet.config.overrides import (
     PARAMETERS,
     comparison_from,
     config_from,
@@ -17,8 +18,7 @@ from components.overrides import (
     whole,
     write_config,
 )
-from fl_engine.config import Config, load_config
-from fl_engine.errors import ConfigError, PartitionError, holds_password
+from flexfleet.run.check import check
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from components import compare, entries, regress, track
-from components.artifacts import RunFile
-from components.overrides import config_from, sets_of
-from fl_engine import tracking
-from fl_engine.config import Config, load_config
-from fl_engine.errors import ConfigError
-from fl_engine.store import FolderStore
-from fl_engine.tracking import PARENT, RESUMED_IN, TOKEN
+from fl_engine.core.errors import ConfigError
+from fl_engine.storage.store import FolderStore
+from flexfleet.compare import compare
+from flexfleet.config import Config, entries, load_config
+from flexfleet.config.overrides import config_from, sets_of
+from flexfleet.files.artifacts import RunFile
+from flexfleet.nightly import regress
+from flexfleet.tracking import record as track
+from flexfleet.tracking import trackers as tracking
+from flexfleet.tracking.trackers import PARENT, RESUMED_IN, TOKEN
 from tests.harness import platform as harness
 from tests.harness.platform import Platform
 
@@ -163,8 +165,8 @@ def test_a_night_is_flat_below_the_pipeline(at: Platform, tiny_suite: dict[str, 
 
 
 def test_a_study_is_flat_below_the_pipeline(at: Platform) -> None:
-    from components.tune import PARENT, _parent, _tags
-    from fl_engine.tune import open_study
+    from flexfleet.tune.search import open_study
+    from flexfleet.tune.study import PARENT, _parent, _tags
 
     begun = open_study(form(), Path("runs/a"), "a")
     study = _parent(form(), begun, {"kfp.job_id": "job"})

@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-from components import publish, versioned
-from components.artifacts import EvaluationFile, PoolFile, Result
-from components.common import prepare
-from components.run import conclude, run
-from fl_engine import config as configs
-from fl_engine import export
-from fl_engine.config import Config, load_config
-from fl_engine.errors import ConfigError, DataError, IntegrityError
-from fl_engine.evaluate import weights_of
-from fl_engine.models import SmallCNN
-from fl_engine.slicing import initial_params
-from fl_engine.store import FolderStore, decode
-from fl_engine.types import FULL, Data
+from fl_engine.core.errors import ConfigError, DataError, IntegrityError
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import FULL, Data
+from fl_engine.models import SmallCNN, export
+from fl_engine.storage.store import FolderStore, decode
+from fl_engine.training.evaluation import weights_of
+from flexfleet import config as configs
+from flexfleet.config import Config, load_config
+from flexfleet.files.artifacts import EvaluationFile, PoolFile, Result
+from flexfleet.publish import publish
+from flexfleet.run.run import conclude, run
+from flexfleet.steps.prepare import prepare
+from flexfleet.tracking import versioned
 
 
 @dataclass(frozen=True)

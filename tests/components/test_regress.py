@@ -12,9 +12,9 @@ import mlflow
 import pytest
 import yaml
 
-from components import suite
-from components.regress import Verdict
-from components.suite import Figures
+from flexfleet.nightly import suite
+from flexfleet.nightly.regress import Verdict
+from flexfleet.nightly.suite import Figures
 
 PLANTED = '''
 """FlexFL with what should not be."""
@@ -92,8 +92,8 @@ def first(place: Place) -> Verdict:
     done = place.night(path, "base")
     assert done.code == 2 and "nothing to compare with" in done.err and "--update" in done.err
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("components.regress.REFERENCE_SEEDS", (0, 1, 2))
-        patch.setattr("components.regress.REFERENCE_TURNS", 9)
+        patch.setattr("flexfleet.nightly.regress.REFERENCE_SEEDS", (0, 1, 2))
+        patch.setattr("flexfleet.nightly.regress.REFERENCE_TURNS", 9)
         done = place.night(path, "reference", "--update")
     assert done.code == 0, done.err
     done = place.night(path, "first", "--json")

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from components import plots
-from components import report as r
-from components.artifacts import Apoz, ApozLayer, EvaluationFile, History, Level, LevelScore, PoolFile, RunFile
-from fl_engine.errors import ConfigError, IntegrityError
-from fl_engine.ledger import Row
-from fl_engine.partition import Manifest
-from fl_engine.store import sha256
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.data.partitioning import Manifest
+from fl_engine.exchange.ledger import Row
+from fl_engine.storage.store import sha256
+from flexfleet.files.artifacts import Apoz, ApozLayer, EvaluationFile, History, Level, LevelScore, PoolFile, RunFile
+from flexfleet.reports import plots
+from flexfleet.reports import report as r
 
 GROUPS = {"conv1": 16, "conv2": 32, "fc1": 64}
 # Widths per layer, share, gamma; M2' and M3' are made on devices and not reported.

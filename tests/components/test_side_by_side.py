@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from components import side_by_side
-from fl_engine.errors import Stopped
+from fl_engine.core.errors import Stopped
+from flexfleet.compare import side_by_side
 
 JOB = """
 import os, signal, sys, time

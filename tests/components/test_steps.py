@@ -13,19 +13,19 @@ import mlflow
 import numpy as np
 import pytest
 
-import components.evaluate
-import components.federate
-import components.model_pool
-import components.partition
-import components.pretrain
-import components.report
-from components.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile
-from fl_engine import partition as partitions
-from fl_engine.config import load_config, parse
-from fl_engine.errors import IntegrityError
-from fl_engine.lease import Holder
-from fl_engine.ledger import Ledger
-from fl_engine.store import decode, sha256
+from fl_engine.core.errors import IntegrityError
+from fl_engine.data import partitioning as partitions
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.storage.lease import Holder
+from fl_engine.storage.store import decode, sha256
+from flexfleet.config import load_config, parse
+from flexfleet.files.artifacts import Apoz, EvaluationFile, History, PoolFile, RunFile
+from flexfleet.reports import report as report_module
+from flexfleet.steps import evaluate as evaluate_module
+from flexfleet.steps import federate as federate_module
+from flexfleet.steps import model_pool as model_pool_module
+from flexfleet.steps import partition as partition_module
+from flexfleet.steps import pretrain as pretrain_module
 
 Step = Callable[..., Any]
 
@@ -46,13 +46,13 @@ def chained(step: Step, quick: Sequence[str], folder: Path) -> dict[str, Any]:
 
     f = str(folder)
     return {
-        "partition": run(components.partition, "--out", f"{f}/partition"),
-        "pretrain": run(components.pretrain, "--partition", f"{f}/partition", "--out", f"{f}/pretrain"),
-        "model_pool": run(components.model_pool, "--pretrain", f"{f}/pretrain", "--out", f"{f}/pool"),
+        "partition": run(partition_module, "--out", f"{f}/partition"),
+        "pretrain": run(pretrain_module, "--partition", f"{f}/partition", "--out", f"{f}/pretrain"),
+        "model_pool": run(model_pool_module, "--pretrain", f"{f}/pretrain", "--out", f"{f}/pool"),
         "federate": run(
-            components.federate, "--partition", f"{f}/partition", "--pool", f"{f}/pool", "--out", f"{f}/run"
+            federate_module, "--partition", f"{f}/partition", "--pool", f"{f}/pool", "--out", f"{f}/run"
         ),
-        "evaluate": run(components.evaluate, "--run", f"{f}/run", "--pool", f"{f}/pool", "--out", f"{f}/evaluate"),
+        "evaluate": run(evaluate_module, "--run", f"{f}/run", "--pool", f"{f}/pool", "--out", f"{f}/evaluate"),
     }
 
 
@@ -77,12 +77,12 @@ def test_a_step_prints_the_file_that_the_next_one_needs(
 @pytest.mark.parametrize(
     "module",
     [
-        components.partition,
-        components.pretrain,
-        components.model_pool,
-        components.federate,
-        components.evaluate,
-        components.report,
+        partition_module,
+        pretrain_module,
+        model_pool_module,
+        federate_module,
+        evaluate_module,
+        report_module,
     ],
     ids=lambda module: module.__name__,
 )
@@ -176,10 +176,10 @@ def test_chained_steps_are_what_run_does(
 def test_a_step_without_the_one_before_says_which(step: Step, quick: Sequence[str], tmp_path: Path) -> None:
     t = str(tmp_path)
     for module, argv, said in (
-        (components.pretrain, ("--partition", t, "--out", t), "partition.json"),
-        (components.model_pool, ("--pretrain", t, "--out", t), "apoz.json"),
-        (components.federate, ("--partition", t, "--pool", t, "--out", t), "partition.json"),
-        (components.evaluate, ("--run", t, "--pool", t, "--out", t), "pool.json"),
+        (pretrain_module, ("--partition", t, "--out", t), "partition.json"),
+        (model_pool_module, ("--pretrain", t, "--out", t), "apoz.json"),
+        (federate_module, ("--partition", t, "--pool", t, "--out", t), "partition.json"),
+        (evaluate_module, ("--run", t, "--pool", t, "--out", t), "pool.json"),
     ):
         done = step(module.main, *argv, sets=quick)
         assert done.code in (2, 4), module.__name__
@@ -190,7 +190,7 @@ def test_a_partition_of_other_data_is_refused(
     step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     sets = [*quick, "dataset.train_samples=241"]
-    done = step(components.pretrain.main, "--partition", str(folder / "partition"), "--out", str(tmp_path), sets=sets)
+    done = step(pretrain_module.main, "--partition", str(folder / "partition"), "--out", str(tmp_path), sets=sets)
     assert done.code == 2
     assert "other data" in done.err
 
@@ -200,11 +200,11 @@ def test_federate_refuses_a_folder_that_holds_a_run(
 ) -> None:
     f = str(folder)
     argv = ("--partition", f"{f}/partition", "--pool", f"{f}/pool", "--out", f"{f}/run")
-    done = step(components.federate.main, *argv, sets=quick)
+    done = step(federate_module.main, *argv, sets=quick)
     assert done.code == 2
     assert "--resume" in done.err
     before = (folder / "run" / "history.json").read_bytes()
-    again = step(components.federate.main, *argv, "--resume", sets=quick)
+    again = step(federate_module.main, *argv, "--resume", sets=quick)
     assert again.code == 0
     assert (folder / "run" / "history.json").read_bytes() == before
 
@@ -231,7 +231,7 @@ def test_evaluate_refuses_a_damaged_model(
     else:
         path.unlink()
     argv = ("--run", str(run), "--pool", str(folder / "pool"), "--out", str(tmp_path / "out"))
-    done = step(components.evaluate.main, *argv, sets=quick)
+    done = step(evaluate_module.main, *argv, sets=quick)
     assert done.code == 4
     assert str(path) in done.err
     assert not (tmp_path / "out").exists()
@@ -242,7 +242,7 @@ def test_evaluate_refuses_a_model_of_another_network(
 ) -> None:
     run = _copy(folder, tmp_path / "run")
     argv = ("--run", str(run), "--pool", str(folder / "pool"), "--out", str(tmp_path))
-    done = step(components.evaluate.main, *argv, sets=[*quick, "model.width=0.25"])
+    done = step(evaluate_module.main, *argv, sets=[*quick, "model.width=0.25"])
     assert done.code in (2, 4)
     assert "Traceback" not in done.err
 
@@ -253,10 +253,10 @@ def test_the_control_needs_no_pretraining(
 ) -> None:
     sets = [*quick, "algorithm.name=all_large", "pretrain.epochs=1000000"]
     t = str(tmp_path)
-    done = step(components.pretrain.main, "--partition", str(folder / "partition"), "--out", t, sets=sets)
+    done = step(pretrain_module.main, "--partition", str(folder / "partition"), "--out", t, sets=sets)
     assert done.code == 0
     assert Apoz.read(tmp_path / "apoz.json").layers == ()
-    done = step(components.model_pool.main, "--pretrain", t, "--out", t, sets=sets)
+    done = step(model_pool_module.main, "--pretrain", t, "--out", t, sets=sets)
     assert done.code == 0
     (level,) = PoolFile.read(tmp_path / "pool.json").levels
     assert (level.name, level.share, level.gamma) == ("full", 1.0, None)
@@ -264,7 +264,7 @@ def test_the_control_needs_no_pretraining(
 
 def test_flexfl_without_scores_is_refused(step: Step, quick: Sequence[str], tmp_path: Path) -> None:
     Apoz(layers=()).write(tmp_path / "apoz.json")
-    done = step(components.model_pool.main, "--pretrain", str(tmp_path), "--out", str(tmp_path), sets=quick)
+    done = step(model_pool_module.main, "--pretrain", str(tmp_path), "--out", str(tmp_path), sets=quick)
     assert done.code == 2
     assert "APoZ" in done.err
 
@@ -274,12 +274,12 @@ def test_a_reference_gives_the_pools_similarity(
 ) -> None:
     """1 where the proxy prunes as all training data would (FlexFL Sec. IV-C1)."""
     sets, t = [*quick, "pretrain.reference=true"], str(tmp_path)
-    assert step(components.pretrain.main, "--partition", str(folder / "partition"), "--out", t, sets=sets).code == 0
+    assert step(pretrain_module.main, "--partition", str(folder / "partition"), "--out", t, sets=sets).code == 0
     apoz = Apoz.read(tmp_path / "apoz.json")
     assert apoz.reference is not None
     assert len(apoz.reference) == len(apoz.layers)
     assert apoz.layers == Apoz.read(folder / "pretrain" / "apoz.json").layers, "it moves nothing else"
-    assert step(components.model_pool.main, "--pretrain", t, "--out", t, sets=sets).code == 0
+    assert step(model_pool_module.main, "--pretrain", t, "--out", t, sets=sets).code == 0
     levels = PoolFile.read(tmp_path / "pool.json").levels
     assert levels[-1].similarity == 1, "nothing of the full model is pruned"
     assert all(level.similarity is not None and 0 < level.similarity <= 1 for level in levels)
@@ -310,10 +310,10 @@ def test_runs_of_several_seeds_can_have_one_partition(tmp_path: Path) -> None:
     cuts = []
     for seed in (1, 2):
         config = load_config(None, [f"seed={seed}", "partition.seed=5", "dataset.train_samples=600"])
-        components.partition.partition(config, tmp_path / str(seed))
+        partition_module.partition(config, tmp_path / str(seed))
         cuts.append((tmp_path / str(seed) / "partition.json").read_bytes())
     assert cuts[0] == cuts[1], "the samples too are chosen by partition.seed"
-    components.partition.partition(load_config(None, ["seed=5", "dataset.train_samples=600"]), tmp_path / "plain")
+    partition_module.partition(load_config(None, ["seed=5", "dataset.train_samples=600"]), tmp_path / "plain")
     assert (tmp_path / "plain" / "partition.json").read_bytes() == cuts[0]
 
 
@@ -324,7 +324,7 @@ def rounds(step: Step, chained: dict[str, Any], folder: Path, quick: Sequence[st
 
     def run(out: Path, *argv: str, sets: Sequence[str] = ()) -> Any:
         given = ("--partition", f"{folder}/partition", "--pool", f"{folder}/pool", "--out", str(out), *argv)
-        return step(components.federate.main, *given, sets=[*quick, "rounds.commit_every=1", *sets])
+        return step(federate_module.main, *given, sets=[*quick, "rounds.commit_every=1", *sets])
 
     return run
 

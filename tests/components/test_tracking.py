@@ -16,15 +16,15 @@ import mlflow
 import mlflow.store.db.utils
 import pytest
 
-from components import publish
-from components.artifacts import RunFile
-from components.track import token_of
-from fl_engine import tracking
-from fl_engine.config import Config, flatten
-from fl_engine.errors import ConfigError, Stopped
-from fl_engine.ledger import Ledger
+from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.exchange.ledger import Ledger
 from fl_engine.testing.tracker import Memory
-from fl_engine.tracking import Console, MLflow, Several
+from flexfleet.config import Config, flatten
+from flexfleet.files.artifacts import RunFile
+from flexfleet.publish import publish
+from flexfleet.tracking import trackers as tracking
+from flexfleet.tracking.record import token_of
+from flexfleet.tracking.trackers import Console, MLflow, Several
 from tests.harness.mlflow_server import serving
 
 ROW = {
@@ -364,7 +364,7 @@ def test_eight_that_log_the_same_at_one_instant_do_not_trip_each_other_up(
 
 
 def test_a_stopped_run_is_marked_killed(job: Any, memory_store: Any, mlflow_uri: str) -> None:
-    """What components.federate does with a tracker, on the engine alone."""
+    """What flexfleet.steps.federate does with a tracker, on the engine alone."""
     tracker, calls = start(mlflow_uri), iter(range(100))
     with pytest.raises(Stopped):
         job.federate(memory_store, lambda: next(calls) >= 2, tracker=tracker)

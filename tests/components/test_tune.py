@@ -16,15 +16,15 @@ import optuna
 import pytest
 import yaml
 
-import components.tune as steps
-from components import cli
-from components.side_by_side import Job
-from components.study import Tuned, gained, markdown, page, told
-from components.tune import _conclude, tune, work
-from fl_engine import tune as search
-from fl_engine.config import Config, Range, load_config
-from fl_engine.errors import ConfigError, Stopped, Unreachable
-from fl_engine.types import FULL, Pool, PoolModel
+from fl_engine.core.errors import ConfigError, Stopped, Unreachable
+from fl_engine.core.types import FULL, Pool, PoolModel
+from flexfleet import cli
+from flexfleet.compare.side_by_side import Job
+from flexfleet.config import Config, Range, load_config
+from flexfleet.tune import search
+from flexfleet.tune import study as steps
+from flexfleet.tune.outcome import Tuned, gained, markdown, page, told
+from flexfleet.tune.study import _conclude, tune, work
 
 FEW = ("tune.trials=4", "tune.held_out=[7]", "rounds.stop=2", "algorithm.epsilon=8")
 
@@ -224,7 +224,7 @@ def test_a_killed_study_goes_on_and_workers_share_it(
 
 def test_no_trial_that_can_be_held_is_said(done: tuple[Tuned, Path, Config], monkeypatch: pytest.MonkeyPatch) -> None:
     _, folder, config = done
-    monkeypatch.setattr("components.tune._done", lambda study: [])
+    monkeypatch.setattr("flexfleet.tune.study._done", lambda study: [])
     with pytest.raises(Exception, match="none of 0 trials has a pool that its devices can hold"):
         _conclude(config, search.open_study(config, folder, "a"), folder, folder)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from components import webhook
+from flexfleet.nightly import webhook
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fl_engine.aggregation import Aggregation
+from fl_engine.aggregation.rules import Aggregation
 from fl_engine.algorithms import (
     ALGORITHMS,
     AdaptiveFL,
@@ -19,10 +19,10 @@ from fl_engine.algorithms import (
     FedRolex,
     HeteroFL,
 )
-from fl_engine.client import Site
+from fl_engine.core.types import Algorithm
+from fl_engine.exchange.client import Site
 from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.tiny import TRAINING
-from fl_engine.types import Algorithm
 
 
 @pytest.fixture(autouse=True)

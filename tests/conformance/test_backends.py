@@ -15,14 +15,14 @@ import torch
 
 from fl_engine.algorithms import FlexFL
 from fl_engine.backends import BACKENDS, InProcess, Processes
-from fl_engine.client import Site, execute
-from fl_engine.errors import EnvironmentFailure, IntegrityError
-from fl_engine.ledger import Ledger
-from fl_engine.numerics import Numerics
-from fl_engine.store import FolderStore
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError
+from fl_engine.core.types import Backend, ClientFailure, ClientUpdate, LocalTask, RoundPlan, TaskContext, WorkOrder
+from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.storage.store import FolderStore
 from fl_engine.testing.backends import BackendSuite, Make
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
-from fl_engine.types import Backend, ClientFailure, ClientUpdate, LocalTask, RoundPlan, TaskContext, WorkOrder
+from fl_engine.training.numerics import Numerics
 
 
 class TestBackends(BackendSuite):

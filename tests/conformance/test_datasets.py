@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
+from fl_engine.core.types import Data
 from fl_engine.datasets import DATASETS, data_root
 from fl_engine.testing.datasets import DatasetSuite
-from fl_engine.types import Data
 
 
 class TestDatasets(DatasetSuite):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fl_engine.core.types import ModelFamily
 from fl_engine.models import MODELS
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
@@ -14,7 +15,6 @@ from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.testing.models import ModelSuite
-from fl_engine.types import ModelFamily
 
 # VGG16 is not square, and larger than it must be, so that its flatten has a repeat.
 SMALL: dict[str, ModelFamily] = {

@@ -15,20 +15,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fl_engine.datasets import (
-    DATASETS,
-    cifar10,
-    data_root,
-    digits,
-    fashion_mnist,
-    files,
-    fingerprint,
-    pad,
-    subset,
-)
-from fl_engine.datasets.files import Remote
-from fl_engine.errors import DataError
-from fl_engine.types import Data
+from fl_engine.core.errors import DataError
+from fl_engine.core.types import Data
+from fl_engine.data import files
+from fl_engine.data.files import Remote
+from fl_engine.datasets import DATASETS, cifar10, data_root, digits, fashion_mnist, fingerprint, pad, subset
 
 RECORDS = 20
 

@@ -46,7 +46,7 @@ def s3() -> Iterator[str]:
 @pytest.fixture
 def place(tmp_path: Path, kubeflow: tuple[Any, str], s3: str, tiny_suite: dict[str, Any]) -> dict[str, str]:
     """An environment whose PATH finds the stand-ins first; the folder looks like a checkout."""
-    for name in ("benchmarks", "components", "tests", "pipelines", "fl_engine", "params.yaml"):
+    for name in ("benchmarks", "components", "tests", "pipelines", "fl_engine", "flexfleet", "params.yaml"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "k8s", tmp_path / "k8s")  # a command edits it
     path = tmp_path / ".venv" / "bin"

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from components import federate
-from components.artifacts import History
+from flexfleet.files.artifacts import History
+from flexfleet.steps import federate
 
 SETS = ("rounds.stop=10", "rounds.commit_every=1", "training.epochs=3")
 
@@ -129,7 +129,7 @@ def test_the_command_as_it_is_typed_survives_a_kill(
 ) -> None:
     """In a fresh interpreter, as a user starts it; and what goes on need not be the same kind of process."""
     run, sets = tmp_path / "runs" / "a", sets_for(quick)
-    command = [sys.executable, "-m", "components.cli", "run", "--json", "--run-id", "a"]
+    command = [sys.executable, "-m", "flexfleet.cli", "run", "--json", "--run-id", "a"]
     command += [part for pair in sets for part in ("--set", pair)]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: writes(run) > 0, "a round")

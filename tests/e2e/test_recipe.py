@@ -21,7 +21,7 @@ LINE = '    "median": Median,\n'
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources with the recipe's file and its line added."""
     root = tmp_path_factory.mktemp("recipe")
-    for folder in ("fl_engine", "components", "tests/conformance", "tests/harness"):
+    for folder in ("fl_engine", "flexfleet", "tests/conformance", "tests/harness"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "tests/conftest.py"):
         shutil.copyfile(ROOT / file, root / file)
@@ -53,7 +53,7 @@ def test_it_passes_the_laws_that_all_algorithms_share(checkout: Path) -> None:
 def test_it_runs_and_learns(checkout: Path) -> None:
     settings = ["algorithm.name=median", "rounds.stop=6", "rounds.evaluate_every=6", "tracking.mlflow=null"]
     options = [word for setting in settings for word in ("--set", setting)]
-    done = run(checkout, "-m", "components.cli", "run", "--run-id", "m", "--json", *options)
+    done = run(checkout, "-m", "flexfleet.cli", "run", "--run-id", "m", "--json", *options)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["metrics"]["full"] > 0.5
 

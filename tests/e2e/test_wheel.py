@@ -16,7 +16,7 @@ import pytest
 import fl_engine
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("fl_engine", "components", "pipelines", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("fl_engine", "flexfleet", "pipelines", "pyproject.toml", "README.md", "LICENSE")
 
 
 def run(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -56,16 +56,16 @@ def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
         names = set(archive.namelist())
         metadata = archive.read(next(n for n in names if n.endswith("/METADATA"))).decode()
         entry_points = archive.read(next(n for n in names if n.endswith("/entry_points.txt"))).decode()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"fl_engine", "components", "pipelines", "flexfleet"}
-    for package in ("fl_engine", "components", "pipelines"):
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"fl_engine", "pipelines", "flexfleet"}
+    for package in ("fl_engine", "flexfleet", "pipelines"):
         modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / package).rglob("*.py")}
         assert modules <= names, f"{package}: {sorted(modules - names)}"
-    assert {"components/report.html", "fl_engine/py.typed"} <= names
-    assert {"fl_engine/backends/client-job.yaml", "pipelines/compiled/tune.yaml"} <= names
+    assert {"flexfleet/reports/report.html", "fl_engine/py.typed"} <= names
+    assert {"fl_engine/backends/kubernetes/client-job.yaml", "pipelines/compiled/tune.yaml"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any("__pycache__" in name or name.startswith("tests/") for name in names)
     assert "License-Expression: Apache-2.0" in metadata
-    assert "flexfleet = components.cli:main" in entry_points
+    assert "flexfleet = flexfleet.cli:main" in entry_points
     for extra in ("engine", "pipeline", "tracking", "data", "tune", "dev", "all"):
         assert f"Provides-Extra: {extra}" in metadata
 
@@ -77,12 +77,12 @@ def test_the_wheel_runs_outside_the_checkout(installed: Path, quick: Sequence[st
         return done.stdout
 
     # An editable installation of the checkout must not stand in for the wheel.
-    where = command("-c", "import fl_engine, components, pipelines; print(fl_engine.__file__, components.__path__[0])")
-    assert where.split() == [str(installed / "fl_engine" / "__init__.py"), str(installed / "components")]
-    assert command("-m", "components.cli", "--version").split() == ["flexfleet", fl_engine.__version__]
-    assert json.loads(command("-m", "components.cli", "doctor", "--json"))["version"] == fl_engine.__version__
+    where = command("-c", "import fl_engine, flexfleet; print(fl_engine.__file__, flexfleet.__path__[0])")
+    assert where.split() == [str(installed / "fl_engine" / "__init__.py"), str(installed / "flexfleet")]
+    assert command("-m", "flexfleet.cli", "--version").split() == ["flexfleet", fl_engine.__version__]
+    assert json.loads(command("-m", "flexfleet.cli", "doctor", "--json"))["version"] == fl_engine.__version__
     sets = [part for pair in (*quick, "rounds.stop=1") for part in ("--set", pair)]
-    found = json.loads(command("-m", "components.cli", "run", "--json", "--run-id", "a", *sets))
+    found = json.loads(command("-m", "flexfleet.cli", "run", "--json", "--run-id", "a", *sets))
     assert found["status"] == "finished"
     assert "<svg" in (tmp_path / found["report"]).read_text(), "the page's template came with the wheel"
 

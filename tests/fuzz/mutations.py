@@ -1,7 +1,7 @@
 """Bad input by the thousand: a valid file with one thing wrong, and bytes that were never one.
 
-A reader has one law: what comes out is valid, or a named error (fl_engine/errors.py) that says where. Nothing else is
-raised, nothing takes long, and nothing declared to be huge is believed.
+A reader has one law: what comes out is valid, or a named error (fl_engine/core/errors.py) that says where. Nothing else
+is raised, nothing takes long, and nothing declared to be huge is believed.
 
 FLEXFLEET_FUZZ=<cases per test> is a campaign, of other cases each time; without it a few, always the same.
 """
@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from fl_engine.errors import FlexfleetError
+from fl_engine.core.errors import FlexfleetError
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]

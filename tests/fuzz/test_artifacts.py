@@ -18,8 +18,19 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from components import common, federate, gather, report, status
-from components.artifacts import (
+from fl_engine.algorithms import FlexFL
+from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import SubmodelSpec
+from fl_engine.data import partitioning as partition
+from fl_engine.exchange.assignment import COMMON, Assignment
+from fl_engine.models import export
+from fl_engine.storage.s3 import Upload
+from fl_engine.storage.store import sha256
+from fl_engine.testing.tiny import TRAINING, tiny_site
+from fl_engine.training.evaluation import Score
+from flexfleet.config import Config, algorithm, load_config
+from flexfleet.files.artifacts import (
     Apoz,
     ApozLayer,
     Artifact,
@@ -33,23 +44,16 @@ from components.artifacts import (
     RunFile,
     row_of,
 )
-from components.evaluate import told
-from components.gate import Check
-from components.model_pool import build
-from components.regress import Verdict
-from components.share import Shared
-from components.suite import Figures, OfLabel
-from fl_engine import export, partition
-from fl_engine.algorithms import FlexFL
-from fl_engine.assignment import COMMON, Assignment
-from fl_engine.config import Config, algorithm, load_config
-from fl_engine.errors import ConfigError, IntegrityError, PartitionError
-from fl_engine.evaluate import Score
-from fl_engine.s3 import Upload
-from fl_engine.slicing import initial_params
-from fl_engine.store import sha256
-from fl_engine.testing.tiny import TRAINING, tiny_site
-from fl_engine.types import SubmodelSpec
+from flexfleet.nightly.gate import Check
+from flexfleet.nightly.regress import Verdict
+from flexfleet.nightly.suite import Figures, OfLabel
+from flexfleet.reports import report
+from flexfleet.run import gather, status
+from flexfleet.steps import federate
+from flexfleet.steps.evaluate import told
+from flexfleet.steps.model_pool import build
+from flexfleet.steps.prepare import prepare
+from flexfleet.steps.share import Shared
 from tests.fuzz.mutations import altered, answer, damaged, json_like, law
 
 SITE = tiny_site(FlexFL(training=TRAINING))
@@ -264,7 +268,7 @@ def test_an_assignment_is_one_that_can_be_carried_out_or_its_file_is_named(
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exported")
     config = load_config(None, ("model.width=0.25",))
-    data, family = common.prepare(config)
+    data, family = prepare(config)
     params = initial_params(family, 0)
     pool = algorithm(config).pool(family, (0.5,) * len(family.prunable()))
     export.export("small_cnn", family, params, pool[-1], data, torch.arange(20), 0.5, out)

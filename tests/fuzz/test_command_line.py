@@ -19,17 +19,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-import components.compare
-import components.regress
-import components.run
-import components.tune
-import components.versioned
-import fl_engine.tracking
 import pipelines.compile
-import pipelines.submit
-from components import cli, client
-from fl_engine.config import Config, flatten
-from fl_engine.errors import EnvironmentFailure
+from fl_engine.core.errors import EnvironmentFailure
+from flexfleet import cli
+from flexfleet.compare import compare as compare_module
+from flexfleet.config import Config, flatten
+from flexfleet.kubeflow import submit as submit_module
+from flexfleet.nightly import regress as regress_module
+from flexfleet.run import run as run_module
+from flexfleet.steps import client
+from flexfleet.tracking import trackers as tracking_module
+from flexfleet.tracking import versioned as versioned_module
+from flexfleet.tune import study as tune_module
 from tests.fuzz.mutations import anything, in_time, json_like, law, texts
 
 CODES = (0, 2, 3, 4, 5, 6)
@@ -45,25 +46,25 @@ def _idle(scratch: Path, monkeypatch: pytest.MonkeyPatch, finished_template: Any
         raise EnvironmentFailure(BEGUN)
 
     for owner, name in (
-        (components.run, "partition"),
-        (components.run, "adopt"),
-        (components.run, "federate"),
-        (components.compare, "alone"),
-        (components.tune, "alone"),
-        (components.regress, "make"),
-        (pipelines.submit, "connected"),
-        (fl_engine.tracking, "client_of"),
-        (components.versioned, "client_of"),
+        (run_module, "partition"),
+        (run_module, "adopt"),
+        (run_module, "federate"),
+        (compare_module, "alone"),
+        (tune_module, "alone"),
+        (regress_module, "make"),
+        (submit_module, "connected"),
+        (tracking_module, "client_of"),
+        (versioned_module, "client_of"),
     ):
         monkeypatch.setattr(owner, name, begin)
-    monkeypatch.setattr(components.regress, "check", lambda config: None)  # of a suite: seconds, and tried by itself
+    monkeypatch.setattr(regress_module, "check", lambda config: None)  # of a suite: seconds, and tried by itself
 
     def refuse(*_: object, **__: object) -> Any:
         raise OSError("no network here")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr("fl_engine.s3.ATTEMPTS", 1)
+    monkeypatch.setattr("fl_engine.storage.s3.ATTEMPTS", 1)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     known: dict[str, str] = {}
 
@@ -72,7 +73,7 @@ def _idle(scratch: Path, monkeypatch: pytest.MonkeyPatch, finished_template: Any
         return known.setdefault(name, (pipelines.compile.COMPILED / f"{name}.yaml").read_text())
 
     monkeypatch.setattr(pipelines.compile, "compiled", compiled)
-    monkeypatch.setattr(pipelines.submit, "compiled", compiled)
+    monkeypatch.setattr(submit_module, "compiled", compiled)
     shutil.copytree(finished_template[0], scratch / "runs" / "a")
     (scratch / "good.yaml").write_text("seed: 1\n")
     (scratch / "odd.yaml").write_text("seed: 1\nseeed: 2\n")
@@ -94,8 +95,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "--cron": ("0 0 2 * * *", "* * *", ""),
     "--suite": ("digits", "mine", "good.yaml", "binary.yaml", "missing.yaml", "runs", ".yaml"),
     "--out": ("x.html", "x.pdf", "a/b/c.html", "runs", "runs/a/run.json/x.html", ""),
-    "--algorithm": ("flexfl", "x", "mine:X", "typo:X", "os:getcwd", "fl_engine.types:Device"),
-    "--model": ("small_cnn", "vgg16", "x", "mine:X", "typo:X", "fl_engine.types:Device"),
+    "--algorithm": ("flexfl", "x", "mine:X", "typo:X", "os:getcwd", "fl_engine.core.types:Device"),
+    "--model": ("small_cnn", "vgg16", "x", "mine:X", "typo:X", "fl_engine.core.types:Device"),
     "--param": ("run_id=a", "x=1", "x", "=", "suite=x"),
     "--tag": ("a=b", "a", "=b", ""),
     "--faults": ("drop=0.2", "drop=2", "slow=0.1", "slow=0.1xinf", "x", "nan=nan", ","),

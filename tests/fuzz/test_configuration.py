@@ -15,15 +15,16 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from components import overrides, suite, versioned
-from components.entries import accuracies_of, entries_for, labels_of, seeds_of
-from components.overrides import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
-from fl_engine import memory
-from fl_engine.backends import jobs
-from fl_engine.backends.settings import KubernetesConfig
-from fl_engine.config import Config, flatten, load_config, parse
-from fl_engine.errors import ConfigError, DataError, EnvironmentFailure
-from fl_engine.tracking import connect
+from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes.settings import KubernetesConfig
+from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure
+from fl_engine.training import memory
+from flexfleet.config import Config, flatten, load_config, overrides, parse
+from flexfleet.config.entries import accuracies_of, entries_for, labels_of, seeds_of
+from flexfleet.config.overrides import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
+from flexfleet.nightly import suite
+from flexfleet.tracking import versioned
+from flexfleet.tracking.trackers import connect
 from tests.fuzz.mutations import altered, answer, anything, damaged, law, nested, texts
 
 ROOT = Path(__file__).parents[2]
@@ -45,9 +46,10 @@ ODD_YAML = (
     "%YAML 9.9\n---\na: b", "\t", "seed: 'a", "seed: \x07", "seed: \u2028", "model: small_cnn", "model: {name: [1]}",
     "model: {name: {}}",
     "algorithm: {name: flexfl, name: x}", "model: {name: 'os:getcwd'}", "model: {name: ':'}", "model: {name: '..:x'}",
-    "model: {name: 'fl_engine.types:Device'}", "algorithm: {name: 'fl_engine.types:Device'}",
-    "dataset: {name: 'fl_engine.types:Device'}", "model: {name: 'fl_engine.types:ModelFamily'}",
-    "algorithm: {name: 'fl_engine.numerics:Numerics'}", "model: {name: 'fl_engine.numerics:Numerics'}",
+    "model: {name: 'fl_engine.core.types:Device'}", "algorithm: {name: 'fl_engine.core.types:Device'}",
+    "dataset: {name: 'fl_engine.core.types:Device'}", "model: {name: 'fl_engine.core.types:ModelFamily'}",
+    "algorithm: {name: 'fl_engine.training.numerics:Numerics'}",
+    "model: {name: 'fl_engine.training.numerics:Numerics'}",
     "fleet: {tiers: []}", "fleet: {tiers: x}", "fleet: {tiers: {}}", "fleet: [8:1:1]", "run: {devices: []}", LAUGHS,
     "seed: &s 1\npartition: {seed: *s}", "training: {lr: 1e-3, epochs: 012}",
 )  # fmt: skip
@@ -196,7 +198,7 @@ def test_settings_become_a_form_and_back_or_are_named(sets: list[str]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ suites
-SUITE = (ROOT / "components" / "suites" / "digits.yaml").read_text()
+SUITE = (ROOT / "flexfleet" / "nightly" / "suites" / "digits.yaml").read_text()
 ODD_SUITES = (
     SUITE + "\nwhen: 2001-99-99\n", SUITE.replace("seeds:", "seeds: &a [*a]\nx:"), "[" * 1000, "a: !!int x",
 )  # fmt: skip

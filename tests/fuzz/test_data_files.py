@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fl_engine.core.errors import DataError, EnvironmentFailure
+from fl_engine.core.types import Data
+from fl_engine.data.files import extract, parse_idx, read
 from fl_engine.datasets import cifar10, digits, fashion_mnist
-from fl_engine.datasets.files import extract, parse_idx, read
-from fl_engine.errors import DataError, EnvironmentFailure
-from fl_engine.store import sha256
-from fl_engine.types import Data
+from fl_engine.storage.store import sha256
 from tests.fuzz.mutations import answer, damaged, law
 
 RECORDS = 2

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fl_engine import ledger as ledgers
 from fl_engine.algorithms import FlexFL
-from fl_engine.client import execute
-from fl_engine.errors import IntegrityError
-from fl_engine.ledger import Ledger
-from fl_engine.state import pack, unpack
-from fl_engine.store import FolderStore, decode, encode, sha256
+from fl_engine.core.errors import IntegrityError
+from fl_engine.core.state import pack, unpack
+from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.exchange import ledger as ledgers
+from fl_engine.exchange.client import execute
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.updates import Manifest, key_of, signed
+from fl_engine.storage.store import FolderStore, decode, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, start_of, tiny_site
-from fl_engine.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
-from fl_engine.updates import Manifest, key_of, signed
 from tests.fuzz.mutations import altered, answer, anything, damaged, in_time, json_like, law, texts
 
 ALGORITHM = FlexFL(training=TRAINING)

@@ -24,8 +24,8 @@ from typing import Any, Literal, NoReturn
 
 from botocore.client import BaseClient
 
-from fl_engine.s3 import S3Store
-from fl_engine.store import FolderStore
+from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.store import FolderStore
 
 When = Literal["before", "middle", "after", "forgotten"]
 """forgotten: the operation is not done, and says that it was. No kill, but a store that lies."""

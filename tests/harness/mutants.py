@@ -33,14 +33,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 TESTS = {
-    "acceptance": ("test_acceptance",),
-    "averaging": ("test_averaging", "test_aggregation"),
-    "lease": ("test_lease",),
-    "ledger": ("test_ledger", "test_lease", "test_updates", "test_resume"),
-    "privacy": ("test_privacy",),
-    "updates": ("test_updates",),
+    "aggregation/averaging": ("test_averaging", "test_aggregation"),
+    "aggregation/privacy": ("test_privacy",),
+    "exchange/acceptance": ("test_acceptance",),
+    "exchange/ledger": ("test_ledger", "test_lease", "test_updates", "test_resume"),
+    "exchange/updates": ("test_updates",),
+    "storage/lease": ("test_lease",),
 }
-"""By module of the engine, the law tests that are to notice."""
+"""By file of the engine, the law tests that are to notice."""
 
 PRELOADED = ("hypothesis", "numpy", "pydantic", "safetensors.torch", "torch", "yaml")
 """What takes long to import is imported once, before the processes part."""
@@ -203,7 +203,7 @@ def _tests(module: str, tree: ast.Module) -> int:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     try:
-        sys.meta_path.insert(0, _Changed(f"fl_engine.{module}", ROOT / f"fl_engine/{module}.py", tree))
+        sys.meta_path.insert(0, _Changed(f"fl_engine.{module.replace('/', '.')}", ROOT / f"fl_engine/{module}.py", tree))
         files = [str(ROOT / f"tests/laws/{name}.py") for name in TESTS[module]]
         return int(pytest.main(["-x", "-q", "--tb=no", "-n", "0", f"--rootdir={ROOT}", *files]))
     except BaseException:
@@ -235,7 +235,7 @@ def campaign(modules: Sequence[str], limit: int | None, seed: int) -> dict[str, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harness.mutants", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default=",".join(TESTS), help="modules of the engine")
+    parser.add_argument("--only", default=",".join(TESTS), help="files of the engine, e.g. storage/lease")
     parser.add_argument("--limit", type=int, help="so many changes of each module, drawn (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of that draw")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")

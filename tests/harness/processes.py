@@ -161,36 +161,36 @@ def _mains() -> dict[str, Callable[[list[str]], int]]:
     import mlflow.store.tracking.sqlalchemy_store
     import sklearn.datasets  # noqa: F401
 
-    import components.cli
-    import components.client
-    import components.federate
-    import components.model_pool
-    import components.partition
-    import components.pretrain
-    import components.report
-    import components.run
+    import flexfleet.reports.report
+    import flexfleet.run.run
+    import flexfleet.steps.client
+    import flexfleet.steps.federate
+    import flexfleet.steps.model_pool
+    import flexfleet.steps.partition
+    import flexfleet.steps.pretrain  # noqa: F401
+    from flexfleet import cli, steps
 
     def create_tables(argv: list[str]) -> int:
         mlflow.MlflowClient(argv[0]).search_experiments()
         return 0
 
-    steps = ("client", "federate", "model_pool", "partition", "pretrain")
-    mains = {name: getattr(components, name).main for name in steps}
-    return {"flexfleet": components.cli.dispatch, "mlflow": create_tables, **mains}
+    names = ("client", "federate", "model_pool", "partition", "pretrain")
+    mains = {name: getattr(steps, name).main for name in names}
+    return {"flexfleet": cli.dispatch, "mlflow": create_tables, **mains}
 
 
 def _serve(scratch: Path) -> None:
     import numpy
 
-    import components.track
-    import fl_engine.partition
     import tests.harness.faults  # noqa: F401
+    from fl_engine.data import partitioning
+    from flexfleet.tracking import record
 
     mains = _mains()
     # The same in every command, and half a second of each: what is installed here.
-    components.track.environment = functools.cache(components.track.environment)
-    components.track.environment()
-    fl_engine.partition.draw(numpy.ones((2, 2), dtype=int), scratch / "fonts.svg")  # loads the fonts
+    record.environment = functools.cache(record.environment)
+    record.environment()
+    partitioning.draw(numpy.ones((2, 2), dtype=int), scratch / "fonts.svg")  # loads the fonts
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     for line in sys.stdin:
         order = json.loads(line)
@@ -206,7 +206,7 @@ def _serve(scratch: Path) -> None:
 
 def _live(order: Mapping[str, Any], mains: Mapping[str, Callable[[list[str]], int]]) -> NoReturn:
     """The command, in the forked child."""
-    from components import common
+    from flexfleet.files import terminal as common
     from tests.harness import faults
 
     code: Any = 0

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.store import FolderStore
+from fl_engine.storage.store import FolderStore
 from tests.harness import faults, kills, outcome
 from tests.harness.processes import Done
 from tests.harness.world import BUCKET, VARIANTS, Place, Variant, World, missing, opened, place

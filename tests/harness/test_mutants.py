@@ -69,11 +69,11 @@ def test_the_runner_tells_what_survives_from_what_does_not(tmp_path: Path) -> No
     for name in ("fl_engine", "tests/laws", "tests/harness"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "fl_engine/__init__.py").touch()
-    (tmp_path / "fl_engine/lease.py").write_text("def late(a, b):\n    return a > b or a < 0\n")
-    test = "from fl_engine.lease import late\n\ndef test_late():\n    assert late(2, 1) and not late(1, 1)\n"
+    (tmp_path / "fl_engine/storage/lease.py").write_text("def late(a, b):\n    return a > b or a < 0\n")
+    test = "from fl_engine.storage.lease import late\n\ndef test_late():\n    assert late(2, 1) and not late(1, 1)\n"
     (tmp_path / "tests/laws/test_lease.py").write_text(test)
     (tmp_path / "tests/harness/mutants.py").write_text((ROOT / "tests/harness/mutants.py").read_text())
-    start = "from tests.harness import mutants; mutants.PRELOADED = (); mutants.main(['--only', 'lease', '--json'])"
+    start = "from tests.harness import mutants; mutants.PRELOADED = (); mutants.main(['--only', 'storage/lease', '--json'])"
     command = [sys.executable, "-c", start]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -81,9 +81,9 @@ def test_the_runner_tells_what_survives_from_what_does_not(tmp_path: Path) -> No
         "tried": 5,
         "killed": 2,
         "survivors": [
-            "fl_engine/lease.py:2: a > b or a < 0 without a < 0",
-            "fl_engine/lease.py:2: a < 0 -> a <= 0",
-            "fl_engine/lease.py:2: 0 -> 1",
+            "fl_engine/storage/lease.py:2: a > b or a < 0 without a < 0",
+            "fl_engine/storage/lease.py:2: a < 0 -> a <= 0",
+            "fl_engine/storage/lease.py:2: 0 -> 1",
         ],
     }
     (tmp_path / "tests/laws/test_lease.py").write_text("def test_nothing():\n    assert False\n")

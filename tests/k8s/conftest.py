@@ -17,15 +17,15 @@ import boto3.session
 import pytest
 from moto.server import ThreadedMotoServer
 
-from components.answer import answer
-from components.federate import federate
-from components.model_pool import model_pool
-from components.partition import partition
-from components.pretrain import pretrain
-from fl_engine.assignment import Assignment
-from fl_engine.config import load_config
-from fl_engine.ledger import Ledger, Row
-from fl_engine.places import open_store
+from fl_engine.exchange.assignment import Assignment
+from fl_engine.exchange.ledger import Ledger, Row
+from fl_engine.storage.places import open_store
+from flexfleet.config import load_config
+from flexfleet.steps.answer import answer
+from flexfleet.steps.federate import federate
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.partition import partition
+from flexfleet.steps.pretrain import pretrain
 
 
 def _load(name: str) -> ModuleType:

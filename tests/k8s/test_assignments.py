@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from fl_engine import devices
-from fl_engine.assignment import COMMON, Assignment
-from fl_engine.backends import jobs
-from fl_engine.backends.kubernetes import PHASES, Kubernetes, _Round
-from fl_engine.backends.settings import KubernetesConfig
-from fl_engine.ledger import Ledger
-from fl_engine.s3 import S3Store
-from fl_engine.types import RoundPlan, SubmodelSpec, WorkOrder
-from fl_engine.updates import key_of, manifest_bytes, payload_bytes
+from fl_engine.backends.kubernetes.backend import PHASES, Kubernetes, _Round, jobs
+from fl_engine.backends.kubernetes.settings import KubernetesConfig
+from fl_engine.core.types import RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.exchange.assignment import COMMON, Assignment
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.updates import key_of, manifest_bytes, payload_bytes
+from fl_engine.fleet import devices
+from fl_engine.storage.s3 import S3Store
 
 TOKEN = "FwoGZXIvYXdzE" + "a/B+" * 370
 """Of 1.5 kB, as Amazon's are."""

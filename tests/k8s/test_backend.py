@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from components.artifacts import RunFile
-from fl_engine.assignment import COMMON
-from fl_engine.errors import ConfigError, IntegrityError
-from fl_engine.ledger import Row
-from fl_engine.places import open_store
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.exchange.assignment import COMMON
+from fl_engine.exchange.ledger import Row
+from fl_engine.storage.places import open_store
+from flexfleet.files.artifacts import RunFile
 from tests.k8s.fake import leftovers, telling
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def test_several_clients_share_a_pod(cluster: Any, rounds: Rounds, remote: Remot
 def test_a_killed_coordinator_finds_its_jobs_again(
     cluster: Any, rounds: Rounds, remote: Remote, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fl_engine.backends.kubernetes import Kubernetes
+    from fl_engine.backends.kubernetes.backend import Kubernetes
 
     class Killed(BaseException):
         pass
@@ -129,7 +129,7 @@ def test_another_machine_goes_on_with_what_the_store_holds(
 def test_a_device_prunes_to_its_memory_limit_and_steps_down_after_it_was_killed(
     cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from components import federate as step
+    from flexfleet.steps import federate as step
 
     monkeypatch.setattr(step, "training_peak", lambda *_: (100 * 2**20, 200 * 2**20))
     pools = "{weak: {memory: 160Mi}, medium: {memory: 160Mi}, strong: {memory: 2Gi}}"

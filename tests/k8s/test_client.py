@@ -16,7 +16,7 @@ def test_a_client_that_is_ended_while_it_imports_torch_ends_as_one_that_was_told
     takes for ever."""
     (tmp_path / "torch.py").write_text("import time\nprint('importing torch', flush=True)\ntime.sleep(600)\n")
     (tmp_path / "assignment.json").write_text("{}")
-    command = [sys.executable, "-m", "components.client", str(tmp_path / "assignment.json")]
+    command = [sys.executable, "-m", "flexfleet.steps.client", str(tmp_path / "assignment.json")]
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -11,9 +11,9 @@ from typing import Any
 import boto3.session
 import pytest
 
-from fl_engine.errors import ConfigError, EnvironmentFailure, Refused, Stopped
-from fl_engine.ledger import Ledger, Row
-from fl_engine.s3 import S3Store
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, Refused, Stopped
+from fl_engine.exchange.ledger import Ledger, Row
+from fl_engine.storage.s3 import S3Store
 from tests.k8s.fake import leftovers
 
 Rounds = Callable[..., Path]
@@ -81,7 +81,7 @@ def test_eviction_a_lost_node_and_one_kill_for_memory_cost_nothing(
 def test_an_api_server_that_is_busy_or_breaks_off_is_asked_again(
     cluster: Any, rounds: Rounds, remote: Remote, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fl_engine.backends import cluster as api
+    from fl_engine.backends.kubernetes import cluster as api
 
     monkeypatch.setattr(api, "FIRST_WAIT_S", 0.01)
     cluster.faults[:] = [429, 500, 0, 503]
@@ -123,7 +123,7 @@ def test_a_pod_that_cannot_start_is_given_up_and_the_log_says_what_its_tier_wait
     cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, fate: str, said: str, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    from fl_engine.backends import kubernetes
+    from fl_engine.backends.kubernetes import backend as kubernetes
 
     caplog.set_level("INFO")
     monkeypatch.setattr(kubernetes, "SAY_EVERY_S", 0.3)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from components.overrides import config_from
-from components.run import run
+from flexfleet.config.overrides import config_from
+from flexfleet.run.run import run
 
 IMAGE = os.environ.get("FLEXFLEET_TEST_IMAGE", "")
 

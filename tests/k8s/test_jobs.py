@@ -13,11 +13,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine import devices
-from fl_engine.backends import jobs
-from fl_engine.backends.settings import KubernetesConfig, NodePool
-from fl_engine.errors import ConfigError
-from fl_engine.types import SubmodelSpec, WorkOrder
+from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes.settings import KubernetesConfig, NodePool
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.types import SubmodelSpec, WorkOrder
+from fl_engine.fleet import devices
 
 BASE = Path(__file__).parents[2] / "k8s" / "base"
 VERSIONS = ("1.33", "1.37")

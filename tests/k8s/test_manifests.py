@@ -16,8 +16,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from fl_engine.backends import jobs
-from fl_engine.config import load_config
+from fl_engine.backends.kubernetes import jobs
+from flexfleet.config import load_config
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = ("kind", "cluster", "edge")
@@ -187,12 +187,12 @@ def test_the_role_is_bound_to_accounts_that_exist() -> None:
 
 
 VERBS = {"create": "create", "delete": "delete", "get": "get", "select": "list"}
-"""Methods of fl_engine.backends.cluster.Cluster."""
+"""Methods of fl_engine.backends.kubernetes.cluster.Cluster."""
 
 
 def test_the_role_grants_what_the_backend_calls_and_no_more() -> None:
     called = set()
-    callers = {"fl_engine/backends/kubernetes.py": "self._cluster.", "components/keys.py": "self.cluster."}
+    callers = {"fl_engine/backends/kubernetes/backend.py": "self._cluster.", "flexfleet/steps/keys.py": "self.cluster."}
     for path, cluster in callers.items():
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(cluster):

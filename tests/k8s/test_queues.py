@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from fl_engine.backends import jobs, kubernetes
-from fl_engine.errors import Stopped
-from fl_engine.ledger import Row
+from fl_engine.backends.kubernetes import backend as kubernetes
+from fl_engine.backends.kubernetes import jobs
+from fl_engine.core.errors import Stopped
+from fl_engine.exchange.ledger import Row
 
 Rounds = Callable[..., Path]
 Remote = tuple[str, ...]

@@ -20,10 +20,12 @@ import boto3.session
 import pytest
 from moto.server import ThreadedMotoServer
 
-from components import common, side_by_side, track
-from fl_engine import privacy
-from fl_engine.config import load_config, public
-from fl_engine.errors import masked
+from fl_engine.aggregation import privacy
+from fl_engine.core.errors import masked
+from flexfleet.compare import side_by_side
+from flexfleet.config import load_config, public
+from flexfleet.files import terminal as common
+from flexfleet.tracking import record as track
 from pipelines import compile as compiler
 from tests.harness.mlflow_server import serving
 from tests.k8s import fake
@@ -78,7 +80,7 @@ def _planted(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, text)
     for name, text in {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}.items():
         monkeypatch.setenv(name, text)
-    monkeypatch.setattr("fl_engine.s3.ATTEMPTS", 1)
+    monkeypatch.setattr("fl_engine.storage.s3.ATTEMPTS", 1)
 
 
 @pytest.fixture
@@ -138,7 +140,7 @@ def test_a_comparison_passes_passwords_on_and_writes_none_down(
     sets = [*light, *addresses, "rounds.stop=1"]
     done = flexfleet("compare", "--algorithms", "heterofl", "--id", "c", sets=sets)
     assert done.code == 0, done.err
-    assert (scratch / "runs" / "c" / "heterofl-s0.log").read_bytes().startswith(b"$ python -m components.cli run")
+    assert (scratch / "runs" / "c" / "heterofl-s0.log").read_bytes().startswith(b"$ python -m flexfleet.cli run")
     assert not found_in(said(done) | files_of(scratch) | files_of(mlflow_server[1]))
 
 

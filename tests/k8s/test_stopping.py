@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from fl_engine.backends import jobs
-from fl_engine.backends.kubernetes import Kubernetes
-from fl_engine.errors import Stopped
+from fl_engine.backends.kubernetes.backend import Kubernetes, jobs
+from fl_engine.core.errors import Stopped
 from tests.k8s.fake import leftovers, telling
 
 Rounds = Callable[..., Path]

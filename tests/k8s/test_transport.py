@@ -30,11 +30,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from fl_engine.errors import EnvironmentFailure
+from fl_engine.core.errors import EnvironmentFailure
 
 # By its path: the package around it imports torch, which those environments lack.
 _spec = importlib.util.spec_from_file_location(
-    "cluster_alone", Path(__file__).parents[2] / "fl_engine/backends/cluster.py"
+    "cluster_alone", Path(__file__).parents[2] / "fl_engine/backends/kubernetes/cluster.py"
 )
 assert _spec is not None and _spec.loader is not None
 cluster = importlib.util.module_from_spec(_spec)

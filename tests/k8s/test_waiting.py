@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine import devices
-from fl_engine.backends import jobs, waiting
-from fl_engine.backends.settings import KubernetesConfig, NodePool
-from fl_engine.backends.waiting import Live, Loss
-from fl_engine.types import SubmodelSpec, WorkOrder
+from fl_engine.backends.kubernetes import jobs, waiting
+from fl_engine.backends.kubernetes.settings import KubernetesConfig, NodePool
+from fl_engine.backends.kubernetes.waiting import Live, Loss
+from fl_engine.core.types import SubmodelSpec, WorkOrder
+from fl_engine.fleet import devices
 
 FLEET = devices.fleet("4:3:3", 40, 0)
 PENDING_S = 600.0

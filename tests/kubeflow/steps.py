@@ -19,18 +19,18 @@ import urllib3
 import websocket
 import yaml
 
-from components import regress, suite
-from components.federate import federate
-from components.model_pool import model_pool
-from components.overrides import PARAMETERS, config_from
-from components.partition import partition
-from components.pretrain import pretrain
-from components.publish import CHAMPION
-from fl_engine.backends.cluster import Cluster, _connect, _token
-from fl_engine.errors import EnvironmentFailure
-from pipelines.follow import Followed, follow
-from pipelines.kubeflow import TIMEOUT_S, connected, pages
-from pipelines.progress import rounds_of
+from fl_engine.backends.kubernetes.cluster import Cluster, _connect, _token
+from fl_engine.core.errors import EnvironmentFailure
+from flexfleet.config.overrides import PARAMETERS, config_from
+from flexfleet.kubeflow.follow import Followed, follow
+from flexfleet.kubeflow.progress import rounds_of
+from flexfleet.kubeflow.server import TIMEOUT_S, connected, pages
+from flexfleet.nightly import regress, suite
+from flexfleet.publish.publish import CHAMPION
+from flexfleet.steps.federate import federate
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.partition import partition
+from flexfleet.steps.pretrain import pretrain
 
 T = TypeVar("T")
 Pod = dict[str, Any]

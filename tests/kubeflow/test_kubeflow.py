@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 
-from pipelines.submit import schedule, submit
+from flexfleet.kubeflow.submit import schedule, submit
 from tests.kubeflow import steps
 
 LONG = 200

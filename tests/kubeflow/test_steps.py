@@ -15,10 +15,10 @@ from typing import Any
 import mlflow
 import pytest
 
-from components import regress, suite
-from fl_engine.backends.cluster import Cluster
-from pipelines import follow as following
-from pipelines.submit import schedule, submit
+from fl_engine.backends.kubernetes.cluster import Cluster
+from flexfleet.kubeflow import follow as following
+from flexfleet.kubeflow.submit import schedule, submit
+from flexfleet.nightly import regress, suite
 from tests.kubeflow import steps
 from tests.kubeflow import test_kubeflow as real
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.acceptance import (
+from fl_engine.core.types import ClientFailure
+from fl_engine.exchange.acceptance import (
     AVERAGED,
     FIRST,
     MOST_TIMES,
@@ -23,8 +24,7 @@ from fl_engine.acceptance import (
     remembered,
     unconditional,
 )
-from fl_engine.terms import RoundsConfig
-from fl_engine.types import ClientFailure
+from fl_engine.rounds.terms import RoundsConfig
 
 NO_TERMS = RoundsConfig(norm_bound=None)
 

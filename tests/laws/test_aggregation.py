@@ -20,19 +20,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fl_engine import aggregation as aggregations
-from fl_engine import averaging
-from fl_engine import config as configs
-from fl_engine.aggregation import Aggregate, Mean, Median, Middle, TrimmedMean
+from fl_engine.aggregation import rules as aggregations
+from fl_engine.aggregation.privacy import Private, Public
+from fl_engine.aggregation.rules import Aggregate, Mean, Median, Middle, TrimmedMean, averaging
+from fl_engine.aggregation.spool import Spool
 from fl_engine.algorithms import ALGORITHMS, DepthFL
-from fl_engine.config import load_config
-from fl_engine.errors import ConfigError, ModelError
-from fl_engine.privacy import Private, Public
-from fl_engine.slicing import take
-from fl_engine.spool import Spool
+from fl_engine.core.errors import ConfigError, ModelError
+from fl_engine.core.slicing import take
+from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
 from fl_engine.testing.models import kept_mask
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, failure_of, start_of, tiny_site, update_of
-from fl_engine.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
+from flexfleet import config as configs
+from flexfleet.config import load_config
 
 law = settings(max_examples=40, deadline=None)
 

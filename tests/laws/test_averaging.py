@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.averaging import Mean
-from fl_engine.errors import ModelError
+from fl_engine.aggregation.averaging import Mean
+from fl_engine.core.errors import ModelError
+from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
 from fl_engine.testing.tiny import assert_same_bits
-from fl_engine.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
 
 law = settings(max_examples=40, deadline=None)
 

@@ -11,17 +11,17 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fl_engine import rounds
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.backends import InProcess
-from fl_engine.client import Site
-from fl_engine.ledger import Ledger
-from fl_engine.slicing import initial_params, take
-from fl_engine.store import FolderStore, tensor_bytes
-from fl_engine.terms import RoundsConfig
+from fl_engine.core.slicing import initial_params, take
+from fl_engine.core.types import Algorithm, ClientFailure, Device, Outcome, RoundPlan
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import FolderStore, tensor_bytes
 from fl_engine.testing.tiny import SEED, TRAINING, failure_of, start_of, tiny_fleet, tiny_site, update_of
 from fl_engine.testing.tracker import Memory
-from fl_engine.types import Algorithm, ClientFailure, Device, Outcome, RoundPlan
 
 ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
 

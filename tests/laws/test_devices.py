@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.devices import FLEETS, Tier, fleet, observe, simulated_seconds
-from fl_engine.errors import ConfigError
-from fl_engine.types import Device
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.types import Device
+from fl_engine.fleet.devices import FLEETS, Tier, fleet, observe, simulated_seconds
 
 law = settings(max_examples=60, deadline=None)
 

@@ -10,13 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_engine import seeds
-from fl_engine.evaluate import Score, average_accuracy, collect_statistics, evaluate, evaluate_pool, weights_of
+from fl_engine.core import seeds
+from fl_engine.core.pool import member
+from fl_engine.core.slicing import initial_params, runnable, take
+from fl_engine.core.types import FULL, Data, ModelFamily, ParamLayout, Params, Prunable, SubmodelSpec
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.pool import member
-from fl_engine.slicing import initial_params, runnable, take
 from fl_engine.testing.tiny import TinyNet, tiny_data
-from fl_engine.types import FULL, Data, ModelFamily, ParamLayout, Params, Prunable, SubmodelSpec
+from fl_engine.training.evaluation import (
+    Score,
+    average_accuracy,
+    collect_statistics,
+    evaluate,
+    evaluate_pool,
+    weights_of,
+)
 
 FAMILY = TinyNet()
 HALF = SubmodelSpec.of({"conv": [0, 2, 5], "hidden": 16})

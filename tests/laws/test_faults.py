@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fl_engine import faults
 from fl_engine.algorithms import FlexFL
 from fl_engine.backends import InProcess, Processes
-from fl_engine.client import Site
-from fl_engine.errors import ConfigError
-from fl_engine.faults import Fault, Faults, befalls, lie, parse
-from fl_engine.ledger import Ledger
-from fl_engine.store import FolderStore
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.fleet import faults
+from fl_engine.fleet.faults import Fault, Faults, befalls, lie, parse
+from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import TRAINING, assert_same_outcomes, start_of, tiny_site
-from fl_engine.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan
 
 ALL = "drop=0.2,slow=0.1x5,nan=0.1,scale=0.1x100,flip=0.1,corrupt=0.1"
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from fl_engine import rounds
 from fl_engine.backends import Processes
-from fl_engine.errors import EnvironmentFailure, IntegrityError
-from fl_engine.ledger import Ledger
-from fl_engine.store import FolderStore, Store, encode
-from fl_engine.terms import RoundsConfig
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import FolderStore, Store, encode
 from fl_engine.testing.tracker import Memory
 
 MODE: dict[str, Any] = {"keep_updates": True, "stop": 3}

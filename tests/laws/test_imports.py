@@ -1,8 +1,4 @@
-"""Imports point one way, and what has to be light stays light.
-
-Module-level imports only, and `if TYPE_CHECKING` apart: an import inside a function is a dependency that is paid for
-when it is used, and that is what some of them are for.
-"""
+"""Imports point one way, and what has to be light stays light. What stands under `if TYPE_CHECKING` does not count."""
 
 from __future__ import annotations
 
@@ -16,21 +12,26 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# From what everything may import to what nothing may. A package stands for its modules.
-LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "seeds", "fields"}),
-    frozenset({"slicing", "averaging", "widths", "numerics", "kernels", "lanes", "sharing", "spool", "workload"}),
-    frozenset({"acceptance", "aggregation", "devices", "faults", "losses", "selection", "server_opt"})
-    | frozenset({"lease", "privacy", "probe", "s3", "state", "store", "tracking"}),
-    frozenset({"local", "pool", "evaluate", "updates", "ledger"}),
-    frozenset({"strategy"}),
-    frozenset({"algorithms", "models", "datasets", "partition"}),
-    frozenset({"rounds", "client", "config", "assignment", "memory", "export"}),
-    frozenset({"backends"}),
-    frozenset({"tune"}),
+# The rooms, floor by floor: one imports those of lower floors only, also inside its functions.
+FLOORS: tuple[frozenset[str], ...] = (
+    frozenset({"fl_engine.core"}),
+    frozenset({f"fl_engine.{room}" for room in ("data", "fleet", "selection", "storage", "training")}),
+    frozenset({f"fl_engine.{room}" for room in ("datasets", "exchange", "models")}),
+    frozenset({"fl_engine.aggregation"}),
+    frozenset({f"fl_engine.{room}" for room in ("algorithms", "backends", "rounds")}),
+    frozenset({"fl_engine.testing"}),
+    frozenset({"flexfleet.config", "flexfleet.files"}),
+    frozenset({"flexfleet.reports", "flexfleet.tracking"}),
+    frozenset({"flexfleet.steps"}),
+    frozenset({"flexfleet.publish"}),
+    frozenset({"flexfleet.run"}),
+    frozenset({"flexfleet.compare"}),
+    frozenset({"flexfleet.nightly", "flexfleet.tune"}),
+    frozenset({"pipelines", "components"}),
+    frozenset({"flexfleet.kubeflow"}),
+    frozenset({"flexfleet.cli"}),
 )
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-TOP = len(LAYERS)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 HEAVY = ("mlflow", "kfp", "kubernetes", "boto3", "dvc", "optuna", "sklearn", "matplotlib", "pandas")
 
@@ -69,38 +70,61 @@ def imports(path: Path, functions: bool = False) -> Iterator[str]:
                 yield f"{module}.{alias.name}" if is_module else module
 
 
-def level(name: str) -> int | None:
-    """None: not of this engine, or the package itself (which holds the version only)."""
-    parts = name.split(".")
-    if parts[0] in ("components", "pipelines"):
-        return TOP + ("components", "pipelines").index(parts[0])
-    if parts[0] != "fl_engine" or len(parts) == 1:
-        return None
-    return LEVEL.get(parts[1])
+def room(name: str) -> str | None:
+    """None: not of this project, or a package itself (which holds the version only)."""
+    first, *rest = name.split(".")
+    if first in ("components", "pipelines"):
+        return first
+    return f"{first}.{rest[0]}" if first in ("fl_engine", "flexfleet") and rest else None
 
 
 ENGINE = [p for p in modules("fl_engine") if "testing" not in p.parts and dotted(p) != "fl_engine"]
-ALL = [*ENGINE, *modules("components", "pipelines")]
+ALL = [*ENGINE, *modules("flexfleet", "components", "pipelines")]
+MODULES = {dotted(path): path for path in [*ALL, *modules("fl_engine/testing")]}
 
 
-@pytest.mark.parametrize("path", ENGINE, ids=dotted)
-def test_every_module_has_its_place(path: Path) -> None:
-    assert dotted(path).split(".")[1] in LEVEL, "add it to LAYERS, where DESIGN section 2 would put it"
+@pytest.mark.parametrize("name", [name for name in MODULES if room(name)])
+def test_rooms_import_those_below_them(name: str) -> None:
+    own = str(room(name))
+    assert own in FLOOR, "add it to FLOORS, on the lowest floor that is above all that it imports"
+    others = {room(each) for each in imports(MODULES[name], functions=True)} - {None, own}
+    assert [each for each in others if FLOOR[str(each)] >= FLOOR[own]] == []
 
 
-@pytest.mark.parametrize("path", ALL, ids=dotted)
-def test_imports_point_one_way(path: Path) -> None:
-    own = level(dotted(path))
-    if own is None:
-        return
-    upwards = [name for name in imports(path) if (level(name) or 0) > own]
-    assert upwards == []
+def test_no_files_and_no_rooms_import_each_other_in_a_circle() -> None:
+    """Files when they are imported; rooms also inside functions."""
+    files = {name: {n for n in imports(path) if n in MODULES} - {name} for name, path in MODULES.items()}
+    # A package's face imports its files; a file of the package does not need it for what it names.
+    faces = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    assert circles({name: {n for n in to if n not in faces} for name, to in files.items()}) == []
+    rooms: dict[str, set[str]] = {}
+    for name, path in MODULES.items():
+        if own := room(name):
+            rooms.setdefault(own, set()).update({str(room(n)) for n in imports(path, functions=True)} - {"None", own})
+    assert circles(rooms) == []
+
+
+def circles(arrows: dict[str, set[str]]) -> list[str]:
+    """What is in a circle, or above one only: what is left when everything that points at nothing is taken away, again
+    and again, from both ends."""
+    left = {name: {to for to in targets if to in arrows} for name, targets in arrows.items()}
+    while True:
+        pointed = set().union(*left.values()) if left else set()
+        gone = {name for name, targets in left.items() if not targets or name not in pointed}
+        if not gone:
+            return sorted(left)
+        left = {name: targets - gone for name, targets in left.items() if name not in gone}
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == ["b", "c"]
 
 
 @pytest.mark.parametrize("path", [p for p in ENGINE if "algorithms" in p.parts], ids=dotted)
 def test_an_algorithm_knows_no_backend_no_tracker_and_no_cluster(path: Path) -> None:
     """Not even inside a function."""
-    banned = ("fl_engine.backends", "fl_engine.tracking", "fl_engine.ledger", "mlflow", "kubernetes", "kfp")
+    banned = ("fl_engine.backends", "fl_engine.exchange", "fl_engine.storage", "flexfleet", "mlflow", "kubernetes", "kfp")
     found = [name for name in imports(path, functions=True) if name.startswith(banned)]
     assert found == []
 
@@ -132,11 +156,11 @@ def test_the_image_holds_what_steps_and_clients_import() -> None:
         for line in (ROOT / "components" / name).read_text().splitlines()
         if line and not line.startswith("#")
     }
-    for path in modules("fl_engine", "components"):
+    for path in modules("fl_engine", "flexfleet"):
         if "testing" in path.parts:
             continue
         tops = {name.split(".")[0] for name in imports(path, functions=True)}
-        theirs = tops - set(sys.stdlib_module_names) - {"fl_engine", "components", "pipelines"}
+        theirs = tops - set(sys.stdlib_module_names) - {"fl_engine", "flexfleet", "components", "pipelines"}
         needed = {BROUGHT.get(top, FROM.get(top, top)) for top in theirs if top != "mlflow"}
         assert needed <= listed, f"{path}: {sorted(needed - listed)} is not in the image"
     assert "mlflow-skinny" in listed
@@ -153,7 +177,7 @@ def loaded(statement: str, names: tuple[str, ...]) -> list[str]:
 
 
 def test_algorithms_load_nothing_of_the_outside() -> None:
-    names = (*HEAVY, "fl_engine.backends", "fl_engine.tracking")
+    names = (*HEAVY, "fl_engine.backends", "flexfleet.tracking.trackers")
     assert loaded("import fl_engine.algorithms", names) == []
 
 
@@ -168,7 +192,7 @@ PIPELINES = [dotted(p) for p in modules("pipelines")]
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_needs_no_torch(name: str) -> None:
     """Wiring and compiling a graph has to be possible where the engine is not installed."""
-    banned = ("torch", "fl_engine.slicing", "mlflow")
+    banned = ("torch", "fl_engine.core.slicing", "mlflow")
     paths = [ROOT.joinpath(*name.split(".")).with_suffix(".py"), ROOT.joinpath(*name.split("."), "__init__.py")]
     needs_kfp = any(n.split(".")[0] == "kfp" for p in paths if p.exists() for n in imports(p))
     if needs_kfp:
@@ -177,13 +201,13 @@ def test_a_pipeline_needs_no_torch(name: str) -> None:
 
 
 def test_the_command_line_answers_without_torch() -> None:
-    assert loaded("import components.cli", ("torch",)) == []
+    assert loaded("import flexfleet.cli", ("torch",)) == []
 
 
 ROUNDS = """\
 from pathlib import Path
 from components import federate, model_pool, partition, pretrain
-from fl_engine.config import load_config
+from flexfleet.config import load_config
 config, here = load_config(None, {sets!r}), Path({here!r})
 partition.partition(config, here / "partition")
 pretrain.pretrain(config, here / "partition", here / "pretrain")

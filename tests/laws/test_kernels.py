@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine import kernels
+from fl_engine.training import kernels
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,18 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fl_engine import lanes, strategy
-from fl_engine.errors import ModelError
-from fl_engine.local import Job, kind, train
-from fl_engine.models.mobilenetv2 import MobileNetV2
-from fl_engine.models.preresnet import PreResNet18
-from fl_engine.models.resnet import ResNet18
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.vgg16 import VGG16
-from fl_engine.numerics import SINGLE, Numerics
-from fl_engine.slicing import count_macs, initial_params, take
-from fl_engine.testing.tiny import TinyNet, assert_same_bits
-from fl_engine.types import (
+from fl_engine.core.errors import ModelError
+from fl_engine.core.slicing import count_macs, initial_params, take
+from fl_engine.core.types import (
     FULL,
     SGD,
     Adam,
@@ -36,7 +27,16 @@ from fl_engine.types import (
     Slot,
     SubmodelSpec,
 )
-from fl_engine.widths import prefix
+from fl_engine.core.widths import prefix
+from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.preresnet import PreResNet18
+from fl_engine.models.resnet import ResNet18
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.vgg16 import VGG16
+from fl_engine.testing.tiny import TinyNet, assert_same_bits
+from fl_engine.training import lanes, strategy
+from fl_engine.training.local import Job, kind, train
+from fl_engine.training.numerics import SINGLE, Numerics
 
 BATCHED = Numerics("batched", 64)
 

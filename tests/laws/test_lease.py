@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from fl_engine import lease, rounds
-from fl_engine.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped
-from fl_engine.lease import Holder, Lease
-from fl_engine.ledger import Ledger, Row
-from fl_engine.store import FolderStore, Store, encode
-from fl_engine.terms import RoundsConfig
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped
+from fl_engine.core.types import Tracker
+from fl_engine.exchange.ledger import Ledger, Row
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage import lease
+from fl_engine.storage.lease import Holder, Lease
+from fl_engine.storage.store import FolderStore, Store, encode
 from fl_engine.testing.tracker import Memory
-from fl_engine.types import Tracker
 
 
 @pytest.fixture(autouse=True)

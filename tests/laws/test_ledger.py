@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine import ledger as ledgers
-from fl_engine.errors import IntegrityError
-from fl_engine.ledger import Ledger, Row
-from fl_engine.store import FolderStore, Store
-from fl_engine.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.core.errors import IntegrityError
+from fl_engine.core.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.exchange import ledger as ledgers
+from fl_engine.exchange.ledger import Ledger, Row
+from fl_engine.storage.store import FolderStore, Store
 
 KEPT = {"COMMITTED", "metrics.json"}
 STATE = {"state.safetensors", "state.json"}

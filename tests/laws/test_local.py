@@ -13,14 +13,9 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
-from fl_engine.client import execute
-from fl_engine.errors import ModelError
-from fl_engine.lanes import Dropout
-from fl_engine.local import Job, Trained, train
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.slicing import initial_params
-from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, start_of, tiny_fleet, tiny_site
-from fl_engine.types import (
+from fl_engine.core.errors import ModelError
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import (
     FULL,
     SGD,
     Adam,
@@ -35,6 +30,11 @@ from fl_engine.types import (
     Prunable,
     SubmodelSpec,
 )
+from fl_engine.exchange.client import execute
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, start_of, tiny_fleet, tiny_site
+from fl_engine.training.lanes import Dropout
+from fl_engine.training.local import Job, Trained, train
 
 FAMILY = TinyNet()
 

@@ -13,14 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fl_engine.algorithms import HeteroFL
-from fl_engine.client import execute
-from fl_engine.errors import ModelError
-from fl_engine.local import Job, Trained, train
-from fl_engine.losses import distil_from_last, distil_mutually, exits_cross_entropy, mask_absent
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.slicing import initial_params, take
-from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, start_of, tiny_site
-from fl_engine.types import (
+from fl_engine.core.errors import ModelError
+from fl_engine.core.slicing import initial_params, take
+from fl_engine.core.types import (
     FULL,
     SGD,
     ClientUpdate,
@@ -31,7 +26,12 @@ from fl_engine.types import (
     Params,
     SubmodelSpec,
 )
-from fl_engine.workload import macs_per_sample
+from fl_engine.core.workload import macs_per_sample
+from fl_engine.exchange.client import execute
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, start_of, tiny_site
+from fl_engine.training.local import Job, Trained, train
+from fl_engine.training.losses import distil_from_last, distil_mutually, exits_cross_entropy, mask_absent
 
 FAMILY = TinyNet()
 START = initial_params(FAMILY, 1)

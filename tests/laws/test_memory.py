@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fl_engine import memory
 from fl_engine.algorithms import FlexFL
-from fl_engine.errors import EnvironmentFailure
+from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.numerics import SINGLE
 from fl_engine.testing.tiny import TRAINING, tiny_site
+from fl_engine.training import memory
+from fl_engine.training.numerics import SINGLE
 
 POOL = tiny_site(FlexFL(training=TRAINING)).pool
 

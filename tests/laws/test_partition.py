@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine import partition as p
-from fl_engine import seeds
-from fl_engine.errors import IntegrityError, PartitionError
-from fl_engine.types import Data
+from fl_engine.core import seeds
+from fl_engine.core.errors import IntegrityError, PartitionError
+from fl_engine.core.types import Data
+from fl_engine.data import partitioning as p
 
 law = settings(max_examples=60, deadline=None)
 
@@ -355,7 +355,7 @@ def test_draw_writes_the_same_picture_twice(tmp_path: Path) -> None:
 
 def test_importing_brings_in_neither_matplotlib_nor_sklearn() -> None:
     code = (
-        "import sys, fl_engine.partition, fl_engine.datasets; "
+        "import sys, fl_engine.data.partitioning, fl_engine.datasets; "
         "sys.exit(', '.join({'matplotlib', 'sklearn'} & set(sys.modules)) or None)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

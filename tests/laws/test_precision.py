@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fl_engine.local import Job, train
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import FULL, SGD, Distillation, LocalTask
+from fl_engine.core.widths import prefix
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.numerics import SINGLE, Numerics
-from fl_engine.slicing import initial_params
 from fl_engine.testing.tiny import assert_same_bits
-from fl_engine.types import FULL, SGD, Distillation, LocalTask
-from fl_engine.widths import prefix
+from fl_engine.training.local import Job, train
+from fl_engine.training.numerics import SINGLE, Numerics
 
 FAMILY = SmallCNN((1, 8, 8), 4, width=0.5)
 TASK = LocalTask(FULL, SGD(0.05, 0.5), epochs=6, batch_size=8, drop_last=True, seed=3)

@@ -19,25 +19,14 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fl_engine import privacy, rounds
-from fl_engine.aggregation import Mean
+from fl_engine.aggregation.privacy import NoisySum, Private, Public, epsilon
+from fl_engine.aggregation.rules import Mean, privacy
 from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, Decoupled, FedRolex, FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
-from fl_engine.config import load_config
-from fl_engine.errors import ConfigError, EnvironmentFailure, Stopped
-from fl_engine.evaluate import published
-from fl_engine.ledger import Ledger
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.privacy import NoisySum, Private, Public, epsilon
-from fl_engine.rounds import Evaluation
-from fl_engine.selection import Curiosity, ResourceTable, Uniform
-from fl_engine.slicing import take
-from fl_engine.store import FolderStore
-from fl_engine.terms import RoundsConfig
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, failure_of, start_of, tiny_site, update_of
-from fl_engine.testing.tracker import Memory
-from fl_engine.types import (
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
+from fl_engine.core.slicing import take
+from fl_engine.core.types import (
     FULL,
     Axis,
     Device,
@@ -49,6 +38,17 @@ from fl_engine.types import (
     Slot,
     SubmodelSpec,
 )
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.loop import Evaluation
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.selection.selectors import Curiosity, ResourceTable, Uniform
+from fl_engine.storage.store import FolderStore
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, failure_of, start_of, tiny_site, update_of
+from fl_engine.testing.tracker import Memory
+from fl_engine.training.evaluation import published
+from flexfleet.config import load_config
 
 law = settings(max_examples=40, deadline=None)
 

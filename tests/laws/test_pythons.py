@@ -20,13 +20,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fl_engine.errors import EnvironmentFailure, certificate_hint
-from fl_engine.s3 import UrlStore
+from fl_engine.core.errors import EnvironmentFailure, certificate_hint
+from fl_engine.storage.s3 import UrlStore
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
     path
-    for folder in ("fl_engine", "components", "pipelines", "benchmarks", "tests")
+    for folder in ("fl_engine", "flexfleet", "components", "pipelines", "benchmarks", "tests")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fl_engine import rounds
-from fl_engine.errors import IntegrityError, Stopped
-from fl_engine.ledger import Ledger
-from fl_engine.slicing import take
-from fl_engine.state import pack, unpack
-from fl_engine.store import Store
-from fl_engine.terms import RoundsConfig
+from fl_engine.core.errors import IntegrityError, Stopped
+from fl_engine.core.slicing import take
+from fl_engine.core.state import pack, unpack
+from fl_engine.core.types import ClientFailure, Outcome, ParamLayout, RoundPlan
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import Store
 from fl_engine.testing.tracker import Memory
-from fl_engine.types import ClientFailure, Outcome, ParamLayout, RoundPlan
 
 Make = Callable[[], Store]
 Rows = Callable[[Store], list[Any]]

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine import seeds
+from fl_engine.core import seeds
 
 SCRIPT = """
 from fl_engine import seeds

@@ -9,17 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fl_engine import local
-from fl_engine.lanes import Network
-from fl_engine.local import Job, train
+from fl_engine.core.slicing import initial_params, take
+from fl_engine.core.types import FULL, SGD, Distillation, LocalTask, ModelFamily, SubmodelSpec
+from fl_engine.core.widths import prefix
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.numerics import SINGLE, Numerics
-from fl_engine.sharing import Seen, shared
-from fl_engine.slicing import initial_params, take
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
-from fl_engine.types import FULL, SGD, Distillation, LocalTask, ModelFamily, SubmodelSpec
-from fl_engine.widths import prefix
+from fl_engine.training import local
+from fl_engine.training.lanes import Network
+from fl_engine.training.local import Job, train
+from fl_engine.training.numerics import SINGLE, Numerics
+from fl_engine.training.shared_layers import Seen, shared
 
 VGG = VGG16((3, 32, 32), 4, fc=(24, 20), width=0.06)
 RESNET = ResNet18((3, 16, 16), 4, width=0.08)

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.errors import ModelError
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.slicing import (
+from fl_engine.core.errors import ModelError
+from fl_engine.core.slicing import (
     contains,
     count_macs,
     count_params,
@@ -24,9 +23,10 @@ from fl_engine.slicing import (
     shapes,
     take,
 )
+from fl_engine.core.types import FULL, Axis, ModelFamily, ParamLayout, Params, Slot, SubmodelSpec
+from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.testing.models import ModelSuite
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
-from fl_engine.types import FULL, Axis, ModelFamily, ParamLayout, Params, Slot, SubmodelSpec
 
 law = settings(max_examples=60, deadline=None)
 

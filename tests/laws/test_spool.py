@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.errors import EnvironmentFailure
-from fl_engine.spool import Spool
+from fl_engine.aggregation.spool import Spool
+from fl_engine.core.errors import EnvironmentFailure
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.algorithms.pooled import PooledState
-from fl_engine.errors import IntegrityError
-from fl_engine.state import constant, pack, unpack
-from fl_engine.store import decode, encode
+from fl_engine.core.errors import IntegrityError
+from fl_engine.core.state import constant, pack, unpack
+from fl_engine.core.types import Params
+from fl_engine.storage.store import decode, encode
 from fl_engine.testing.tiny import assert_same_bits
-from fl_engine.types import Params
 
 law = settings(max_examples=40, deadline=None)
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.errors import IntegrityError
-from fl_engine.store import FolderStore, decode, encode, sha256, tensor_bytes
+from fl_engine.core.errors import IntegrityError
+from fl_engine.storage.store import FolderStore, decode, encode, sha256, tensor_bytes
 
 SIZE = 1 << 20
 

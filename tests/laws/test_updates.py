@@ -13,17 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.acceptance import Moved
 from fl_engine.algorithms import ALGORITHMS, FlexFL
-from fl_engine.client import execute
-from fl_engine.errors import ClientError, EnvironmentFailure, IntegrityError, Refused, printable
-from fl_engine.ledger import Ledger
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.slicing import is_statistic, take
-from fl_engine.store import FolderStore, canonical, decode, encode, padded, sha256
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
-from fl_engine.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec
-from fl_engine.updates import (
+from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityError, Refused, printable
+from fl_engine.core.slicing import is_statistic, take
+from fl_engine.core.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec
+from fl_engine.exchange.acceptance import Moved
+from fl_engine.exchange.client import execute
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.updates import (
     Manifest,
     key_of,
     manifest_bytes,
@@ -34,6 +31,9 @@ from fl_engine.updates import (
     signed,
     size_of,
 )
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.storage.store import FolderStore, canonical, decode, encode, padded, sha256
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
 
 SECRET = b"a run's own"
 ALGORITHM = FlexFL(training=TRAINING)

@@ -15,17 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine import seeds
 from fl_engine.algorithms import DepthFL, ScaleFL
-from fl_engine.errors import FlexfleetError, ModelError, PoolError
-from fl_engine.models.mobilenetv2 import MobileNetV2
-from fl_engine.models.resnet import ResNet18, ResNet34
-from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.models.vgg16 import VGG16
-from fl_engine.slicing import contains
-from fl_engine.testing.tiny import TinyNet
-from fl_engine.types import FULL, Axis, ModelFamily, ParamLayout, Slot, SubmodelSpec
-from fl_engine.widths import (
+from fl_engine.core import seeds
+from fl_engine.core.errors import FlexfleetError, ModelError, PoolError
+from fl_engine.core.slicing import contains
+from fl_engine.core.types import FULL, Axis, ModelFamily, ParamLayout, Slot, SubmodelSpec
+from fl_engine.core.widths import (
     Rounding,
     choose_exits,
     early_exit,
@@ -40,6 +35,11 @@ from fl_engine.widths import (
     window_start,
     with_exits,
 )
+from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.resnet import ResNet18, ResNet34
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.vgg16 import VGG16
+from fl_engine.testing.tiny import TinyNet
 
 law = settings(max_examples=60, deadline=None)
 TINY = TinyNet()

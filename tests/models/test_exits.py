@@ -13,18 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fl_engine.errors import ModelError
+from fl_engine.core.errors import ModelError
+from fl_engine.core.slicing import count_macs, count_params, full_shapes, initial_params, runnable, shapes, take
+from fl_engine.core.types import FULL, ModelFamily, SubmodelSpec
+from fl_engine.core.widths import exit_name, up_to
 from fl_engine.models import MODELS
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.slicing import count_macs, count_params, full_shapes, initial_params, runnable, shapes, take
 from fl_engine.testing.models import assert_same, images, kept_mask, random_params
 from fl_engine.testing.tiny import TinyNet
-from fl_engine.types import FULL, ModelFamily, SubmodelSpec
-from fl_engine.widths import exit_name, up_to
 
 # Two exits each: the first block of a stage and the last, behind a map and behind a vector, before a pool and not.
 FAMILIES: dict[str, Any] = {

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from fl_engine.errors import ModelError
+from fl_engine.core.errors import ModelError
+from fl_engine.core.slicing import count_macs, count_params, full_shapes
+from fl_engine.core.types import FULL, ModelFamily, SubmodelSpec
 from fl_engine.models import MODELS
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import CHANNELS, VGG16
-from fl_engine.slicing import count_macs, count_params, full_shapes
-from fl_engine.types import FULL, ModelFamily, SubmodelSpec
 
 CIFAR = (3, 32, 32)
 DIGITS = (1, 8, 8)

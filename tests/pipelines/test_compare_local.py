@@ -15,11 +15,12 @@ from typing import Any
 import mlflow
 import pytest
 
-import components.compare
-from components import cli, share
-from components.artifacts import RunFile
-from components.comparison import Comparison
-from components.side_by_side import Job
+from flexfleet import cli
+from flexfleet.compare import compare as compare_module
+from flexfleet.compare.comparison import Comparison
+from flexfleet.compare.side_by_side import Job
+from flexfleet.files.artifacts import RunFile
+from flexfleet.steps import share
 from pipelines.compare import comparison
 
 PARAMETERS: dict[str, Any] = {"rounds": 2, "clients": 6, "client_fraction": 0.5, "local_epochs": 1}
@@ -42,7 +43,7 @@ class Ran:
 
 
 def in_this_process(jobs: Sequence[Job], at_once: int) -> dict[str, int]:
-    mains = {"components.cli": cli.dispatch, "components.share": share.main}
+    mains = {"flexfleet.cli": cli.dispatch, "flexfleet.steps.share": share.main}
     with contextlib.redirect_stdout(io.StringIO()):
         return {job.name: mains[job.module](list(job.argv)) for job in jobs}
 
@@ -50,7 +51,7 @@ def in_this_process(jobs: Sequence[Job], at_once: int) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def scratch(scratch: Path) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(components.compare, "side_by_side", in_this_process)
+        patch.setattr(compare_module, "side_by_side", in_this_process)
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
         # kfp.local indents what tasks print by replacing `print`, and two loop bodies at once put back the wrong one.
         patch.setattr(builtins, "print", print)

@@ -16,19 +16,19 @@ from google.protobuf import json_format
 from kfp.components import load_component_from_text
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec
 
-from components.overrides import PARAMETERS, STUDY, comparison_from, config_from
 from fl_engine import PARAMETER_TABLE
 from fl_engine.algorithms import ALGORITHMS
-from fl_engine.config import Config, PartitionConfig
 from fl_engine.datasets import DATASETS
 from fl_engine.models import MODELS
+from flexfleet.config import Config, PartitionConfig
+from flexfleet.config.overrides import PARAMETERS, STUDY, comparison_from, config_from
 from pipelines import task
 from pipelines.compile import COMPILED, PIPELINES
 from pipelines.task import COORDINATOR_KEYS, S3_KEYS
 
 ORDER = ("partition", "pretrain", "model-pool", "federate", "evaluate", "report")
 ROUNDS = ("exec-federate", "exec-run", "exec-search")
-HEAVY = {"torch", "mlflow", "sklearn", "matplotlib", "fl_engine.config"}
+HEAVY = {"torch", "mlflow", "sklearn", "matplotlib", "flexfleet.config"}
 
 
 def python(code: str, **env: str) -> str:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from moto.server import ThreadedMotoServer
 
-from fl_engine.errors import EnvironmentFailure
-from fl_engine.ledger import Ledger, Row
-from fl_engine.places import open_store
-from fl_engine.tracking import MLflow
-from pipelines import follow as following
-from pipelines.submit import submit
+from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.exchange.ledger import Ledger, Row
+from fl_engine.storage.places import open_store
+from flexfleet.kubeflow import follow as following
+from flexfleet.kubeflow.submit import submit
+from flexfleet.tracking.trackers import MLflow
 from tests.pipelines.kubeflow import task
 
 METRICS = {"avg": 0.5, "full": 0.6, "train_loss": 1.5, "clients_trained": 3.0, "clients_pruned": 0.0,

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from components import regress
-from components.regress import Verdict
+from flexfleet.nightly import regress
+from flexfleet.nightly.regress import Verdict
 from pipelines.nightly import nightly
 
 pytestmark = pytest.mark.filterwarnings("ignore:You may be attemping to run a task that uses custom:RuntimeWarning")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from components.artifacts import RunFile
+from flexfleet.files.artifacts import RunFile
 from pipelines.train import train
 from tests.harness import platform
 from tests.harness.platform import PARENT, Platform
@@ -69,8 +69,9 @@ def test_the_platforms_password_is_in_no_artifact_and_no_file(ran: Ran, telling:
 
 
 def test_a_job_that_goes_on_with_it_is_told_in_a_tag(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
-    from components import overrides, track
-    from fl_engine.store import FolderStore
+    from fl_engine.storage.store import FolderStore
+    from flexfleet.config import overrides
+    from flexfleet.tracking import record as track
 
     (before,) = ran.at.ours()
     other = platform.begin(str(ran.at.uri), monkeypatch, ran.at.experiment)

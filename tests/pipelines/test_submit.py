@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.overrides import config_from, parameters_of
-from fl_engine.config import Config, load_config
-from fl_engine.errors import ConfigError, EnvironmentFailure
-from pipelines.submit import submit
+from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from flexfleet.config import Config, load_config
+from flexfleet.config.overrides import config_from, parameters_of
+from flexfleet.kubeflow.submit import submit
 
 
 def test_a_run_is_started_and_a_graph_that_has_not_changed_is_not_uploaded_again(
@@ -31,7 +31,7 @@ def test_a_run_is_started_and_a_graph_that_has_not_changed_is_not_uploaded_again
     assert (again.version, again.uploaded, len(server.versions), len(server.experiments)) == (
         first.version, False, 1, 1
     )  # fmt: skip
-    monkeypatch.setattr("pipelines.submit.compiled", lambda name: _other(name))
+    monkeypatch.setattr("flexfleet.kubeflow.submit.compiled", lambda name: _other(name))
     changed = submit("train", {}, host=host)
     assert changed.uploaded and changed.version != first.version and len(server.versions) == 2
     monkeypatch.undo()

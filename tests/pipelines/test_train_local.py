@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from components.artifacts import EvaluationFile, History, Result
-from components.federate import federate
-from components.overrides import config_from
-from components.run import run
-from fl_engine.config import load_config
+from flexfleet.config import load_config
+from flexfleet.config.overrides import config_from
+from flexfleet.files.artifacts import EvaluationFile, History, Result
+from flexfleet.run.run import run
+from flexfleet.steps.federate import federate
 from pipelines.compile import COMPILED
 from pipelines.train import train
 
@@ -142,7 +142,7 @@ def test_the_first_task_begins_the_mlflow_run_that_the_rounds_go_on_with(ran: Ra
 
 
 def test_publishing_tasks_hand_on_pointers(ran: Ran, tmp_path: Path) -> None:
-    from components import versioned
+    from flexfleet.tracking import versioned
 
     pointers = {path.stem: path.read_text() for path in (ran.tasks / "report" / "pointers").iterdir()}
     assert set(pointers) == set(versioned.OF_RUN)

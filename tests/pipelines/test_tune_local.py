@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from components.study import Tuned
-from fl_engine import tune as search
-from fl_engine.config import Config
+from flexfleet.config import Config
+from flexfleet.tune import search
+from flexfleet.tune.outcome import Tuned
 from pipelines.tune import tuning
 
 pytestmark = [

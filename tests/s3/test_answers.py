@@ -11,12 +11,12 @@ import boto3.session
 import pytest
 import torch
 
-from fl_engine.assignment import Assignment
-from fl_engine.errors import EnvironmentFailure
-from fl_engine.ledger import Ledger
-from fl_engine.s3 import S3Store, Verb
-from fl_engine.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
-from fl_engine.updates import key_of, manifest_bytes, payload_bytes
+from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.exchange.assignment import Assignment
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.updates import key_of, manifest_bytes, payload_bytes
+from fl_engine.storage.s3 import S3Store, Verb
 
 PLAN = RoundPlan(0, tuple(WorkOrder(0, client, SubmodelSpec(), {"w": torch.zeros(4)}, client) for client in (0, 1)))
 GLACIER = {"Error": {"Code": "InvalidObjectState"}, "ResponseMetadata": {"HTTPStatusCode": 403}}

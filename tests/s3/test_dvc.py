@@ -10,8 +10,8 @@ from typing import Any
 import boto3.session
 import pytest
 
-from components import versioned
-from fl_engine.errors import EnvironmentFailure, IntegrityError
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError
+from flexfleet.tracking import versioned
 
 
 def test_what_repro_has_made_is_pushed_and_pulled(server: str, checkout: Any) -> None:

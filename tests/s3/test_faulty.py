@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from fl_engine import s3
-from fl_engine.errors import EnvironmentFailure
-from fl_engine.s3 import S3Store
-from fl_engine.store import Store
+from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.storage import s3
+from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.store import Store
 
 MODE: dict[str, Any] = {"keep_updates": True, "stop": 3}
 SAID = {

@@ -20,9 +20,9 @@ import boto3.session
 import pytest
 import urllib3
 
-from fl_engine import probe, s3
-from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError
-from fl_engine.s3 import S3Store, Upload, UrlStore
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.storage import probe, s3
+from fl_engine.storage.s3 import S3Store, Upload, UrlStore
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/kubernetes.md"
 UNSIGNED = (

@@ -14,11 +14,11 @@ from pathlib import Path
 import boto3.session
 import pytest
 
-from components.run import run
-from fl_engine import lease, s3
-from fl_engine.config import load_config
-from fl_engine.errors import ConfigError, EnvironmentFailure, IntegrityError
-from fl_engine.s3 import S3Store, UrlStore
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.storage import lease, s3
+from fl_engine.storage.s3 import S3Store, UrlStore
+from flexfleet.config import load_config
+from flexfleet.run.run import run
 
 BUCKET = "runs"
 

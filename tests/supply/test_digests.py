@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from components import digests
-from fl_engine.errors import BadInput, EnvironmentFailure, IntegrityError
+from fl_engine.core.errors import BadInput, EnvironmentFailure, IntegrityError
 
 MANIFEST = json.dumps({"mediaType": "application/vnd.oci.image.manifest.v1+json", "layers": []}).encode()
 INDEX = json.dumps(

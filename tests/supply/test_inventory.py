@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from components import inventory
-from fl_engine.errors import BadInput, IntegrityError
+from fl_engine.core.errors import BadInput, IntegrityError
 
 ROOT = Path(__file__).parents[2]
 LOCKS = {path.stem: path.read_text() for path in sorted((ROOT / "components/locks").glob("*.txt"))}

@@ -14,22 +14,22 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from components import federate, model_pool, partition, pretrain
-from fl_engine import config as configs
-from fl_engine import rounds
+from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
-from fl_engine.client import Site
-from fl_engine.ledger import Ledger
-from fl_engine.privacy import Private
-from fl_engine.rounds import Evaluation
-from fl_engine.slicing import take
-from fl_engine.terms import RoundsConfig
+from fl_engine.core.slicing import take
+from fl_engine.core.types import Algorithm, ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.updates import Rejected, packed, update_of
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.loop import Evaluation
+from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.testing.tiny import SEED, start_of, tiny_site
 from fl_engine.testing.tracker import Memory
-from fl_engine.types import Algorithm, ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
-from fl_engine.updates import Rejected, packed, update_of
+from flexfleet import config as configs
+from flexfleet.steps import federate, model_pool, partition, pretrain
 from tests.harness.attacks.scene import InMemory
 from tests.harness.attacks.table import Attack
 

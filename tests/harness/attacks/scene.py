@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.client import Site, execute
-from fl_engine.errors import IntegrityError
-from fl_engine.ledger import Closed, Ledger
+from fl_engine.core.errors import IntegrityError
+from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
+from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.ledger import Closed, Ledger
+from fl_engine.exchange.updates import KeyOf, Manifest, key_of, signed
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.store import Store, check_size, encode, sha256
+from fl_engine.storage.store import Store, check_size, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, start_of, tiny_site
-from fl_engine.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
-from fl_engine.updates import KeyOf, Manifest, key_of, signed
 
 SECRET = b"a run's own, which no client has"
 CLIENTS, COORDINATOR = key_of(SECRET), key_of(SECRET, "coordinator")

@@ -13,8 +13,8 @@ from unittest import mock
 
 import urllib3
 
-from fl_engine import probe
-from fl_engine.s3 import S3Store, Upload, Verb
+from fl_engine.storage import probe
+from fl_engine.storage.s3 import S3Store, Upload, Verb
 from tests.harness.world import START, s3_of
 
 BUCKET, OTHER = "runs", "mlflow"

@@ -13,13 +13,15 @@ from typing import Any
 
 import yaml
 
-from components import check, cli, federate
 from fl_engine.algorithms.pooled import Training
-from fl_engine.backends import jobs
-from fl_engine.backends.settings import KubernetesConfig
-from fl_engine.config import load_config
-from fl_engine.errors import BadInput, FlexfleetError
+from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes.settings import KubernetesConfig
+from fl_engine.core.errors import BadInput, FlexfleetError
 from fl_engine.testing.tiny import SEED, start_of, tiny_site
+from flexfleet import cli
+from flexfleet.config import load_config
+from flexfleet.run import check
+from flexfleet.steps import federate
 from tests.harness.attacks.scene import ALGORITHM
 from tests.harness.attacks.table import Attack
 from tests.harness.processes import QUICK

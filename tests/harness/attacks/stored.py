@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from fl_engine import probe
-from fl_engine.client import execute
-from fl_engine.errors import EnvironmentFailure, FlexfleetError
-from fl_engine.s3 import S3Store
-from fl_engine.store import Store
-from fl_engine.types import ClientFailure, ClientUpdate
+from fl_engine.core.errors import EnvironmentFailure, FlexfleetError
+from fl_engine.core.types import ClientFailure, ClientUpdate
+from fl_engine.exchange.client import execute
+from fl_engine.storage import probe
+from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.store import Store
 from tests.harness.attacks.scene import ALGORITHM, Scene
 from tests.harness.attacks.servers import BUCKET, World
 from tests.harness.attacks.table import Attack

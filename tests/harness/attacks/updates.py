@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_engine.slicing import is_statistic, take
-from fl_engine.store import encode
+from fl_engine.core.slicing import is_statistic, take
+from fl_engine.core.types import ClientFailure, ClientUpdate, Params, SubmodelSpec
+from fl_engine.exchange.updates import key_of
+from fl_engine.storage.store import encode
 from fl_engine.testing.tiny import assert_same_outcomes
-from fl_engine.types import ClientFailure, ClientUpdate, Params, SubmodelSpec
-from fl_engine.updates import key_of
 from tests.harness.attacks.scene import CLIENTS, InMemory, Scene
 from tests.harness.attacks.table import Attack
 

@@ -1,0 +1,197 @@
+"""The per-element weighted mean over heterogeneous updates (FlexFL Sec. III-E, HeteroFL Eq. 2 with weights).
+
+For each element p of the global model, over the updates m that hold it, with weights d_m:
+
+    p = sum_m d_m * p_m / sum_m d_m        and p keeps its old value where no update holds it.
+
+Sums are kept in double precision. They are added in the order in which updates arrive; the engine feeds them in
+client order, so the result is one fixed number. Any other order moves an element by at most a few ulp of double,
+far below the single precision that is stored, and identical values average to themselves exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fl_engine.core.errors import ModelError
+from fl_engine.core.slicing import entries
+from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
+
+Region = tuple[slice | Tensor, ...]
+"""Where an update's entries lie in the global tensor: slices, or broadcast indices like `numpy.ix_`."""
+
+Kind = tuple[SubmodelSpec, tuple[str, ...]]
+"""What updates hold: a sub-model, and the names that they bring of it."""
+
+HELD_BYTES = 2**20
+"""Small updates of one kind are held back until there are so many, and added at once."""
+
+
+class Regions:
+    """Where updates lie in the tensors of `old`, and what shapes they have there; worked out once for each kind."""
+
+    def __init__(self, old: Params, layout: ParamLayout) -> None:
+        self._old = old
+        self._layout = layout
+        self._of: dict[Kind, dict[str, Region]] = {}
+        self._shapes: dict[Kind, dict[str, tuple[int, ...]]] = {}
+
+    def fit(self, payload: Params, spec: SubmodelSpec) -> Kind:
+        """The update's kind. Raises ModelError for a name or a shape that its sub-model does not have."""
+        kind = (spec, tuple(payload))
+        for name, shape in self.shapes(kind).items():
+            if payload[name].shape != shape:
+                found = tuple(payload[name].shape)
+                raise ModelError(f"{name}: the update brings shape {found}, its sub-model has {list(shape)}")
+        return kind
+
+    def of(self, kind: Kind) -> dict[str, Region]:
+        if kind not in self._of:
+            self._locate(kind)
+        return self._of[kind]
+
+    def shapes(self, kind: Kind) -> dict[str, tuple[int, ...]]:
+        if kind not in self._shapes:
+            self._locate(kind)
+        return self._shapes[kind]
+
+    def total(self, name: str, weights: Mapping[Kind, float], device: torch.device | None = None) -> Tensor:
+        """float64, shaped like the tensor: the sum of the weights of those that hold an element."""
+        out = torch.zeros(self._old[name].shape, dtype=torch.float64, device=device)
+        for kind, weight in weights.items():
+            if name in self.of(kind):
+                out[self.of(kind)[name]] += weight
+        return out
+
+    def _locate(self, kind: Kind) -> None:
+        spec, names = kind
+        self._layout.check(spec)
+        found = {name: self._region(name, spec) for name in names}
+        self._of[kind] = {name: region for name, (region, _) in found.items()}
+        self._shapes[kind] = {name: shape for name, (_, shape) in found.items()}
+
+    def _region(self, name: str, spec: SubmodelSpec) -> tuple[Region, tuple[int, ...]]:
+        """The region, and the shape that an update has there."""
+        slot = self._layout.slots.get(name)
+        if slot is None or not self._layout.has_block(spec, slot.block):
+            raise ModelError(f"the update brings {name!r}, which its sub-model does not have")
+        full = self._old[name].shape
+        index: list[slice | Tensor] = []
+        shape: list[int] = []
+        for dim, axis in enumerate(slot.axes):
+            keep = full[dim] if axis.group is None else self._layout.indices(spec, axis.group)
+            repeat = 1 if axis.group is None else axis.repeat
+            if isinstance(keep, int):
+                index.append(slice(0, keep * repeat))
+                shape.append(keep * repeat)
+            else:
+                index.append(entries(keep, repeat))
+                shape.append(len(keep) * repeat)
+        if all(isinstance(i, slice) for i in index):
+            return tuple(index), tuple(shape)
+        rows = [torch.arange(i.stop) if isinstance(i, slice) else i for i in index]
+        grid = [row.view([-1 if d == dim else 1 for d in range(len(rows))]) for dim, row in enumerate(rows)]
+        return tuple(grid), tuple(shape)
+
+
+def change_of(payload: Params, kind: Kind, old: Params, regions: Regions) -> tuple[Params, float]:
+    """How far an update moved from what it was sent, float64, on the CPU; and the L2 norm of that, over all of it."""
+    at = regions.of(kind)
+    change = {n: t.to("cpu", torch.float64, copy=True).sub_(old[n][at[n]]) for n, t in payload.items()}
+    return change, math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in change.values()))
+
+
+def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, clip: float | None) -> Params:
+    """The update; nearer to what it was sent, in the same direction, where it moved by more than `clip`.
+
+    Raises ModelError for an update that does not fit.
+    """
+    kind = regions.fit(payload, spec)
+    if clip is None:
+        return payload
+    change, norm = change_of(payload, kind, old, regions)
+    if norm <= clip:
+        return payload
+    at = regions.of(kind)
+    return {n: change[n].mul_(clip / norm).add_(old[n][at[n]]).to(payload[n]) for n in payload}
+
+
+class Mean:
+    """Streams: holds one running sum per element, however many updates arrive, and HELD_BYTES of updates."""
+
+    def __init__(self, old: Params, layout: ParamLayout) -> None:
+        self._old = old
+        self._regions = Regions(old, layout)
+        self._sum: Params = {}
+        self._weight: dict[Kind, float] = {}
+        self._held: list[tuple[Params, float]] = []
+        self._held_kind: Kind | None = None
+        self._device: torch.device | None = None
+
+    def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
+        """Adds one update with `weight` > 0. Names absent from `payload` were not trained and do not count.
+
+        Raises ModelError for a name, a shape or a weight that does not fit; nothing has been added then.
+        """
+        if not 0 < weight < math.inf:
+            raise ModelError(f"an update's weight must be positive and finite, got {weight}")
+        kind = self._regions.fit(payload, spec)
+        if kind != self._held_kind or len(self._held) >= self._at_once(kind):
+            self._flush()
+        device = next((tensor.device for tensor in payload.values()), None)
+        self._device = self._device or device
+        if device != self._device:  # updates follow the first one to where it lies
+            payload = {name: tensor.to(self._device) for name, tensor in payload.items()}
+        self._held_kind = kind
+        self._held.append((payload, weight))
+        self._weight[kind] = self._weight.get(kind, 0.0) + weight
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return not any(names for _, names in self._weight)
+
+    def trained(self) -> Params:
+        """bool, shaped like the model: which elements some update held."""
+        return {name: self._weights(name).cpu() > 0 for name in self._old}
+
+    def result(self) -> Params:
+        """The new model on the CPU; `old` itself where nothing was added."""
+        self._flush()
+        out = dict(self._old)
+        for name, total in self._sum.items():
+            old, weight = self._old[name].to(total.device), self._weights(name)
+            mean = torch.where(weight > 0, total / weight.clamp_min(1e-300), old.double())
+            out[name] = mean.to(old.dtype).cpu()
+        return out
+
+    def _at_once(self, kind: Kind) -> int:
+        size = 4 * sum(math.prod(shape) for shape in self._regions.shapes(kind).values())
+        return max(1, HELD_BYTES // max(1, size))
+
+    def _flush(self) -> None:
+        """Adds what is held: in one pass over the sum for each update, or for all of them where they are small."""
+        if self._held_kind is None:
+            return
+        regions, self._held_kind = self._regions.of(self._held_kind), None
+        held, self._held = self._held, []
+        weights = torch.tensor([weight for _, weight in held], dtype=torch.float64, device=self._device)
+        for name, region in regions.items():
+            if name not in self._sum:
+                self._sum[name] = torch.zeros(self._old[name].shape, dtype=torch.float64, device=self._device)
+            into = self._sum[name][region]
+            if len(held) == 1:
+                into.add_(held[0][0][name], alpha=held[0][1])
+            else:
+                rows = torch.stack([payload[name] for payload, _ in held])
+                into += torch.mv(rows.view(len(held), -1).double().T, weights).view(rows.shape[1:])
+            if any(isinstance(index, Tensor) for index in region):  # a copy was added to, not a view
+                self._sum[name][region] = into
+
+    def _weights(self, name: str) -> Tensor:
+        """float64, shaped like the tensor: the weight of each element."""
+        return self._regions.total(name, self._weight, self._device)

@@ -1,0 +1,117 @@
+"""What the server does with the clients' mean: take it, or step towards it with an optimiser of its own.
+
+Adaptive Federated Optimization (Reddi et al., ICLR 2021), Algorithm 2. With the pseudo-gradient
+`delta = mean - old`, element by element:
+
+    m = b1 * m + (1 - b1) * delta
+    Adagrad: v = v + delta^2
+    Yogi:    v = v - (1 - b2) * delta^2 * sign(v - delta^2)
+    Adam:    v = b2 * v + (1 - b2) * delta^2
+    new = old + lr * m / (sqrt(v) + tau)          m starts at 0, v at tau^2; no bias correction
+
+Departs from the paper: it has one model for all; here an element that no client trained in a round has no
+pseudo-gradient, so neither it nor its moments move. Running statistics of batch norm are no parameters: averaged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fl_engine.core.fields import STRICT, Positive
+from fl_engine.core.slicing import is_statistic
+from fl_engine.core.types import Params
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class Average:
+    """FedAvg: the mean is the new model."""
+
+    __pydantic_config__: ClassVar = STRICT
+    name: Literal["average"] = "average"
+
+    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
+        return {}, mean
+
+
+@dataclass(frozen=True)
+class Adagrad:
+    """FedAdagrad."""
+
+    __pydantic_config__: ClassVar = STRICT
+    name: Literal["adagrad"] = "adagrad"
+    lr: Positive = 0.1
+    """eta of the server."""
+    b1: Beta = 0.0
+    tau: Positive = 1e-3
+    """Degree of adaptivity: the smaller, the more adaptive."""
+
+    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
+        return _step(self, moments, old, mean, trained)
+
+    def second(self, v: Tensor, delta: Tensor) -> Tensor:
+        return v + delta**2
+
+
+@dataclass(frozen=True)
+class Adam:
+    """FedAdam."""
+
+    __pydantic_config__: ClassVar = STRICT
+    name: Literal["adam"] = "adam"
+    lr: Positive = 0.01
+    b1: Beta = 0.9
+    b2: Beta = 0.99
+    tau: Positive = 1e-3
+
+    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
+        return _step(self, moments, old, mean, trained)
+
+    def second(self, v: Tensor, delta: Tensor) -> Tensor:
+        return self.b2 * v + (1 - self.b2) * delta**2
+
+
+@dataclass(frozen=True)
+class Yogi:
+    """FedYogi."""
+
+    __pydantic_config__: ClassVar = STRICT
+    name: Literal["yogi"] = "yogi"
+    lr: Positive = 0.01
+    b1: Beta = 0.9
+    b2: Beta = 0.99
+    tau: Positive = 1e-3
+
+    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
+        return _step(self, moments, old, mean, trained)
+
+    def second(self, v: Tensor, delta: Tensor) -> Tensor:
+        return v - (1 - self.b2) * delta**2 * torch.sign(v - delta**2)
+
+
+Server = Annotated[Average | Adagrad | Adam | Yogi, Field(discriminator="name")]
+"""For an algorithm's field: chosen by name in a configuration."""
+
+
+def _step(
+    rule: Adagrad | Adam | Yogi, moments: Params, old: Params, mean: Params, trained: Params
+) -> tuple[Params, Params]:
+    kept, new = {}, {}
+    for name, before in old.items():
+        if is_statistic(name):
+            new[name] = mean[name]
+            continue
+        m = moments.get(f"m/{name}", torch.zeros_like(before))
+        v = moments.get(f"v/{name}", torch.full_like(before, rule.tau**2))
+        delta, mask = mean[name] - before, trained[name]
+        m = torch.where(mask, rule.b1 * m + (1 - rule.b1) * delta, m)
+        v = torch.where(mask, rule.second(v, delta), v)
+        kept[f"m/{name}"], kept[f"v/{name}"] = m, v
+        new[name] = torch.where(mask, before + rule.lr * m / (v.sqrt() + rule.tau), before)
+    return kept, new

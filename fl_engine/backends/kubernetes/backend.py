@@ -1,0 +1,428 @@
+"""Clients as pods: one Indexed Job per round and device tier.
+
+Orders go into the run's store, a Secret tells a Job's pods which are theirs, and updates come back through the store.
+What lies there counts as answered, whatever a Job says. A coordinator that starts again finds the round's Jobs by their
+labels and waits for them; which clients they are for is written on them. Each Job is for its clients alone: one that is
+asked again, because its pod failed or its node was lost, has a later Job, and the first valid answer counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fl_engine.backends.kubernetes import jobs, waiting
+from fl_engine.backends.kubernetes.cluster import Cluster, Resource
+from fl_engine.backends.kubernetes.jobs import Group
+from fl_engine.backends.kubernetes.settings import GRACE_S, KubernetesConfig, NodePool
+from fl_engine.backends.kubernetes.waiting import Live
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
+from fl_engine.core.types import Algorithm, ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
+from fl_engine.exchange.assignment import SITE_FILES, URLS, Assignment
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.updates import manifest_bytes, payload_bytes
+from fl_engine.storage import probe
+from fl_engine.storage.s3 import S3Store, Verb
+
+log = logging.getLogger("flexfleet")
+
+DATA_FOLDER = "/data"
+SAY_EVERY_S = 30.0
+EVENTS_EVERY_S = 2.0
+"""While pods are missing, the events that say why are read so often."""
+GONE_S = 60.0
+"""So long the pods of Jobs that were given up may take to go."""
+LOST_NODES = 3
+"""So many times in a round a client is asked again because its node was lost."""
+PHASES = ("upload", "create", "first_answer", "others", "tidy")
+"""Writing the orders, making Jobs, waiting for the first answer and for the others, deleting what is done."""
+LOST = "pod"
+"""The stage at which a client fails whose pod does: it may be asked again."""
+
+
+@dataclass
+class _Round:
+    """A round while it runs."""
+
+    plan: RoundPlan
+    names: Mapping[int, list[str]]
+    """By client, the keys of its order in the store."""
+    open_: set[int]
+    """Clients that have not answered."""
+    live: list[Live] = field(default_factory=list)
+    attempt: int = 0
+    """Of the next Jobs: their names end with it."""
+    moved: float = 0.0
+    """When a pod last started or ended."""
+    nodes: Counter[int] = field(default_factory=Counter)
+    """By client: how many of its nodes were lost."""
+    said: set[tuple[str, str]] = field(default_factory=set)
+    """Tiers, and kinds of reasons that the log has of them."""
+
+    @property
+    def awaited(self) -> set[int]:
+        return {client for job in self.live for client in job.clients}
+
+    def watch(self, job: Live) -> None:
+        job.clients = {client: index for client, index in job.clients.items() if client in self.open_}
+        for other in self.live:
+            other.clients = {c: i for c, i in other.clients.items() if c not in job.clients}
+        self.live.append(job)
+
+    def heard_from(self, client: int) -> None:
+        for job in self.live:
+            job.clients.pop(client, None)
+
+
+class Kubernetes:
+    """`memory` is what `memory.training_peak` found, for observe=cgroup. The store must be one that pods reach: S3, or
+    with access=ambient any that opens under the same name there. `should_stop` is asked while pods are waited for."""
+
+    durable = True
+
+    def __init__(
+        self,
+        options: KubernetesConfig,
+        run_id: str,
+        fleet: Sequence[Device],
+        ledger: Ledger,
+        memory: tuple[int, int] | None = None,
+        over_provision: float = 1.0,
+        cluster: Cluster | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        if ledger.key is None:
+            raise ConfigError("clients in pods sign their updates: the ledger needs a key")
+        if options.access == "presigned" and not isinstance(ledger.store, S3Store):
+            raise ConfigError(
+                f"kubernetes.access=presigned hands out URLs of an S3 server, but the store is {ledger.store.uri()}: "
+                "set run.remote=s3://bucket/prefix"
+            )
+        image = options.image or os.environ.get("FLEXFLEET_IMAGE")
+        if not image:
+            raise ConfigError("which image do clients run in? set kubernetes.image, or FLEXFLEET_IMAGE")
+        self._options = options.model_copy(update={"image": image})
+        self._fleet = fleet
+        self._ledger = ledger
+        self._memory = memory
+        self._over_provision = over_provision
+        self._cluster = cluster or Cluster(options.namespace)
+        self._run = jobs.run_label(run_id, ledger.store.uri())
+        self._template = jobs.template(options.template)
+        self._verb: Verb | None = None
+        if options.access == "presigned" and isinstance(ledger.store, S3Store):
+            self._verb = probe.upload_verb(ledger.store)
+        self._owner: Resource | None = None
+        self._should_stop = should_stop
+        self.phases: dict[str, float] = {}
+        self._phase, self._entered = PHASES[0], 0.0
+
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        """Asks clients whose pods fail again, `attempts` times, as long as fewer than the quorum have answered; raises
+        Stopped where they never do, and where `should_stop` says so. With over_provision the others are called off once
+        enough updates are there."""
+        self.phases = dict.fromkeys(PHASES, 0.0)
+        self._phase, self._entered = PHASES[0], time.monotonic()
+        for outcome in self._outcomes(plan):
+            self._enter(self._phase)
+            yield outcome
+            self._entered = time.monotonic()
+        self._enter(self._phase)
+        log.info("round %d: %s", plan.round + 1, ", ".join(f"{name} {s:.1f} s" for name, s in self.phases.items()))
+
+    def _enter(self, phase: str) -> None:
+        """What passed since the last call belongs to the phase that it entered."""
+        now = time.monotonic()
+        self.phases[self._phase] += now - self._entered
+        self._phase, self._entered = phase, now
+
+    def _outcomes(self, plan: RoundPlan) -> Iterator[Outcome]:
+        if not plan.orders:  # all were adopted; an earlier coordinator's Jobs may be there
+            self._enter("tidy")
+            self._tidy(plan.round, set())
+            return
+        names = self._ledger.put_orders(plan)
+        before = self._ledger.ordered(plan.round) - len(plan.orders)  # adopted from before a restart
+        wanted = math.ceil((before + len(plan.orders)) / self._over_provision - 1e-9)
+        enough = math.ceil(wanted * self._options.quorum - 1e-9)
+        answers, updates = before, plan.adopted
+        lost: dict[int, ClientFailure] = {}
+        self._enter("create")
+        r = _Round(plan, names, {o.client for o in plan.orders}, moved=time.monotonic())
+        self._adopt(r)
+        for attempt in range(self._options.attempts):
+            if updates >= wanted:
+                break
+            if attempt:
+                self._enter("create")
+                there = self._cluster.select("jobs", self._labels(plan.round))
+                self._withdraw(r, {job["metadata"]["name"] for job in there if jobs.ended(job) is None})
+                r.live = []
+            self._launch(r, r.open_ - r.awaited)
+            for outcome in self._collect(r):
+                if isinstance(outcome, ClientFailure) and outcome.stage == LOST:
+                    lost[outcome.client] = outcome
+                    continue
+                r.open_.discard(outcome.client)
+                answers += 1
+                updates += isinstance(outcome, ClientUpdate)
+                yield outcome
+                if updates >= wanted:
+                    break
+            if not r.open_ or answers >= enough:
+                break
+            log.warning("round %d, attempt %d: %d of %d have answered", plan.round + 1, attempt + 1, answers, wanted)
+        stops = bool(r.open_) and answers < enough
+        self._enter("tidy")
+        explains = lost.keys() & r.open_
+        self._tidy(plan.round, waiting.stuck(r.live) if stops else set(), bool(explains))
+        if stops:
+            why = "; ".join(sorted({f.reason for f in lost.values()})[:5])
+            raise Stopped(
+                f"round {plan.round + 1}: {answers} of {wanted} clients have answered, {enough} are needed "
+                f"(kubernetes.quorum): {why}. What arrived is kept: mend the cause, then resume with --resume. To look "
+                f"at what failed: kubectl -n {self._options.namespace} describe jobs,pods "
+                f"-l {jobs.RUN}={self._run},{jobs.ROUND}={plan.round}"
+            )
+        for client in sorted(r.open_):
+            late = ClientFailure(plan.round, client, "straggle", "the round had enough updates before this one")
+            yield lost.get(client, late)
+
+    def finish(self) -> None:
+        """The run is over: everything of it in the cluster goes."""
+        self._cluster.delete("configmaps", self._run)
+
+    def what_is_left(self) -> str:
+        """How to remove what a run that has stopped leaves in the cluster."""
+        return (
+            "pods that are under way go on by themselves, and --resume finds them. To remove what is left: "
+            f"kubectl -n {self._options.namespace} delete jobs,configmaps -l {jobs.RUN}={self._run}"
+        )
+
+    # --------------------------------------------------------------------------------------------- Jobs
+    def _labels(self, round: int) -> dict[str, str]:
+        return {jobs.RUN: self._run, jobs.ROUND: str(round)}
+
+    def _adopt(self, r: _Round) -> None:
+        """Watches Jobs of this round that an earlier coordinator left and that still run. Those that were made with
+        other settings are deleted: what is resumed may have been mended."""
+        settings, other = jobs.settings_sum(self._template, self._options), set()
+        for job in sorted(self._cluster.select("jobs", self._labels(r.plan.round)), key=jobs.attempt_of):
+            r.attempt = jobs.attempt_of(job) + 1
+            name, clients = job["metadata"]["name"], {client for pod in jobs.pods_of(job) for client in pod}
+            if job["metadata"].get("deletionTimestamp") or jobs.ended(job) is not None:
+                continue
+            if job["metadata"]["annotations"].get(jobs.SETTINGS) != settings:
+                log.info("round %d: the Job %s was made with other settings: deleted", r.plan.round + 1, name)
+                other.add(name)
+            elif clients & r.open_:
+                if self._cluster.get("secrets", name) is None:  # a coordinator was killed before it was made
+                    if not clients <= r.open_:  # what those are told that have answered otherwise is gone
+                        other.add(name)
+                        continue
+                    self._cluster.create("secrets", self._secret(r, job))
+                log.info("round %d: waiting for the Job %s that is there already", r.plan.round + 1, name)
+                r.watch(self._live(job))
+        if r.live:
+            events = self._refusals()
+            for adopted in r.live:
+                waiting.forget_refusals(adopted, events)
+        self._withdraw(r, other)
+
+    def _refusals(self) -> list[Resource]:
+        """Events that say why pods were not made."""
+        return self._cluster.select("events", {}, {"involvedObject.kind": "Job", "reason": "FailedCreate"})
+
+    def _live(self, job: Resource) -> Live:
+        now = time.monotonic()
+        return waiting.live(job, now, now + self._options.deadline_s + GRACE_S)
+
+    def _launch(self, r: _Round, clients: set[int]) -> None:
+        orders = [o for o in r.plan.orders if o.client in clients]
+        owner = self._ensure_owner() if orders else {}
+        made = []
+        for tier in jobs.groups(orders, self._fleet, self._options):
+            told, common = self._told(r.plan, tier, r.names)
+            made += [(group, texts, common) for group, texts in jobs.parts(tier, told, common)]
+        at_once = jobs.shares([len(group.pods) for group, _, _ in made], self._options.parallelism)
+        for (group, texts, common), most in zip(made, at_once, strict=True):
+            body = jobs.job(
+                self._template, self._options, self._run, r.plan.round, group, r.attempt, owner, DATA_FOLDER
+            )
+            body["spec"]["parallelism"] = most
+            # One may be left of a Job of that name that is gone; its pods must not read it.
+            self._cluster.delete("secrets", body["metadata"]["name"])
+            job = self._cluster.create("jobs", body)
+            if job is None:  # the answer to an earlier try was lost
+                name = body["metadata"]["name"]
+                there = self._cluster.select("jobs", self._labels(r.plan.round))
+                job = next((j for j in there if j["metadata"]["name"] == name), None)
+                if job is None:
+                    raise EnvironmentFailure(f"a Job {name} is there that is not this run's: delete it, then resume")
+            self._cluster.create("secrets", jobs.secret(job, texts, common))
+            r.watch(self._live(job))
+        r.attempt += bool(made)
+
+    def _secret(self, r: _Round, job: Resource) -> Resource:
+        """What the pods of a Job that is there already are told."""
+        pods = tuple(tuple(clients) for clients in jobs.pods_of(job))
+        group = Group(self._fleet[pods[0][0]].tier, pods, 0)
+        return jobs.secret(job, *self._told(r.plan, group, r.names))
+
+    def _withdraw(self, r: _Round, names: set[str]) -> None:
+        """Deletes these Jobs and waits until their pods are gone: others must not queue behind them. One on a lost node
+        takes no room."""
+        for name in sorted(names):
+            self._cluster.delete("jobs", name)
+        until = time.monotonic() + GONE_S
+        while names:
+            self._check_stop()
+            pods = self._cluster.select("pods", self._labels(r.plan.round))
+            left = [s for name in names for s in jobs.newest(pods, name) if not (s.over or s.unreachable)]
+            if not left:
+                return
+            if time.monotonic() > until:
+                log.warning("round %d: %d pods do not go; going on", r.plan.round + 1, len(left))
+                return
+            time.sleep(self._options.poll_s)
+
+    def _ensure_owner(self) -> Resource:
+        """A reference to the run's ConfigMap, which everything belongs to and goes with."""
+        if self._owner is None:
+            kept = {jobs.RUN: self._run, "app.kubernetes.io/part-of": "flexfleet"}
+            body = {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": self._run, "namespace": self._options.namespace, "labels": kept},
+                "data": {"store": self._ledger.store.uri()},
+            }
+            found = self._cluster.create("configmaps", body) or self._cluster.get("configmaps", self._run)
+            if found is None:
+                raise EnvironmentFailure(f"the ConfigMap {self._run} is being deleted: wait a moment, then resume")
+            uid = found["metadata"]["uid"]
+            self._owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": self._run, "uid": uid}
+        return self._owner
+
+    def _told(self, plan: RoundPlan, group: Group, names: Mapping[int, list[str]]) -> tuple[list[str], str]:
+        """For each pod its assignment; and what all of them may read."""
+        orders = {o.client: o for o in plan.orders}
+        key, store, o = self._ledger.key, self._ledger.store, self._options
+        assert key is not None
+        pool = o.pools.get(group.tier, NodePool())
+        assignments = []
+        for clients in group.pods:
+            told = Assignment(
+                round=plan.round,
+                clients=clients,
+                keys={client: key(orders[client]).hex() for client in clients},
+                device=pool.torch_device,
+                observe=o.observe,
+                memory=self._memory,
+                require_numerics=o.require_numerics,
+            )
+            assignments.append(told)
+        if self._verb is None:
+            ambient = {"store": store.uri()}
+            return [told.model_copy(update=ambient).model_dump_json() for told in assignments], "{}"
+        assert isinstance(store, S3Store)
+        seconds = o.deadline_s + o.pending_s + GRACE_S
+
+        def urls(keys: Iterable[str]) -> dict[str, str]:
+            return {k: store.presign(k, seconds, o.endpoint) for k in sorted(keys)}
+
+        reads = [{k for client in told.clients for k in names[client]} for told in assignments]
+        same = set.intersection(*reads)
+        texts = []
+        for told, own in zip(assignments, reads, strict=True):
+            writes = {
+                k: store.upload(k, most(orders[client]), seconds, self._verb, o.endpoint)
+                for client in told.clients
+                for k, most in zip(
+                    self._ledger.outcome_keys(plan.round, client), (payload_bytes, manifest_bytes), strict=True
+                )
+            }
+            texts.append(told.model_copy(update={"reads": urls(own - same), "writes": writes}).model_dump_json())
+        return texts, URLS.dump_json(urls({*same, *(f"site/{name}" for name in SITE_FILES)})).decode()
+
+    # ------------------------------------------------------------------------------------------- waiting
+    def _check_stop(self) -> None:
+        if self._should_stop():
+            raise Stopped("stopped on request: what was committed stays, resume with --resume")
+
+    def _collect(self, r: _Round) -> Iterator[Outcome]:
+        """Answers as they arrive, and a failure for each client whose pod will not answer any more."""
+        said = looked = time.monotonic()
+        answered = self.phases["others"] > 0
+        while r.awaited:
+            self._enter("others" if answered else "first_answer")
+            self._check_stop()
+            found = {job["metadata"]["name"]: job for job in self._cluster.select("jobs", self._labels(r.plan.round))}
+            pods = self._cluster.select("pods", self._labels(r.plan.round))
+            # Looked at after the Jobs: a pod writes its answer before its Job counts it.
+            for client in sorted(self._ledger.answered(r.plan.round) & r.awaited):
+                answered = True
+                self._enter("others")
+                r.heard_from(client)
+                yield self._ledger.receive(r.plan, client)
+            now = time.monotonic()
+            for job in r.live:
+                if waiting.hear(job, pods, now):
+                    r.moved = now
+            if now - looked > EVENTS_EVERY_S and any(job.clients and job.lacks_pods() for job in r.live):
+                looked = now
+                events = self._refusals()
+                for job in r.live:
+                    waiting.hear_refusals(job, events)
+            # Before anything is given up, so that what it waited for is told.
+            self._say_new(r)
+            if now - said > SAY_EVERY_S:
+                said = now
+                self._say(r)
+            again = set()
+            for job in r.live:
+                losses = waiting.lost(job, found.get(job.name), now, r.moved, self._options.pending_s)
+                for client, loss in losses.items():
+                    r.nodes[client] += loss.node
+                    if loss.node and self._options.placement == "pool" and r.nodes[client] <= LOST_NODES:
+                        log.warning("round %d, client %d: %s; asking again", r.plan.round + 1, client, loss.reason)
+                        again.add(client)
+                    else:
+                        r.heard_from(client)
+                        yield ClientFailure(r.plan.round, client, LOST, loss.reason)
+            if again:
+                self._enter("create")
+                self._launch(r, again)
+            elif r.awaited:
+                time.sleep(self._options.poll_s)
+
+    def _say_new(self, r: _Round) -> None:
+        """What a tier's pods wait for or failed of, once for each kind of reason."""
+        for tier, counts in waiting.reasons(r.live).items():
+            new = {waiting.kind(reason) for reason in counts} - {kind for said, kind in r.said if said == tier}
+            if new:
+                log.warning("round %d: tier %s: %s", r.plan.round + 1, tier, waiting.told(counts, new))
+                r.said |= {(tier, kind) for kind in new}
+
+    def _say(self, r: _Round) -> None:
+        """Which tier waits for what."""
+        reasons = waiting.reasons(r.live)
+        for tier, (pods, idle) in waiting.waiting_pods(r.live).items():
+            why = f": {waiting.told(reasons[tier])}" if reasons[tier] else ""
+            log.info(
+                "round %d: tier %s waits for %d pods, %d have not started%s", r.plan.round + 1, tier, pods, idle, why
+            )
+
+    def _tidy(self, round: int, stuck: set[str], failed: bool = False) -> None:
+        """Deletes the round's Jobs, whose Secrets go with them; but, until their TTL, those in `stuck`, and with
+        `failed` those that have failed, to be looked at."""
+        for job in self._cluster.select("jobs", self._labels(round)):
+            name, over = job["metadata"]["name"], jobs.ended(job)
+            if failed and over not in (None, "Complete"):
+                self._cluster.delete("secrets", name)
+            elif over is not None or name not in stuck:
+                self._cluster.delete("jobs", name)

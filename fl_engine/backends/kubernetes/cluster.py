@@ -1,0 +1,214 @@
+"""The few calls of the Kubernetes API that running clients takes; `k8s/base/role.yaml` grants exactly these.
+
+An API server that is busy or restarting (429, 5xx, a broken connection) is asked again for a minute or so. Nothing is
+watched: a list that is asked for again cannot be dropped.
+
+Of the package `kubernetes` only the loading of configuration is used (KUBECONFIG, a pod's account, plug-ins that fetch
+credentials): its calls differ between versions. Requests go through urllib3.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import re
+import ssl
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import urlencode
+
+import urllib3
+
+from fl_engine.core.errors import EnvironmentFailure, Unreachable, certificate_hint, printable
+
+log = logging.getLogger("flexfleet")
+
+Resource = dict[str, Any]
+
+TRIES = 8
+FIRST_WAIT_S = 0.5
+PATHS = {
+    "configmaps": "/api/v1/namespaces/{namespace}/configmaps",
+    "events": "/api/v1/namespaces/{namespace}/events",
+    "jobs": "/apis/batch/v1/namespaces/{namespace}/jobs",
+    "pods": "/api/v1/namespaces/{namespace}/pods",
+    "secrets": "/api/v1/namespaces/{namespace}/secrets",
+}
+
+WARNING = re.compile(r'299 [^"]*"((?:[^"\\]|\\.)*)"')
+"""The text of the header Warning's values: `299 - "text"`, with commas between several."""
+
+
+class Cluster:
+    """One namespace of a cluster, as plain JSON. Raises EnvironmentFailure for what is refused (which right is missing)
+    or cannot be reached."""
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+        self._made: tuple[urllib3.PoolManager, Any] | None = None
+        self._warned: set[str] = set()
+
+    def create(self, kind: str, body: Resource) -> Resource | None:
+        """None: something of that name is there already."""
+        return self._ask("POST", kind, body=body, missing=409)
+
+    def get(self, kind: str, name: str) -> Resource | None:
+        return self._ask("GET", kind, name, missing=404)
+
+    def delete(self, kind: str, name: str) -> None:
+        """With all that it owns. That nothing is there is no error."""
+        self._ask("DELETE", kind, name, body={"propagationPolicy": "Background"}, missing=404)
+
+    def select(
+        self, kind: str, labels: Mapping[str, str], fields: Mapping[str, str] = MappingProxyType({})
+    ) -> list[Resource]:
+        """All that carry these labels, and whose fields are these."""
+        items: list[Resource] = []
+        given = {"labelSelector": labels, "fieldSelector": fields}
+        query = [(name, ",".join(f"{k}={v}" for k, v in pairs.items())) for name, pairs in given.items() if pairs]
+        more = ""
+        while True:
+            found = self._ask("GET", kind, query=[*query, ("limit", "500"), *([("continue", more)] if more else [])])
+            items += (found or {}).get("items", [])
+            more = (found or {}).get("metadata", {}).get("continue") or ""
+            if not more:
+                return items
+
+    def _ask(
+        self,
+        method: str,
+        kind: str,
+        name: str = "",
+        *,
+        body: Resource | None = None,
+        query: list[tuple[str, str]] | None = None,
+        missing: int = 0,
+    ) -> Resource | None:
+        path = PATHS[kind].format(namespace=self.namespace) + (f"/{name}" if name else "")
+        renewed = False
+        for attempt in range(TRIES):
+            try:
+                answer = self._send(method, path, body, query or [])
+                self._log_warnings(answer)
+                if answer.status < 300:
+                    found: Resource = json.loads(answer.data)
+                    return found
+                if answer.status == missing:
+                    return None
+                if answer.status == 401 and not renewed:  # credentials may have run out since they were loaded
+                    self._made, renewed = None, True
+                    continue
+                # A create that was cut off may have succeeded: the next try says 409, which is what it means.
+                if answer.status != 429 and answer.status < 500:
+                    raise EnvironmentFailure(_why(answer, method, kind, name, self.namespace))
+                said = f"HTTP {answer.status}"
+            except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+                _raise_if_untrusted(error)
+                said = str(error)
+            if attempt + 1 < TRIES:
+                wait = FIRST_WAIT_S * 2**attempt * (1 + random.random() / 4)
+                log.warning("the Kubernetes API: %s (%s %s); asking again in %.1f s", said, method, path, wait)
+                time.sleep(wait)
+        raise Unreachable(f"the Kubernetes API does not answer: {said} ({method} {path})")
+
+    def _send(
+        self, method: str, path: str, body: Resource | None, query: list[tuple[str, str]]
+    ) -> urllib3.BaseHTTPResponse:
+        if self._made is None:
+            self._made = _connect()
+        pool, config = self._made
+        headers = {"Accept": "application/json", "Content-Type": "application/json", "User-Agent": "flexfleet"}
+        if token := _token(config):
+            headers["Authorization"] = token
+        return pool.request(
+            method,
+            config.host.rstrip("/") + path + (f"?{urlencode(query)}" if query else ""),
+            body=None if body is None else json.dumps(body).encode(),
+            headers=headers,
+            retries=False,
+            timeout=urllib3.Timeout(connect=10, read=60),
+        )
+
+    def _log_warnings(self, answer: urllib3.BaseHTTPResponse) -> None:
+        """What the server warns of (a field that it does not know, a pod that Pod Security would refuse), each once."""
+        for header in answer.headers.getlist("Warning"):
+            for text in (re.sub(r"\\(.)", r"\1", said) for said in WARNING.findall(header)):
+                if text not in self._warned:
+                    self._warned.add(text)
+                    log.warning("the Kubernetes API warns: %s", printable(text))
+
+
+def _connect() -> tuple[urllib3.PoolManager, Any]:
+    """Connections to the cluster's API server, and the configuration that they were made from."""
+    import certifi
+    import kubernetes
+    from requests.utils import should_bypass_proxies
+
+    config = kubernetes.client.Configuration()
+    try:
+        if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+            kubernetes.config.load_incluster_config(config)
+        else:
+            # The package looks at KUBECONFIG when it is imported; what counts is what it says now.
+            kubernetes.config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=config)
+    except kubernetes.config.ConfigException as error:
+        raise EnvironmentFailure(
+            f"no cluster: {error}. run.backend=kubernetes takes the cluster that it runs in, else KUBECONFIG's"
+        ) from error
+    try:
+        trust = ssl.create_default_context(cafile=config.ssl_ca_cert or certifi.where())
+        if not config.verify_ssl:
+            trust.check_hostname = False
+            trust.verify_mode = ssl.CERT_NONE
+        if config.cert_file:
+            trust.load_cert_chain(config.cert_file, config.key_file)
+    except OSError as error:  # SSLError is one
+        files = ", ".join(str(file) for file in (config.ssl_ca_cert, config.cert_file, config.key_file) if file)
+        raise EnvironmentFailure(
+            f"no cluster: its certificates cannot be read: {error}. Expected PEM files that belong together: {files}"
+        ) from error
+    settings: dict[str, Any] = {"ssl_context": trust, "server_hostname": config.tls_server_name, "maxsize": 4}
+    if config.proxy and not should_bypass_proxies(config.host, no_proxy=config.no_proxy or ""):
+        return urllib3.ProxyManager(config.proxy, proxy_headers=config.proxy_headers, **settings), config
+    return urllib3.PoolManager(**settings), config
+
+
+def _token(config: Any) -> str:
+    """The value of the header Authorization, refreshed where it has run out; empty: a certificate says who asks."""
+    if config.refresh_api_key_hook is not None:
+        config.refresh_api_key_hook(config)
+    # `authorization` up to version 36 of the package, `BearerToken` from 37.
+    token = config.api_key.get("BearerToken") or config.api_key.get("authorization") or ""
+    return str(token).strip()
+
+
+def _raise_if_untrusted(error: BaseException) -> None:
+    """A certificate that is refused is refused again: EnvironmentFailure."""
+    cause = error.args[0] if error.args and isinstance(error, urllib3.exceptions.SSLError) else error
+    if not isinstance(cause, ssl.SSLCertVerificationError):
+        return
+    hint = certificate_hint(cause.verify_message) or ". Is certificate-authority-data in KUBECONFIG this cluster's?"
+    raise EnvironmentFailure(f"the Kubernetes API's certificate is refused: {cause.verify_message}{hint}") from None
+
+
+def _why(answer: urllib3.BaseHTTPResponse, method: str, kind: str, name: str, namespace: str) -> str:
+    try:
+        said = json.loads(answer.data)["message"]
+    except (TypeError, ValueError, KeyError):
+        said = answer.reason
+    hint = ""
+    if answer.status == 401 or "system:anonymous" in str(said):
+        hint = ". It does not know who asks: has the token or certificate run out, or has KUBECONFIG's user none?"
+    elif answer.status == 403 and "exceeded quota" in str(said):
+        hint = ". Delete what is over: of each run that gets no more rounds the Secret <run>-keys"
+    elif answer.status == 403:
+        hint = f". The service account needs the rights of k8s/base/role.yaml in the namespace {namespace}"
+    elif answer.status == 404:
+        hint = f". Is there a namespace {namespace}? (kubernetes.namespace)"
+    return f"Kubernetes refuses to {method} {kind} {name}: {answer.status} {said}{hint}"
+
+

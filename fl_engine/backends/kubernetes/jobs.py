@@ -1,0 +1,336 @@
+"""A round's Jobs: which clients share one, and its manifest, filled into the template. Pure."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_engine.backends.kubernetes.settings import KubernetesConfig, NodePool
+from fl_engine.core.errors import ConfigError, printable
+from fl_engine.core.plain import read_yaml
+from fl_engine.core.types import Device, WorkOrder
+from fl_engine.exchange.assignment import COMMON
+
+Resource = dict[str, Any]
+
+TEMPLATE = Path(__file__).with_name("client-job.yaml")
+RUN, ROUND, TIER = "flexfleet.io/run", "flexfleet.io/round", "flexfleet.io/tier"
+CLIENTS, ATTEMPT, SETTINGS = "flexfleet.io/clients", "flexfleet.io/attempt", "flexfleet.io/settings"
+SECRET_BYTES = 3 * 2**18
+"""What a Job's pods are told is no more: a Secret holds 1 MiB, and base64 makes four bytes of three on the way."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A Job to be: the clients of each of its pods, all of one tier."""
+
+    tier: str
+    pods: tuple[tuple[int, ...], ...]
+    part: int
+    """A tier that needs more than one Job numbers them."""
+    host: str | None = None
+
+
+def groups(orders: Sequence[WorkOrder], fleet: Sequence[Device], options: KubernetesConfig) -> list[Group]:
+    """Clients in order of their numbers, `clients_per_pod` to a pod; with placement=device a Job for each."""
+    tiers: dict[str, list[int]] = {}
+    for client in sorted(o.client for o in orders):
+        tiers.setdefault(fleet[client].tier, []).append(client)
+    found = []
+    for tier, clients in tiers.items():
+        if options.placement == "device":
+            hosts = ((client, options.hostname.format(client=client)) for client in clients)
+            found += [Group(tier, ((client,),), client, host) for client, host in hosts]
+            continue
+        n = options.clients_per_pod
+        found.append(Group(tier, tuple(tuple(clients[i : i + n]) for i in range(0, len(clients), n)), 0))
+    return found
+
+
+def parts(group: Group, told: Sequence[str], common: str) -> list[tuple[Group, Sequence[str]]]:
+    """The group as Jobs whose Secrets hold what their pods are told, each its own and all `common`. Raises ConfigError
+    where one pod is told too much for any."""
+    sizes, cuts, held = [len(text.encode()) for text in told], [0], 0
+    for i, size in enumerate(sizes):
+        if size + len(common) > SECRET_BYTES:
+            raise ConfigError(
+                f"what a pod of {len(group.pods[i])} clients is told takes {size + len(common):,} bytes, and a Secret "
+                f"holds {SECRET_BYTES:,}: set kubernetes.clients_per_pod lower"
+            )
+        if held + size + len(common) > SECRET_BYTES:
+            cuts.append(i)
+            held = 0
+        held += size
+    if len(cuts) == 1:
+        return [(group, told)]
+    ends = zip(cuts, [*cuts[1:], len(told)], strict=True)
+    return [(replace(group, pods=group.pods[a:b], part=part), told[a:b]) for part, (a, b) in enumerate(ends)]
+
+
+def shares(sizes: Sequence[int], most: int | None) -> list[int]:
+    """How many pods each of several Jobs of these sizes has at a time: in all at most `most` (None: all), divided by
+    size, but one for each Job at least."""
+    if most is None or most >= sum(sizes):
+        return list(sizes)
+    found = [1] * len(sizes)
+    for _ in range(most - len(sizes)):
+        found[max(range(len(sizes)), key=lambda i: sizes[i] / found[i])] += 1
+    return found
+
+
+def run_label(run_id: str, store_uri: str) -> str:
+    """At most 24 characters that a label and a name can hold, different for runs of equal name in other stores."""
+    plain = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")[:17].strip("-")
+    return f"{plain or 'run'}-{hashlib.sha256(f'{store_uri}/{run_id}'.encode()).hexdigest()[:6]}"
+
+
+def job_name(run: str, round: int, group: Group, attempt: int) -> str:
+    """At most 57 characters: a pod's name adds its index and five more. Different for different tiers."""
+    tier = re.sub(r"[^a-z0-9]+", "-", group.tier.lower()).strip("-")[:8].strip("-")
+    if tier != group.tier or "-" in tier:  # a part's number follows after one
+        tier += hashlib.sha256(group.tier.encode()).hexdigest()[:5]
+    part = f"-{group.part}" if group.part or group.host else ""
+    return f"{run}-r{round}-{tier}{part}-a{attempt}"
+
+
+def template(path: str | None) -> Resource:
+    """Raises ConfigError where the file is missing or holds no Job with a container `client` that can be filled in."""
+    file = Path(path) if path else TEMPLATE
+    try:
+        found: Resource = read_yaml(file.read_text())
+        names = [c["name"] for c in found["spec"]["template"]["spec"]["containers"]]
+        if found["kind"] != "Job" or "client" not in names:
+            raise ConfigError(f"{file}: a Job with a container `client` is expected, got {found['kind']} with {names}")
+        job(found, KubernetesConfig(data="host:/"), "run", 0, Group("tier", ((0,),), 0), 0, {}, "/data")
+    except OSError as error:
+        raise ConfigError(f"the client Job's template {file} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError, StopIteration, RecursionError) as error:
+        raise ConfigError(f"{file} is no Job of clients: {type(error).__name__} {error}") from error
+    return found
+
+
+WHEN = {"quorum", "attempts", "parallelism", "deadline_s", "pending_s", "poll_s"}
+"""Settings that say how long and how many pods are waited for, not what they are."""
+
+
+def settings_sum(of: Resource, options: KubernetesConfig) -> str:
+    """A checksum of all that decides what a pod is: the template and the settings."""
+    said = json.dumps([of, options.model_dump(mode="json", exclude=WHEN)], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def labels(run: str, round: int, tier: str) -> dict[str, str]:
+    return {RUN: run, ROUND: str(round), TIER: re.sub(r"[^A-Za-z0-9._-]+", "-", tier)[:63].strip("-._")}
+
+
+def job(
+    of: Resource,
+    options: KubernetesConfig,
+    run: str,
+    round: int,
+    group: Group,
+    attempt: int,
+    owner: Resource,
+    data_folder: str,
+) -> Resource:
+    """The manifest. Its Secret has its name."""
+    out = copy.deepcopy(of)
+    name, own = job_name(run, round, group, attempt), labels(run, round, group.tier)
+    pool = options.pools.get(group.tier, NodePool())
+    out["metadata"] |= {
+        "name": name,
+        "namespace": options.namespace,
+        "labels": {**out["metadata"].get("labels", {}), **own},
+        "annotations": {
+            CLIENTS: json.dumps(group.pods),
+            ATTEMPT: str(attempt),
+            SETTINGS: settings_sum(of, options),
+        },
+        "ownerReferences": [owner],
+    }
+    spec = out["spec"]
+    spec |= {
+        "completions": len(group.pods),
+        "parallelism": len(group.pods),
+        "activeDeadlineSeconds": options.deadline_s,
+    }
+    pod = spec["template"]
+    pod["metadata"] = {**pod.get("metadata", {}), "labels": {**pod.get("metadata", {}).get("labels", {}), **own}}
+    _place(pod["spec"], pool, group.host)
+    container = next(c for c in pod["spec"]["containers"] if c["name"] == "client")
+    amounts = {"cpu": pool.cpu, "memory": pool.memory}
+    container["image"] = pool.image or options.image
+    container["resources"] = {"requests": amounts, "limits": {"memory": pool.memory}}
+    secret = next(v for v in pod["spec"]["volumes"] if v["name"] == "assignment")
+    secret["secret"]["secretName"] = name
+    if not any(mount.get("subPath") == COMMON for mount in container["volumeMounts"]):
+        raise ConfigError(
+            f"the Job's template does not mount {COMMON} of the volume `assignment` beside the assignment: see "
+            "fl_engine/backends/kubernetes/client-job.yaml"
+        )
+    if options.data is not None:
+        pod["spec"]["volumes"].append({"name": "data", **_data_volume(options.data)})
+        container["volumeMounts"].append({"name": "data", "mountPath": data_folder, "readOnly": True})
+        container["env"].append({"name": "FLEXFLEET_DATA", "value": data_folder})
+    return out
+
+
+def _place(pod: Resource, pool: NodePool, host: str | None) -> None:
+    where = {
+        "kubernetes.io/arch": pool.arch,
+        "flexfleet.io/device-type": pool.device_type,
+        "kubernetes.io/hostname": host,
+        **pool.selector,
+    }
+    selector = {key: value for key, value in where.items() if value is not None}
+    if selector:
+        pod["nodeSelector"] = {**pod.get("nodeSelector", {}), **selector}
+    if pool.taint:
+        toleration = {"key": pool.taint, "operator": "Exists", "effect": "NoSchedule"}
+        pod["tolerations"] = [*pod.get("tolerations", []), toleration]
+    if pool.runtime_class:
+        pod["runtimeClassName"] = pool.runtime_class
+
+
+def _data_volume(data: str) -> Resource:
+    kind, _, what = data.partition(":")
+    if kind == "pvc" and what:
+        return {"persistentVolumeClaim": {"claimName": what, "readOnly": True}}
+    if kind == "host" and what.startswith("/"):
+        return {"hostPath": {"path": what, "type": "Directory"}}
+    raise ConfigError(f"kubernetes.data is pvc:<claim> or host:/folder, got {data!r}")
+
+
+def secret(job: Resource, told: Sequence[str], common: str) -> Resource:
+    """What the pods of a Job that is there are told, by index, and what all of them are. It goes with the Job; the pods
+    start when it is there."""
+    meta = {key: job["metadata"][key] for key in ("name", "namespace", "labels")}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {**meta, "ownerReferences": [reference(job)]},
+        "type": "Opaque",
+        "stringData": {str(index): text for index, text in enumerate(told)} | {COMMON: common},
+    }
+
+
+def pods_of(job: Resource) -> list[list[int]]:
+    """The clients of each index of a Job that is there already."""
+    found: list[list[int]] = json.loads(job["metadata"]["annotations"][CLIENTS])
+    return found
+
+
+def attempt_of(job: Resource) -> int:
+    return int(job["metadata"]["annotations"][ATTEMPT])
+
+
+def reference(job: Resource) -> Resource:
+    """To a Job that is there, for what goes with it."""
+    meta = job["metadata"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "name": meta["name"], "uid": meta["uid"]}
+
+
+def wanted(job: Resource) -> str:
+    """What the Job's pods ask of a node."""
+    pod = job["spec"]["template"]["spec"]
+    container = next(c for c in pod["containers"] if c["name"] == "client")
+    asked = [f"{name} {amount}" for name, amount in container["resources"].get("requests", {}).items()]
+    asked += [f"{label}={value}" for label, value in pod.get("nodeSelector", {}).items()]
+    asked += [f"tolerating {t['key']}" for t in pod.get("tolerations", []) if t.get("effect") != "NoExecute"]
+    return ", ".join(asked)
+
+
+# ------------------------------------------------------------------------------------------- what its status says
+def failed_indexes(job: Resource) -> set[int]:
+    """`status.failedIndexes`, e.g. "1,3-5,7"."""
+    found: set[int] = set()
+    for part in filter(None, (job.get("status") or {}).get("failedIndexes", "").split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def ended(job: Resource) -> str | None:
+    """Why the Job is over (`Complete`, `DeadlineExceeded`, ...); None: it is not."""
+    for condition in (job.get("status") or {}).get("conditions") or []:
+        if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
+            return "Complete" if condition["type"] == "Complete" else condition.get("reason") or "Failed"
+    return None
+
+
+@dataclass(frozen=True)
+class PodState:
+    """What a pod is at: `reason` says why it failed, or what it waits for."""
+
+    index: int
+    phase: str
+    reason: str
+    started: bool
+    queued: bool = False
+    """It waits for room: on some node it would fit, were there less on it; or a queue does not admit it yet."""
+    unreachable: bool = False
+    """It runs on a node of which nothing is heard: the node's controller calls the pod not ready, while the last that
+    the node itself said is that its containers are."""
+    ends: tuple[str, float] | None = None
+    """Of one that is being deleted: its uid, and the seconds that it was given for it."""
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+
+ROOM = re.compile(r"Insufficient |Too many pods")
+"""What the scheduler says of a node that would do, but is full."""
+
+
+def newest(pods: Iterable[Resource], job: str) -> list[PodState]:
+    """What the Job's pods are at; of several with one index the last, for a Job keeps those that failed."""
+    last: dict[int, tuple[tuple[str, bool], PodState]] = {}
+    for pod in pods:
+        if pod["metadata"].get("labels", {}).get("batch.kubernetes.io/job-name") == job:
+            state = pod_state(pod)
+            age = (pod["metadata"].get("creationTimestamp", ""), state.phase != "Failed")
+            if state.index not in last or age >= last[state.index][0]:
+                last[state.index] = age, state
+    return [state for _, state in last.values()]
+
+
+def pod_state(pod: Resource) -> PodState:
+    status, meta = pod.get("status") or {}, pod["metadata"]
+    index = int(meta.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", -1))
+    reason, queued = "", False
+    said = {condition["type"]: condition["status"] for condition in status.get("conditions") or []}
+    for condition in status.get("conditions") or []:
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            why = condition.get("reason", "Unschedulable")
+            reason = f"{why}: {condition.get('message', '')}"
+            queued = why == "SchedulingGated" or ROOM.search(condition.get("message", "")) is not None
+        if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
+            reason = f"{condition.get('reason', 'Disrupted')}: {condition.get('message', '')}"
+    started = False
+    for container in status.get("containerStatuses") or []:
+        state = container.get("state") or {}
+        started = started or "running" in state or "terminated" in state
+        waiting = state.get("waiting") or {}
+        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            reason = f"{waiting['reason']}: {waiting.get('message', '')}"
+        over = state.get("terminated") or {}
+        if over.get("exitCode"):
+            why = over.get("reason", "Error")
+            last = (over.get("message") or "").strip().splitlines()[-1:]
+            reason = f"{why} (exit code {over['exitCode']})" + (f": {last[0]}" if last and why != "OOMKilled" else "")
+    if status.get("reason") and not reason:
+        reason = f"{status['reason']}: {status.get('message', '')}"
+    phase = status.get("phase", "Pending")
+    unreachable = phase == "Running" and said.get("Ready") == "False" and said.get("ContainersReady") == "True"
+    grace_s = float(meta.get("deletionGracePeriodSeconds") or 0)
+    ends = (meta.get("uid", ""), grace_s) if meta.get("deletionTimestamp") else None
+    return PodState(index, phase, printable(reason).rstrip(": ")[:500], started, queued, unreachable, ends)

@@ -1,0 +1,97 @@
+"""What clients in pods get: the settings of `run.backend=kubernetes`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from fl_engine.core.fields import Count, Fraction, Positive, Section
+
+GRACE_S = 30
+"""A client Job that outlives its deadline by so many seconds is deleted by the coordinator."""
+URL_S = 604_800
+"""Seconds that a presigned URL can live (AWS Signature Version 4)."""
+
+
+class NodePool(Section):
+    """Where the pods of one device tier run, and what they get."""
+
+    cpu: str = "1"
+    memory: str = "1Gi"
+    """Request and limit, as Kubernetes writes quantities."""
+    arch: Literal["amd64", "arm64"] | None = None
+    """kubernetes.io/arch; null: any."""
+    device_type: str | None = None
+    """flexfleet.io/device-type, e.g. rpi4, rpi5, jetson-nano."""
+    selector: dict[str, str] = Field(default={})
+    """More node labels."""
+    taint: str | None = None
+    """Key of a NoSchedule taint that the pods tolerate, e.g. flexfleet.io/edge."""
+    runtime_class: str | None = None
+    torch_device: str = "cpu"
+    image: str | None = None
+    """null: kubernetes.image. E.g. one built for a GPU."""
+
+
+class KubernetesConfig(Section):
+    """For `run.backend=kubernetes`: one Indexed Job per round and device tier. The cluster is the one that this
+    process runs in, else KUBECONFIG's."""
+
+    namespace: str = "flexfleet-clients"
+    image: str | None = None
+    """null: that of the environment variable FLEXFLEET_IMAGE, which the pipelines set to the one that tasks run in."""
+    template: str | None = None
+    """The Job's YAML; null: fl_engine/backends/kubernetes/client-job.yaml."""
+    pools: dict[str, NodePool] = Field(default={})
+    """By device tier; one that is not named gets the defaults of a pool."""
+    placement: Literal["pool", "device"] = "pool"
+    """device: each client's data lies on one node; a Job of its own is bound to it by `hostname`."""
+    hostname: str = "device-{client}"
+    """The node of a client, for placement=device."""
+
+    @field_validator("hostname")
+    @classmethod
+    def _names_a_node(cls, value: str) -> str:
+        try:
+            value.format(client=0)
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            raise ValueError("a name with {client} in it is expected, and no other braces") from error
+        return value
+
+    clients_per_pod: Count = 1
+    """Simulated clients that share a pod; 1: each client is one."""
+    data: str | None = None
+    """Where pods find the data files: pvc:<claim> or host:<folder of the node>, mounted read-only; null: the data set
+    comes with the image."""
+    access: Literal["presigned", "ambient"] = "presigned"
+    """presigned: clients get URLs, and hold no keys; ambient: their pods have credentials of their own."""
+    endpoint: str | None = None
+    """What pods call the S3 server, where that differs from AWS_ENDPOINT_URL."""
+    observe: Literal["simulated", "cgroup"] = "simulated"
+    """cgroup: a client prunes to what its pod's memory limit allows; simulated: as the fleet says (equal bits)."""
+    require_numerics: bool = False
+    """A node that would compute other bits than the coordinator refuses to train."""
+    quorum: Fraction = 1.0
+    """Share of the wanted clients whose answers are there when a round can end though nothing more is to be had; with
+    fewer, those that are missing are asked again, and then the run stops, to be resumed."""
+    attempts: Count = 2
+    """How often a client is asked in a round where the quorum is missed. A lost node does not count."""
+    parallelism: Count | None = None
+    """Pods of a round at a time, divided over its Jobs, at least one for each; null: all at once."""
+    deadline_s: Count = 3600
+    """A round's pods end after so many seconds."""
+    pending_s: Count = 600
+    """A pod that has not started after so many seconds counts as failed (no node fits, the image cannot be pulled). For
+    one that waits for room or quota alone they begin anew whenever a pod of the round starts or ends."""
+    poll_s: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _urls_live_as_long(self) -> KubernetesConfig:
+        asked = self.deadline_s + self.pending_s + GRACE_S
+        if self.access == "presigned" and asked > URL_S:
+            raise ValueError(
+                f"deadline_s + pending_s + {GRACE_S} is {asked} seconds, but the URLs that clients get live for "
+                f"{URL_S} (seven days) at most: lower them, or set access=ambient"
+            )
+        return self

@@ -1,0 +1,238 @@
+"""A round's Jobs while they are waited for: what was heard of their pods, and which clients are given up, and why.
+
+Nothing is asked here: Jobs, pods and events are given, and so is the time (seconds of a clock that only goes forward).
+
+A pod that has not started is either stuck (no node matches, the image cannot be pulled) or queues: for room on a node,
+for its namespace's quota, for its turn in its Job. What is stuck is given up after `pending_s`. What queues is given
+up when for so long no pod of the round has started or ended: then nothing moves.
+
+A node that is lost says nothing any more, so neither do its pods, and their Job makes no others. Either the node's
+controller calls a pod not ready whose containers were, or the pod is to be deleted and nobody confirms it. Where a Job
+may have so few pods at a time that all of them are on lost nodes, no other index has its turn either.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes.jobs import PodState, Resource
+from fl_engine.core.errors import printable
+
+TERMINATING_S = 60.0
+"""A pod that is still there so long after the time that it had to end is on a lost node."""
+REFUSED_FOR_GOOD = "violates PodSecurity"
+"""What an event says of pods that no waiting helps; a quota does."""
+QUOTA = "exceeded quota"
+
+
+@dataclass
+class Live:
+    """A Job that is being waited for, and what was last heard of each of its pods."""
+
+    name: str
+    uid: str
+    tier: str
+    pods: list[list[int]]
+    """Clients by index."""
+    wanted: str
+    """What its pods ask of a node."""
+    at_once: int
+    """Pods that it has at a time."""
+    until: float
+    clients: dict[int, int]
+    """Those that are still waited for, with their index; a client that is asked again belongs to the later Job."""
+    since: dict[int, float]
+    """Of each index whose pod has not started: since when it waits for what it waits for."""
+    states: dict[int, PodState] = field(default_factory=dict)
+    ending: dict[str, float] = field(default_factory=dict)
+    """Pods that are being deleted, by uid: when that was first seen."""
+    refused: str = ""
+    """Why pods are not made, as the last event says."""
+    old: str | None = None
+    """Events up to this time do not count, since what they say may have been mended before this Job was waited for;
+    None: all do."""
+
+    def lacks_pods(self) -> bool:
+        """Whether a pod should be there that is not."""
+        here = sum(not state.over for state in self.states.values())
+        return len(self.states) < len(self.pods) and here < self.at_once
+
+    def queues(self, index: int) -> bool:
+        if index in self.states:
+            return self.states[index].queued
+        return not self.lacks_pods() or QUOTA in self.refused
+
+    def reason(self, index: int) -> str:
+        """Why the index's pod failed, or what it waits for; empty: nothing that has to be told."""
+        state = self.states.get(index)
+        if state is None:
+            return f"no pod was made: {self.refused}" if self.refused and self.lacks_pods() else ""
+        asks = f" (the pod asks for {self.wanted})" if state.reason.startswith("Unschedulable") else ""
+        return state.reason + asks
+
+
+def live(job: Resource, now: float, until: float) -> Live:
+    """Nothing has been heard yet of its pods."""
+    meta, pods = job["metadata"], jobs.pods_of(job)
+    return Live(
+        name=meta["name"],
+        uid=meta["uid"],
+        tier=meta["labels"].get(jobs.TIER, ""),
+        pods=pods,
+        wanted=jobs.wanted(job),
+        at_once=job["spec"]["parallelism"],
+        until=until,
+        clients={client: index for index, pod in enumerate(pods) for client in pod},
+        since=dict.fromkeys(range(len(pods)), now),
+    )
+
+
+def hear(job: Live, pods: Iterable[Resource], now: float) -> bool:
+    """Takes down what the Job's pods are at; whether one has started or ended since it was last heard of."""
+    moved = False
+    queued = {index for index in job.since if job.queues(index)}
+    ending, here = {}, jobs.newest(pods, job.name)
+    for index in [i for i, state in job.states.items() if not state.over and i not in {s.index for s in here}]:
+        # Its pod is gone, and nobody has seen it end.
+        del job.states[index]
+        job.since[index], moved = now, True
+    for state in here:
+        before = job.states.get(state.index)
+        moved = moved or (state.started, state.over) != ((before.started, before.over) if before else (False, False))
+        job.states[state.index] = state
+        if state.ends is not None:
+            ending[state.ends[0]] = job.ending.get(state.ends[0], now)
+        if state.started or state.phase != "Pending":
+            job.since.pop(state.index, None)
+        elif state.index not in job.since:
+            job.since[state.index] = now  # a new pod, since the one before it failed
+    job.ending = ending
+    for index in queued & job.since.keys():
+        if not job.queues(index):  # it has come to its turn, and now something else keeps it from starting
+            job.since[index] = now
+    return moved
+
+
+def hear_refusals(job: Live, events: Iterable[Resource]) -> None:
+    """Takes down why no pods are made."""
+    last = max(_events_of(job, events), key=_time, default=None)
+    if last is not None and (job.old is None or _time(last) > job.old):
+        job.refused = printable(last.get("message") or "")[:500]
+
+
+def forget_refusals(job: Live, events: Iterable[Resource]) -> None:
+    """Only what is said from now on counts."""
+    job.old = max(map(_time, _events_of(job, events)), default=None)
+
+
+def _events_of(job: Live, events: Iterable[Resource]) -> list[Resource]:
+    return [event for event in events if event["involvedObject"].get("uid") == job.uid]
+
+
+def _time(event: Resource) -> str:
+    return event.get("lastTimestamp") or event.get("eventTime") or ""
+
+
+class Loss(NamedTuple):
+    """Of a client that will not answer through this Job."""
+
+    reason: str
+    node: bool
+    """It is its node that is lost: on another one it can be asked again."""
+
+
+def lost(job: Live, found: Resource | None, now: float, moved: float, pending_s: float) -> dict[int, Loss]:
+    """The clients that are given up. `found`: the Job as it is, None where it is gone; `moved`: when a pod of the round
+    last started or ended."""
+    over = "the Job was deleted" if found is None else jobs.ended(found)
+    failed = set() if found is None else jobs.failed_indexes(found)
+    if over is None and now > job.until:
+        over = "DeadlineExceeded"
+    given_up: dict[int, Loss] = {}
+    for client, index in job.clients.items():
+        loss = _loss(job, index, over, index in failed, now, moved, pending_s)
+        if loss is not None:
+            given_up[client] = Loss(f"{job.tier}: {loss.reason}", loss.node)
+    return given_up
+
+
+def _loss(
+    job: Live, index: int, over: str | None, failed: bool, now: float, moved: float, pending_s: float
+) -> Loss | None:
+    reason, state = job.reason(index), job.states.get(index)
+    if over is not None and over != "Complete":
+        return Loss(f"{over}{f'; {reason}' if reason else ''}", False)
+    if over == "Complete":
+        return Loss(reason or "the pod ended well, but left no update", False)
+    if failed:
+        return Loss(reason or "the pod failed", False)
+    if silent := _silent(job, index, now):
+        return Loss(silent, True)
+    if state is None and sum(bool(_silent(job, other, now)) for other in job.states) >= job.at_once:
+        return Loss("the pods before its own are on lost nodes", True)
+    since = job.since.get(index)
+    if since is None:
+        return None
+    if state is None and REFUSED_FOR_GOOD in job.refused:
+        return Loss(reason, False)
+    if now - (max(since, moved) if job.queues(index) else since) > pending_s:
+        why = reason or ("no node took it" if state else "no pod was made, and no event says why")
+        return Loss(f"not started after {pending_s:g} s: {why}", False)
+    return None
+
+
+def _silent(job: Live, index: int, now: float) -> str:
+    """Why the index's pod says nothing any more: its node is lost; else empty."""
+    state = job.states.get(index)
+    if state is None:
+        return ""
+    if state.unreachable:
+        return "its node does not answer any more"
+    if state.ends is not None and not state.over:
+        uid, grace_s = state.ends
+        if now - job.ending[uid] > grace_s + TERMINATING_S:
+            reason = job.reason(index)
+            return f"its node is lost: the pod does not end{f' ({reason})' if reason else ''}"
+    return ""
+
+
+def kind(reason: str) -> str:
+    """What reasons of many pods have in common."""
+    return reason.partition(":")[0]
+
+
+def reasons(live: Iterable[Live]) -> dict[str, Counter[str]]:
+    """By tier: how many of the pods that are waited for say which reason; of those that are alike the first."""
+    found: dict[str, Counter[str]] = {}
+    for job in live:
+        tier = found.setdefault(job.tier, Counter())
+        named = {kind(reason): reason for reason in reversed(tier)}
+        for index in sorted(set(job.clients.values())):
+            if reason := job.reason(index):
+                tier[named.setdefault(kind(reason), reason)] += 1
+    return found
+
+
+def told(counts: Mapping[str, int], kinds: Collection[str] | None = None) -> str:
+    """The three most frequent reasons; with `kinds`, of these kinds alone."""
+    chosen = [(reason, n) for reason, n in counts.items() if kinds is None or kind(reason) in kinds]
+    return "; ".join(f"{n} x {reason}" for reason, n in sorted(chosen, key=lambda pair: -pair[1])[:3])
+
+
+def waiting_pods(live: Iterable[Live]) -> dict[str, tuple[int, int]]:
+    """By tier: pods that are waited for, and how many of them have not started."""
+    found: dict[str, tuple[int, int]] = {}
+    for job in live:
+        left = set(job.clients.values())
+        pods, idle = found.get(job.tier, (0, 0))
+        found[job.tier] = pods + len(left), idle + len(left & job.since.keys())
+    return {tier: counts for tier, counts in found.items() if counts[0]}
+
+
+def stuck(live: Sequence[Live]) -> set[str]:
+    """Jobs with pods that never started: what `kubectl describe` says of them explains it."""
+    return {job.name for job in live if job.since}

@@ -1,0 +1,204 @@
+"""From activation statistics to a model pool (FlexFL, Sec. III-B, Eq. 1-3 and Alg. 1).
+
+1. `measure_apoz`: A_i, the fraction of exact zeros after ReLU i over the proxy set (Eq. 1), mean over the ReLUs of
+   a block (Eq. 2).
+2. `adjustment_weights`: AdjW_i = log size(l_i) / log max_j size(l_j) (Eq. 3).
+3. `widths_at`: layer i keeps int(s_i * out_i) channels, s_i = clamp(gamma * (1 - A_i * AdjW_i), 0.01, 1).
+4. `solve`: the gamma whose model has a given size.
+
+Departs from the paper: Alg. 1 raises gamma by 0.01 until the size is within epsilon; the loop can step over epsilon
+and never end. Size is monotone in gamma, so a bisection finds the closest reachable size, and a target that no gamma
+comes near is an error. `rule="authors"` is the published code's search: gamma falls in steps of 0.01 and the first
+model whose prunable part is within 5 points of the target is taken, which is larger than the target says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl_engine.core.errors import PoolError
+from fl_engine.core.slicing import contains, count_macs, count_params, full_shapes, runnable, shapes
+from fl_engine.core.types import FULL, ModelFamily, Params, Pool, PoolModel, SubmodelSpec
+
+Rule = Literal["closest", "authors"]
+
+MIN_RATIO = 0.01
+GAMMA_STEP = 0.01
+AUTHORS_TOLERANCE = 0.05
+
+
+def measure_apoz(family: ModelFamily, params: Params, x_nchw: Tensor, batch_size: int = 128) -> tuple[float, ...]:
+    """A_i per prunable layer, each in [0, 1]. `x_nchw` is float32, normalised (the proxy's test part)."""
+    module = runnable(family, FULL, {k: v.clone() for k, v in params.items()}).eval()
+    names = [name for layer in family.prunable() for name in layer.activations]
+    zeros = dict.fromkeys(names, 0)
+    entries = dict.fromkeys(names, 0)
+
+    def count(name: str) -> Callable[[nn.Module, object, Tensor], None]:
+        def hook(_: nn.Module, __: object, output: Tensor) -> None:
+            zeros[name] += int((output == 0).sum())
+            entries[name] += output.numel()
+
+        return hook
+
+    modules = dict(module.named_modules())
+    for name in names:
+        modules[name].register_forward_hook(count(name))
+    with torch.no_grad():
+        for x in torch.split(x_nchw, batch_size):
+            module(x)
+    layers = family.prunable()
+    return tuple(sum(zeros[n] / entries[n] for n in layer.activations) / len(layer.activations) for layer in layers)
+
+
+def layer_sizes(family: ModelFamily) -> tuple[int, ...]:
+    """size(l_i): parameters of each prunable layer (conv + BN, block, or fc)."""
+    shapes = full_shapes(family)
+    return tuple(
+        sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(layer.params))
+        for layer in family.prunable()
+    )
+
+
+def adjustment_weights(sizes: Sequence[int]) -> tuple[float, ...]:
+    """AdjW_i in (0, 1]; the largest layer has 1 (Eq. 3)."""
+    largest = math.log(max(sizes))
+    return tuple(math.log(size) / largest for size in sizes)
+
+
+def ratios_at(gamma: float, apoz: Sequence[float], adjust: Sequence[float]) -> tuple[float, ...]:
+    """s_i of Alg. 1 lines 11-12."""
+    return tuple(
+        max(min((1 - a * w) * gamma, 1.0), MIN_RATIO) for a, w in zip(apoz, adjust, strict=True)
+    )
+
+
+def spec_of(family: ModelFamily, ratios: Sequence[float]) -> SubmodelSpec:
+    """The first int(s_i * out_i) channels of each prunable layer, at least one."""
+    groups = family.layout().groups
+    layers = family.prunable()
+    return SubmodelSpec.of({p.group: max(1, int(s * groups[p.group])) for p, s in zip(layers, ratios, strict=True)})
+
+
+def default_epsilon(family: ModelFamily) -> float:
+    """Parameters: max(0.5 % of the whole, one channel of the widest group)."""
+    whole, groups = count_params(family), family.layout().groups
+    widest = max((p.group for p in family.prunable()), key=lambda g: groups[g])
+    one_less = count_params(family, SubmodelSpec.of({widest: groups[widest] - 1})) if groups[widest] > 1 else whole
+    return max(0.005 * whole, float(whole - one_less))
+
+
+def solve(
+    family: ModelFamily,
+    apoz: Sequence[float],
+    adjust: Sequence[float],
+    target: float,
+    epsilon: float,
+) -> tuple[float, SubmodelSpec]:
+    """gamma and the sub-model whose size is closest to `target` parameters.
+
+    Raises PoolError where the closest reachable size is further away than `epsilon` parameters.
+    """
+
+    def at(gamma: float) -> tuple[int, SubmodelSpec]:
+        spec = spec_of(family, ratios_at(gamma, apoz, adjust))
+        return count_params(family, spec), spec
+
+    low, high = 0.0, _gamma_max(apoz, adjust)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if at(middle)[0] <= target:
+            low = middle
+        else:
+            high = middle
+    (below, below_spec), (above, above_spec) = at(low), at(high)
+    size, gamma, spec = min(
+        (below, low, below_spec), (above, high, above_spec), key=lambda found: abs(found[0] - target)
+    )
+    if abs(size - target) > epsilon:
+        whole = count_params(family)
+        raise PoolError(
+            f"no gamma gives a model of {100 * target / whole:.2f} % ({target:,.0f} parameters) within epsilon = "
+            f"{epsilon:,.0f}: the closest reachable sizes are {below:,} and {above:,} "
+            f"({100 * below / whole:.2f} % and {100 * above / whole:.2f} %). "
+            "Change the target, raise algorithm.epsilon, or use a wider model."
+        )
+    return _shortest(gamma, lambda g: at(g)[1] == spec), spec
+
+
+def _shortest(gamma: float, same: Callable[[float], bool]) -> float:
+    """The shortest decimal that gives the same model: the bisection ends on the edge of a step, where the last bit
+    of gamma decides, and a printed gamma should give the model it is printed beside."""
+    return next((g for g in (round(gamma, digits) for digits in range(2, 15)) if g > 0 and same(g)), gamma)
+
+
+def solve_as_authors(
+    family: ModelFamily, apoz: Sequence[float], adjust: Sequence[float], share: float
+) -> tuple[float, SubmodelSpec]:
+    """The published code's rule: first hit from above within 5 points, by the size of the prunable layers."""
+    prefixes = tuple(prefix for layer in family.prunable() for prefix in layer.params)
+
+    def prunable_size(spec: SubmodelSpec) -> int:
+        sizes = shapes(family.layout(), spec, full_shapes(family)).items()
+        return sum(math.prod(shape) for name, shape in sizes if name.startswith(prefixes))
+
+    whole = prunable_size(FULL)
+    for step in range(math.ceil(_gamma_max(apoz, adjust) / GAMMA_STEP), 0, -1):
+        gamma = step * GAMMA_STEP
+        spec = spec_of(family, ratios_at(gamma, apoz, adjust))
+        if abs(prunable_size(spec) / whole - share) <= AUTHORS_TOLERANCE:
+            return gamma, spec
+    raise PoolError(f"no step of gamma comes within 5 points of {100 * share:.0f} % (rule 'authors')")
+
+
+def _gamma_max(apoz: Sequence[float], adjust: Sequence[float]) -> float:
+    """Beyond it nothing grows any more."""
+    slopes = [1 - a * w for a, w in zip(apoz, adjust, strict=True) if 1 - a * w > 1e-9]
+    if not slopes:
+        raise PoolError("every layer has APoZ * AdjW = 1: no gamma can widen any of them")
+    return (1 + 1e-12) / min(slopes)  # times a slope, the quotient alone may round to just below 1
+
+
+def member(
+    family: ModelFamily,
+    name: str,
+    spec: SubmodelSpec,
+    *,
+    dispatched: bool,
+    reported: bool,
+    **more: Any,
+) -> PoolModel:
+    """A pool model with its costs counted; `more` are further fields of `PoolModel`."""
+    params = count_params(family, spec)
+    share = params / count_params(family)
+    return PoolModel(name, spec, params, share, count_macs(family, spec), dispatched, reported, **more)
+
+
+def ascending(pool: Pool) -> Pool:
+    """Raises PoolError unless each model has more parameters than the one before."""
+    for small, large in pairwise(pool):
+        if small.params >= large.params:
+            raise PoolError(
+                f"{small.name} ({small.params:,} parameters) is not smaller than {large.name} ({large.params:,}): "
+                "set them further apart or use a wider model"
+            )
+    return pool
+
+
+def check_nested(family: ModelFamily, pool: Pool) -> Pool:
+    """Raises PoolError unless each model is a smaller sub-model of the next."""
+    for small, large in pairwise(ascending(pool)):
+        if not contains(family.layout(), large.spec, small.spec):
+            raise PoolError(f"{small.name} is not a sub-model of {large.name}: the pool would not nest")
+    return pool
+
+
+def similarity(ratios: Sequence[float], reference: Sequence[float]) -> float:
+    """sim = 1 - mean(|s_p%[i] - s_100%[i]| / s_100%[i]) (FlexFL Sec. IV-C1): 1 where a small proxy prunes alike."""
+    return 1 - sum(abs(a - b) / b for a, b in zip(ratios, reference, strict=True)) / len(reference)

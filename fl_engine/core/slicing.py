@@ -1,0 +1,181 @@
+"""`take`: cut a sub-model out of a model, or out of a sub-model; and count what a sub-model costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from fl_engine.core.errors import ModelError
+from fl_engine.core.types import FULL, Axis, Keep, ModelFamily, ParamLayout, Params, Pool, SubmodelSpec
+
+
+def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: SubmodelSpec = FULL) -> Params:
+    """The slice `want` of `params`, which are the sub-model `have` of the network (default: all of it).
+
+    Prefixes come back as views, anything else as copies. A name that `have` contains but `params` lacks was
+    not trained and stays absent. Raises ModelError, naming group and indices, where `want` is not within `have`.
+    """
+    if want is have or want == have:
+        unknown = next((name for name in params if name not in layout.slots), None)
+        if unknown is not None:
+            raise ModelError(f"the layout knows no parameter {unknown!r}")
+        return dict(params)
+    layout.check(want)
+    layout.check(have)
+    local = {group: _local(layout, group, want, have) for group in layout.groups}
+    missing = [b for b in layout.blocks if layout.has_block(want, b) and not layout.has_block(have, b)]
+    if missing:
+        raise ModelError(f"the wanted sub-model has the blocks {missing}, the model at hand does not")
+    out: Params = {}
+    for name, tensor in params.items():
+        slot = layout.slots.get(name)
+        if slot is None:
+            raise ModelError(f"the layout knows no parameter {name!r}")
+        if layout.has_block(want, slot.block):
+            for dim, axis in enumerate(slot.axes):
+                tensor = _cut(tensor, dim, axis, local)
+            out[name] = tensor
+    return out
+
+
+def _local(layout: ParamLayout, group: str, want: SubmodelSpec, have: SubmodelSpec) -> Keep:
+    """Where the wanted channels lie inside what is at hand."""
+    wanted, held = layout.indices(want, group), layout.indices(have, group)
+    if wanted == held:
+        return layout.width(have, group)
+    if isinstance(held, int):
+        last = wanted if isinstance(wanted, int) else wanted[-1] + 1
+        if last > held:
+            raise ModelError(f"group {group!r}: channel {last - 1} is wanted, the model at hand keeps the first {held}")
+        return wanted
+    position = {index: i for i, index in enumerate(held)}
+    indices = range(wanted) if isinstance(wanted, int) else wanted
+    absent = [i for i in indices if i not in position]
+    if absent:
+        raise ModelError(f"group {group!r}: the channels {absent[:8]} are wanted, the model at hand lacks them")
+    return tuple(position[i] for i in indices)
+
+
+def _cut(tensor: Tensor, dim: int, axis: Axis, local: dict[str, Keep]) -> Tensor:
+    if axis.group is None:
+        return tensor
+    keep = local[axis.group]
+    if isinstance(keep, int):
+        size = keep * axis.repeat
+        return tensor if tensor.shape[dim] == size else tensor.narrow(dim, 0, size)
+    return tensor.index_select(dim, entries(keep, axis.repeat).to(tensor.device))
+
+
+def entries(keep: Keep, repeat: int) -> Tensor:
+    """Channel indices to entries of an axis, int64: [1, 3] with repeat 2 -> [2, 3, 6, 7]."""
+    channels = torch.arange(keep) if isinstance(keep, int) else torch.tensor(keep)
+    if repeat == 1:
+        return channels
+    return (channels[:, None] * repeat + torch.arange(repeat)).flatten()
+
+
+def contains(layout: ParamLayout, outer: SubmodelSpec, inner: SubmodelSpec) -> bool:
+    """Whether `inner` is a sub-model of `outer`."""
+    try:
+        for group in layout.groups:
+            _local(layout, group, inner, outer)
+    except ModelError:
+        return False
+    return all(layout.has_block(outer, b) for b in layout.blocks if layout.has_block(inner, b))
+
+
+def index_of(pool: Pool, layout: ParamLayout, spec: SubmodelSpec) -> int | None:
+    """Which pool model a sub-model is, or has the widths and blocks of; the classes do not count."""
+    form = layout.form(spec)
+    return next((i for i, m in enumerate(pool) if layout.form(m.spec) == form), None)
+
+
+def is_statistic(name: str) -> bool:
+    """Whether an entry of the state is one of batch norm's running statistics: averaged, never optimised."""
+    return name.endswith(("running_mean", "running_var"))
+
+
+def largest(name: str) -> float:
+    """The largest absolute value that an entry can have, beyond which training has diverged: float32 has room for the
+    sum of 10^8 squares of such statistics, and of as many weights' as there can be."""
+    return 1e15 if is_statistic(name) else 1e9
+
+
+def shapes(layout: ParamLayout, spec: SubmodelSpec, full: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of the sub-model, given those of the full network, or of one that it is part of.
+    Touches no tensor."""
+    out = {}
+    for name, slot in layout.slots.items():
+        if layout.has_block(spec, slot.block):
+            dims = zip(slot.axes, full[name], strict=True)
+            out[name] = tuple(n if a.group is None else layout.width(spec, a.group) * a.repeat for a, n in dims)
+    return out
+
+
+@lru_cache(maxsize=64)
+def full_shapes(family: ModelFamily) -> dict[str, torch.Size]:
+    """Shapes of the full network's parameters, in layout order. Allocates nothing."""
+    with torch.device("meta"):
+        state = family.module().state_dict()
+    if list(state) != list(family.layout().slots):
+        odd = sorted(set(state) ^ set(family.layout().slots))
+        raise ModelError(f"{type(family).__name__}: module and layout disagree on parameters or order: {odd[:6]}")
+    return {name: tensor.shape for name, tensor in state.items()}
+
+
+def count_params(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
+    """Parameters of the sub-model: every entry of its state, running statistics (where kept) included."""
+    return sum(math.prod(s) for s in shapes(family.layout(), spec, full_shapes(family)).values())
+
+
+def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
+    """Multiply-adds per sample as the papers' tables count them (the thop convention): convolutions and linear
+    layers without bias, 4*C*H*W per batch norm; ReLU, pooling and dropout count 0.
+
+    Runs one image of nothing through weights of nothing: on torch's meta device the first convolution would import its
+    compiler and sympy, seconds in every client's pod.
+    """
+    total = 0
+
+    def count(module: nn.Module, _: object, output: Tensor) -> None:
+        nonlocal total
+        if isinstance(module, nn.Conv2d):
+            per_output = module.in_channels // module.groups * math.prod(module.kernel_size)
+            total += output.numel() * per_output
+        elif isinstance(module, nn.Linear):
+            total += output.numel() * module.in_features
+        elif isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d):
+            total += 4 * output.numel()
+
+    nothing = shapes(family.layout(), spec, full_shapes(family))
+    module = runnable(family, spec, {name: torch.empty(shape) for name, shape in nothing.items()}).eval()
+    for child in module.modules():
+        child.register_forward_hook(count)
+    with torch.inference_mode():
+        module(torch.empty(1, *family.input_chw))
+    return total
+
+
+def initial_params(family: ModelFamily, seed: int) -> Params:
+    """The freshly initialised full network: the same on every machine for the same seed and torch build."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return {name: t.detach().clone() for name, t in family.module().state_dict().items()}
+
+
+def runnable(family: ModelFamily, spec: SubmodelSpec, params: Params) -> nn.Module:
+    """The sub-network with `params` (already sliced) as its storage: training it writes into them, so whoever trains
+    clones first."""
+    with torch.device("meta"):
+        module = family.module(spec)
+    try:
+        module.load_state_dict(params, assign=True)
+    except RuntimeError as error:
+        raise ModelError(f"these parameters do not fit the sub-model: {error}") from error
+    for parameter in module.parameters():
+        parameter.requires_grad_(True)
+    return module

@@ -1,0 +1,517 @@
+"""The vocabulary: what a model, a sub-model, an order and an update are, and what can be plugged in.
+
+Everything the engine does with a sub-model - slicing, counting, sending, pruning on the device, averaging -
+follows from two values: a `ParamLayout` (which entries of which tensors belong to one channel) and a
+`SubmodelSpec` (which channels and which blocks are kept).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_engine.core.errors import ModelError, nearest
+
+Params = dict[str, Tensor]
+"""Flat `state_dict` names to tensors."""
+
+Keep = int | tuple[int, ...]
+"""Kept channels of a group: a prefix length, or ascending global indices."""
+
+
+# ---------------------------------------------------------------------------------------------- sub-models
+@dataclass(frozen=True)
+class Axis:
+    """One axis of one tensor: its channel group (None: never sliced) and entries per channel.
+
+    A flatten of C x H x W has `repeat = H*W`; an inverted residual that expands six times has `repeat = 6`.
+    """
+
+    group: str | None
+    repeat: int = 1
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lives: the block it belongs to, and what governs each of its axes."""
+
+    block: str
+    axes: tuple[Axis, ...]
+
+
+FORMS_KEPT = 1024
+"""So many forms a layout remembers: a pool has a handful, rolling windows have new ones in every round."""
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """Channel counts of all groups, and a slot for each parameter, both in network order.
+
+    Tensors tied by a residual connection share a group, so an inconsistent slice cannot be written down.
+    The classes are a group like any other (by convention named `classes`).
+    """
+
+    groups: Mapping[str, int]
+    slots: Mapping[str, Slot]
+
+    def __post_init__(self) -> None:
+        for name, slot in self.slots.items():
+            for axis in slot.axes:
+                if axis.group is not None and axis.group not in self.groups:
+                    raise ModelError(f"{name}: group {axis.group!r} is not in the layout's groups")
+
+    @cached_property
+    def blocks(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(slot.block for slot in self.slots.values()))
+
+    def indices(self, spec: SubmodelSpec, group: str) -> Keep:
+        """Which global channels of `group` the sub-model keeps."""
+        if group not in self.groups:
+            raise ModelError(f"no channel group {group!r}{nearest(group, self.groups)}")
+        return spec.kept.get(group, self.groups[group])
+
+    def width(self, spec: SubmodelSpec, group: str) -> int:
+        """How many channels of `group` the sub-model keeps."""
+        keep = self.indices(spec, group)
+        return keep if isinstance(keep, int) else len(keep)
+
+    def has_block(self, spec: SubmodelSpec, block: str) -> bool:
+        return spec.blocks is None or block in spec.blocks
+
+    def form(self, spec: SubmodelSpec) -> tuple[object, ...]:
+        """Widths and blocks: what sub-models of the same form have in common. The classes do not count."""
+        if spec not in self._forms:
+            if len(self._forms) >= FORMS_KEPT:
+                self._forms.clear()
+            widths = tuple(self.width(spec, group) for group in self.groups if group != "classes")
+            self._forms[spec] = (widths, tuple(b for b in self.blocks if self.has_block(spec, b)))
+        return self._forms[spec]
+
+    @cached_property
+    def _forms(self) -> dict[SubmodelSpec, tuple[object, ...]]:
+        return {}
+
+    def check(self, spec: SubmodelSpec) -> None:
+        """Raises ModelError where the specification asks for what the network does not have."""
+        for group, keep in spec.keep:
+            size = self.groups.get(group)
+            if size is None:
+                raise ModelError(f"no channel group {group!r}{nearest(group, self.groups)}")
+            last = keep if isinstance(keep, int) else keep[-1] + 1
+            if last > size:
+                raise ModelError(f"group {group!r} has {size} channels, the sub-model asks for index {last - 1}")
+        for block in spec.blocks or ():
+            if block not in self.blocks:
+                raise ModelError(f"no block {block!r}{nearest(block, self.blocks)}")
+
+
+def _canonical(group: str, keep: int | Iterable[int]) -> Keep:
+    if isinstance(keep, int):
+        if keep < 1:
+            raise ModelError(f"group {group!r}: at least one channel must stay, got {keep}")
+        return keep
+    indices = tuple(int(i) for i in keep)
+    if not indices or indices[0] < 0 or any(a >= b for a, b in itertools.pairwise(indices)):
+        raise ModelError(f"group {group!r}: indices must be ascending, distinct and not empty, got {indices[:8]}")
+    return len(indices) if indices[-1] == len(indices) - 1 else indices
+
+
+def _is_keep(value: object) -> bool:
+    """Whether JSON says a `Keep`: 1.5 or true are no channel."""
+    return type(value) is int or (isinstance(value, list) and all(type(index) is int for index in value))
+
+
+@dataclass(frozen=True)
+class SubmodelSpec:
+    """Kept channels per group (absent: all) and kept blocks (None: all). Immutable, hashable, JSON.
+
+    A prefix is stored as its length, so that slicing it makes views and equal sub-models compare equal.
+    Use `SubmodelSpec.of({"conv1": 32, "conv2": [0, 3, 5]})` to write one by hand.
+    """
+
+    keep: tuple[tuple[str, Keep], ...] = ()
+    blocks: tuple[str, ...] | None = None
+
+    @staticmethod
+    def of(keep: Mapping[str, int | Iterable[int]], blocks: Iterable[str] | None = None) -> SubmodelSpec:
+        pairs = tuple(sorted((group, _canonical(group, value)) for group, value in keep.items()))
+        return SubmodelSpec(pairs, None if blocks is None else tuple(sorted(set(blocks))))
+
+    @cached_property
+    def kept(self) -> dict[str, Keep]:
+        return dict(self.keep)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.keep, self.blocks))
+
+    def to_json(self) -> dict[str, Any]:
+        keep = {group: value if isinstance(value, int) else list(value) for group, value in self.keep}
+        return {"keep": keep, "blocks": None if self.blocks is None else list(self.blocks)}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> SubmodelSpec:
+        if set(value) != {"keep", "blocks"}:
+            raise ModelError(f"a sub-model is {{keep, blocks}}, got the keys {sorted(value)}")
+        keep, blocks = value["keep"], value["blocks"]
+        if not isinstance(keep, Mapping) or not all(_is_keep(kept) for kept in keep.values()):
+            raise ModelError(f"keep says a number of channels for each group, or their indices, got {repr(keep)[:200]}")
+        if blocks is not None and not (isinstance(blocks, list) and all(isinstance(b, str) for b in blocks)):
+            raise ModelError(f"the blocks of a sub-model are a list of names, or null, got {repr(blocks)[:200]}")
+        return SubmodelSpec.of(keep, blocks)
+
+
+FULL = SubmodelSpec()
+"""The whole network."""
+
+
+# --------------------------------------------------------------------------------------------------- models
+@dataclass(frozen=True)
+class Prunable:
+    """One layer (or block of layers) as a pool prunes it: the group that sets its width, the name prefixes of
+    its parameters (its size counts for AdjW, FlexFL Eq. 3), and its ReLU modules (APoZ, FlexFL Eq. 1-2)."""
+
+    group: str
+    params: tuple[str, ...]
+    activations: tuple[str, ...]
+
+
+class ModelFamily(Protocol):
+    """A network and all its sub-networks. Implementations are frozen dataclasses whose fields are the options."""
+
+    min_hw: ClassVar[int]
+    """The smallest image side that the architecture can take."""
+
+    @property
+    def input_chw(self) -> tuple[int, int, int]: ...
+
+    @property
+    def classes(self) -> int: ...
+
+    def __hash__(self) -> int: ...
+
+    def layout(self) -> ParamLayout: ...
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        """The sub-network, freshly initialised (or without storage under `torch.device("meta")`)."""
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        """The layers whose width may shrink, in network order; the classifier's output is never one."""
+
+
+# ----------------------------------------------------------------------------------------------------- data
+@dataclass(frozen=True)
+class Data:
+    """A data set in memory: images as uint8 (N, C, H, W), labels as int64 (N,), and how to normalise.
+
+    A network is fed `(x / 255 - mean) / std` per channel. `natural_client` (N_train,) names the source of each
+    training sample where the data set knows it (a writer, a user), for the natural partition.
+    """
+
+    name: str
+    classes: int
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    natural_client: Tensor | None = None
+
+    @property
+    def input_chw(self) -> tuple[int, int, int]:
+        c, h, w = self.train_x.shape[1:]
+        return int(c), int(h), int(w)
+
+    def normalise(self, x_bchw: Tensor) -> Tensor:
+        """uint8 (B, C, H, W) in 0..255 to float32, on the device where it lies."""
+        mean = torch.tensor(self.mean, device=x_bchw.device).view(1, -1, 1, 1)
+        std = torch.tensor(self.std, device=x_bchw.device).view(1, -1, 1, 1)
+        return (x_bchw.float() / 255 - mean) / std
+
+
+# -------------------------------------------------------------------------------------------------- devices
+@dataclass(frozen=True)
+class Device:
+    """One device of the fleet. `memory` is its capacity r_M in % of the full model's parameters; `sigma` the
+    spread of what it has free, in the same unit (FlexFL Table I). `limits` bound what it has free, where that is a
+    clipped Gaussian (AdaptiveFL). `speed` in multiply-adds per second and `bandwidth` in bytes per second drive the
+    simulated clock."""
+
+    client: int
+    tier: str
+    memory: float
+    sigma: float
+    limits: tuple[float, float] | None = None
+    speed: float = 1e9
+    bandwidth: float = 1e6
+
+    @property
+    def most(self) -> float:
+        """The most it can ever have free, in % of the full model's parameters."""
+        return self.memory if self.limits is None else self.limits[1]
+
+
+# ----------------------------------------------------------------------------------------- orders and updates
+@dataclass(frozen=True)
+class WorkOrder:
+    """What one client is asked to do. `hints` is small JSON that the algorithm's own `task` understands: `model` is
+    the pool model that it is sent, or whose size it has.
+
+    `memory` is what a method lets its clients remember from one round to the next (FedDyn): a device keeps it by
+    itself, so it does not count as traffic; the server holds a copy, so that any process can play any client.
+    """
+
+    round: int
+    client: int
+    spec: SubmodelSpec
+    payload: Params
+    seed: int
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    memory: Params = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    round: int
+    orders: tuple[WorkOrder, ...]
+    adopted: int = 0
+    """Updates of this round that were there already when the coordinator started again."""
+    noise_seed: bytes | None = None
+    """For noise that hides single clients (`privacy`): 256 bits that follow from the run's key, not from its seed."""
+
+    @cached_property
+    def order_of(self) -> dict[int, WorkOrder]:
+        """By client."""
+        return {order.client: order for order in self.orders}
+
+
+@dataclass(frozen=True)
+class ClientUpdate:
+    """What came back: the sub-model really trained. A name absent from `payload` was not trained.
+
+    `num_examples` is the client's sample count |d|; `metrics` are floats such as `loss` and `seconds`.
+    """
+
+    round: int
+    client: int
+    spec: SubmodelSpec
+    payload: Params
+    num_examples: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ClientFailure:
+    """A client that brought nothing back, or nothing that was taken: at which stage (`drop`, `prune`, `train`, `pod`,
+    `validate`, `straggle`, `quorum`), and why."""
+
+    round: int
+    client: int
+    stage: str
+    reason: str
+
+
+Outcome = ClientUpdate | ClientFailure
+
+
+# ---------------------------------------------------------------------------------------------- model pools
+@dataclass(frozen=True)
+class PoolModel:
+    """One member of a model pool, with what it costs.
+
+    `share` is its parameter count over the full model's; `macs` counts multiply-adds per sample; `dispatched`
+    members are sent by the server, the others are reached only by pruning on the device; `reported` members
+    enter the mean accuracy. `gamma` and `ratios` (per prunable layer) say how it was found, where it was.
+
+    How it is used: with `ensemble`, its answer is the mean of the logits of all its exits, otherwise that of the
+    last; with `static_bn`, its batch norm takes statistics collected on the training data instead of the batch's.
+    """
+
+    name: str
+    spec: SubmodelSpec
+    params: int
+    share: float
+    macs: int
+    dispatched: bool
+    reported: bool
+    gamma: float | None = None
+    ratios: tuple[float, ...] = ()
+    ensemble: bool = False
+    static_bn: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.params
+
+
+Pool = tuple[PoolModel, ...]
+"""Members from the smallest to the largest."""
+
+
+# --------------------------------------------------------------------------------------------- local training
+@dataclass(frozen=True)
+class SGD:
+    """`torch.optim.SGD` by name; the learning rate is that of this round, decay included."""
+
+    lr: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Adam:
+    lr: float
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Self-distillation: mean over `teachers` (sub-models of the trained one) of KL, times `weight`."""
+
+    teachers: tuple[SubmodelSpec, ...]
+    weight: float
+    temperature: float
+
+
+@dataclass(frozen=True)
+class ExitLoss:
+    """Training of all exits of a multi-exit network: cross entropy of exit j times `weights[j]`, plus `kd_weight`
+    times a distillation between exits: `last` teaches the others (ScaleFL), or `all` teach each other (DepthFL)."""
+
+    weights: tuple[float, ...]
+    kd_weight: float
+    temperature: float
+    teachers: Literal["last", "all"]
+
+
+@dataclass(frozen=True)
+class LocalTask:
+    """A description of one client's training, for `local.train`: nothing in it runs."""
+
+    spec: SubmodelSpec
+    optimizer: SGD | Adam
+    epochs: int
+    batch_size: int
+    drop_last: bool
+    seed: int
+    distillation: Distillation | None = None
+    clip_norm: float | None = None
+    """Largest norm of the gradient over all parameters."""
+    exits: ExitLoss | None = None
+    widths: tuple[SubmodelSpec, ...] = ()
+    """Sub-models of the trained one; each step trains one of them, drawn uniformly (ordered dropout)."""
+    proximal: float = 0.0
+    """mu: adds mu/2 * ||theta - theta_received||^2 to the loss."""
+    scaler: float = 1.0
+    """Divides what every layer but the classifier puts out, in training only (HeteroFL)."""
+    mask_labels: bool = False
+    """The logits of classes that the client does not hold are 0, and their rows are not sent back (HeteroFL)."""
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """What a client knows when it turns an order into a task."""
+
+    layout: ParamLayout
+    pool: Pool
+    device: Device
+    observed: float
+    """Free resources now, in % of the full model's parameters (`devices.observe`)."""
+
+
+# ------------------------------------------------------------------------------------------------- pluggable
+Pick = tuple[int, int]
+"""(client, index of the pool model)"""
+
+Tables = dict[str, tuple[tuple[float, ...], ...]]
+"""What a selector remembers: named tables, rows of numbers. JSON."""
+
+
+class Algorithm(Protocol):
+    """A federated algorithm: a frozen dataclass of hyper-parameters with five functions.
+
+    `S`, its state, is a frozen dataclass with at least `params`; state goes in, new state comes out. Where levels
+    have weights of their own, `S.published` (Params) adds them as `<level>/<name>` (see `evaluate.weights_of`).
+    One that changes the network (early exits) is a `ChoosesNetwork` too.
+    """
+
+    @property
+    def needs_apoz(self) -> bool:
+        """Whether `pool` asks for activation statistics, so that the proxy pre-training has to run."""
+
+    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool: ...
+
+    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> Any: ...
+
+    def plan(self, state: Any, round: int, seed: int) -> RoundPlan:
+        """Pure: the same state, round and seed give the same orders, before and after a crash."""
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        """Pure, on the client: which sub-model really, which loss, which optimiser."""
+
+    def merge(self, state: Any, plan: RoundPlan, outcomes: Iterable[Outcome]) -> Any: ...
+
+
+@runtime_checkable
+class ChoosesNetwork(Protocol):
+    def network(self, family: ModelFamily) -> ModelFamily:
+        """The network that this algorithm trains where `family` is configured."""
+
+
+class Selector(Protocol):
+    """Which clients take part, and which pool model each is sent. A frozen dataclass; what it learns lies in tables,
+    part of the algorithm's state."""
+
+    def init(self, fleet: Sequence[Device], pool: Pool) -> Tables: ...
+
+    def pick(
+        self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int
+    ) -> list[Pick]:
+        """At most k distinct clients, in client order."""
+
+    def learn(self, tables: Tables, sent: int, back: int, client: int) -> Tables:
+        """After `client` was sent pool model `sent` and brought `back` (indices of the pool)."""
+
+
+class ServerOptimizer(Protocol):
+    """How the global model moves towards the clients' mean. A frozen dataclass; its moments are part of the state."""
+
+    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
+        """(new moments, new parameters). `trained` marks the elements that some client trained (bool, same shapes);
+        the others keep their value. Empty `moments` are those before the first round."""
+
+
+class Backend(Protocol):
+    """One function: a plan in, outcomes out as they finish, in any order, one for each order."""
+
+    @property
+    def durable(self) -> bool:
+        """Whether an update is in the ledger when it comes out."""
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """What the last round's waiting was for, in seconds; empty where there is nothing to tell apart."""
+
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]: ...
+
+
+class Tracker(Protocol):
+    """Receives what a run measures. `step` is the round, counted from 1."""
+
+    def params(self, values: Mapping[str, Any]) -> None: ...
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None: ...
+
+    def artifact(self, path: str) -> None: ...
+
+    def finish(self, status: str) -> None: ...

@@ -1,0 +1,160 @@
+"""Rules that cut a network: each gives a `SubmodelSpec`. The classes are never cut.
+
+`int` and `ceil` are different sub-models: AdaptiveFL truncates, HeteroFL's and FjORD's code rounds up, FedRolex's
+paper rounds down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from fl_engine.core.errors import ModelError, PoolError
+from fl_engine.core.slicing import count_params
+from fl_engine.core.types import FULL, ModelFamily, ParamLayout, SubmodelSpec
+
+Rounding = Literal["ceil", "floor"]
+
+CLASSES = "classes"
+EXIT_TOLERANCE = 5.0
+"""How far, in points, a level may exceed its target (as FlexFL's and AdaptiveFL's code allow)."""
+
+
+def hidden(layout: ParamLayout) -> dict[str, int]:
+    """The channel groups that a rule may cut."""
+    return {group: size for group, size in layout.groups.items() if group != CLASSES}
+
+
+def kept(size: int, width: float, rounding: Rounding) -> int:
+    """How many of `size` channels a width ratio keeps, at least one. 0.29 * 100 is 29, whatever the float says."""
+    exact = width * size
+    rounded = math.ceil(exact - 1e-9) if rounding == "ceil" else math.floor(exact + 1e-9)
+    return min(size, max(1, rounded))
+
+
+def prefix(layout: ParamLayout, width: float, rounding: Rounding = "ceil") -> SubmodelSpec:
+    """The first channels of every group (HeteroFL; FedRolex Eq. 3.6)."""
+    if width >= 1:
+        return FULL
+    return SubmodelSpec.of({group: kept(size, width, rounding) for group, size in hidden(layout).items()})
+
+
+def window_start(layout: ParamLayout, width: float, round: int, overlap: float = 1.0) -> dict[str, int]:
+    """j-hat of each group in this round (FedRolex Eq. 3.4): the window advances by
+    `1 + floor(width * (1 - overlap) * K_i)` channels per round (Sec. 3.3.7), so with an overlap of 1 by one."""
+    return {
+        group: round * (1 + math.floor(width * (1 - overlap) * size + 1e-9)) % size
+        for group, size in hidden(layout).items()
+    }
+
+
+def rolling(layout: ParamLayout, width: float, first: Mapping[str, int]) -> SubmodelSpec:
+    """FedRolex Eq. 3.4: floor(width * K_i) channels from index `first` on, around the end of the layer.
+
+    Kept channels are stored in ascending order: the same sub-network.
+    """
+    if width >= 1:
+        return FULL
+    return SubmodelSpec.of(
+        {
+            group: sorted((first[group] + i) % size for i in range(kept(size, width, "floor")))
+            for group, size in hidden(layout).items()
+        }
+    )
+
+
+def random_drop(
+    layout: ParamLayout, width: float, rng: np.random.Generator, inside: SubmodelSpec = FULL
+) -> SubmodelSpec:
+    """Federated Dropout (FedRolex Eq. 3.5): any floor(width * K_i) channels of each group, of those in `inside`."""
+    if width >= 1:
+        return inside
+    keep = {}
+    for group, size in hidden(layout).items():
+        held = layout.indices(inside, group)
+        keep[group] = sorted(int(i) for i in rng.choice(held, kept(size, width, "floor"), replace=False))
+    return SubmodelSpec.of(keep)
+
+
+def from_layer(family: ModelFamily, width: float, start: int) -> SubmodelSpec:
+    """AdaptiveFL Sec. 3.2: the first `start` prunable layers keep full width, deeper ones int(width * n) channels."""
+    groups = family.layout().groups
+    deeper = [p.group for p in family.prunable()[start:]]
+    return SubmodelSpec.of({group: max(1, int(width * groups[group])) for group in deeper} if width < 1 else {})
+
+
+# ------------------------------------------------------------------------------------------------ early exits
+def exit_name(block: str) -> str:
+    """What the early exit behind `block` is called, as a block and as a module."""
+    return "exit_" + block.replace(".", "_")
+
+
+def up_to(family: ModelFamily, exit: str | None) -> tuple[str, ...]:
+    """The blocks from the first up to the head of the exit behind block `exit`, in network order, earlier heads
+    included; None: all blocks."""
+    blocks = family.layout().blocks
+    if exit is None:
+        return blocks
+    exits: tuple[str, ...] = getattr(family, "exits", ())
+    if exit not in exits:
+        raise ModelError(f"{type(family).__name__} has no exit behind {exit!r} (exits={exits!r})")
+    return blocks[: blocks.index(exit_name(exit)) + 1]
+
+
+def with_exits(family: ModelFamily, points: Sequence[str]) -> ModelFamily:
+    """The network with early exits after these blocks (repetitions count once)."""
+    options: Any = family
+    return replace(options, exits=tuple(dict.fromkeys(points)))  # type: ignore[no-any-return]
+
+
+def exit_points(family: ModelFamily) -> tuple[str, ...]:
+    """The blocks after which an exit may sit. Raises ModelError where the network has none to offer."""
+    points: tuple[str, ...] | None = family.exit_points() if hasattr(family, "exit_points") else None
+    if not points:
+        raise ModelError(f"{type(family).__name__} offers no early exits: this algorithm cannot train it")
+    return points
+
+
+def early_exit(family: ModelFamily, width: float, point: str | None) -> SubmodelSpec:
+    """All blocks up to and including the exit after `point` (None: to the end), at one width."""
+    blocks = None if point is None else up_to(family, point)
+    return SubmodelSpec.of(dict(prefix(family.layout(), width).kept), blocks)
+
+
+def choose_exits(family: ModelFamily, widths: Sequence[float], targets: Sequence[float]) -> tuple[str, ...]:
+    """The exit of each level but the last: the deepest one at which the level, at its width, has at most `target` %
+    (plus 5 points) of the whole and ends before the next level's exit.
+
+    Counts one exit head per level. Raises PoolError where the network has no such point.
+    """
+    if len(widths) != len(targets) or not widths or list(targets) != sorted(targets):
+        raise PoolError(
+            "a width and a target for each level are expected, targets in ascending order: got widths "
+            f"{list(widths)} and targets {list(targets)}"
+        )
+    points = exit_points(family)
+    every = with_exits(family, points)
+    heads = {exit_name(p) for p in points}
+    whole = count_params(with_exits(family, ()))
+
+    def size(width: float, point: str) -> int:
+        trunk = [b for b in up_to(every, point) if b not in heads]
+        kept = dict(prefix(every.layout(), width).kept)
+        return count_params(every, SubmodelSpec.of(kept, [*trunk, exit_name(point)]))
+
+    chosen: list[int] = []
+    deepest = len(points) - 1
+    for width, target in list(zip(widths, targets, strict=True))[-2::-1]:
+        fits = [i for i in range(deepest + 1) if size(width, points[i]) <= (target + EXIT_TOLERANCE) / 100 * whole]
+        if not fits:
+            raise PoolError(
+                f"{type(family).__name__} has no early exit at which a level of width {width} stays within {target} % "
+                "of the whole network: give smaller widths or larger targets"
+            )
+        chosen.insert(0, fits[-1])
+        deepest = fits[-1] - 1
+    return tuple(points[i] for i in chosen)

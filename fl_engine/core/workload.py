@@ -1,0 +1,44 @@
+"""What a task is worth on so many samples: steps and multiply-adds, known before anything trains."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from fl_engine.core.slicing import count_macs
+from fl_engine.core.types import LocalTask, ModelFamily, SubmodelSpec
+
+
+def batches(task: LocalTask, samples: int) -> tuple[int, ...]:
+    """Sizes of the batches of one epoch."""
+    batch = min(task.batch_size, samples)
+    rest = 0 if task.drop_last else samples % batch
+    return (batch,) * (samples // batch) + ((rest,) if rest else ())
+
+
+def steps(task: LocalTask, samples: int) -> int:
+    return task.epochs * len(batches(task, samples))
+
+
+def macs(family: ModelFamily, task: LocalTask, samples: int) -> float:
+    """Multiply-adds of the whole training. A sample counts once for each time it is seen."""
+    return task.epochs * sum(batches(task, samples)) * macs_per_sample(family, task)
+
+
+def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:
+    """Multiply-adds of one sample's training step: three times the forward pass (a backward pass costs about two),
+    once for each teacher."""
+    trained = [macs_of(family, spec) for spec in task.widths or (task.spec,)]
+    teachers = task.distillation.teachers if task.distillation else ()
+    return 3 * sum(trained) / len(trained) + sum(macs_of(family, spec) for spec in teachers)
+
+
+@lru_cache(maxsize=1024)
+def macs_of(family: ModelFamily, spec: SubmodelSpec) -> int:
+    """`count_macs`, remembered by widths: which channels are kept does not matter."""
+    layout = family.layout()
+    return _macs(family, tuple((g, layout.width(spec, g)) for g in layout.groups), spec.blocks)
+
+
+@lru_cache(maxsize=1024)
+def _macs(family: ModelFamily, widths: tuple[tuple[str, int], ...], blocks: tuple[str, ...] | None) -> int:
+    return count_macs(family, SubmodelSpec.of(dict(widths), blocks))

@@ -1,0 +1,312 @@
+"""What every data set needs: find, check, download and parse files; pad, take subsets, fingerprint.
+
+Loading never touches the network and downloading never overwrites: a file that is there but wrong is an error
+that says so, because only its owner knows whether it may go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import logging
+import lzma
+import math
+import os
+import shutil
+import tarfile
+import urllib.request
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_engine.core import seeds
+from fl_engine.core.errors import DataError
+from fl_engine.core.types import Data
+
+DEFAULT_ROOT = "~/.cache/flexfleet/data"
+CHUNK = 1 << 20
+LARGEST_SIDE = 1024
+"""Of padded images."""
+
+log = logging.getLogger(__name__)
+
+
+# --------------------------------------------------------------------------------------- finding and checking
+def data_root(argument: str | os.PathLike[str] | None = None) -> Path:
+    """Where data sets lie: the argument, else the variable FLEXFLEET_DATA, else ~/.cache/flexfleet/data. Raises
+    DataError for the home of nobody."""
+    root = Path(argument or os.environ.get("FLEXFLEET_DATA") or DEFAULT_ROOT)
+    try:
+        return root.expanduser()
+    except RuntimeError as error:
+        raise DataError(f"the data root {root} is of no home that there is ({error}); give a folder") from error
+
+
+def require(name: str, root: Path, files: Sequence[str], url: str) -> None:
+    """Raises DataError unless every one of `files` (relative to `root`) is there."""
+    absent = [str(root / file) for file in files if not (root / file).is_file()]
+    if absent:
+        raise DataError(
+            f"{name}: {len(absent)} of {len(files)} files are not there; expected {', '.join(absent)}. "
+            f"Run `flexfleet fetch {name}`, or download {url} and put the files there, "
+            f"or set the data root (FLEXFLEET_DATA) to the folder that holds {Path(files[0]).parts[0]}/"
+        )
+
+
+def read(path: Path, checksum: str | None = None) -> bytes:
+    """The content of a file, which must match `checksum` (`md5:...`, `sha1:...`) where one is known.
+
+    Raises DataError for a file that cannot be read or is not what its checksum says.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}); check that it is a file and who may read it"
+        ) from error
+    if checksum is not None:
+        algorithm, expected = checksum.split(":")
+        found = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
+        if found != expected:
+            raise DataError(
+                f"{path}: expected {algorithm} {expected}, found {found} ({len(content)} bytes); "
+                "the file is damaged or another version: delete it and fetch again"
+            )
+    return content
+
+
+# ------------------------------------------------------------------------------------------------ downloading
+@dataclass(frozen=True)
+class Remote:
+    """A file to download: its official address, its local name, and its checksum as `algorithm:hex`."""
+
+    url: str
+    filename: str
+    checksum: str
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes its place at `path` only when all went well; nobody ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as out:
+            yield out
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def download(remote: Remote, folder: Path, timeout_s: float = 60.0) -> Path:
+    """Downloads one file unless it is there and right; progress goes to the log, a tenth at a time.
+
+    Raises DataError when the network fails or the content is not what the checksum says; nothing is kept.
+    """
+    target = folder / remote.filename
+    if target.exists():
+        read(target, remote.checksum)
+        return target
+    algorithm, expected = remote.checksum.split(":")
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    try:
+        with urllib.request.urlopen(remote.url, timeout=timeout_s) as response, replacing(target) as out:
+            total = int(response.headers.get("Content-Length") or 0)
+            done = 0
+            while chunk := response.read(CHUNK):
+                out.write(chunk)
+                digest.update(chunk)
+                _report(remote.filename, done, done + len(chunk), total)
+                done += len(chunk)
+            if digest.hexdigest() != expected:
+                raise DataError(
+                    f"{remote.url}: expected {algorithm} {expected}, found {digest.hexdigest()} "
+                    f"({done} of {total} bytes); nothing was kept: fetch again, "
+                    f"or put the right file at {target}"
+                )
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(
+            f"{remote.url}: download failed ({error}); check the network, "
+            f"or download it elsewhere and put it at {target}"
+        ) from error
+    return target
+
+
+def _report(filename: str, before: int, after: int, total: int) -> None:
+    if total and before * 10 // total != after * 10 // total:
+        log.info("%s: %d %% of %.1f MB", filename, after * 100 // total, total / 1e6)
+
+
+DAMAGE = (
+    KeyError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError, RecursionError, MemoryError
+)  # fmt: skip
+"""What a damaged archive makes its reader raise; memory, where a header declares a dictionary of gigabytes."""
+
+
+def extract(archive: Path, members: Mapping[str, Path]) -> None:
+    """Writes the named members of a tar file to the given paths.
+
+    Nothing else in it is looked at and no path is taken from it, so no archive can write elsewhere.
+    Raises DataError for an archive that is broken or has no such member.
+    """
+    try:
+        with tarfile.open(archive) as tar:
+            for name, target in members.items():
+                member = tar.getmember(name)
+                source = tar.extractfile(member) if member.isreg() else None
+                if source is None:
+                    raise DataError(f"{archive}: {name} is no plain file; delete the archive and fetch again")
+                with source, replacing(target) as out:
+                    shutil.copyfileobj(source, out, CHUNK)
+    except DAMAGE as error:
+        raise DataError(
+            f"{archive}: cannot be unpacked ({error}); delete the archive and fetch again"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------------- parsing
+def parse_idx(path: Path, content: bytes, axes: int) -> NDArray[np.uint8]:
+    """An idx file of unsigned bytes (format: http://yann.lecun.com/exdb/mnist) with `axes` axes.
+
+    Bytes 0-1 are zero, byte 2 is 8 (unsigned byte), byte 3 the number of axes; then one big-endian uint32 for
+    each axis; then the values. Raises DataError for another magic number, no values, or a length the header denies.
+    """
+    magic = bytes((0, 0, 8, axes))
+    if content[:4] != magic:
+        raise DataError(
+            f"{path}: expected the idx magic number 0x{magic.hex()} (unsigned bytes, {axes} axes), "
+            f"found 0x{content[:4].hex()}; is it another file?"
+        )
+    start = 4 + 4 * axes
+    if len(content) < start:
+        raise DataError(
+            f"{path}: expected an idx header of {start} bytes, found {len(content)} bytes; fetch it again"
+        )
+    shape = tuple(int(size) for size in np.frombuffer(content[4:start], dtype=">u4"))
+    expected = start + math.prod(shape)
+    if expected == start:
+        raise DataError(f"{path}: the header says {' x '.join(map(str, shape))}, so no values at all; fetch it again")
+    if len(content) != expected:
+        raise DataError(
+            f"{path}: the header says {' x '.join(map(str, shape))} values, so {expected} bytes; "
+            f"found {len(content)}: truncated or damaged, delete it and fetch again"
+        )
+    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
+
+
+def parse_records(
+    path: Path, content: bytes, records: int, chw: tuple[int, int, int]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Images (N, C, H, W) and labels (N,) of a CIFAR binary file: per record a label byte, then the planes.
+
+    Raises DataError when the file has not exactly `records` records.
+    """
+    size = 1 + chw[0] * chw[1] * chw[2]
+    if len(content) != records * size:
+        raise DataError(
+            f"{path}: expected {records} records of {size} bytes = {records * size} bytes, found "
+            f"{len(content)}: truncated or damaged, delete it and fetch again"
+        )
+    table = np.frombuffer(content, dtype=np.uint8).reshape(records, size)
+    return table[:, 1:].reshape(records, *chw), table[:, 0]
+
+
+def check_labels(path: Path, labels: NDArray[np.uint8], classes: int) -> None:
+    """Raises DataError where a label is none of 0 .. classes - 1."""
+    wrong = np.flatnonzero(labels >= classes)
+    if wrong.size:
+        raise DataError(
+            f"{path}: expected labels 0..{classes - 1}, found {labels[wrong[0]]} at sample {wrong[0]} "
+            f"({wrong.size} such samples); the file is damaged, delete it and fetch again"
+        )
+
+
+# ------------------------------------------------------------------------------ padding, subsets, fingerprint
+def pad(data: Data, side: int) -> Data:
+    """All images centred on black of side x side; of an odd margin the larger half is right and below.
+
+    For networks that take no smaller image (`ModelFamily.min_hw`). Raises DataError for larger images, and for more
+    than LARGEST_SIDE.
+    """
+    _, height, width = data.input_chw
+    down, right = side - height, side - width
+    if down < 0 or right < 0 or side > LARGEST_SIDE:
+        raise DataError(
+            f"{data.name}: images of {height} x {width} cannot be padded to {side} x {side} "
+            f"(at most {LARGEST_SIDE} x {LARGEST_SIDE})"
+        )
+    margins = (right // 2, right - right // 2, down // 2, down - down // 2)
+    return replace(
+        data,
+        train_x=torch.nn.functional.pad(data.train_x, margins),
+        test_x=torch.nn.functional.pad(data.test_x, margins),
+    )
+
+
+def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """`samples` ascending positions, each class in its share of the whole, drawn without replacement.
+
+    Shares are rounded by largest remainder (ties: the lower label), in integers, so every machine agrees. A
+    class of fewer than about n / samples members may get none.
+    """
+    values, counts = np.unique(labels, return_counts=True)
+    shares, remainders = np.divmod(counts * samples, len(labels))
+    missing = samples - int(shares.sum())
+    shares[np.argsort(-remainders, kind="stable")[:missing]] += 1
+    chosen = [
+        rng.permutation(np.flatnonzero(labels == value))[:share]
+        for value, share in zip(values, shares, strict=True)
+    ]
+    return np.sort(np.concatenate(chosen)).astype(np.int64)
+
+
+def subset(data: Data, train_samples: int | None, test_samples: int | None, seed: int) -> Data:
+    """A smaller data set for quick runs: stratified by class, in the original order; None keeps a part whole.
+
+    A function of the seed alone; train and test part have a stream each, so one does not move the other.
+    Raises DataError when more is asked for than is there, or less than one sample.
+    """
+    train = _choose(data, "training", data.train_y, train_samples, seed)
+    test = _choose(data, "test", data.test_y, test_samples, seed)
+    return replace(
+        data,
+        train_x=data.train_x[train],
+        train_y=data.train_y[train],
+        test_x=data.test_x[test],
+        test_y=data.test_y[test],
+        natural_client=None if data.natural_client is None else data.natural_client[train],
+    )
+
+
+def _choose(
+    data: Data, part: str, labels: torch.Tensor, samples: int | None, seed: int
+) -> slice | torch.Tensor:
+    if samples is None:
+        return slice(None)
+    if not 1 <= samples <= len(labels):
+        raise DataError(
+            f"{data.name}: expected 1 to {len(labels)} {part} samples, got {samples}; leave it out for all"
+        )
+    return torch.from_numpy(stratified(labels.numpy(), samples, seeds.rng(seed, f"subset/{part}")))
+
+
+def fingerprint(data: Data) -> str:
+    """SHA-256 (hex) over everything that a result depends on: shapes, types, bytes, classes, normalisation.
+
+    Equal data have equal fingerprints on every machine: a key for caches, and what a partition belongs to.
+    """
+    digest = hashlib.sha256(repr((data.classes, tuple(data.mean), tuple(data.std))).encode())
+    for tensor in (data.train_x, data.train_y, data.test_x, data.test_y, data.natural_client):
+        if tensor is None:
+            digest.update(b"none")
+            continue
+        digest.update(repr((str(tensor.dtype), tuple(tensor.shape))).encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,203 @@
+"""Which of the updates that arrived a round takes.
+
+Refused, in this order:
+
+    validate  moved further than `norm_bound` times what is usual in the round and those before it
+    validate  moved further than half of that, and on average over the client's last AVERAGED updates too
+    straggle  later than `deadline_s` on the simulated clock
+    straggle  later than as many others as `training.fraction` wants, where more were asked (`over_provision`)
+    quorum    all, where fewer than `quorum` of those that were wanted are left: the model is carried forward unchanged
+
+All of it follows from what the updates are, not from when this machine had them: the same in every backend. A cluster's
+own deadline, quorum and first-come rule (`kubernetes`) come before.
+
+Usual, for an update of s steps, is the larger of two medians: of how far updates moved, and sqrt(s) times that of how
+far they moved over the square root of their own steps. Who holds most of the data takes most of the steps, and moves
+further than most: about as the square root, as a random walk does. Steps are those that the order makes (`updates`).
+
+The medians are over the round's updates and those of the rounds before it, as many whole rounds as hold REMEMBERED of
+them, those of refused updates too: were they left out, a run whose honest updates come to move further would refuse all
+of them for good. Who is fewer than half of the clients shifts it by some ranks, whichever way. Where
+there are fewer than FIRST_ONES of the rounds before, the places are taken by a FIRST part of how large the sent weights
+are. Weights and batch norm's running statistics, which no gradient moves, are compared each with their own.
+
+A single honest update may be several times as long as most; the same client's are not again and again. So an update
+that moved further than half of the bound is taken where the client's last AVERAGED ones, it included, did not on
+average: a client that stays just below the bound in every round is refused from its second update on. What is
+remembered of each client is how many times the usual its updates were then: movements shrink while a run learns.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from fl_engine.core.types import ClientFailure
+
+
+class Terms(Protocol):
+    """The part of `rounds` in a configuration that this is about."""
+
+    @property
+    def norm_bound(self) -> float | None: ...
+    @property
+    def deadline_s(self) -> float | None: ...
+    @property
+    def over_provision(self) -> float: ...
+    @property
+    def quorum(self) -> float: ...
+
+
+class Moved(NamedTuple):
+    """How far an update moved: root mean square over its weights, and over its running statistics (0: it has none); in
+    how many steps."""
+
+    weights: float
+    statistics: float = 0.0
+    steps: float = 1.0
+
+
+NOTHING = Moved(0.0)
+
+
+class Usual(NamedTuple):
+    """Medians over many updates."""
+
+    far: Moved
+    rooted: Moved
+    """Each divided by the square root of its steps."""
+
+    def after(self, steps: float) -> Moved:
+        """How far an update of so many steps usually moves."""
+        root = math.sqrt(steps)
+        weights = max(self.far.weights, root * self.rooted.weights)
+        return Moved(weights, max(self.far.statistics, root * self.rooted.statistics), steps)
+
+
+@dataclass(frozen=True)
+class History:
+    rounds: tuple[tuple[Moved, ...], ...] = ()
+    """How far the updates of the last rounds moved, each round in client order."""
+    times: dict[int, tuple[Moved, ...]] = field(default_factory=dict)
+    """By client: how many times the usual of their rounds its last updates moved, at most MOST_TIMES."""
+
+    @property
+    def count(self) -> int:
+        return sum(len(moved) for moved in self.rounds)
+
+
+REMEMBERED = 128
+AVERAGED = 4
+MOST_TIMES = 1e6
+FIRST_ONES = 3
+FIRST = Moved(0.25, 0.5)
+"""Measured first updates: weights 0.05 to 0.35 of what was sent, statistics, which begin as 0 and 1, 0.2 to 0.9."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An update, as far as it matters here: how far it moved, and its seconds on the simulated clock."""
+
+    moved: Moved
+    seconds: float
+
+
+def unconditional(terms: Terms) -> bool:
+    """Whether every update is taken, whatever the others are."""
+    return terms.norm_bound is None and terms.deadline_s is None and terms.over_provision == 1 and terms.quorum == 0
+
+
+def wanted(terms: Terms, asked: int) -> int:
+    """How many updates a round is to have of which so many clients were asked."""
+    return math.ceil(asked / terms.over_provision - 1e-9)
+
+
+def remembered(history: History, moved: Mapping[int, Moved], size: Moved = NOTHING) -> History:
+    """What the next round compares with. `size` as in `middle`."""
+    if not moved:
+        return history
+    usual, times = middle(history, moved.values(), size), dict(history.times)
+    for client, far in moved.items():
+        times[client] = (*times.get(client, ()), _times(far, usual.after(far.steps)))[1 - AVERAGED :]
+    rounds = (*history.rounds, tuple(moved[client] for client in sorted(moved)))
+    while sum(map(len, rounds[1:])) >= REMEMBERED:
+        rounds = rounds[1:]
+    return History(rounds, times)
+
+
+def middle(history: History, moved: Iterable[Moved], size: Moved) -> Usual:
+    """What is usual. `size`: root mean square of what was sent, likewise; of a model of zeros nothing follows."""
+    known, missing = [*(far for round in history.rounds for far in round), *moved], FIRST_ONES - history.count
+    steps = statistics.median_low(far.steps for far in known)
+
+    def of(values: Iterable[tuple[float, float]], first: float, power: float) -> float:
+        more = [(first, steps)] * (missing if first > 0 else 0)
+        return statistics.median_low(value / math.pow(count, power) for value, count in [*values, *more])
+
+    def medians(power: float) -> Moved:
+        weights = of(((far.weights, far.steps) for far in known), FIRST.weights * size.weights, power)
+        return Moved(weights, of(((m.statistics, m.steps) for m in known), FIRST.statistics * size.statistics, power))
+
+    return Usual(medians(0.0), medians(0.5))
+
+
+def _times(moved: Moved, usual: Moved) -> Moved:
+    def of(far: float, median: float) -> float:
+        return min(MOST_TIMES, far / median) if median > 0 else MOST_TIMES * (far > 0)
+
+    return Moved(of(moved.weights, usual.weights), of(moved.statistics, usual.statistics), moved.steps)
+
+
+def refused(
+    round: int,
+    asked: int,
+    arrived: Mapping[int, Arrival],
+    terms: Terms,
+    history: History = History(),
+    size: Moved = NOTHING,
+) -> dict[int, ClientFailure]:
+    """By client, why not. `size` as in `middle`."""
+    found: dict[int, ClientFailure] = {}
+
+    def refuse(client: int, stage: str, reason: str) -> None:
+        found[client] = ClientFailure(round, client, stage, reason)
+
+    if terms.norm_bound is not None and arrived:
+        usual = middle(history, (arrival.moved for arrival in arrived.values()), size)
+        for client, arrival in arrived.items():
+            moved = arrival.moved
+            said = _too_far(moved, usual.after(moved.steps), history.times.get(client, ()), terms.norm_bound)
+            if said is not None:
+                refuse(client, "validate", said)
+    if terms.deadline_s is not None:
+        for client, arrival in arrived.items():
+            if client not in found and arrival.seconds > terms.deadline_s:
+                said = f"took {arrival.seconds:.1f} s on the simulated clock, the deadline is {terms.deadline_s:g} s"
+                refuse(client, "straggle", said)
+    left = sorted((arrival.seconds, client) for client, arrival in arrived.items() if client not in found)
+    enough = wanted(terms, asked)
+    for _, client in left[enough:]:
+        refuse(client, "straggle", "the round had enough updates before this one")
+    count, least = min(len(left), enough), math.ceil(terms.quorum * enough - 1e-9)
+    if count < least:
+        for _, client in left[:enough]:
+            refuse(client, "quorum", f"{count} of {enough} updates, {least} are needed: the model is carried forward")
+    return found
+
+
+def _too_far(moved: Moved, usual: Moved, before: Sequence[Moved], bound: float) -> str | None:
+    """What is wrong with how far an update moved, its code first. `usual`: of one of so many steps. `before`: how many
+    times the usual the client's earlier updates moved."""
+    now = _times(moved, usual)
+    last = [*before, now]
+    for code, kind in (("norm", 0), ("statistics", 1)):
+        far, most, often = moved[kind], bound * usual[kind], statistics.fmean(times[kind] for times in last)
+        if not far <= most:
+            return f"{code}: moved {far:.3g} a number, {bound:g} times the usual is {most:.3g}"
+        if len(last) > 1 and min(now[kind], often) > bound / 2:
+            said = f"moved {often:.3g} times the usual on average over its last {len(last)} updates"
+            return f"{code}: {said}, at most {bound / 2:g} are taken again and again"
+    return None

@@ -1,0 +1,72 @@
+"""What a client's pod is told, as one JSON file: which orders are its own, and how it gets at them.
+
+The file is a secret: it holds the keys that sign the answers, and URLs that let anybody who has them read an order or
+write an update until they expire. What all pods of a Job may read stands in a second file beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+
+from fl_engine.core.errors import ConfigError, brief
+from fl_engine.core.fields import Index
+from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import Upload, UrlStore
+from fl_engine.storage.store import Store
+
+SITE_FILES = ("run.json", "pool.json", "partition.json", "partition.safetensors")
+"""Under `site/` in the run's store: what a client needs besides its orders and the data."""
+COMMON = "common.json"
+"""The file beside an assignment: keys of the store to URLs, as in `reads`."""
+URLS = TypeAdapter(dict[str, str])
+
+
+class Assignment(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    schema_version: Literal[1] = 1
+    round: Index
+    clients: tuple[Index, ...]
+    keys: dict[int, str]
+    """By client, hexadecimal: what signs its answer."""
+    device: str = "cpu"
+    """Torch device."""
+    observe: Literal["simulated", "cgroup"] = "simulated"
+    memory: tuple[int, int] | None = None
+    """For `cgroup`: bytes that a client takes before it trains, and at the peak of training the full model."""
+    require_numerics: bool = False
+    store: str | None = None
+    """The run's store, for clients with credentials of their own; None: by URL."""
+    reads: dict[str, str] = {}
+    """Keys of the store to URLs."""
+    writes: dict[str, Upload] = {}
+
+    @model_validator(mode="after")
+    def _a_key_for_each(self) -> Assignment:
+        for client in self.clients:
+            if not bytes.fromhex(self.keys.get(client, "")):
+                raise ValueError(f"client {client} has no key to sign with")
+        return self
+
+    @staticmethod
+    def read(path: Path) -> Assignment:
+        """With what is common to its Job's pods. Raises ConfigError where a file is missing or is none."""
+        common = path.with_name(COMMON)
+        try:
+            told = Assignment.model_validate_json(path.read_bytes())
+            reads = URLS.validate_json(common.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"no assignment at {error.filename}: {error.strerror}") from error
+        except ValidationError as error:
+            raise ConfigError(f"{path}, with {COMMON} beside it, is no assignment: {brief(error)}") from error
+        return told.model_copy(update={"reads": {**reads, **told.reads}})
+
+    def open(self) -> Store:
+        return open_store(self.store) if self.store else UrlStore(self.reads, self.writes)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Of the keys that can be written at one length alone, in bytes."""
+        return {key: upload.size for key, upload in self.writes.items() if upload.verb == "PUT"}

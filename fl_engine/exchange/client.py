@@ -1,0 +1,199 @@
+"""What a client does with an order, in whatever process it runs; alone, or side by side with others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from fl_engine.core.errors import ClientError, ModelError
+from fl_engine.core.slicing import take
+from fl_engine.core.types import (
+    Algorithm,
+    ClientFailure,
+    ClientUpdate,
+    Data,
+    Device,
+    LocalTask,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    SubmodelSpec,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.core.workload import macs_per_sample
+from fl_engine.data.partitioning import Partition
+from fl_engine.exchange.updates import LARGEST_LOSS, Rejected, Rules, packed, update_of
+from fl_engine.fleet import devices, faults
+from fl_engine.fleet.faults import Fault, Faults
+from fl_engine.training import local
+from fl_engine.training.numerics import SINGLE, Numerics
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where clients live: the network, the pool that all know, the fleet, who holds which samples, and how arithmetic
+    is done."""
+
+    family: ModelFamily
+    pool: Pool
+    fleet: tuple[Device, ...]
+    data: Data
+    partition: Partition
+    seed: int
+    numerics: Numerics = SINGLE
+    free: float | None = None
+    """What the device has free, in % of the full model's parameters, where it was looked at; None: as simulated."""
+    faults: Faults = faults.NONE
+
+    def befalls(self, order: WorkOrder) -> Fault | None:
+        """Which fault strikes this order, if any."""
+        return faults.befalls(self.faults, self.seed, order.round, order.client, len(self.fleet))
+
+    @cached_property
+    def layout(self) -> ParamLayout:
+        return self.family.layout()
+
+    @cached_property
+    def rules(self) -> Rules:
+        """For updates of these clients."""
+        samples = tuple(len(indices) for indices in self.partition.clients)
+        return Rules(self.layout, samples, self.pool, self.fleet, family=self.family, seed=self.seed)
+
+
+@dataclass(frozen=True)
+class Work:
+    """An order as the client understands it: its task, the weights to start from (after pruning on the device, views
+    where they can be), its samples' indices, and what it had free, in % of the full model's parameters."""
+
+    order: WorkOrder
+    task: LocalTask
+    start: Params
+    indices: np.ndarray
+    free: float
+
+
+def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "cpu") -> Outcome:
+    """Carries out one order: look at what is free, prune, train, hand back. A failure is an outcome."""
+    work = accept(algorithm, order, site)
+    return work if isinstance(work, ClientFailure) else train([work], site, device)[0]
+
+
+def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientFailure:
+    """Looks at what is free, and prunes."""
+    struck = site.befalls(order)
+    if struck is not None and struck.kind == "drop":
+        return ClientFailure(order.round, order.client, "drop", "dropped out (rounds.faults)")
+    layout = site.layout
+    free = devices.observe(site.fleet[order.client], site.seed, order.round) if site.free is None else site.free
+    context = TaskContext(layout, site.pool, site.fleet[order.client], free)
+    try:
+        task = algorithm.task(order, context)
+        taken = take(order.payload, layout, task.spec, have=order.spec)
+    except (ClientError, ModelError) as error:
+        return ClientFailure(order.round, order.client, "prune", str(error))
+    indices = site.partition.clients[order.client]
+    if not len(indices):
+        return ClientFailure(order.round, order.client, "train", "a client without samples cannot train")
+    # Sums over all parameters depend on their order, which a file does not keep.
+    start = {name: taken[name] for name in layout.slots if name in taken}
+    return Work(order, task, start, indices, free)
+
+
+def accept_all(
+    algorithm: Algorithm, orders: Iterable[WorkOrder], site: Site
+) -> tuple[list[list[Work]], list[ClientFailure]]:
+    """(groups that train side by side, what failed before training)."""
+    accepted = [accept(algorithm, order, site) for order in orders]
+    works = [work for work in accepted if isinstance(work, Work)]
+    return side_by_side(works, site), [failure for failure in accepted if isinstance(failure, ClientFailure)]
+
+
+def side_by_side(works: Iterable[Work], site: Site) -> list[list[Work]]:
+    """Groups that `train` takes: works of equal kind with batched numerics, else each alone. In the order of their
+    first members."""
+    groups: list[list[Work]] = []
+    open_groups: dict[object, list[Work]] = {}
+    for work in works:
+        shared = site.numerics.strategy == "batched" and local.can_share(work.task)
+        key = (_kind(work, site) if shared else work.order.client, shared)
+        group = open_groups.get(key)
+        if group is None or len(group) >= site.numerics.lanes:
+            group = open_groups[key] = []
+            groups.append(group)
+        group.append(work)
+    return groups
+
+
+def _kind(work: Work, site: Site) -> object:
+    return local.kind(site.layout, work.task, len(work.indices), frozenset(work.order.memory))
+
+
+def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcome]:
+    """Trains works of equal kind side by side. A failure is an outcome."""
+    started = time.monotonic()
+    try:
+        trained = list(local.train(site.family, list(_jobs(works, site, device)), site.numerics))
+    except (ModelError, MemoryError, torch.OutOfMemoryError) as error:
+        if len(works) > 1:  # what one cannot do is no reason for the others to fail
+            return [outcome for work in works for outcome in train([work], site, device)]
+        order = works[0].order
+        return [ClientFailure(order.round, order.client, "train", str(error) or "out of memory")]
+    seconds = (time.monotonic() - started) / len(works)
+    macs = macs_per_sample(site.family, works[0].task)
+    return [_outcome(work, result, site, seconds, macs) for work, result in zip(works, trained, strict=True)]
+
+
+def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]:
+    sizes = [len(work.indices) for work in works]
+    chosen = torch.from_numpy(np.concatenate([work.indices for work in works]))
+    images = torch.split(site.data.normalise(site.data.train_x[chosen].to(device)), sizes)
+    labels = torch.split(site.data.train_y[chosen].to(device), sizes)
+    for work, x_nchw, y_n in zip(works, images, labels, strict=True):
+        linear = {name: tensor for name, tensor in work.order.memory.items() if name in work.start}
+        yield local.Job(work.task, work.start, x_nchw, y_n, linear)
+
+
+def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float, macs: float) -> Outcome:
+    order, task = work.order, work.task
+    if not abs(trained.loss) <= LARGEST_LOSS or not trained.finite:
+        rate = task.optimizer.lr
+        return ClientFailure(order.round, order.client, "train", f"training diverged (learning rate {rate:g})")
+    metrics = {
+        "loss": trained.loss,
+        "steps": float(trained.steps),
+        "macs": float(trained.samples * macs),
+        "seconds": seconds,
+        "free": work.free,
+    }
+    spec, payload = task.spec, faults.lie(site.befalls(order), work.start, trained.params)
+    if task.mask_labels:  # the rows of classes that the client does not hold were not trained
+        held = torch.unique(site.data.train_y[work.indices]).tolist()
+        spec = SubmodelSpec.of({**task.spec.kept, "classes": held}, task.spec.blocks)
+        payload = take(payload, site.layout, spec, have=task.spec)
+    return ClientUpdate(order.round, order.client, spec, payload, len(work.indices), metrics)
+
+
+SPOILS = ("nan", "scale", "corrupt")
+"""Faults after which an update may fail validation."""
+
+
+def delivered(outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
+    """A client's outcome where it does not travel: what a fault has spoilt fails validation here too."""
+    fault = site.befalls(order)
+    if isinstance(outcome, ClientFailure) or fault is None or fault.kind not in SPOILS:
+        return outcome
+    manifest, value = packed(outcome, order)
+    assert value is not None
+    spoilt = faults.damaged(value) if fault.kind == "corrupt" else value
+    try:
+        return update_of(manifest, lambda limit: spoilt, order, site.rules)
+    except Rejected as error:
+        return ClientFailure(order.round, order.client, "validate", str(error))

@@ -1,0 +1,359 @@
+"""Updates as files, and why one is not taken: what a client sends is not trusted.
+
+An update is `<client>.safetensors`, and a manifest that vouches for it; neither can hold code. All is checked before a
+tensor reaches the mean. What fails is `Rejected` with one of the codes below: a client's failure at the stage
+`validate`, never an exception of the coordinator's.
+
+    file        missing, or of more bytes than the sub-model can have
+    unreadable  the store refuses this client's files, and no others
+    schema      not a manifest, or not safetensors
+    order       for another round, client or order than the one given
+    signature   not signed with the key that came with the order
+    spec        a sub-model that is no part of what was sent, or not what a client makes of it
+    checksum    other bytes than the manifest says
+    names       tensors that the sub-model does not have, or lacks
+    dtype, shape
+    finite      not a number, infinite, or so large that sums overflow
+    statistics  a variance below zero; or running statistics that moved much further than others
+    examples    another number of samples than the client holds
+    metrics     a loss that cannot be, or not the steps, multiply-adds and memory that the order makes
+    norm        weights that moved much further than others
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from fl_engine.core import workload
+from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief, printable
+from fl_engine.core.slicing import contains, is_statistic, largest, shapes, take
+from fl_engine.core.types import (
+    Algorithm,
+    ClientFailure,
+    ClientUpdate,
+    Device,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    SubmodelSpec,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.exchange.acceptance import Moved
+from fl_engine.fleet.devices import observe
+from fl_engine.storage.store import canonical, decode, encode, padded, sha256
+
+Code = Literal[
+    "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "finite", "statistics",
+    "examples", "metrics", "norm", "unreadable",
+]  # fmt: skip
+
+MANIFEST_BYTES = 2**15
+"""More than a manifest holds besides its sub-model: a failure's reason of 4096 characters is the longest."""
+CHANNEL_BYTES = 8
+"""More than it holds for a kept channel: its number and a comma."""
+HEADER_BYTES = 2**10
+"""More than safetensors writes for a tensor besides its numbers, and a manifest for a group's name."""
+
+
+def payload_bytes(order: WorkOrder) -> int:
+    """No update of this order is a larger file: at most what was sent comes back."""
+    return _most_bytes({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in order.payload.items()})
+
+
+def manifest_bytes(order: WorkOrder) -> int:
+    """No manifest that answers this order is longer: it names the kept channels one by one, at most those of what was
+    sent."""
+    shapes = [tensor.shape for tensor in order.payload.values()]
+    return MANIFEST_BYTES + sum(HEADER_BYTES + CHANNEL_BYTES * sum(shape) for shape in shapes)
+
+
+class Rejected(Exception):
+    def __init__(self, code: Code, text: str) -> None:
+        super().__init__(f"{code}: {printable(text)[:1000]}")
+        self.code = code
+
+
+class Manifest(BaseModel):
+    """One outcome. `sha256` and `spec` belong to an update, `stage` and `reason` to a failure."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    schema_version: Literal[1] = 1
+    round: int
+    client: int
+    order: str
+    """sha256 of the order, so that an update is never adopted for another plan."""
+    sha256: str | None = None
+    spec: dict[str, Any] | None = None
+    num_examples: int = 0
+    metrics: dict[str, float] = Field(default={}, max_length=64)
+    stage: str | None = Field(default=None, max_length=64)
+    reason: str | None = Field(default=None, max_length=4096)
+    signature: str | None = None
+    """HMAC-SHA256 of all the rest, with the key that came with the order."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is known about honest updates. `samples` holds each client's sample count; by what `algorithm` makes of an
+    order and of what the client has free, sub-model, steps and multiply-adds are known (None: it may be any part of
+    what was sent, and the work any up to a bound). What is free follows from `seed` (None: the client looks)."""
+
+    layout: ParamLayout
+    samples: Sequence[int]
+    pool: Pool = ()
+    fleet: Sequence[Device] = ()
+    algorithm: Algorithm | None = None
+    family: ModelFamily | None = None
+    seed: int | None = None
+
+
+KeyOf = Callable[[WorkOrder], bytes]
+"""The key that signs a client's answer to an order."""
+
+
+def key_of(secret: bytes, whose: Literal["client", "coordinator"] = "client") -> KeyOf:
+    """Keys of a run, from its secret: one for each order, good for nothing else. The coordinator's own sign what it
+    says of a client: that its pod failed, that its update was not to be trusted."""
+    return lambda order: hmac.digest(secret, f"{whose} {order_sum(order)}".encode(), "sha256")
+
+
+def order_sum(order: WorkOrder) -> str:
+    """sha256 of the order, its tensors apart: they follow from the round's state."""
+    return sha256(canonical([order.round, order.client, order.seed, order.spec.to_json(), dict(order.hints)]))
+
+
+def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tuple[Manifest, bytes | None]:
+    """What goes through the store: a manifest, not signed yet, and the bytes that it vouches for (None: a failure), of
+    this length where one is given."""
+    manifest = Manifest(round=order.round, client=order.client, order=order_sum(order))
+    if isinstance(outcome, ClientFailure):
+        return manifest.model_copy(update={"stage": outcome.stage[:64], "reason": outcome.reason[:4096]}), None
+    value = encode(outcome.payload)
+    value = value if length is None else padded(value, length)
+    said = {
+        "sha256": sha256(value),
+        "spec": outcome.spec.to_json(),
+        "num_examples": outcome.num_examples,
+        "metrics": {name: float(value) for name, value in outcome.metrics.items()},
+    }
+    return manifest.model_copy(update=said), value
+
+
+def signed(manifest: Manifest, key: bytes | None) -> Manifest:
+    """Without a key (clients of this machine) the signature is a checksum, against damage alone."""
+    return manifest.model_copy(update={"signature": _signature(manifest, key or b"")})
+
+
+def _signature(manifest: Manifest, key: bytes) -> str:
+    return hmac.new(key, canonical(manifest.model_dump(exclude={"signature"})), "sha256").hexdigest()
+
+
+Read = Callable[[int | None], bytes]
+"""Reads a file of at most so many bytes, or raises IntegrityError."""
+
+
+def manifest_of(
+    file: Read, order: WorkOrder, key: bytes | None, own: bytes | None = None, closed: str | None = None
+) -> Manifest:
+    """A manifest that answers this order, signed with the client's `key` or the coordinator's `own`; or, with `closed`,
+    whose `said` is that: a round that is closed may have been answered by others, who held other keys or none. Of its
+    failures a client says no more than that it could not prune or train. Raises Rejected."""
+    try:
+        manifest = Manifest.model_validate_json(file(manifest_bytes(order)))
+        said = canonical(manifest.model_dump(exclude={"signature"}))
+    except IntegrityError as error:
+        raise Rejected("file", str(error)) from error
+    except ValidationError as error:
+        raise Rejected("schema", f"not a manifest: {brief(error)}") from error
+    except ValueError as error:  # a number that JSON has no word for
+        raise Rejected("metrics", str(error)) from error
+    found = (manifest.round, manifest.client, manifest.order)
+    if found != (order.round, order.client, order_sum(order)):
+        raise Rejected("order", f"answers round {manifest.round}, client {manifest.client}, another order")
+    if closed is not None:
+        heard = next((form for form in (manifest, _by_client(manifest)) if said_of(form) == closed), None)
+        if heard is None:
+            raise Rejected("order", "replaced after the round was closed")
+        return heard
+    if own is not None and _is_signed(manifest, said, own):
+        return manifest
+    if not _is_signed(manifest, said, key or b""):
+        raise Rejected("signature", "not signed with the key that came with the order" if key else "damaged")
+    return manifest if key is None else _by_client(manifest)
+
+
+def said_of(manifest: Manifest) -> str:
+    """A checksum of what a manifest says that moves a bit of the model."""
+    return sha256(canonical(manifest.model_dump(exclude={"metrics", "signature"})))
+
+
+def _by_client(manifest: Manifest) -> Manifest:
+    if manifest.spec is not None:
+        return manifest
+    stage = manifest.stage if manifest.stage in SAID_BY_CLIENTS else "train"
+    reason = printable(manifest.reason or "")[:500]
+    return manifest.model_copy(update={"stage": stage, "reason": reason})
+
+
+def _is_signed(manifest: Manifest, said: bytes, key: bytes) -> bool:
+    expected = hmac.new(key, said, "sha256").hexdigest()
+    return hmac.compare_digest(expected.encode(), (manifest.signature or "").encode())
+
+
+SAID_BY_CLIENTS = ("drop", "prune", "train")
+"""Stages at which a client can say that it failed; the others are for the coordinator to say."""
+
+
+def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules | None) -> Outcome:
+    """The outcome that a manifest vouches for; `payload` reads its file. Raises Rejected; without rules,
+    only for what does not match the manifest."""
+    if manifest.spec is None:
+        return ClientFailure(order.round, order.client, manifest.stage or "train", manifest.reason or "")
+    try:
+        spec = SubmodelSpec.from_json(manifest.spec)
+    except (FlexfleetError, TypeError, ValueError, AttributeError) as error:
+        raise Rejected("spec", f"not a sub-model: {error}") from error
+    expected = None if rules is None else _expected(rules.layout, spec, order)
+    # That of what was sent, also where the client has pruned: with a length that is fixed it fills its file up.
+    limit = None if expected is None else payload_bytes(order)
+    try:
+        value = payload(limit)
+    except IntegrityError as error:
+        raise Rejected("file", str(error)) from error
+    if sha256(value) != manifest.sha256:
+        raise Rejected("checksum", f"the sha256 is not {manifest.sha256}")
+    try:
+        tensors = decode(value, "the update")
+    except IntegrityError as error:
+        raise Rejected("schema", str(error)) from error
+    if expected is not None and rules is not None:
+        _check(tensors, expected)
+        held = rules.samples[order.client]
+        if manifest.num_examples != held:
+            raise Rejected("examples", f"says {manifest.num_examples} samples, the client holds {held}")
+        _check_metrics(manifest.metrics)
+        _check_made(spec, order, manifest.metrics, rules)
+    return ClientUpdate(order.round, order.client, spec, tensors, manifest.num_examples, manifest.metrics)
+
+
+def _most_bytes(expected: Expected) -> int:
+    tensors = sum(dtype.itemsize * math.prod(shape) for dtype, shape in expected.values())
+    return tensors + HEADER_BYTES * (1 + len(expected))
+
+
+LARGEST_LOSS = 1e6
+"""Beyond it, on either side, training has diverged."""
+MOST = {"steps": 1e9, "macs": 1e18, "seconds": 7 * 86400.0, "free": 1e12}
+"""Of anything that is counted, where nothing closer is known. A pod lives for seven days at most."""
+
+
+def _check_metrics(metrics: Mapping[str, float]) -> None:
+    named = metrics.keys() == {"loss", *MOST} and abs(metrics["loss"]) <= LARGEST_LOSS
+    if not named or not all(0 <= metrics[name] <= most for name, most in MOST.items()) or metrics["steps"] < 1:
+        bounds = ", ".join(f"{name} up to {most:g}" for name, most in MOST.items())
+        raise Rejected("metrics", f"a loss up to {LARGEST_LOSS:g}, {bounds} and a step at least, got {dict(metrics)}")
+
+
+def _check_made(spec: SubmodelSpec, order: WorkOrder, metrics: Mapping[str, float], rules: Rules) -> None:
+    """Of the sub-model the classes apart: which of them a client trains is its data's. What is free is compared to nine
+    digits: machines differ in the last bits of a normal draw."""
+    free = metrics["free"]
+    if rules.seed is not None:
+        expected = observe(rules.fleet[order.client], rules.seed, order.round)
+        if not math.isclose(free, expected, rel_tol=1e-9):
+            raise Rejected("metrics", f"says that {free:g} % is free, in this round the client has {expected:g} %")
+    if rules.algorithm is None:
+        return
+    context = TaskContext(rules.layout, rules.pool, rules.fleet[order.client], free)
+    try:
+        task = rules.algorithm.task(order, context)
+    except (ClientError, ModelError) as error:
+        raise Rejected("spec", f"with {free:g} % free, no client makes a sub-model of it: {error}") from error
+    if _but_classes(spec) != _but_classes(task.spec):
+        raise Rejected("spec", f"with {free:g} % free, a client makes another sub-model of what was sent")
+    samples = rules.samples[order.client]
+    work = {"steps": float(workload.steps(task, samples))}
+    if rules.family is not None:
+        work["macs"] = workload.macs(rules.family, task, samples)
+    for name, count in work.items():
+        if metrics[name] != count:
+            raise Rejected("metrics", f"says {metrics[name]:g} {name}, the order makes {count:g}")
+
+
+def _but_classes(spec: SubmodelSpec) -> SubmodelSpec:
+    return SubmodelSpec.of({group: kept for group, kept in spec.kept.items() if group != "classes"}, spec.blocks)
+
+
+Expected = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Type and shape, by name."""
+
+
+def _expected(layout: ParamLayout, spec: SubmodelSpec, order: WorkOrder) -> Expected:
+    try:
+        layout.check(spec)
+    except (ModelError, TypeError, ValueError) as error:
+        raise Rejected("spec", str(error)) from error
+    if not contains(layout, order.spec, spec):
+        raise Rejected("spec", "no part of the sub-model that was sent")
+    found = shapes(layout, spec, {name: tensor.shape for name, tensor in order.payload.items()})
+    return {name: (order.payload[name].dtype, shape) for name, shape in found.items()}
+
+
+def _check(tensors: Params, expected: Expected) -> None:
+    odd, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
+    if odd:
+        raise Rejected("names", f"the sub-model has no {', '.join(odd[:4])}")
+    if missing:
+        raise Rejected("names", f"the sub-model's {', '.join(missing[:4])} did not come")
+    for name, tensor in tensors.items():
+        dtype, shape = expected[name]
+        if tensor.dtype != dtype:
+            raise Rejected("dtype", f"{name} is {tensor.dtype}, not {dtype}")
+        if tensor.shape != shape:
+            raise Rejected("shape", f"{name} is {list(tensor.shape)}, not {list(shape)}")
+        least, most = (float(end) for end in tensor.aminmax())  # both are NaN where one number is
+        if not max(-least, most) <= largest(name):
+            raise Rejected("finite", f"{name} is not finite everywhere, or beyond {largest(name):g}")
+        if least < 0 and name.endswith("running_var"):
+            raise Rejected("statistics", f"{name} holds a variance below zero")
+
+
+def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Moved:
+    """Root mean square of how far the trained numbers moved: comparable between sub-models of all sizes. The same bits
+    wherever the numbers lie and in whatever order of axes."""
+    same = update.spec == order.spec
+    sent = order.payload if same else take(order.payload, layout, update.spec, have=order.spec)
+    moved = _each({name: (_plain(new), _plain(sent[name])) for name, new in update.payload.items()})
+    return moved._replace(steps=max(1.0, update.metrics.get("steps", 1.0)))
+
+
+def size_of(params: Params) -> Moved:
+    """How far it is from zero."""
+    zero = torch.zeros(())
+    return _each({name: (_plain(tensor), zero) for name, tensor in params.items()})
+
+
+def _each(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> Moved:
+    far: tuple[list[float], list[float]] = [], []
+    count = [0, 0]
+    for name, (here, there) in pairs.items():
+        kind = is_statistic(name)
+        far[kind].append(float(torch.dist(here, there)))
+        count[kind] += here.numel()
+    weights, statistics = (math.hypot(*f) / math.sqrt(max(1, n)) for f, n in zip(far, count, strict=True))
+    return Moved(weights, statistics)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()

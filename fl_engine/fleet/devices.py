@@ -1,0 +1,142 @@
+"""The fleet: devices in tiers, what a device has free at a given moment, and how long its work would take it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fl_engine.core import seeds
+from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.core.types import Device
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A class of devices: its share of the fleet, its capacity r_M in % of the full model's parameters, and the
+    spreads of which each device draws one, once.
+
+    What a device has free is r_M - |N(0, sigma)| (FlexFL); with `limits`, N(r_M, sigma) clipped to them (AdaptiveFL).
+    `speed` in 10^9 multiply-adds per second and `bandwidth` in 10^6 bits per second drive the simulated clock; the
+    defaults of the named fleets are round numbers for a Raspberry Pi 4, a Jetson Nano and a Jetson Xavier, assumed and
+    not measured.
+
+    Departs from the paper: Tables I and V print sigma^2. As variances, a strong device would hardly ever be short
+    of memory; the authors' code uses the values as standard deviations, and so do we.
+    """
+
+    name: str
+    share: float
+    memory: float
+    sigma: tuple[float, ...] = (0.0,)
+    limits: tuple[float, float] | None = None
+    speed: float = 10.0
+    bandwidth: float = 30.0
+
+
+# ------------------------------------------------------------------------------------------- named fleets
+def _thirds(shares: Sequence[float], sigma: tuple[float, ...]) -> tuple[Tier, ...]:
+    """FlexFL Table I: weak, medium and strong devices."""
+    total = sum(shares)
+    weak, medium, strong = (s / total for s in shares)
+    return (
+        Tier("weak", weak, 35.0, sigma, speed=2.0),
+        Tier("medium", medium, 60.0, sigma, speed=20.0),
+        Tier("strong", strong, 110.0, sigma, speed=200.0),
+    )
+
+
+def _widths(shares: Mapping[str, float]) -> tuple[Tier, ...]:
+    """FedRolex's devices, by the width of the model that they can hold. A width of beta makes about beta^2 of the
+    parameters; the first and the last layer make it a little more, hence the margin."""
+    capacity = {"1": 1.0, "1/2": 1 / 2, "1/4": 1 / 4, "1/8": 1 / 8, "1/16": 1 / 16}
+    return tuple(
+        Tier(name, share, 125 * capacity[name] ** 2, (0.0,), speed=200.0 * capacity[name] ** 2)
+        for name, share in shares.items()
+    )
+
+
+_TABLE_I = (5.0, 8.0, 10.0)
+
+FLEETS: dict[str, tuple[Tier, ...]] = {
+    # FlexFL Tables I, V and VII: proportions of weak, medium and strong devices; spreads.
+    "4:3:3": _thirds((4, 3, 3), _TABLE_I),
+    "8:1:1": _thirds((8, 1, 1), _TABLE_I),
+    "1:8:1": _thirds((1, 8, 1), _TABLE_I),
+    "1:1:8": _thirds((1, 1, 8), _TABLE_I),
+    "conf1": _thirds((4, 3, 3), (0.0,)),
+    "conf2": _thirds((4, 3, 3), _TABLE_I),
+    "conf3": _thirds((4, 3, 3), (10.0, 20.0, 30.0)),
+    # AdaptiveFL Sec. 4.1 (code): million parameters of its 33.65 M VGG16, here in %.
+    "adaptivefl": (
+        Tier("weak", 0.4, 100 * 8 / 33.646666, (100 / 33.646666,), (600 / 33.646666, 1100 / 33.646666), 2.0),
+        Tier("medium", 0.3, 100 * 16 / 33.646666, (100 / 33.646666,), (1300 / 33.646666, 1900 / 33.646666), 20.0),
+        Tier("strong", 0.3, 100 * 35 / 33.646666, (200 / 33.646666,), (2500 / 33.646666, 4000 / 33.646666), 200.0),
+    ),
+    # FedRolex Sec. 3.3.1 and Fig. 3.7.
+    "capacities": _widths(dict.fromkeys(("1", "1/2", "1/4", "1/8", "1/16"), 0.2)),
+    "real_world": _widths({"1": 0.06, "1/2": 0.10, "1/4": 0.11, "1/8": 0.18, "1/16": 0.55}),
+}
+"""What `fleet.tiers` takes by name instead of a list."""
+
+
+def named(name: str) -> tuple[Tier, ...]:
+    if name not in FLEETS:
+        raise ConfigError(
+            f"no fleet named {name!r}{nearest(name, FLEETS)}: fleet.tiers is a list of tiers, or one of "
+            f"{', '.join(FLEETS)}"
+        )
+    return FLEETS[name]
+
+
+# ------------------------------------------------------------------------------------------------ devices
+def fleet(tiers: Sequence[Tier] | str, clients: int, seed: int) -> tuple[Device, ...]:
+    """One device per client. Shares are met to the nearest device (largest remainder); which client is which is
+    drawn from the seed, so every algorithm of a comparison meets the same fleet."""
+    tiers = named(tiers) if isinstance(tiers, str) else tiers
+    if not tiers:
+        raise ConfigError("fleet.tiers is empty: give at least one tier")
+    for t in tiers:
+        _check(t)
+    if abs(sum(t.share for t in tiers) - 1) > 1e-6:
+        shares = ", ".join(f"{t.name} {t.share}" for t in tiers)
+        raise ConfigError(f"the shares of fleet.tiers must add up to 1, got {shares}")
+    counts = [int(t.share * clients + 1e-9) for t in tiers]
+    remainders = sorted(range(len(tiers)), key=lambda i: counts[i] - tiers[i].share * clients)
+    for i in remainders[: clients - sum(counts)]:
+        counts[i] += 1
+    rng = seeds.rng(seed, "fleet")
+    members = [tier for tier, count in zip(tiers, counts, strict=True) for _ in range(count)]
+    order = rng.permutation(clients)
+    by_client = {int(c): tier for c, tier in zip(order, members, strict=True)}
+    return tuple(_device(c, by_client[c], float(rng.choice(by_client[c].sigma))) for c in range(clients))
+
+
+def _check(t: Tier) -> None:
+    finite = all(math.isfinite(value) for value in (t.share, t.memory, t.speed, t.bandwidth, *t.sigma))
+    if not finite or t.share < 0 or t.memory <= 0 or not t.sigma or min(t.sigma) < 0:
+        raise ConfigError(f"fleet tier {t.name!r}: share >= 0, memory > 0 and sigma >= 0 are expected, got {t}")
+    if t.speed <= 0 or t.bandwidth <= 0:
+        raise ConfigError(f"fleet tier {t.name!r}: speed and bandwidth are above 0, got {t.speed} and {t.bandwidth}")
+    if t.limits is not None and not 0 <= t.limits[0] <= t.memory <= t.limits[1]:
+        raise ConfigError(f"fleet tier {t.name!r}: limits (low, high) lie around memory = {t.memory}, got {t.limits}")
+
+
+def _device(client: int, tier: Tier, sigma: float) -> Device:
+    device = Device(client, tier.name, tier.memory, sigma, tier.limits)
+    return replace(device, speed=tier.speed * 1e9, bandwidth=tier.bandwidth * 1e6 / 8)
+
+
+def observe(device: Device, seed: int, round: int) -> float:
+    """Free resources, redrawn for each dispatch: r = r_M - |u|, u ~ N(0, sigma^2), at least 0 (FlexFL Sec. IV-A1), or
+    N(r_M, sigma^2) within the device's limits (AdaptiveFL)."""
+    u = seeds.rng(seed, "observe", round, device.client).normal(0.0, device.sigma) if device.sigma > 0 else 0.0
+    if device.limits is not None:
+        low, high = device.limits
+        return min(max(device.memory + float(u), low), high)
+    return max(0.0, device.memory - abs(float(u)))
+
+
+def simulated_seconds(device: Device, macs: float, transferred: int) -> float:
+    """How long a device needs to train `macs` multiply-adds and to move `transferred` bytes, down and up."""
+    return macs / device.speed + transferred / device.bandwidth

@@ -1,0 +1,128 @@
+"""Clients that drop out, come late or lie, on purpose: what `rounds.faults` makes of a share of the orders.
+
+    drop=0.2        brings nothing back
+    slow=0.1x5      takes five times as long: on the simulated clock, and in pods really
+    nan=0.02        one weight that is not a number
+    scale=0.02x100  a hundred times the change that it trained
+    flip=0.02       the change with the other sign
+    corrupt=0.01    a damaged file
+    always          the same clients in every round, as many as the shares say; else drawn anew for each order
+
+An order is struck by one fault at most. Which, follows from seed, round and client alone: the same in every backend and
+after every kill. All but `drop` happens after honest training, on the client's side, and is met with what meets real
+clients: validation, deadlines, robust aggregation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+
+from fl_engine.core import seeds
+from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.core.slicing import is_statistic
+from fl_engine.core.types import Params
+
+Kind = Literal["drop", "slow", "nan", "scale", "flip", "corrupt"]
+TIMES: tuple[Kind, ...] = ("slow", "scale")
+"""Faults with a factor."""
+ALWAYS = "always"
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: Kind
+    share: float
+    times: float = 1.0
+
+
+@dataclass(frozen=True)
+class Faults:
+    """`always`: strikes the same clients in every round."""
+
+    faults: tuple[Fault, ...] = ()
+    always: bool = False
+
+
+NONE = Faults()
+
+
+def parse(text: str | None) -> Faults:
+    """`drop=0.2,slow=0.1x5,always` as above. Raises ConfigError."""
+    if text is None or not text.strip():
+        return NONE
+    words = [word.strip() for word in text.split(",")]
+    found = tuple(_fault(word) for word in words if word != ALWAYS)
+    kinds = [fault.kind for fault in found]
+    if len(set(kinds)) < len(kinds):
+        raise ConfigError(f"faults: a kind is given twice in {text!r}")
+    if sum(fault.share for fault in found) > 1 + 1e-9:
+        raise ConfigError(f"faults: the shares add up to more than 1 in {text!r}")
+    return Faults(found, ALWAYS in words)
+
+
+def _fault(word: str) -> Fault:
+    name, _, value = word.partition("=")
+    kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
+    if name not in kinds:
+        raise ConfigError(f"faults: no kind {name!r}{nearest(name, (*kinds, ALWAYS))}")
+    kind, (share, sign, times) = kinds[name], value.partition("x")
+    wanted = f"{kind}=<share>x<times>" if kind in TIMES else f"{kind}=<share>"
+    try:
+        fault = Fault(kind, float(share), float(times) if sign else 1.0)
+    except ValueError:
+        raise ConfigError(f"faults: {wanted} is expected, got {word!r}") from None
+    if bool(sign) != (kind in TIMES) or not 0 <= fault.share <= 1 or not 0 < fault.times < math.inf:
+        raise ConfigError(f"faults: {wanted}, a share from 0 to 1 and times above 0, is expected, got {word!r}")
+    return fault
+
+
+def befalls(faults: Faults, seed: int, round: int, client: int, clients: int) -> Fault | None:
+    """What strikes the order of `client`, one of `clients`; None: nothing."""
+    if not faults.faults:
+        return None
+    if faults.always:
+        place = (_ranks(seed, clients)[client] + 0.5) / clients
+    else:
+        place = float(seeds.rng(seed, "fault", round, client).random())
+    for fault in faults.faults:
+        if place < fault.share:
+            return fault
+        place -= fault.share
+    return None
+
+
+@lru_cache(maxsize=16)
+def _ranks(seed: int, clients: int) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in seeds.rng(seed, "fault").permutation(clients))
+
+
+def lie(fault: Fault | None, received: Params, trained: Params) -> Params:
+    """What a client says that it trained."""
+    if fault is None or fault.kind not in ("nan", "scale", "flip"):
+        return trained
+    if fault.kind == "nan":
+        first = next(iter(trained))
+        spoilt = trained[first].clone()
+        spoilt.view(-1)[0] = torch.nan
+        return {**trained, first: spoilt}
+    times = -1.0 if fault.kind == "flip" else fault.times
+    # Statistics of batch norm stay: a variance below zero would be seen at once.
+    return {
+        name: tensor if is_statistic(name) else received[name] + times * (tensor - received[name])
+        for name, tensor in trained.items()
+    }
+
+
+def damaged(value: bytes) -> bytes:
+    """The file with its last bit turned."""
+    return value[:-1] + bytes([value[-1] ^ 1])
+
+
+def slowness(fault: Fault | None) -> float:
+    """So many times longer than without a fault."""
+    return fault.times if fault is not None and fault.kind == "slow" else 1.0

@@ -1,0 +1,40 @@
+"""A network from its section of the configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from fl_engine.core.errors import ConfigError, FlexfleetError
+from fl_engine.core.registry import check_names, kind_of
+from fl_engine.core.types import ModelFamily
+from fl_engine.models import MODELS
+
+
+def build_model(model: Mapping[str, Any], input_chw: tuple[int, int, int], classes: int) -> ModelFamily:
+    """The network of a `model` section, for these images. Raises ConfigError or ModelError."""
+    values = {**{k: v for k, v in model.items() if k != "name"}, "input_chw": input_chw, "classes": classes}
+    try:
+        family: ModelFamily = TypeAdapter(model_kind(model)).validate_json(json.dumps(values), strict=True)
+        return family
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, FlexfleetError):
+            raise cause from error
+        raise ConfigError(f"model.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from error
+
+
+def model_kind(section: Mapping[str, Any]) -> type[ModelFamily]:
+    return kind_of(MODELS, section, "model", ("min_hw", "layout", "module", "prunable"))
+
+
+def check_options(model: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that the named network has not."""
+    kind: Any = model_kind(model)
+    known = [f.name for f in fields(kind) if f.name not in ("input_chw", "classes")]
+    check_names("model", {k: v for k, v in model.items() if k != "name"}, known)

@@ -1,0 +1,243 @@
+"""A sub-model as a file of its own, for a device that knows nothing of federated learning.
+
+Networks that normalise by the batch at hand say nothing sensible about one image. So the statistics of every batch norm
+are taken once from the server's proxy data (as static batch norm does in HeteroFL, ICLR 2021, Sec. 3, there from the
+clients' data), and become part of the exported model. What it then reaches on the test set is another figure than that
+of the rounds; both are kept.
+
+A folder per level: `model.safetensors`; `submodel.json`, from which `load` builds the network again; `model.onnx`,
+which takes raw images and needs nothing of this package.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor, nn
+
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
+from fl_engine.core.slicing import runnable
+from fl_engine.core.types import FULL, Data, ModelFamily, Params, PoolModel, SubmodelSpec
+from fl_engine.models.build import build_model
+from fl_engine.storage.store import FolderStore, decode, encode, sha256
+from fl_engine.training.evaluation import collect_statistics, score, weights_of
+
+ABOUT, WEIGHTS, ONNX = "submodel.json", "model.safetensors", "model.onnx"
+OPSET = 18
+AGREE = 1e-3
+"""How far a logit of the ONNX file may be from the network's, on test images."""
+CHECKED = 64
+
+
+class About(BaseModel):
+    """submodel.json."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    level: str
+    dataset: str
+    model: str
+    """As in `model.name`."""
+    options: dict[str, Any]
+    """Of the network, the `model` section of a configuration less its name."""
+    input_chw: tuple[int, int, int]
+    """Images are uint8; mean and std normalise x / 255."""
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    spec: dict[str, Any]
+    ensemble: bool
+    """Answers with the mean over its exits."""
+    accuracy_trained: float
+    """On the test set, as in the rounds."""
+    accuracy_exported: float
+    """On the test set, with the statistics of the proxy data."""
+    weights_sha256: str
+
+
+class Classifier(nn.Module):
+    """Raw images (B, C, H, W), uint8, to logits (B, classes)."""
+
+    def __init__(self, network: nn.Module, mean: tuple[float, ...], std: tuple[float, ...], ensemble: bool) -> None:
+        super().__init__()
+        self.network = network
+        self.ensemble = ensemble
+        self.mean: Tensor
+        self.std: Tensor
+        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out = self.network((images.to(torch.float32) / 255 - self.mean) / self.std)
+        exits: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
+        return torch.stack(exits).mean(0) if self.ensemble else exits[-1]
+
+
+@dataclass(frozen=True)
+class Exported:
+    about: About
+    network: Classifier
+
+
+def export(
+    model_name: str,
+    family: ModelFamily,
+    published: Params,
+    member: PoolModel,
+    data: Data,
+    proxy: Tensor,
+    trained: float,
+    out: Path,
+) -> Exported:
+    """Writes submodel.json and model.safetensors of one pool model into `out`. `published` is what
+    `evaluate.published` gave, `proxy` (N,) the positions of the server's samples in the training data, `trained` the
+    accuracy that the rounds ended with.
+
+    Raises ConfigError where statistics are wanted and there is no proxy, or the network cannot keep any.
+    """
+    params = weights_of(published, family.layout(), member)
+    family, params = with_statistics(family, params, member.spec, data, proxy)
+    network = runnable(family, member.spec, params).eval()
+    classifier = Classifier(network, data.mean, data.std, member.ensemble).eval()
+    weights = encode(params)
+    own = {f.name: getattr(family, f.name) for f in fields(cast(Any, family))}
+    about = About(
+        level=member.name,
+        dataset=data.name,
+        model=model_name,
+        options={k: v for k, v in own.items() if k not in ("input_chw", "classes")},
+        input_chw=data.input_chw,
+        classes=data.classes,
+        mean=data.mean,
+        std=data.std,
+        spec=member.spec.to_json(),
+        ensemble=member.ensemble,
+        accuracy_trained=trained,
+        accuracy_exported=score(network, data, member.ensemble).accuracy,
+        weights_sha256=sha256(weights),
+    )
+    store = FolderStore(out)
+    store.put(WEIGHTS, weights)
+    store.put(ABOUT, (about.model_dump_json(indent=1) + "\n").encode())
+    return Exported(about, classifier)
+
+
+def with_statistics(
+    family: ModelFamily, params: Params, spec: SubmodelSpec, data: Data, proxy: Tensor
+) -> tuple[ModelFamily, Params]:
+    """The network that keeps batch-norm statistics, and the weights with those of the proxy samples; both as they are
+    where there is nothing to collect."""
+    module = runnable(family, spec, dict(params)).eval()
+    if not _by_batch(module):
+        return family, params
+    check(family, len(proxy))
+    images = data.train_x[proxy]
+    collect_statistics(module, data, images, "cpu", min(128, len(images)))
+    found = dict(params)
+    for name, norm in module.named_modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            assert norm.running_mean is not None and norm.running_var is not None
+            found |= {f"{name}.running_mean": norm.running_mean, f"{name}.running_var": norm.running_var}
+    return replace(cast(Any, family), norm="static"), found
+
+
+def check(family: ModelFamily, proxy: float) -> None:
+    """Raises ConfigError where statistics are wanted and there is no proxy (its size), or the network keeps none."""
+    if not _by_batch(family.module(FULL)):
+        return
+    if not proxy:
+        raise ConfigError(
+            "exporting a network that normalises by its batch takes statistics from the server's proxy data, and "
+            "there is none: set partition.proxy above 0, or model.norm=static"
+        )
+    if "norm" not in {f.name for f in fields(cast(Any, family))}:
+        raise ConfigError(f"{type(family).__name__} has no option norm=static: it cannot be exported")
+
+
+def _by_batch(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.BatchNorm2d) and m.running_mean is None for m in module.modules())
+
+
+def to_onnx(exported: Exported, data: Data, path: Path) -> Path:
+    """The classifier as ONNX: `images` uint8 (n, C, H, W) -> `logits` float32 (n, classes), any n.
+
+    Raises EnvironmentFailure without onnx and onnxruntime, IntegrityError where the file answers something else on
+    test images than the network.
+    """
+    try:
+        import onnx  # noqa: F401 - torch wants it
+        import onnxruntime
+    except ImportError as error:
+        raise EnvironmentFailure(
+            f"{error.name} is not installed: pip install 'flexfleet[export]', or --set publish.onnx=false"
+        ) from error
+    images = data.test_x[:CHECKED]
+    _quietly(exported.network, images[:2], path)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (answer,) = session.run(None, {"images": images.numpy()})
+    with torch.no_grad():
+        apart = float((torch.from_numpy(answer) - exported.network(images)).abs().max())
+    if not apart <= AGREE:
+        raise IntegrityError(f"{path}: its logits are {apart:g} from the network's on {len(images)} test images")
+    return path
+
+
+def _quietly(network: nn.Module, images: Tensor, path: Path) -> None:
+    """By tracing: a tenth of the time of torch's newer exporter, whose graph would be no other, as nothing in a network
+    depends on the data. It says on every call that it is not the newer one."""
+    import warnings
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            network,
+            (images,),
+            str(path),
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_axes={"images": {0: "n"}, "logits": {0: "n"}},
+            opset_version=OPSET,
+            dynamo=False,
+        )
+
+
+# ------------------------------------------------------------------------------------------------ loading
+def load(folder: str | Path) -> Classifier:
+    """The network of an exported folder, in evaluation mode: raw images (B, C, H, W), uint8, to logits (B, classes).
+
+    `load(mlflow.artifacts.download_artifacts("models:/<name>-<level>@champion"))` is a level of the champion.
+    Raises IntegrityError for files that are missing, damaged or not of each other.
+    """
+    about = read(folder)
+    path = Path(folder) / WEIGHTS
+    value = FolderStore(Path(folder)).get(WEIGHTS)
+    if sha256(value) != about.weights_sha256:
+        raise IntegrityError(f"{path} is damaged: its sha256 is not the one in {ABOUT}")
+    try:
+        family = build_model({**about.options, "name": about.model}, about.input_chw, about.classes)
+        network = runnable(family, SubmodelSpec.from_json(about.spec), decode(value, str(path)))
+    except (FlexfleetError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+        raise IntegrityError(f"{path} is not of the network that {ABOUT} describes: {error}") from error
+    return Classifier(network, about.mean, about.std, about.ensemble).eval()
+
+
+def read(folder: str | Path) -> About:
+    path = Path(folder) / ABOUT
+    try:
+        return About.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise IntegrityError(f"{path} does not exist: give the folder of an exported level") from None
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        raise IntegrityError(f"{path} is no description of an exported level: {brief(error)}") from error
+
+
+logging.getLogger("torch.onnx").setLevel(logging.ERROR)

@@ -1,0 +1,47 @@
+"""The terms of the rounds: how many, what is committed, and which answers count."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.fields import Count, Positive, Section
+from fl_engine.fleet import faults
+
+
+class RoundsConfig(Section):
+    stop: Count = 40
+    """Rounds in all; may be raised to go on with a finished run."""
+    evaluate_every: Count = 1
+    commit_every: Literal["auto"] | Count = "auto"
+    """Rounds between two commits; auto: at most one every two seconds."""
+    keep_every: Count | None = None
+    """Keep the state of every n-th round; null: only the last two commits."""
+    keep_updates: bool = False
+    """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
+    norm_bound: Positive | None = 5.0
+    """An update whose weights, or running statistics, moved further than so many times what is usual for its steps in
+    its round and the last 128 updates before it is not merged, nor one that moved half as far where the client's last
+    four did on average; null: all are. Honest ones moved up to 4.3 times as far (docs/reliability.md)."""
+    over_provision: Annotated[float, Field(ge=1)] = 1.0
+    """Ask so many times more clients than `training.fraction` says; the round takes as many updates as it says, those
+    that come first: on the simulated clock, in pods by the clock on the wall."""
+    deadline_s: Positive | None = None
+    """Updates that take longer on the simulated clock come too late; null: all are waited for. (Pods also have
+    `kubernetes.deadline_s`, by the clock on the wall.)"""
+    quorum: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the wanted updates that a merge takes; with fewer, the model is carried forward unchanged."""
+    faults: str | None = None
+    """Clients that drop out, come late or lie, on purpose: e.g. drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,
+    corrupt=0.01, each with its share of all orders (see `fl_engine.fleet.faults`); null: none."""
+
+    @field_validator("faults")
+    @classmethod
+    def _faults(cls, value: str | None) -> str | None:
+        try:
+            faults.parse(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return value

@@ -1,0 +1,177 @@
+"""Who runs a run whose ledger several machines can reach: one coordinator at a time.
+
+    lease/00003.json    the third coordinator's: who it is, and a count that it raises every BEAT_S seconds
+
+To take over is to create the file of the next number, which one alone can. That is allowed when the holder has let go,
+is a process of this machine that is gone, or has not raised its count for TTL_S seconds by the watch of the one that
+waits (clocks are not compared). Otherwise the newcomer says who holds the run.
+
+A holder that was paused or cut off and was replaced meanwhile is fenced off: it sees a higher number before whatever it
+commits, and stops. Should it be paused right after it looked, it still harms nothing: a commit and the files that it
+vouches for carry their writer's number, the highest counts, and nobody deletes those of a higher one (`ledger`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, Replaced
+from fl_engine.storage.store import Store
+
+log = logging.getLogger("flexfleet")
+
+BEAT_S = 5.0
+TTL_S = 20.0
+POLL_S = 0.5
+
+
+class Holder(BaseModel):
+    """`machine` is the same for processes that see each other's process numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    schema_version: Literal[1] = 1
+    host: str
+    machine: str
+    pid: int
+    since: str
+    beats: int = 0
+    released: bool = False
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} (since {self.since})"
+
+
+class Lease:
+    """`number` counts the coordinators that the run has had."""
+
+    def __init__(self, store: Store, number: int, holder: Holder) -> None:
+        self._store = store
+        self._holder = holder
+        self._ended = threading.Event()
+        self.number = number
+
+    def check(self) -> None:
+        """Raises Replaced where another coordinator has taken over."""
+        number = _newest(self._store)
+        if number > self.number:
+            raise Replaced(
+                f"{self._store.uri()}: {_read(self._store, number) or 'another coordinator'} has taken over while this "
+                "one did not answer; nothing is lost, and nothing is left to do here"
+            )
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self._holder = self._holder.model_copy(update={"beats": self._holder.beats + 1})
+            with suppress(FlexfleetError):  # the store may answer again before anybody takes over
+                self._say()
+
+    def _say(self) -> None:
+        self._store.put(_key(self.number), self._holder.model_dump_json().encode())
+
+    def release(self) -> None:
+        self._ended.set()
+        self._holder = self._holder.model_copy(update={"released": True})
+        with suppress(FlexfleetError):  # who comes next waits then
+            self._say()
+
+
+@contextmanager
+def held(store: Store) -> Iterator[Lease]:
+    """The lease of the run in `store`, until the block ends. Raises ConfigError where another coordinator has it, and
+    EnvironmentFailure where the store cannot keep two apart."""
+    lease = _acquire(store)
+    threading.Thread(target=lease._beat, daemon=True, name="lease").start()
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def _acquire(store: Store) -> Lease:
+    machine, now = _machine(), datetime.now(UTC).isoformat(timespec="seconds")
+    mine = Holder(host=socket.gethostname(), machine=machine, pid=os.getpid(), since=now)
+    while True:
+        newest = _newest(store)
+        if newest:
+            _wait_for(store, newest, machine)
+        if store.create(_key(newest + 1), mine.model_dump_json().encode()):
+            if store.create(_key(newest + 1), b""):
+                raise EnvironmentFailure(
+                    f"{store.uri()}: this server ignores If-None-Match, so that two coordinators could not be kept "
+                    "apart: update it, or keep the ledger in a folder"
+                )
+            store.delete(*(key for key in store.list("lease/") if _number(key) <= newest))
+            return Lease(store, newest + 1, mine)
+
+
+def _wait_for(store: Store, number: int, machine: str) -> None:
+    """Returns when this lease may be taken over. Raises ConfigError when its holder lives."""
+    first, started, told = _read(store, number), time.monotonic(), False
+    while first is not None and not first.released:
+        gone = first.machine == machine and not _alive(first.pid)
+        if gone or time.monotonic() - started > TTL_S:
+            log.warning("going on in the place of %s, which has not let go", first)
+            return
+        if not told:
+            log.info("the run was held by %s: waiting up to %.0f s for a sign of life", first, TTL_S)
+            told = True
+        time.sleep(POLL_S)
+        if _newest(store) > number:
+            return  # somebody else was quicker, and is looked at next
+        now = _read(store, number)
+        if now is not None and now.beats != first.beats:
+            raise ConfigError(f"{store.uri()} is being run by {now}: wait for it, or stop it first")
+        first = now
+
+
+def _read(store: Store, number: int) -> Holder | None:
+    try:
+        return Holder.model_validate_json(store.get(_key(number)))
+    except (IntegrityError, ValidationError):  # deleted by the next one, or never whole
+        return None
+
+
+def _newest(store: Store) -> int:
+    return max((_number(key) for key in store.list("lease/")), default=0)
+
+
+def _key(number: int) -> str:
+    return f"lease/{number:05d}.json"
+
+
+def _number(key: str) -> int:
+    name = key.removeprefix("lease/").removesuffix(".json")
+    return int(name) if name.isdecimal() else 0
+
+
+def _machine() -> str:
+    """The boot and the namespace of process numbers: in another container, the same number is another process."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with suppress(OSError):
+            parts.append(os.readlink(path) if path.endswith("pid") else Path(path).read_text().strip())
+    return json.dumps(parts)
+
+
+def _alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # an earlier process of this number: the first one of a restarted container
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

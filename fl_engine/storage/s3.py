@@ -1,0 +1,429 @@
+"""The run store on S3, and what a device sees of it.
+
+The coordinator speaks to the bucket with ambient credentials (boto3's: environment, files, the pod's role);
+AWS_ENDPOINT_URL names a server that is not Amazon's. A client that holds no keys gets URLs to read and leave to upload,
+each good for one key and a limited time; FLEXFLEET_SIGNING_AWS_* may name narrower credentials that sign them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import urllib3
+from pydantic import BaseModel, ConfigDict
+
+from fl_engine.core.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    IntegrityError,
+    Refused,
+    Unreachable,
+    certificate_hint,
+    masked,
+)
+from fl_engine.storage.store import check_size, sha256
+
+if TYPE_CHECKING:
+    from botocore.exceptions import ClientError
+
+T = TypeVar("T")
+
+PART = 64 * 2**20
+"""Larger values go up in parts of so many bytes."""
+ATTEMPTS = 6
+"""So often a request is made that the server does not answer, or answers with 429 or 5xx."""
+READS = 4
+"""A body that breaks off is asked for so many times."""
+SENDS = 3
+"""A value that arrives damaged is uploaded so many times."""
+PIECE = 2**20
+"""A body is read in pieces of so many bytes."""
+PAGE = 1000
+"""Keys of one listing or deletion."""
+OWN = "FLEXFLEET_"
+"""In front of a variable that boto3 reads: for this alone, where something else of the process reads the other."""
+SIGNING = "FLEXFLEET_SIGNING_"
+"""The same: for what clients get alone, which then can do no more than these credentials."""
+MISSING = ("NoSuchKey", "404", "NotFound")
+FIXED = {
+    # As good as private, and the one ACL that Amazon's buckets take since ACLs are off by default. The bucket's owner
+    # can read it where other credentials have signed.
+    "acl": "bucket-owner-full-control",
+    "Content-Type": "application/octet-stream",
+    # The answer then has the ETag, with every server.
+    "success_action_status": "201",
+}
+"""What the form of an upload says besides its key, and a client cannot change."""
+ETAG = re.compile(rb"<ETag>(?:\"|&quot;|&#34;)?([0-9a-f]{32})(?:\"|&quot;|&#34;)?</ETag>")
+
+Verb = Literal["POST", "PUT"]
+
+
+class Upload(BaseModel):
+    """Leave to write one key. POST: a form, whose policy fixes the key, ACL and type, and 1 to `size` bytes; PUT: a URL
+    signed for exactly `size` bytes and a type. Which of them a server enforces, `probe` sees."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    verb: Verb
+    url: str
+    fields: dict[str, str]
+    """Of the form; with PUT, headers."""
+    size: int
+    """In bytes."""
+
+
+class S3Store:
+    """A store under `s3://bucket/prefix`. Every value carries its sha256 as metadata, verified when it is read; one
+    that came through a presigned URL has none, and is vouched for by what names it (a manifest).
+
+    `get`, `put`, `list` and `delete` raise EnvironmentFailure where the server refuses or cannot be reached, after
+    retries; `ca_bundle` and region come from the environment too.
+    """
+
+    def __init__(self, uri: str, endpoint: str | None = None, settings: str = OWN) -> None:
+        """`settings` is what stands in front of the environment's variables with this store's address and credentials;
+        where they are not set, those after OWN count, then boto3's."""
+        scheme, _, rest = uri.partition("://")
+        self._bucket, _, prefix = rest.partition("/")
+        if scheme != "s3" or not self._bucket or masked(uri) != uri:
+            raise ConfigError(f"an S3 store is s3://bucket/prefix, got {masked(uri)!r}")
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self._endpoint = endpoint
+        self._settings = settings
+        self._made: dict[tuple[str | None, str], Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": {}}  # a connection is not for another process
+
+    @property
+    def _client(self) -> Any:
+        return self._client_of(self._endpoint)
+
+    def _client_of(self, endpoint: str | None, settings: str = "") -> Any:
+        made = endpoint, settings or self._settings
+        if made not in self._made:
+            self._made[made] = _connect(*made)
+        return self._made[made]
+
+    def put(self, key: str, value: bytes) -> None:
+        given = {"Bucket": self._bucket, "Key": self._prefix + key, "Metadata": {"sha256": sha256(value)}}
+        with self._explained(key):
+            if len(value) <= PART:
+                self._client.put_object(Body=value, ContentMD5=_md5(value), **given)
+            else:
+                self._put_parts(value, given)
+
+    def create(self, key: str, value: bytes) -> bool:
+        from botocore.exceptions import ClientError
+
+        given = {"Bucket": self._bucket, "Key": self._prefix + key, "Metadata": {"sha256": sha256(value)}}
+        with self._explained(key):
+            try:
+                self._client.put_object(Body=value, ContentMD5=_md5(value), IfNoneMatch="*", **given)
+            except ClientError as error:
+                # 409: somebody else is at it this very moment.
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] in (409, 412):
+                    return False
+                raise
+        return True
+
+    def _put_parts(self, value: bytes, given: Mapping[str, Any]) -> None:
+        """The object appears whole when the upload is completed, or never."""
+        where = {"Bucket": given["Bucket"], "Key": given["Key"]}
+        upload = {**where, "UploadId": self._client.create_multipart_upload(**given)["UploadId"]}
+        try:
+            parts = []
+            for number, start in enumerate(range(0, len(value), PART), 1):
+                body = value[start : start + PART]
+                sent = self._client.upload_part(Body=body, ContentMD5=_md5(body), PartNumber=number, **upload)
+                parts.append({"PartNumber": number, "ETag": sent["ETag"]})
+            self._client.complete_multipart_upload(MultipartUpload={"Parts": parts}, **upload)
+        except BaseException:
+            self._client.abort_multipart_upload(**upload)
+            raise
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        def read() -> bytes:
+            found = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+            check_size(self.uri(key), found.get("ContentLength", 0), limit)
+            value = _whole(found["Body"], self.uri(key), limit)
+            expected = found["Metadata"].get("sha256")
+            if expected not in (None, sha256(value)):
+                raise IntegrityError(f"{self.uri(key)} is damaged: {len(value)} bytes whose sha256 is not {expected}")
+            return value
+
+        with self._explained(key):
+            return _again(read)
+
+    def list(self, prefix: str) -> list[str]:
+        pages = self._client.get_paginator("list_objects_v2")
+        with self._explained(prefix):
+            found = [
+                item["Key"].removeprefix(self._prefix)
+                for page in pages.paginate(
+                    Bucket=self._bucket, Prefix=self._prefix + prefix, PaginationConfig={"PageSize": PAGE}
+                )
+                for item in page.get("Contents", ())
+            ]
+        return sorted(found)
+
+    def delete(self, *keys: str) -> None:
+        with self._explained(keys[0] if keys else ""):
+            for start in range(0, len(keys), PAGE):
+                objects = [{"Key": self._prefix + key} for key in keys[start : start + PAGE]]
+                answer = self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
+                for error in answer.get("Errors", ()):
+                    raise EnvironmentFailure(f"{self.uri()}: {error['Key']} cannot be deleted: {error['Code']}")
+
+    def sweep(self, prefix: str) -> None:
+        with self._explained(prefix):
+            pages = self._client.get_paginator("list_multipart_uploads")
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
+                for upload in page.get("Uploads", ()):
+                    self._client.abort_multipart_upload(
+                        Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                    )
+
+    def uri(self, key: str = "") -> str:
+        return f"s3://{self._bucket}/{self._prefix}{key}".rstrip("/")
+
+    def presign(self, key: str, seconds: int, endpoint: str | None = None) -> str:
+        """A URL that reads `key`, good for `seconds`; `endpoint` is what devices call the server, where that
+        differs. To write, there is `upload`."""
+        client = self._client_of(endpoint or self._endpoint, SIGNING if self._settings == OWN else "")
+        where = {"Bucket": self._bucket, "Key": self._prefix + key}
+        url: str = client.generate_presigned_url("get_object", Params=where, ExpiresIn=seconds)
+        return url
+
+    def upload(self, key: str, size: int, seconds: int, verb: Verb, endpoint: str | None = None) -> Upload:
+        """Leave to write `key` for `seconds`: at most `size` bytes by POST, exactly so many by PUT."""
+        client = self._client_of(endpoint or self._endpoint, SIGNING if self._settings == OWN else "")
+        where = {"Bucket": self._bucket, "Key": self._prefix + key}
+        if verb == "PUT":
+            headers = {"Content-Type": FIXED["Content-Type"]}
+            given = {**where, "ContentType": FIXED["Content-Type"], "ContentLength": size}
+            url = client.generate_presigned_url("put_object", Params=given, ExpiresIn=seconds)
+            return Upload(verb=verb, url=url, fields=headers, size=size)
+        conditions = [{name: value} for name, value in FIXED.items()]
+        form = client.generate_presigned_post(
+            **where, Fields=FIXED, Conditions=[*conditions, ["content-length-range", 1, size]], ExpiresIn=seconds
+        )
+        return Upload(verb=verb, url=form["url"], fields=form["fields"], size=size)
+
+    @contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
+
+        try:
+            yield
+        except ClientError as error:
+            code = error.response.get("Error", {}).get("Code", "")
+            if code in MISSING:
+                raise IntegrityError(f"{self.uri(key)} is missing from the run store") from None
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            kind = Unreachable if status >= 500 or status in (408, 429) else Refused
+            raise kind(_why(error, self.uri(key))) from error
+        except (BotoCoreError, urllib3.exceptions.HTTPError) as error:
+            gone = isinstance(error, HTTPClientError | urllib3.exceptions.HTTPError)
+            refused = isinstance(error, SSLError | urllib3.exceptions.SSLError)
+            raise (Unreachable if gone and not refused else EnvironmentFailure)(
+                f"{self.uri(key)} cannot be reached: {error}. Check AWS_ENDPOINT_URL, the credentials and the network"
+                f"{certificate_hint(str(error))}"
+            ) from error
+
+
+class UrlStore:
+    """What a client without keys sees of a store: URLs of the keys that it may read, leave to write others. Raises
+    EnvironmentFailure where the server does not answer, after retries, and IntegrityError where it refuses."""
+
+    def __init__(self, reads: Mapping[str, str], writes: Mapping[str, Upload]) -> None:
+        self._reads, self._writes = reads, writes
+        self._pool = patient_pool()
+
+    def put(self, key: str, value: bytes) -> None:
+        if (upload := self._writes.get(key)) is None:
+            raise IntegrityError(f"no leave was given to write {key}")
+        for _ in range(SENDS):
+            with self._explained(upload.verb, key, upload.url):
+                answer = send(self._pool, upload, value)
+                self._check(answer, upload.verb, key)
+            if _etag(answer) in (None, hashlib.md5(value, usedforsecurity=False).hexdigest()):
+                return
+        raise IntegrityError(
+            f"{upload.verb} {self.uri(key)}: {SENDS} times other bytes arrived than the {len(value)} that were sent"
+        )
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        if (url := self._reads.get(key)) is None:
+            raise IntegrityError(f"no URL was given to read {key}")
+
+        def read() -> bytes:
+            answer = self._pool.request("GET", url, preload_content=False)
+            try:
+                self._check(answer, "GET", key)
+                return _whole(answer, self.uri(key), limit)
+            finally:
+                answer.release_conn()
+
+        with self._explained("GET", key, url):
+            return _again(read)
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted(key for key in self._reads if key.startswith(prefix))
+
+    def create(self, key: str, value: bytes) -> bool:
+        raise IntegrityError(f"a client creates nothing that others may, asked for {key}")
+
+    def delete(self, *keys: str) -> None:
+        raise IntegrityError(f"a client deletes nothing, asked for {', '.join(keys)}")
+
+    def sweep(self, prefix: str) -> None:
+        raise IntegrityError(f"a client deletes nothing, asked to sweep {prefix}")
+
+    def uri(self, key: str = "") -> str:
+        return f"the run store's {key}"
+
+    @contextmanager
+    def _explained(self, verb: str, key: str, url: str) -> Iterator[None]:
+        try:
+            yield
+        except urllib3.exceptions.HTTPError as error:
+            said = _without_query(str(error), url)
+            raise EnvironmentFailure(f"{verb} {self.uri(key)}: {said}{certificate_hint(said)}") from None
+
+    def _check(self, answer: urllib3.BaseHTTPResponse, verb: str, key: str) -> None:
+        if answer.status >= 300:
+            said = answer.data[:300].decode(errors="replace")
+            kind = EnvironmentFailure if answer.status >= 500 or answer.status == 429 else IntegrityError
+            raise kind(f"{verb} {self.uri(key)}: HTTP {answer.status} {said}")
+
+
+def patient_pool() -> urllib3.PoolManager:
+    """Connections on which a request is made again that meets no answer, 429 or 5xx."""
+    retry = urllib3.Retry(
+        6, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=(429, 500, 502, 503, 504),
+        allowed_methods=None, raise_on_status=False,
+    )  # fmt: skip
+    return urllib3.PoolManager(retries=retry, timeout=urllib3.Timeout(connect=10, read=120))
+
+
+def send(
+    pool: urllib3.PoolManager, upload: Upload, value: bytes, headers: Mapping[str, str] = MappingProxyType({})
+) -> urllib3.BaseHTTPResponse:
+    """The answer to an upload, whatever it is; `headers`: more of them."""
+    if upload.verb == "PUT":
+        given = {**upload.fields, "Content-MD5": _md5(value), **headers}
+        return pool.request("PUT", upload.url, body=value, headers=given, redirect=False)
+    # What follows the file is not read.
+    form: dict[str, str | tuple[str, bytes, str]] = {**upload.fields}
+    form["file"] = ("value", value, FIXED["Content-Type"])
+    # Some servers answer a form that its policy does not allow with a redirect.
+    return pool.request("POST", upload.url, fields=form, headers=dict(headers), redirect=False)
+
+
+def _etag(answer: urllib3.BaseHTTPResponse) -> str | None:
+    """The MD5 of what arrived; None where the server does not say it: its ETags are something else for some kinds of
+    encryption and storage. What is damaged then is seen when it is read, by the manifest's sha256."""
+    if answer.headers.get("x-amz-server-side-encryption", "").startswith("aws:kms"):
+        return None
+    said = re.fullmatch('"?([0-9a-f]{32})"?', answer.headers.get("ETag", ""))
+    if said is not None:
+        return said[1]
+    inside = ETAG.search(answer.data)
+    return None if inside is None else inside[1].decode()
+
+
+def _connect(endpoint: str | None, settings: str) -> Any:
+    import boto3.session
+    from botocore.config import Config
+
+    named = endpoint or endpoint_of(settings)
+    config = Config(
+        signature_version="s3v4",
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+        connect_timeout=10,
+        read_timeout=120,
+        s3={"addressing_style": "path"} if named else {},
+        # Other servers than Amazon's do not know the newer checksums; sha256 and MD5 are sent and checked here.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    region = setting("AWS_REGION", settings) or setting("AWS_DEFAULT_REGION", settings) or "us-east-1"
+    given = _credentials(settings) or _credentials(OWN)
+    session = boto3.session.Session(*given or ())  # without own ones: wherever boto3 finds them
+    return session.client("s3", endpoint_url=named, region_name=region, config=config)
+
+
+def _credentials(prefix: str) -> tuple[str, str, str | None] | None:
+    key, secret, token = (
+        os.environ.get(f"{prefix}AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN")
+    )
+    if key and secret:
+        return key, secret, token or None
+    if key or secret or token:
+        raise ConfigError(f"{prefix}AWS_ACCESS_KEY_ID and {prefix}AWS_SECRET_ACCESS_KEY go together: set both, or none")
+    return None
+
+
+def setting(name: str, settings: str = OWN) -> str | None:
+    return os.environ.get(f"{settings}{name}") or os.environ.get(f"{OWN}{name}") or os.environ.get(name)
+
+
+def endpoint_of(settings: str = OWN) -> str | None:
+    """The server's address; None: Amazon's."""
+    return setting("AWS_ENDPOINT_URL_S3", settings) or setting("AWS_ENDPOINT_URL", settings)
+
+
+def _again(read: Callable[[], T]) -> T:
+    """Repeats a read whose body broke off. What is whole, but too large or damaged, is so on every try."""
+    from botocore.exceptions import BotoCoreError
+
+    for attempt in range(READS - 1):
+        try:
+            return read()
+        except (BotoCoreError, urllib3.exceptions.HTTPError):
+            time.sleep(0.2 * 2**attempt)
+    return read()
+
+
+def _whole(body: Any, name: str, limit: int | None) -> bytes:
+    """Never reads more than a byte beyond the limit, whatever length the server has announced."""
+    value = bytearray()
+    while piece := body.read(PIECE if limit is None else min(PIECE, limit + 1 - len(value))):
+        value += piece
+        if limit is not None and len(value) > limit:
+            body.close()
+            raise IntegrityError(f"{name} holds more than the {limit} bytes that were expected")
+    return bytes(value)
+
+
+def _why(error: ClientError, uri: str) -> str:
+    code, said = error.response["Error"].get("Code", ""), error.response["Error"].get("Message", "")
+    hints = {
+        "NoSuchBucket": "create the bucket, or correct run.remote",
+        "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID",
+        "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY",
+        "AccessDenied": "the credentials may not do this: check the bucket's policy",
+        "RequestTimeTooSkewed": "set this machine's clock",
+    }
+    return f"{uri}: the server refuses {error.operation_name} with {code} {said}. " + hints.get(
+        code, "Check AWS_ENDPOINT_URL and the credentials"
+    )
+
+
+def _md5(value: bytes) -> str:
+    return base64.b64encode(hashlib.md5(value, usedforsecurity=False).digest()).decode()
+
+
+def _without_query(text: str, url: str) -> str:
+    """A presigned URL's query is a secret."""
+    query = url.partition("?")[2]
+    return text.replace(query, "...") if query else text

@@ -1,0 +1,199 @@
+"""The run store: keys to bytes. A key is a relative path with forward slashes.
+
+A write is atomic and durable when it returns: a reader, or a process started after a kill, sees the old bytes or the
+new ones, never a part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import safetensors.torch
+from safetensors import SafetensorError
+
+from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityError, first_line
+from fl_engine.core.types import Params
+
+
+class Store(Protocol):
+    """All raise EnvironmentFailure where the store does not do it: no space, no access, no answer."""
+
+    def put(self, key: str, value: bytes) -> None: ...
+
+    def create(self, key: str, value: bytes) -> bool:
+        """Puts what is not there yet; False where something of that key is. Of several at once, one succeeds."""
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        """Raises IntegrityError where the key does not exist, or holds more than `limit` bytes."""
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys that start with `prefix`, sorted."""
+
+    def delete(self, *keys: str) -> None:
+        """Deleting what does not exist is no error: a kill may have come between two deletions."""
+
+    def sweep(self, prefix: str) -> None:
+        """Removes what writes under `prefix` left that a kill cut off. Only while nobody else writes there."""
+
+    def uri(self, key: str = "") -> str: ...
+
+
+class FolderStore:
+    """A store in a folder of the local file system."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    def put(self, key: str, value: bytes) -> None:
+        self._write(key, value, os.replace)
+
+    def create(self, key: str, value: bytes) -> bool:
+        try:
+            self._write(key, value, os.link)
+        except FileExistsError:
+            return False
+        return True
+
+    def _write(self, key: str, value: bytes, name: Callable[[Path, Path], None]) -> None:
+        """Writes a file beside the one that is meant, then gives it its name."""
+        path = self.root / key
+        part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+        with self._explained(key):
+            changed = [path.parent]  # folders with a new entry: without their fsync a power cut forgets the name
+            while not changed[-1].exists():
+                changed.append(changed[-1].parent)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(part, "wb") as file:
+                    file.write(value)
+                    file.flush()
+                    os.fsync(file.fileno())
+                name(part, path)
+            except OSError:
+                part.unlink(missing_ok=True)  # a full disk would not be less full
+                raise
+            part.unlink(missing_ok=True)  # where its name is a second one
+            for folder in changed:
+                descriptor = os.open(folder, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        try:
+            with self._explained(key), open(self.root / key, "rb") as file:
+                check_size(self.uri(key), os.fstat(file.fileno()).st_size, limit)
+                return file.read()
+        except FileNotFoundError:
+            raise IntegrityError(f"{self.uri(key)} is missing from the run store") from None
+
+    def list(self, prefix: str) -> list[str]:
+        base = self.root / prefix.rpartition("/")[0]
+        with self._explained(prefix):
+            if not base.is_dir():
+                return []
+            found = []
+            for folder, _, names in os.walk(base, onerror=_unreadable):
+                here = Path(folder).relative_to(self.root).as_posix()
+                found += [name if here == "." else f"{here}/{name}" for name in names if not name.endswith(".part")]
+            return sorted(key for key in found if key.startswith(prefix))
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            path = self.root / key
+            with self._explained(key):
+                path.unlink(missing_ok=True)
+                folder = path.parent
+                while folder != self.root and folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
+                    folder = folder.parent
+
+    def sweep(self, prefix: str) -> None:
+        with self._explained(prefix):
+            for part in (self.root / prefix).rglob(".*.part"):
+                part.unlink(missing_ok=True)
+
+    @contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except OSError as error:
+            raise EnvironmentFailure(f"{self.uri(key)}: {error.strerror or error}") from error
+
+    def uri(self, key: str = "") -> str:
+        return str(self.root / key)
+
+
+def _unreadable(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # deleted since it was listed
+        raise error
+
+
+def check_size(name: str, size: int, limit: int | None) -> None:
+    """Raises IntegrityError for more than `limit` bytes."""
+    if limit is not None and size > limit:
+        raise IntegrityError(f"{name} holds {size} bytes, at most {limit} were expected")
+
+
+def canonical(value: Any) -> bytes:
+    """JSON, the same for equal values. Raises ValueError for a number that is not finite."""
+    return json.dumps(value, sort_keys=True, allow_nan=False).encode()
+
+
+def sha256(value: bytes) -> str:
+    return hashlib.sha256(value).hexdigest()
+
+
+def encode(tensors: Params, metadata: Mapping[str, str] | None = None) -> bytes:
+    """safetensors bytes: a length, a JSON header, the raw tensors. The same tensors give the same bytes."""
+    own: Params = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous()
+        # safetensors refuses two names for one memory, which is how a state may remember the model before.
+        own[name] = whole.clone() if whole.untyped_storage().data_ptr() in seen else whole
+        seen.add(whole.untyped_storage().data_ptr())
+    value: bytes = safetensors.torch.save(own, dict(metadata or {}))
+    return value
+
+
+MOST_HEADER = 100_000_000
+"""Bytes of a header: safetensors reads none that is longer."""
+
+
+def padded(value: bytes, length: int) -> bytes:
+    """safetensors bytes, made `length` long by spaces at the end of their header, which the format allows. Raises
+    ClientError where that is more than it allows."""
+    header, more = int.from_bytes(value[:8], "little"), length - len(value)
+    if more < 0 or header + more > MOST_HEADER:
+        raise ClientError(
+            f"an update of {len(value)} bytes cannot be uploaded as exactly {length}, which is how this S3 server is "
+            "told a limit: use a server that takes POST policies"
+        )
+    at = 8 + header
+    return b"".join(((header + more).to_bytes(8, "little"), value[8:at], b" " * more, value[at:]))
+
+
+def decode(value: bytes, name: str) -> Params:
+    """Raises IntegrityError naming the file where the bytes are no safetensors."""
+    try:
+        tensors: Params = safetensors.torch.load(value)
+    # What its header declares, torch has to make: sizes that overflow are its errors, not the parser's.
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError, OverflowError) as error:
+        raise IntegrityError(f"{name} cannot be read as safetensors: {first_line(error)}") from error
+    return tensors
+
+
+def tensor_bytes(tensors: Params) -> int:
+    """What a transfer of these tensors costs, headers apart."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())

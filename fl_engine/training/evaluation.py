@@ -1,0 +1,171 @@
+"""Accuracy and loss of each pool model on held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_engine.core import seeds
+from fl_engine.core.slicing import runnable, take
+from fl_engine.core.types import Data, ModelFamily, ParamLayout, Params, Pool, PoolModel, SubmodelSpec
+
+
+@dataclass(frozen=True)
+class Score:
+    """`accuracy` in [0, 1], `loss` the mean cross entropy; `confusion` (classes, classes) int64: how many images of a
+    class (row) were taken for which (column)."""
+
+    accuracy: float
+    loss: float
+    confusion: Tensor = field(default_factory=lambda: torch.empty(0, 0), compare=False, repr=False)
+
+
+def evaluate(
+    family: ModelFamily,
+    params: Params,
+    spec: SubmodelSpec,
+    data: Data,
+    x_nchw: Tensor,
+    y_n: Tensor,
+    device: str = "cpu",
+    batch_size: int = 128,
+    *,
+    ensemble: bool = False,
+    static_bn: bool = False,
+) -> Score:
+    """Scores one sub-model, whose weights are `params`, on uint8 images.
+
+    Networks without running statistics normalise by the batch at hand in evaluation too, as the authors do; so
+    that the figure is defined, batches have a fixed size and a fixed permutation. A last batch of one image
+    joins the batch before it. With `static_bn`, statistics come from one pass over the training data instead
+    (HeteroFL, ICLR 2021, Sec. 3). A network with early exits answers with its last, or with the mean of the logits
+    of all (`ensemble`).
+    """
+    network = _network(family, params, spec, data, device, batch_size, static_bn)
+    return _one_pass([(network, ensemble)], data, x_nchw, y_n, device, batch_size)[0]
+
+
+def _network(
+    family: ModelFamily, params: Params, spec: SubmodelSpec, data: Data, device: str, batch_size: int, static_bn: bool
+) -> nn.Module:
+    module = runnable(family, spec, {k: v.to(device) for k, v in params.items()}).eval()
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if static_bn:
+        collect_statistics(module, data, data.train_x, device, batch_size)
+    return module
+
+
+def _one_pass(
+    networks: Sequence[tuple[nn.Module, bool]], data: Data, x_nchw: Tensor, y_n: Tensor, device: str, batch_size: int
+) -> list[Score]:
+    """Every network (and whether its exits vote) on each batch in turn: images are gathered and normalised once."""
+    classes = data.classes
+    taken: list[list[Tensor]] = [[] for _ in networks]
+    loss = torch.zeros(len(networks), dtype=torch.float64, device=device)
+    with torch.no_grad():
+        for chunk in _batches(len(y_n), batch_size):
+            x, y = _images(data, x_nchw, chunk, device), y_n[chunk].to(device)
+            for i, (network, ensemble) in enumerate(networks):
+                out = network(x)
+                exits: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
+                logits = torch.stack(exits).mean(0) if ensemble else exits[-1]
+                taken[i].append(y * classes + logits.argmax(1))
+                loss[i] += F.cross_entropy(logits, y, reduction="sum")
+    matrices = [torch.bincount(torch.cat(t), minlength=classes**2).view(classes, classes).cpu() for t in taken]
+    totals = zip(matrices, loss.tolist(), strict=True)
+    return [Score(int(m.trace()) / len(y_n), lost / len(y_n), m) for m, lost in totals]
+
+
+def _images(data: Data, x_nchw: Tensor, chunk: Tensor, device: str) -> Tensor:
+    return data.normalise(x_nchw[chunk].to(device)).contiguous(memory_format=torch.channels_last)
+
+
+def _batches(count: int, batch_size: int) -> list[Tensor]:
+    order = torch.from_numpy(seeds.rng(0, "evaluate").permutation(count))
+    chunks = list(torch.split(order, batch_size))
+    if len(chunks) > 1 and len(chunks[-1]) == 1:
+        chunks[-2:] = [torch.cat(chunks[-2:])]
+    return chunks
+
+
+def score(network: nn.Module, data: Data, ensemble: bool, device: str = "cpu", batch_size: int = 128) -> Score:
+    """Scores a network as it is on the test images, which are normalised for it."""
+    return _one_pass([(network, ensemble)], data, data.test_x, data.test_y, device, batch_size)[0]
+
+
+def collect_statistics(module: nn.Module, data: Data, x_nchw: Tensor, device: str, batch_size: int) -> None:
+    """Gives every batch norm the mean over all batches of these images of their mean and variance.
+
+    In the rounds' figures (HeteroFL, FedRolex) these are all training data, the server's proxy included. Where clients
+    hold the data, that is a pass in which each of them answers with sums of activations, for every level: more than the
+    weights that federated averaging shows the server, and it wants secure aggregation. An exported model takes the
+    proxy alone.
+    """
+    norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.running_mean = torch.zeros(norm.num_features, device=device)
+        norm.running_var = torch.ones(norm.num_features, device=device)
+        norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=device)
+        norm.track_running_stats, norm.momentum = True, None  # None: the plain mean over all batches
+        norm.forward = partial(nn.BatchNorm2d.forward, norm)  # type: ignore[method-assign]
+        norm.train()
+    with torch.no_grad():
+        for chunk in _batches(len(x_nchw), batch_size):
+            module(_images(data, x_nchw, chunk, device))
+    for norm in norms:
+        norm.eval()
+
+
+def weights_of(published: Params, layout: ParamLayout, model: PoolModel) -> Params:
+    """The weights with which a pool model is used: its own, kept as `<level>/<name>` (Decoupled), or its slice of the
+    global model."""
+    prefix = f"{model.name}/"
+    own = {name.removeprefix(prefix): t for name, t in published.items() if name.startswith(prefix)}
+    if own:
+        return own
+    return take({name: t for name, t in published.items() if name in layout.slots}, layout, model.spec)
+
+
+def published(state: Any) -> Params:
+    """What a state offers for use: its global model, and levels with weights of their own where it has such."""
+    params: Params = getattr(state, "published", state.params)
+    return params
+
+
+def evaluate_pool(
+    family: ModelFamily,
+    params: Params,
+    pool: Pool,
+    data: Data,
+    devices: Sequence[str] = ("cpu",),
+    batch_size: int = 128,
+) -> dict[str, Score]:
+    """Every reported pool model on the test images, by name, smallest first; spread over the devices. `params` is what
+    `published` gave."""
+    layout = family.layout()
+    reported = [m for m in pool if m.reported]
+
+    def score(place: int) -> list[Score]:
+        device = devices[place]
+        networks = [
+            (_network(family, weights_of(params, layout, m), m.spec, data, device, batch_size, m.static_bn), m.ensemble)
+            for m in reported[place :: len(devices)]
+        ]
+        return _one_pass(networks, data, data.test_x, data.test_y, device, batch_size)
+
+    with ThreadPoolExecutor(len(devices)) as threads:
+        found = list(threads.map(score, range(min(len(devices), len(reported)))))
+    return {m.name: found[i % len(devices)][i // len(devices)] for i, m in enumerate(reported)}
+
+
+def average_accuracy(scores: Mapping[str, Score]) -> float:
+    """`avg` of the papers' tables: the mean over the reported models."""
+    values: Sequence[float] = [s.accuracy for s in scores.values()]
+    return sum(values) / len(values)

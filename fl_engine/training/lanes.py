@@ -1,0 +1,255 @@
+"""Clients side by side: n copies of a network that run as one, each with weights of its own.
+
+A batch is (B, n*C, H, W): lane i has the channels i*C to (i+1)*C - 1; vectors are (B, n*F) likewise. So whatever treats
+channels one by one (ReLU, pooling, flattening, adding up branches, the mean over pixels) needs no change. Layers that
+hold weights are replaced by the ones here, whose weights have the lane as their first axis: a convolution becomes one
+of n times as many groups, a linear layer a batched matrix product.
+
+The bits of a lane do not depend on how many others run beside it, as long as there is one (a law with a test): kernels
+for a single lane add up in another order. What would break that is written in another way here, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_engine.core.errors import ModelError
+from fl_engine.core.types import Axis, ParamLayout, Params, Slot
+from fl_engine.training import kernels
+
+VECTOR = 16
+"""Floats in the largest register of a CPU (AVX-512)."""
+
+
+class Lane(nn.Module):
+    """A layer with weights (n, ...); `bind` sets them as plain attributes."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class Conv2d(Lane):
+    def __init__(self, of: nn.Conv2d) -> None:
+        super().__init__()
+        self.stride, self.padding, self.dilation, self.groups = of.stride, of.padding, of.dilation, of.groups
+        self._pixels = () if isinstance(of.padding, str) else of.padding
+        self._plain = bool(self._pixels) and set(of.dilation) == {1}
+        self._skips: tuple[int, ...] = (1, 1)
+        if set(of.kernel_size) == {1} and set(self._pixels) == {0}:
+            # oneDNN does the same, but writes beyond its memory for fewer than 8 channels on a CPU without AVX-512.
+            self._skips, self.stride = of.stride, (1, 1)
+
+    def forward(self, x_bchw: Tensor) -> Tensor:
+        if self._skips != (1, 1):
+            x_bchw = F.avg_pool2d(x_bchw, 1, self._skips)  # unlike a slice, hands a gradient back channels last
+        weight, bias = self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten()
+        groups = self.groups * len(self.weight)
+        if groups == 1 and self._plain and kernels.suits_unfolding(x_bchw, weight, self.stride, self._pixels):
+            return kernels.unfolded_conv2d(x_bchw, weight, bias, self.stride, self._pixels)
+        if groups != 3 or x_bchw.shape[1] != 3 or len(self.weight) == 1:
+            return F.conv2d(x_bchw, weight, bias, self.stride, self.padding, self.dilation, groups)
+        # Kernels for a CPU without AVX-512 take three channels for those of a picture: a fourth lane, of zeros.
+        outputs = len(weight)
+        x, weight = F.pad(x_bchw, (0, 0, 0, 0, 0, 1)), F.pad(weight, (0, 0, 0, 0, 0, 0, 0, outputs // 3))
+        bias = None if bias is None else F.pad(bias, (0, outputs // 3))
+        out = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, 4)
+        return F.pad(out, (0, 0, 0, 0, 0, -(outputs // 3)))  # as above
+
+
+class Linear(Lane):
+    def forward(self, x_bf: Tensor) -> Tensor:
+        if len(self.weight) == 1:
+            return F.linear(x_bf, self.weight[0], None if self.bias is None else self.bias[0])
+        return kernels.batched_linear(x_bf, self.weight, self.bias)
+
+
+class BatchNorm2d(Lane):
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+
+    def __init__(self, of: nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.momentum, self.eps = of.momentum or 0.0, of.eps
+
+    def forward(self, x_bchw: Tensor) -> Tensor:
+        # flatten() of what is contiguous is a view: running statistics are written where they are kept.
+        vectors = [self.running_mean, self.running_var, self.weight, self.bias]
+        mean, var, weight, bias = (None if v is None else v.flatten() for v in vectors)
+        by_batch = self.training or mean is None
+        channels = x_bchw.shape[1]
+        more = 0 if len(self.weight) == 1 else -channels % VECTOR
+        if not more:
+            return F.batch_norm(x_bchw, mean, var, weight, bias, by_batch, self.momentum, self.eps)
+        # The kernel rounds channels that do not fill a register in another way, so the last register is filled up.
+        x = F.pad(x_bchw, (0, 0, 0, 0, 0, more))
+        wide = [None if v is None else F.pad(v, (0, more)) for v in (mean, var, weight, bias)]
+        out = F.batch_norm(x, wide[0], wide[1], wide[2], wide[3], by_batch, self.momentum, self.eps)
+        for kept, updated in ((mean, wide[0]), (var, wide[1])):
+            if kept is not None and updated is not None:
+                kept.copy_(updated[:channels])
+        return F.pad(out, (0, 0, 0, 0, 0, -more))  # as above
+
+
+class MeanOfPixels(nn.Module):
+    def forward(self, x_bchw: Tensor) -> Tensor:
+        return mean_of_pixels(x_bchw)
+
+
+def mean_of_pixels(x_bchw: Tensor) -> Tensor:
+    """(B, C, H, W) -> (B, C, 1, 1). Unlike a sum over two axes, a pooling's kernel adds the pixels of every channel in
+    one order."""
+    return F.avg_pool2d(x_bchw, (x_bchw.shape[2], x_bchw.shape[3]))
+
+
+class Dropout(nn.Module):
+    """Each lane draws from its own generator, whoever trains beside it."""
+
+    generators: Sequence[torch.Generator] = ()
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        shape = (len(x), x.shape[1] // len(self.generators), *x.shape[2:])
+        masks = [x.new_empty(shape).bernoulli_(1 - self.p, generator=g) for g in self.generators]
+        return x * torch.cat(masks, dim=1) / (1 - self.p)
+
+
+@runtime_checkable
+class RunsInLanes(Protocol):
+    """A layer with weights that says itself how it runs side by side."""
+
+    def in_lanes(self) -> nn.Module: ...
+
+
+def _replacement(layer: nn.Module) -> nn.Module | None:
+    """What runs in lanes instead of this layer. None: it can stay, unless it holds weights."""
+    if isinstance(layer, RunsInLanes):
+        return layer.in_lanes()
+    if type(layer) is nn.Conv2d and layer.padding_mode == "zeros":
+        return Conv2d(layer)
+    if type(layer) is nn.Linear:
+        return Linear()
+    if type(layer) is nn.BatchNorm2d and not layer.track_running_stats:
+        return BatchNorm2d(layer)
+    if type(layer) is nn.AdaptiveAvgPool2d and layer.output_size in (1, (1, 1)):
+        return MeanOfPixels()
+    return None
+
+
+def can_run(module: nn.Module) -> bool:
+    """Whether every layer that holds weights can run side by side. Says nothing about what has none: `strategy.choose`
+    tries it."""
+    return all(_replacement(layer) is not None for layer in module.modules() if _holds_weights(layer))
+
+
+def _holds_weights(layer: nn.Module) -> bool:
+    return any(True for _ in layer.parameters(recurse=False)) or any(True for _ in layer.buffers(recurse=False))
+
+
+Forward = Callable[[Tensor], "Tensor | tuple[Tensor, ...]"]
+
+
+Generators = Callable[[], list[torch.Generator]]
+
+
+class Network:
+    """A module (without storage) prepared for lanes. `bind` gives it its weights, (n, ...) each; a module that cannot
+    run side by side is left as it is, and takes n = 1 only."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._side_by_side = can_run(module)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        """Of a single lane's weights."""
+        names = {type(m).__name__ for m in module.modules() if _holds_weights(m) and not _replacement(m)}
+        self._odd = ", ".join(sorted(names))
+        self.module = _replace(module, self._side_by_side)
+        layers = dict(self.module.named_modules())
+        self._dropouts = [layer for layer in layers.values() if isinstance(layer, Dropout)]
+        self._holders = {name: (layers[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.shapes}
+        kinds = Conv2d | Linear | nn.Conv2d | nn.Linear
+        self.weighted = {name: layer for name, layer in layers.items() if isinstance(layer, kinds)}
+        """By name, the convolutions and linear layers."""
+
+    def bind(self, params: Params, generators: Generators) -> None:
+        """From now on the network runs with these very tensors. `generators` gives one per lane, for dropout; it is
+        asked where there is some. Raises ModelError where the tensors do not fit."""
+        n = len(next(iter(params.values()), ()))
+        if not self._side_by_side and n > 1:
+            raise ModelError(f"{self._odd} cannot train clients side by side: use run.strategy=single")
+        given = {name: tuple(tensor.shape[1:]) for name, tensor in params.items()}
+        if given != self.shapes:
+            names = given.keys() | self.shapes.keys()
+            odd = sorted(name for name in names if given.get(name) != self.shapes.get(name))[:4]
+            said = ", ".join(f"{n}: {given.get(n, 'missing')} for {self.shapes.get(n, 'nothing')}" for n in odd)
+            raise ModelError(f"these parameters do not fit the sub-model ({said})")
+        for name, tensor in params.items():
+            layer, leaf = self._holders[name]
+            layer._parameters.pop(leaf, None)
+            layer._buffers.pop(leaf, None)
+            setattr(layer, leaf, tensor if self._side_by_side else tensor[0])
+        drawn = generators() if self._dropouts else []
+        for dropout in self._dropouts:
+            dropout.generators = drawn
+
+    def release(self) -> None:
+        """Forgets the tensors."""
+        for layer, leaf in self._holders.values():
+            setattr(layer, leaf, None)
+
+    def __call__(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        out: Tensor | tuple[Tensor, ...] = self.module(x)
+        return out
+
+
+def _replace(module: nn.Module, side_by_side: bool) -> nn.Module:
+    def new(layer: nn.Module) -> nn.Module | None:
+        if type(layer) is nn.Dropout:
+            return Dropout(layer.p).train(layer.training)
+        found = _replacement(layer) if side_by_side else None
+        return None if found is None else found.train(layer.training)
+
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            replaced = new(child)
+            if replaced is not None:
+                setattr(parent, name, replaced)
+    return new(module) or module
+
+
+def layout_of(layout: ParamLayout) -> ParamLayout:
+    """The layout of weights (n, ...): all lanes are cut alike."""
+    lane = Axis(None)
+    slots = {name: Slot(slot.block, (lane, *slot.axes)) for name, slot in layout.slots.items()}
+    return ParamLayout(layout.groups, slots)
+
+
+def stack(lanes: Sequence[Params], device: torch.device | None = None) -> Params:
+    """A copy, with the lane as the first axis. Convolution weights are laid out channels last."""
+    out = {}
+    for name, first in lanes[0].items():
+        if all(params[name] is first for params in lanes):
+            tensor = first.detach().to(device).repeat(len(lanes), *[1] * first.dim())
+        else:
+            tensor = torch.stack([params[name].detach() for params in lanes]).to(device)
+        out[name] = channels_last(tensor) if tensor.dim() == 5 else tensor
+    return out
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """(..., C, H, W) with the channels innermost in memory; the same shape and values."""
+    return tensor.movedim(-3, -1).contiguous().movedim(-1, -3)
+
+
+def unstack(params: Params) -> list[Params]:
+    """One state per lane, each tensor contiguous."""
+    rows = {name: tensor.detach().contiguous().unbind(0) for name, tensor in params.items()}
+    return [{name: row[i] for name, row in rows.items()} for i in range(len(next(iter(rows.values()))))]

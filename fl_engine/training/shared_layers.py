@@ -1,0 +1,69 @@
+"""What the teachers of a self-distillation need not compute: layers with the student's own weights, on its own input.
+
+In FlexFL's self-KD a teacher consists of leading channels of the student; where a group is kept in full, the two are
+one. In its pools those are the first layers, which cost most. The output that is handed on is the very tensor that the
+layer would have computed, so no bit moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from fl_engine.training.lanes import Dropout, Network
+
+Seen = dict[str, tuple[Tensor, Tensor]]
+"""By layer of the student: its last input and output."""
+
+
+@contextmanager
+def shared(student: Network, teachers: Sequence[Network]) -> Iterator[Seen]:
+    """While the context lasts, the student's forward pass leaves its outputs in what is yielded, and the teachers'
+    take them from there: call the student first, and clear it afterwards. The networks' weights of equal name and
+    shape must be the same tensors; they are in training."""
+    layers, seen = dict(student.module.named_modules()), Seen()
+    changed: list[nn.Module] = []
+    names = set()
+    for teacher in teachers:
+        for name, layer in teacher.module.named_modules():
+            if name in layers and _alike(name, student, teacher) and not _draws(layer):
+                layer.forward = partial(_reuse, seen, name, layer.forward)
+                changed.append(layer)
+                names.add(name)
+    hooks = [layers[name].register_forward_hook(partial(_keep, seen, name)) for name in names]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in changed:
+            del layer.forward
+
+
+def _alike(name: str, a: Network, b: Network) -> bool:
+    """Whether the layer consists of the same layers, of the same shape, in both."""
+    return _inside(name, a) == _inside(name, b)
+
+
+def _inside(name: str, network: Network) -> tuple[dict[str, type], dict[str, tuple[int, ...]]]:
+    first = f"{name}." if name else ""
+    layers = {n: type(layer) for n, layer in network.module.named_modules() if n == name or n.startswith(first)}
+    return layers, {n: shape for n, shape in network.shapes.items() if n.startswith(first)}
+
+
+def _draws(layer: nn.Module) -> bool:
+    return any(isinstance(inner, Dropout) and inner.p > 0 for inner in layer.modules())
+
+
+def _keep(seen: Seen, name: str, _: nn.Module, given: tuple[Any, ...], out: Any) -> None:
+    if len(given) == 1 and isinstance(out, Tensor):
+        seen[name] = given[0], out
+
+
+def _reuse(seen: Seen, name: str, compute: Callable[..., Any], *given: Any) -> Any:
+    known = seen.get(name)
+    return known[1] if known is not None and len(given) == 1 and given[0] is known[0] else compute(*given)

@@ -1,0 +1,70 @@
+"""How clients are trained: one at a time, or side by side, and then how many.
+
+Rules, not measurements: the strategy decides about bits, so the same configuration has to give the same one on a busy
+machine and an idle one. The figures they rest on are in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fl_engine.core import seeds
+from fl_engine.core.slicing import count_macs, initial_params
+from fl_engine.core.types import FULL, SGD, LocalTask, ModelFamily
+from fl_engine.training import local
+from fl_engine.training.lanes import can_run
+from fl_engine.training.numerics import Numerics, Precision
+
+log = logging.getLogger("flexfleet")
+
+SMALL_STEP = 3e8
+"""Multiply-adds of a client's training step up to which clients train side by side. In larger ones arithmetic takes so
+long that calling kernels costs nothing beside it."""
+AT_ONCE = 1.2e9
+"""Multiply-adds of a step of all lanes: with more, what they hold no longer fits into the caches."""
+WORTH_A_THREAD = 1e8
+"""Multiply-adds of a step of all lanes below which several threads only wait for Python's lock."""
+
+
+def choose(
+    family: ModelFamily, batch_size: int, clients: int, precision: Precision, devices: Sequence[str] = ("cpu",)
+) -> Numerics:
+    """Numerics for rounds of `clients` clients on `devices`."""
+    single = Numerics(precision=precision)
+    with torch.device("meta"):
+        capable = can_run(family.module(FULL))
+    if not capable or 3 * count_macs(family) * batch_size > SMALL_STEP:
+        return single
+    if not _agrees(family, batch_size, precision, devices[0]):
+        log.warning("%s mixes channels where it has no weights: clients train one at a time", type(family).__name__)
+        return single
+    return batched(family, batch_size, clients, precision, devices)
+
+
+def batched(
+    family: ModelFamily, batch_size: int, clients: int, precision: Precision, devices: Sequence[str] = ("cpu",)
+) -> Numerics:
+    """Side by side, as many as are quickest. Their number moves no bit."""
+    step = 3 * count_macs(family) * batch_size
+    lanes = min(clients, int(AT_ONCE // step))
+    if clients * step > WORTH_A_THREAD:
+        lanes = min(lanes, -(-clients // len(devices)))
+    return Numerics("batched", max(2, lanes), precision)
+
+
+def _agrees(family: ModelFamily, batch_size: int, precision: Precision, device: str) -> bool:
+    """Whether a step of two clients side by side is the step of each alone, but for rounding: on made-up samples."""
+    generator = torch.Generator().manual_seed(seeds.derive(0, "strategy"))
+    x = torch.randn(batch_size, *family.input_chw, generator=generator).to(device)
+    y = torch.randint(0, family.classes, (batch_size,), generator=generator).to(device)
+    task = LocalTask(FULL, SGD(0.01), epochs=1, batch_size=batch_size, drop_last=True, seed=0)
+    jobs = [local.Job(replace(task, seed=i), initial_params(family, i), x, y) for i in range(2)]
+    together = local.train(family, jobs, Numerics("batched", 2, precision))
+    alone = local.train(family, jobs, Numerics(precision=precision))
+    close = 1e-3 if precision == "fp32" else 3e-2
+    pairs = [(a.params[name], b.params[name]) for a, b in zip(together, alone, strict=True) for name in a.params]
+    return all(torch.allclose(a, b, rtol=close, atol=close / 10) for a, b in pairs)

@@ -1,0 +1,504 @@
+"""The console command `flexfleet`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import fl_engine
+from fl_engine.core.errors import ConfigError, masked
+from flexfleet.files import terminal as common
+
+log = logging.getLogger("flexfleet")
+
+if TYPE_CHECKING:
+    from flexfleet.config import Config
+
+MLFLOW_RUN = re.compile(r"[0-9a-f]{32}")
+
+DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
+
+  flexfleet run                                   FlexFL on the bundled digits
+  flexfleet run --set algorithm.name=all_large    its control
+  flexfleet report runs/a runs/b                  both in one page
+  flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2
+"""
+
+COMPARE = """Several algorithms on the same task, with several seeds, side by side in one table and one page.
+
+  flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2 --jobs 2
+  flexfleet compare --algorithms flexfl,no_kd=flexfl --set no_kd:algorithm.kd_weight=0
+
+--set a.b=value is for all runs, --set LABEL:algorithm.x=value for one algorithm. All runs of a seed have the same data,
+partition, fleet and training. Each is a run like any other, <run.store>/<id>/<label>-s<seed>/.
+"""
+
+
+def run(args: argparse.Namespace) -> int:
+    from flexfleet.run.run import run as run_all
+    from flexfleet.steps.prepare import config_of
+
+    config = config_of(args)
+
+    run_id = args.run_id or f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    found = run_all(
+        config,
+        run_id,
+        resume=args.resume,
+        discard_damaged=args.discard_damaged,
+        accept_numerics=args.accept_numerics,
+        shared=args.shared,
+        tags=tags_of(args.tag),
+    )
+    if args.json:
+        print(found.model_dump_json())
+    else:
+        from flexfleet.reports.report import table
+
+        print(table([Path(config.run.store) / run_id]))
+        print(f"report: {found.report}")
+        if config.tracking.mlflow:
+            print(where_tracked(config.tracking.mlflow, config.tracking.ui))
+    return 0
+
+
+def where_tracked(uri: str, ui: str | None) -> str:
+    """How to look at what MLflow has: at the server's address, or with one of one's own over a data base."""
+    if ui is not None or uri.startswith(("http://", "https://")):
+        return f"MLflow: {masked(ui or uri)}"
+    return f"MLflow: mlflow ui --backend-store-uri {masked(uri)}"
+
+
+def compare(args: argparse.Namespace) -> int:
+    from flexfleet.config import entries
+    from flexfleet.steps.prepare import config_of
+
+    if args.resume and args.id is None:
+        raise ConfigError("--resume needs --id: the name of the comparison to go on with, a folder of the run store")
+
+    def load(sets: list[str]) -> Config:
+        return config_of(argparse.Namespace(config=args.config, set=sets))
+
+    to = () if args.to is None else entries.accuracies_of(args.to)
+    name = args.id or time.strftime("compare-%Y%m%d-%H%M%S")
+    runs = entries.entries_for(args.algorithms, args.seeds, args.set, load, name)
+
+    from flexfleet.compare.compare import compare as compare_all
+    from flexfleet.compare.tabulate import text as table
+
+    options = [f"--{o.replace('_', '-')}" for o in ("discard_damaged", "accept_numerics") if getattr(args, o)]
+    found = compare_all(runs, name, to=to, at_once=args.jobs, resume=args.resume, options=options)
+    if args.json:
+        print(found.model_dump_json())
+    else:
+        print(table(found))
+        print(f"page: {entries.folder_of(runs) / 'comparison.html'}")
+        if runs[0].config.tracking.mlflow:
+            print(where_tracked(runs[0].config.tracking.mlflow, runs[0].config.tracking.ui))
+    return 0
+
+
+def tune(args: argparse.Namespace) -> int:
+    from flexfleet.steps.prepare import config_of
+
+    if args.resume and args.id is None:
+        raise ConfigError("--resume needs --id: the name of the study to go on with, a folder of the run store")
+    if args.jobs is not None:
+        args.set = [*args.set, f"tune.workers={args.jobs}"]
+    name = args.id or time.strftime("tune-%Y%m%d-%H%M%S")
+    config = config_of(args)
+
+    from flexfleet.tune.outcome import told
+    from flexfleet.tune.study import tune as search
+
+    found = search(config, name, resume=args.resume)
+    print(found.model_dump_json() if args.json else told(found, Path(config.run.store) / name))
+    return 0
+
+
+def regress(args: argparse.Namespace) -> int:
+    from fl_engine.core.errors import GateFailed
+    from flexfleet.nightly import regress as step
+    from flexfleet.nightly import webhook
+
+    id = args.id or f"night-{time.strftime('%Y%m%d-%H%M%S')}"
+    night = step.prepare(args.suite, id, args.set, args.update)
+    log.info("folder: %s", night.folder)
+    if args.update:
+        figures = step.update(night, jobs=args.jobs, resume=args.resume)
+        print(figures.model_dump_json() if args.json else f"reference: {night.path.with_suffix('.json')}")
+        return 0
+    verdict = step.regress(night, jobs=args.jobs, resume=args.resume)
+    print(verdict.model_dump_json() if args.json else step.told(verdict))
+    if not verdict.passed:
+        webhook.call(step.told(verdict))
+    return 0 if verdict.passed else GateFailed.exit_code
+
+
+def submit(args: argparse.Namespace) -> int:
+    from flexfleet.steps.prepare import config_of
+
+    if (args.pipeline is None) == (args.follow is None):
+        raise ConfigError("submit takes the name of a pipeline to start, or --follow RUN_ID, one of the two")
+    if args.follow is not None:
+        return follow(args, args.follow, {})
+    from dataclasses import asdict
+
+    from flexfleet.config.overrides import parameters_of
+    from flexfleet.kubeflow.submit import form
+    from flexfleet.kubeflow.submit import submit as start
+    from pipelines.compile import PIPELINES, compiled
+
+    parameters, advanced = parameters_of(config_of(args))
+    if args.pipeline in PIPELINES:  # else `submit` says so
+        asked = form(compiled(args.pipeline))
+        parameters = {name: value for name, value in parameters.items() if name in asked}
+    found = start(
+        args.pipeline,
+        {**parameters, **tags_of(args.param, "--param"), "advanced": advanced},
+        host=args.host,
+        namespace=args.namespace,
+        experiment=args.experiment,
+        run_name=args.run_name,
+    )
+    if args.wait or not args.json:
+        said = f"{found.pipeline} {found.version}{' (new)' if found.uploaded else ''}"
+        where = "" if args.wait else f": {found.url or found.run_id}"  # which following begins with
+        print(said + where, file=sys.stderr if args.json else sys.stdout, flush=True)
+    if args.wait:
+        return follow(args, found.run_id, asdict(found))
+    print(json.dumps(asdict(found)) if args.json else f"to follow it: {_follow_again(args, found.run_id)}")
+    return 0
+
+
+def _follow_again(args: argparse.Namespace, run_id: str) -> str:
+    return f"flexfleet submit --follow {run_id}" + (f" --host {masked(args.host)}" if args.host else "")
+
+
+def follow(args: argparse.Namespace, run_id: str, about: dict[str, object]) -> int:
+    """`about`: what is known of the run before, for --json. Ctrl-C stops following and nothing else."""
+    from dataclasses import asdict
+
+    from fl_engine.core.errors import FlexfleetError
+    from flexfleet.kubeflow.follow import follow as watch
+
+    again = f"to follow it again: {_follow_again(args, run_id)}"
+    out = sys.stderr if args.json else sys.stdout
+    try:
+        found = watch(run_id, host=args.host, tell=lambda line: print(line, file=out, flush=True))
+    except KeyboardInterrupt:
+        print(f"not followed any more; the run goes on. {again[0].upper()}{again[1:]}", file=sys.stderr)
+        return 130
+    except FlexfleetError as error:
+        raise type(error)(f"{error}. {again[0].upper()}{again[1:]}") from error
+    if args.json:
+        print(json.dumps({**about, **asdict(found)}))
+    return found.exit_code
+
+
+def nightly(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from flexfleet.config.overrides import form_of
+    from flexfleet.kubeflow.submit import schedule
+    from flexfleet.nightly.regress import prepare
+
+    parameters = {"suite": args.suite, **form_of(args.set), **tags_of(args.param, "--param")}
+    prepare(args.suite, "nightly", [*args.set, "tracking.mlflow=null"])  # says what is wrong now, not at night
+    found = schedule(
+        "nightly",
+        parameters,
+        args.name,
+        args.cron,
+        host=args.host,
+        namespace=args.namespace,
+        experiment=args.experiment,
+    )
+    if args.json:
+        print(json.dumps(asdict(found)))
+    else:
+        before = f", in place of {found.replaced}" if found.replaced else ""
+        print(f"{found.name} at {found.cron!r} (UTC){before}: {found.url or found.recurring_run_id}")
+    return 0
+
+
+def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts]
+    wrong = [text for text, (key, sign, _) in zip(texts, pairs, strict=True) if not key or not sign]
+    if wrong:
+        raise ConfigError(f"{option} takes key=value, got {wrong[0]!r}")
+    return {key: value for key, _, value in pairs}
+
+
+def pool(args: argparse.Namespace) -> int:
+    from flexfleet.steps.prepare import config_of, parse_input, prepare
+
+    if args.algorithm:
+        args.set.append(f"algorithm.name={args.algorithm}")
+    if args.model:
+        args.set.append(f"model.name={args.model}")
+    from flexfleet import config as configs
+    from flexfleet.files.artifacts import Apoz
+    from flexfleet.steps import model_pool, partition, pretrain
+
+    config = config_of(args)
+    algorithm = configs.algorithm(config)
+    if args.input or args.classes:
+        if not (args.input and args.classes):
+            raise ConfigError("--input and --classes go together: they stand in for a data set")
+        family = configs.model(config, parse_input(args.input), args.classes)
+    else:
+        _, family = prepare(config)
+    if args.apoz:
+        apoz = Apoz.read(args.apoz)
+    elif not algorithm.needs_apoz:
+        apoz = Apoz(layers=())
+    elif args.input:
+        raise ConfigError(
+            f"{config.algorithm['name']} measures APoZ on data: give --apoz FILE (a pretrain step's apoz.json), leave "
+            "out --input and --classes, or --set algorithm.use_apoz=false"
+        )
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            partition.partition(config, Path(scratch))
+            apoz = Apoz.read(pretrain.pretrain(config, Path(scratch), Path(scratch)))
+    built = model_pool.build(config, algorithm, family, apoz)
+    if args.json:
+        print(built.model_dump_json())
+        return 0
+    print(f"{built.algorithm} on {built.model}, {built.classes} classes, input {'x'.join(map(str, built.input_chw))}")
+    print(f"{'model':8}{'share %':>9}{'parameters':>13}{'MB':>9}{'MFLOPs':>10}  widths")
+    for m in built.levels:
+        widths = " ".join(str(w) for w in m.widths.values())
+        cost = f"{100 * m.share:9.2f}{m.params:13,}{m.bytes / 1e6:9.2f}{m.flops / 1e6:10.2f}"
+        print(f"{m.name:8}{cost}  {widths}")
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    from flexfleet.reports.report import report as write
+    from flexfleet.reports.report import table
+
+    page = write(args.runs, args.out)
+    if args.json:
+        print(json.dumps({"report": str(page), "runs": [str(r) for r in args.runs]}))
+    else:
+        print(table(args.runs))
+        print(f"report: {page}")
+    return 0
+
+
+def fetch(args: argparse.Namespace) -> int:
+    if len(args.names) == 1 and MLFLOW_RUN.fullmatch(args.names[0]):
+        return fetch_run(args)
+    from fl_engine.core.registry import resolve
+    from fl_engine.datasets import DATASETS, data_root
+
+    root = data_root(args.root)
+    named = {name: resolve(DATASETS, name, "data set") for name in args.names}
+    for source in named.values():
+        if source.fetch is not None:
+            source.fetch(root)
+        source.load(root)
+    listed = named or dict(sorted(DATASETS.items()))
+    there = {name: not source.missing(root) for name, source in listed.items()}
+    if args.json:
+        print(json.dumps({"root": str(root), "datasets": there}))
+        return 0
+    for name, source in listed.items():
+        fetched = "nothing to fetch, checked" if source.fetch is None else "complete and checked"
+        state = fetched if named else ("there" if there[name] else "missing")
+        print(f"{name:16} {state:8} {source.about}")
+    return 0
+
+
+def fetch_run(args: argparse.Namespace) -> int:
+    from flexfleet.steps.prepare import config_of
+    from flexfleet.tracking.versioned import fetch_run as bring
+
+    config = config_of(args)
+    if config.tracking.mlflow is None:
+        raise ConfigError(f"{args.names[0]} is looked up in MLflow, and tracking.mlflow is null")
+    out = args.out or Path(config.run.store) / args.names[0]
+    brought = bring(config.tracking.mlflow, args.names[0], out)
+    if args.json:
+        print(json.dumps({"folder": str(out), "files": [str(path) for path in brought]}))
+    else:
+        print("\n".join(f"{path}  checked" for path in brought))
+    return 0
+
+
+def status(args: argparse.Namespace) -> int:
+    from flexfleet.run.status import describe, list_runs
+    from flexfleet.steps.prepare import config_of
+
+    if args.run is None:
+        config = config_of(args)
+        rows = list_runs(Path(config.run.store))
+    else:
+        rows = [describe(args.run)]
+    if args.json:
+        print(json.dumps(rows[0] if args.run is not None else {"runs": rows}))
+        return 0
+    for row in rows:
+        last = f"  avg {100 * row['avg']:.2f} %  full {100 * row['full']:.2f} %" if row["avg"] is not None else ""
+        print(f"{row['run_id']:40} {row['status']:10} round {row['round']}/{row['stop']}{last}")
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    from flexfleet.run.check import check as examine
+    from flexfleet.steps.prepare import config_of
+
+    answer = examine(config_of(args))
+    print(json.dumps(answer) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in answer.items() if k != "ok"))
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    from flexfleet.files.doctor import examine
+
+    found = examine()
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    print(f"flexfleet {found['version']}, Python {found['python']}, {found['cpus']} CPUs, torch devices: "
+          f"{', '.join(found['devices']) or 'none'}")
+    for extra, about in found["extras"].items():
+        missing = ", ".join(about["missing"])
+        state = f"missing {missing}: pip install 'flexfleet[{extra}]'" if missing else "installed"
+        print(f"  {extra:10} {state}\n             {about['enables']}")
+    for name, there in found["data"].items():
+        print(f"  data {name:14} {'there' if there else 'not there'}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="flexfleet", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--version", action="version", version=f"flexfleet {fl_engine.__version__}")
+    commands = p.add_subparsers(dest="command", required=True, metavar="command")
+
+    def add(name: str, about: str, *, config: bool = True) -> argparse.ArgumentParser:
+        c = commands.add_parser(name, help=about, description=about)
+        if config:
+            common.add_config(c)
+        c.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
+        return c
+
+    c = add("run", "partition, pre-train, build the pool, run the rounds, evaluate, report")
+    c.add_argument("--run-id", metavar="NAME", help="name of the run's folder (default: algorithm, seed and time)")
+    common.add_resume(c)
+    common.add_faults(c)
+    c.add_argument(
+        "--shared", type=Path, metavar="DIR", help="take over partition and pre-training that a comparison computed"
+    )
+    c.add_argument(
+        "--tag", action="append", default=[], metavar="key=value", help="of the MLflow run; may be repeated"
+    )
+    c.set_defaults(call=run)
+
+    c = add("compare", "several algorithms and seeds on one task, in one table")
+    c.description, c.formatter_class = COMPARE, argparse.RawDescriptionHelpFormatter
+    c.add_argument("--algorithms", required=True, metavar="LIST", help="names, or label=name: flexfl,no_kd=flexfl")
+    c.add_argument("--seeds", metavar="LIST", help="0,1,2 (default: the configuration's seed alone)")
+    c.add_argument("--id", metavar="NAME", help="name of the comparison's folder (default: the time)")
+    c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, one thread each (default: 1)")
+    c.add_argument("--to", metavar="LIST", help="accuracies to reach with the full model, as shares: 0.4,0.45")
+    common.add_resume(c)
+    common.add_faults(c)
+    c.set_defaults(call=compare)
+
+    c = add("tune", "search hyper-parameters: trials, then the best against the default on new seeds")
+    c.add_argument("--id", metavar="NAME", help="name of the study's folder (default: the time)")
+    c.add_argument("--jobs", type=int, metavar="N", help="workers side by side (default: tune.workers)")
+    c.add_argument("--resume", action="store_true", help="go on with the study if it exists")
+    c.set_defaults(call=tune)
+
+    c = add("regress", "run a fixed suite; exit code 5 where a figure is worse than before", config=False)
+    c.add_argument("--suite", default="digits", metavar="NAME", help="a known one, or a file (default: digits)")
+    c.add_argument("--set", action="append", default=[], metavar="a.b=value", help="run.*, tracking.*, ...")
+    c.add_argument("--id", metavar="NAME", help="name of the night's folder (default: the time)")
+    c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side (default: 1)")
+    c.add_argument("--update", action="store_true", help="write the suite's reference figures, of 20 seeds, instead")
+    c.add_argument("--resume", action="store_true", help="go on with the night if it exists")
+    c.set_defaults(call=regress)
+
+    c = add("submit", "start a pipeline on Kubeflow; uploads a new version where the graph has changed")
+    c.add_argument("pipeline", nargs="?", help="train, compare, tune or nightly")
+    c.add_argument("--wait", action="store_true", help="follow the run to its end: 0 succeeded, 1 failed, 3 terminated")
+    c.add_argument("--follow", metavar="RUN_ID", help="follow one that was started before, by its id in Kubeflow")
+    c.add_argument("--host", metavar="URL", help="of Kubeflow Pipelines (default: KF_PIPELINES_ENDPOINT)")
+    c.add_argument("--namespace", metavar="NAME", help="of the profile, in a Kubeflow with several users")
+    c.add_argument("--experiment", default="flexfleet", metavar="NAME")
+    c.add_argument("--run-name", metavar="NAME", help="(default: the pipeline and its version)")
+    c.add_argument(
+        "--param", action="append", default=[], metavar="key=value", help="of the form alone, e.g. run_id, algorithms"
+    )
+    c.set_defaults(call=submit)
+
+    c = add("nightly", "have the regression run every night on Kubeflow; replaces the one of that name", config=False)
+    c.add_argument("--cron", default="0 0 2 * * *", help="six fields, seconds first; UTC (default: 0 0 2 * * *)")
+    c.add_argument("--name", default="flexfleet-nightly", help="of the recurring run (default: flexfleet-nightly)")
+    c.add_argument("--suite", default="digits", metavar="NAME", help="one that the image has (default: digits)")
+    c.add_argument("--set", action="append", default=[], metavar="a.b=value", help="tracking.mlflow, run.remote, ...")
+    c.add_argument("--host", metavar="URL", help="of Kubeflow Pipelines (default: KF_PIPELINES_ENDPOINT)")
+    c.add_argument("--namespace", metavar="NAME", help="of the profile, in a Kubeflow with several users")
+    c.add_argument("--experiment", default="flexfleet", metavar="NAME")
+    c.add_argument("--param", action="append", default=[], metavar="key=value", help="of the form alone")
+    c.set_defaults(call=nightly)
+
+    c = add("pool", "show the model pool: sizes, multiply-adds, widths")
+    c.add_argument("--algorithm", metavar="NAME")
+    c.add_argument("--model", metavar="NAME")
+    c.add_argument("--input", metavar="CxHxW", help="with --classes: instead of a data set")
+    c.add_argument("--classes", type=int)
+    c.add_argument("--apoz", type=Path, metavar="FILE", help="apoz.json of a pretrain step, instead of measuring")
+    c.set_defaults(call=pool)
+
+    c = add("report", "one page and one table for one or more finished runs", config=False)
+    c.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a finished run")
+    c.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
+    c.set_defaults(call=report)
+
+    c = add("fetch", "download data sets, or what a run pushed by DVC, and check them; without a name: list data sets")
+    c.add_argument("names", nargs="*", metavar="NAME", help="of data sets; or the id of an MLflow run")
+    c.add_argument("--root", metavar="DIR", help="of data (default: FLEXFLEET_DATA, else ~/.cache/flexfleet/data)")
+    c.add_argument("--out", type=Path, metavar="DIR", help="where a run's files go (default: runs/<the id>)")
+    c.set_defaults(call=fetch)
+
+    c = add("status", "how far runs are")
+    c.add_argument("run", type=Path, nargs="?", metavar="RUN", help="folder of a run (default: all in run.store)")
+    c.set_defaults(call=status)
+
+    c = add("check", "check parameters, data, partition, fleet and pool without training")
+    c.set_defaults(call=check)
+
+    c = add("doctor", "what is installed, and what each missing extra would enable", config=False)
+    c.set_defaults(call=doctor)
+    return p
+
+
+def dispatch(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    found: int = args.call(args)
+    return found
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 ok, 1 the run that was followed failed, 2 bad input, 3 stopped but resumable,
+    4 integrity, 5 gate failed, 6 environment, 130 Ctrl-C."""
+    common.run_main(dispatch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Several algorithms and seeds in figures: read from finished run folders, nothing measured again.
+
+avg is the mean accuracy over the reported levels, full that of the largest model; an algorithm of one level has no
+avg. Every figure is a mean over the seeds with the sample standard deviation (n - 1); with one seed there is none.
+Runs that differ in more than their algorithm are refused, not tabulated.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from fl_engine.core.errors import ConfigError
+from fl_engine.exchange.ledger import Row
+from fl_engine.training.numerics import deciding
+from flexfleet.config.entries import run_name
+from flexfleet.files.artifacts import Artifact
+from flexfleet.reports.report import Run, differences, load, plain
+
+MB = 1e6
+STEPS = 20
+"""Accuracies to reach are multiples of 1/20 where none are given,"""
+MOST_TARGETS = 4
+"""and so many at most."""
+OF_A_RUN = ("algorithm", "seed", "run.", "tracking.", "publish.", "rounds.commit_every", "rounds.keep_", "dataset.root")
+"""Parameters in which the runs of a comparison may differ: what is compared, and what moves no bit of a model."""
+
+Runs = Mapping[str, Sequence[Run]]
+"""Labels to the label's runs, in the order of the seeds."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Spread(_Part):
+    """Over the seeds: mean, and sample standard deviation where there are two or more."""
+
+    mean: float
+    std: float | None
+
+
+class Score(_Part):
+    """Accuracies after one round of each run; avg is null for an algorithm that reports one level."""
+
+    round: Spread
+    """Counted from 1."""
+    avg: Spread | None
+    full: Spread
+
+
+class Reached(_Part):
+    """The first evaluated round in which the full model is that accurate, over the seeds in which there is one, and
+    what had been spent by its end. Null where no seed reaches it."""
+
+    accuracy: float
+    seeds: tuple[int, ...]
+    """Those that reach it."""
+    rounds: Spread | None
+    mb: Spread | None
+    """Down and up."""
+    seconds: Spread | None
+    seconds_simulated: Spread | None
+
+
+class OneRun(_Part):
+    seed: int
+    run_id: str
+    avg: float | None
+    full: float
+    best: dict[str, float | None]
+    """round, avg, full."""
+    mb_down: float
+    mb_up: float
+    waste: float
+    seconds: float
+    seconds_simulated: float | None
+    model_sha256: str
+    mlflow_run_id: str | None
+
+
+class Summary(_Part):
+    """All runs of one label. A MB is 1e6 bytes; waste is the share of what was sent that did not come back."""
+
+    algorithm: str
+    settings: dict[str, Any]
+    """The algorithm's own, where they were set."""
+    levels: tuple[float, ...]
+    """Sizes of the reported models in % of the full one, mean over the seeds."""
+    last: Score
+    best: Score
+    """Of the round with the best avg; chosen on test data, as in the papers."""
+    mb_down: Spread
+    mb_up: Spread
+    waste: Spread
+    seconds: Spread
+    """As measured, whatever else ran beside."""
+    seconds_simulated: Spread | None
+    """On the fleet's devices; null where the rounds were not timed so."""
+    reached: tuple[Reached, ...]
+    runs: tuple[OneRun, ...]
+
+
+class Comparison(Artifact):
+    """comparison.json, and what `flexfleet compare --json` prints."""
+
+    id: str
+    labels: tuple[str, ...]
+    seeds: tuple[int, ...]
+    rounds: int
+    settings: dict[str, Any]
+    """What all runs have in common, by dotted names."""
+    results: dict[str, Summary]
+    """By label."""
+    notes: tuple[str, ...] = ()
+    mlflow_run_id: str | None = None
+
+
+# ------------------------------------------------------------------------------------------------ reading
+def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path]) -> Runs:
+    """Loads the runs; `folders` by run id. Raises as `report.load` does, and ConfigError for runs that cannot be
+    compared."""
+    runs = {label: [load(folders[run_name(label, seed)]) for seed in seeds] for label in labels}
+    for i, seed in enumerate(seeds):
+        of_seed = {label: of_label[i] for label, of_label in runs.items()}
+        wrong = [run.file.run_id for run in of_seed.values() if run.config.get("seed") != seed]
+        if wrong:
+            raise ConfigError(f"not of seed {seed}, though the name says so: {', '.join(wrong)}")
+        # `unequal` knows more parameters: other intervals of evaluation, say, would shift rounds to an accuracy.
+        if lines := differences(list(of_seed.values())) or unequal(of_seed):
+            raise ConfigError(f"the runs of seed {seed} differ in more than the algorithm: {'; '.join(lines)}")
+    for label, of_label in runs.items():
+        if lines := unequal(dict(zip(map("seed {}".format, seeds), of_label, strict=True)), algorithm=True):
+            raise ConfigError(f"the runs of {label} differ in more than the seed: {'; '.join(lines)}")
+    return runs
+
+
+def unequal(runs: Mapping[str, Run], algorithm: bool = False) -> list[str]:
+    """Parameters in which runs differ beyond OF_A_RUN (`algorithm`: in those of the algorithm too), a line for each."""
+    free = tuple(p for p in OF_A_RUN if not (algorithm and p == "algorithm"))
+    keys = dict.fromkeys(key for run in runs.values() for key in run.config if not key.startswith(free))
+    lines = []
+    for key in keys:
+        values = {name: plain(run.config.get(key)) for name, run in runs.items()}
+        if len(set(values.values())) > 1:
+            lines.append(f"{key}: " + ", ".join(f"{value} ({name})" for name, value in values.items()))
+    return lines
+
+
+def summarise(id: str, seeds: Sequence[int], runs: Runs, to: Sequence[float] = ()) -> Comparison:
+    """The figures. `to`: accuracies to reach, default `default_targets`."""
+    any_run = next(iter(runs.values()))[0]
+    targets = tuple(to) or default_targets(runs)
+    numerics = [deciding(run.file.numerics) for of_label in runs.values() for run in of_label]
+    notes = []
+    if any(found != numerics[0] for found in numerics):
+        notes.append("the runs were computed with different numerics (machine, device or torch): see their run.json")
+    return Comparison(
+        id=id,
+        labels=tuple(runs),
+        seeds=tuple(seeds),
+        rounds=len(any_run.rows),
+        settings={k: v for k, v in any_run.config.items() if not k.startswith(OF_A_RUN)},
+        results={label: _summary(seeds, of_label, targets) for label, of_label in runs.items()},
+        notes=tuple(notes),
+    )
+
+
+def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float]) -> Summary:
+    each = [_one(seed, run) for seed, run in zip(seeds, runs, strict=True)]
+    best = [one.best for one in each]
+    prefix = "algorithm."
+    settings = {k.removeprefix(prefix): v for k, v in runs[0].config.items() if k.startswith(prefix)}
+    return Summary(
+        algorithm=runs[0].pool.algorithm,
+        settings={k: v for k, v in settings.items() if k != "name"},
+        levels=tuple(statistics.fmean(sizes) for sizes in zip(*map(_sizes, runs), strict=True)),
+        last=Score(
+            round=_sure([len(run.rows) for run in runs]),
+            avg=spread([one.avg for one in each]),
+            full=_sure([one.full for one in each]),
+        ),
+        best=Score(
+            round=_sure([run.best.round + 1 for run in runs]),
+            avg=spread([b["avg"] for b in best]),
+            full=_sure([run.best.metrics["full"] for run in runs]),
+        ),
+        mb_down=_sure([one.mb_down for one in each]),
+        mb_up=_sure([one.mb_up for one in each]),
+        waste=_sure([one.waste for one in each]),
+        seconds=_sure([one.seconds for one in each]),
+        seconds_simulated=spread([one.seconds_simulated for one in each]),
+        reached=tuple(reached(seeds, [run.rows for run in runs], target) for target in targets),
+        runs=tuple(each),
+    )
+
+
+def _one(seed: int, run: Run) -> OneRun:
+    return OneRun(
+        seed=seed,
+        run_id=run.file.run_id,
+        avg=None if run.single else run.evaluation.avg,
+        full=run.evaluation.full,
+        best={
+            "round": run.best.round + 1,
+            "avg": None if run.single else run.best.metrics["avg"],
+            "full": run.best.metrics["full"],
+        },
+        mb_down=run.bytes_down / MB,
+        mb_up=run.bytes_up / MB,
+        waste=run.waste,
+        seconds=run.history.seconds,
+        seconds_simulated=simulated(run.rows),
+        model_sha256=run.history.model_sha256,
+        mlflow_run_id=run.file.mlflow_run_id,
+    )
+
+
+# ------------------------------------------------------------------------------------- accuracies to reach
+def default_targets(runs: Runs) -> tuple[float, ...]:
+    """The highest multiples of 5 % that some run's full model reaches, below the best accuracy of all."""
+    scored = [row.metrics["full"] for of_label in runs.values() for run in of_label for row in _scored(run.rows)]
+    return tuple(k / STEPS for k in range(1, STEPS) if k / STEPS < max(scored))[-MOST_TARGETS:]
+
+
+def reached(seeds: Sequence[int], runs: Sequence[Sequence[Row]], accuracy: float) -> Reached:
+    """Means over the runs (one for each seed) in which the full model reaches the accuracy."""
+    until = {seed: rows[: n + 1] for seed, rows in zip(seeds, runs, strict=True) if (n := first(rows, accuracy)) >= 0}
+    spent = list(until.values())
+    return Reached(
+        accuracy=accuracy,
+        seeds=tuple(until),
+        rounds=spread([len(rows) for rows in spent]),
+        mb=spread([sum(sent(rows)) / MB for rows in spent]),
+        seconds=spread([sum(row.metrics["seconds_round"] for row in rows) for rows in spent]),
+        seconds_simulated=spread([simulated(rows) for rows in spent]),
+    )
+
+
+def first(rows: Sequence[Row], accuracy: float) -> int:
+    """Index of the first evaluated round in which the full model is that accurate; -1 where there is none."""
+    return next((row.round for row in _scored(rows) if row.metrics["full"] >= accuracy), -1)
+
+
+def sent(rows: Sequence[Row]) -> list[float]:
+    """Bytes down and up in each round."""
+    return [row.metrics["bytes_down"] + row.metrics["bytes_up"] for row in rows]
+
+
+def simulated(rows: Sequence[Row]) -> float | None:
+    """Seconds of the rounds on the fleet's devices; None where a round was not timed so. One in which no client trained
+    takes none."""
+    total = 0.0
+    for row in rows:
+        seconds = row.metrics.get("seconds_simulated", None if row.metrics["clients_trained"] else 0.0)
+        if seconds is None:
+            return None
+        total += seconds
+    return total
+
+
+# -------------------------------------------------------------------------------------------- over the seeds
+def _sizes(run: Run) -> list[float]:
+    return [100 * level.share for level in run.pool.levels if level.reported]
+
+
+def spread(values: Sequence[float | None]) -> Spread | None:
+    """None where there is no value, or not one for each run."""
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return None
+    return Spread(mean=statistics.fmean(known), std=statistics.stdev(known) if len(known) > 1 else None)
+
+
+def _sure(values: Sequence[float]) -> Spread:
+    found = spread(values)
+    assert found is not None, "a comparison has at least one seed"
+    return found
+
+
+def _scored(rows: Sequence[Row]) -> Iterator[Row]:
+    return (row for row in rows if "full" in row.metrics)
+
+
+# ------------------------------------------------------------------------------------------------- curves
+def curve(runs: Sequence[Run], key: str) -> list[tuple[int, float, list[float]]]:
+    """Of every round in which all runs were scored: its number from 1, mean MB sent so far, and each run's accuracy."""
+    totals = [list(accumulate(sent(run.rows))) for run in runs]
+    points = []
+    for i, rows in enumerate(zip(*(run.rows for run in runs), strict=True)):
+        if all(key in row.metrics for row in rows):
+            mb = statistics.fmean(total[i] for total in totals) / MB
+            points.append((i + 1, mb, [row.metrics[key] for row in rows]))
+    return points

@@ -1,0 +1,128 @@
+"""Several commands as processes side by side: each with one thread and a log file, none stopping the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import current_thread, main_thread
+
+from fl_engine.core.errors import Stopped
+
+log = logging.getLogger("flexfleet")
+
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+POLL_S = 0.05
+BEGINS = "$ "
+"""A line of a log that starts so has the command whose output follows."""
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    module: str
+    """`python -m <module>`"""
+    argv: tuple[str, ...]
+    log: Path
+    """Its stdout and stderr are appended here."""
+    stdin: str = ""
+    """What it reads: no process list and no log shows that."""
+
+
+def side_by_side(jobs: Sequence[Job], at_once: int) -> dict[str, int]:
+    """Every job's exit code by its name (128 + n where signal n ended it).
+
+    SIGTERM and Ctrl-C are passed on to the processes that run, no other is started, and when they have ended Stopped
+    or KeyboardInterrupt is raised. Whatever else goes wrong here, no process is left behind.
+    """
+    codes: dict[str, int] = {}
+    waiting = list(jobs)
+    running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
+    try:
+        with _passing_signals_on(running) as received:
+            while running or (waiting and not received):
+                while waiting and len(running) < at_once and not received:
+                    job = waiting.pop(0)
+                    running[job] = (_start(job), time.monotonic())
+                    if received:  # while it was being started, so that it was not told
+                        running[job][0].send_signal(received[-1])
+                for job, (process, started) in list(running.items()):
+                    code = process.poll()
+                    if code is not None:
+                        del running[job]
+                        codes[job.name] = code if code >= 0 else 128 - code
+                        _tell(job, codes, len(jobs), time.monotonic() - started)
+                time.sleep(POLL_S)
+    finally:
+        for process, _ in running.values():
+            process.kill()
+            process.wait()
+    if received:
+        if signal.SIGINT in received:
+            raise KeyboardInterrupt
+        raise Stopped("stopped on request")
+    return codes
+
+
+def _start(job: Job) -> subprocess.Popen[bytes]:
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(job.log, "ab") as file:
+        file.write(f"{BEGINS}{shlex.join(('python', '-m', job.module, *job.argv))}\n".encode())
+        file.flush()
+        # -P: a folder `flexfleet` where the command is typed is not this package. A process group of its own: a
+        # Ctrl-C in the terminal reaches it through us alone, once.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", job.module, *job.argv],
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ONE_THREAD,
+            process_group=0,
+        )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as stdin:  # it may have ended
+        stdin.write(job.stdin.encode())
+    return process
+
+
+def _tell(job: Job, codes: dict[str, int], total: int, seconds: float) -> None:
+    code = codes[job.name]
+    how = "finished" if code == 0 else f"ended with exit code {code}, see {job.log},"
+    log.info("%s %s after %.1f s (%d of %d)", job.name, how, seconds, len(codes), total)
+
+
+@contextmanager
+def _passing_signals_on(running: dict[Job, tuple[subprocess.Popen[bytes], float]]) -> Iterator[list[int]]:
+    """What was received so far. Each process takes the first signal as a wish, and a second Ctrl-C as an order."""
+    received: list[int] = []
+
+    def pass_on(signum: int, _: object) -> None:
+        received.append(signum)
+        for process, _started in list(running.values()):
+            process.send_signal(signum)
+
+    if current_thread() is not main_thread():
+        yield received
+        return
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def last_words(path: Path) -> str:
+    """What the last command of a log said in the end: its error, where it told one."""
+    *_, text = path.read_text(errors="replace").rpartition(f"\n{BEGINS}")
+    lines = [line for line in text.splitlines()[1:] if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["said nothing"])[-1].removeprefix("error: ").strip()

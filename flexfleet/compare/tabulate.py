@@ -1,0 +1,245 @@
+"""A comparison's figures as tables, drawn, and as a page; and its own small MLflow run.
+
+comparison.json has every figure; comparison.md and the terminal have the tables; comparison.svg the curves;
+comparison.html all of it, and how it was run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.storage.store import FolderStore
+from flexfleet.compare.comparison import Comparison, Runs, Spread, Summary, curve, read, summarise
+from flexfleet.config.entries import Entry
+from flexfleet.reports import plots
+from flexfleet.reports.report import NONE, plain
+from flexfleet.tracking.trackers import MLflow, log_outcome
+
+FILES = ("comparison.json", "comparison.md", "comparison.svg", "comparison.html")
+BRIEF = ("dataset.name", "model.name", "partition.rule", "partition.clients")
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def tabulate(
+    id: str,
+    entries: Sequence[Entry],
+    folders: Mapping[str, Path],
+    out: Path,
+    to: Sequence[float] = (),
+    mlflow: MLflow | None = None,
+) -> Comparison:
+    """Writes FILES into `out`, from the entries' finished run folders by run id; then logs them to the comparison's
+    MLflow run, if there is one. Raises as `comparison.read` does."""
+    labels, seeds = list(dict.fromkeys(e.label for e in entries)), list(dict.fromkeys(e.seed for e in entries))
+    runs = read(labels, seeds, folders)
+    found = summarise(id, seeds, runs, to)
+    store, drawing = FolderStore(out), draw(runs)
+    store.put("comparison.md", markdown(found).encode())
+    store.put("comparison.svg", (drawing + "\n").encode())
+    store.put("comparison.html", page(found, drawing).encode())
+    found.write(out / "comparison.json")
+    return found if mlflow is None else track(found, mlflow, out)
+
+
+# ------------------------------------------------------------------------------------------------- tables
+def tables(c: Comparison) -> list[Table]:
+    """Accuracy, cost, and what it took to reach accuracies."""
+    results = c.results.items()
+    accuracy = Table(
+        "Test accuracy, %",
+        ("algorithm", "levels %", "avg last", "full last", "avg at best", "full at best", "best round"),
+        tuple(
+            (
+                label,
+                " / ".join(f"{size:.0f}" for size in r.levels),
+                *(cell(score, 100) for score in (r.last.avg, r.last.full, r.best.avg, r.best.full)),
+                cell(r.best.round, digits=1),
+            )
+            for label, r in results
+        ),
+    )
+    cost = Table(
+        "Cost of all rounds",
+        ("algorithm", "MB down", "MB up", "waste %", "simulated s", "real s"),
+        tuple(
+            (label, cell(r.mb_down), cell(r.mb_up), cell(r.waste, 100), *map(seconds, (r.seconds_simulated, r.seconds)))
+            for label, r in results
+        ),
+    )
+    targets = [one.accuracy for one in next(iter(c.results.values())).reached]
+    if not targets:
+        return [accuracy, cost]
+    clock = "simulated s" if simulated(c) else "real s"
+    reach = Table(
+        f"To reach an accuracy with the full model: rounds / MB / {clock}",
+        ("algorithm", *(f"{100 * target:g} %" for target in targets)),
+        tuple((label, *_reached(c, r)) for label, r in results),
+    )
+    return [accuracy, cost, reach]
+
+
+def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
+    """`mean`, or `mean ± std`."""
+    if s is None:
+        return NONE
+    mean = f"{scale * s.mean:,.{digits}f}"
+    return mean if s.std is None else f"{mean} ± {scale * s.std:,.{digits}f}"
+
+
+def seconds(s: Spread | None) -> str:
+    """With more decimals where there are few: simulated seconds of a small network are."""
+    return cell(s, digits=0 if s is None or s.mean >= 1000 else 1 if s.mean >= 10 else 3)
+
+
+def simulated(c: Comparison) -> bool:
+    """Whether all runs have a simulated clock: seconds of two kinds are not put side by side."""
+    return all(r.seconds_simulated is not None for r in c.results.values())
+
+
+def _reached(c: Comparison, r: Summary) -> list[str]:
+    """Means alone, which keeps the table narrow; comparison.json has the deviations. `(2/3)`: so many seeds only."""
+    cells = []
+    for one in r.reached:
+        spent = (cell(bare(one.rounds), digits=1), cell(bare(one.mb)),
+                 seconds(bare(one.seconds_simulated if simulated(c) else one.seconds)))  # fmt: skip
+        some = f" ({len(one.seeds)}/{len(c.seeds)})" if len(one.seeds) < len(c.seeds) else ""
+        cells.append(" / ".join(spent) + some if one.seeds else NONE)
+    return cells
+
+
+def bare(s: Spread | None) -> Spread | None:
+    return None if s is None else Spread(mean=s.mean, std=None)
+
+
+def title(c: Comparison) -> str:
+    dataset, model, rule, clients = (plain(c.settings.get(key, NONE)) for key in BRIEF)
+    return f"{c.id}: {model} on {dataset}, {clients} clients ({rule}), {c.rounds} rounds"
+
+
+def notes(c: Comparison) -> list[str]:
+    """What the figures mean, as far as these tables need it."""
+    seeds = ", ".join(map(str, c.seeds))
+    many = len(c.seeds) > 1
+    lines = [f"Mean ± sample standard deviation over the seeds {seeds}." if many else f"One seed, {seeds}: no spread."]
+    lines.append("levels: sizes of the models that avg is the mean of; full: the largest of them. best: the round with "
+                 "the highest avg, a choice made on test data.")  # fmt: skip
+    if any(r.last.avg is None for r in c.results.values()):
+        lines.append(f"avg {NONE}: the algorithm reports one level alone.")
+    if any(r.reached for r in c.results.values()):
+        lines.append(f"To reach: up to the first evaluated round in which full is that accurate; {NONE}: not reached.")
+    if any(len(one.seeds) not in (0, len(c.seeds)) for r in c.results.values() for one in r.reached):
+        lines.append("(2/3): the mean over the seeds that reach it; the others would make it longer.")
+    if any(r.seconds_simulated is not None for r in c.results.values()):
+        lines.append("simulated s: on the fleet's devices, by their speed and bandwidth.")
+    lines.append("real s: as measured here, whatever ran beside.")
+    return lines + [f"Note: {note}." for note in c.notes]
+
+
+def variants(c: Comparison) -> list[str]:
+    """What each label stands for, where that is not its algorithm as it is."""
+    lines = []
+    for label, r in c.results.items():
+        if r.settings or label != r.algorithm:
+            given = ", ".join(f"{k} = {plain(v)}" for k, v in r.settings.items()) or "as it is"
+            lines.append(f"{label}: {r.algorithm}, {given}")
+    return lines
+
+
+def text(c: Comparison) -> str:
+    """For the terminal."""
+    lines = [title(c)]
+    for table in tables(c):
+        widths = [max(map(len, column)) for column in zip(table.head, *table.rows, strict=True)]
+        lines += ["", table.title]
+        for row in (table.head, *table.rows):
+            cells = [c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+            lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join([*lines, "", *variants(c), *notes(c)])
+
+
+def markdown(c: Comparison) -> str:
+    lines = [f"## {escaped(title(c))}"]
+    for table in tables(c):
+        rule = ("---", *("--:" for _ in table.head[1:]))
+        lines += ["", f"**{table.title}**", ""]
+        lines += [f"| {' | '.join(map(escaped, row))} |" for row in (table.head, rule, *table.rows)]
+    points = [f"- {escaped(line)}" for line in (*variants(c), *notes(c))]
+    return "\n".join([*lines, "", *points, "", "![curves](comparison.svg)", ""])
+
+
+def escaped(words: str) -> str:
+    """A name may hold what Markdown takes for its own."""
+    return words.replace("|", "\\|").replace("_", "\\_").replace("*", "\\*").replace("<", "&lt;")
+
+
+# ------------------------------------------------------------------------------------------ curves and page
+def draw(runs: Runs) -> str:
+    return plots.comparison(
+        [(label, [] if each[0].single else curve(each, "avg"), curve(each, "full")) for label, each in runs.items()]
+    )
+
+
+def page(c: Comparison, drawing: str) -> str:
+    """One HTML page that needs nothing from outside."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise EnvironmentFailure("the page needs jinja2: pip install 'flexfleet[tracking]'") from error
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"plain": plain}
+    source = resources.files("flexfleet.compare").joinpath("comparison.html").read_text("utf-8")
+    return environment.from_string(source).render(
+        c=c,
+        title=title(c),
+        tables=tables(c),
+        notes=notes(c),
+        variants=variants(c),
+        drawing=Markup(drawing),
+        colours={label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)},
+        dash=NONE,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- MLflow
+def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
+    """Logs the figures and FILES to the comparison's own small run, which then has all runs below it."""
+    found = c.model_copy(update={"mlflow_run_id": mlflow.run_id})
+    found.write(out / "comparison.json")
+    mlflow.adopt([run.mlflow_run_id for r in c.results.values() for run in r.runs if run.mlflow_run_id])
+    log_outcome(mlflow.uri, mlflow.run_id, metrics(c), {}, [str(out / name) for name in FILES])
+    mlflow.finish("FINISHED")
+    return found
+
+
+def metrics(c: Comparison) -> dict[str, float]:
+    """`full/flexfl` and the like: means over the seeds, accuracies as shares; `_std` where there are several."""
+    out: dict[str, float] = {}
+    for label, r in c.results.items():
+        spreads = {
+            "avg": r.last.avg,
+            "full": r.last.full,
+            "best_avg": r.best.avg,
+            "best_full": r.best.full,
+            "mb_down": r.mb_down,
+            "mb_up": r.mb_up,
+            "waste": r.waste,
+            "seconds": r.seconds,
+            "seconds_simulated": r.seconds_simulated,
+        }
+        for name, found in spreads.items():
+            if found is not None:
+                out[f"{name}/{label}"] = found.mean
+                if found.std is not None:
+                    out[f"{name}_std/{label}"] = found.std
+    return out

@@ -1,0 +1,26 @@
+"""params.yaml: `schema` says what it may hold, `read` reads it, `resolve` makes what it names."""
+
+from flexfleet.config.read import load_config, pair_of, parse, set_path
+from flexfleet.config.resolve import algorithm, cut_seed, min_side, model
+from flexfleet.config.schema import (
+    PRIVATE,
+    Config,
+    DatasetConfig,
+    FleetConfig,
+    PartitionConfig,
+    PretrainConfig,
+    PublishConfig,
+    Range,
+    RunConfig,
+    TrackingConfig,
+    TuneConfig,
+    flatten,
+    public,
+    shown,
+)
+
+__all__ = [
+    "PRIVATE", "Config", "DatasetConfig", "FleetConfig", "PartitionConfig", "PretrainConfig", "PublishConfig", "Range",
+    "RunConfig", "TrackingConfig", "TuneConfig", "algorithm", "cut_seed", "flatten", "load_config", "min_side", "model",
+    "pair_of", "parse", "public", "set_path", "shown",
+]  # fmt: skip

@@ -1,0 +1,170 @@
+"""From what a comparison is asked for - algorithms, seeds, settings - to one configuration for each run.
+
+Everything but the algorithm is the same in all runs of a seed: a setting for one label alone may only be one of its
+algorithm's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from fl_engine.core.errors import ConfigError, nearest
+from flexfleet.config import Config
+from flexfleet.config.names import plain
+
+V = TypeVar("V")
+
+LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+RESERVED = ("shared",)
+"""`<id>/shared-s0` is the folder of what the runs of seed 0 have in common."""
+FIXED = {
+    "algorithm.name": "the algorithms are given as a list of their own (--algorithms), a variant as label=name there",
+    "seed": "the seeds are given as a list of their own (--seeds)",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a comparison."""
+
+    label: str
+    seed: int
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """Its run id, and so its folder in that of the comparison."""
+        return run_name(self.label, self.seed)
+
+
+def run_name(label: str, seed: int) -> str:
+    return f"{label}-s{seed}"
+
+
+def labels_of(text: str) -> dict[str, str]:
+    """`flexfl,no_kd=flexfl` to {"flexfl": "flexfl", "no_kd": "flexfl"}: labels and their algorithms' names."""
+    out: dict[str, str] = {}
+    for part in _listed(text, "algorithms", "flexfl,all_large"):
+        label, sign, name = (word.strip() for word in part.partition("="))
+        name = name if sign else label
+        if not name:
+            raise ConfigError(f"algorithms: {part!r} names no algorithm; a variant is label=name")
+        if not LABEL.fullmatch(label) or label in RESERVED:
+            raise ConfigError(
+                f"algorithms: {label!r} cannot be a label, which becomes part of a folder's name (letters, digits, "
+                f"'_', '-', '.'; not {', '.join(RESERVED)}): give one, label={name}"
+            )
+        if label in out:
+            raise ConfigError(f"algorithms: the label {label!r} is there twice; a variant is label=name")
+        out[label] = name
+    return out
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    """`0,1,2` to (0, 1, 2)."""
+    parts = _listed(text, "seeds", "0,1,2")
+    try:
+        seeds = tuple(int(part) for part in parts)
+    except ValueError:
+        raise ConfigError(f"seeds: expected whole numbers, e.g. 0,1,2, got {text!r}") from None
+    twice = [str(seed) for seed, n in Counter(seeds).items() if n > 1]
+    if twice:
+        raise ConfigError(f"seeds: given more than once: {', '.join(twice)}")
+    return seeds
+
+
+def accuracies_of(text: str) -> tuple[float, ...]:
+    """`0.4,0.45` to (0.4, 0.45), ascending."""
+    parts = _listed(text, "accuracies to reach", "0.4,0.45")
+    try:
+        values = tuple(sorted({float(part) for part in parts}))
+    except ValueError:
+        values = ()
+    if not values or not all(0 < value <= 1 for value in values):
+        raise ConfigError(f"accuracies to reach: expected shares above 0 and at most 1, e.g. 0.4,0.45, got {text!r}")
+    return values
+
+
+def _listed(text: str, what: str, example: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ConfigError(f"{what}: expected a list without gaps, e.g. {example}, got {text!r}")
+    return parts
+
+
+def by_label(settings: Iterable[tuple[str, V]], labels: Iterable[str]) -> dict[str | None, list[tuple[str, V]]]:
+    """Settings of all runs (None), and of each label: `label:a.b` is `a.b` of that label.
+
+    Raises ConfigError for an unknown label, and for what runs of a comparison cannot have each for itself.
+    """
+    out: dict[str | None, list[tuple[str, V]]] = {None: [], **{label: [] for label in labels}}
+    for key, value in settings:
+        label, sign, path = (word.strip() for word in key.partition(":"))
+        owner, path = (label, path) if sign else (None, label)
+        if owner not in out:
+            known = nearest(label, [one for one in out if one is not None])
+            raise ConfigError(f"{key}: no algorithm of this comparison is labelled {label!r}{known}")
+        if path in FIXED:
+            raise ConfigError(f"{key}: {FIXED[path]}")
+        if owner is not None and not path.startswith("algorithm."):
+            raise ConfigError(
+                f"{key}: one label alone can have other settings of its algorithm (algorithm.*), nothing else: "
+                "the runs would not be comparable. For all labels, leave out the label"
+            )
+        out[owner].append((path, value))
+    return out
+
+
+def entries(
+    labels: Mapping[str, str], seeds: Sequence[int], configure: Callable[[str, int], Config], id: str
+) -> list[Entry]:
+    """All runs, seed by seed, in the folder `<run.store>/<id>`, ledgers under `<run.remote>/<id>` where that is given.
+    `configure` gives the configuration of a label and a seed; its errors are told with the label."""
+    plain(id, "a comparison's id")
+    out: list[Entry] = []
+    wrong: dict[str, dict[str, None]] = {}
+    for seed in seeds:
+        for label in labels:
+            try:
+                config = configure(label, seed)
+            except ConfigError as error:
+                wrong.setdefault(str(error), {})[label] = None
+                continue
+            where = {"store": str(Path(config.run.store) / id)}
+            if config.run.remote is not None:
+                where["remote"] = f"{config.run.remote.rstrip('/')}/{id}"
+            out.append(Entry(label, seed, config.model_copy(update={"run": config.run.model_copy(update=where)})))
+    if wrong:
+        raise ConfigError("; ".join(f"{', '.join(told)}: {what}" for what, told in wrong.items()))
+    return out
+
+
+def entries_for(
+    algorithms: str, seeds: str | None, sets: Sequence[str], load: Callable[[list[str]], Config], id: str
+) -> list[Entry]:
+    """All runs as a command line asks for them. `load` reads the configuration with `a.b=value` on top of it; without
+    `seeds` it is its seed alone. Raises ConfigError."""
+    labels = labels_of(algorithms)
+    words = (text.partition("=") for text in sets)
+    given = by_label(((key, sign + value) for key, sign, value in words), labels)
+
+    def configure(label: str, seed: int | None) -> Config:
+        own = [f"algorithm.name={json.dumps(labels[label])}", *([] if seed is None else [f"seed={seed}"])]
+        return load([*(key + value for key, value in (*given[None], *given[label])), *own])
+
+    if seeds is None:
+        chosen: tuple[int, ...] = (configure(next(iter(labels)), None).seed,)
+    else:
+        chosen = seeds_of(seeds)
+    return entries(labels, chosen, configure, id)
+
+
+def folder_of(runs: Sequence[Entry]) -> Path:
+    """Where a comparison's runs are."""
+    return Path(runs[0].config.run.store)

@@ -1,0 +1,59 @@
+"""What is wrong with a configuration, in a person's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ValidationError
+
+from fl_engine.core.errors import masked, nearest
+
+
+def explain(error: ValidationError, root: Any, prefix: str = "") -> str:
+    """One clause for each thing that is wrong, by its dotted name below `prefix`."""
+    lines = []
+    for e in error.errors():
+        *parents, last = e["loc"] or ("",)
+        names, known = _walk(root, parents)
+        path = prefix + ".".join([*names, str(last)])
+        if e["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            lines.append(f"unknown parameter {path!r}{nearest(str(last), known)}")
+        elif e["type"] == "union_tag_not_found":
+            lines.append(f"{path}.name is missing: say which one, got {short(e['input'])}")
+        elif e["type"] == "union_tag_invalid":
+            tag, tags = e["ctx"]["tag"], e["ctx"]["expected_tags"].replace("'", "")
+            lines.append(f"{path}.name: no {tag!r}{nearest(tag, tags.split(', '))}; there are {tags}")
+        else:
+            lines.append(f"{path}: {e['msg'][:1].lower()}{e['msg'][1:]}, got {short(e['input'])}")
+    return "; ".join(dict.fromkeys(lines))
+
+
+def short(value: Any) -> str:
+    text = masked(repr(value))
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _walk(root: Any, location: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """The dotted name of a place in a configuration, and the parameters that exist there. A union's tag (the `name` of
+    a selection) is a step of pydantic's path, and none of what a person writes."""
+    here, names = root, []
+    for part in location:
+        members = [m for m in get_args(here) if is_dataclass(m)]
+        tagged = [m for m in members if getattr(m, "name", None) == part]
+        if tagged:
+            here = tagged[0]
+            continue
+        names.append(str(part))
+        if isinstance(part, int):
+            here = next(iter(members), None)
+        elif isinstance(here, type) and (is_dataclass(here) or issubclass(here, BaseModel)):
+            here = get_type_hints(here).get(str(part))
+        else:
+            here = None
+        if get_origin(here) is Annotated:
+            here = get_args(here)[0]
+    if is_dataclass(here):
+        return names, [f.name for f in fields(here)]
+    return names, list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []

@@ -1,0 +1,23 @@
+"""What a run, a comparison, a study and a night may be called: the name becomes a folder, the prefix of a bucket's
+keys, and a line of a log."""
+
+from __future__ import annotations
+
+from fl_engine.core.errors import ConfigError
+
+LONGEST = 150
+"""Bytes in UTF-8: file systems take 255, and what is made beside a folder adds to its name."""
+
+
+def plain(name: str, what: str) -> str:
+    """The name as it is. `what`: the option or parameter that gives it. Raises ConfigError where it is no plain name:
+    empty, with a slash, a control or an invisible character, a dot or a dash in front, a blank at an end, or longer
+    than LONGEST."""
+    wrong = not name or not name.isprintable() or "/" in name or "\\" in name or name[0] in ".-" or name != name.strip()
+    if wrong or len(name.encode()) > LONGEST:
+        shown = repr(name) if len(name) <= 80 else f"{name[:80]!r}... ({len(name.encode(errors='replace'))} bytes)"
+        raise ConfigError(
+            f"{what} is a plain name of at most {LONGEST} bytes, it becomes a folder of the run store (no slash, no "
+            f"control character, no '.' or '-' in front, no blank at an end); got {shown}"
+        )
+    return name

@@ -1,0 +1,186 @@
+"""From a pipeline's parameters to the configuration, to the run's name and to the folder of its store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.core.plain import check_plain
+from flexfleet.config import Config, pair_of, parse, public, set_path
+from flexfleet.config.entries import Entry, by_label, entries, labels_of, seeds_of
+from flexfleet.config.names import plain
+from flexfleet.config.passwords import no_passwords
+from flexfleet.config.platform import platform_uri
+
+PARAMETERS = {
+    "dataset": "dataset.name",
+    "model": "model.name",
+    "algorithm": "algorithm.name",
+    "clients": "partition.clients",
+    "partition_rule": "partition.rule",
+    "dirichlet_alpha": "partition.alpha",
+    "rounds": "rounds.stop",
+    "client_fraction": "training.fraction",
+    "local_epochs": "training.epochs",
+    "learning_rate": "training.lr",
+    "seed": "seed",
+    "mlflow_uri": "tracking.mlflow",
+    "store_uri": "run.store",
+}
+"""What a run form asks for, and where it goes. Everything else is one dotted name away, in `advanced`."""
+
+
+STUDY = {"trials": "tune.trials"}
+"""What the form of a study asks for besides."""
+MAPPINGS = ("kubernetes.pools", "tune.space")
+"""What has keys of one's own, and so is given whole."""
+
+
+def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Config:
+    """The defaults, with `parameters` (names of PARAMETERS) and `advanced` (dotted names) on top, checked.
+
+    A `store_uri` with a scheme (s3://bucket/prefix) becomes `run.remote`. A value has one place: what is a parameter
+    cannot be set in `advanced` too. Raises ConfigError.
+    """
+    try:
+        check_plain([parameters, advanced])
+    except ValueError as error:
+        raise ConfigError(f"the form or its `advanced` cannot be: {error}") from error
+    no_passwords({**parameters, **advanced})
+    values = Config().model_dump(mode="json")
+    known, wrong = PARAMETERS | STUDY, []
+    for name, value in parameters.items():
+        if name not in known:
+            wrong.append(f"unknown parameter {name!r}{nearest(name, known)}")
+            continue
+        value = mlflow_of(value) if name == "mlflow_uri" else whole(value)
+        remote = name == "store_uri" and "://" in str(value)
+        set_path(values, "run.remote" if remote else known[name], value)
+    names = {path: name for name, path in known.items()} | {"run.remote": "store_uri"}
+    for path, value in advanced.items():
+        if path in names:
+            wrong.append(f"advanced: {path!r} is the parameter {names[path]!r}, set it there")
+        elif isinstance(value, Mapping) and path not in MAPPINGS:
+            inner = next(iter(value), "name")
+            wrong.append(f'advanced takes dotted names, {{"{path}.{inner}": value}}, got a mapping for {path!r}')
+        else:
+            try:
+                set_path(values, path, whole(value))
+            except ConfigError as error:
+                wrong.append(str(error))
+    try:
+        config = parse(values)
+    except ConfigError as error:
+        wrong.append(str(error))
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    return config
+
+
+def mlflow_of(uri: Any) -> Any:
+    """An empty address in a form is that of the MLflow which the platform gives its tasks; null where it gives none."""
+    return platform_uri() if uri == "" else uri
+
+
+def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> list[str]:
+    """What a form gives, as `a.b=value`: for a suite, which has its settings from elsewhere. Raises ConfigError for a
+    password."""
+    no_passwords({"mlflow_uri": mlflow_uri, "store_uri": store_uri, **advanced})
+    where = "run.remote" if "://" in store_uri else "run.store"
+    values = {"tracking.mlflow": mlflow_of(mlflow_uri), where: store_uri, **advanced}
+    return [f"{path}={json.dumps(whole(value))}" for path, value in values.items()]
+
+
+def form_of(sets: Sequence[str]) -> dict[str, Any]:
+    """The other way: what `a.b=value` is in a form."""
+    advanced = dict(pair_of(text) for text in sets)
+    mlflow, folder = (advanced.pop(path, None) for path in ("tracking.mlflow", "run.store"))
+    return {
+        "mlflow_uri": mlflow or "",
+        "store_uri": advanced.pop("run.remote", None) or folder or Config().run.store,
+        "advanced": advanced,
+    }
+
+
+def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The other way: `parameters` and `advanced` that `config_from` makes this configuration of. What is this machine's
+    alone stays here: an MLflow data base in a file is no tracking there."""
+    values, plain = _leaves(config.model_dump(mode="json")), _leaves(Config().model_dump(mode="json"))
+    known = PARAMETERS | STUDY
+    parameters = {name: values.pop(path) for name, path in known.items()}
+    if str(parameters["mlflow_uri"] or "").partition(":")[0] not in ("http", "https"):
+        parameters["mlflow_uri"] = ""
+    parameters["store_uri"] = values.pop("run.remote") or parameters["store_uri"]
+    return parameters, {path: v for path, v in values.items() if path not in plain or plain[path] != v}
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and path not in MAPPINGS:
+            out |= _leaves(value, f"{path}.")
+        else:
+            out[path] = value
+    return out
+
+
+def comparison_from(
+    parameters: Mapping[str, Any], advanced: Mapping[str, Any], algorithms: str, seeds: str, id: str
+) -> list[Entry]:
+    """The runs of a comparison: `config_from` for each algorithm and seed, where `advanced` may also hold
+    `label:algorithm.x` for one algorithm alone. Raises ConfigError."""
+    labels = labels_of(algorithms)
+    given = by_label(advanced.items(), labels)
+
+    def configure(label: str, seed: int) -> Config:
+        own = {"algorithm": labels[label], "seed": seed}
+        return config_from({**parameters, **own}, {**dict(given[None]), **dict(given[label])})
+
+    return entries(labels, seeds_of(seeds), configure, id)
+
+
+def whole(value: Any) -> Any:
+    """Undoes what protobuf does to numbers inside structs: 5.0 becomes 5, at any depth. A parameter that is a
+    float takes either."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {k: whole(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [whole(v) for v in value]
+    return value
+
+
+def write_config(config: Config, path: Path) -> Path:
+    """The whole configuration as YAML; `load_config` reads back an equal one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_yaml(config))
+    return path
+
+
+def hand_over(config: Config, path: Path) -> tuple[str, str]:
+    """For another process: what its --config is to be, and its stdin. `path` says no password; where there is one, the
+    process reads from stdin."""
+    told = public(config)
+    write_config(told, path)
+    return (str(path), "") if told == config else ("/dev/stdin", _yaml(config))
+
+
+def _yaml(config: Config) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def run_name(wanted: str, job_id: str, config: Config) -> str:
+    """The run's name as wanted, else one that no other job has. Raises ConfigError where it is no plain name."""
+    return plain(wanted or f"{config.algorithm['name']}-s{config.seed}-{job_id}", "run_id")
+
+
+def run_folder(config: Config, name: str) -> Path:
+    """`<run.store>/<name>`; where the ledger is in `run.remote`, this holds what a pod may lose."""
+    return Path(config.run.store) / name

@@ -1,0 +1,61 @@
+"""What a configuration names: its algorithm, its network."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+from pydantic import TypeAdapter, ValidationError
+
+from fl_engine.aggregation import privacy
+from fl_engine.algorithms import ALGORITHMS
+from fl_engine.algorithms.pooled import Training
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.registry import check_names, kind_of
+from fl_engine.core.types import Algorithm, ChoosesNetwork, ModelFamily
+from fl_engine.models.build import build_model, model_kind
+from flexfleet.config.explain import explain
+from flexfleet.config.schema import Config
+
+
+def algorithm(config: Config) -> Algorithm:
+    """The configured algorithm with its hyper-parameters checked."""
+    kind = kind_of(ALGORITHMS, config.algorithm, "algorithm", ("pool", "init", "plan", "task", "merge"))
+    options = {k: v for k, v in config.algorithm.items() if k != "name"}
+    known = [f.name for f in fields(kind) if f.name != "training"]  # type: ignore[arg-type]
+    check_names("algorithm", options, known)
+    training = TypeAdapter(Training).dump_python(config.training, mode="json")
+    training["fraction"] *= config.rounds.over_provision
+    if training["fraction"] > 1:
+        raise ConfigError(
+            f"training.fraction = {config.training.fraction} of the clients, times rounds.over_provision = "
+            f"{config.rounds.over_provision}, is more than all: lower one of them"
+        )
+    try:
+        found: Algorithm = TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
+    except ValidationError as error:
+        raise ConfigError(explain(error, kind, "algorithm.")) from error
+    privacy.check_terms(found, config.rounds)
+    ambient = config.run.backend == "kubernetes" and config.kubernetes.access == "ambient"
+    ours = kind in ALGORITHMS.values()
+    stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None
+    privacy.check_run(found, known=ours, reference=config.pretrain.reference, ambient=ambient, stranded=stranded)
+    return found
+
+
+def model(config: Config, input_chw: tuple[int, int, int], classes: int) -> ModelFamily:
+    """The configured network for these images, with what the configured algorithm changes in it (early exits). Raises
+    ConfigError, ModelError or PoolError."""
+    chosen = algorithm(config)
+    family = build_model(config.model, input_chw, classes)
+    return chosen.network(family) if isinstance(chosen, ChoosesNetwork) else family
+
+
+def cut_seed(config: Config) -> int:
+    """The seed of which samples are used, and of who holds them."""
+    return config.seed if config.partition.seed is None else config.partition.seed
+
+
+def min_side(config: Config) -> int:
+    """The smallest image side that the configured network takes."""
+    return model_kind(config.model).min_hw

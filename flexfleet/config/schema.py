@@ -1,0 +1,219 @@
+"""params.yaml as typed, frozen, self-checking configuration.
+
+The defaults are the embedded job: FlexFL on scikit-learn's handwritten digits, with the paper's fleet. Every field
+carries its explanation; an unknown key is an error that names the nearest one; nothing is converted silently.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from fl_engine.algorithms.pooled import Training
+from fl_engine.backends.kubernetes.settings import KubernetesConfig
+from fl_engine.core.errors import masked
+from fl_engine.core.fields import Count, Positive, Section
+from fl_engine.fleet.devices import FLEETS, Tier
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.training.numerics import Precision, Strategy
+
+
+class DatasetConfig(Section):
+    name: str = "digits"
+    """A registered data set, or package.module:NAME."""
+    root: str | None = None
+    """Folder of the data files; `repo@rev:path`, or a .dvc file, of a DVC repository; null: FLEXFLEET_DATA, else
+    ~/.cache/flexfleet/data."""
+    train_samples: Count | None = None
+    """Use this many training samples; null: all."""
+    test_samples: Count | None = None
+    """Use this many test samples; null: all."""
+    pad: Literal["auto", "none"] | Count = "auto"
+    """Pad images with zeros to this side; auto: up to the smallest side that the network takes."""
+
+
+class PartitionConfig(Section):
+    rule: Literal["iid", "dirichlet", "quantity", "disjoint_labels", "natural"] = "dirichlet"
+    clients: Count = 20
+    alpha: float = 0.6
+    """Concentration of dirichlet and quantity; smaller is more heterogeneous."""
+    labels_per_client: Count = 2
+    """For disjoint_labels."""
+    minimum: Count = 20
+    """Samples that each client gets at least (dirichlet, quantity)."""
+    proxy: float = 0.05
+    """Share of the training data kept by the server: 80 % to pre-train, 20 % to measure APoZ."""
+    seed: int | None = None
+    """Of the cut alone; null: the run's, so that runs of several seeds have as many partitions."""
+
+
+class FleetConfig(Section):
+    tiers: tuple[Tier, ...] = FLEETS["4:3:3"]
+    """A list of tiers (share of the fleet, memory r_M in % of the full model, spreads sigma, ...), or the name of one
+    of `fl_engine.fleet.devices.FLEETS`; the default is FlexFL's Table I."""
+
+
+class PretrainConfig(Section):
+    epochs: Count = 100
+    lr: Positive = 1e-3
+    """Adam."""
+    batch_size: Count = 50
+    reference: bool = False
+    """Also pre-train on all training data, to report how alike the pool is (FlexFL Sec. IV-C1). Costs 1/proxy times
+    as much, and is for studies only: a server does not see its clients' data."""
+
+
+class RunConfig(Section):
+    store: str = "runs"
+    """Folder of all runs."""
+
+    @field_validator("store")
+    @classmethod
+    def _a_folder(cls, value: str) -> str:
+        if "://" in value:
+            raise ValueError("a folder of this machine is expected; for ledgers in S3 set run.remote=s3://bucket/prefix")
+        return value
+
+    remote: str | None = None
+    """s3://bucket/prefix for the ledgers of all runs, where another coordinator finds them; null: in `store`."""
+    secrets: str | None = None
+    """Where the run's key is kept, from which noise and signatures follow: a folder, or s3://bucket/prefix in another
+    bucket than `remote`, with credentials of its own (FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID and so on); null: a Secret of
+    the cluster where clients are pods, else a file in the run's folder (not for private runs with `remote`: that
+    outlives the folder)."""
+    backend: Literal["in_process", "processes", "kubernetes"] = "in_process"
+    """Where clients live: in threads of this process, in worker processes that get orders through the store, or in
+    pods (see `kubernetes`)."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Torch devices that train clients at the same time, e.g. [cpu, cpu] or [cuda:0, cuda:1]."""
+    strategy: Literal["auto"] | Strategy = "auto"
+    """single: a device trains one client at a time; batched: several side by side, for small networks; auto: what
+    suits the size of the network."""
+    precision: Precision = "fp32"
+    """bf16: forward and backward pass in bfloat16, which CPUs with AMX and recent GPUs do several times faster."""
+
+
+class TrackingConfig(Section):
+    mlflow: str | None = "sqlite:///mlflow.db"
+    """MLflow tracking URI; null: off."""
+    experiment: str | None = None
+    """null: <dataset>-<model>-<partition>; where Kubeflow gives tasks an MLflow (MLFLOW_TRACKING_URI), its own."""
+    ui: str | None = None
+    """Where people open MLflow, if that is another address than `mlflow`; for links."""
+    kubeflow: str | None = None
+    """Where people open Kubeflow Pipelines, for links from MLflow to a pipeline's run; null: what FLEXFLEET_KUBEFLOW_UI
+    says, else no links."""
+
+
+class Range(Section):
+    """What a parameter may be in a search: from `low` to `high`, or one of `choices`."""
+
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    """As likely between 1 and 10 as between 10 and 100."""
+    whole: bool = False
+    """Whole numbers only."""
+    choices: tuple[Any, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> Range:
+        if self.choices:
+            if self.low is not None or self.high is not None or self.log or self.whole:
+                raise ValueError("choices stand alone: without low, high, log and whole")
+        elif self.low is None or self.high is None or not self.low < self.high or (self.log and self.low <= 0):
+            raise ValueError("low and high are expected, low below high, and above 0 for log; or choices")
+        return self
+
+
+class TuneConfig(Section):
+    """For `flexfleet tune`."""
+
+    trials: Count = 30
+    metric: Literal["avg", "full"] = "avg"
+    """Of the last round, over all `seeds`."""
+    seeds: tuple[int, ...] = (0,)
+    """Of each trial's runs."""
+    held_out: tuple[int, ...] = (100, 101, 102)
+    """Seeds on which the best setting and the default are compared in the end."""
+    space: dict[str, Range] = Field(default={})
+    """By dotted name (`algorithm.gammas.0`: the first of a list); empty, for flexfl: gamma of every level around what
+    its target size gives, lambda (kd_weight) and Gamma (adaptive_size)."""
+    workers: Count = 1
+    """How many work on the trials at the same time: as processes side by side, in the pipeline as pods, which then need
+    `storage`. `trials` are those of all together."""
+    storage: str | None = None
+    """URL of a data base for workers on several machines; null: that of the environment's FLEXFLEET_TUNE_STORAGE, else
+    a journal in the study's folder."""
+
+
+class PublishConfig(Section):
+    """What becomes of a finished run."""
+
+    models: bool = False
+    """Export each reported level (safetensors, ONNX) and register it in MLflow, with one model that answers for any."""
+    name: str | None = None
+    """Of the registered models; null: <experiment>-<algorithm>."""
+    onnx: bool = True
+    dvc: str | None = None
+    """Remote (s3://bucket/prefix, or a folder) to which DVC pushes partition, pool, model and report; null: none."""
+
+
+class Config(Section):
+    schema_version: Literal[1] = 1
+    seed: int = 0
+    dataset: DatasetConfig = DatasetConfig()
+    partition: PartitionConfig = PartitionConfig()
+    model: dict[str, Any] = Field(default={"name": "small_cnn"})
+    """name (registered, or package.module:NAME) and the network's own options."""
+    fleet: FleetConfig = FleetConfig()
+    pretrain: PretrainConfig = PretrainConfig()
+    algorithm: dict[str, Any] = Field(default={"name": "flexfl"})
+    """name (registered, or package.module:NAME) and the algorithm's own hyper-parameters."""
+    training: Training = Training(fraction=0.3, epochs=5, batch_size=10, lr=0.05)
+    rounds: RoundsConfig = RoundsConfig()
+    run: RunConfig = RunConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    publish: PublishConfig = PublishConfig()
+    tune: TuneConfig = TuneConfig()
+
+
+PRIVATE = ("tracking", "tune", "publish")
+"""Sections whose addresses are for whoever runs a run, and for nobody who reads its files."""
+
+
+def public(config: Config) -> Config:
+    """The configuration as files may hold it that others read: the addresses of PRIVATE say no user and no password."""
+
+    def hidden(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: hidden(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [hidden(inner) for inner in value]
+        return masked(value) if isinstance(value, str) else value
+
+    values = config.model_dump(mode="json")
+    return Config.model_validate_json(json.dumps(values | {name: hidden(values[name]) for name in PRIVATE}))
+
+
+def shown(config: Config) -> dict[str, Any]:
+    """`flatten` for others to read: no address shows who asks."""
+    return {key: masked(value) if isinstance(value, str) else value for key, value in flatten(config).items()}
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Dotted names to plain values, for MLflow's parameters and for saying what differs between two runs."""
+    out: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else key, inner)
+        elif not isinstance(value, dict):
+            out[prefix] = value
+
+    walk("", config.model_dump(mode="json"))
+    return out

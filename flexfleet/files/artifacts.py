@@ -1,0 +1,213 @@
+"""What the steps hand to each other: small JSON files with a schema, written whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from fl_engine.core.errors import FlexfleetError, IntegrityError, brief
+from fl_engine.core.types import Pool, PoolModel, SubmodelSpec
+from fl_engine.exchange.ledger import Row
+from fl_engine.storage.store import FolderStore
+
+A = TypeVar("A", bound="Artifact")
+
+
+class Artifact(BaseModel):
+    """A number that is not finite is no figure: JSON has no word for it, and nothing could read the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    schema_version: Literal[1] = 1
+
+    def write(self, path: Path) -> Path:
+        FolderStore(path.parent).put(path.name, (self.model_dump_json(indent=1) + "\n").encode())
+        return path
+
+    @classmethod
+    def read(cls: type[A], path: Path) -> A:
+        """Raises IntegrityError naming the file that is missing, unreadable or not of this kind."""
+        try:
+            return cls.of(path.read_bytes(), str(path))
+        except FileNotFoundError:
+            raise IntegrityError(f"{path} does not exist: the step that writes it has not run") from None
+        except OSError as error:
+            raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+
+    @classmethod
+    def of(cls: type[A], value: bytes, name: str) -> A:
+        """Raises IntegrityError naming the file where it is not of this kind."""
+        try:
+            return cls.model_validate_json(value)
+        except ValidationError as error:
+            raise IntegrityError(f"{name} is not a valid {cls.__name__} file: {brief(error)}") from error
+
+
+class ApozLayer(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    group: str
+    size: int
+    """Parameters of the layer."""
+    apoz: float
+    adjustment: float
+
+
+class Apoz(Artifact):
+    """pretrain/apoz.json. `layers` is empty where the algorithm does not ask for it."""
+
+    layers: tuple[ApozLayer, ...]
+    reference: tuple[float, ...] | None = None
+    """APoZ after pre-training on all training data."""
+    proxy_samples: int = 0
+    proxy_accuracy: float | None = None
+    seconds: float = 0.0
+
+
+class Level(BaseModel):
+    """One pool model. `flops` are multiply-adds per sample, `share` is of the full model's parameters."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    name: str
+    params: int
+    share: float
+    flops: int
+    bytes: int
+    widths: dict[str, int]
+    dispatched: bool
+    reported: bool
+    gamma: float | None
+    ratios: tuple[float, ...]
+    similarity: float | None = None
+    """Of the pruning ratios to those of a reference pre-trained on all data (FlexFL Sec. IV-C1)."""
+    spec: dict[str, Any]
+    ensemble: bool = False
+    """Answers with the mean over its exits."""
+    static_bn: bool = False
+    """Batch norm takes statistics of the training data."""
+
+
+class PoolFile(Artifact):
+    """pool/pool.json, smallest model first."""
+
+    algorithm: str
+    model: str
+    input_chw: tuple[int, int, int]
+    classes: int
+    groups: dict[str, int]
+    """Widths of the full model's prunable layers, in network order."""
+    levels: tuple[Level, ...] = Field(min_length=1)
+
+    def pool(self) -> Pool:
+        """Raises IntegrityError naming the level whose `spec` is no sub-model."""
+        return tuple(
+            PoolModel(
+                name=v.name,
+                spec=_spec_of(v),
+                params=v.params,
+                share=v.share,
+                macs=v.flops,
+                dispatched=v.dispatched,
+                reported=v.reported,
+                gamma=v.gamma,
+                ratios=v.ratios,
+                ensemble=v.ensemble,
+                static_bn=v.static_bn,
+            )
+            for v in self.levels
+        )
+
+
+def _spec_of(level: Level) -> SubmodelSpec:
+    try:
+        return SubmodelSpec.from_json(level.spec)
+    except (FlexfleetError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise IntegrityError(f"pool.json: the spec of {level.name!r} is no sub-model: {error}") from error
+
+
+class RunFile(Artifact):
+    """run.json: what a run is, fixed when it starts."""
+
+    run_id: str
+    token: str = ""
+    """Unique: by it a killed run finds the MLflow run that it had begun, and a private one has noise of its own."""
+    config: dict[str, Any]
+    numerics: dict[str, Any]
+    earlier_numerics: tuple[dict[str, Any], ...] = ()
+    """Of the rounds before a resume with --accept-numerics: such a run is repeatable only in the same stretches."""
+    pool_sha256: str
+    partition_sha256: str
+    mlflow_run_id: str | None = None
+    key_at: str | None = None
+    """Where the run's key is kept (`keys`), for people to read; null: it has none."""
+    key_sha256: str | None = None
+    noise_stream: str | None = None
+    """How a private run's noise follows from its key (`privacy.STREAM`); null: it has no noise, or began with a stream
+    that had no name."""
+    noise_numerics: dict[str, Any] | None = None
+    """What a private run's noise is computed with (`numerics.describe_noise`)."""
+    noise_sha256: str | None = None
+    """Of the key of a stream that had no name."""
+
+
+class History(Artifact):
+    """history.json: every round's measurements (`fl_engine.exchange.ledger.Row`), and the final model's checksum."""
+
+    rounds: tuple[dict[str, Any], ...]
+    model_sha256: str
+    seconds: float
+
+    @field_validator("rounds")
+    @classmethod
+    def _of_rows(cls, value: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        for row in value:
+            row_of(row)
+        return value
+
+
+def row_of(value: dict[str, Any]) -> Row:
+    """An entry of `History.rounds`. JSON has no NaN: a loss that diverged is null, and is left out."""
+    metrics = value.get("metrics")
+    measured = {k: v for k, v in metrics.items() if v is not None} if isinstance(metrics, dict) else metrics
+    return Row.model_validate({**value, "metrics": measured})
+
+
+class LevelScore(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    accuracy: float
+    loss: float | None
+    """Null where the model has diverged."""
+    params: int
+
+
+class EvaluationFile(Artifact):
+    """evaluation.json: the final model on the whole test set. `full` is the largest model's accuracy."""
+
+    rounds: int
+    test_samples: int
+    avg: float
+    full: float
+    levels: dict[str, LevelScore]
+
+
+class ConfusionFile(Artifact):
+    """confusion.json: by level, how many test images of a class (row) the final model took for which (column)."""
+
+    levels: dict[str, tuple[tuple[int, ...], ...]]
+
+
+class Result(Artifact):
+    """result.json, and what `--json` prints."""
+
+    run_id: str
+    status: Literal["finished"]
+    metrics: dict[str, Any]
+    """avg, full, levels{name: accuracy}, best{round, avg, full}: the round with the best avg."""
+    bytes: dict[str, int]
+    """down, up."""
+    waste: float
+    seconds: float
+    model_sha256: str
+    store_uri: str
+    mlflow_run_id: str | None
+    report: str

@@ -1,0 +1,104 @@
+"""What every command line shares: options, logs, and how a command ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, masked
+from flexfleet.files.doctor import EXTRAS
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that all commands have."""
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config(p)
+    return p
+
+
+def add_config(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--config", type=Path, metavar="FILE", help="parameters (default: ./params.yaml, else the built-in digits job)"
+    )
+    p.add_argument(
+        "--set", action="append", default=[], metavar="a.b=value", help="override one parameter; may be repeated"
+    )
+
+
+def add_resume(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--resume", action="store_true", help="go on with the run if it exists")
+    p.add_argument(
+        "--discard-damaged", action="store_true", help="on a damaged checkpoint, go on from the last good commit"
+    )
+    p.add_argument(
+        "--accept-numerics", action="store_true", help="resume although this machine computes other last bits"
+    )
+
+
+class _Sets(argparse.Action):
+    """An option that is short for `--set <dest>=`."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.set = [*namespace.set, f"{self.dest}={json.dumps(values)}"]
+
+
+def add_faults(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--faults", dest="rounds.faults", action=_Sets, default=argparse.SUPPRESS, metavar="LIST",
+        help="clients that misbehave on purpose: drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,corrupt=0.01",
+    )  # fmt: skip
+
+
+def start_logging() -> None:
+    """Logs go to stderr: stdout belongs to results."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+
+def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
+    """Runs a command: an expected error is one line on stderr and its exit code, never a traceback. An unexpected one
+    has a traceback, in which no address says a password."""
+    start_logging()
+    sys.excepthook = _tell
+    try:
+        sys.exit(main(None))
+    except Exception as error:
+        known = told_of(error)
+        if known is None:
+            raise
+        print(f"error: {known[0]}", file=sys.stderr)
+        sys.exit(known[1])
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def told_of(error: Exception) -> tuple[str, int] | None:
+    """What is said of an expected error in one line, and its exit code; None: it is a bug."""
+    ours = EnvironmentFailure.exit_code
+    if isinstance(error, FlexfleetError):
+        return " ".join(str(error).split()), error.exit_code
+    if isinstance(error, ModuleNotFoundError):
+        return missing(str(error.name)), ours
+    if isinstance(error, OSError):
+        return f"{error.filename or 'system'}: {error.strerror or error}", ours
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
+        return f"not enough memory: {str(error).splitlines()[0] if str(error) else 'no more to be had'}", ours
+    return None
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+
+def missing(module: str) -> str:
+    """What to install for a module that is not there."""
+    package = module.partition(".")[0]
+    extra = next((name for name, (modules, _) in EXTRAS.items() if package in modules), "all")
+    return f"{package} is not installed: pip install 'flexfleet[{extra}]'"

@@ -1,0 +1,163 @@
+"""The rounds of a pipeline's runs, read from here while its tasks run there: from the ledgers in `store_uri` where this
+machine reaches it, else from MLflow."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, IntegrityError, first_line, masked
+from flexfleet.files import terminal as common
+
+NAMED = {"run_id": "train", "comparison_id": "compare", "study_id": "tune", "night_id": "nightly"}
+"""The parameter that names what a pipeline makes, and the pipeline."""
+COMMITTED = re.compile(r"(.+)/rounds/[0-9]{5,}/(?:[0-9]+-)?COMMITTED")
+FIGURES = ("avg", "full", "train_loss", "clients_trained", "clients_pruned", "clients_failed")
+
+
+@dataclass(frozen=True)
+class Round:
+    run: str
+    """Of a comparison, a night or a study; empty: the pipeline is one run."""
+    number: int
+    """Counted from 1."""
+    metrics: Mapping[str, float]
+
+
+Look = Callable[[], list[Round]]
+"""Rounds that were not there when it was called before. Raises EnvironmentFailure where they cannot be read."""
+
+
+def name_of(parameters: Mapping[str, Any], job_id: str) -> tuple[str, str]:
+    """The parameter that names what the pipeline makes, and the name; empty texts for a pipeline of somebody else. The
+    names are those that the first tasks give where a form gives none."""
+    key = next((key for key in NAMED if key in parameters), "")
+    given = parameters.get(key) or {
+        "run_id": f"{parameters.get('algorithm', 'flexfl')}-s{int(parameters.get('seed', 0))}-{job_id}",
+        "comparison_id": f"compare-{job_id}",
+        "study_id": f"{parameters.get('algorithm', 'flexfl')}-s0-tune-{job_id}",
+        "night_id": f"night-{job_id}",
+    }.get(key, "")
+    return key, str(given)
+
+
+def rounds_of(parameters: Mapping[str, Any], job_id: str, tell: Callable[[str], None]) -> Look | None:
+    """None: neither ledger nor MLflow can be read from here, as is then told."""
+    key, name = name_of(parameters, job_id)
+    if not key:
+        return None
+    store, mlflow = str(parameters.get("store_uri") or ""), str(parameters.get("mlflow_uri") or "")
+    reasons = []
+    readers = {store: partial(_ledgers, store, key, name), mlflow: partial(_mlflow, mlflow, name, job_id)}
+    for where, begin in readers.items():
+        try:
+            look = begin()
+        except ModuleNotFoundError as error:
+            reasons.append(f"{masked(where)}: {common.missing(str(error.name))}")
+        except FlexfleetError as error:
+            reasons.append(str(error))
+        else:
+            if look is not None:
+                return look
+    why = f" ({'; '.join(reasons)})" if reasons else ""
+    tell(f"no rounds can be read from here{why}: the states of the tasks follow")
+    return None
+
+
+def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
+    """None: a folder of the tasks' pods, or of a volume that is not here."""
+    if "://" not in store_uri and not (Path(store_uri).is_absolute() and Path(store_uri).is_dir()):
+        return None
+    from fl_engine.exchange.ledger import Ledger
+    from fl_engine.storage.places import open_store
+    from fl_engine.storage.store import Store
+
+    store: Store = open_store(store_uri)
+    # A night has a folder for each case, <night_id>-<case>.
+    prefix = f"{name}-" if key == "night_id" else f"{name}/"
+    ledgers: dict[str, Ledger] = {}
+    marks: dict[str, list[str]] = {}
+    last: dict[str, int] = {}
+
+    def look() -> list[Round]:
+        seen: dict[str, list[str]] = {}
+        for found in filter(None, map(COMMITTED.fullmatch, store.list(prefix))):
+            seen.setdefault(found[1], []).append(found[0])
+        new = []
+        for folder, commits in seen.items():
+            if marks.get(folder) == commits:
+                continue
+            ledger = ledgers.setdefault(folder, Ledger(open_store(f"{store_uri.rstrip('/')}/{folder}")))
+            try:
+                rows = ledger.rows()
+            except IntegrityError:  # its coordinator has removed what was listed: there is more the next time
+                continue
+            marks[folder] = commits
+            run = folder.removeprefix(name).strip("/-")
+            new += [Round(run, row.round + 1, row.metrics) for row in rows if row.round > last.get(folder, -1)]
+            last[folder] = max((row.round for row in rows), default=-1)
+        return new
+
+    store.list(prefix)  # says now that it cannot be read
+    return look
+
+
+def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
+    """By the tag that tasks give their MLflow runs; a run that an earlier job began has that one's, and its name.
+    MLFLOW_TRACKING_URI is where this machine reaches the server that tasks call by another name."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or uri if uri else ""
+    if not uri:
+        return None
+    # MLflow's own patience is of minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    from flexfleet.tracking.trackers import client_of
+
+    client = client_of(uri)
+    from mlflow.exceptions import MlflowException
+
+    last: dict[str, int] = {}
+
+    def runs() -> Iterator[Any]:
+        experiments = [each.experiment_id for each in client.search_experiments()]
+        for tag, value in (("kfp.job_id", job_id), ("flexfleet.run_id", name)):
+            found = client.search_runs(experiments, f"tags.`{tag}` = '{value}'", order_by=["start_time DESC"])
+            if found:
+                yield from found if tag == "kfp.job_id" else found[:1]
+                return
+
+    def history(id: str, figure: str) -> dict[int, float]:
+        return {int(each.step): float(each.value) for each in client.get_metric_history(id, figure)}
+
+    def look() -> list[Round]:
+        new = []
+        try:
+            for run in runs():
+                id, label = run.info.run_id, run.data.tags.get("flexfleet.run_id", "")
+                seconds = {s: v for s, v in history(id, "seconds_round").items() if s > last.get(id, 0)}
+                figures = {figure: history(id, figure) for figure in FIGURES} if seconds else {}
+                for step, value in sorted(seconds.items()):
+                    metrics = {figure: values[step] for figure, values in figures.items() if step in values}
+                    new.append(Round("" if label == name else label, step, {**metrics, "seconds_round": value}))
+                last[id] = max(seconds, default=last.get(id, 0))
+        except MlflowException as error:
+            raise _unread(uri, error) from error
+        return new
+
+    try:
+        client.search_experiments(max_results=1)
+    except MlflowException as error:
+        raise _unread(uri, error) from error
+    return look
+
+
+def _unread(uri: str, error: Exception) -> EnvironmentFailure:
+    said = first_line(error)
+    if "failed with exception" in said:  # and then all of its transport
+        said = "nothing answers; MLFLOW_TRACKING_URI may say its address from here"
+    return EnvironmentFailure(f"MLflow at {masked(uri)}: {said}")

@@ -1,0 +1,173 @@
+"""Starting a pipeline on Kubeflow, once or every night: a new version is uploaded where the graph has changed, then a
+run or a recurring run is created.
+
+A version is named after what it was compiled to, so the same code and image never make a second one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_engine import __version__
+from fl_engine.core.errors import ConfigError, nearest
+from flexfleet.config.passwords import no_passwords
+from flexfleet.kubeflow.server import connected, link, pages
+from pipelines.compile import PIPELINES, compiled
+
+
+@dataclass(frozen=True)
+class Submitted:
+    run_id: str
+    url: str
+    """Of the run in the UI; empty where the UI's address is not known."""
+    pipeline: str
+    version: str
+    uploaded: bool
+    """Whether the version was new."""
+
+
+def form(text: str) -> dict[str, Any]:
+    """The parameters of a compiled pipeline, with their defaults."""
+    spec = next(yaml.safe_load_all(text))
+    given: dict[str, Any] = spec["root"]["inputDefinitions"]["parameters"]
+    return {name: about.get("defaultValue") for name, about in given.items()}
+
+
+def submit(
+    name: str,
+    parameters: Mapping[str, Any],
+    *,
+    host: str | None = None,
+    namespace: str | None = None,
+    experiment: str = "flexfleet",
+    run_name: str | None = None,
+    service_account: str | None = None,
+) -> Submitted:
+    """Starts a run of the pipeline `name`. `host`: None is what the KFP SDK finds (KF_PIPELINES_ENDPOINT, its own
+    configuration). `namespace`: of the profile, where there are several users.
+
+    Raises ConfigError for an unknown pipeline or parameter, EnvironmentFailure where the server refuses or is not to be
+    reached.
+    """
+    text, version = _checked(name, parameters)
+    with connected(host) as client:
+        pipeline_id, version_id, uploaded = _uploaded(client, name, version, text, namespace)
+        where = client.create_experiment(experiment, namespace=namespace)
+        run = client.run_pipeline(
+            where.experiment_id,
+            run_name or f"{name}-{version}",
+            params=dict(parameters),
+            pipeline_id=pipeline_id,
+            version_id=version_id,
+            service_account=service_account,
+        )
+        url = link(client, "runs", run.run_id)
+    return Submitted(run.run_id, url, name, version, uploaded)
+
+
+ONCE = {"night_id", "run_id", "comparison_id", "study_id"}
+"""Parameters that name what is made."""
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    recurring_run_id: str
+    url: str
+    name: str
+    cron: str
+    version: str
+    replaced: int
+    """How many of that name there were before."""
+
+
+def schedule(
+    pipeline: str,
+    parameters: Mapping[str, Any],
+    name: str,
+    cron: str,
+    *,
+    host: str | None = None,
+    namespace: str | None = None,
+    experiment: str = "flexfleet",
+    service_account: str | None = None,
+) -> Scheduled:
+    """Has the pipeline run by itself: one at a time, and nights that were missed are not made up for. A recurring run
+    cannot be changed: the new one is made, then those of the same name are deleted.
+
+    `cron`: six fields, seconds first. Raises as `submit` does.
+    """
+    if len(cron.split()) != 6:
+        raise ConfigError(
+            "cron has six fields in Kubeflow, seconds first: '0 0 2 * * *' is two o'clock every night (UTC); got "
+            f"{cron!r}"
+        )
+    if named := sorted(parameters.keys() & ONCE):
+        raise ConfigError(f"{', '.join(named)}: every night would go on with the same finished runs; leave it out")
+    text, version = _checked(pipeline, parameters)
+    with connected(host) as client:
+        pipeline_id, version_id, _ = _uploaded(client, pipeline, version, text, namespace)
+        where = client.create_experiment(experiment, namespace=namespace)
+        known = [r for r in _recurring(client, where.experiment_id) if r.display_name == name]
+        made = client.create_recurring_run(
+            where.experiment_id,
+            name,
+            cron_expression=cron,
+            max_concurrency=1,
+            no_catchup=True,
+            params=dict(parameters),
+            pipeline_id=pipeline_id,
+            version_id=version_id,
+            service_account=service_account,
+        )
+        for old in known:
+            client.delete_recurring_run(old.recurring_run_id)
+        url = link(client, "recurringrun", made.recurring_run_id)
+    return Scheduled(made.recurring_run_id, url, name, cron, version, len(known))
+
+
+def _checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
+    """The compiled pipeline and its version. A password in a parameter is refused here: Kubeflow would keep it."""
+    if name not in PIPELINES:
+        raise ConfigError(f"no pipeline is named {name!r}{nearest(name, PIPELINES)}: {', '.join(PIPELINES)}")
+    text = compiled(name)
+    asked = form(text)
+    no_passwords({**parameters, **dict(parameters.get("advanced") or {})})
+    for key in parameters:
+        if key not in asked:
+            raise ConfigError(f"the pipeline {name} has no parameter {key!r}{nearest(key, asked)}")
+    return text, f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _uploaded(client: Any, name: str, version: str, text: str, namespace: str | None) -> tuple[str, str, bool]:
+    """Ids of pipeline and version; whether the version had to be uploaded."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / f"{name}.yaml"
+        path.write_text(text)
+        # (The SDK's own look-up by name does not take a namespace.)
+        same = json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
+        found = client.list_pipelines(filter=same, namespace=namespace).pipelines or []
+        pipeline_id = found[0].pipeline_id if found else None
+        if pipeline_id is None:
+            pipeline_id = client.upload_pipeline(str(path), name, namespace=namespace).pipeline_id
+        for known in _versions(client, pipeline_id):
+            if known.display_name == version:
+                return pipeline_id, known.pipeline_version_id, False
+        made = client.upload_pipeline_version(str(path), version, pipeline_id=pipeline_id)
+    return pipeline_id, made.pipeline_version_id, True
+
+
+def _versions(client: Any, pipeline_id: str) -> Iterator[Any]:
+    return pages(lambda token: client.list_pipeline_versions(pipeline_id, page_token=token, page_size=100),
+                  "pipeline_versions")  # fmt: skip
+
+
+def _recurring(client: Any, experiment_id: str) -> Iterator[Any]:
+    return pages(lambda token: client.list_recurring_runs(token, 100, experiment_id=experiment_id), "recurring_runs")

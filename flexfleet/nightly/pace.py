@@ -1,0 +1,95 @@
+"""How fast rounds are beside the loop that one would write by hand, both timed in turns in this process.
+
+What a machine does besides slows both down, so the ratio can be compared between nights. The loop does less than a
+round does (it sends, prunes, distils, averages and evaluates nothing): a ratio is no figure of merit. Those are in
+benchmarks/.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from fl_engine.backends import InProcess
+from fl_engine.core.slicing import runnable
+from fl_engine.exchange.client import Site, Work, accept
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.rounds import loop
+from fl_engine.storage.store import FolderStore
+from flexfleet import config as configs
+from flexfleet.config import Config
+from flexfleet.steps.federate import initial_state, site_of
+from flexfleet.tracking.trackers import Several
+
+ROUNDS = 1
+
+
+def pace(config: Config, run: Path, turns: int) -> list[float]:
+    """Seconds of ROUNDS rounds by those of the loop on the same clients and sub-models, one ratio for each turn. `run`:
+    folder of a run of this configuration, for its partition and pool."""
+    site = site_of(config, run / "partition", run / "pool")
+    ratios = []
+    for turn in range(turns + 1):
+        ours, by_hand = _rounds(config, site), _by_hand(config, site)
+        if turn:  # the first warms up both
+            ratios.append(ours / by_hand)
+    return ratios
+
+
+def _rounds(config: Config, site: Site) -> float:
+    algorithm, state = configs.algorithm(config), initial_state(config, site)
+    evaluation = loop.Evaluation(site.family, site.pool, site.data, config.run.devices, site.fleet)
+    settings = config.rounds.model_copy(update={"stop": ROUNDS, "evaluate_every": ROUNDS})
+    with tempfile.TemporaryDirectory() as folder:
+        ledger, backend = Ledger(FolderStore(Path(folder))), InProcess(site, config.run.devices)
+        started = time.perf_counter()
+        loop.federate(algorithm, state, backend, ledger, Several([]), settings, config.seed, evaluation)
+        return time.perf_counter() - started
+
+
+def _by_hand(config: Config, site: Site) -> float:
+    algorithm, state = configs.algorithm(config), initial_state(config, site)
+    works = [
+        work
+        for round in range(ROUNDS)
+        for order in algorithm.plan(state, round, config.seed).orders
+        if isinstance(work := accept(algorithm, order, site), Work)
+    ]
+    images = site.data.normalise(site.data.train_x)
+    started = time.perf_counter()
+    for work in works:
+        _train(config, site, work, images[torch.from_numpy(work.indices)], site.data.train_y[work.indices])
+    return time.perf_counter() - started
+
+
+def _train(config: Config, site: Site, work: Work, x: torch.Tensor, y: torch.Tensor) -> None:
+    t = config.training
+    network = runnable(site.family, work.task.spec, {k: v.clone() for k, v in work.start.items()}).train()
+    optimizer = torch.optim.SGD(network.parameters(), lr=t.lr, momentum=t.momentum, weight_decay=t.weight_decay)
+    for _ in range(t.epochs):
+        for batch in torch.split(torch.randperm(len(y)), t.batch_size):
+            if len(batch) < t.batch_size and t.drop_last:
+                continue
+            out = network(x[batch])
+            loss = F.cross_entropy(out[-1] if isinstance(out, tuple) else out, y[batch])
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+
+
+def machine() -> dict[str, str]:
+    """What memory and pace depend on: figures of other machines are not compared with."""
+    model = "unknown"
+    with open("/proc/cpuinfo") if os.path.exists("/proc/cpuinfo") else open(os.devnull) as file:
+        model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)
+    return {
+        "cpu": model,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": str(os.cpu_count()),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,474 @@
+"""The nightly regression: a suite is run, measured, compared with before, and told; only what passes becomes champion.
+
+A night is a folder `<run.store>/<id>/` with figures.json, regression.json (what `--json` prints) and regression.html;
+beside it, `<id>-<case>/`, the comparison of each case. In MLflow it is a run of its own in the experiment
+regression-<suite>, above those of the comparisons and of all their runs, and versions of the registered models
+`<suite>-<case>-<label>` (publish.py) of the first seed's runs: `candidate` at once, `champion` if the gate lets them
+through. A version says which night it is of.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
+from fl_engine.storage.places import open_store
+from fl_engine.storage.store import FolderStore
+from flexfleet.compare import compare, comparison
+from flexfleet.config import Config
+from flexfleet.config.entries import Entry
+from flexfleet.config.names import plain
+from flexfleet.files.artifacts import Artifact, History, RunFile
+from flexfleet.nightly import gate, suite
+from flexfleet.nightly.gate import Before, Check
+from flexfleet.nightly.pace import machine, pace
+from flexfleet.nightly.suite import Figures, OfLabel, Suite
+from flexfleet.publish import publish
+from flexfleet.reports import plots
+from flexfleet.reports.report import Run, load
+from flexfleet.run.check import check
+from flexfleet.run.run import need_packages
+from flexfleet.tracking import record as track
+from flexfleet.tracking.trackers import TOKEN, MLflow, address, client_of, ending, log_outcome
+
+PROCESSES, TASKS = "processes of their own", "tasks of a graph"
+PASSED, JUDGED = "flexfleet.passed", "flexfleet.judged"
+"""Tags of a night's run: the verdict, and a digest of the runs that it is of."""
+NIGHT = "flexfleet.regression"
+"""Tag of a registered version: the MLflow run of the night that it is of."""
+REFERENCE_SEEDS = tuple(range(20))
+TURNS, REFERENCE_TURNS = 9, 20
+"""Of the pace of each label."""
+MEMORY = ("peak_mb", "peak_mb_rounds")
+"""Of the whole process, which is told, and above what it held before its first round, which is judged: what importing
+torch takes hides no leak."""
+FILES = ("figures.json", "regression.json", "regression.html")
+
+log = logging.getLogger("flexfleet")
+
+
+class Verdict(Artifact):
+    """regression.json."""
+
+    suite: str
+    id: str
+    passed: bool
+    checks: tuple[Check, ...]
+    since: str | None
+    """`champion` or `reference`, and the range of commits since then."""
+    commits: tuple[str, ...]
+    """`hash subject` of what has come since then, newest first; empty where the code is no checkout."""
+    notes: tuple[str, ...]
+    report: str
+    mlflow_run_id: str | None
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if check.failed]
+
+
+@dataclass(frozen=True)
+class Night:
+    """What is to be done."""
+
+    path: Path
+    suite: Suite
+    id: str
+    runs: Mapping[str, Sequence[Entry]]
+    """By case, seed by seed."""
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(entry.seed for entry in next(iter(self.runs.values()))))
+
+    @property
+    def config(self) -> Config:
+        """Of any run: where things are kept and tracked."""
+        return next(iter(self.runs.values()))[0].config
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.store).with_name(self.id)
+
+
+Folders = Mapping[tuple[str, str], Path]
+"""Finished runs' folders by case and run id."""
+
+
+# ------------------------------------------------------------------------------------------------ the command
+def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) -> Night:
+    """Reads the suite and its reference. Raises ConfigError where there would be nothing to compare with."""
+    path = suite.path_of(name)
+    asked = suite.load(path)
+    seeds = tuple(sorted({*asked.seeds, *REFERENCE_SEEDS})) if update else asked.seeds
+    night = Night(path, asked, plain(id, "a night's id"), suite.runs_of(asked, path.stem, seeds, list(sets), id))
+    if night.config.tracking.mlflow is not None and not update:
+        for entry in (each[0] for each in night.runs.values()):
+            publishing = entry.config.publish.model_copy(update={"models": True})
+            config = entry.config.model_copy(update={"publish": publishing})
+            need_packages(config)
+            check(config)
+    if not update and champion_of(night) is None and reference_of(night) is None:
+        raise ConfigError(
+            f"nothing to compare with: {path.with_suffix('.json')} does not exist and MLflow has no champion; make the "
+            "reference first, with --update"
+        )
+    return night
+
+
+def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
+    """Runs what is not finished, and judges it. A night that fails is a result, not an error. Raises as `compare`."""
+    take_folder(night, resume)
+    mlflow = begin(night, {})
+    with ending(mlflow):
+        folders = make(night, jobs, resume, mlflow.root if mlflow else None)
+    return settle(night, folders, night.folder)
+
+
+def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:
+    """Runs at least 20 seeds and writes the suite's reference."""
+    take_folder(night, resume)
+    found = measure(night, make(night, jobs, resume), REFERENCE_TURNS)
+    found.write(night.path.with_suffix(".json"))
+    return found
+
+
+def take_folder(night: Night, resume: bool) -> None:
+    """Raises ConfigError where a night of that name is not to be gone on with."""
+    if night.folder.exists() and not resume:
+        raise ConfigError(f"{night.folder} exists already: go on with --resume, or choose another --id")
+    night.folder.mkdir(parents=True, exist_ok=True)
+    begun, at = night.folder / "commit", track.commit() or "unknown"
+    if begun.exists() and begun.read_text() != at:
+        raise ConfigError(
+            f"{night.folder} was begun with the code of commit {begun.read_text()}, this is {at}: choose another --id"
+        )
+    begun.write_text(at)
+
+
+def make(night: Night, jobs: int, resume: bool, mlflow_run_id: str | None = None) -> Folders:
+    for case, entries in night.runs.items():
+        to = (night.suite.cases[case].to,)
+        compare.compare(entries, f"{night.id}-{case}", to=to, at_once=jobs, resume=resume, night=mlflow_run_id)
+    return {(case, e.name): Path(e.config.run.store) / e.name for case, runs in night.runs.items() for e in runs}
+
+
+def settle(
+    night: Night, folders: Folders, out: Path, runs_in: str = PROCESSES, mlflow_run_id: str | None = None
+) -> Verdict:
+    """Measures, judges, registers, tells: writes FILES into `out`. A night that MLflow knows as judged is not judged
+    again: it would be compared with itself. `mlflow_run_id`: that of the night, where another task has begun it."""
+    mlflow = begin(night, {}, mlflow_run_id)
+    if mlflow is not None and (known := _judged(mlflow, folders, out)) is not None:
+        log.info("%s was judged before", night.id)
+        return known
+    with ending(mlflow):
+        found = measure(night, folders, TURNS, runs_in)
+        found.write(out / "figures.json")
+        verdict = _verdict(night, found, out, mlflow.run_id if mlflow else None)
+        if mlflow is not None:
+            _publish(night, folders, out, verdict, mlflow, found)
+        return verdict
+
+
+def _verdict(night: Night, found: Figures, out: Path, mlflow_run_id: str | None) -> Verdict:
+    champion, reference = champion_of(night), reference_of(night)
+    checks, notes = compared(night, found, champion, reference)
+    before = ("champion", champion) if champion else ("reference", reference)
+    verdict = Verdict(
+        suite=night.name,
+        id=night.id,
+        passed=not any(check.failed for check in checks),
+        checks=tuple(checks),
+        since=f"{before[0]}, {before[1].commit or 'unknown'}..{found.commit or 'unknown'}" if before[1] else None,
+        commits=track.commits(before[1].commit if before[1] else None, found.commit),
+        notes=tuple(notes),
+        report=str(out / "regression.html"),
+        mlflow_run_id=mlflow_run_id,
+    )
+    verdict.write(out / "regression.json")
+    FolderStore(out).put("regression.html", page(verdict, found, champion, reference).encode())
+    return verdict
+
+
+# ------------------------------------------------------------------------------------------ as tasks of a graph
+def pairs_of(night: Night, shared: Path, job_id: str) -> list[dict[str, str]]:
+    """Checks all runs and writes what those of a case and seed have in common into `shared`; gives what `run_pair`
+    takes. The night's MLflow run is begun."""
+    pairs = [p for case, runs in night.runs.items() for p in compare.pairs_of(runs, f"{night.id}-{case}", shared)]
+    return compare.below(pairs, begin(night, track.of_job(night.config, job_id)))
+
+
+def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
+    """Finished runs' folders, given in any order. Raises IntegrityError where one is missing."""
+    of_case = {f"{night.id}-{case}": case for case in night.runs}
+    found = {}
+    for folder in finished:
+        file = RunFile.read(folder / "run.json")
+        found[of_case[Path(file.config["run"]["store"]).name], file.run_id] = folder
+    wanted = {(case, entry.name) for case, entries in night.runs.items() for entry in entries}
+    if missing := sorted(wanted - found.keys()):
+        raise IntegrityError(f"runs of {night.id} are missing: {', '.join('/'.join(pair) for pair in missing)}")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+def measure(night: Night, folders: Folders, turns: int, runs_in: str = PROCESSES) -> Figures:
+    """`runs_in`: what the runs were made in. A task has more in memory than a process of its own."""
+    labels = {}
+    for case, entries in night.runs.items():
+        for label in dict.fromkeys(entry.label for entry in entries):
+            own = [entry for entry in entries if entry.label == label]
+            first = folders[case, own[0].name]
+            log.info("pace of %s/%s, %d turns", case, label, turns)
+            runs = [load(folders[case, entry.name]) for entry in own]
+            values = {**_values(runs, night.suite.cases[case].to), "pace": tuple(pace(own[0].config, first, turns))}
+            labels[f"{case}/{label}"] = OfLabel(
+                task=suite.task_of(night.suite, case),
+                values=values,
+                curve=_curve(runs),
+                mlflow_runs=tuple(run.file.mlflow_run_id for run in runs if run.file.mlflow_run_id),
+            )
+    return Figures(
+        suite=night.name,
+        id=night.id,
+        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        commit=track.commit(),
+        machine={**machine(), "runs in": runs_in},
+        seeds=night.seeds,
+        labels=labels,
+    )
+
+
+def _values(runs: Sequence[Run], to: float) -> dict[str, tuple[float, ...]]:
+    """An accuracy that is not reached counts as one round more than there were."""
+    until = [comparison.first(run.rows, to) for run in runs]
+    sent = [comparison.sent(run.rows) for run in runs]
+    out = {
+        "full": tuple(run.evaluation.full for run in runs),
+        "rounds": tuple(float(n + 1 if n >= 0 else len(run.rows) + 1) for n, run in zip(until, runs, strict=True)),
+        "mb": tuple(
+            (sum(each[: n + 1]) if n >= 0 else sum(each) * (1 + 1 / len(each))) / comparison.MB
+            for n, each in zip(until, sent, strict=True)
+        ),
+        **{name: tuple(max(row.metrics[name] for row in run.rows) for run in runs) for name in MEMORY},
+    }
+    return out if runs[0].single else {"avg": tuple(run.evaluation.avg for run in runs), **out}
+
+
+def _curve(runs: Sequence[Run]) -> tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]:
+    avg = [] if runs[0].single else comparison.curve(runs, "avg")
+    full = comparison.curve(runs, "full")
+    means = {round: tuple(each) for round, _, each in avg}
+    return tuple((round, mb, means.get(round, ()), tuple(each)) for round, mb, each in full)
+
+
+# ------------------------------------------------------------------------------------------------- before
+def reference_of(night: Night) -> Figures | None:
+    """Raises ConfigError where the suite asks for something else than when its reference was made."""
+    path = night.path.with_suffix(".json")
+    if not path.exists():
+        return None
+    found = Figures.read(path)
+    for case in night.runs:
+        for label, of_label in found.labels.items():
+            if label.startswith(f"{case}/") and of_label.task != suite.task_of(night.suite, case):
+                raise ConfigError(f"{path} is of other settings than {night.path} has now: make it again with --update")
+    return found
+
+
+def champion_of(night: Night) -> Figures | None:
+    """The figures of the last night that passed, by the alias in MLflow's registry; None where there is none yet.
+    Raises EnvironmentFailure where MLflow does not say."""
+    uri = night.config.tracking.mlflow
+    if uri is None:
+        return None
+    from mlflow import artifacts
+    from mlflow.exceptions import MlflowException
+
+    client = client_of(uri)
+    for case, entries in night.runs.items():
+        for label in dict.fromkeys(entry.label for entry in entries):
+            try:
+                version = client.get_model_version_by_alias(_model(night, case, label), publish.CHAMPION)
+            except MlflowException as error:
+                if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                    raise EnvironmentFailure(masked(f"{uri} does not say who is champion: {error.message}")) from error
+                continue
+            if NIGHT not in version.tags:  # somebody gave it the alias by hand
+                continue
+            try:
+                at = artifacts.download_artifacts(
+                    run_id=version.tags[NIGHT], artifact_path="figures.json", tracking_uri=address(uri)
+                )
+            except (MlflowException, OSError) as error:
+                raise EnvironmentFailure(masked(f"{uri} has lost the champion's figures.json: {error}")) from error
+            return Figures.read(Path(at))
+    return None
+
+
+def compared(
+    night: Night, now: Figures, champion: Figures | None, reference: Figures | None
+) -> tuple[list[Check], list[str]]:
+    """All checks, and what could not be checked. Raises IntegrityError where nothing could."""
+    before, notes = [], []
+    for name, figures in (("champion", champion), ("reference", reference)):
+        if figures is None:
+            notes.append(f"there is no {name} to compare with")
+            continue
+        same = {
+            label: of_label.values
+            for label, of_label in figures.labels.items()
+            if label in now.labels and of_label.task == now.labels[label].task
+        }
+        if missing := sorted(now.labels.keys() - same.keys()):
+            notes.append(f"the {name} knows nothing comparable of {', '.join(missing)}")
+        known = {metric for values in same.values() for metric in values}
+        measured = {metric for label in same for metric in now.labels[label].values}
+        if unknown := [metric for metric in gate.METRICS if metric in measured - known]:
+            notes.append(f"the {name} has no {', '.join(unknown)} to compare with")
+        if figures.machine != now.machine:
+            notes.append(f"memory and pace of the {name} are of another machine or kind of process, and not compared")
+        before.append(Before(name, same, figures.machine == now.machine))
+    checks = gate.judge({label: of.values for label, of in now.labels.items()}, before, night.suite.thresholds)
+    if not checks:
+        raise IntegrityError(f"nothing of {night.id} is comparable: {'; '.join(notes)}")
+    return checks, notes
+
+
+# ------------------------------------------------------------------------------------------------- MLflow
+def begin(night: Night, given: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
+    """The night's own run: begun before those that are its children, and the same one again for the same night. None
+    where nothing is tracked. `given`: more tags; `run_id`: that of one that has been begun."""
+    config = night.config
+    if config.tracking.mlflow is None:
+        return None
+    at = track.commit()
+    about = {"flexfleet.kind": "regression", "flexfleet.suite": night.name, **({track.COMMIT: at} if at else {})}
+    if run_id is None:
+        remote = config.run.remote
+        store = FolderStore(night.folder) if remote is None else open_store(f"{remote.rpartition('/')[0]}/{night.id}")
+        runs = [store for entries in night.runs.values() for store in compare.stores_of(entries)]
+        about[TOKEN] = track.lasting_token("regression", store, runs)
+    return track.tracker(config, night.id, {**about, **given}, run_id)
+
+
+def _digest(folders: Folders) -> str:
+    return track.token_of("regression", [RunFile.read(folder / "run.json").token for folder in folders.values()])
+
+
+def _judged(mlflow: MLflow, folders: Folders, out: Path) -> Verdict | None:
+    """The verdict that these runs have had, with its FILES."""
+    client = client_of(mlflow.uri)
+    tags = client.get_run(mlflow.run_id).data.tags
+    # Earlier versions made the token of what JUDGED is made of.
+    if PASSED not in tags or tags.get(JUDGED, tags.get(TOKEN)) != _digest(folders):
+        return None
+    from mlflow import artifacts
+
+    for name in FILES:
+        artifacts.download_artifacts(
+            run_id=mlflow.run_id, artifact_path=name, dst_path=str(out), tracking_uri=address(mlflow.uri)
+        )
+    client.set_terminated(mlflow.run_id, "FINISHED" if tags[PASSED] == "True" else "FAILED")
+    return Verdict.read(out / "regression.json").model_copy(update={"report": str(out / "regression.html")})
+
+
+def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: MLflow, found: Figures) -> None:
+    client = client_of(mlflow.uri)
+    made = []
+    for case, entries in night.runs.items():
+        for entry in (e for e in entries if e.seed == night.seeds[0]):
+            folder = folders[case, entry.name]
+            run_id, model = RunFile.read(folder / "run.json").mlflow_run_id, History.read(folder / "history.json")
+            if run_id is None:
+                continue
+            name = entry.config.publish.model_copy(update={"name": _model(night, case, entry.label)})
+            config = entry.config.model_copy(update={"publish": name})
+            publish.publish(config, folder, run_id, out / "export" / case / entry.label)
+            for version in client.search_model_versions(f"run_id = '{run_id}'"):
+                client.set_model_version_tag(version.name, version.version, NIGHT, mlflow.run_id)
+            made.append((run_id, model.model_sha256))
+    metrics = {
+        f"{metric}/{label}": sum(each) / len(each)
+        for label, of in found.labels.items()
+        for metric, each in of.values.items()
+    }
+    log_outcome(mlflow.uri, mlflow.run_id, metrics, {}, [str(out / name) for name in FILES])
+    for run_id, sha in made if verdict.passed else ():
+        publish.promote(mlflow.uri, run_id, sha)
+    client.set_tag(mlflow.run_id, PASSED, str(verdict.passed))
+    client.set_tag(mlflow.run_id, JUDGED, _digest(folders))  # last: from now on these are not judged again
+    mlflow.finish("FINISHED" if verdict.passed else "FAILED")
+
+
+def _model(night: Night, case: str, label: str) -> str:
+    return publish.clean(f"{night.name}-{case}-{label}")
+
+
+# ------------------------------------------------------------------------------------------------- telling
+def figure(check: Check, value: float) -> str:
+    """A value of the check's metric, for people."""
+    return f"{100 * value:.2f} %" if check.metric in gate.HIGHER else f"{value:.4g}"
+
+
+def told(verdict: Verdict) -> str:
+    lines = [
+        f"{c.label}: {gate.METRICS[c.metric]} {figure(c, c.now)}, {c.against} {figure(c, c.before)}: worse by "
+        f"{figure(c, c.worse_by)} (threshold {figure(c, c.threshold)}, noise up to {figure(c, c.noise)})"
+        for c in verdict.failed
+    ]
+    count = len(verdict.checks)
+    head = f"passed: {count} figures compared" if verdict.passed else f"failed: {len(lines)} of {count} figures"
+    return "\n".join([head, *lines, *verdict.notes, f"report: {verdict.report}"])
+
+
+def where(night: Night, verdict: Verdict, job_id: str) -> str:
+    """What opens a night's report in a browser: its MLflow run, else its job in Kubeflow; else where to look."""
+    job = track.of_job(night.config, job_id).get("kfp.run", "")
+    return track.link(night.config, verdict.mlflow_run_id or "") or job or "the page of the task before this one"
+
+
+def card(verdict: Verdict) -> str:
+    """Markdown for the run's page in Kubeflow."""
+    rows = [
+        f"| {c.label} | {gate.METRICS[c.metric]} | {figure(c, c.now)} | {figure(c, c.before)} ({c.against}) |"
+        for c in (verdict.failed or verdict.checks)
+    ]
+    head = "passed" if verdict.passed else "FAILED"
+    since = [f"Since {verdict.since}:", "", *(f"- {line}" for line in verdict.commits)] if verdict.commits else []
+    return "\n".join([f"## {verdict.suite}: {head}", "", "| | metric | now | before |", "|---|---|--:|--:|", *rows, "",
+                      *verdict.notes, "", *since, ""])  # fmt: skip
+
+
+def page(verdict: Verdict, now: Figures, champion: Figures | None, reference: Figures | None) -> str:
+    """One HTML page that needs nothing from outside."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    drawings: dict[str, Markup] = {}
+    for label in now.labels:
+        nights = {"now": now, "champion": champion, "reference": reference}
+        curves = [
+            (name, [p for p in _points(one, label, 2) if p[2]], _points(one, label, 3))
+            for name, one in nights.items()
+            if one is not None and label in one.labels
+        ]
+        drawings[label] = Markup(plots.comparison(curves, f"curve-{len(drawings)}"))
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"figure": lambda check, name: figure(check, getattr(check, name))}
+    source = resources.files("flexfleet.nightly").joinpath("regression.html").read_text("utf-8")
+    return environment.from_string(source).render(v=verdict, now=now, drawings=drawings, metrics=gate.METRICS)
+
+
+def _points(figures: Figures, label: str, which: int) -> list[tuple[int, float, list[float]]]:
+    return [(point[0], point[1], list(point[2] if which == 2 else point[3])) for point in figures.labels[label].curve]

@@ -1,0 +1,138 @@
+"""What a regression runs: a file in git, `<name>.yaml`, with its reference figures beside it, `<name>.json`.
+
+The settings are the defaults with the suite's and the case's on top: nobody's params.yaml moves a figure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from fl_engine.core.errors import ConfigError, brief
+from fl_engine.core.plain import read_yaml
+from flexfleet.config import Config, load_config
+from flexfleet.config.entries import Entry, entries_for
+from flexfleet.files.artifacts import Artifact
+from flexfleet.nightly.gate import FEWEST_SEEDS, METRICS
+from flexfleet.tracking.trackers import platform_experiment
+
+MAY_SET = ("run.store", "run.remote", "run.backend", "tracking.", "publish.", "kubernetes.", "dataset.root")
+"""What `--set` may change: none of it moves a figure,"""
+MAY_NOT = ("kubernetes.observe", "kubernetes.quorum")
+"""but these."""
+
+
+class Case(BaseModel):
+    """Algorithms on one task."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    algorithms: str
+    """As `flexfleet compare --algorithms`."""
+    to: float = Field(gt=0, le=1)
+    """Accuracy of the full model to which rounds and MB are counted."""
+    settings: dict[str, Any] = {}
+    """Dotted names; `label:algorithm.x` for one label alone."""
+
+
+class Suite(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    seeds: tuple[int, ...] = Field(min_length=FEWEST_SEEDS)
+    settings: dict[str, Any] = {}
+    cases: dict[str, Case] = Field(min_length=1)
+    thresholds: dict[str, float]
+    """By metric of `gate.METRICS`."""
+
+    @field_validator("thresholds")
+    @classmethod
+    def _each(cls, value: dict[str, float]) -> dict[str, float]:
+        if value.keys() != METRICS.keys() or not all(v > 0 for v in value.values()):
+            raise ValueError(f"a threshold above 0 is expected for each of {', '.join(METRICS)}, no other")
+        return value
+
+
+class OfLabel(BaseModel):
+    """What was measured of one label; `values` by metric, one for each seed, of pace one for each turn."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    task: str
+    """Digest of what was asked, one label's own settings apart: figures of other tasks are not compared."""
+    values: dict[str, Annotated[tuple[float, ...], Field(min_length=2)]]
+    """Of one value nobody knows how it spreads."""
+    curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
+    """(round, mean MB sent so far, avg of each seed, full of each seed); no avg where one level is reported."""
+    mlflow_runs: tuple[str, ...] = ()
+
+
+class Figures(Artifact):
+    """figures.json of a night, and a suite's reference."""
+
+    suite: str
+    id: str
+    when: str
+    commit: str | None
+    machine: dict[str, str]
+    seeds: tuple[int, ...]
+    labels: dict[str, OfLabel]
+    """By `<case>/<label>`."""
+
+
+def path_of(suite: str) -> Path:
+    """A file, or the name of a suite that comes along. Raises ConfigError."""
+    if suite.endswith((".yaml", ".yml")):
+        return Path(suite)
+    folder = Path(str(resources.files("flexfleet.nightly").joinpath("suites")))
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if suite not in known:
+        raise ConfigError(f"no suite is named {suite!r}: {', '.join(known)}, or a file with .yaml")
+    return folder / f"{suite}.yaml"
+
+
+def load(path: Path) -> Suite:
+    """Raises ConfigError for what is wrong in the file."""
+    try:
+        return Suite.model_validate(read_yaml(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
+    except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
+        said = brief(error) if isinstance(error, ValidationError) else str(error)
+        raise ConfigError(f"{path} is no suite: {said}") from error
+
+
+def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id: str) -> dict[str, list[Entry]]:
+    """Every run, by case. `sets`: `a.b=value` of the command line. Raises ConfigError."""
+    for text in sets:
+        if not text.startswith(MAY_SET) or text.startswith(MAY_NOT):
+            raise ConfigError(
+                f"--set {text}: a suite says what is measured; only {', '.join(MAY_SET)} can be set. For another task "
+                "write a suite of your own"
+            )
+    out = {}
+    for case, about in suite.cases.items():
+        given = suite.settings | about.settings
+        asked = [*(f"{key}={json.dumps(value)}" for key, value in given.items()), *sets]
+
+        def load_one(overrides: list[str]) -> Config:
+            config = load_config(None, overrides)
+            given = config.tracking
+            if given.experiment is None and platform_experiment(given.mlflow) is None:
+                given = given.model_copy(update={"experiment": f"regression-{name}"})
+            return config.model_copy(update={"tracking": given})
+
+        listed = ",".join(map(str, seeds))
+        out[case] = entries_for(about.algorithms, listed, asked, load_one, f"{id}-{case}")
+    return out
+
+
+def task_of(suite: Suite, case: str) -> str:
+    shared = {key: value for key, value in (suite.settings | suite.cases[case].settings).items() if ":" not in key}
+    own = {"settings": shared, "to": suite.cases[case].to}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,178 @@
+"""A finished run's models for others to use: exported level by level, and registered in MLflow.
+
+Registered models, each new version with the alias `candidate` (`champion` is given by `flexfleet regress`):
+
+    <name>            one for the run, which answers for any level: mlflow.pyfunc.load_model("models:/<name>@candidate")
+    <name>-<level>    a folder with the level's weights and ONNX file: fl_engine.models.export.load
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import fl_engine
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.types import Data
+from fl_engine.data import partitioning as partitions
+from fl_engine.models import export as exports
+from fl_engine.models.export import About
+from fl_engine.storage.store import FolderStore, decode, sha256
+from flexfleet.config import Config
+from flexfleet.files.artifacts import EvaluationFile, History, PoolFile
+from flexfleet.steps.prepare import prepare
+from flexfleet.tracking.record import experiment
+from flexfleet.tracking.trackers import client_of
+
+CANDIDATE, CHAMPION = "candidate", "champion"
+MODEL = "model_sha256"
+"""Tag of a version: the global model that it is of."""
+SERVING = Path(__file__).with_name("serving.py")
+NEEDED = ("torch", "numpy", "safetensors", "pydantic", "pyyaml")
+"""Packages with which a registered model can be loaded: the engine's own code goes with it."""
+
+log = logging.getLogger("flexfleet")
+
+
+def publish(config: Config, out: Path, mlflow_run_id: str | None, to: Path) -> list[About]:
+    """Exports the reported levels of the run in `out` into `to`, and registers them where the run is tracked. Done
+    again, it makes no second version. Raises as `fl_engine.models.export` does."""
+    data, levels = export(config, out, to)
+    if mlflow_run_id is not None and config.tracking.mlflow is not None:
+        model = History.read(out / "history.json").model_sha256
+        register(config.tracking.mlflow, mlflow_run_id, name_of(config), data, to, levels, model)
+    return levels
+
+
+def export(config: Config, out: Path, to: Path) -> tuple[Data, list[About]]:
+    """A folder for each reported level, smallest first."""
+    data, family = prepare(config)
+    history = History.read(out / "history.json")
+    value = FolderStore(out).get("model.safetensors")
+    if sha256(value) != history.model_sha256:
+        raise IntegrityError(f"{out / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
+    params = decode(value, str(out / "model.safetensors"))
+    parts = partitions.load(out / "partition", data)
+    proxy = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
+    scores = EvaluationFile.read(out / "evaluation.json").levels
+    shutil.rmtree(to, ignore_errors=True)
+    levels = []
+    for member in PoolFile.read(out / "pool" / "pool.json").pool():
+        if member.reported:
+            folder, trained = to / member.name, scores[member.name].accuracy
+            made = exports.export(config.model["name"], family, params, member, data, proxy, trained, folder)
+            if config.publish.onnx:
+                exports.to_onnx(made, data, folder / exports.ONNX)
+            levels.append(made.about)
+            log.info("exported %s: %s", member.name, said(made.about))
+    return data, levels
+
+
+def said(about: About) -> str:
+    """Both accuracies of a level, for people."""
+    trained, exported = 100 * about.accuracy_trained, 100 * about.accuracy_exported
+    return f"{exported:.2f} % with the proxy's statistics, {trained:.2f} % in the rounds"
+
+
+def name_of(config: Config) -> str:
+    return clean(config.publish.name or f"{experiment(config)}-{config.algorithm['name']}")
+
+
+def clean(name: str) -> str:
+    """MLflow's names know neither colons nor slashes."""
+    return re.sub(r"[^\w.-]+", "-", name)
+
+
+# ----------------------------------------------------------------------------------------------- registry
+def register(uri: str, run_id: str, name: str, data: Data, folder: Path, levels: Sequence[About], model: str) -> None:
+    """`model`: the global model's sha256. Artifacts lie under it: a run that goes on to more rounds makes new versions,
+    and changes none."""
+    client = client_of(uri)
+    run = client.get_run(run_id)
+    at = f"published/{model[:12]}"
+    for about in levels:
+        key = f"exported/{about.level}"
+        if run.data.metrics.get(key) != about.accuracy_exported:
+            client.log_metric(run_id, key, about.accuracy_exported)
+    with tempfile.TemporaryDirectory() as scratch:
+        for about in levels:
+            client.log_artifacts(run_id, str(folder / about.level), f"{at}/levels/{about.level}")
+            source = f"{run.info.artifact_uri}/{at}/levels/{about.level}"
+            _version(client, f"{name}-{about.level}", source, run_id, model, said(about))
+        served = _pyfunc(data, folder, levels[-1], Path(scratch))
+        client.log_artifacts(run_id, str(served), f"{at}/model")
+        known = ", ".join(about.level for about in levels)
+        told = f'Answers for any level: params={{"level": ...}} of {known}.'
+        _version(client, name, f"{run.info.artifact_uri}/{at}/model", run_id, model, told)
+
+
+def _version(client: Any, name: str, source: str, run_id: str, model: str, about: str) -> None:
+    """A version of a registered model, with the alias `candidate`. One that is there already stays as it is, and so
+    does the alias: an old run told again is no new candidate."""
+    from mlflow.exceptions import MlflowException
+
+    known = client.search_model_versions(f"name = '{name}'")
+    if any(v.run_id == run_id and v.tags.get(MODEL) == model for v in known):
+        return
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise ConfigError(f"publish.name: MLflow takes no model named {name!r}: {error.message}") from error
+    made = client.create_model_version(name, source, run_id, tags={MODEL: model}, description=about)
+    client.set_registered_model_alias(name, CANDIDATE, made.version)
+
+
+def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
+    from mlflow.models import ModelSignature
+    from mlflow.pyfunc import save_model
+    from mlflow.types import DataType, ParamSchema, ParamSpec, Schema, TensorSpec
+
+    images = TensorSpec(np.dtype(np.uint8), (-1, *data.input_chw))
+    signature = ModelSignature(
+        Schema([images]),
+        Schema([TensorSpec(np.dtype(np.float32), (-1, data.classes))]),
+        ParamSchema([ParamSpec("level", DataType.string, largest.level)]),
+    )
+    code = scratch / "fl_engine"
+    shutil.copytree(Path(fl_engine.__file__).parent, code, ignore=shutil.ignore_patterns("__pycache__", "testing"))
+    # Recorded, so that nobody sees them: MLflow recommends type hints and input examples for what a signature says.
+    with warnings.catch_warnings(record=True):
+        save_model(
+            scratch / "model",
+            python_model=str(SERVING),
+            code_paths=[str(code), *_own_code(largest.model)],
+            artifacts={"levels": str(folder)},
+            signature=signature,
+            pip_requirements=[f"{package}=={metadata.version(package).partition('+')[0]}" for package in NEEDED],
+        )
+    return scratch / "model"
+
+
+def _own_code(model: str) -> list[str]:
+    """Where a network of one's own (package.module:NAME) is written, to go with the model."""
+    module, sign, _ = model.partition(":")
+    if not sign:
+        return []
+    file = Path(str(importlib.import_module(module.partition(".")[0]).__file__))
+    return [str(file.parent if file.name == "__init__.py" else file)]
+
+
+def promote(uri: str, run_id: str, model: str) -> list[str]:
+    """Gives `champion` to the versions that the MLflow run has of a global model (its sha256); the models' names."""
+    client = client_of(uri)
+    versions = [v for v in client.search_model_versions(f"run_id = '{run_id}'") if v.tags.get(MODEL) == model]
+    for version in versions:
+        client.set_registered_model_alias(version.name, CHAMPION, version.version)
+    return sorted(version.name for version in versions)

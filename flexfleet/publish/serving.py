@@ -1,0 +1,33 @@
+"""The model that MLflow serves for a run: predictions of any of its levels. MLflow copies this file into the model.
+
+`predict(images, params={"level": "M2"})`: uint8 images (N, C, H, W) to logits (N, classes).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import torch
+from mlflow.pyfunc import PythonModel
+
+from fl_engine.models.export import load
+
+
+class AnyLevel(PythonModel):  # type: ignore[misc]
+    def load_context(self, context: Any) -> None:
+        folders = sorted(Path(context.artifacts["levels"]).iterdir())
+        self.networks = {folder.name: load(folder) for folder in folders}
+
+    # Without types: MLflow would make a signature of them, and the model has one.
+    def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
+        level = (params or {}).get("level")
+        if level not in self.networks:
+            raise ValueError(f"level is one of {', '.join(self.networks)}, got {level!r}")
+        with torch.no_grad():
+            return self.networks[level](torch.from_numpy(np.asarray(model_input, dtype=np.uint8))).numpy()
+
+
+mlflow.models.set_model(AnyLevel())

@@ -1,0 +1,419 @@
+"""Drawings of runs as SVG text that can stand inside one HTML page.
+
+Every function returns one `<svg>` element. Its ids start with the `name` given, so that several drawings share a page
+without clashing; the same measurements give the same bytes. Texts stay texts: they take the page's font, and can be
+searched and read aloud. Accuracies are drawn in %, a MB is 1e6 bytes, rounds count from 1.
+
+Raises EnvironmentFailure where matplotlib is not installed.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.data import partitioning as partition
+from fl_engine.exchange.ledger import Row
+from flexfleet.files.artifacts import Apoz, PoolFile
+
+Series = tuple[str, Sequence[Row]]
+"""A run's label and its rounds."""
+
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
+"""Okabe and Ito's colours without yellow, which is too faint on white; an eighth run gets the first with a mark."""
+MARKS = ("", "o", "s", "^", "D", "v")
+GREY = "#7a828c"
+MOST_BANDS = 6
+"""With more runs the bands hide each other."""
+MOST_BARS = 120
+LABEL_CHARS = 48
+
+PLAIN = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "flexfleet",
+    "text.parse_math": False,  # a name may hold dollars
+    "savefig.facecolor": "none",
+    "font.size": 10,
+}
+STYLE = PLAIN | {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9aa1a9",
+    "axes.labelcolor": "#3c434b",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e7ea",
+    "xtick.color": "#9aa1a9",
+    "ytick.color": "#9aa1a9",
+    "xtick.labelcolor": "#3c434b",
+    "ytick.labelcolor": "#3c434b",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.handlelength": 2.2,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4,
+}
+
+
+# ------------------------------------------------------------------------------------------- several runs
+def learning_curves(runs: Sequence[Series], name: str = "learning-curves") -> str:
+    """avg as a line in a band from the lowest to the highest level, full dashed. A run of one level has no avg."""
+
+    def paint(figure: Any) -> None:
+        axes = figure.add_subplot()
+        for i, (_, rows) in enumerate(runs):
+            scored = _scored(rows)
+            x, look = [r.round + 1 for r in scored], _look(i, len(scored))
+            axes.plot(x, _percent(scored, "full"), linestyle="--", **look | {"linewidth": _thin(len(x)) - 0.5})
+            if not single(scored):
+                axes.plot(x, _percent(scored, "avg"), **look)
+                if len(runs) <= MOST_BANDS:
+                    levels = [_levels(r).values() for r in scored]
+                    low, high = ([100 * f(v) for v in levels] for f in (min, max))
+                    axes.fill_between(x, low, high, color=look["color"], alpha=0.14, linewidth=0)
+        _axes(axes, "round", "test accuracy (%)", whole_x=True)
+        _legend(figure, runs, band=len(runs) <= MOST_BANDS)
+
+    return _drawing(name, "Test accuracy over the rounds, a line for each run", _height(runs), paint)
+
+
+def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-accuracy") -> str:
+    """avg against all MB sent down and up so far; full, dashed, for a run of one level."""
+
+    def paint(figure: Any) -> None:
+        axes = figure.add_subplot()
+        for i, (_, rows) in enumerate(runs):
+            sent = accumulate(r.metrics["bytes_down"] + r.metrics["bytes_up"] for r in rows)
+            points = [(total / 1e6, r) for total, r in zip(sent, rows, strict=True) if "avg" in r.metrics]
+            scored = [r for _, r in points]
+            dash = "--" if single(scored) else "-"
+            axes.plot([mb for mb, _ in points], _percent(scored, "avg"), linestyle=dash, **_look(i, len(points)))
+        _axes(axes, "MB sent, down + up", "test accuracy (%)")
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(_mb)
+        _legend(figure, runs, band=False)
+
+    return _drawing(name, "Test accuracy against the megabytes sent, a line for each run", _height(runs), paint)
+
+
+Points = Sequence[tuple[int, float, Sequence[float]]]
+"""A round from 1, the mean MB sent so far, and every seed's accuracy."""
+
+
+def comparison(curves: Sequence[tuple[str, Points, Points]], name: str = "comparison") -> str:
+    """Of each algorithm avg (no points: it has none) and full, as means over the seeds in a band from the lowest to
+    the highest: on the left over the rounds, on the right full against all MB sent so far."""
+
+    def paint(figure: Any) -> None:
+        from matplotlib.patches import Patch
+
+        left, right = figure.subplots(1, 2, sharey=True)
+        for i, (_, avg, full) in enumerate(curves):
+            for axes, points, across, dash in ((left, avg, 0, "-"), (left, full, 0, "--"), (right, full, 1, "--")):
+                if not points:
+                    continue
+                x, seeds = [point[across] for point in points], 100 * np.array([point[2] for point in points])
+                look = _look(i, len(x))
+                thin = {"linewidth": look["linewidth"] - (0.5 if dash == "--" else 0)}
+                axes.plot(x, seeds.mean(axis=1), linestyle=dash, **look | thin)
+                if seeds.shape[1] > 1:
+                    low, high = seeds.min(axis=1), seeds.max(axis=1)
+                    axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
+        _axes(left, "round", "test accuracy (%)", whole_x=True)
+        _axes(right, "MB sent, down + up", "")
+        right.set_xlim(left=0)
+        right.xaxis.set_major_formatter(_mb)
+        handles = [*(_line(**_look(i, 8)) for i in range(len(curves))), _line(color=GREY)]
+        handles += [_line(color=GREY, linestyle="--", linewidth=1.2)]
+        names = [*(label for label, _, _ in curves), "avg", "full"]
+        if any(len(point[2]) > 1 for _, _, full in curves for point in full):
+            handles, names = [*handles, Patch(color=GREY, alpha=0.25, linewidth=0)], [*names, "range of seeds"]
+        _put_legend(figure, handles, names)
+
+    return _drawing(name, "Test accuracy over the rounds and against the megabytes sent, a line for each algorithm",
+                    3.9 + 0.1 * len(curves), paint, width=10.5)  # fmt: skip
+
+
+def study(
+    trials: Sequence[tuple[int, float, Mapping[str, Any]]],
+    importances: Mapping[str, float],
+    logarithmic: Sequence[str],
+    name: str = "study",
+) -> list[str]:
+    """Of complete trials (number, value, parameters) a drawing each: in the order in which they ran, with the best so
+    far; what each parameter mattered (shares that add up to 1); and the values over each parameter, the one that
+    mattered most first."""
+    names = sorted(importances, key=lambda path: -importances[path])
+    labels = {path: path.removeprefix("algorithm.") for path in names}
+
+    def history(figure: Any) -> None:
+        axes = figure.add_subplot()
+        numbers, values = [t[0] for t in trials], [100 * t[1] for t in trials]
+        axes.plot(numbers, values, linestyle="", marker="o", color=PALETTE[0], alpha=0.7)
+        axes.step(numbers, list(accumulate(values, max)), where="post", color=PALETTE[1])
+        _axes(axes, "trial", "value (%); line: the best so far", whole_x=True)
+
+    def shares(figure: Any) -> None:
+        axes = figure.add_subplot()
+        axes.barh(range(len(names)), [importances[path] for path in names], color=PALETTE[2])
+        axes.set_yticks(range(len(names)), [labels[path] for path in names])
+        axes.set_xlim(0, 1)
+        axes.invert_yaxis()
+        _axes(axes, "importance", "")
+
+    def slice(path: str) -> Callable[[Any], None]:
+        def paint(figure: Any) -> None:
+            axes = figure.add_subplot()
+            known = [(t[2][path], 100 * t[1]) for t in trials if path in t[2]]
+            xs = [x if isinstance(x, int | float) else str(x) for x, _ in known]
+            axes.plot(xs, [y for _, y in known], linestyle="", marker="o", color=PALETTE[0], alpha=0.7)
+            if path in logarithmic:
+                axes.set_xscale("log")
+                axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")  # its own writes formulas
+                axes.xaxis.set_minor_formatter(lambda x, _: "")
+            _axes(axes, labels[path], "value (%)")
+
+        return paint
+
+    paints = {
+        "Values of the trials in the order in which they ran, and the best so far": history,
+        "What each parameter mattered": shares,
+        **{f"Values of the trials over {labels[path]}": slice(path) for path in names},
+    }
+    return [_drawing(f"{name}-{i}", alt, 3.0, paint, width=5.0) for i, (alt, paint) in enumerate(paints.items())]
+
+
+# ------------------------------------------------------------------------------------------------ one run
+def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") -> str:
+    """Each level's width in every prunable layer, in % of the full width; levels that only devices make are dashed.
+    Below it APoZ per layer, where it was measured."""
+    groups, n = list(pool.groups), len(pool.groups)
+    colours = level_colours([m.name for m in pool.levels])
+    scores = {layer.group: 100 * layer.apoz for layer in apoz.layers} if apoz else {}
+    reference = apoz.reference if apoz and scores else None
+
+    def paint(figure: Any) -> None:
+        grid = figure.add_gridspec(2, 1, height_ratios=(3, 1)) if scores else figure.add_gridspec(1, 1)
+        top = figure.add_subplot(grid[0])
+        edges, handles = np.arange(n + 1) - 0.5, []
+        # The largest first: where levels coincide, the smaller one stays visible on top.
+        for m in reversed(pool.levels):
+            share = [100 * m.widths[g] / pool.groups[g] for g in groups]
+            look = {"color": colours[m.name], "linewidth": 2, "linestyle": "-" if m.dispatched else (0, (4, 1.5))}
+            top.stairs(share, edges, baseline=None, **look)
+            handles.append(_line(**look))
+        _axes(top, "", "width kept (%)")
+        top.set_ylim(0, 105)
+        axes = [top]
+        if scores:
+            below = figure.add_subplot(grid[1], sharex=top)
+            below.bar(range(n), [scores.get(g, math.nan) for g in groups], color="#b9c2cc", width=0.7)
+            if reference is not None and len(reference) == n:
+                below.plot(range(n), [100 * a for a in reference], "x", color="#3c434b", markersize=5)
+            _axes(below, "", "APoZ (%)")
+            below.set_ylim(0, 100)
+            top.tick_params(labelbottom=False)
+            axes.append(below)
+        for one in axes:
+            one.grid(axis="x", visible=False)
+            one.set_xlim(-0.5, n - 0.5)
+        some = range(0, n, math.ceil(n / 24))
+        turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if n > 6 else {}
+        axes[-1].set_xticks(list(some), [groups[i] for i in some], **turned)
+        _put_legend(figure, handles, [m.name for m in reversed(pool.levels)])
+
+    alt = "Width kept in every prunable layer, a line for each level of the pool" + (", and APoZ" if scores else "")
+    return _drawing(name, alt, 4.6 if scores else 3.4, paint)
+
+
+def level_accuracy(rows: Sequence[Row], levels: Sequence[str], name: str = "levels") -> str:
+    """Accuracy of each level over the rounds. `levels`: the whole pool, smallest first, coloured as in its drawing."""
+    colours = level_colours(levels)
+
+    def paint(figure: Any) -> None:
+        axes, scored = figure.add_subplot(), _scored(rows)
+        shown = [level for level in reversed(levels) if any(level in _levels(r) for r in scored)]
+        handles = []
+        for level in shown:
+            having = [r for r in scored if level in _levels(r)]
+            few = "o" if len(having) < 8 else ""
+            look = {"color": colours[level], "marker": few, "linewidth": _thin(len(having))}
+            axes.plot([r.round + 1 for r in having], _percent(having, f"accuracy/{level}"), **look)
+            handles.append(_line(**look))
+        _axes(axes, "round", "test accuracy (%)", whole_x=True)
+        _put_legend(figure, handles, shown)
+
+    return _drawing(name, "Test accuracy over the rounds, a line for each level", 3.2, paint)
+
+
+def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
+    """How many clients trained what they were sent, pruned it first, or failed; long runs as means of some rounds."""
+    step = math.ceil(len(rows) / MOST_BARS)
+    trained, pruned, failed = (
+        np.array([r.metrics[f"clients_{kind}"] for r in rows]) for kind in ("trained", "pruned", "failed")
+    )
+    parts = {
+        "trained as sent": (trained - pruned, "#56b4e9"),
+        "pruned, then trained": (pruned, "#0072b2"),
+        "failed": (failed, "#d55e00"),
+    }
+
+    def paint(figure: Any) -> None:
+        from matplotlib.patches import Patch
+
+        axes = figure.add_subplot()
+        starts = np.arange(0, len(rows), step)
+        edges = np.append(starts, len(rows)) + 0.5
+        base = np.zeros(len(starts))
+        for counts, colour in parts.values():
+            top = base + np.add.reduceat(counts, starts) / np.diff(np.append(starts, len(rows)))
+            axes.stairs(top, edges, baseline=base, fill=True, color=colour, linewidth=0)
+            base = top
+        _axes(axes, "round", "clients" if step == 1 else f"clients\n(means of {step} rounds)", whole_x=True)
+        axes.set_ylim(0, 1.08 * max(1, *base))
+        axes.yaxis.set_major_locator(_whole())
+        axes.margins(x=0)
+        axes.grid(axis="x", visible=False)
+        _put_legend(figure, [Patch(color=colour) for _, colour in parts.values()], list(parts))
+
+    return _drawing(name, "Clients that trained, pruned or failed in each round", 2.4, paint)
+
+
+def partition_map(counts: Sequence[Sequence[int]], name: str = "partition") -> str:
+    """Class x client heat map; `counts` has a row for each class and a column for each client."""
+    with tempfile.TemporaryDirectory() as scratch, _style(PLAIN):
+        path = Path(scratch) / "partition.svg"
+        partition.draw(np.array(counts, dtype=np.int64), path)
+        return _inline(path.read_text("utf-8"), name, "How many samples of each class each client holds")
+
+
+# ---------------------------------------------------------------------------------------- what they share
+def single(rows: Sequence[Row]) -> bool:
+    """Whether one level alone is scored, so that avg says nothing."""
+    return all(len(_levels(r)) <= 1 for r in rows)
+
+
+def level_colours(levels: Sequence[str]) -> dict[str, str]:
+    """Light to dark from the smallest to the largest, told apart without seeing hues."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    places = np.linspace(0.82, 0, max(len(levels), 2))[-len(levels) :]
+    return dict(zip(levels, map(to_hex, colormaps["viridis"](places)), strict=True))
+
+
+def _levels(row: Row) -> Mapping[str, float]:
+    return {k.removeprefix("accuracy/"): v for k, v in row.metrics.items() if k.startswith("accuracy/")}
+
+
+def _scored(rows: Sequence[Row]) -> list[Row]:
+    return [r for r in rows if "avg" in r.metrics]
+
+
+def _percent(rows: Sequence[Row], key: str) -> list[float]:
+    return [100 * r.metrics[key] for r in rows]
+
+
+def _look(i: int, points: int) -> dict[str, Any]:
+    mark = MARKS[i // len(PALETTE) % len(MARKS)] or ("o" if points < 8 else "")
+    look = {"color": PALETTE[i % len(PALETTE)], "linewidth": _thin(points)}
+    return look | {"marker": mark, "markevery": max(1, points // 10)}
+
+
+def _thin(points: int) -> float:
+    return 1.8 if points <= 100 else 1.3
+
+
+def _height(runs: Sequence[Series]) -> float:
+    return 3.6 + 0.19 * len(runs)
+
+
+def _axes(axes: Any, x: str, y: str, whole_x: bool = False) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if whole_x:
+        axes.xaxis.set_major_locator(_whole())
+
+
+def _mb(x: float, _: int) -> str:
+    return f"{x:,.0f}" if x >= 10 else f"{x:.3g}"
+
+
+def _whole() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+
+
+def _line(**look: Any) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], **look)
+
+
+def _legend(figure: Any, runs: Sequence[Series], band: bool) -> None:
+    """A line per run, and what the kinds of line mean where more than one is drawn."""
+    from matplotlib.patches import Patch
+
+    handles = [_line(**_look(i, 8)) for i in range(len(runs))]
+    key = {"avg": _line(color=GREY), "full": _line(color=GREY, linestyle="--", linewidth=1.2)}
+    if band:
+        key["range of levels"] = Patch(color=GREY, alpha=0.25, linewidth=0)
+    _put_legend(figure, [*handles, *key.values()], [*(label for label, _ in runs), *key])
+
+
+def _put_legend(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    short = [t if len(t) <= LABEL_CHARS else t[: LABEL_CHARS - 1] + "…" for t in labels]
+    columns = max(1, min(len(short), 78 // (max(map(len, short)) + 7)))
+    # Texts are set afterwards: matplotlib leaves out labels that start with "_".
+    legend = figure.legend(handles, ["x"] * len(short), loc="outside upper left", ncols=columns)
+    for text, label in zip(legend.get_texts(), short, strict=True):
+        text.set_text(label)
+
+
+def _style(values: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """matplotlib's defaults with `values`, whatever the user's own matplotlibrc says."""
+    try:
+        from matplotlib import style
+    except ImportError as error:
+        raise EnvironmentFailure("drawing needs matplotlib: pip install 'flexfleet[tracking]'") from error
+    context: AbstractContextManager[None] = style.context(dict(values), after_reset=True)
+    return context
+
+
+def _drawing(name: str, alt: str, height: float, paint: Callable[[Any], None], width: float = 6.4) -> str:
+    """An SVG of `width` x `height` inches. `alt` says what it shows to those who do not see it."""
+    with _style(STYLE):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(width, height), layout="constrained")
+        paint(figure)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return _inline(out.getvalue(), name, alt)
+
+
+def _inline(document: str, name: str, alt: str) -> str:
+    """The `<svg>` element of an SVG document: as wide as there is room, ids and style rules for this drawing alone."""
+    body = re.sub(r"<metadata>.*?</metadata>", "", document[document.index("<svg") :], flags=re.DOTALL)
+    # Inside tags only: a label may say anything.
+    body = re.sub(r"<[^>]+>", lambda tag: re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{name}-", tag[0]), body)
+    body = body.replace("*{stroke", f"#{name} *{{stroke", 1)
+    _, _, rest = body.partition(">")
+    box = re.search(r'viewBox="0 0 ([\d.]+) [\d.]+"', body)
+    assert box is not None, "matplotlib always writes a viewBox"
+    size = f"width:100%;max-width:{1.5 * float(box[1]):.0f}px"  # points: texts never get larger than 15 px
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    start = f'<svg {names} id="{name}" {box[0]} style="{size}" role="img" aria-label="{html.escape(alt)}">'
+    return start + rest.strip()

@@ -1,0 +1,312 @@
+"""One self-contained HTML page, and one table for the terminal, about one or more finished runs.
+
+avg is the mean accuracy over the reported levels, full that of the largest model. Where one level alone is reported
+the papers print no avg, and neither does this. `best` is the round with the best avg, as in the papers; it is chosen
+on the test data, so the last round is given beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
+from fl_engine.data.partitioning import Manifest, read_manifest
+from fl_engine.exchange.ledger import Row
+from fl_engine.storage.store import FolderStore, sha256
+from flexfleet.files import terminal as common
+from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, row_of
+from flexfleet.reports import plots
+
+NEEDED = {
+    "run.json": "give the folder of a run, e.g. runs/<run id>",
+    "history.json": "its rounds are not finished: go on with `flexfleet run --resume` and the same --run-id",
+    "evaluation.json": "its final model is not evaluated: run the evaluate step, or `flexfleet run --resume`",
+    "pool/pool.json": "put the model_pool step's output into the run's folder pool/",
+    "partition/partition.json": "put the partition step's output into the run's folder partition/",
+    "pretrain/apoz.json": "put the pretrain step's output into the run's folder pretrain/",
+}
+"""Files of a finished run, and what to do where one is missing."""
+
+COUNTED = ("bytes_down", "bytes_up", "clients_trained", "clients_pruned", "clients_failed")
+COMPARED = ("dataset", "partition", "model", "seed", "fleet", "training", "rounds.stop")
+"""What runs should have in common for their figures to be comparable."""
+LOCAL = ("dataset.root",)
+CLASSES = 26
+"""A confusion matrix of more is not drawn: nobody can read it."""
+NONE = "\N{EN DASH}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder says. `best` is the row with the best avg; bytes and clients are sums over all rounds."""
+
+    file: RunFile
+    config: dict[str, Any]
+    """Dotted names to values."""
+    rows: tuple[Row, ...]
+    history: History
+    pool: PoolFile
+    apoz: Apoz
+    partition: Manifest
+    evaluation: EvaluationFile
+    confusion: ConfusionFile | None
+    """None in folders that were made before there was one."""
+    best: Row
+    bytes_down: float
+    bytes_up: float
+    clients_pruned: int
+    clients_failed: int
+
+    @property
+    def single(self) -> bool:
+        return len(self.evaluation.levels) == 1
+
+    @property
+    def waste(self) -> float:
+        """Share of what was sent down that did not come back."""
+        return 1 - self.bytes_up / self.bytes_down if self.bytes_down else 0.0
+
+
+# ----------------------------------------------------------------------------------------------- reading
+def load(folder: Path) -> Run:
+    """Reads a finished run. Raises ConfigError where there is no such folder; IntegrityError naming the file that is
+    missing (and what to do), damaged, or of another run."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder: {NEEDED['run.json']}")
+    for name, remedy in NEEDED.items():
+        if not (folder / name).is_file():
+            raise IntegrityError(f"{folder} is not a finished run, {name} is missing: {remedy}")
+    file, history = RunFile.read(folder / "run.json"), History.read(folder / "history.json")
+    evaluation = EvaluationFile.read(folder / "evaluation.json")
+    for name, expected in (("pool/pool.json", file.pool_sha256), ("partition/partition.json", file.partition_sha256)):
+        if (found := sha256((folder / name).read_bytes())) != expected:
+            raise IntegrityError(
+                f"{folder / name} is not the one that the run used: its sha256 is {found[:16]}..., run.json says "
+                f"{expected[:16]}... . Put the right one back, or run again"
+            )
+    rows = _rows(folder / "history.json", history)
+    if evaluation.rounds != len(rows):
+        raise IntegrityError(
+            f"{folder / 'evaluation.json'} is of round {evaluation.rounds}, history.json has {len(rows)} rounds: "
+            "run the evaluate step again"
+        )
+    return Run(
+        file=file,
+        config={k: masked(v) if isinstance(v, str) else v for k, v in _flat(file.config)},
+        rows=rows,
+        history=history,
+        pool=PoolFile.read(folder / "pool" / "pool.json"),
+        apoz=Apoz.read(folder / "pretrain" / "apoz.json"),
+        partition=read_manifest(folder / "partition" / "partition.json"),
+        evaluation=evaluation,
+        confusion=ConfusionFile.read(folder / "confusion.json") if (folder / "confusion.json").is_file() else None,
+        best=max((r for r in rows if "avg" in r.metrics), key=lambda r: r.metrics["avg"]),
+        bytes_down=sum(r.metrics["bytes_down"] for r in rows),
+        bytes_up=sum(r.metrics["bytes_up"] for r in rows),
+        clients_pruned=int(sum(r.metrics["clients_pruned"] for r in rows)),
+        clients_failed=int(sum(r.metrics["clients_failed"] for r in rows)),
+    )
+
+
+def _rows(path: Path, history: History) -> tuple[Row, ...]:
+    rows = []
+    for i, value in enumerate(history.rounds):
+        row = row_of(value)
+        absent = [name for name in (*COUNTED, *(("full",) if "avg" in row.metrics else ())) if name not in row.metrics]
+        if row.round != i or absent:
+            what = f"lacks {', '.join(absent)}" if absent else f"is round {row.round}, expected {i}"
+            raise IntegrityError(f"{path}: entry {i} {what}; the file is damaged: write it again from the ledger")
+        rows.append(row)
+    if not any("avg" in row.metrics for row in rows):
+        raise IntegrityError(f"{path} has no evaluated round: run at least one, rounds.stop >= 1")
+    return tuple(rows)
+
+
+def _load_all(folders: Sequence[Path]) -> list[Run]:
+    if not folders:
+        raise ConfigError("no run given: name at least one run folder")
+    twice = [str(f) for f, n in Counter(f.resolve() for f in folders).items() if n > 1]
+    if twice:
+        raise ConfigError(f"given more than once: {', '.join(twice)}")
+    return [load(folder) for folder in folders]
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """The algorithm where that tells all runs apart, else the run id, numbered where even that does not."""
+    names = [r.pool.algorithm for r in runs]
+    if len(set(names)) < len(names):
+        names = [r.file.run_id for r in runs]
+    many, out = Counter(names), []
+    for i, name in enumerate(names):
+        out.append(name if many[name] == 1 else f"{name} #{names[: i + 1].count(name)}")
+    return out
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+    """What the runs do not have in common though a comparison assumes it: one line for each parameter."""
+    names, lines = labels(runs), []
+
+    def compare(what: str, value: Callable[[Run], str]) -> None:
+        held: dict[str, list[str]] = {}
+        for name, run in zip(names, runs, strict=True):
+            held.setdefault(value(run), []).append(name)
+        if len(held) > 1:
+            lines.append(f"{what}: " + "; ".join(f"{v} ({', '.join(who)})" for v, who in held.items()))
+
+    for key in dict.fromkeys(key for run in runs for key in run.config):
+        if key not in LOCAL and any(key == c or key.startswith(f"{c}.") for c in COMPARED):
+            compare(key, lambda run, key=key: plain(run.config.get(key)))  # type: ignore[misc]
+    if not any(line.startswith(("dataset.", "partition.", "seed:")) for line in lines):
+        compare("the partition itself (sha256)", lambda run: run.file.partition_sha256[:12])
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------- the table
+def table(runs: Sequence[Path]) -> str:
+    """The runs in aligned columns. Raises as `load` does."""
+    found = _load_all(runs)
+    head = ("run", "algorithm", "rounds", "avg %", "full %", "best avg/full % (round)", "MB", "waste %", "seconds")
+    lines = [head]
+    for r in found:
+        scores = (_avg(r, r.evaluation.avg), percent(r.evaluation.full), _best(r))
+        costs = (mb(r.bytes_down + r.bytes_up), percent(r.waste), f"{r.history.seconds:,.1f}")
+        lines.append((r.file.run_id, r.pool.algorithm, str(len(r.rows)), *scores, *costs))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = []
+    for line in lines:
+        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        text.append("  ".join(cells))
+    if any(r.single for r in found):
+        text.append(f"{NONE}: the run reports one level alone, and an average over levels says nothing")
+    return "\n".join(text)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f}"
+
+
+def mb(count: float) -> str:
+    """MB of 1e6 bytes, with decimals where they matter."""
+    return f"{count / 1e6:,.2f}" if count < 1e9 else f"{count / 1e6:,.0f}"
+
+
+def plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _avg(run: Run, value: float) -> str:
+    return NONE if run.single else percent(value)
+
+
+def _best(run: Run) -> str:
+    m = run.best.metrics
+    return f"{_avg(run, m['avg'])}/{percent(m['full'])} ({run.best.round + 1})"
+
+
+# ----------------------------------------------------------------------------------------------- the page
+def report(runs: Sequence[Path], out: Path) -> Path:
+    """Writes the page to `out` (.html), whole or not at all; the same runs give the same bytes.
+
+    Raises as `load` does, ConfigError for another file ending, EnvironmentFailure without jinja2 or matplotlib.
+    """
+    if out.suffix not in (".html", ".htm") or out.is_dir():
+        raise ConfigError(f"the report is an .html file, got {str(out)!r}")
+    FolderStore(out.parent).put(out.name, _page(_load_all(runs)).encode())
+    return out
+
+
+def _page(runs: Sequence[Run]) -> str:
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise EnvironmentFailure("the report needs jinja2: pip install 'flexfleet[tracking]'") from error
+    names = labels(runs)
+    series = [(name, run.rows) for name, run in zip(names, runs, strict=True)]
+    first_with: dict[str, str] = {}
+    parts = []
+    for i, (name, run) in enumerate(zip(names, runs, strict=True)):
+        levels = [m.name for m in run.pool.levels]
+        owner = first_with.setdefault(run.file.partition_sha256, name)
+        alone = len(levels) == 1 and all(m.widths == run.pool.groups for m in run.pool.levels)
+        counts = run.partition.class_counts
+        drawings = {
+            "pool": None if alone else plots.pool_widths(run.pool, run.apoz, f"pool-{i}"),
+            "levels": plots.level_accuracy(run.rows, levels, f"levels-{i}"),
+            "clients": plots.clients_per_round(run.rows, f"clients-{i}"),
+            "partition": plots.partition_map(counts, f"partition-{i}") if owner == name else None,
+        }
+        parts.append(
+            {
+                "label": name,
+                "run": run,
+                "colour": plots.PALETTE[i % len(plots.PALETTE)],
+                "avg": _avg(run, run.evaluation.avg),
+                "best": _best(run),
+                "level_colours": plots.level_colours(levels),
+                "best_of_level": {level: _best_of(run.rows, level) for level in run.evaluation.levels},
+                "confusion": _confusion(run),
+                "apoz": {layer.group: layer for layer in run.apoz.layers},
+                "partition_of": None if owner == name else owner,
+                "draw": {k: Markup(v) if v else None for k, v in drawings.items()},
+            }
+        )
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"percent": percent, "mb": mb, "plain": plain}
+    source = resources.files("flexfleet.reports").joinpath("report.html").read_text("utf-8")
+    titles = dict.fromkeys(f"{r.config.get('dataset.name', '?')} · {r.pool.model}" for r in runs)
+    return environment.from_string(source).render(
+        title=", ".join(titles),
+        parts=parts,
+        differences=differences(runs),
+        curves=Markup(plots.learning_curves(series)),
+        costs=Markup(plots.bytes_to_accuracy(series)),
+        by_algorithm=names == [r.pool.algorithm for r in runs],
+        any_single=any(r.single for r in runs),
+        dash=NONE,
+    )
+
+
+def _confusion(run: Run) -> list[tuple[str, list[list[tuple[int, float]]]]]:
+    """By level, the largest first: of each class's images how many were taken for which, and as a share of them."""
+    levels = {} if run.confusion is None or run.pool.classes > CLASSES else run.confusion.levels
+    return [
+        (level, [[(count, count / max(1, sum(row))) for count in row] for row in rows])
+        for level, rows in reversed(levels.items())
+    ]
+
+
+def _best_of(rows: Sequence[Row], level: str) -> Row | None:
+    """The first round in which a level was at its best; None where no round scored it."""
+    scored = [r for r in rows if f"accuracy/{level}" in r.metrics]
+    return max(scored, key=lambda r: r.metrics[f"accuracy/{level}"], default=None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m flexfleet.reports.report", description=__doc__)
+    p.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a finished run")
+    p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page, an .html file")
+    args = p.parse_args(argv)
+    page = report(args.runs, args.out)
+    print(table(args.runs))
+    print(f"report: {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

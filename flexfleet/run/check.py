@@ -1,0 +1,55 @@
+"""Everything that can be checked before the first round: parameters, data, partition, fleet, pool sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fl_engine.backends.in_process import check_device
+from fl_engine.core import seeds
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.slicing import initial_params
+from fl_engine.fleet import devices
+from fl_engine.models import export as exports
+from flexfleet import config as configs
+from flexfleet.config import Config
+from flexfleet.steps.partition import cut
+from flexfleet.steps.prepare import prepare
+from flexfleet.steps.pretrain import need_proxy
+
+
+def check(config: Config) -> dict[str, Any]:
+    """What would run, in a few words. Raises BadInput for whatever could not; trains nothing, writes nothing."""
+    data, family = prepare(config)
+    for device in config.run.devices:
+        check_device(device)
+    parts = cut(config, data)
+    if config.publish.models:
+        exports.check(family, config.partition.proxy)
+    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
+    _check_rates(config)
+    algorithm = configs.algorithm(config)
+    if algorithm.needs_apoz:
+        need_proxy(parts)
+    # Without measured scores every layer counts alike; targets, Gamma and nesting are checked all the same.
+    pool = algorithm.pool(family, (0.5,) * len(family.prunable()))
+    initial = initial_params(family, seeds.derive(config.seed, "init"))
+    algorithm.plan(algorithm.init(initial, family.layout(), fleet, pool), 0, config.seed)
+    return {
+        "ok": True,
+        "dataset": data.name,
+        "train": len(data.train_y),
+        "test": len(data.test_y),
+        "model": config.model["name"],
+        "algorithm": config.algorithm["name"],
+    }
+
+
+def _check_rates(config: Config) -> None:
+    """A rate that grows is only known to be too large when it is asked for, in some later round."""
+    try:
+        config.training.sgd(config.rounds.stop - 1)
+    except OverflowError:
+        raise ConfigError(
+            f"training.lr_decay = {config.training.lr_decay}: by round {config.rounds.stop} the learning rate is no "
+            "number any more; it is multiplied by this after each round"
+        ) from None

@@ -1,0 +1,68 @@
+"""Step 6 where each step wrote a folder of its own: one run folder of them all, then its report and result.json.
+
+The folder is laid out as `flexfleet run` does, less the round ledger: `flexfleet report` compares it with others.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexfleet.config import PRIVATE, Config, parse, public
+from flexfleet.files import terminal as common
+from flexfleet.files.artifacts import Result, RunFile
+from flexfleet.reports.report import table
+from flexfleet.run.run import conclude
+from flexfleet.steps.federate import store_of
+from flexfleet.steps.prepare import config_of
+
+
+def gather(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path) -> Path:
+    """Copies what the steps wrote (`run`: federate's folder) into the run folder `out`."""
+    shutil.copytree(run, out, dirs_exist_ok=True)
+    for name, folder in (("partition", partition), ("pretrain", pretrain), ("pool", pool)):
+        shutil.copytree(folder, out / name, dirs_exist_ok=True)
+    for name in ("evaluation.json", "confusion.json"):
+        shutil.copyfile(evaluation / name, out / name)
+    return out
+
+
+def finish(
+    given: Config, run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path
+) -> Result:
+    """A complete run folder in `out`, with report.html and result.json. `given` has the passwords of addresses that the
+    run's own record keeps without."""
+    gather(run, partition, pretrain, pool, evaluation, out)
+    file = RunFile.read(out / "run.json")
+    config = _with_passwords(parse(file.config), given)
+    folder = Path(config.run.store) / file.run_id
+    return conclude(config, out, store_of(config, file.run_id, folder if folder.is_dir() else out))
+
+
+def _with_passwords(config: Config, given: Config) -> Config:
+    """The configuration that the run had, not one that has been edited since; where an address is the same in both, as
+    it is given."""
+    told = public(given)
+    same = {name: getattr(given, name) for name in PRIVATE if getattr(told, name) == getattr(config, name)}
+    return config.model_copy(update=same)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = common.parser(__doc__ or "")
+    p.add_argument("--run", type=Path, required=True, metavar="DIR", help="what the federate step wrote")
+    for name in ("partition", "pretrain", "pool"):
+        step = "model_pool" if name == "pool" else name
+        p.add_argument(f"--{name}", type=Path, required=True, metavar="DIR", help=f"what the {step} step wrote")
+    p.add_argument("--evaluation", type=Path, required=True, metavar="DIR", help="what the evaluate step wrote")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    args = p.parse_args(argv)
+    steps = (args.partition, args.pretrain, args.pool, args.evaluation)
+    found = finish(config_of(args), args.run, *steps, args.out)
+    print(table([args.out]))
+    print(f"report: {found.report}")
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

@@ -1,0 +1,85 @@
+"""Step 4 where something else starts it again: a Kubeflow retry, or `dvc repro` after an interruption.
+
+Both want a small folder with the outcome, and the rounds somewhere that outlives a killed attempt. DVC also wants
+the outcome to be a function of its inputs alone, and deletes a stage's folder before it runs the stage. So `main`
+keeps the rounds beside that folder, in one named after everything that the model's bits depend on - parameters,
+partition, pool, numerics, the engine's code: an interrupted run is found again by the same inputs, and never by
+others. The rounds go when the outcome is there, and a forced run starts from nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import fl_engine
+from fl_engine.storage.store import sha256
+from fl_engine.training.numerics import Numerics, describe
+from flexfleet.config import Config, flatten
+from flexfleet.files import terminal as common
+from flexfleet.steps.federate import MAY_CHANGE, federate
+from flexfleet.steps.prepare import config_of
+
+OUTCOME = ("run.json", "history.json", "model.safetensors")
+
+
+def federate_in(
+    folder: Path,
+    config: Config,
+    partition: Path,
+    pool: Path,
+    out: Path,
+    tags: dict[str, str] | None = None,
+    mlflow_run_id: str | None = None,
+) -> Path:
+    """Runs the rounds in `folder`, going on with what is there, and copies the outcome into `out`. The run's name is
+    the folder's. Raises as `federate` does."""
+    federate(config, partition, pool, folder, resume=True, tags=tags, mlflow_run_id=mlflow_run_id)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in OUTCOME:
+        shutil.copyfile(folder / name, out / name)
+    return out
+
+
+def federate_for_dvc(config: Config, partition: Path, pool: Path, out: Path) -> Path:
+    """Writes run.json, history.json and model.safetensors into `out`; an interrupted run goes on."""
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    folder = unfinished / identity(config, partition, pool)
+    federate_in(folder, config, partition, pool, out)
+    shutil.rmtree(folder)
+    if not any(unfinished.iterdir()):
+        unfinished.rmdir()
+    return out
+
+
+def identity(config: Config, partition: Path, pool: Path) -> str:
+    """Algorithm, seed, and a digest of all that decides the model."""
+    # `rounds.stop` may change in a resumed run, but a run that went further has nothing to give for a smaller one.
+    parameters = {k: v for k, v in flatten(config).items() if k == "rounds.stop" or not k.startswith(MAY_CHANGE)}
+    package = Path(fl_engine.__file__).parent
+    parts = {
+        "parameters": parameters,
+        "partition": sha256((partition / "partition.json").read_bytes()),
+        "pool": sha256((pool / "pool.json").read_bytes()),
+        "numerics": describe(Numerics(precision=config.run.precision), config.run.devices),
+        "strategy": config.run.strategy,
+        "code": {str(p.relative_to(package)): sha256(p.read_bytes()) for p in sorted(package.rglob("*.py"))},
+    }
+    digest = sha256(json.dumps(parts, sort_keys=True).encode())
+    return f"{config.algorithm['name']}-s{config.seed}-{digest[:12]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = common.parser(__doc__ or "")
+    p.add_argument("--partition", type=Path, required=True, metavar="DIR", help="what the partition step wrote")
+    p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    args = p.parse_args(argv)
+    print(federate_for_dvc(config_of(args), args.partition, args.pool, args.out))
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

@@ -1,0 +1,137 @@
+"""All steps in one process and one folder: what `flexfleet run` does, and the same functions as the DAG's."""
+
+from __future__ import annotations
+
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from fl_engine.aggregation import privacy
+from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.storage.store import Store
+from flexfleet import config as configs
+from flexfleet.config import Config
+from flexfleet.config.names import plain
+from flexfleet.files.artifacts import EvaluationFile, History, Result, RunFile
+from flexfleet.files.terminal import missing
+from flexfleet.publish.publish import publish
+from flexfleet.reports.report import report
+from flexfleet.run.check import check
+from flexfleet.steps.evaluate import evaluate
+from flexfleet.steps.federate import federate, known_run, store_of
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.partition import partition
+from flexfleet.steps.pretrain import pretrain
+from flexfleet.steps.share import adopt
+from flexfleet.tracking import versioned
+
+
+def run(
+    config: Config,
+    run_id: str,
+    *,
+    resume: bool = False,
+    discard_damaged: bool = False,
+    accept_numerics: bool = False,
+    shared: Path | None = None,
+    tags: dict[str, str] | None = None,
+) -> Result:
+    """Partition, pre-train, pool, federate, evaluate, report, under `<run.store>/<run_id>`; resumable.
+
+    `shared`: the folder of a `share` step; what is there is taken over, not computed again. `tags`: of the MLflow run.
+    """
+    need_packages(config)
+    out = Path(config.run.store) / plain(run_id, "run_id")
+    if out.exists() and not resume:
+        raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")
+    if (out / "run.json").exists():
+        known_run(config, out, resume)
+    else:  # the steps before the rounds are quick, and pure: done again after a kill
+        check(config)
+        if shared is not None:
+            adopt(config, shared, out)
+        else:
+            partition(config, out / "partition")
+            pretrain(config, out / "partition", out / "pretrain")
+        model_pool(config, out / "pretrain", out / "pool")
+    federate(
+        config,
+        out / "partition",
+        out / "pool",
+        out,
+        run_id=run_id,
+        resume=resume,
+        discard_damaged=discard_damaged,
+        accept_numerics=accept_numerics,
+        tags=tags,
+    )
+    evaluate(config, out, out / "pool", out)
+    return conclude(config, out, store_of(config, run_id, out))
+
+
+def need_packages(config: Config) -> None:
+    """Raises EnvironmentFailure for what is not installed: now, not after hours of training."""
+    wanted = {"matplotlib": "", "jinja2": ""}
+    if config.tracking.mlflow:
+        wanted["mlflow"] = ", or --set tracking.mlflow=null"
+    if config.publish.models and config.publish.onnx:
+        wanted |= dict.fromkeys(("onnx", "onnxruntime"), ", or --set publish.onnx=false")
+    if privacy.is_private(configs.algorithm(config)):
+        wanted["dp_accounting"] = ""
+    if config.publish.dvc:
+        wanted["dvc"] = ", or --set publish.dvc=null"
+    for package, hint in wanted.items():
+        if find_spec(package) is None:
+            raise EnvironmentFailure(missing(package) + hint)
+
+
+def conclude(config: Config, out: Path, store: Store) -> Result:
+    """Report and result.json of a run whose steps are done; the report becomes an MLflow artifact. Where the run's
+    ledger is in another `store` than `out`, they go there too: a pod's folder is gone with it."""
+    page = report([out], out / "report.html")
+    found = result(out, page, store.uri())
+    if config.publish.models:
+        publish(config, out, found.mlflow_run_id, out / "export")
+    tags = {"model_sha256": found.model_sha256}
+    if config.publish.dvc is not None:
+        tags |= versioned.push_run(out, config.publish.dvc)
+    with tempfile.TemporaryDirectory() as scratch:
+        written = found.write(Path(scratch) / "result.json")
+        if config.tracking.mlflow is not None and found.mlflow_run_id is not None:
+            from flexfleet.tracking.trackers import log_outcome
+
+            metrics = {"final/avg": found.metrics["avg"], "final/full": found.metrics["full"]}
+            files = [str(page), str(out / "pool" / "pool.json"), str(written)]
+            pointers = out / versioned.POINTERS if config.publish.dvc else None
+            log_outcome(config.tracking.mlflow, found.mlflow_run_id, metrics, tags, files, pointers)
+    if config.run.remote is not None:
+        store.put("report.html", page.read_bytes())
+        store.put("result.json", (found.model_dump_json(indent=1) + "\n").encode())
+    found.write(out / "result.json")  # last: by it a run counts as finished
+    return found
+
+
+def result(out: Path, page: Path, store_uri: str) -> Result:
+    """What a finished run is, in one object."""
+    run, history = RunFile.read(out / "run.json"), History.read(out / "history.json")
+    evaluation = EvaluationFile.read(out / "evaluation.json")
+    measured = [row["metrics"] | {"round": row["round"] + 1} for row in history.rounds]
+    best = max((m for m in measured if "avg" in m), key=lambda m: m["avg"])
+    down, up = (sum(m[k] for m in measured) for k in ("bytes_down", "bytes_up"))
+    return Result(
+        run_id=run.run_id,
+        status="finished",
+        metrics={
+            "avg": evaluation.avg,
+            "full": evaluation.full,
+            "levels": {name: score.accuracy for name, score in evaluation.levels.items()},
+            "best": {k: best[k] for k in ("round", "avg", "full")},
+        },
+        bytes={"down": int(down), "up": int(up)},
+        waste=1 - up / down if down else 0.0,
+        seconds=history.seconds,
+        model_sha256=history.model_sha256,
+        store_uri=store_uri,
+        mlflow_run_id=run.mlflow_run_id,
+        report=str(page),
+    )

@@ -1,0 +1,37 @@
+"""How far runs are, read from their ledgers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import ConfigError
+from fl_engine.exchange.ledger import Ledger
+from flexfleet import config as configs
+from flexfleet.files.artifacts import RunFile
+from flexfleet.steps.federate import store_of
+
+
+def describe(run: Path) -> dict[str, Any]:
+    """status: `finished`, or `unfinished` (running, or killed: the ledger cannot tell, and resuming is safe)."""
+    if not (run / "run.json").is_file():
+        raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
+    file = RunFile.read(run / "run.json")
+    config = configs.parse(file.config)
+    rows = Ledger(store_of(config, file.run_id, run)).rows()
+    scored = [row for row in rows if "avg" in row.metrics]
+    done = rows[-1].round + 1 if rows else 0
+    stop = config.rounds.stop
+    return {
+        "run_id": file.run_id,
+        "status": "finished" if done >= stop and (run / "history.json").is_file() else "unfinished",
+        "round": done,
+        "stop": stop,
+        "avg": scored[-1].metrics["avg"] if scored else None,
+        "full": scored[-1].metrics["full"] if scored else None,
+    }
+
+
+def list_runs(store: Path) -> list[dict[str, Any]]:
+    """All runs of a store, by name."""
+    return [describe(path.parent) for path in sorted(store.glob("*/run.json"))]

@@ -1,0 +1,88 @@
+"""What a client's pod does: reads its orders and the site, trains, and leaves signed updates."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from fl_engine.backends.in_process import prepare_process
+from fl_engine.backends.processes import carry_out
+from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief
+from fl_engine.core.types import Algorithm
+from fl_engine.data import partitioning as partition
+from fl_engine.exchange.assignment import SITE_FILES, Assignment
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.fleet import devices, faults
+from fl_engine.storage.store import Store
+from fl_engine.training import memory
+from fl_engine.training.numerics import Numerics, deciding, describe
+from flexfleet import config as configs
+from flexfleet.files.artifacts import PoolFile, RunFile
+from flexfleet.steps.prepare import prepare
+
+log = logging.getLogger("flexfleet")
+
+
+def answer(told: Assignment, failures: int = 0) -> None:
+    """Answers all orders of the assignment. `failures`: how often this pod's place has failed before.
+
+    Raises ClientError where another try would end the same way; EnvironmentFailure and IntegrityError where the store
+    does not answer.
+    """
+    store = told.open()
+    try:
+        algorithm, site = _site(told, store, failures)
+    except BadInput as error:
+        raise ClientError(str(error)) from error
+    ledger = Ledger(store, key=lambda order: bytes.fromhex(told.keys[order.client]), lengths=told.lengths)
+    carry_out(algorithm, site, ledger, told.round, told.clients, told.device, really_slow=True)
+
+
+def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Site]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in SITE_FILES:
+            (folder / file).write_bytes(store.get(f"site/{file}"))
+        run = RunFile.read(folder / "run.json")
+        config = _here(configs.parse(run.config))
+        data, family = prepare(config)
+        parts = partition.load(folder, data)
+        pool = PoolFile.read(folder / "pool.json").pool()
+    prepare_process((told.device,))
+    numerics = _numerics(run)
+    here = describe(numerics, (told.device,))
+    if deciding(here) != deciding(run.numerics):
+        said = f"this node computes other last bits than the coordinator: {here}, there {run.numerics}"
+        if told.require_numerics:
+            raise ClientError(f"{said} (kubernetes.require_numerics)")
+        log.warning(said)
+    free = None
+    if told.observe == "cgroup":
+        if told.memory is None:
+            raise ClientError("observe=cgroup, but the assignment does not say how much memory training takes")
+        free = memory.free(memory.limit(), told.memory, pool, failures)
+        log.info("the memory limit leaves room for %.1f %% of the full model (failures before: %d)", free, failures)
+    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
+    struck = faults.parse(config.rounds.faults)
+    return configs.algorithm(config), Site(family, pool, fleet, data, parts, config.seed, numerics, free, struck)
+
+
+def _numerics(run: RunFile) -> Numerics:
+    told = {field.name: run.numerics.get(field.name) for field in fields(Numerics)}
+    try:
+        return TypeAdapter(Numerics).validate_python(told)
+    except ValidationError as error:
+        raise IntegrityError(f"run.json does not say how the arithmetic is done: {brief(error)}") from error
+
+
+def _here(config: configs.Config) -> configs.Config:
+    """With the data where this node has it."""
+    if "FLEXFLEET_DATA" not in os.environ:
+        return config
+    return config.model_copy(update={"dataset": config.dataset.model_copy(update={"root": None})})

@@ -1,0 +1,44 @@
+"""What a client's pod executes: reads its assignment, then does what it says (`flexfleet.steps.answer`).
+
+Exit codes: 0, every order is answered (a failure is an answer too); 42, trying again will not help; 143, SIGTERM; else,
+it may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fl_engine.core.errors import BadInput, ClientError, EnvironmentFailure, IntegrityError
+from flexfleet.files import terminal as common
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    # The first process of a container ignores SIGTERM otherwise, and is killed after the grace period. Torch, which
+    # takes seconds to import, comes afterwards.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("assignment", type=Path, metavar="FILE")
+    args = p.parse_args(argv)
+
+    from fl_engine.exchange.assignment import Assignment
+    from flexfleet.steps.answer import answer
+
+    failed = os.environ.get("JOB_INDEX_FAILURES", "")
+    try:
+        answer(Assignment.read(args.assignment), int(failed) if failed.isdecimal() else 0)
+    except (ClientError, BadInput) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ClientError.exit_code
+    except (EnvironmentFailure, IntegrityError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

@@ -1,0 +1,57 @@
+"""Step 5: the final model and its sub-models on the whole test set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+
+from fl_engine.core.errors import IntegrityError
+from fl_engine.storage.store import FolderStore, decode, sha256
+from fl_engine.training.evaluation import Score, average_accuracy, evaluate_pool
+from flexfleet.config import Config
+from flexfleet.files import terminal as common
+from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, LevelScore, PoolFile
+from flexfleet.steps.prepare import config_of, prepare
+
+
+def evaluate(config: Config, run: Path, pool_dir: Path, out: Path) -> Path:
+    """Writes confusion.json and evaluation.json into `out`. Raises IntegrityError where the model is not the one of the
+    history."""
+    data, family = prepare(config)
+    pool = PoolFile.read(pool_dir / "pool.json").pool()
+    history = History.read(run / "history.json")
+    value = FolderStore(run).get("model.safetensors")
+    if sha256(value) != history.model_sha256:
+        raise IntegrityError(f"{run / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
+    params = decode(value, str(run / "model.safetensors"))
+    scores = evaluate_pool(family, params, pool, data, config.run.devices)
+    sizes = {m.name: m.params for m in pool}
+    matrices = {n: tuple(map(tuple, s.confusion.tolist())) for n, s in scores.items()}
+    ConfusionFile(levels=matrices).write(out / "confusion.json")
+    return EvaluationFile(
+        rounds=len(history.rounds),
+        test_samples=len(data.test_y),
+        avg=average_accuracy(scores),
+        full=scores[pool[-1].name].accuracy,
+        levels={n: told(s, sizes[n]) for n, s in scores.items()},
+    ).write(out / "evaluation.json")
+
+
+def told(score: Score, params: int) -> LevelScore:
+    """What evaluation.json says of a level; a loss that is no number is left out, as JSON has no word for it."""
+    return LevelScore(accuracy=score.accuracy, loss=score.loss if isfinite(score.loss) else None, params=params)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = common.parser(__doc__ or "")
+    p.add_argument("--run", type=Path, required=True, metavar="DIR", help="what the federate step wrote")
+    p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    args = p.parse_args(argv)
+    print(evaluate(config_of(args), args.run, args.pool, args.out))
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

@@ -1,0 +1,448 @@
+"""Step 4: the rounds. Resumable after a kill at any instant: start it again with --resume."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any, TextIO
+
+from fl_engine.aggregation import privacy
+from fl_engine.backends import BACKENDS, Processes
+from fl_engine.backends.in_process import prepare_process
+from fl_engine.backends.kubernetes.backend import Kubernetes
+from fl_engine.core import seeds
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Replaced, Stopped
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import Backend, ModelFamily, Tracker
+from fl_engine.data import partitioning as partition
+from fl_engine.exchange.assignment import SITE_FILES
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.updates import KeyOf, key_of
+from fl_engine.fleet import devices, faults
+from fl_engine.rounds import loop as rounds
+from fl_engine.selection.selectors import round_size
+from fl_engine.storage import lease
+from fl_engine.storage.lease import Lease
+from fl_engine.storage.places import open_store
+from fl_engine.storage.store import FolderStore, Store, encode, sha256
+from fl_engine.training import strategy
+from fl_engine.training.evaluation import published
+from fl_engine.training.memory import training_peak
+from fl_engine.training.numerics import Numerics, deciding, describe, describe_noise
+from flexfleet import config as configs
+from flexfleet.config import Config
+from flexfleet.config.names import plain
+from flexfleet.files import terminal as common
+from flexfleet.files.artifacts import History, PoolFile, RunFile
+from flexfleet.steps import keys
+from flexfleet.steps.prepare import config_of, prepare
+from flexfleet.tracking import record as track
+from flexfleet.tracking.trackers import Console, MLflow, Several
+
+log = logging.getLogger("flexfleet")
+
+MAY_CHANGE = (
+    "dataset.root",
+    "rounds.stop",
+    "rounds.commit_every",
+    "rounds.keep_every",
+    "rounds.keep_updates",
+    "run.",
+    "kubernetes.",
+    "tracking.",
+    "tune.",
+    "publish.",
+)
+"""What a resumed run may set differently: none of it moves a bit of the model."""
+PRIVATE = ("tracking", "tune", "publish")
+"""What clients need not know: addresses may hold passwords."""
+FIXED = ("kubernetes.observe",)
+"""But these."""
+
+
+def federate(
+    config: Config,
+    partition_dir: Path,
+    pool_dir: Path,
+    out: Path,
+    *,
+    run_id: str | None = None,
+    resume: bool = False,
+    discard_damaged: bool = False,
+    accept_numerics: bool = False,
+    tags: dict[str, str] | None = None,
+    mlflow_run_id: str | None = None,
+    observer: Tracker | None = None,
+) -> Path:
+    """Writes run.json, rounds/, model.safetensors and history.json into `out`. `tags`: of the MLflow run;
+    `mlflow_run_id`: one that has been begun for it. `observer` is told what is measured.
+
+    Raises ConfigError where `out` holds a run and `resume` is not given, a run of another configuration, or one that
+    is running; EnvironmentFailure where this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
+    """
+    run_id = plain(out.absolute().name if run_id is None else run_id, "run_id")
+    store = store_of(config, run_id, out)
+    with alone(out), nullcontext() if config.run.remote is None else lease.held(store) as held:
+        return _federate(
+            config,
+            store,
+            held,
+            partition_dir,
+            pool_dir,
+            out,
+            run_id,
+            resume,
+            discard_damaged,
+            accept_numerics,
+            tags or {},
+            mlflow_run_id,
+            observer,
+        )
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Two processes must not write one folder. The lock goes with the process, whatever ends it."""
+    out.mkdir(parents=True, exist_ok=True)
+    with _lock_file(out / ".lock") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read(200).strip() or "another process"
+            raise ConfigError(f"{out} is being run by {holder}: wait for it, or stop it first") from None
+        lock.truncate(0)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        print(f"another process: {os.getpid()} on {socket.gethostname()} (since {now})", file=lock, flush=True)
+        yield
+
+
+def _lock_file(path: Path) -> TextIO:
+    """The file itself, made where it is not there: what a link points at is somebody's, and would be emptied."""
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        told = f"{path} is a link to {os.readlink(path)}, a file is expected: see who made it, and delete it"
+        raise ConfigError(told) from error
+    return os.fdopen(opened, "a+", errors="replace")
+
+
+def _federate(
+    config: Config,
+    store: Store,
+    held: Lease | None,
+    partition_dir: Path,
+    pool_dir: Path,
+    out: Path,
+    run_id: str,
+    resume: bool,
+    discard_damaged: bool,
+    accept_numerics: bool,
+    tags: dict[str, str],
+    mlflow_run_id: str | None,
+    observer: Tracker | None,
+) -> Path:
+    if config.run.remote is not None:
+        _fetch_run(store, out)
+    known = known_run(config, out, resume)
+    site = site_of(config, partition_dir, pool_dir)
+    algorithm = configs.algorithm(config)
+    looked_at = config.run.backend == "kubernetes" and config.kubernetes.observe == "cgroup"
+    rules = replace(site.rules, algorithm=algorithm, seed=None if looked_at else config.seed)
+    private, in_pods = privacy.is_private(algorithm), config.run.backend == "kubernetes"
+    if known and private:
+        _same_noise(known, out)
+    token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
+    key, key_at = None, known.key_at if known else None
+    if private or in_pods:
+        place = keys.place(config, run_id, store, out)
+        key, key_at = keys.key_of_run(place, store, known), str(place)
+    ledger = Ledger(store, config.rounds.keep_every, rules, *_signing(key if in_pods else None), held)
+
+    run = RunFile(
+        run_id=run_id,
+        token=token,
+        config=configs.public(config).model_dump(mode="json"),
+        numerics=describe(site.numerics, config.run.devices),
+        pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
+        partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
+        mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
+        key_at=key_at,
+        key_sha256=sha256(key) if key is not None else known.key_sha256 if known else None,
+        noise_stream=privacy.STREAM if private else None,
+        noise_numerics=describe_noise() if private else None,
+    )
+    if known:
+        _same(known, run, out, accept_numerics)
+        others = (known.numerics,) if deciding(known.numerics) != deciding(run.numerics) else ()
+        before = known.earlier_numerics + others
+        run = run.model_copy(update={"earlier_numerics": before})
+    run.write(out / "run.json")
+    mlflow = track.start(config, run, out, tags)
+    if mlflow is not None:
+        track.inputs(mlflow, config, site.partition.data, run.partition_sha256)
+        run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
+        run.write(out / "run.json")
+    _put_site(ledger, out, partition_dir, pool_dir)
+
+    done = max((round + 1 for round in ledger.commits()), default=0)
+    tracker = Several([Console(config.rounds.stop, done), *(t for t in (mlflow, observer) if t is not None)])
+    tracker.params(configs.shown(config))
+    initial = initial_state(config, site)
+    try:
+        with _stop_on_signals() as should_stop, _backend(config, site, ledger, run_id, should_stop) as backend:
+            final = rounds.federate(
+                algorithm,
+                initial,
+                backend,
+                ledger,
+                tracker,
+                config.rounds,
+                config.seed,
+                rounds.Evaluation(site.family, site.pool, site.data, config.run.devices, site.fleet),
+                should_stop,
+                discard_damaged,
+                privacy.noise_key(key, token) if private and key is not None else None,
+            )
+            if isinstance(backend, Kubernetes):
+                backend.finish()
+    except Replaced:
+        raise  # what MLflow shows is the other coordinator's run
+    except BaseException as error:
+        with suppress(EnvironmentFailure):  # of the tracker: what went wrong first is what is told
+            tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
+        raise
+    return _finish(out, ledger, final, tracker, mlflow)
+
+
+def site_of(config: Config, partition_dir: Path, pool_dir: Path) -> Site:
+    """All that clients of this machine need to know. Prepares the process for training."""
+    data, family = prepare(config)
+    parts = partition.load(partition_dir, data)
+    pool = PoolFile.read(pool_dir / "pool.json").pool()
+    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
+    prepare_process(config.run.devices)
+    struck = faults.parse(config.rounds.faults)
+    return Site(family, pool, fleet, data, parts, config.seed, _numerics(config, family), faults=struck)
+
+
+def initial_state(config: Config, site: Site) -> Any:
+    """The algorithm's state before the first round."""
+    params = initial_params(site.family, seeds.derive(config.seed, "init"))
+    return configs.algorithm(config).init(params, site.layout, site.fleet, site.pool)
+
+
+def _numerics(config: Config, family: ModelFamily) -> Numerics:
+    """As configured, or as suits the network."""
+    run, per_round = config.run, round_size(config.training.fraction, config.partition.clients)
+    if run.strategy == "single":
+        return Numerics(precision=run.precision)
+    if run.strategy == "batched":
+        return strategy.batched(family, config.training.batch_size, per_round, run.precision, run.devices)
+    return strategy.choose(family, config.training.batch_size, per_round, run.precision, run.devices)
+
+
+@contextmanager
+def _backend(
+    config: Config, site: Site, ledger: Ledger, run_id: str, should_stop: Callable[[], bool]
+) -> Iterator[Backend]:
+    if config.run.backend == "kubernetes":
+        memory = None
+        if config.kubernetes.observe == "cgroup":
+            memory = training_peak(site.family, config.training.batch_size, site.numerics)
+        over = config.rounds.over_provision
+        pods = Kubernetes(config.kubernetes, run_id, site.fleet, ledger, memory, over, should_stop=should_stop)
+        try:
+            yield pods
+        except Replaced:
+            raise  # what is there is the other coordinator's
+        except (Stopped, EnvironmentFailure, KeyboardInterrupt):
+            log.warning(pods.what_is_left())
+            raise
+        return
+    backend = BACKENDS[config.run.backend](site, config.run.devices, ledger)
+    with closing(backend) if isinstance(backend, Processes) else nullcontext():
+        yield backend
+
+
+def store_of(config: Config, run_id: str, out: Path) -> Store:
+    """Where the run's ledger is: beside its other files, or in `run.remote`."""
+    if config.run.remote is None:
+        return FolderStore(out.resolve())
+    return open_store(f"{config.run.remote.rstrip('/')}/{run_id}")
+
+
+def _fetch_run(store: Store, out: Path) -> None:
+    """A coordinator that starts on another machine finds what the run is in its store. Raises IntegrityError where this
+    machine knows another one."""
+    if not store.list(track.RUN_KEY):
+        return
+    found = store.get(track.RUN_KEY)
+    if not (out / "run.json").exists():
+        FolderStore(out).put("run.json", found)
+    elif RunFile.read(out / "run.json").token != RunFile.of(found, store.uri(track.RUN_KEY)).token:
+        raise IntegrityError(
+            f"{out / 'run.json'} is of another run than {store.uri(track.RUN_KEY)}, which was begun elsewhere: remove "
+            f"{out} to go on with that one, or choose another --run-id"
+        )
+
+
+def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) -> None:
+    """What clients elsewhere need to know."""
+    if ledger.lease is None and ledger.key is None:
+        return
+    run = RunFile.read(out / "run.json")
+    unseen = {section: value for section, value in Config().model_dump(mode="json").items() if section in PRIVATE}
+    told = run.model_copy(update={"config": run.config | unseen})
+    ledger.store.put(track.RUN_KEY, (told.model_dump_json(indent=1) + "\n").encode())
+    for name in SITE_FILES:
+        if name != "run.json":
+            folder = pool_dir if name == "pool.json" else partition_dir
+            ledger.store.put(f"site/{name}", (folder / name).read_bytes())
+
+
+def _signing(key: bytes | None) -> tuple[KeyOf | None, KeyOf | None]:
+    """What clients sign with, and the coordinator; None where both are this machine's own processes."""
+    return (None, None) if key is None else (key_of(key), key_of(key, "coordinator"))
+
+
+def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
+    """The run that `out` holds, if any: it is never overwritten and never mixed with another configuration's."""
+    if not (out / "run.json").exists():
+        return None
+    known = RunFile.read(out / "run.json")
+    if not resume:
+        raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
+    before, now = _flat(known.config), configs.flatten(config)
+    changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
+    fixed = [k for k in changed if k in FIXED or not k.startswith(MAY_CHANGE)]
+    if fixed:
+        lines = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in fixed[:6])
+        raise ConfigError(f"{out} was started with another configuration ({lines}): choose another --run-id")
+    return known
+
+
+def _same_noise(known: RunFile, out: Path) -> None:
+    if known.noise_stream != privacy.STREAM:
+        raise EnvironmentFailure(
+            f"{out} draws its noise from the stream {known.noise_stream or 'of an earlier version'}, this version from "
+            f"{privacy.STREAM}: a round that is computed again would be released twice. Finish it with the version "
+            "that it began with, or start another run"
+        )
+
+
+def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None:
+    for name in ("pool_sha256", "partition_sha256"):
+        if getattr(known, name) != getattr(run, name):
+            raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
+    if accept_numerics:
+        return
+    for before, now in (
+        (deciding(known.numerics), deciding(run.numerics)),
+        (known.noise_numerics, run.noise_numerics),
+    ):
+        if before != now:
+            raise EnvironmentFailure(
+                f"this machine would not compute the same bits: the run was started with {before}, here is {now}. "
+                "Resume where it started, or give --accept-numerics"
+            )
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    return configs.flatten(configs.parse(config))
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """SIGTERM and the first Ctrl-C end the run after the client in flight; the second Ctrl-C ends it at once."""
+    received: list[int] = []
+
+    def request(signum: int, _: object) -> None:
+        if signum == signal.SIGALRM or (signum == signal.SIGINT and signal.SIGINT in received):
+            # Once more in a while: where this lands in a destructor or a weak reference's callback, Python drops it
+            # and tells sys.unraisablehook instead.
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            raise KeyboardInterrupt
+        received.append(signum)
+
+    def dropped(about: sys.UnraisableHookArgs) -> None:
+        if about.exc_type is not KeyboardInterrupt:
+            told(about)
+
+    if current_thread() is not main_thread():
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
+    told, sys.unraisablehook = sys.unraisablehook, dropped
+    try:
+        yield lambda: bool(received)
+    except Stopped:
+        if signal.SIGINT in received:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = told
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:
+    ledger.check_lease()
+    value = encode(published(final))
+    for store in (FolderStore(out), ledger.store) if ledger.lease is not None else (FolderStore(out),):
+        store.sweep("")  # what writers left that were killed: nobody writes any more
+        store.put("model.safetensors", value)
+    rows = ledger.rows()
+    history = History(
+        rounds=tuple(row.model_dump(mode="json") for row in rows),
+        model_sha256=sha256(value),
+        seconds=round(sum(row.metrics["seconds_round"] for row in rows), 3),
+    )
+    path = history.write(out / "history.json")
+    if mlflow is not None:
+        names = list(dict.fromkeys(name for row in rows for line in row.clients for name in line))
+        lines = [{"round": row.round + 1, **line} for row in rows for line in row.clients]
+        mlflow.table(["round", *names], lines, "clients.json")
+    tracker.finish("FINISHED")
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = common.parser(__doc__ or "")
+    p.add_argument("--partition", type=Path, required=True, metavar="DIR", help="what the partition step wrote")
+    p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    common.add_resume(p)
+    common.add_faults(p)
+    args = p.parse_args(argv)
+    print(
+        federate(
+            config_of(args),
+            args.partition,
+            args.pool,
+            args.out,
+            resume=args.resume,
+            discard_damaged=args.discard_damaged,
+            accept_numerics=args.accept_numerics,
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

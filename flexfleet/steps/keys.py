@@ -1,0 +1,218 @@
+"""Where a run's key is kept: nobody but its coordinator reads it.
+
+A run has one key of random bytes where its clients live in pods, or where it is private. What clients and coordinator
+sign with (`updates.key_of`), the noise and the choice of clients (`privacy`) follow from it. It is never in the bucket
+of the run's ledger: clients get URLs of that.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from fl_engine.backends.kubernetes import jobs
+from fl_engine.backends.kubernetes.cluster import Cluster
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.storage.s3 import OWN, SIGNING, S3Store, endpoint_of, setting
+from fl_engine.storage.store import FolderStore, Store, sha256
+from flexfleet.config import Config
+from flexfleet.files.artifacts import RunFile
+
+log = logging.getLogger("flexfleet")
+
+SIZE = 32
+"""Bytes of a key."""
+BEFORE = "secret/key"
+"""Where the ledger's store had the key of runs that began before it was kept apart."""
+SETTINGS = "FLEXFLEET_SECRETS_"
+"""In front of the variables with address and credentials of a bucket for keys."""
+
+
+class Place(Protocol):
+    """`str` of it says where that is. All raise EnvironmentFailure where it cannot be reached."""
+
+    def read(self) -> bytes | None:
+        """None: there is nothing."""
+
+    def create(self, value: bytes) -> None:
+        """Leaves what is there already."""
+
+    @property
+    def advice(self) -> str:
+        """How to go on with the run on another machine, or to be rid of the key."""
+
+
+@dataclass(frozen=True)
+class InStore:
+    """A file, or an object of another bucket than the run's ledger."""
+
+    store: Store
+    key: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        where = self.store.uri(self.key)
+        return f"{where} on {socket.gethostname()}" if isinstance(self.store, FolderStore) else where
+
+    def read(self) -> bytes | None:
+        return self.store.get(self.key) if self.key in self.store.list(self.key) else None
+
+    def create(self, value: bytes) -> None:
+        if isinstance(self.store, FolderStore):
+            folder = (self.store.root / self.key).parent
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+        self.store.create(self.key, value)
+        if isinstance(self.store, FolderStore):
+            (self.store.root / self.key).chmod(0o600)
+
+
+@dataclass(frozen=True)
+class InSecret:
+    """A Secret of the clients' namespace. Nothing owns it: a run may be given more rounds after its end."""
+
+    cluster: Cluster
+    run: str
+    """The run's label."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.run}-keys"
+
+    @property
+    def advice(self) -> str:
+        return f"when the run is over for good: kubectl -n {self.cluster.namespace} delete secret {self.name}"
+
+    def __str__(self) -> str:
+        return f"the Secret {self.cluster.namespace}/{self.name}"
+
+    def read(self) -> bytes | None:
+        found = self.cluster.get("secrets", self.name)
+        try:
+            return None if found is None else base64.b64decode(found["data"]["key"], validate=True)
+        except (KeyError, TypeError, ValueError) as error:
+            raise IntegrityError(f"{self} holds no key of a run ({type(error).__name__} {error})") from None
+
+    def create(self, value: bytes) -> None:
+        body = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {
+                "name": self.name,
+                "namespace": self.cluster.namespace,
+                "labels": {jobs.RUN: self.run, "app.kubernetes.io/part-of": "flexfleet"},
+            },
+            "type": "Opaque",
+            "immutable": True,
+            "data": {"key": base64.b64encode(value).decode()},
+        }
+        self.cluster.create("secrets", body)
+
+
+def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
+    """Where the configuration has the key of this run, whose ledger is in `store` and whose folder is `out`.
+
+    Raises ConfigError where clients could have URLs of it.
+    """
+    where = config.run.secrets
+    if where is None and config.run.backend == "kubernetes":
+        return InSecret(Cluster(config.kubernetes.namespace), jobs.run_label(run_id, store.uri()))
+    if where is None:
+        return InStore(FolderStore(out.resolve()), BEFORE)
+    if "://" not in where:
+        _check_folder(Path(where), config.run.remote)
+        return InStore(FolderStore(Path(where).resolve()), f"{run_id}/key")
+    found = S3Store(f"{where.rstrip('/')}/{run_id}", settings=SETTINGS)
+    _check_bucket(where, config.run.remote)
+    return InStore(found, "key")
+
+
+def _check_folder(folder: Path, remote: str | None) -> None:
+    if remote is not None and "://" not in remote and folder.resolve().is_relative_to(Path(remote).resolve()):
+        raise ConfigError(
+            f"run.secrets = {str(folder)!r} lies in run.remote = {remote!r}, which others read: name another folder"
+        )
+
+
+def _check_bucket(uri: str, remote: str | None) -> None:
+    missing = [n for n in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY") if not os.environ.get(f"{SETTINGS}{n}")]
+    if missing:
+        raise ConfigError(
+            f"run.secrets = {uri!r} is read with credentials of its own, which the environment does not hold: set "
+            + " and ".join(f"{SETTINGS}{name}" for name in missing)
+        )
+    others = {setting("AWS_ACCESS_KEY_ID", whose) for whose in (OWN, SIGNING)}
+    if os.environ[f"{SETTINGS}AWS_ACCESS_KEY_ID"] in others:
+        raise ConfigError(
+            f"{SETTINGS}AWS_ACCESS_KEY_ID names the coordinator's credentials, or those that sign clients' URLs: "
+            "run.secrets needs others, which alone may read that bucket"
+        )
+    if remote is not None and _bucket(uri) == _bucket(remote) and _address(SETTINGS) == _address(OWN):
+        raise ConfigError(
+            f"run.secrets = {uri!r} is in the bucket of run.remote = {remote!r}, of which clients get URLs: name "
+            "another one"
+        )
+
+
+def _bucket(uri: str) -> str:
+    return uri.partition("://")[2].partition("/")[0]
+
+
+def _address(settings: str) -> str:
+    return (endpoint_of(settings) or "").rstrip("/")
+
+
+def key_of_run(place: Place, store: Store, known: RunFile | None) -> bytes:
+    """The run's key; made where the run has none yet, and taken from the ledger's `store` where it was kept in former
+    versions.
+
+    Raises IntegrityError where it is gone, or another than the run's record `known` says.
+    """
+    _move(store, place)
+    expected = None if known is None else known.key_sha256
+    found = place.read()
+    if found is None and expected is None:
+        place.create(secrets.token_bytes(SIZE))
+        found = place.read()
+        log.info("the run's key is in %s%s", place, f"; {place.advice}" if place.advice else "")
+    if found is None:
+        raise IntegrityError(
+            f"the run's key is not in {place}; by the run's record it was kept in {known.key_at if known else place}: "
+            "bring it there, or set run.secrets to where it is (with another key the model would be another, and noise "
+            "would be released twice)"
+        )
+    if len(found) != SIZE or expected not in (None, sha256(found)):
+        raise IntegrityError(
+            f"{place} holds {len(found)} bytes that are not the key which the run began with: put it back, or start "
+            "another run (with another key the model would be another, and a known one takes the noise off)"
+        )
+    return found
+
+
+def _move(store: Store, place: Place) -> None:
+    """Of a run that began when keys were kept in its ledger's store."""
+    stays = isinstance(place, InStore) and place.store.uri(place.key) == store.uri(BEFORE)
+    if stays or BEFORE not in store.list(BEFORE):
+        return
+    old = store.get(BEFORE)
+    if len(old) != SIZE:
+        raise IntegrityError(f"{store.uri(BEFORE)} holds {len(old)} bytes, a key has {SIZE}: put it back")
+    place.create(old)
+    if place.read() != old:
+        raise IntegrityError(
+            f"{place} holds another key than {store.uri(BEFORE)}, where this run began with its own: delete the former "
+            "where no run needs it, or set run.secrets to another place"
+        )
+    store.delete(BEFORE)
+    log.warning(
+        "the run's key was moved from %s to %s, out of reach of clients' URLs; a bucket with versions keeps the old "
+        "object until its versions are deleted",
+        store.uri(BEFORE),
+        place,
+    )

@@ -1,0 +1,68 @@
+"""Step 3: the pool of sub-models, from the APoZ scores or from the algorithm's own rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fl_engine.core import pool as pools
+from fl_engine.core.types import Algorithm, ModelFamily
+from flexfleet import config as configs
+from flexfleet.config import Config
+from flexfleet.files import terminal as common
+from flexfleet.files.artifacts import Apoz, Level, PoolFile
+from flexfleet.steps.prepare import config_of, prepare
+
+
+def model_pool(config: Config, pretrain: Path, out: Path) -> Path:
+    """Writes pool.json into `out`. Raises PoolError where the targets cannot be reached."""
+    _, family = prepare(config)
+    apoz = Apoz.read(pretrain / "apoz.json")
+    return build(config, configs.algorithm(config), family, apoz).write(out / "pool.json")
+
+
+def build(config: Config, algorithm: Algorithm, family: ModelFamily, apoz: Apoz) -> PoolFile:
+    """The pool, and how alike its pruning ratios are to those of the reference where there is one."""
+    pool = algorithm.pool(family, tuple(layer.apoz for layer in apoz.layers))
+    reference = algorithm.pool(family, apoz.reference) if apoz.reference else None
+    groups = [p.group for p in family.prunable()]
+    layout = family.layout()
+    return PoolFile(
+        algorithm=config.algorithm["name"],
+        model=config.model["name"],
+        input_chw=family.input_chw,
+        classes=family.classes,
+        groups={g: layout.groups[g] for g in groups},
+        levels=tuple(
+            Level(
+                name=m.name,
+                params=m.params,
+                share=m.share,
+                flops=m.macs,
+                bytes=m.bytes,
+                widths={g: layout.width(m.spec, g) for g in groups},
+                dispatched=m.dispatched,
+                reported=m.reported,
+                gamma=m.gamma,
+                ratios=m.ratios,
+                similarity=pools.similarity(m.ratios, reference[i].ratios) if reference else None,
+                spec=m.spec.to_json(),
+                ensemble=m.ensemble,
+                static_bn=m.static_bn,
+            )
+            for i, m in enumerate(pool)
+        ),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = common.parser(__doc__ or "")
+    p.add_argument("--pretrain", type=Path, required=True, metavar="DIR", help="what the pretrain step wrote")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    args = p.parse_args(argv)
+    print(model_pool(config_of(args), args.pretrain, args.out))
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

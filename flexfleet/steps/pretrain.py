@@ -1,0 +1,105 @@
+"""Step 2: pre-train the global model on the proxy and measure APoZ (FlexFL Sec. III-A, steps 1 and 2).
+
+The weights are thrown away: only the scores carry over. Runs for the algorithms that ask for scores.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fl_engine.backends.in_process import check_device
+from fl_engine.core import pool, seeds
+from fl_engine.core.errors import PartitionError
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import FULL, Adam, Data, LocalTask, ModelFamily, Params
+from fl_engine.data import partitioning as partitions
+from fl_engine.training import local
+from fl_engine.training.evaluation import evaluate
+from flexfleet import config as configs
+from flexfleet.config import Config
+from flexfleet.files import terminal as common
+from flexfleet.files.artifacts import Apoz, ApozLayer
+from flexfleet.steps.prepare import config_of, prepare
+
+log = logging.getLogger("flexfleet")
+
+PROXY_TEST_SHARE = 0.2
+
+
+def pretrain(config: Config, partition: Path, out: Path) -> Path:
+    """Writes apoz.json into `out`: a score and an adjustment weight for each layer that can be pruned."""
+    if not configs.algorithm(config).needs_apoz:
+        log.info("pretrain: %s asks for no APoZ, nothing to do", config.algorithm["name"])
+        return Apoz(layers=()).write(out / "apoz.json")
+    started = time.monotonic()
+    data, family = prepare(config)
+    parts = partitions.load(partition, data)
+    need_proxy(parts)
+    check_device(config.run.devices[0])
+    params, scores = _scores(config, data, family, parts.proxy_train, parts.proxy_test)
+    held_out = torch.from_numpy(parts.proxy_test)
+    device = config.run.devices[0]
+    score = evaluate(family, params, FULL, data, data.train_x[held_out], data.train_y[held_out], device)
+    reference = None
+    if config.pretrain.reference:
+        everything = seeds.rng(config.seed, "reference").permutation(len(data.train_y))
+        cut = round(PROXY_TEST_SHARE * len(everything))
+        _, reference = _scores(config, data, family, everything[cut:], everything[:cut])
+    sizes = pool.layer_sizes(family)
+    layers = zip(family.prunable(), sizes, scores, pool.adjustment_weights(sizes), strict=True)
+    return Apoz(
+        layers=tuple(ApozLayer(group=p.group, size=n, apoz=a, adjustment=w) for p, n, a, w in layers),
+        reference=reference,
+        proxy_samples=len(parts.proxy_train) + len(parts.proxy_test),
+        proxy_accuracy=score.accuracy,
+        seconds=round(time.monotonic() - started, 3),
+    ).write(out / "apoz.json")
+
+
+def need_proxy(parts: partitions.Partition) -> None:
+    """Raises PartitionError where the server holds nothing to measure on."""
+    if not len(parts.proxy_train) or not len(parts.proxy_test):
+        raise PartitionError(
+            "the algorithm measures APoZ on proxy data, and partition.proxy leaves the server none: raise it, "
+            "or set algorithm.use_apoz=false"
+        )
+
+
+def _scores(
+    config: Config, data: Data, family: ModelFamily, train: np.ndarray, held_out: np.ndarray
+) -> tuple[Params, tuple[float, ...]]:
+    device = config.run.devices[0]
+    task = LocalTask(
+        spec=FULL,
+        optimizer=Adam(config.pretrain.lr),
+        epochs=config.pretrain.epochs,
+        batch_size=config.pretrain.batch_size,
+        drop_last=True,
+        seed=seeds.derive(config.seed, "pretrain"),
+    )
+    start = {k: v.to(device) for k, v in initial_params(family, seeds.derive(config.seed, "init")).items()}
+    chosen = torch.from_numpy(np.sort(train))
+    x, y = data.normalise(data.train_x[chosen].to(device)), data.train_y[chosen].to(device)
+    log.info("pretrain: %d samples, %d epochs", len(y), task.epochs)
+    trained = local.train(family, [local.Job(task, start, x, y)])[0]
+    x_held_out = data.normalise(data.train_x[torch.from_numpy(np.sort(held_out))].to(device))
+    return trained.params, pool.measure_apoz(family, trained.params, x_held_out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = common.parser(__doc__ or "")
+    p.add_argument("--partition", type=Path, required=True, metavar="DIR", help="what the partition step wrote")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    args = p.parse_args(argv)
+    print(pretrain(config_of(args), args.partition, args.out))
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

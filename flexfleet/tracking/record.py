@@ -1,0 +1,199 @@
+"""What MLflow is told of a run besides its figures: who it is, where it belongs, its data, code and environment.
+
+A run is one MLflow run. Where it is a pipeline's, the first task begins it, so that there is something to look at while
+the others wait for their pods; `federate` goes on with it.
+
+There is one level of nesting. The runs of a comparison are children of the comparison's own run, and all that a night
+or a study makes of the night's or the study's. In a task of a Kubeflow that has MLflow built in everything is a child
+of the pipeline's run, next to those that Kubeflow makes for the tasks. What else belongs together has a tag.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import uuid
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import fl_engine
+from fl_engine.core.errors import masked
+from fl_engine.storage.store import FolderStore, Store, sha256
+from flexfleet.config import Config
+from flexfleet.files.artifacts import RunFile
+from flexfleet.tracking.trackers import JOB, PARENT, TOKEN, MLflow, Platform, connect, experiment_of, platform_of
+
+RUN_KEY = "site/run.json"
+COMMIT = "mlflow.source.git.commit"
+
+
+def experiment(config: Config, at: Platform | None = None) -> str:
+    """The name of the MLflow experiment that a run belongs to: the configuration's, else that of the platform that it
+    runs `at`, else one for the task."""
+    c = config
+    given = c.tracking.experiment or (at.experiment if at else None)
+    return given or f"{c.dataset.name}-{c.model['name']}-{c.partition.rule}"
+
+
+def prepare(config: Config) -> None:
+    """Creates the experiment, and the data base where it is an SQLite file that is not there yet, before several
+    processes want them at once. Raises ConfigError where the address cannot be used."""
+    if (uri := config.tracking.mlflow) is not None:
+        connect(uri, experiment(config, platform_of(uri)))
+
+
+def tracker(config: Config, name: str, tags: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
+    """The MLflow run `run_id`, or that with the token of `tags`, to go on with; else a new one of this name, below the
+    platform's run where there is one. None where nothing is tracked. Raises ConfigError where the address cannot be
+    used."""
+    uri = config.tracking.mlflow
+    if uri is None:
+        return None
+    at = platform_of(uri)
+    below = {PARENT: at.parent} if at.parent else {}
+    return MLflow(uri, experiment(config, at), name, {**tags, **below}, run_id)
+
+
+def commit() -> str | None:
+    """The commit of the code: what the image says (FLEXFLEET_COMMIT), else that of the checkout; None where neither
+    does."""
+    return os.environ.get("FLEXFLEET_COMMIT") or _git("rev-parse", "HEAD")
+
+
+def commits(before: str | None, now: str | None) -> tuple[str, ...]:
+    """`hash subject` of each commit after `before` up to `now`, newest first; empty where the code is no checkout."""
+    told = _git("log", "--format=%h %s", f"{before}..{now}") if before and now else None
+    return tuple((told or "").splitlines())
+
+
+def _git(*words: str) -> str | None:
+    """What git says of the code's checkout; None where there is none: installed below somebody else's checkout, the
+    code is none of its files."""
+    here = ["git", "-C", str(Path(fl_engine.__file__).parent)]
+    try:
+        subprocess.run([*here, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=True)
+        return subprocess.run([*here, *words], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def token_of(kind: str, tokens: Iterable[str]) -> str:
+    """Of what is made from several runs, by their tokens: the same runs in any order have one for each kind."""
+    return sha256("\n".join([kind, *sorted(tokens)]).encode())
+
+
+def lasting_token(kind: str, store: Store, runs: Iterable[Store]) -> str:
+    """Of a comparison or a night: kept in its `store`, so that its MLflow run is there before its runs are, and stays
+    the same when others join. For one that has none, begun by an earlier version, it is made of those of its runs, as
+    that version did."""
+    key = f"{kind}.token"
+    if key not in store.list(key):
+        known = [file.token for run in runs if (file := known_file(run)) is not None and file.token]
+        store.create(key, (token_of(kind, known) if known else uuid.uuid4().hex).encode())
+    return store.get(key).decode()
+
+
+def known_file(store: Store) -> RunFile | None:
+    """What a run's store says that the run is, once it has begun."""
+    key = "run.json" if isinstance(store, FolderStore) else RUN_KEY
+    return RunFile.of(store.get(key), store.uri(key)) if key in store.list(key) else None
+
+
+def of_job(config: Config, job_id: str) -> dict[str, str]:
+    """Tags of what a pipeline's job makes: its id, and where a browser finds it if `tracking.kubeflow`, or else the
+    environment's FLEXFLEET_KUBEFLOW_UI, says where people open Kubeflow Pipelines."""
+    ui = masked(config.tracking.kubeflow or os.environ.get("FLEXFLEET_KUBEFLOW_UI", "")).rstrip("/")
+    return {f"{JOB}job_id": job_id, **({f"{JOB}run": f"{ui}/#/runs/details/{job_id}"} if ui else {})}
+
+
+def tags(config: Config, run_id: str, store: str) -> dict[str, str]:
+    at = commit()
+    return {
+        "algorithm": str(config.algorithm["name"]),
+        "seed": str(config.seed),
+        "flexfleet.run_id": run_id,
+        "flexfleet.store": store,
+        "flexfleet.version": fl_engine.__version__,
+        **({COMMIT: at} if at else {}),
+    }
+
+
+def name(config: Config, given: Mapping[str, str]) -> str:
+    return f"{given.get('algorithm', config.algorithm['name'])}-s{config.seed}"
+
+
+def start(config: Config, run: RunFile, out: Path, given: Mapping[str, str]) -> MLflow | None:
+    """Begins the MLflow run, or goes on with it; None where nothing is tracked. `given`: more tags."""
+    about = {**tags(config, run.run_id, str(out.resolve())), TOKEN: run.token, **given}
+    return tracker(config, name(config, given), about, run.mlflow_run_id)
+
+
+def inputs(mlflow: MLflow, config: Config, data_sha256: str, partition_sha256: str) -> None:
+    """The data that the run is made of, with digests, and the environment it is made in."""
+    root = masked(config.dataset.root or "FLEXFLEET_DATA")
+    mlflow.dataset(config.dataset.name, data_sha256, f"{root}/{config.dataset.name}", "training and test data")
+    clients = f"{config.partition.rule}, {config.partition.clients} clients"
+    mlflow.dataset(f"partition: {clients}", partition_sha256, "partition/partition.json", "who holds what")
+    mlflow.file(environment(), "environment.json")
+
+
+def environment() -> dict[str, Any]:
+    """What the code runs in: with constraints.txt, enough to make it again."""
+    packages = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "commit": commit(),
+        "image": os.environ.get("FLEXFLEET_IMAGE"),
+        "packages": dict(sorted(packages.items(), key=lambda pair: pair[0].lower())),
+    }
+
+
+# ------------------------------------------------------------------------------------ the first task of a graph
+def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -> str:
+    """The id of the MLflow run that the coming tasks go on with: the one that `store` knows where the run has begun in
+    an earlier job, else a new one, which waits ("SCHEDULED"). Empty where nothing is tracked.
+
+    Raises ConfigError where the address cannot be used.
+    """
+    if config.tracking.mlflow is None:
+        return ""
+    known = known_file(store)
+    if known is not None and known.mlflow_run_id:
+        return known.mlflow_run_id
+    mlflow = tracker(config, name(config, given), {**tags(config, run_id, store.uri()), **given})
+    assert mlflow is not None, "something is tracked"
+    mlflow.wait()
+    return mlflow.run_id
+
+
+def link(config: Config, mlflow_run_id: str) -> str:
+    """Where a browser finds the run; empty where there is no server to ask."""
+    uri = masked(config.tracking.ui or config.tracking.mlflow or "")
+    if config.tracking.mlflow is None or not mlflow_run_id or not uri.startswith(("http://", "https://")):
+        return ""
+    experiment_id = experiment_of(config.tracking.mlflow, mlflow_run_id)
+    return f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
+
+
+def card(config: Config, run_id: str, store_uri: str, mlflow_run_id: str) -> str:
+    """Markdown: what has been started, and where to look."""
+    c, at = config, link(config, mlflow_run_id)
+    tracked = f"[{mlflow_run_id}]({at})" if at else mlflow_run_id or "off: no `mlflow_uri`, and none of Kubeflow's"
+    rows = {
+        "algorithm": f"`{c.algorithm['name']}`",
+        "task": f"{c.model['name']} on {c.dataset.name}, {c.partition.clients} clients ({c.partition.rule})",
+        "rounds": f"{c.rounds.stop}, {100 * c.training.fraction:g} % of the clients each",
+        "seed": str(c.seed),
+        "backend": f"`{c.run.backend}`",
+        "store": f"`{store_uri}`",
+        "MLflow": tracked,
+        "code": commit() or fl_engine.__version__,
+    }
+    table = [f"| {key} | {value} |" for key, value in rows.items()]
+    told = f"The same `run_id` goes on with it after a failure. [All parameters]({fl_engine.PARAMETER_TABLE})."
+    return "\n".join([f"## {run_id}", "", "| | |", "|---|---|", *table, "", told, ""])

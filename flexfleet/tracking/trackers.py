@@ -1,0 +1,448 @@
+"""Where measurements go: MLflow and the console. Called after the ledger's commit, never before."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    Stopped,
+    Unreachable,
+    UnreachableAddress,
+    first_line,
+    masked,
+)
+from fl_engine.core.types import Tracker
+from flexfleet.config.platform import platform_uri
+
+log = logging.getLogger("flexfleet")
+
+TOKEN = "flexfleet.token"
+PARENT = "mlflow.parentRunId"
+"""Tag by which MLflow shows a run below another one."""
+RESUMED_IN = "flexfleet.resumed_in"
+"""Tag of a run that went on below another parent: the newest. The first one keeps the run."""
+JOB = "kfp."
+"""Begins the tags that say which pipeline job made a run, or was the last to go on with it."""
+KIND = {"mlflow.experimentKind": "custom_model_development"}
+"""Of an experiment: MLflow's UI shows runs and their charts, not what it has for language models."""
+MLFLOW_BATCH = 1000
+MLFLOW_PARAM_CHARS = 6000
+CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
+"""What SQLite, PostgreSQL, MySQL and SQL Server say where another writer was first."""
+
+
+class Console:
+    """A bar on a terminal, a line per round in a log; both on stderr."""
+
+    def __init__(self, total: int, done: int = 0) -> None:
+        self._total = total
+        self._done = done
+        self._bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=done, unit="round", file=sys.stderr)
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        pass
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        for step, values in rows:
+            if step <= self._done:
+                continue
+            if self._bar is not None:
+                if step > self._bar.n:
+                    self._bar.update(step - self._bar.n)
+                self._bar.set_postfix_str(brief(values))
+            else:
+                log.info("round %d/%d  %s", step, self._total, brief(values))
+
+    def artifact(self, path: str) -> None:
+        pass
+
+    def finish(self, status: str) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def brief(values: Mapping[str, float]) -> str:
+    """A round's measurements in a few words."""
+    parts = [f"{k} {100 * values[k]:.1f} %" for k in ("avg", "full") if k in values]
+    parts.append(f"loss {values['train_loss']:.3f}" if "train_loss" in values else "no client trained")
+    counts = {kind: int(values[f"clients_{kind}"]) for kind in ("trained", "pruned", "failed")}
+    # Viewers of logs paint a line red that speaks of failures.
+    said = [f"{count} {kind}" for kind, count in counts.items() if count or kind == "trained"]
+    return "  ".join([*parts, ", ".join(said), f"{values['seconds_round']:.1f} s"])
+
+
+def client_of(uri: str) -> Any:
+    """MLflow's client, quiet: no bar for each small file, no line for each table and version, and no link to the run on
+    stdout, which would say the address with its password. An SQLite file that is not there yet is created. Raises
+    ConfigError where the address cannot be used, EnvironmentFailure without mlflow."""
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    try:
+        import mlflow
+    except ImportError as error:
+        raise EnvironmentFailure(
+            "tracking.mlflow is set, but mlflow is not installed: pip install 'flexfleet[tracking]', "
+            "or --set tracking.mlflow=null"
+        ) from error
+    for noisy in ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry", "mlflow.tracking.fluent"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    with _usable(uri):
+        _create_sqlite(uri)
+        return Shared(mlflow.MlflowClient(tracking_uri=address(uri)))
+
+
+# ------------------------------------------------------------------------------------------------- the platform
+@dataclass(frozen=True)
+class Platform:
+    """What the environment says of MLflow besides the server's address; as far as it does."""
+
+    experiment: str | None = None
+    """Name of the experiment."""
+    parent: str | None = None
+    """The MLflow run of the pipeline whose task this is."""
+
+
+def is_platforms(uri: str) -> bool:
+    return masked(uri).rstrip("/") == platform_uri()
+
+
+def platform_experiment(uri: str | None) -> str | None:
+    """The id of the experiment that the environment names, if `uri` is the environment's server."""
+    return os.environ.get("MLFLOW_EXPERIMENT_ID") or None if uri is not None and is_platforms(uri) else None
+
+
+def address(uri: str) -> str:
+    """What MLflow is called by. Where the environment's address holds a password, configurations have it without."""
+    return os.environ["MLFLOW_TRACKING_URI"] if is_platforms(uri) and masked(uri) == uri else uri
+
+
+def platform_of(uri: str) -> Platform:
+    """Where runs belong, if `uri` is the environment's server. Kubeflow's MLflow plugin makes a run for each task, as a
+    child of the pipeline's. The task's is Kubeflow's to write: it is only asked for its parent.
+
+    Raises ConfigError where the server does not know what the environment names.
+    """
+    experiment, task = platform_experiment(uri), os.environ.get("MLFLOW_RUN_ID")
+    if not is_platforms(uri) or not (experiment or task):
+        return Platform()
+    client = client_of(uri)
+    try:
+        return Platform(
+            str(client.get_experiment(experiment).name) if experiment else None,
+            client.get_run(task).data.tags.get(PARENT) if task else None,
+        )
+    except _errors() as error:
+        raise ConfigError(
+            f"{masked(uri)} does not know what the environment says, MLFLOW_EXPERIMENT_ID = {experiment!r} and "
+            f"MLFLOW_RUN_ID = {task!r}: {first_line(error)}. Unset them, or give another tracking.mlflow"
+        ) from error
+
+
+class Shared:
+    """MLflow's client beside others that write at the same instant. MLflow looks whether something is there and inserts
+    it then, without a lock: to the second one it is refused, who finds it when the call is made again. So a call that
+    ends in such a conflict is made once more; nothing of it was kept."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._client, name)
+
+        def twice(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except _errors() as error:
+                if not CONFLICT.search(str(error)):
+                    raise
+            return call(*args, **kwargs)
+
+        return twice
+
+
+def connect(uri: str, experiment: str) -> tuple[Any, str]:
+    """A client, and the id of the experiment, which is created where it is not there yet. Raises ConfigError where the
+    address cannot be used, EnvironmentFailure without mlflow."""
+    client = client_of(uri)
+    from mlflow.exceptions import MlflowException
+
+    with _usable(uri):
+        found = client.get_experiment_by_name(experiment)
+        if found is None:
+            try:
+                return client, str(client.create_experiment(experiment, tags=KIND))
+            except MlflowException:  # another run has created it meanwhile
+                found = client.get_experiment_by_name(experiment)
+                if found is None:
+                    raise
+    return client, str(found.experiment_id)
+
+
+@contextmanager
+def _usable(uri: str) -> Iterator[None]:
+    """Turns what MLflow raises into a ConfigError that names the address."""
+    try:
+        yield
+    except _errors() as error:
+        kind = UnreachableAddress if _unreachable(error) else ConfigError
+        raise kind(f"tracking.mlflow = {masked(uri)!r} cannot be used: {first_line(error)}") from error
+
+
+@contextmanager
+def _answering(uri: str) -> Iterator[None]:
+    """Of an address that has been used: its server may be gone by now, beyond what MLflow's own retries bridge."""
+    try:
+        yield
+    except _errors() as error:
+        said = f"MLflow at {masked(uri)} does not take measurements any more: {first_line(error)}"
+        raise (Unreachable if _unreachable(error) else EnvironmentFailure)(said) from error
+
+
+GONE = re.compile(
+    r"Max retries exceeded|too many \d+ error responses|status code 5\d\d|could not connect|database is locked"
+    r"|server closed the connection|[Cc]onnection (refused|reset|aborted|timed out)"
+)
+"""What MLflow, requests and the drivers of data bases say of a server that does not answer."""
+
+
+def _unreachable(error: Exception) -> bool:
+    said = str(error)
+    return GONE.search(said) is not None and "CERTIFICATE_VERIFY_FAILED" not in said
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    from mlflow.exceptions import MlflowException
+
+    # A driver that is not installed, an address that is none.
+    errors: tuple[type[Exception], ...] = (MlflowException, OSError, ImportError, ValueError)
+    with suppress(ImportError):  # mlflow-skinny, which talks to servers alone, comes without
+        from sqlalchemy.exc import SQLAlchemyError
+
+        errors += (SQLAlchemyError,)
+    return errors
+
+
+def experiment_of(uri: str, run_id: str) -> str:
+    """The id of the experiment that a run is in. Raises ConfigError where the server does not know the run."""
+    client = client_of(uri)
+    with _usable(uri):
+        return str(client.get_run(run_id).info.experiment_id)
+
+
+class MLflow:
+    """One run; step = round. A resumed run goes on in the same MLflow run and skips steps already there. What cannot be
+    logged raises EnvironmentFailure: the ledger has it, and a resumed run logs it."""
+
+    def __init__(
+        self, uri: str, experiment: str, name: str, tags: Mapping[str, str], run_id: str | None = None
+    ) -> None:
+        self.uri = uri
+        self._client, self.experiment_id = connect(uri, experiment)
+        with _usable(uri):
+            run_id = run_id or self._begun(tags.get(TOKEN))
+            if run_id is None:
+                run = self._client.create_run(self.experiment_id, run_name=name, tags=dict(tags))
+            else:
+                run = self._client.get_run(run_id)
+                self._go_on(run, tags)
+            self.run_id, self.experiment_id = str(run.info.run_id), str(run.info.experiment_id)
+            self.parent: str | None = run.data.tags.get(PARENT, tags.get(PARENT))
+            self._client.update_run(self.run_id, status="RUNNING")
+            logged = self._client.get_metric_history(self.run_id, "seconds_round")
+        self._last_step = max((int(m.step) for m in logged), default=0)
+
+    def _begun(self, token: str | None) -> str | None:
+        """The run that an attempt began which was killed before it could note the run's id."""
+        if not token:
+            return None
+        runs = self._client.search_runs([self.experiment_id], f"tags.`{TOKEN}` = '{token}'")
+        return str(runs[0].info.run_id) if runs else None
+
+    def _go_on(self, run: Any, tags: Mapping[str, str]) -> None:
+        """Tags what is new about a run that goes on: the job, and a parent. A second parent moves no run."""
+        known, parent = run.data.tags, tags.get(PARENT)
+        new = {key: value for key, value in tags.items() if key.startswith(JOB)}
+        if parent is not None and parent != known.get(PARENT):
+            new[RESUMED_IN if PARENT in known else PARENT] = parent
+        for key, value in new.items():
+            if known.get(key) != value:
+                self._client.set_tag(run.info.run_id, key, value)
+
+    @property
+    def root(self) -> str:
+        """What runs that belong to this one are children of: one level of nesting, and no more."""
+        return self.parent or self.run_id
+
+    def adopt(self, run_ids: Collection[str]) -> None:
+        """Puts those runs of its experiment that have no parent below `root`: earlier versions gave them none."""
+        if not run_ids:
+            return
+        listed = ", ".join(f"'{run_id}'" for run_id in run_ids)
+        with _answering(self.uri):
+            for run in self._client.search_runs([self.experiment_id], f"attributes.run_id IN ({listed})"):
+                if PARENT not in run.data.tags:
+                    self._client.set_tag(run.info.run_id, PARENT, self.root)
+
+    def wait(self) -> None:
+        """Says that the run is begun, and goes on elsewhere."""
+        with _answering(self.uri):
+            self._client.update_run(self.run_id, status="SCHEDULED")
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        with _answering(self.uri):
+            known = self._client.get_run(self.run_id).data.params
+            new = {k: str(v)[:MLFLOW_PARAM_CHARS] for k, v in values.items() if k not in known}
+            for chunk in _chunks([Param(k, v) for k, v in new.items()], 100):
+                self._client.log_batch(self.run_id, params=chunk)
+
+    def tags(self, values: Mapping[str, str]) -> None:
+        with _answering(self.uri):
+            for key, value in values.items():
+                self._client.set_tag(self.run_id, key, value)
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        import time
+
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        new = [(step, values) for step, values in rows if step > self._last_step]
+        # A step is never split: a batch is written whole or not at all, and `seconds_round` marks it as there.
+        batch: list[Metric] = []
+        with _answering(self.uri):
+            for step, values in new:
+                if len(batch) + len(values) > MLFLOW_BATCH:
+                    self._client.log_batch(self.run_id, metrics=batch)
+                    batch = []
+                batch += [Metric(key, value, now, step) for key, value in values.items()]
+            if batch:
+                self._client.log_batch(self.run_id, metrics=batch)
+        self._last_step = max([self._last_step, *(step for step, _ in new)])
+
+    def table(self, columns: Sequence[str], lines: Sequence[Mapping[str, Any]], name: str) -> None:
+        """A table that MLflow's UI shows. Replaces the one of the same name (its own `log_table` appends)."""
+        data = [[line.get(column) for column in columns] for line in lines]
+        with _answering(self.uri):
+            self._client.log_dict(self.run_id, {"columns": list(columns), "data": data}, name)
+            self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": name, "type": "table"}]))
+
+    def dataset(self, name: str, digest: str, source: str, context: str) -> None:
+        """An input of the run. The same one again changes nothing. MLflow keeps 36 characters of a digest."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        found = Dataset(name=name, digest=digest[:36], source_type="local", source=json.dumps({"uri": source}))
+        with _answering(self.uri):
+            self._client.log_inputs(self.run_id, [DatasetInput(found, [InputTag("mlflow.data.context", context)])])
+
+    def file(self, values: Mapping[str, Any], name: str) -> None:
+        with _answering(self.uri):
+            self._client.log_dict(self.run_id, dict(values), name)
+
+    def artifact(self, path: str) -> None:
+        with _answering(self.uri):
+            self._client.log_artifact(self.run_id, path)
+
+    def finish(self, status: str) -> None:
+        with _answering(self.uri):
+            self._client.set_terminated(self.run_id, status)
+
+
+@contextmanager
+def ending(mlflow: MLflow | None) -> Iterator[None]:
+    """Has MLflow say of a run, if there is one, that what it is of did not get through."""
+    try:
+        yield
+    except BaseException as error:
+        if mlflow is not None:
+            with suppress(EnvironmentFailure):  # what went wrong first is what is told
+                mlflow.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
+        raise
+
+
+def _chunks(items: list[Any], size: int) -> list[list[Any]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def _create_sqlite(uri: str) -> None:
+    """MLflow creates its tables in many steps, and a kill or a second run in between leaves a data base that nobody
+    can use. So they are created beside it, and the finished file gets its name at once."""
+    prefix = "sqlite:///"
+    path = Path(uri.removeprefix(prefix))
+    if not uri.startswith(prefix) or "?" in uri or path.exists():
+        return
+    import mlflow
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".mlflow-") as scratch:
+        made = Path(scratch) / "new.db"
+        mlflow.MlflowClient(tracking_uri=f"{prefix}{made}").search_experiments()
+        try:
+            os.link(made, path)  # unlike a rename, never replaces a file that another run was first to make
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            os.replace(made, path)
+
+
+class Several:
+    """Passes everything on to each of several trackers."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        for t in self._trackers:
+            t.params(values)
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        for t in self._trackers:
+            t.metrics(rows)
+
+    def artifact(self, path: str) -> None:
+        for t in self._trackers:
+            t.artifact(path)
+
+    def finish(self, status: str) -> None:
+        for t in self._trackers:
+            t.finish(status)
+
+
+def log_outcome(
+    uri: str,
+    run_id: str,
+    metrics: Mapping[str, float],
+    tags: Mapping[str, str],
+    files: Sequence[str],
+    folder: Path | None = None,
+) -> None:
+    """Adds final figures, tags, files and a folder to a run that has ended."""
+    client = client_of(uri)
+    with _answering(uri):
+        known = client.get_run(run_id).data.metrics
+        for key, value in metrics.items():
+            if known.get(key) != value:  # told again after a kill, it is no second point
+                client.log_metric(run_id, key, value)
+        for key, text in tags.items():
+            client.set_tag(run_id, key, text)
+        for path in files:
+            client.log_artifact(run_id, path)
+        if folder is not None:
+            client.log_artifacts(run_id, str(folder), folder.name)

@@ -1,0 +1,266 @@
+"""Folders and files kept by DVC: pushed to a remote under their content's md5, and found again by a small pointer.
+
+A pointer is the text of a `.dvc` file; the remote is `publish.dvc`. DVC works in a scratch repository of its own each
+time: one repository's lock does not take two writers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
+from fl_engine.core.plain import read_yaml
+from fl_engine.datasets import data_root
+from fl_engine.storage.s3 import setting
+from fl_engine.storage.store import sha256
+from flexfleet.tracking.trackers import address, client_of
+
+OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
+"""What of a run's folder is pushed."""
+POINTERS = "dvc"
+"""Folder of the pointers, in a run's folder and among the artifacts of its MLflow run."""
+MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
+REV = re.compile(r"(?P<repo>.+)@(?P<rev>[^@:]+):(?P<path>[^:]+)")
+
+log = logging.getLogger("flexfleet")
+
+
+def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
+    """Pushes files and folders under plain names; their pointers. What the remote has already is not sent again.
+
+    Raises ConfigError for a remote that cannot be one, EnvironmentFailure where it cannot be reached.
+    """
+    with _scratch(remote) as (repo, folder):
+        for name, path in paths.items():
+            if path.is_dir():
+                shutil.copytree(path, folder / name)
+            else:
+                shutil.copyfile(path, folder / name)
+        with _explained(remote, EnvironmentFailure):
+            repo.add([str(folder / name) for name in paths])
+            repo.push(targets=[str(folder / name) for name in paths])
+        return {name: (folder / f"{name}.dvc").read_text() for name in paths}
+
+
+def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
+    """Brings back into `out` what the pointers name, replacing what is there. Raises IntegrityError for what the remote
+    does not have or has with other content, ConfigError for a text that is no pointer."""
+    wanted = {name: checksum(text) for name, text in pointers.items()}
+    with _scratch(remote) as (repo, folder):
+        for name, text in pointers.items():
+            (folder / f"{name}.dvc").write_text(text)
+        with _explained(remote, IntegrityError):
+            repo.pull(targets=[str(folder / f"{name}.dvc") for name in pointers])
+        for name, expected in wanted.items():
+            if not (folder / name).exists() or (found := md5(folder / name)) != expected:
+                has = f"md5 {found}" if (folder / name).exists() else "nothing"
+                raise IntegrityError(f"{name}: {masked(remote)} has {has} where the pointer says {expected}")
+        brought = []
+        for name in pointers:
+            target = out / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.is_dir():
+                shutil.rmtree(target)
+            shutil.move(folder / name, target)
+            brought.append(target)
+    return brought
+
+
+def hand_on(path: Path, name: str, remote: str | None, pointer: Path) -> None:
+    """A step's output, pushed by the step itself; its pointer, for the tasks that follow. Empty where there is no
+    remote."""
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    pointer.write_text("" if remote is None else push({name: path}, remote)[name])
+
+
+def push_run(out: Path, remote: str) -> dict[str, str]:
+    """Pushes what OF_RUN names of a finished run, and writes the pointers beside; tags that say what they point to."""
+    pointers = push({name: out / name for name in OF_RUN}, remote)
+    for name, text in pointers.items():
+        (out / POINTERS).mkdir(exist_ok=True)
+        (out / POINTERS / f"{name}.dvc").write_text(text)
+    return {"dvc.remote": remote, **{f"dvc.{name}": checksum(text) for name, text in pointers.items()}}
+
+
+def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
+    """Brings back what a run pushed, by the pointers that its MLflow run has, into the new folder `out`.
+
+    Raises ConfigError for a run that MLflow does not know or that pushed nothing, and where `out` exists;
+    IntegrityError where the remote has lost or changed something: then there is nothing in `out`.
+    """
+    client = client_of(uri)
+    from mlflow import artifacts
+    from mlflow.exceptions import MlflowException
+
+    if out.exists():
+        raise ConfigError(f"{out} exists already: give another --out, or remove it")
+    try:
+        tags = client.get_run(mlflow_run_id).data.tags
+    except MlflowException as error:
+        raise ConfigError(masked(f"{uri} has no run {mlflow_run_id}: {error.message}")) from error
+    if "dvc.remote" not in tags:
+        raise ConfigError(f"the run {mlflow_run_id} pushed nothing: it had publish.dvc=null")
+    with tempfile.TemporaryDirectory() as scratch:
+        got = artifacts.download_artifacts(
+            run_id=mlflow_run_id, artifact_path=POINTERS, dst_path=scratch, tracking_uri=address(uri)
+        )
+        pointers = {path.stem: path.read_text() for path in sorted(Path(got).iterdir())}
+    for name, text in pointers.items():
+        if (says := checksum(text)) != (tag := tags.get(f"dvc.{name}")):
+            raise IntegrityError(f"{name}: its pointer says md5 {says}, the run's tag {tag}")
+    with _replacing(out) as part:
+        pull(pointers, tags["dvc.remote"], part)
+        found, expected = sha256((part / "model.safetensors").read_bytes()), tags.get("model_sha256")
+        if expected is not None and found != expected:
+            raise IntegrityError(f"the model's sha256 is {found}, the run's tag says {expected}")
+    return [out / name for name in pointers]
+
+
+def checksum(pointer: str) -> str:
+    """The md5 that a pointer names; of a folder, with `.dir` behind it. Raises ConfigError."""
+    try:
+        (out,) = read_yaml(pointer)["outs"]
+        if MD5.fullmatch(out["md5"]):
+            return str(out["md5"])
+    except (yaml.YAMLError, KeyError, TypeError, ValueError):
+        pass
+    raise ConfigError(f"not a .dvc pointer: {pointer[:80]!r}")
+
+
+def md5(path: Path) -> str:
+    """As DVC counts it: of a file's content; of a folder, of the list of its files."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+    listed = json.dumps([{"md5": md5(path / name), "relpath": name} for name in files])
+    return hashlib.md5(listed.encode(), usedforsecurity=False).hexdigest() + ".dir"
+
+
+# ------------------------------------------------------------------------------------ a data set kept by DVC
+def folder_of(root: str | None) -> Path:
+    """Where a data set's files lie, for `dataset.root`: a folder; or `repo@rev:path` of a DVC repository (an address or
+    a folder), or a `.dvc` file, which are brought into the cache below the data root first.
+
+    Raises DataError for what is not to be had there.
+    """
+    try:
+        if root is not None and (found := REV.fullmatch(root)) and not Path(root).exists():
+            return _at_revision(found["repo"], found["rev"], found["path"])
+        if root is not None and root.endswith(".dvc"):
+            return _pointed_to(Path(root))
+    except OSError as error:
+        raise DataError(f"dataset.root = {masked(root or '')[:200]} cannot be read: {error.strerror}") from error
+    return data_root(root)
+
+
+def _at_revision(url: str, rev: str, path: str) -> Path:
+    from dvc.api import DVCFileSystem
+
+    what = f"dataset.root = {masked(url)}@{rev}:{path}"
+    try:
+        files = DVCFileSystem(url, rev=rev)
+        commit = files.repo.get_rev()
+        cached = _cached(f"{url}@{commit}:{path}")
+        if not cached.exists():
+            log.info("%s: fetching %s", what, commit[:12])
+            with _replacing(cached) as part:
+                files.get(path, str(part), recursive=True)
+        return cached
+    except Exception as error:  # DVC, git and the file systems each have errors of their own
+        raise DataError(f"{what} is not to be had: {type(error).__name__}: {masked(str(error))}") from error
+
+
+def _pointed_to(pointer: Path) -> Path:
+    """What a .dvc file of a repository on this machine names, as that repository's remote has it."""
+    if not pointer.is_file():
+        raise DataError(f"dataset.root = {pointer} does not exist: give a .dvc file, a folder, or repo@rev:path")
+    from dvc.repo import Repo
+
+    wanted = checksum(pointer.read_text(errors="replace"))
+    cached = _cached(wanted)
+    if cached.exists():
+        return cached
+    try:
+        with Repo(str(pointer.parent)) as repo:
+            log.info("dataset.root = %s: fetching", pointer)
+            repo.fetch(targets=[str(pointer)])
+            with _replacing(cached) as part:
+                repo.dvcfs.get(os.path.relpath(pointer.with_suffix(""), repo.root_dir), str(part), recursive=True)
+    except Exception as error:
+        raise DataError(f"dataset.root = {pointer} is not to be had: {type(error).__name__}: {error}") from error
+    return cached
+
+
+def _cached(name: str) -> Path:
+    return data_root() / "dvc" / hashlib.sha256(name.encode()).hexdigest()[:24]
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A folder to write that appears under its name only when all went well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        part = Path(scratch) / "part"
+        yield part
+        if not path.exists():
+            part.rename(path)
+
+
+# ------------------------------------------------------------------------------------------------ DVC itself
+@contextmanager
+def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
+    try:
+        from dvc.repo import Repo
+    except ImportError as error:
+        raise EnvironmentFailure("publish.dvc wants dvc: pip install 'flexfleet[data]'") from error
+    logging.getLogger("dvc").setLevel(logging.WARNING)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch).resolve()
+        with Repo.init(str(folder), no_scm=True) as made, made.config.edit("local") as config:
+            config["core"] = {"analytics": False, "remote": "here", "site_cache_dir": str(folder / ".dvc" / "site")}
+            config["remote"] = {"here": _remote(remote)}
+        with Repo(str(folder)) as repo:
+            yield repo, folder
+
+
+def _remote(remote: str) -> dict[str, Any]:
+    """`verify`: what the remote sends is counted again."""
+    scheme, sign, _ = remote.partition("://")
+    if sign and (scheme != "s3" or masked(remote) != remote):
+        raise ConfigError(f"publish.dvc is s3://bucket/prefix or a folder, got {masked(remote)!r}")
+    if not sign:
+        return {"url": str(Path(remote).resolve()), "verify": True}
+    given = {
+        "endpointurl": setting("AWS_ENDPOINT_URL_S3") or setting("AWS_ENDPOINT_URL"),
+        "access_key_id": setting("AWS_ACCESS_KEY_ID"),
+        "secret_access_key": setting("AWS_SECRET_ACCESS_KEY"),
+        "session_token": setting("AWS_SESSION_TOKEN"),
+        "region": setting("AWS_REGION") or setting("AWS_DEFAULT_REGION"),
+    }
+    return {"url": remote, "verify": True, **{key: value for key, value in given.items() if value}}
+
+
+@contextmanager
+def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
+    """`kind`: what DVC's own errors mean here."""
+    from dvc.exceptions import DvcException
+
+    try:
+        yield
+    except DvcException as error:
+        raise kind(f"DVC at {masked(remote)}: {masked(str(error))}") from error
+    except Exception as error:  # the file systems' own
+        raise EnvironmentFailure(f"DVC at {masked(remote)}: {type(error).__name__}: {masked(str(error))}") from error

@@ -1,0 +1,162 @@
+"""What a study has come to: as a file, as words for a terminal, as Markdown, and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, Literal
+
+from fl_engine.core.errors import EnvironmentFailure
+from flexfleet.compare.tabulate import escaped
+from flexfleet.files.artifacts import Artifact
+from flexfleet.reports import plots
+from flexfleet.reports.report import NONE
+
+Trials = Sequence[tuple[int, float, Mapping[str, Any]]]
+"""Complete ones: number, value, parameters."""
+
+
+class Tuned(Artifact):
+    """tune.json."""
+
+    id: str
+    metric: Literal["avg", "full"]
+    trials: dict[str, int]
+    """How many by outcome: complete, pruned, infeasible."""
+    space: dict[str, dict[str, Any]]
+    importance: dict[str, float]
+    """What each parameter mattered: shares that add up to 1, or 0 where too few trials tell."""
+    default: dict[str, Any]
+    """Of the first trial."""
+    default_value: float | None
+    best: dict[str, Any]
+    best_trial: int
+    best_value: float
+    held_out: dict[Literal["seeds", "default", "best"], list[float]]
+    """Figures of the unchanged configuration and of the best one, seed by seed."""
+    gain: float
+    """Mean of best - default over the held-out seeds."""
+
+
+# -------------------------------------------------------------------------------------------------------- words
+def headline(found: Tuned) -> str:
+    """The best setting, and what it gains over the default."""
+    return f"{gained(found)}: {said(found.best)}"
+
+
+def gained(found: Tuned) -> str:
+    if found.best == found.default:
+        return "No trial was better than the default"
+    if found.held_out["seeds"]:
+        points = 100 * found.gain
+        return f"{points:+.2f} points over the default" if points > 0 else f"No gain over the default ({points:+.2f})"
+    if found.default_value is None:
+        return f"{found.metric} {100 * found.best_value:.2f} %"
+    return f"{100 * (found.best_value - found.default_value):+.2f} points over the default, on the trials' own seeds"
+
+
+def told(found: Tuned, folder: Path) -> str:
+    """What a person wants to know of it, for the terminal."""
+    return "\n".join([headline(found), *_lines(found), f"settings: {folder / 'params.yaml'}"])
+
+
+def _lines(found: Tuned) -> list[str]:
+    t = found.trials
+    lines = [
+        f"{t['complete']} trials complete, {t['pruned']} pruned, {t['infeasible']} impossible",
+        f"best, trial {found.best_trial}: {found.metric} {100 * found.best_value:.2f} % with {said(found.best)}",
+    ]
+    if found.default_value is not None:
+        lines.append(f"default: {100 * found.default_value:.2f} % with {said(found.default)}")
+    if found.held_out["seeds"]:
+        b, d = found.held_out["best"], found.held_out["default"]
+        spread = stdev(x - y for x, y in zip(b, d, strict=True)) if len(b) > 1 else 0.0
+        seeds = ", ".join(str(int(s)) for s in found.held_out["seeds"])
+        against = f"{100 * mean(b):.2f} % against {100 * mean(d):.2f} %"
+        lines.append(f"held-out seeds {seeds}: {against}, {100 * found.gain:+.2f} points (+- {100 * spread:.2f})")
+    return lines
+
+
+def markdown(found: Tuned, patch: str) -> str:
+    """`patch`: what the best setting changes, as YAML."""
+    rule = ("---", *("--:" for _ in PARAMETERS[1:]))
+    rows = [f"| {' | '.join(map(escaped, row))} |" for row in (PARAMETERS, *parameters(found))]
+    table = "\n".join([rows[0], f"| {' | '.join(rule)} |", *rows[1:]])
+    lines = [escaped(line) for line in _lines(found)]
+    return "\n\n".join([f"## {escaped(headline(found))}", table, *lines, f"```yaml\n{patch}```\n"])
+
+
+PARAMETERS = ("parameter", "default", "best", "searched", "importance")
+
+
+def parameters(found: Tuned) -> list[tuple[str, ...]]:
+    """A row for each, the one that mattered most first."""
+    rows: list[tuple[str, ...]] = []
+    for path in sorted(found.space, key=lambda path: -found.importance[path]):
+        default, best = (shown(values[path]) if path in values else NONE for values in (found.default, found.best))
+        rows.append((short(path), default, best, _searched(found.space[path]), f"{found.importance[path]:.0%}"))
+    return rows
+
+
+def _searched(range: Mapping[str, Any]) -> str:
+    if range["choices"]:
+        return ", ".join(map(shown, range["choices"]))
+    kinds = [kind for kind in ("log", "whole") if range[kind]]
+    return ", ".join([f"{shown(range['low'])} to {shown(range['high'])}", *kinds])
+
+
+def held_out(found: Tuned) -> list[tuple[str, ...]]:
+    """Seed, default, best and what that gains; the means last, where there are several."""
+    h = found.held_out
+    rows = [(str(int(s)), d, b) for s, d, b in zip(h["seeds"], h["default"], h["best"], strict=True)]
+    if len(rows) > 1:
+        rows.append(("mean", mean(h["default"]), mean(h["best"])))
+    return [(name, f"{100 * d:.2f}", f"{100 * b:.2f}", f"{100 * (b - d):+.2f}") for name, d, b in rows]
+
+
+def said(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{short(path)} {shown(value)}" for path, value in values.items())
+
+
+def short(path: str) -> str:
+    return path.rpartition("algorithm.")[2]
+
+
+def shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# --------------------------------------------------------------------------------------------------------- page
+def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) -> dict[str, float]:
+    """0 for all where fewer than four trials, or trials that all came to the same, tell nothing."""
+    import optuna
+
+    varied = {p for p in space if len({repr(t.params.get(p)) for t in complete}) > 1}
+    shares = dict.fromkeys(space, 0.0)
+    if len(complete) > 3 and varied and len({t.value for t in complete}) > 1:
+        shares |= optuna.importance.get_param_importances(study, params=sorted(varied))
+    return {path: float(share) for path, share in shares.items()}
+
+
+def page(found: Tuned, trials: Trials) -> str:
+    """One HTML page that needs nothing from outside, in one column where it is narrow."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise EnvironmentFailure("the page needs jinja2: pip install 'flexfleet[tracking]'") from error
+    wide = [path for path, r in found.space.items() if r["log"] and r["high"] >= 10 * r["low"]]
+    source = resources.files("flexfleet.tune").joinpath("study.html").read_text("utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(source).render(
+        found=found,
+        headline=gained(found),
+        setting=said(found.best),
+        lines=_lines(found),
+        head=PARAMETERS,
+        parameters=parameters(found),
+        held_out=held_out(found),
+        drawings=[Markup(drawing) for drawing in plots.study(trials, found.importance, wide)],
+    )

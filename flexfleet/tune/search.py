@@ -1,0 +1,344 @@
+"""Searching hyper-parameters with Optuna: the space, the study, and a trial's report of each round.
+
+A study's values are dotted names of the configuration, so it tunes whatever any algorithm takes. What a trial trains is
+the caller's (`flexfleet.tune.study`); this module draws values, sets them, judges sizes, and prunes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count, pairwise
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from fl_engine.core.errors import ConfigError, Stopped, Unreachable, first_line, masked
+from fl_engine.core.types import Pool
+from flexfleet.config import Config, Range, algorithm, parse, set_path
+
+log = logging.getLogger("flexfleet")
+
+WORKER = "worker"
+"""Attribute of a trial: which process runs it."""
+BEAT = "beat"
+"""Attribute of a running trial that its worker changes every BEAT_S seconds."""
+BEAT_S = 15.0
+SILENT_S = 90.0
+"""A worker of another machine whose trial has had the same beat for so long is gone."""
+LOCKED_S = 60
+"""For so long a worker waits for the others' transactions on an SQLite file."""
+TRIED = "tried"
+"""Attribute of a trial: how many workers were gone before it, with the same values."""
+MOST_TRIED = 4
+"""Values that so many workers did not survive are left: they may be what ends them (memory, say)."""
+Values = Mapping[str, Any]
+
+
+class Pruned(Stopped):
+    """A trial's run is behind the others at the same round."""
+
+
+class Taken(Stopped):
+    """A trial's worker was taken for gone, and another one tries its values again."""
+
+
+# ------------------------------------------------------------------------------------------------------ the space
+def space_of(config: Config, pool: Pool) -> dict[str, Range]:
+    """`tune.space`; for flexfl without one: gamma of each dispatched level below the full model, up to a fifth from
+    what its target size gives and never across to the next level's (`pool` is the default's), lambda and Gamma.
+
+    Raises ConfigError where there is none.
+    """
+    if config.tune.space:
+        return dict(config.tune.space)
+    if config.algorithm["name"] != "flexfl":
+        raise ConfigError(f"tune.space is empty: say what of {config.algorithm['name']} to search, a.b: {{low, high}}")
+    solved, found = gammas(pool), dict[str, Range]()
+    middles = [math.sqrt(a * b) for a, b in pairwise(solved)]
+    for i, (gamma, low, high) in enumerate(zip(solved, [0.0, *middles], [*middles, math.inf], strict=True)):
+        found[f"algorithm.gammas.{i}"] = Range(low=max(gamma / 1.2, low), high=min(gamma * 1.2, high), log=True)
+    found["algorithm.kd_weight"] = Range(low=0.1, high=100.0, log=True)
+    found["algorithm.adaptive_size"] = Range(low=2.0, high=20.0)
+    return found
+
+
+def gammas(pool: Pool) -> list[float]:
+    return [m.gamma for m in pool if m.dispatched and m.gamma is not None]
+
+
+def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str, Any]:
+    """What the configuration has where the space varies it: the first trial. A gamma that its target size gives is
+    taken from `pool`. A value outside the space is left out, and drawn."""
+    values = config.model_dump(mode="json")
+    own = vars(algorithm(config))
+    found = {}
+    for path, range in space.items():
+        section, *rest = path.split(".")
+        here: Any = own if section == "algorithm" else values[section]
+        if path.startswith("algorithm.gammas.") and own.get("gammas") is None:
+            here = {"gammas": gammas(pool)}
+        for part in rest:
+            here = _inside(here, part)
+        if here is not None and (here in range.choices if range.choices else _within(here, range)):
+            found[path] = here
+    return found
+
+
+def _inside(value: Any, part: str) -> Any:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return value[int(part)] if part.isdecimal() and int(part) < len(value) else None
+    return value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+
+
+def _within(value: Any, range: Range) -> bool:
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    assert range.low is not None and range.high is not None
+    return numeric and range.low <= value <= range.high
+
+
+def suggest(trial: Any, space: Mapping[str, Range]) -> dict[str, Any]:
+    """Draws a value for each name."""
+    found = {}
+    for path, r in space.items():
+        if r.choices:
+            found[path] = trial.suggest_categorical(path, list(r.choices))
+        elif r.whole:
+            found[path] = trial.suggest_int(path, int(r.low or 0), int(r.high or 0), log=r.log)
+        else:
+            found[path] = trial.suggest_float(path, r.low, r.high, log=r.log)
+    return found
+
+
+def applied(config: Config, values: Values) -> Config:
+    """The configuration with these values, checked. `a.b.0` and `a.b.1` make the list a.b: all of it is given."""
+    out, lists = config.model_dump(mode="json"), dict[str, dict[int, Any]]()
+    for path, value in values.items():
+        parent, _, last = path.rpartition(".")
+        if last.isdecimal():
+            lists.setdefault(parent, {})[int(last)] = value
+        else:
+            set_path(out, path, value)
+    for path, items in lists.items():
+        if sorted(items) != list(range(len(items))):
+            raise ConfigError(f"tune.space: of {path} {sorted(items)} are searched: all of a list have to be")
+        set_path(out, path, [items[i] for i in range(len(items))])
+    return parse(out)
+
+
+def excess(pool: Pool, config: Config) -> dict[str, float]:
+    """By how many points (% of the full model) each level is larger than the tier it is meant for can hold; 0 or less:
+    it fits. Level i is tier i's where there are as many of both; else the smallest level has to fit the weakest."""
+    levels = sorted(100 * m.share for m in pool if m.dispatched)
+    tiers = sorted(config.fleet.tiers, key=lambda tier: tier.memory)
+    pairs = zip(levels, tiers, strict=True) if len(levels) == len(tiers) else zip(levels[:1], tiers[:1], strict=True)
+    return {f"size/{tier.name}": level - tier.memory for level, tier in pairs}
+
+
+# ------------------------------------------------------------------------------------------------------ the study
+def address(config: Config) -> str | None:
+    """Of the data base that workers on several machines share; None: the study is a file of its folder."""
+    return config.tune.storage or os.environ.get("FLEXFLEET_TUNE_STORAGE") or None
+
+
+def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) -> Any:
+    """The study in `tune.storage`, else in the environment's FLEXFLEET_TUNE_STORAGE (an address that nobody is to see),
+    else in `<folder>/study.log`; created where it is not there yet, unless it has `begun`. Raises ConfigError where
+    that cannot be used."""
+    import optuna
+    from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    url = address(config)
+    where = f"tune.storage = {url}" if url else f"{folder / 'study.log'}"
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=max(1, config.rounds.stop // 4))
+    try:
+        storage = _data_base(url) if url else _file(folder)
+        settings = {"storage": storage, "study_name": name, "sampler": sampler(config.seed), "pruner": pruner}
+        if begun:
+            return optuna.load_study(**settings)
+        return optuna.create_study(**settings, direction="maximize", load_if_exists=True)
+    except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError, KeyError) as error:
+        if begun and isinstance(error, optuna.exceptions.StorageInternalError | DBAPIError):
+            raise  # it was reached before: `answering` tells
+        if begun and isinstance(error, KeyError):
+            raise ConfigError(
+                f"{masked(where)} has no study {name!r}, though it was begun: give the address of a data base that "
+                "every worker reaches, no file of one machine"
+            ) from error
+        raise ConfigError(f"{masked(where)} cannot be used: {first_line(error)}") from error
+
+
+def _file(folder: Path) -> Any:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return JournalStorage(JournalFileBackend(str(folder / "study.log")))
+
+
+def _data_base(url: str) -> Any:
+    """The storage at this address. Optuna gives a waiting trial to one worker alone by locking its row; SQLite has no
+    locks of rows, and two workers were given the same one. Its transactions lock the whole file from their first
+    statement on instead (SQLAlchemy's recipe for serializable SQLite)."""
+    from optuna.storages import RDBStorage
+    from sqlalchemy import event, make_url
+
+    if make_url(url).get_backend_name() != "sqlite":
+        return RDBStorage(url)
+    storage = RDBStorage(url, engine_kwargs={"connect_args": {"timeout": LOCKED_S}})
+
+    def no_implicit_begin(connection: Any, _: Any) -> None:
+        connection.isolation_level = None
+
+    event.listen(storage.engine, "connect", no_implicit_begin)
+    event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    storage.engine.dispose()  # those that were opened before
+    return storage
+
+
+@contextmanager
+def answering(config: Config) -> Iterator[None]:
+    """Around work on a study that has begun. Raises Unreachable where its data base does not answer."""
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import DBAPIError
+
+    try:
+        yield
+    except (StorageInternalError, DBAPIError) as error:
+        where = masked(address(config) or "file")
+        raise Unreachable(f"the study's data base ({where}) does not answer: {masked(first_line(error))}") from error
+
+
+def sampler(seed: int) -> Any:
+    import optuna
+
+    return optuna.samplers.TPESampler(seed=seed % 2**32)
+
+
+def me() -> str:
+    """This process, as no later one is called: a number of a process is used again."""
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{socket.gethostname()}:{os.getpid()}:{started}"
+
+
+# ----------------------------------------------------------------------------------------------- workers that end
+def clear_stale(study: Any, seen: dict[int, tuple[Any, float]] | None = None) -> list[int]:
+    """Trials whose worker is gone count as failed, and what they tried is tried again. Gives their numbers.
+
+    A worker of this machine is gone when its process is; one of another machine when its trial's beat has not changed
+    for SILENT_S. `seen`, kept from call to call, is which beat each trial had and since when: clocks of two machines
+    are not compared.
+    """
+    from optuna.trial import TrialState
+
+    gone, now, seen = [], time.monotonic(), {} if seen is None else seen
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        signs = (trial.user_attrs.get(WORKER), trial.user_attrs.get(BEAT))
+        before, since = seen.get(trial.number, (None, now))
+        if before != signs:
+            seen[trial.number], since = (signs, now), now
+        host, _, rest = str(signs[0] or "").partition(":")
+        ended = host == socket.gethostname() and not _alive(*rest.split(":"))
+        if (ended or now - since >= SILENT_S) and give_back(study, trial, trial.user_attrs.get(TRIED, 0) + 1):
+            gone.append(trial.number)
+    return gone
+
+
+def give_back(study: Any, trial: Any, tried: int) -> bool:
+    """The trial counts as failed, and its values are the next ones to be tried; False: somebody else did that."""
+    import optuna
+
+    try:
+        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+    except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+        return False
+    values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # drawn, or to be tried before it was
+    if tried < MOST_TRIED and values:
+        study.enqueue_trial(values, user_attrs={TRIED: tried})
+    return True
+
+
+def drop(study: Any, trial: Any) -> None:
+    """The trial counts as failed, and its values are not tried again."""
+    import optuna
+
+    study.tell(trial, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+
+
+def _alive(pid: str, started: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19] == started
+    except OSError:
+        return False
+
+
+@contextmanager
+def beating(trial: Any) -> Iterator[None]:
+    """Meanwhile the trial's worker gives signs of life."""
+    from optuna.exceptions import OptunaError, UpdateFinishedTrialError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    over = Event()
+
+    def beat() -> None:
+        for number in count():
+            if over.wait(BEAT_S):
+                return
+            try:
+                trial.set_user_attr(BEAT, number)
+            except UpdateFinishedTrialError:
+                return  # the worker learns it with the next round
+            except (OptunaError, SQLAlchemyError, OSError) as error:
+                log.warning("no sign of life got through, the next may: %s", masked(first_line(error)))
+
+    thread = Thread(target=beat, name="beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def surplus(study: Any, trial: Any, wanted: int) -> bool:
+    """Whether as many trials as are wanted have begun before this one: two workers may both have seen the last one
+    missing. What waits to be tried again counts too, as it was there before."""
+    from optuna.trial import TrialState
+
+    states = tuple(state for state in TrialState if state != TrialState.FAIL)
+    before = [t for t in study.get_trials(deepcopy=False, states=states) if t.number < trial.number]
+    return len(before) >= wanted
+
+
+class Reporter:
+    """A tracker that reports a run's metric to its trial, and raises Pruned where the trial is behind."""
+
+    def __init__(self, trial: Any, metric: str) -> None:
+        self._trial, self._metric = trial, metric
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        """Nothing: the trial knows its own."""
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        from optuna.exceptions import UpdateFinishedTrialError
+
+        for step, values in rows:
+            if self._metric in values:
+                try:
+                    self._trial.report(values[self._metric], step)
+                except UpdateFinishedTrialError as error:
+                    raise Taken("another worker tries these values again") from error
+                if self._trial.should_prune():
+                    raise Pruned(f"pruned after round {step}")
+
+    def artifact(self, path: str) -> None:
+        """Nothing."""
+
+    def finish(self, status: str) -> None:
+        """Nothing: the worker tells."""

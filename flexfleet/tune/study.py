@@ -1,0 +1,407 @@
+"""Searching an algorithm's hyper-parameters: trials, pruned by round; then the best against the default on seeds that
+no trial has seen.
+
+A study is a folder `<run.store>/<id>/`: the trials' runs, `study.log` (unless `tune.storage` names a data base), and in
+the end `tune.json`, `params.yaml` (the configuration with the best values), `patch.yaml` (the values alone) and
+`study.html`. The same command with --resume goes on after a kill.
+
+Its workers know of each other by the study alone: any may be killed, and others begun, at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+
+import yaml
+
+from fl_engine.core.errors import BadInput, ConfigError, Stopped
+from flexfleet.compare.compare import RunsFailed
+from flexfleet.compare.side_by_side import Job, side_by_side
+from flexfleet.config import Config, Range, load_config, public, set_path, shown
+from flexfleet.config.names import plain
+from flexfleet.config.overrides import hand_over, write_config
+from flexfleet.files import terminal as common
+from flexfleet.files.artifacts import History, PoolFile
+from flexfleet.run.check import check
+from flexfleet.run.run import need_packages
+from flexfleet.steps.federate import alone, federate
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.share import adopt, fits, share
+from flexfleet.tracking.record import of_job, tracker
+from flexfleet.tracking.trackers import MLflow, log_outcome
+from flexfleet.tune import search
+from flexfleet.tune.outcome import Tuned, importance, markdown, page, said
+
+log = logging.getLogger("flexfleet")
+
+FILES = ("tune.json", "params.yaml", "patch.yaml", "study.html")
+"""What a study leaves."""
+PARENT = "mlflow-run"
+"""Attribute of the study: the MLflow run that those of the trials belong to."""
+POLL_S = 1.0
+"""A worker that finds the last trials running looks again after so long."""
+
+
+def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
+    """Runs what is left of a study's trials, with `tune.workers` processes, and the comparison on held-out seeds.
+
+    Raises ConfigError for an impossible search, Stopped after SIGTERM or where a worker was stopped.
+    """
+    folder = Path(config.run.store) / plain(id, "a study's id")
+    if folder.exists() and not resume:
+        raise ConfigError(f"{folder} exists already: go on with --resume, or choose another --id")
+    _examine(config)
+    with alone(folder), search.answering(config):
+        _prepare_default(config, folder)
+        _begin(config, folder, id, folder, {})
+        _work_all(config, folder, id)
+        return _conclude(config, search.open_study(config, folder, id), folder, folder)
+
+
+def _examine(config: Config) -> None:
+    """Raises for a search that would not mean anything, or cannot be run."""
+    clash = {"seed", *(p for p in config.tune.space if p.startswith(("tune.", "run.", "tracking.", "kubernetes.")))}
+    if clash & config.tune.space.keys():
+        raise ConfigError(f"tune.space: {', '.join(sorted(clash & config.tune.space.keys()))} cannot be searched")
+    if set(config.tune.seeds) & set(config.tune.held_out):
+        raise ConfigError("tune.held_out: these seeds are to be new, but trials run on some of them (tune.seeds)")
+    check(config)
+    need_packages(config)
+
+
+def _prepare_default(config: Config, folder: Path) -> None:
+    """The run that the first seed would have without a search: its pool says what is searched."""
+    _prepare(_with_seed(config, config.tune.seeds[0]), folder, folder / "default")
+
+
+def _space(config: Config, prepared: Path) -> tuple[dict[str, Range], dict[str, Any]]:
+    """What is searched, and what the configuration has there."""
+    pool = PoolFile.read(prepared / "default" / "pool" / "pool.json").pool()
+    space = search.space_of(config, pool)
+    return space, search.defaults(config, space, pool)
+
+
+def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[str, str]) -> None:
+    """The study with the default as its first trial, and its MLflow run with these `tags`; a begun one is gone on
+    with."""
+    study = search.open_study(config, folder, id)
+    _take_up(study)
+    if not study.get_trials(deepcopy=False):
+        study.enqueue_trial(_space(config, prepared)[1])
+    parent = _parent(config, study, tags)
+    if parent is not None:
+        study.set_user_attr(PARENT, parent.run_id)
+        parent.params(shown(config))
+
+
+def _parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | None:
+    id, known = study.study_name, study.user_attrs.get(PARENT)
+    tags = {"flexfleet.study": id, "algorithm": str(config.algorithm["name"]), **given}
+    return tracker(config, f"study {id}", tags, known)
+
+
+def _tags(study: Any, **more: str) -> dict[str, str]:
+    parent = study.user_attrs.get(PARENT)
+    of = {} if parent is None else {"mlflow.parentRunId": str(parent)}
+    return {**of, "flexfleet.study": study.study_name, **{f"flexfleet.{key}": value for key, value in more.items()}}
+
+
+def _work_all(config: Config, folder: Path, id: str) -> None:
+    given, stdin = hand_over(config, folder / "config.yaml")
+    many = config.tune.workers
+    if many == 1:
+        work(config, folder, id)
+        return
+    asked = ("--config", given, "--study", str(folder), "--id", id, "--worker")
+    names = [f"worker{i}" for i in range(many)]
+    workers = [
+        Job(name, "flexfleet.tune.study", (*asked, str(i)), folder / f"{name}.log", stdin)
+        for i, name in enumerate(names)
+    ]
+    failed = [f"{name} ({folder / name}.log)" for name, code in side_by_side(workers, many).items() if code]
+    if failed and len(_done(search.open_study(config, folder, id))) < config.tune.trials:
+        raise RunsFailed(f"workers ended before the study was done: {', '.join(failed)}; go on with --resume", 1)
+
+
+# ------------------------------------------------------------------------------------------------------- trials
+def work(config: Config, folder: Path, id: str, worker: int = 0, prepared: Path | None = None) -> list[int]:
+    """One worker of a study that has begun: trial after trial, until it has as many as are wanted. Gives the numbers of
+    those that this worker has brought to an end. `prepared`: where partition, pre-training and the default's pool are,
+    if not in the study's folder.
+
+    A worker that finds nothing to begin waits for the trials that run elsewhere: where their workers are gone, it takes
+    them up.
+    """
+    prepared, mine = prepared or folder, list[int]()
+    study = search.open_study(config, folder, id, begun=True)
+    # One that is started again must not draw what the one before it drew.
+    study.sampler = search.sampler(config.seed + worker + 1000 * len(_begun(study)))
+    space, _ = _space(config, prepared)
+    seen: dict[int, tuple[Any, float]] = {}
+    waiting = False
+    while len(_done(study)) < config.tune.trials:
+        _take_up(study, seen)
+        if len(_begun(study)) >= config.tune.trials:
+            if not waiting:
+                log.info("the last trials are with other workers: waiting for their ends")
+            waiting = True
+            time.sleep(POLL_S)
+            continue
+        trial = study.ask()
+        if search.surplus(study, trial, config.tune.trials):
+            search.drop(study, trial)
+        elif _try(config, folder, study, trial, space, prepared):
+            mine.append(trial.number)
+    return mine
+
+
+def _take_up(study: Any, seen: dict[int, tuple[Any, float]] | None = None) -> None:
+    gone = search.clear_stale(study, seen)
+    if gone:
+        log.info("trials whose worker is gone are tried again: %s", ", ".join(map(str, gone)))
+
+
+def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[str, Range], prepared: Path) -> bool:
+    """Runs a trial and tells the study; False where another worker was given it meanwhile."""
+    from optuna.exceptions import UpdateFinishedTrialError
+    from optuna.trial import TrialState
+
+    value, state = None, None
+    try:
+        with search.beating(trial):
+            trial.set_user_attr(search.WORKER, search.me())
+            values = search.suggest(trial, space)
+            try:
+                ready = _pools(config, folder, trial, values, prepared)
+            except BadInput as error:  # no such pool: sizes that cross, an adaptive model above the next level
+                log.info("trial %d cannot be: %s", trial.number, error)
+                trial.set_user_attr("infeasible", str(error))
+                trial.set_constraint("possible", 1.0)
+                state = TrialState.PRUNED
+            else:
+                try:
+                    value = _trial(config, study, trial, ready)
+                except search.Pruned:
+                    state = TrialState.PRUNED
+        taken = study.tell(trial, value, state=state, skip_if_finished=True).state == TrialState.FAIL
+    except (search.Taken, UpdateFinishedTrialError):
+        taken = True
+    except (Exception, KeyboardInterrupt) as error:
+        wished = isinstance(error, Stopped | KeyboardInterrupt)
+        tried = trial.user_attrs.get(search.TRIED, 0) + (not wished)
+        search.give_back(study, study.trials[trial.number], tried)
+        raise
+    if taken:
+        log.info("trial %d was silent for too long: another worker tries its values", trial.number)
+        return False
+    if value is not None:
+        log.info("trial %d: %s %.4f with %s", trial.number, config.tune.metric, value, said(values))
+    return True
+
+
+def _begun(study: Any) -> list[Any]:
+    """Those that count: done, or running."""
+    from optuna.trial import TrialState
+
+    states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+    return [*study.get_trials(deepcopy=False, states=states)]
+
+
+def _done(study: Any) -> list[Any]:
+    from optuna.trial import TrialState
+
+    return [*study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))]
+
+
+def _pools(
+    config: Config, folder: Path, trial: Any, values: Mapping[str, Any], prepared: Path
+) -> list[tuple[Config, Path]]:
+    """The trial's run of each seed, ready to begin: its configuration and its folder. Raises BadInput for values that
+    give no pool."""
+    changed, ready = search.applied(config, values), []
+    for seed in config.tune.seeds:
+        run = _with_seed(changed, seed)
+        out = _prepare(run, prepared, folder / "trials" / f"{trial.number}-s{seed}")
+        for name, points in search.excess(PoolFile.read(out / "pool" / "pool.json").pool(), run).items():
+            trial.set_constraint(f"{name}/s{seed}", points)
+        ready.append((run, out))
+    return ready
+
+
+def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Config, Path]]) -> float:
+    """The metric of the last round, over the seeds; the first seed's rounds are what a trial is pruned by."""
+    found = []
+    for i, (run, out) in enumerate(ready):
+        reporter = search.Reporter(trial, config.tune.metric) if i == 0 else None
+        found.append(_rounds(run, out, _tags(study, trial=str(trial.number)), reporter))
+        shutil.rmtree(out / "rounds", ignore_errors=True)  # a trial's models are of no use to anybody
+    return mean(found)
+
+
+def _with_seed(config: Config, seed: int) -> Config:
+    return config.model_copy(update={"seed": seed})
+
+
+def _prepare(config: Config, prepared: Path, out: Path) -> Path:
+    """Partition, pre-training and pool of a run, in `out`; what runs of a seed have in common is computed once, in
+    `prepared`, where the search does not touch it."""
+    shared = prepared / f"shared-s{config.seed}"
+    if not (shared / "shared.json").exists():
+        share(config, shared)
+    if fits(config, shared):
+        adopt(config, shared, out)
+    else:
+        share(config, out)
+    model_pool(config, out / "pretrain", out / "pool")
+    return out
+
+
+def _rounds(config: Config, out: Path, tags: Mapping[str, str], observer: Any = None) -> float:
+    """Runs the rounds that are not done; the observer is told of all."""
+    if config.run.remote is not None:
+        where = f"{config.run.remote.rstrip('/')}/{out.parent.parent.name}/{out.parent.name}"
+        config = config.model_copy(update={"run": config.run.model_copy(update={"remote": where})})
+    if not (out / "history.json").exists():
+        federate(config, out / "partition", out / "pool", out, resume=True, tags=dict(tags), observer=observer)
+    last = History.read(out / "history.json").rounds[-1]["metrics"]
+    return float(last[config.tune.metric])
+
+
+# ------------------------------------------------------------------------------------------------------ outcome
+def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned:
+    """Runs the best setting and the default on the held-out seeds, and writes FILES into `folder`."""
+    from optuna.trial import TrialState
+
+    space, first = _space(config, prepared)
+    done = _done(study)
+    complete = [t for t in done if t.state == TrialState.COMPLETE]
+    feasible = [t for t in complete if all(v <= 0 for v in t.constraints.values())]
+    if not feasible:
+        raise BadInput(f"none of {len(done)} trials has a pool that its devices can hold: widen tune.space")
+    best = max(feasible, key=lambda t: t.value)
+    held: dict[Literal["seeds", "default", "best"], list[float]] = {"seeds": [*config.tune.held_out]}
+    settings: dict[Literal["default", "best"], Config] = {
+        "default": config, "best": search.applied(config, best.params)
+    }  # fmt: skip
+    for name, setting in settings.items():
+        held[name] = []
+        for seed in config.tune.held_out:
+            out = folder / "held-out" / f"{name}-s{seed}"
+            if not (out / "history.json").exists():
+                _prepare(_with_seed(setting, seed), folder, out)
+            held[name].append(_rounds(_with_seed(setting, seed), out, _tags(study, held_out=name)))
+    started = next((t.value for t in complete if first.items() <= t.params.items()), None)
+    found = Tuned(
+        id=study.study_name,
+        metric=config.tune.metric,
+        trials={
+            "complete": len(complete),
+            "pruned": sum(t.state == TrialState.PRUNED and "infeasible" not in t.user_attrs for t in done),
+            "infeasible": sum("infeasible" in t.user_attrs for t in done),
+        },
+        space={path: range.model_dump(mode="json") for path, range in space.items()},
+        importance=importance(study, complete, space),
+        default=dict(first),
+        default_value=started,
+        best=dict(best.params),
+        best_trial=best.number,
+        best_value=best.value,
+        held_out=held,
+        gain=mean(b - d for b, d in zip(held["best"], held["default"], strict=True)) if config.tune.held_out else 0.0,
+    )
+    write_config(public(settings["best"]), folder / "params.yaml")
+    changed: dict[str, Any] = {}
+    whole = settings["best"].model_dump(mode="json")
+    for path in {p.rpartition(".")[0] if p.rpartition(".")[2].isdecimal() else p for p in best.params}:
+        here: Any = whole
+        for part in path.split("."):
+            here = here[part]
+        set_path(changed, path, here)
+    (folder / "patch.yaml").write_text(yaml.safe_dump(changed))
+    trials = [(t.number, t.value, t.params) for t in sorted(complete, key=lambda t: t.number)]
+    (folder / "study.html").write_text(page(found, trials))
+    found.write(folder / "tune.json")
+    parent = _parent(config, study, {})
+    if parent is not None and config.tracking.mlflow is not None:
+        figures = {f"best/{found.metric}": found.best_value, "held_out/gain": found.gain}
+        log_outcome(config.tracking.mlflow, parent.run_id, figures, {}, [str(folder / name) for name in FILES])
+        parent.finish("FINISHED")
+    return found
+
+
+# ------------------------------------------------------------------------------------------- as tasks of a graph
+def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, str]]:
+    """Checks the search, and writes what all workers start from into `out`; begins the study where they share one.
+    Gives a mapping for each worker. Values are texts: a graph may make floats of numbers."""
+    many = config.tune.workers
+    if many > 1 and search.address(config) is None:
+        raise ConfigError(
+            f"tune.workers is {many}, and pods share a study by a data base alone: set tune.storage to its address, or "
+            "put the address into the Secret flexfleet-tune (FLEXFLEET_TUNE_SECRET names another) as "
+            "FLEXFLEET_TUNE_STORAGE; or set tune.workers to 1"
+        )
+    _examine(config)
+    write_config(config, out / "config.yaml")
+    for seed in config.tune.seeds:
+        share(_with_seed(config, seed), out / f"shared-s{seed}")
+    _prepare_default(config, out)
+    if search.address(config) is not None:
+        _begin(config, out, id, out, of_job(config, job_id))
+    return [{"study": id, "worker": str(i)} for i in range(many)]
+
+
+def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) -> list[int]:
+    """A worker as a task: gives the numbers of its trials, and writes them into `out`; with a study that no data base
+    has, which is then this worker's alone, the study too."""
+    config = load_config(prepared / "config.yaml")
+    folder = Path(config.run.store) / id
+    out.mkdir(parents=True, exist_ok=True)
+    alone_with_it = search.address(config) is None
+    if alone_with_it:
+        _begin(config, folder, id, prepared, of_job(config, job_id))
+    with search.answering(config):
+        mine = work(config, folder, id, worker, prepared)
+    (out / "trials.json").write_text(json.dumps(mine))
+    if alone_with_it:
+        shutil.copyfile(folder / "study.log", out / "study.log")
+    return mine
+
+
+def report(prepared: Path, id: str, workers: Sequence[Path], out: Path, text: Path, html: Path) -> Tuned:
+    """The last task: what the study has come to into `out`, as Markdown into `text` and as HTML into `html`.
+    `workers`: what `work_in_graph` wrote for each."""
+    config = load_config(prepared / "config.yaml")
+    folder = Path(config.run.store) / id
+    with alone(folder), search.answering(config):
+        found = _conclude(config, search.open_study(config, workers[0], id, begun=True), folder, prepared)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        shutil.copyfile(folder / name, out / name)
+    text.write_text(markdown(found, (out / "patch.yaml").read_text()))
+    shutil.copyfile(out / "study.html", html)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description="One worker of a study.")
+    p.add_argument("--config", type=Path, required=True, metavar="FILE")
+    p.add_argument("--study", type=Path, required=True, metavar="DIR")
+    p.add_argument("--id", required=True)
+    p.add_argument("--worker", type=int, required=True)
+    args = p.parse_args(argv)
+    config = load_config(args.config)
+    with search.answering(config):
+        work(config, args.study, args.id, args.worker)
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)
