@@ -155,12 +155,10 @@ def submit(args: argparse.Namespace) -> int:
     from flexfleet.config.overrides import parameters_of
     from flexfleet.kubeflow.submit import form
     from flexfleet.kubeflow.submit import submit as start
-    from pipelines.compile import PIPELINES, compiled
 
     parameters, advanced = parameters_of(config_of(args))
-    if args.pipeline in PIPELINES:  # else `submit` says so
-        asked = form(compiled(args.pipeline))
-        parameters = {name: value for name, value in parameters.items() if name in asked}
+    asked = form(args.pipeline)
+    parameters = {name: value for name, value in parameters.items() if name in asked}
     found = start(
         args.pipeline,
         {**parameters, **tags_of(args.param, "--param"), "advanced": advanced},

@@ -11,100 +11,16 @@ Retries: a run goes on with what it finds in its folder, so that has to outlive 
 with a comparison of an earlier job. Caching is off, for the reasons given in pipelines/train.py.
 """
 
-from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of lists of artifacts only
+from typing import Any
 
 from kfp import dsl
 
-from pipelines.task import COORDINATOR_KEYS, described, on_cluster, pipeline, task
+from components.compare import compare
+from components.prepare_comparison import prepare
+from components.run_pair import run
+from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
-Artifact = dsl.Artifact
-
-
-@task
-def prepare(
-    dataset: str,
-    model: str,
-    algorithms: str,
-    seeds: str,
-    clients: int,
-    partition_rule: str,
-    dirichlet_alpha: float,
-    rounds: int,
-    client_fraction: float,
-    local_epochs: int,
-    learning_rate: float,
-    mlflow_uri: str,
-    store_uri: str,
-    comparison_id: str,
-    job_id: str,
-    advanced: dict[str, Any],
-    shared: dsl.Output[Artifact],
-) -> list[dict[str, str]]:
-    from pathlib import Path
-
-    from flexfleet.compare.compare import prepare as step
-    from flexfleet.config import overrides
-    from flexfleet.kubeflow.in_pod import ending
-
-    with ending("comparison_id"):
-        given = locals()
-        parameters = {name: given[name] for name in overrides.PARAMETERS if name in given}
-        name = comparison_id or f"compare-{job_id}"
-        runs = overrides.comparison_from(parameters, advanced, algorithms, seeds, name)
-        return step(runs, name, Path(shared.path), job_id)
-
-
-@task
-def run(
-    pair: dict[str, str],
-    shared: dsl.Input[Artifact],
-    job_id: str,
-    which: dsl.Output[dsl.Markdown],
-    finished: dsl.Output[dsl.Model],
-    page: dsl.Output[dsl.HTML],
-    metrics: dsl.Output[dsl.Metrics],
-) -> None:
-    import shutil
-    from pathlib import Path
-
-    from flexfleet.compare.compare import run_pair
-    from flexfleet.kubeflow import metadata
-    from flexfleet.kubeflow.in_pod import ending, patiently
-
-    with ending("comparison_id (of a night: night_id)"):
-        Path(which.path).write_text(f"# {pair['label']}\n\nalgorithm and seed: {pair['run']}\n")
-        paths = (Path(shared.path), Path(finished.path))
-        found = patiently(lambda: run_pair(pair, *paths, job_id))
-        finished.metadata.update(metadata.of_model(paths[1], paths[1]))
-        shutil.copyfile(paths[1] / "report.html", page.path)
-        for name, value in (("avg", found.metrics["avg"]), ("full", found.metrics["full"]), ("waste", found.waste)):
-            metrics.log_metric(name, value)
-
-
-@task
-def compare(
-    pairs: list[dict[str, str]],
-    finished: dsl.Input[List[Artifact]],  # noqa: UP006
-    comparison: dsl.Output[Artifact],
-    page: dsl.Output[dsl.HTML],
-    table: dsl.Output[dsl.Markdown],
-    metrics: dsl.Output[dsl.Metrics],
-) -> None:
-    import shutil
-    from pathlib import Path
-
-    from flexfleet.compare.compare import collect
-    from flexfleet.compare.tabulate import metrics as figures
-    from flexfleet.kubeflow.in_pod import ending, patiently
-
-    with ending("comparison_id"):
-        out = Path(comparison.path)
-        found = patiently(lambda: collect(pairs, [Path(run.path) for run in finished], out))
-        shutil.copyfile(out / "comparison.html", page.path)
-        shutil.copyfile(out / "comparison.md", table.path)
-        for name, value in figures(found).items():
-            metrics.log_metric(name, value)
 
 
 @pipeline(

@@ -1,11 +1,13 @@
 """Writes the pipelines as the YAML that Kubeflow runs: `python -m pipelines.compile`.
 
-The files are checked in; `--check` says whether they are current, and changes nothing.
+The files are checked in, with the defaults; variables of the environment (FLEXFLEET_IMAGE, ...) set what a cluster has
+otherwise, for an upload in the UI. `--check` says whether the files are current, and changes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from typing import Any
 import yaml
 from kfp import compiler
 
+from flexfleet.kubeflow.retarget import retarget
 from pipelines.compare import comparison
 from pipelines.nightly import nightly
 from pipelines.train import train
@@ -30,7 +33,7 @@ sets, networks and algorithms have none: they may also be package.module:NAME.""
 
 
 def compiled(name: str) -> str:
-    """The specification of a pipeline; the same source and image give the same text."""
+    """The specification of a pipeline, with the defaults; the same source gives the same text."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{name}.yaml"
         compiler.Compiler().compile(PIPELINES[name], str(path))
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     stale = []
     for name in PIPELINES:
-        path, text = COMPILED / f"{name}.yaml", compiled(name)
+        path, text = COMPILED / f"{name}.yaml", retarget(compiled(name), os.environ)
         if path.is_file() and path.read_text() == text:
             continue
         stale.append(path)

@@ -10,85 +10,17 @@ Retries: a run goes on with what it finds in its folder, so that has to outlive 
 given in pipelines/train.py.
 """
 
-from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of lists of artifacts only
+from typing import Any
 
 from kfp import dsl, kubernetes
 
-from pipelines.compare import run
-from pipelines.task import COORDINATOR_KEYS, WEBHOOK_KEY, WEBHOOK_SECRET, described, on_cluster, pipeline, task
+from components.decide import decide
+from components.gate import gate
+from components.prepare_night import prepare
+from components.run_pair import run
+from pipelines.shared import COORDINATOR_KEYS, WEBHOOK_KEY, WEBHOOK_SECRET, described, on_cluster, pipeline
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
-Artifact = dsl.Artifact
-
-
-@task
-def prepare(
-    suite: str,
-    mlflow_uri: str,
-    store_uri: str,
-    night_id: str,
-    job_id: str,
-    advanced: dict[str, Any],
-    shared: dsl.Output[Artifact],
-) -> list[dict[str, str]]:
-    from pathlib import Path
-
-    from flexfleet.config.overrides import sets_of
-    from flexfleet.kubeflow.in_pod import ending
-    from flexfleet.nightly import regress
-
-    with ending("night_id"):
-        night = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
-        return regress.pairs_of(night, Path(shared.path), job_id)
-
-
-@task
-def gate(
-    suite: str,
-    mlflow_uri: str,
-    store_uri: str,
-    night_id: str,
-    job_id: str,
-    advanced: dict[str, Any],
-    pairs: list[dict[str, str]],
-    finished: dsl.Input[List[Artifact]],  # noqa: UP006
-    night: dsl.Output[Artifact],
-    page: dsl.Output[dsl.HTML],
-    told: dsl.Output[dsl.Markdown],
-    metrics: dsl.Output[dsl.Metrics],
-) -> str:
-    import shutil
-    from pathlib import Path
-
-    from flexfleet.config.overrides import sets_of
-    from flexfleet.kubeflow.in_pod import ending, patiently
-    from flexfleet.nightly import regress
-
-    with ending("night_id"):
-        asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
-        out = Path(night.path)
-        folders = regress.folders_of(asked, [Path(run.path) for run in finished])
-        verdict = patiently(lambda: regress.settle(asked, folders, out, regress.TASKS, pairs[0]["mlflow"]))
-        shutil.copyfile(out / "regression.html", page.path)
-        Path(told.path).write_text(regress.card(verdict))
-        metrics.log_metric("passed", int(verdict.passed))
-        for check in verdict.checks:
-            if check.against == "reference":
-                metrics.log_metric(f"{check.metric}/{check.label}", check.now)
-        seen = verdict.model_copy(update={"report": regress.where(asked, verdict, job_id)})
-        return "" if verdict.passed else regress.told(seen)
-
-
-@task
-def decide(failed: str) -> None:
-    from fl_engine.core.errors import GateFailed
-    from flexfleet.kubeflow.in_pod import ending
-    from flexfleet.nightly import webhook
-
-    with ending("night_id"):
-        if failed:
-            webhook.call(failed)
-            raise GateFailed(failed)
 
 
 @pipeline(

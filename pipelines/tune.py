@@ -10,90 +10,16 @@ folder, where that outlives a pod (a volume); else the study begins again. Cachi
 pipelines/train.py.
 """
 
-from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of lists of artifacts only
+from typing import Any
 
 from kfp import dsl, kubernetes
 
-from pipelines.task import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described, on_cluster, pipeline, task
+from components.prepare_study import prepare
+from components.report_study import report
+from components.search import search
+from pipelines.shared import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described, on_cluster, pipeline
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
-Artifact = dsl.Artifact
-
-
-@task
-def prepare(
-    dataset: str,
-    model: str,
-    algorithm: str,
-    clients: int,
-    partition_rule: str,
-    dirichlet_alpha: float,
-    rounds: int,
-    client_fraction: float,
-    local_epochs: int,
-    learning_rate: float,
-    mlflow_uri: str,
-    store_uri: str,
-    study_id: str,
-    job_id: str,
-    trials: int,
-    advanced: dict[str, Any],
-    prepared: dsl.Output[Artifact],
-) -> list[dict[str, str]]:
-    from pathlib import Path
-
-    from flexfleet.config import overrides
-    from flexfleet.kubeflow.in_pod import ending
-    from flexfleet.tune.study import prepare as step
-
-    with ending("study_id"):
-        given = locals()
-        names = overrides.PARAMETERS | overrides.STUDY
-        resolved = overrides.config_from({name: given[name] for name in names if name in given}, advanced)
-        name = overrides.run_name(study_id, f"tune-{job_id}", resolved)
-        return step(resolved, name, Path(prepared.path), job_id)
-
-
-@task
-def search(
-    worker: dict[str, str],
-    prepared: dsl.Input[Artifact],
-    job_id: str,
-    searched: dsl.Output[Artifact],
-    metrics: dsl.Output[dsl.Metrics],
-) -> None:
-    from pathlib import Path
-
-    from flexfleet.kubeflow.in_pod import ending, patiently
-    from flexfleet.tune.study import work_in_graph
-
-    with ending("study_id"):
-        start, out = Path(prepared.path), Path(searched.path)
-        mine = patiently(lambda: work_in_graph(start, worker["study"], int(worker["worker"]), out, job_id))
-        metrics.log_metric("trials", len(mine))
-
-
-@task
-def report(
-    workers: list[dict[str, str]],
-    prepared: dsl.Input[Artifact],
-    searched: dsl.Input[List[Artifact]],  # noqa: UP006
-    study: dsl.Output[Artifact],
-    told: dsl.Output[dsl.Markdown],
-    page: dsl.Output[dsl.HTML],
-    metrics: dsl.Output[dsl.Metrics],
-) -> None:
-    from pathlib import Path
-
-    from flexfleet.kubeflow.in_pod import ending, patiently
-    from flexfleet.tune.study import report as step
-
-    with ending("study_id"):
-        ended, start = [Path(worker.path) for worker in searched], Path(prepared.path)
-        id, out = workers[0]["study"], Path(study.path)
-        found = patiently(lambda: step(start, id, ended, out, Path(told.path), Path(page.path)))
-        metrics.log_metric(f"best/{found.metric}", found.best_value)
-        metrics.log_metric("held_out/gain", found.gain)
 
 
 @pipeline(

@@ -1,13 +1,14 @@
 """Starting a pipeline on Kubeflow, once or every night: a new version is uploaded where the graph has changed, then a
 run or a recurring run is created.
 
-A version is named after what it was compiled to, so the same code and image never make a second one.
+A version is named after its text, so the same code and image never make a second one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ import yaml
 from fl_engine import __version__
 from fl_engine.core.errors import ConfigError, nearest
 from flexfleet.config.passwords import no_passwords
+from flexfleet.kubeflow.retarget import names, retarget, shipped
 from flexfleet.kubeflow.server import connected, link, pages
-from pipelines.compile import PIPELINES, compiled
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,11 @@ class Submitted:
     """Whether the version was new."""
 
 
-def form(text: str) -> dict[str, Any]:
-    """The parameters of a compiled pipeline, with their defaults."""
-    spec = next(yaml.safe_load_all(text))
+def form(name: str) -> dict[str, Any]:
+    """The parameters of a pipeline, with their defaults. Raises ConfigError for one that is not shipped."""
+    if name not in names():
+        raise ConfigError(f"no pipeline is named {name!r}{nearest(name, names())}: {', '.join(names())}")
+    spec = next(yaml.safe_load_all(shipped(name)))
     given: dict[str, Any] = spec["root"]["inputDefinitions"]["parameters"]
     return {name: about.get("defaultValue") for name, about in given.items()}
 
@@ -134,15 +137,14 @@ def schedule(
 
 
 def _checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
-    """The compiled pipeline and its version. A password in a parameter is refused here: Kubeflow would keep it."""
-    if name not in PIPELINES:
-        raise ConfigError(f"no pipeline is named {name!r}{nearest(name, PIPELINES)}: {', '.join(PIPELINES)}")
-    text = compiled(name)
-    asked = form(text)
+    """The pipeline for this environment's cluster, and its version. A password in a parameter is refused here: Kubeflow
+    would keep it."""
+    asked = form(name)
     no_passwords({**parameters, **dict(parameters.get("advanced") or {})})
     for key in parameters:
         if key not in asked:
             raise ConfigError(f"the pipeline {name} has no parameter {key!r}{nearest(key, asked)}")
+    text = retarget(shipped(name), os.environ)
     return text, f"{__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 

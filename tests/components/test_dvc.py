@@ -84,6 +84,10 @@ def test_repro_runs_what_a_change_concerns(checkout: Repo) -> None:
 
     assert ran(checkout) == []
 
+    step = root / "flexfleet" / "steps" / "evaluate.py"
+    step.write_text(f"{step.read_text()}# edited\n")
+    assert ran(checkout) == ["evaluate", "report"]
+
     edit(root / "params.yaml", {"training": {"lr": 0.01}})
     assert ran(checkout) == ["federate", "evaluate", "report"]
     second = History.read(root / "work" / "federate" / "history.json")

@@ -16,7 +16,7 @@ import pytest
 import fl_engine
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("fl_engine", "flexfleet", "pipelines", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("fl_engine", "flexfleet", "pipelines/compiled", "pyproject.toml", "README.md", "LICENSE")
 
 
 def run(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, source / name)
     done = run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source), cwd=out)
@@ -56,12 +56,12 @@ def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
         names = set(archive.namelist())
         metadata = archive.read(next(n for n in names if n.endswith("/METADATA"))).decode()
         entry_points = archive.read(next(n for n in names if n.endswith("/entry_points.txt"))).decode()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"fl_engine", "pipelines", "flexfleet"}
-    for package in ("fl_engine", "flexfleet", "pipelines"):
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"fl_engine", "flexfleet"}
+    for package in ("fl_engine", "flexfleet"):
         modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / package).rglob("*.py")}
         assert modules <= names, f"{package}: {sorted(modules - names)}"
     assert {"flexfleet/reports/report.html", "fl_engine/py.typed"} <= names
-    assert {"fl_engine/backends/kubernetes/client-job.yaml", "pipelines/compiled/tune.yaml"} <= names
+    assert {"fl_engine/backends/kubernetes/client-job.yaml", "flexfleet/kubeflow/compiled/tune.yaml"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any("__pycache__" in name or name.startswith("tests/") for name in names)
     assert "License-Expression: Apache-2.0" in metadata
@@ -85,6 +85,37 @@ def test_the_wheel_runs_outside_the_checkout(installed: Path, quick: Sequence[st
     found = json.loads(command("-m", "flexfleet.cli", "run", "--json", "--run-id", "a", *sets))
     assert found["status"] == "finished"
     assert "<svg" in (tmp_path / found["report"]).read_text(), "the page's template came with the wheel"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder as Kubeflow's users have it: with packages `components` and `pipelines` of their own."""
+    for name in ("components", "pipelines"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('somebody else\'s package')\n")
+        for module in ("run", "common", "compile", "partition"):
+            (tmp_path / name / f"{module}.py").write_text("raise SystemExit('somebody else\'s module')\n")
+    return tmp_path
+
+
+def test_it_works_beside_components_and_pipelines_of_a_project(
+    installed: Path, project: Path, quick: Sequence[str]
+) -> None:
+    def command(*argv: str) -> str:
+        done = run(*argv, cwd=project, PYTHONPATH=f"{project}{os.pathsep}{installed}")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    where = command("-c", "import flexfleet; from flexfleet.run.run import run; print(flexfleet.__path__[0])")
+    assert where.strip() == str(installed / "flexfleet")
+    script = str(installed / "bin" / "flexfleet")
+    assert "--follow" in command(script, "submit", "--help")
+    short = [pair for pair in (*quick, "rounds.stop=1", "tracking.mlflow=null") if not pair.startswith("algorithm.")]
+    sets = [part for pair in short for part in ("--set", pair)]
+    chosen = ("--set", "algorithm.name=heterofl")
+    assert json.loads(command(script, "run", "--json", "--run-id", "a", *sets, *chosen))["status"] == "finished"
+    asked = ("--algorithms", "heterofl,all_large", "--seeds", "0", "--id", "both", "--json")
+    assert json.loads(command(script, "compare", *asked, *sets))["labels"] == ["heterofl", "all_large"]
 
 
 def test_the_installed_command_starts(installed: Path, tmp_path: Path) -> None:

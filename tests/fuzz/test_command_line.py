@@ -19,7 +19,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-import pipelines.compile
 from fl_engine.core.errors import EnvironmentFailure
 from flexfleet import cli
 from flexfleet.compare import compare as compare_module
@@ -66,14 +65,6 @@ def _idle(scratch: Path, monkeypatch: pytest.MonkeyPatch, finished_template: Any
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr("fl_engine.storage.s3.ATTEMPTS", 1)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    known: dict[str, str] = {}
-
-    def compiled(name: str) -> str:
-        """As it was compiled before: that takes a second."""
-        return known.setdefault(name, (pipelines.compile.COMPILED / f"{name}.yaml").read_text())
-
-    monkeypatch.setattr(pipelines.compile, "compiled", compiled)
-    monkeypatch.setattr(submit_module, "compiled", compiled)
     shutil.copytree(finished_template[0], scratch / "runs" / "a")
     (scratch / "good.yaml").write_text("seed: 1\n")
     (scratch / "odd.yaml").write_text("seed: 1\nseeed: 2\n")

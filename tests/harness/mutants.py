@@ -203,7 +203,8 @@ def _tests(module: str, tree: ast.Module) -> int:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     try:
-        sys.meta_path.insert(0, _Changed(f"fl_engine.{module.replace('/', '.')}", ROOT / f"fl_engine/{module}.py", tree))
+        name = f"fl_engine.{module.replace('/', '.')}"
+        sys.meta_path.insert(0, _Changed(name, ROOT / f"fl_engine/{module}.py", tree))
         files = [str(ROOT / f"tests/laws/{name}.py") for name in TESTS[module]]
         return int(pytest.main(["-x", "-q", "--tb=no", "-n", "0", f"--rootdir={ROOT}", *files]))
     except BaseException:

@@ -13,18 +13,21 @@ from typing import Any, get_args
 import pytest
 import yaml
 from google.protobuf import json_format
+from kfp import dsl
 from kfp.components import load_component_from_text
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec
 
 from fl_engine import PARAMETER_TABLE
 from fl_engine.algorithms import ALGORITHMS
+from fl_engine.core.errors import ConfigError
 from fl_engine.datasets import DATASETS
 from fl_engine.models import MODELS
 from flexfleet.config import Config, PartitionConfig
 from flexfleet.config.overrides import PARAMETERS, STUDY, comparison_from, config_from
-from pipelines import task
+from flexfleet.kubeflow.retarget import retarget, shipped
+from pipelines import shared
 from pipelines.compile import COMPILED, PIPELINES
-from pipelines.task import COORDINATOR_KEYS, S3_KEYS
+from pipelines.shared import COORDINATOR_KEYS, S3_KEYS
 
 ORDER = ("partition", "pretrain", "model-pool", "federate", "evaluate", "report")
 ROUNDS = ("exec-federate", "exec-run", "exec-search")
@@ -46,8 +49,7 @@ def test_checked_in_files_are_current_and_compiling_imports_nothing_heavy(hash_s
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_image_is_chosen_in_one_place(name: str) -> None:
-    code = f"from pipelines.compile import compiled; print(compiled({name!r}))"
-    spec, _ = yaml.safe_load_all(python(code, FLEXFLEET_IMAGE="here/python:1"))
+    spec, _ = yaml.safe_load_all(retarget(shipped(name), {"FLEXFLEET_IMAGE": "here/python:1"}))
     executors = spec["deploymentSpec"]["executors"]
     assert {e["container"]["image"] for e in executors.values()} == {"here/python:1"}
 
@@ -150,10 +152,9 @@ def test_tasks_run_as_nobody_and_say_what_they_take_of_a_node(name: str) -> None
         assert given.keys() >= {f"resource{what}{most}" for what in ("Cpu", "Memory") for most in ("Request", "Limit")}
 
 
-def test_what_tasks_take_of_a_node_is_chosen_when_it_is_compiled() -> None:
+def test_what_tasks_take_of_a_node_is_chosen_for_a_cluster() -> None:
     given = {"FLEXFLEET_TASK_CPU": "100m:1", "FLEXFLEET_TASK_MEMORY": "2Gi", "FLEXFLEET_TRAIN_GPU": "nvidia.com/gpu=2"}
-    code = "from pipelines.compile import compiled; print(compiled('train'))"
-    spec = next(yaml.safe_load_all(python(code, **given)))
+    spec = next(yaml.safe_load_all(retarget(shipped("train"), given)))
     found = {key: each["container"]["resources"] for key, each in spec["deploymentSpec"]["executors"].items()}
     small = {"resourceCpuRequest": "100m", "resourceCpuLimit": "1", "resourceMemoryRequest": "2Gi"}
     assert found["exec-report"].items() >= (small | {"resourceMemoryLimit": "2Gi"}).items()
@@ -162,11 +163,11 @@ def test_what_tasks_take_of_a_node_is_chosen_when_it_is_compiled() -> None:
 
 
 def test_a_description_names_what_there_is() -> None:
-    for names, registry in ((task.ALGORITHMS, ALGORITHMS), (task.DATASETS, DATASETS), (task.NETWORKS, MODELS)):
+    for names, registry in ((shared.ALGORITHMS, ALGORITHMS), (shared.DATASETS, DATASETS), (shared.NETWORKS, MODELS)):
         assert names.split(", ") == sorted(registry)
     for name in PIPELINES:
         text = next(yaml.safe_load_all((COMPILED / f"{name}.yaml").read_text()))["pipelineInfo"]["description"]
-        assert task.ALGORITHMS in text and "Change first: " in text
+        assert shared.ALGORITHMS in text and "Change first: " in text
         example = json.loads(re.search(r"dotted names: (\{.*\})\. All", text)[1])  # type: ignore[index]
         if name == "compare":
             assert comparison_from({"mlflow_uri": ""}, example, "flexfl,all_large", "0", "a")
@@ -174,12 +175,11 @@ def test_a_description_names_what_there_is() -> None:
             assert config_from({"mlflow_uri": ""}, example) != Config()
 
 
-def test_nodes_data_and_the_secret_are_chosen_when_it_is_compiled() -> None:
+def test_nodes_data_and_the_secret_are_chosen_for_a_cluster() -> None:
     given = {"FLEXFLEET_TASK_NODES": "kubernetes.io/arch=amd64,disk=fast", "FLEXFLEET_DATA_CLAIM": "sets"}
     given |= {"FLEXFLEET_KUBEFLOW_UI": "https://kubeflow"}
     given |= {f"FLEXFLEET_{what}_SECRET": f"my-{what}" for what in ("S3", "MLFLOW", "TUNE")}
-    code = "from pipelines.compile import compiled; print(compiled('tune'))"
-    spec, platform = yaml.safe_load_all(python(code, **given))
+    spec, platform = yaml.safe_load_all(retarget(shipped("tune"), given))
     executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     for key, settings in executors.items():
         assert settings["nodeSelector"]["labels"] == {"kubernetes.io/arch": "amd64", "disk": "fast"}
@@ -189,6 +189,41 @@ def test_nodes_data_and_the_secret_are_chosen_when_it_is_compiled() -> None:
         env = spec["deploymentSpec"]["executors"][key]["container"]["env"]
         assert {"name": "FLEXFLEET_DATA", "value": "/data"} in env
         assert {"name": "FLEXFLEET_KUBEFLOW_UI", "value": "https://kubeflow"} in env
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_nothing_said_changes_nothing(name: str) -> None:
+    assert retarget(shipped(name), {}) == shipped(name) == (COMPILED / f"{name}.yaml").read_text()
+    given = {"FLEXFLEET_IMAGE": "a", "FLEXFLEET_S3_SECRET": "b", "FLEXFLEET_TRAIN_MEMORY": "4Gi:9Gi"}
+    given |= {"FLEXFLEET_TASK_NODES": "a=b", "FLEXFLEET_DATA_CLAIM": "c", "FLEXFLEET_KUBEFLOW_UI": "http://d"}
+    once = retarget(shipped(name), given)
+    assert retarget(once, given) == retarget(once, {}) == once != shipped(name)
+
+
+def test_a_task_that_trains_is_told_by_what_it_was_compiled_with() -> None:
+    """The SDK's own numbers for the same amounts."""
+    given = {"FLEXFLEET_TRAIN_CPU": "1500m:8", "FLEXFLEET_TRAIN_MEMORY": "500Mi:3G"}
+    spec = next(yaml.safe_load_all(retarget(shipped("train"), given)))
+    found = spec["deploymentSpec"]["executors"]["exec-federate"]["container"]["resources"]
+
+    one = load_component_from_text("{name: one, implementation: {container: {image: python, command: [python]}}}")
+
+    @dsl.pipeline
+    def graph():  # type: ignore[no-untyped-def]
+        one().set_cpu_request("1500m").set_cpu_limit("8").set_memory_request("500Mi").set_memory_limit("3G")
+
+    (by_sdk,) = json_format.MessageToDict(graph.pipeline_spec)["deploymentSpec"]["executors"].values()
+    assert found == by_sdk["container"]["resources"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("TRAIN_CPU", "two"), ("TASK_MEMORY", "1Gib"), ("TRAIN_GPU", "=1"), ("TRAIN_GPU", "a=b"),
+     ("TASK_NODES", "fast")],
+)  # fmt: skip
+def test_what_is_none_of_its_kind_is_refused(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"FLEXFLEET_{variable}: .* got '{value.partition(':')[0]}"):
+        retarget(shipped("train"), {f"FLEXFLEET_{variable}": value})
 
 
 # ----------------------------------------------------------------------------------------------------- compare

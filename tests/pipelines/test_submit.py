@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from flexfleet.config import Config, load_config
 from flexfleet.config.overrides import config_from, parameters_of
+from flexfleet.kubeflow.retarget import shipped
 from flexfleet.kubeflow.submit import submit
 
 
@@ -31,7 +32,7 @@ def test_a_run_is_started_and_a_graph_that_has_not_changed_is_not_uploaded_again
     assert (again.version, again.uploaded, len(server.versions), len(server.experiments)) == (
         first.version, False, 1, 1
     )  # fmt: skip
-    monkeypatch.setattr("flexfleet.kubeflow.submit.compiled", lambda name: _other(name))
+    monkeypatch.setattr("flexfleet.kubeflow.submit.shipped", _other)
     changed = submit("train", {}, host=host)
     assert changed.uploaded and changed.version != first.version and len(server.versions) == 2
     monkeypatch.undo()
@@ -39,9 +40,7 @@ def test_a_run_is_started_and_a_graph_that_has_not_changed_is_not_uploaded_again
 
 
 def _other(name: str) -> str:
-    from pipelines.compile import compiled
-
-    return compiled(name).replace("Number of devices", "Devices")
+    return shipped(name).replace("Number of devices", "Devices")
 
 
 def test_the_command_gives_what_differs_from_the_defaults(

@@ -1,0 +1,35 @@
+"""The runs of a comparison in one table and one page."""
+
+from typing import List  # noqa: UP035 - kfp knows typing's own spelling of lists of artifacts only
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def compare(
+    pairs: list[dict[str, str]],
+    finished: dsl.Input[List[Artifact]],  # noqa: UP006
+    comparison: dsl.Output[Artifact],
+    page: dsl.Output[dsl.HTML],
+    table: dsl.Output[dsl.Markdown],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    import shutil
+    from pathlib import Path
+
+    from flexfleet.compare.compare import collect
+    from flexfleet.compare.tabulate import metrics as figures
+    from flexfleet.kubeflow.in_pod import ending, patiently
+
+    with ending("comparison_id"):
+        out = Path(comparison.path)
+        found = patiently(lambda: collect(pairs, [Path(run.path) for run in finished], out))
+        shutil.copyfile(out / "comparison.html", page.path)
+        shutil.copyfile(out / "comparison.md", table.path)
+        for name, value in figures(found).items():
+            metrics.log_metric(name, value)

@@ -1,0 +1,17 @@
+"""Fails where the gate says so: Kubeflow keeps no artifacts of a task that fails."""
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+
+
+@task
+def decide(failed: str) -> None:
+    from fl_engine.core.errors import GateFailed
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.nightly import webhook
+
+    with ending("night_id"):
+        if failed:
+            webhook.call(failed)
+            raise GateFailed(failed)

@@ -1,0 +1,35 @@
+"""The final model and its sub-models on the test set."""
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def evaluate(
+    config: dsl.Input[Artifact],
+    run: dsl.Input[Artifact],
+    pool: dsl.Input[Artifact],
+    evaluation: dsl.Output[Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+    matrix: dsl.Output[dsl.ClassificationMetrics],
+) -> None:
+    from pathlib import Path
+
+    from flexfleet.config import load_config
+    from flexfleet.files.artifacts import ConfusionFile, EvaluationFile
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.steps.evaluate import evaluate as step
+
+    with ending("run_id"):
+        step(load_config(config.path), Path(run.path), Path(pool.path), Path(evaluation.path))
+        found = EvaluationFile.read(Path(evaluation.path) / "evaluation.json")
+        metrics.log_metric("avg", found.avg)
+        metrics.log_metric("full", found.full)
+        for name, score in found.levels.items():
+            metrics.log_metric(f"accuracy/{name}", score.accuracy)
+        *_, rows = ConfusionFile.read(Path(evaluation.path) / "confusion.json").levels.values()  # of the full model
+        matrix.log_confusion_matrix([str(c) for c in range(len(rows))], [list(row) for row in rows])

@@ -1,0 +1,35 @@
+"""The federated rounds, resumable."""
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def federate(
+    config: dsl.Input[Artifact],
+    parts: dsl.Input[Artifact],
+    pool: dsl.Input[Artifact],
+    names: dict[str, str],
+    job_id: str,
+    run: dsl.Output[dsl.Model],
+) -> None:
+    from pathlib import Path
+
+    from flexfleet.config import load_config
+    from flexfleet.config.overrides import run_folder
+    from flexfleet.kubeflow import metadata
+    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.run.resumable import federate_in
+    from flexfleet.tracking import record as track
+
+    with ending("run_id"):
+        resolved = load_config(config.path)
+        folder = run_folder(resolved, names["run"])
+        tags = track.of_job(resolved, job_id)
+        paths = (Path(parts.path), Path(pool.path), Path(run.path))
+        patiently(lambda: federate_in(folder, resolved, *paths, tags, names["mlflow"] or None))
+        run.metadata.update(metadata.of_model(Path(run.path)))

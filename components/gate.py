@@ -1,0 +1,47 @@
+"""Judges a night, registers its models and tells."""
+
+from typing import Any, List  # noqa: UP035 - kfp knows typing's own spelling of lists of artifacts only
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def gate(
+    suite: str,
+    mlflow_uri: str,
+    store_uri: str,
+    night_id: str,
+    job_id: str,
+    advanced: dict[str, Any],
+    pairs: list[dict[str, str]],
+    finished: dsl.Input[List[Artifact]],  # noqa: UP006
+    night: dsl.Output[Artifact],
+    page: dsl.Output[dsl.HTML],
+    told: dsl.Output[dsl.Markdown],
+    metrics: dsl.Output[dsl.Metrics],
+) -> str:
+    import shutil
+    from pathlib import Path
+
+    from flexfleet.config.overrides import sets_of
+    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.nightly import regress
+
+    with ending("night_id"):
+        asked = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
+        out = Path(night.path)
+        folders = regress.folders_of(asked, [Path(run.path) for run in finished])
+        verdict = patiently(lambda: regress.settle(asked, folders, out, regress.TASKS, pairs[0]["mlflow"]))
+        shutil.copyfile(out / "regression.html", page.path)
+        Path(told.path).write_text(regress.card(verdict))
+        metrics.log_metric("passed", int(verdict.passed))
+        for check in verdict.checks:
+            if check.against == "reference":
+                metrics.log_metric(f"{check.metric}/{check.label}", check.now)
+        seen = verdict.model_copy(update={"report": regress.where(asked, verdict, job_id)})
+        return "" if verdict.passed else regress.told(seen)

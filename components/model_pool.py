@@ -1,0 +1,30 @@
+"""Generates the model pool."""
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def model_pool(
+    config: dsl.Input[Artifact],
+    apoz: dsl.Input[Artifact],
+    pool: dsl.Output[Artifact],
+    pointer: dsl.Output[Artifact],
+) -> None:
+    from pathlib import Path
+
+    from flexfleet.config import load_config
+    from flexfleet.kubeflow import metadata
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.steps.model_pool import model_pool as step
+    from flexfleet.tracking import versioned
+
+    with ending("run_id"):
+        resolved = load_config(config.path)
+        step(resolved, Path(apoz.path), Path(pool.path))
+        pool.metadata.update(metadata.of_pool(Path(pool.path)))
+        versioned.hand_on(Path(pool.path), "pool", resolved.publish.dvc, Path(pointer.path))

@@ -1,0 +1,59 @@
+"""Checks the whole form, begins the MLflow run, and cuts the partition: the first task of `train`."""
+
+from typing import Any
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def partition(
+    dataset: str,
+    model: str,
+    algorithm: str,
+    clients: int,
+    partition_rule: str,
+    dirichlet_alpha: float,
+    rounds: int,
+    client_fraction: float,
+    local_epochs: int,
+    learning_rate: float,
+    seed: int,
+    mlflow_uri: str,
+    store_uri: str,
+    run_id: str,
+    job_id: str,
+    advanced: dict[str, Any],
+    config: dsl.Output[Artifact],
+    parts: dsl.Output[dsl.Dataset],
+    pointer: dsl.Output[Artifact],
+    started: dsl.Output[dsl.Markdown],
+) -> dict[str, str]:
+    from pathlib import Path
+
+    from flexfleet.config import overrides
+    from flexfleet.kubeflow import metadata
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.run import check
+    from flexfleet.steps.federate import store_of
+    from flexfleet.steps.partition import partition as step
+    from flexfleet.tracking import record as track
+    from flexfleet.tracking import versioned
+
+    with ending("run_id"):
+        given = locals()
+        resolved = overrides.config_from({name: given[name] for name in overrides.PARAMETERS}, advanced)
+        name = overrides.run_name(run_id, job_id, resolved)
+        store = store_of(resolved, name, overrides.run_folder(resolved, name))
+        check.check(resolved)
+        overrides.write_config(resolved, Path(config.path))
+        mlflow_run = track.begin(resolved, name, store, track.of_job(resolved, job_id))
+        Path(started.path).write_text(track.card(resolved, name, store.uri(), mlflow_run))
+        step(resolved, Path(parts.path))
+        parts.metadata.update(metadata.of_partition(Path(parts.path)))
+        versioned.hand_on(Path(parts.path), "partition", resolved.publish.dvc, Path(pointer.path))
+        return {"run": name, "mlflow": mlflow_run}

@@ -1,0 +1,44 @@
+"""Checks all runs of a comparison, and computes once what those of a seed share."""
+
+from typing import Any
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def prepare(
+    dataset: str,
+    model: str,
+    algorithms: str,
+    seeds: str,
+    clients: int,
+    partition_rule: str,
+    dirichlet_alpha: float,
+    rounds: int,
+    client_fraction: float,
+    local_epochs: int,
+    learning_rate: float,
+    mlflow_uri: str,
+    store_uri: str,
+    comparison_id: str,
+    job_id: str,
+    advanced: dict[str, Any],
+    shared: dsl.Output[Artifact],
+) -> list[dict[str, str]]:
+    from pathlib import Path
+
+    from flexfleet.compare.compare import prepare as step
+    from flexfleet.config import overrides
+    from flexfleet.kubeflow.in_pod import ending
+
+    with ending("comparison_id"):
+        given = locals()
+        parameters = {name: given[name] for name in overrides.PARAMETERS if name in given}
+        name = comparison_id or f"compare-{job_id}"
+        runs = overrides.comparison_from(parameters, advanced, algorithms, seeds, name)
+        return step(runs, name, Path(shared.path), job_id)

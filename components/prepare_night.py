@@ -1,0 +1,31 @@
+"""Checks a suite, and computes once what runs of a seed share."""
+
+from typing import Any
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def prepare(
+    suite: str,
+    mlflow_uri: str,
+    store_uri: str,
+    night_id: str,
+    job_id: str,
+    advanced: dict[str, Any],
+    shared: dsl.Output[Artifact],
+) -> list[dict[str, str]]:
+    from pathlib import Path
+
+    from flexfleet.config.overrides import sets_of
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.nightly import regress
+
+    with ending("night_id"):
+        night = regress.prepare(suite, night_id or f"night-{job_id}", sets_of(mlflow_uri, store_uri, advanced))
+        return regress.pairs_of(night, Path(shared.path), job_id)

@@ -1,0 +1,20 @@
+"""Pre-trains on the proxy, for the algorithms that ask for it."""
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def pretrain(config: dsl.Input[Artifact], parts: dsl.Input[Artifact], apoz: dsl.Output[Artifact]) -> None:
+    from pathlib import Path
+
+    from flexfleet.config import load_config
+    from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.steps.pretrain import pretrain as step
+
+    with ending("run_id"):
+        step(load_config(config.path), Path(parts.path), Path(apoz.path))

@@ -1,0 +1,39 @@
+"""One run folder of them all, and its page."""
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def report(
+    config: dsl.Input[Artifact],
+    run: dsl.Input[Artifact],
+    parts: dsl.Input[Artifact],
+    apoz: dsl.Input[Artifact],
+    pool: dsl.Input[Artifact],
+    evaluation: dsl.Input[Artifact],
+    finished: dsl.Output[dsl.Model],
+    pointers: dsl.Output[Artifact],
+    page: dsl.Output[dsl.HTML],
+) -> None:
+    import shutil
+    from pathlib import Path
+
+    from flexfleet.config import load_config
+    from flexfleet.kubeflow import metadata
+    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.run.gather import finish
+    from flexfleet.tracking.versioned import POINTERS
+
+    with ending("run_id"):
+        folders = [Path(given.path) for given in (run, parts, apoz, pool, evaluation, finished)]
+        result = patiently(lambda: finish(load_config(config.path), *folders))
+        finished.metadata.update(metadata.of_model(folders[0], folders[4]))
+        shutil.copyfile(result.report, page.path)
+        Path(pointers.path).mkdir()
+        for pointer in Path(finished.path).glob(f"{POINTERS}/*.dvc"):
+            shutil.copyfile(pointer, Path(pointers.path) / pointer.name)

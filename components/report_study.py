@@ -1,0 +1,33 @@
+"""The best setting of a study against the default, on new seeds."""
+
+from typing import List  # noqa: UP035 - kfp knows typing's own spelling of lists of artifacts only
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def report(
+    workers: list[dict[str, str]],
+    prepared: dsl.Input[Artifact],
+    searched: dsl.Input[List[Artifact]],  # noqa: UP006
+    study: dsl.Output[Artifact],
+    told: dsl.Output[dsl.Markdown],
+    page: dsl.Output[dsl.HTML],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    from pathlib import Path
+
+    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.tune.study import report as step
+
+    with ending("study_id"):
+        ended, start = [Path(worker.path) for worker in searched], Path(prepared.path)
+        id, out = workers[0]["study"], Path(study.path)
+        found = patiently(lambda: step(start, id, ended, out, Path(told.path), Path(page.path)))
+        metrics.log_metric(f"best/{found.metric}", found.best_value)
+        metrics.log_metric("held_out/gain", found.gain)

@@ -1,0 +1,35 @@
+"""One run of a comparison, or of a night."""
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def run(
+    pair: dict[str, str],
+    shared: dsl.Input[Artifact],
+    job_id: str,
+    which: dsl.Output[dsl.Markdown],
+    finished: dsl.Output[dsl.Model],
+    page: dsl.Output[dsl.HTML],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    import shutil
+    from pathlib import Path
+
+    from flexfleet.compare.compare import run_pair
+    from flexfleet.kubeflow import metadata
+    from flexfleet.kubeflow.in_pod import ending, patiently
+
+    with ending("comparison_id (of a night: night_id)"):
+        Path(which.path).write_text(f"# {pair['label']}\n\nalgorithm and seed: {pair['run']}\n")
+        paths = (Path(shared.path), Path(finished.path))
+        found = patiently(lambda: run_pair(pair, *paths, job_id))
+        finished.metadata.update(metadata.of_model(paths[1], paths[1]))
+        shutil.copyfile(paths[1] / "report.html", page.path)
+        for name, value in (("avg", found.metrics["avg"]), ("full", found.metrics["full"]), ("waste", found.waste)):
+            metrics.log_metric(name, value)

@@ -1,0 +1,27 @@
+"""A worker of a study: trial after trial."""
+
+from kfp import dsl
+
+from components.task import task
+
+# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+Artifact = dsl.Artifact
+
+
+@task
+def search(
+    worker: dict[str, str],
+    prepared: dsl.Input[Artifact],
+    job_id: str,
+    searched: dsl.Output[Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    from pathlib import Path
+
+    from flexfleet.kubeflow.in_pod import ending, patiently
+    from flexfleet.tune.study import work_in_graph
+
+    with ending("study_id"):
+        start, out = Path(prepared.path), Path(searched.path)
+        mine = patiently(lambda: work_in_graph(start, worker["study"], int(worker["worker"]), out, job_id))
+        metrics.log_metric("trials", len(mine))

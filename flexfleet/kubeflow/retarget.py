@@ -1,0 +1,127 @@
+"""What a compiled pipeline is told of the cluster that it goes to: image, Secrets, data, nodes, resources.
+
+The files in `compiled/` are compiled with the defaults here. `retarget` sets in such a text what the environment says;
+nothing is compiled for it, and the SDK's compiler is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from fl_engine import __version__
+from fl_engine.core.errors import ConfigError
+
+DEFAULT_IMAGE = f"ghcr.io/flexfleet/flexfleet:{__version__}"
+SECRETS = {
+    "FLEXFLEET_S3_SECRET": "flexfleet-s3",
+    "FLEXFLEET_MLFLOW_SECRET": "flexfleet-mlflow",
+    "FLEXFLEET_TUNE_SECRET": "flexfleet-tune",
+    "FLEXFLEET_WEBHOOK_SECRET": "flexfleet-webhook",
+}
+"""By the variable that names another one: the Secrets of the namespace that pipelines run in."""
+SIZES = {
+    "TASK": {"CPU": "250m:2", "MEMORY": "1Gi:4Gi"},
+    "TRAIN": {"CPU": "500m:8", "MEMORY": "1Gi:16Gi"},
+}
+"""request:limit; TRAIN: of tasks in which networks are trained. By these the two kinds are told apart."""
+DATA = "/data"
+"""Where tasks have the data sets, if FLEXFLEET_DATA_CLAIM names a volume claim with them."""
+
+UNITS = {"m": Decimal("0.001"), **{unit: Decimal(1000**n) for n, unit in enumerate(("", "k", "M", "G", "T"))}}
+UNITS |= {unit: Decimal(1024**n) for n, unit in enumerate(("Ki", "Mi", "Gi", "Ti"), 1)}
+
+
+def names() -> list[str]:
+    """The shipped pipelines."""
+    folder = resources.files("flexfleet.kubeflow").joinpath("compiled")
+    return sorted(each.name.removesuffix(".yaml") for each in folder.iterdir() if each.name.endswith(".yaml"))
+
+
+def shipped(name: str) -> str:
+    """The compiled pipeline `name`, with the defaults."""
+    return resources.files("flexfleet.kubeflow").joinpath("compiled", f"{name}.yaml").read_text("utf-8")
+
+
+def retarget(text: str, environment: Mapping[str, str]) -> str:
+    """The same pipeline for the cluster that `environment` (FLEXFLEET_IMAGE, ...) describes; the same text where it
+    says nothing, or where all of it is set already. Raises ConfigError for what is none of its kind."""
+    spec, platform = yaml.safe_load_all(text)
+    named = {default: environment.get(variable) or default for variable, default in SECRETS.items()}
+    nodes = _pairs(environment.get("FLEXFLEET_TASK_NODES", ""))
+    claim, ui = environment.get("FLEXFLEET_DATA_CLAIM"), environment.get("FLEXFLEET_KUBEFLOW_UI")
+    tasks = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    for key, executor in spec["deploymentSpec"]["executors"].items():
+        if "container" not in executor:
+            continue
+        container, settings = executor["container"], tasks[key]
+        image = container["image"] = environment.get("FLEXFLEET_IMAGE") or container["image"]
+        variables = {each["name"]: each["value"] for each in container["env"]} | {"FLEXFLEET_IMAGE": image}
+        variables |= {"FLEXFLEET_KUBEFLOW_UI": ui} if ui else {}
+        variables |= {"FLEXFLEET_DATA": DATA} if claim else {}
+        container["env"] = [{"name": name, "value": value} for name, value in variables.items()]
+        container["resources"] = _resources(container["resources"], environment)
+        for secret in settings.get("secretAsEnv", ()):
+            secret["secretName"] = named.get(secret["secretName"], secret["secretName"])
+            secret["secretNameParameter"] = _constant(secret["secretName"])
+        if claim:
+            mount = {"constant": claim, "mountPath": DATA, "pvcNameParameter": _constant(claim)}
+            settings["pvcMount"] = [mount]
+        if nodes:
+            settings["nodeSelector"] = {"labels": dict(nodes)}
+    told = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    return told + yaml.safe_dump_all([spec, platform], sort_keys=True, allow_unicode=True)
+
+
+def _constant(value: str) -> dict[str, Any]:
+    return {"runtimeValue": {"constant": value}}
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """`label=value,label=value`."""
+    found = {}
+    for pair in filter(None, text.split(",")):
+        label, sign, value = pair.partition("=")
+        if not sign:
+            raise ConfigError(f"FLEXFLEET_TASK_NODES: label=value,... is expected, got {text!r}")
+        found[label] = value
+    return found
+
+
+def _resources(compiled: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """What a task of the kind that was compiled with these gets; of neither kind, they stay. Kubeflow has each amount
+    twice, as a number (CPUs, or 10^9 bytes) for back ends that are old, and as Kubernetes writes it."""
+    limit = f":{compiled['resourceMemoryLimit']}"
+    kind = next((kind for kind, sizes in SIZES.items() if sizes["MEMORY"].endswith(limit)), None)
+    if kind is None:
+        return dict(compiled)
+    found = dict[str, Any]()
+    for what, unit in (("cpu", 1), ("memory", 10**9)):
+        variable = f"FLEXFLEET_{kind}_{what.upper()}"
+        least, _, most = (environment.get(variable) or SIZES[kind][what.upper()]).partition(":")
+        for bound, amount in (("Request", least), ("Limit", most or least)):
+            found[f"{what}{bound}"] = _amount(amount, variable) / unit
+            found[f"resource{what.capitalize()}{bound}"] = amount
+    if kind == "TRAIN" and (accelerator := environment.get("FLEXFLEET_TRAIN_GPU")):
+        what, _, count = accelerator.partition("=")
+        if not what or not (count or "1").isdecimal():
+            raise ConfigError(f"FLEXFLEET_TRAIN_GPU: kind=number is expected (nvidia.com/gpu=1), got {accelerator!r}")
+        found["accelerator"] = {
+            "count": count or "1", "resourceCount": count or "1", "resourceType": what, "type": what
+        }  # fmt: skip
+    return found
+
+
+def _amount(text: str, variable: str) -> float:
+    """A quantity as Kubernetes writes it: 250m, 2, 1Gi."""
+    number = text.rstrip("mkMGTi")
+    unit = text[len(number) :]
+    try:
+        return float(Decimal(number) * UNITS[unit])
+    except (ArithmeticError, KeyError):
+        said = f"{variable}: an amount as Kubernetes writes it is expected (250m, 2, 1Gi), got {text!r}"
+        raise ConfigError(said) from None

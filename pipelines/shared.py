@@ -1,0 +1,84 @@
+"""What all pipelines share: what their forms say, and what every task has on the cluster."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kfp import dsl, kubernetes
+
+from fl_engine import PARAMETER_TABLE
+from flexfleet.kubeflow.retarget import DEFAULT_IMAGE, SECRETS, SIZES
+
+S3_SECRET = SECRETS["FLEXFLEET_S3_SECRET"]
+"""Its keys are the variables that boto3 reads. Tasks have them with FLEXFLEET_ in front: Kubeflow's launcher, in the
+same container, would take them for those of its own artifacts."""
+S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
+COORDINATOR_KEYS = (
+    *S3_KEYS,
+    *(f"{whose}_{key}" for whose in ("SIGNING", "SECRETS") for key in S3_KEYS[:3]),
+    "SECRETS_AWS_ENDPOINT_URL",
+    "S3_UNCHECKED",
+)
+"""For tasks that run rounds: what signs clients' URLs and what opens the bucket of the run's key, where that is another
+pair than the task's own; and leave to use a server that does not check."""
+
+MLFLOW_SECRET = SECRETS["FLEXFLEET_MLFLOW_SECRET"]
+"""For an MLflow server that wants a password. Its keys are the variables that MLflow reads."""
+MLFLOW_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+
+TUNE_SECRET, TUNE_KEY = SECRETS["FLEXFLEET_TUNE_SECRET"], "FLEXFLEET_TUNE_STORAGE"
+"""The address of a study's data base, password included."""
+
+WEBHOOK_SECRET, WEBHOOK_KEY = SECRETS["FLEXFLEET_WEBHOOK_SECRET"], "FLEXFLEET_WEBHOOK"
+"""The address that a failed night calls."""
+
+ALGORITHMS = (
+    "adaptivefl, all_large, decoupled, depthfl, federated_dropout, fedopt, fedprox, fedrolex, fjord, flexfl, heterofl, "
+    "scalefl"
+)
+DATASETS = "cifar10, digits, fashion_mnist"
+NETWORKS = "mobilenetv2, preresnet18, resnet18, resnet34, small_cnn, vgg16"
+"""Named here, since compiling imports no torch; a test holds them against the registries."""
+
+
+def described(what: str, first: str, example: str = '{"algorithm.kd_weight": 5, "rounds.evaluate_every": 5}') -> str:
+    """A pipeline's description, which the form shows above its fields; of those it shows names and defaults alone.
+    `first` is what a newcomer changes before anything else."""
+    return (
+        f"{what} Change first: {first}. Algorithms: {ALGORITHMS}. Data sets: {DATASETS}. Networks: {NETWORKS}. "
+        "Your own: package.module:NAME. Everything else goes into `advanced`, as one JSON object of dotted names: "
+        f"{example}. All of them: {PARAMETER_TABLE}"
+    )
+
+
+LOST = ("unreachable", "not-ready")
+"""Taints of a node that is lost. Tasks give it a minute, not the five of every pod."""
+
+# kfp has no types; naming it here keeps `ignore` comments out of the graphs.
+pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
+
+
+def on_cluster(*tasks: Any, retries: int = 3, keys: Sequence[str] = S3_KEYS, trains: bool = False) -> None:
+    """What every task has there: the same image for the pods that it makes, S3's and MLflow's credentials as far as the
+    Secrets have them, no long wait for a node that is lost, its share of one, and no root, which namespaces that
+    enforce `restricted` want said. And a new pod where Kubeflow's version makes one (see the guide), with no answer
+    from the cache. `retarget` sets what differs between clusters."""
+    for each in tasks:
+        each.set_caching_options(False)
+        size = SIZES["TRAIN" if trains else "TASK"]
+        for amount, request, limit in (
+            (size["CPU"], each.set_cpu_request, each.set_cpu_limit),
+            (size["MEMORY"], each.set_memory_request, each.set_memory_limit),
+        ):
+            least, _, most = amount.partition(":")
+            request(least)
+            limit(most)
+        kubernetes.set_security_context(each, run_as_non_root=True)
+        if retries:
+            each.set_retry(num_retries=retries, backoff_duration="30s", backoff_factor=2)
+        each.set_env_variable("FLEXFLEET_IMAGE", DEFAULT_IMAGE)
+        kubernetes.use_secret_as_env(each, S3_SECRET, {key: f"FLEXFLEET_{key}" for key in keys}, optional=True)
+        kubernetes.use_secret_as_env(each, MLFLOW_SECRET, {key: key for key in MLFLOW_KEYS}, optional=True)
+        kubernetes.set_image_pull_policy(each, "IfNotPresent")
+        for what in LOST:
+            key = f"node.kubernetes.io/{what}"
+            kubernetes.add_toleration(each, key, "Exists", effect="NoExecute", toleration_seconds=60)
