@@ -23,10 +23,10 @@ from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import Algorithm, Backend, ClientUpdate, Outcome, ParamLayout, RoundPlan
 from fl_engine.exchange import acceptance
 from fl_engine.exchange.acceptance import History
-from fl_engine.exchange.ledger import Ledger
 from fl_engine.exchange.updates import movement, size_of
 from fl_engine.fleet import faults
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
@@ -142,9 +142,9 @@ def measured(name: str, settings: tuple[str, ...], bound: float | None, attack: 
         backend = Bad(backend, bad, ATTACKS[attack], bound or BOUND, site.layout)
     evaluation = rounds.Evaluation(site.family, site.pool, site.data, found.run.devices, site.fleet)
     terms = found.rounds.model_copy(update={"norm_bound": bound})
-    ledger = Ledger(FolderStore(kept.with_suffix("")))
+    ledger = ledger_in(FolderStore(kept.with_suffix("")))
     rounds.federate(algorithm, initial_state(found, site), backend, ledger, Memory(), terms, found.seed, evaluation)
-    rows = ledger.rows()
+    rows = ledger.checkpoints.rows()
     refused = [line["client"] for row in rows for line in row.clients if "validate" in line.get("failure", "")]
     result = {
         "avg": 100 * rows[-1].metrics["avg"],

@@ -34,9 +34,9 @@ from fl_engine.backends import InProcess
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.types import Algorithm, ClientUpdate, Outcome, Pool, RoundPlan
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.ledger import Ledger
 from fl_engine.fleet import devices
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import TRAINING, TinyNet, start_of, tiny_data, tiny_fleet, tiny_partition, tiny_site
@@ -88,7 +88,7 @@ def of_updates(count: int, way: Way, robust: bool, folder: str) -> dict[str, flo
     algorithm = AllLarge(training, eligible="all", **({"aggregation": Median()} if robust else {}))
     site = site_of(algorithm, TEN_MB, count)
     before, started = resident_peak(), time.monotonic()
-    ledger = Ledger(FolderStore(folder), rules=site.rules)
+    ledger = ledger_in(FolderStore(folder), rules=site.rules)
     federate(site, algorithm, Echo(site), ledger, keep_updates=way == "store")
     return {"mb": (resident_peak() - before) / 1e6, "seconds": time.monotonic() - started}
 
@@ -102,7 +102,7 @@ def of_clients(clients: int, per_round: int, stop: int, folder: str) -> dict[str
     partition = tiny_partition(data, (8,) * clients)
     pool: Pool = tiny_site(algorithm).pool
     site = Site(TinyNet(), pool, fleet, data, partition, 3, Numerics("batched", 64))
-    tracker = federate(site, algorithm, InProcess(site), Ledger(FolderStore(folder)), stop=stop)
+    tracker = federate(site, algorithm, InProcess(site), ledger_in(FolderStore(folder)), stop=stop)
     trained = [row["clients_trained"] for row in tracker.rows.values()]
     assert trained == [per_round] * stop, trained
     seconds = sorted(row["seconds_round"] for row in tracker.rows.values())
@@ -116,7 +116,7 @@ def of_rounds(stop: int, folder: str) -> dict[str, float]:
     algorithm = FlexFL(Training(fraction=0.2, epochs=1, batch_size=4, lr=0.01))
     site = tiny_site(algorithm)
     store = FolderStore(folder)
-    ledger = Ledger(store)
+    ledger = ledger_in(store)
     tenth, most, peaks, paces = stop // 10, 0, [], []
     for part in range(1, 11):
         started = time.monotonic()
@@ -124,7 +124,7 @@ def of_rounds(stop: int, folder: str) -> dict[str, float]:
         paces.append((time.monotonic() - started) / tenth)
         peaks.append(resident_peak() / 1e6)
         most = max(most, len(store.list("")))
-    assert [row.round for row in ledger.rows()] == list(range(10 * tenth))
+    assert [row.round for row in ledger.checkpoints.rows()] == list(range(10 * tenth))
     size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     return {
         "files": most,

@@ -25,11 +25,11 @@ from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Algorithm, Backend, Data, ModelFamily, Outcome, RoundPlan
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.ledger import Ledger
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.models import VGG16, ResNet18
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
             algorithm,
             initial,
             Gated(InProcess(site, threads), gate),
-            Ledger(FolderStore(Path(folder)), None),
+            ledger_in(FolderStore(Path(folder)), None),
             Memory(),
             RoundsConfig(stop=10**9, evaluate_every=10**9),
             SEED,

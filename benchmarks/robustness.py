@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore
 
 STORE = Path("runs/robustness")
@@ -121,7 +121,7 @@ def private() -> Case:
 
 def epsilon(case: Case, label: str) -> float | None:
     """What the run has logged."""
-    rows = Ledger(FolderStore(STORE / case.id / f"{label}-s0")).rows()
+    rows = Checkpoints(FolderStore(STORE / case.id / f"{label}-s0")).rows()
     return rows[-1].metrics.get("epsilon")
 
 

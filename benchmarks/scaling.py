@@ -30,11 +30,11 @@ from fl_engine.core.slicing import count_params, initial_params
 from fl_engine.core.types import Algorithm, Data, ModelFamily
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.ledger import Ledger
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.models import ResNet18, SmallCNN
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
@@ -73,13 +73,13 @@ def measure(
     site = Site(family, pool, fleet, data, partition, 0, numerics)
     initial = algorithm.init(initial_params(family, 0), family.layout(), fleet, pool)
     with tempfile.TemporaryDirectory() as folder:
-        ledger = Ledger(FolderStore(Path(folder)))
+        ledger = ledger_in(FolderStore(Path(folder)))
         config = RoundsConfig(stop=stop, evaluate_every=10**9)
         evaluation = rounds.Evaluation(family, pool, data, ("cpu",), fleet)
         started = time.perf_counter()
         rounds.federate(algorithm, initial, InProcess(site), ledger, Memory(), config, 0, evaluation)
         seconds = time.perf_counter() - started
-        rows = ledger.rows()
+        rows = ledger.checkpoints.rows()
     inside = sum(row.metrics["seconds_train"] + row.metrics.get("seconds_evaluate", 0.0) for row in rows)
     return Point(x, statistics.median(row.metrics["seconds_round"] for row in rows[3:-1]), (seconds - inside) / stop)
 

@@ -28,12 +28,13 @@ from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Algorithm, Data, Outcome, RoundPlan, Tracker
 from fl_engine.data import partitioning as partitions
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.ledger import Ledger
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import Store, check_size, encode, sha256
 from fl_engine.testing.tracker import Memory
 from flexfleet import cli
@@ -223,7 +224,7 @@ class TinyJob:
             self.algorithm,
             self.initial(),
             backend or self.backend,
-            Ledger(store, settings.keep_every),
+            ledger_in(store, settings.keep_every),
             tracker or Memory(),
             settings,
             self.seed,
@@ -270,7 +271,7 @@ def timeless() -> Callable[[Store], list[Any]]:
                 {k: v for k, v in row.metrics.items() if not k.startswith(("seconds", "peak_mb"))},
                 [{k: v for k, v in line.items() if k != "seconds"} for line in row.clients],
             )
-            for row in Ledger(store).rows()
+            for row in Checkpoints(store).rows()
         ]
 
     return rows

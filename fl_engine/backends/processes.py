@@ -25,7 +25,7 @@ from fl_engine.backends.in_process import by_cost, check_device, prepare_process
 from fl_engine.core.errors import FlexfleetError
 from fl_engine.core.types import Algorithm, ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange.client import Site, Work, accept_all, train
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.fleet import faults
 
 log = logging.getLogger("flexfleet")
@@ -48,9 +48,9 @@ class Processes:
     durable = True
     phases: Mapping[str, float] = MappingProxyType({})
 
-    def __init__(self, site: Site, devices: Sequence[str], ledger: Ledger) -> None:
+    def __init__(self, site: Site, devices: Sequence[str], mailbox: Mailbox) -> None:
         self._site = site
-        self._ledger = ledger
+        self._mailbox = mailbox
         for name in devices:
             check_device(name)
         # Workers start from a small process that has torch loaded: quick, and safe whatever threads this one has.
@@ -61,7 +61,7 @@ class Processes:
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         groups, failures = accept_all(algorithm, plan.orders, self._site)
         yield from failures
-        self._ledger.put_orders(plan)
+        self._mailbox.put_orders(plan)
         waiting = by_cost(groups, self._site)
         tried: dict[int, int] = {}
         while waiting or any(worker.group for worker in self._workers):
@@ -76,7 +76,7 @@ class Processes:
                     raise answer  # of the store: no client has failed
                 if answer is not None:
                     for work in group:
-                        yield self._ledger.receive(plan, work.order.client)
+                        yield self._mailbox.receive(plan, work.order.client)
                     continue
                 worker.process.join()
                 reason = f"its worker process ended with {_said(worker.process.exitcode)}"
@@ -101,7 +101,7 @@ class Processes:
     def _start(self, device: str) -> _Worker:
         here, there = self._context.Pipe()
         process = self._context.Process(
-            target=_serve, args=(self._site, self._ledger, device, there), daemon=True, name=f"client on {device}"
+            target=_serve, args=(self._site, self._mailbox, device, there), daemon=True, name=f"client on {device}"
         )
         process.start()
         there.close()
@@ -129,7 +129,7 @@ def _said(exit_code: int | None) -> str:
     return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
 
 
-def _serve(site: Site, ledger: Ledger, device: str, link: Connection) -> None:
+def _serve(site: Site, mailbox: Mailbox, device: str, link: Connection) -> None:
     """A worker's life: until the coordinator closes the line, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the coordinator decides
     prepare_process((device,))
@@ -139,7 +139,7 @@ def _serve(site: Site, ledger: Ledger, device: str, link: Connection) -> None:
         except (EOFError, ConnectionResetError):
             return
         try:
-            carry_out(algorithm, site, ledger, round, clients, device)
+            carry_out(algorithm, site, mailbox, round, clients, device)
         except FlexfleetError as error:
             _tell(link, error)
         else:
@@ -149,15 +149,15 @@ def _serve(site: Site, ledger: Ledger, device: str, link: Connection) -> None:
 def carry_out(
     algorithm: Algorithm,
     site: Site,
-    ledger: Ledger,
+    mailbox: Mailbox,
     round: int,
     clients: Sequence[int],
     device: str,
     really_slow: bool = False,
 ) -> None:
-    """What these clients do in this round: orders from the ledger, side by side where they can, outcomes into it.
+    """What these clients do in this round: orders from the mailbox, side by side where they can, outcomes into it.
     `really_slow`: those that a fault makes slow take their time."""
-    orders = {client: ledger.order(round, client) for client in clients}
+    orders = {client: mailbox.order(round, client) for client in clients}
     groups, failures = accept_all(algorithm, orders.values(), site)
     trained = (outcome for group in groups for outcome in train(group, site, device))
     for outcome in chain(failures, trained):
@@ -165,4 +165,4 @@ def carry_out(
         if really_slow and isinstance(outcome, ClientUpdate):
             time.sleep((faults.slowness(fault) - 1) * outcome.metrics["seconds"])
         spoil = faults.damaged if fault is not None and fault.kind == "corrupt" else bytes
-        ledger.put_outcome(RoundPlan(round, (orders[outcome.client],)), outcome, spoil)
+        mailbox.put_outcome(RoundPlan(round, (orders[outcome.client],)), outcome, spoil)

@@ -41,11 +41,12 @@ from fl_engine.core.types import (
 )
 from fl_engine.exchange import acceptance
 from fl_engine.exchange.acceptance import Arrival, History, Moved
-from fl_engine.exchange.ledger import Ledger, Row
 from fl_engine.exchange.updates import Code, movement, size_of
 from fl_engine.fleet import faults
 from fl_engine.fleet.devices import simulated_seconds
+from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import tensor_bytes
 from fl_engine.training.evaluation import average_accuracy, evaluate_pool, published
 from fl_engine.training.memory import resident_peak, restart_peak
@@ -102,7 +103,7 @@ def federate(
         state, history, first = _resume(initial, ledger, config, discard_damaged)
         if first > config.stop:
             raise ConfigError(f"rounds.stop = {config.stop}, but {first} rounds are committed: a run cannot go back")
-        tracker.metrics([(row.round + 1, row.metrics) for row in ledger.rows()])
+        tracker.metrics([(row.round + 1, row.metrics) for row in ledger.checkpoints.rows()])
         pending: list[Row] = []
         last_commit = time.monotonic()
 
@@ -112,8 +113,8 @@ def federate(
                 tensors, rest = pack(state)
                 if config.norm_bound is not None:
                     rest[HISTORY] = HISTORIES.dump_python(history, mode="json")
-                ledger.commit(pending[-1].round, tensors, rest, pending)
-                ledger.check_lease()  # a successor tells the tracker what the ledger has
+                ledger.checkpoints.commit(pending[-1].round, tensors, rest, pending)
+                ledger.checkpoints.check_lease()  # a successor tells the tracker what the ledger has
                 tracker.metrics([(row.round + 1, row.metrics) for row in pending])
                 pending.clear()
             last_commit = time.monotonic()
@@ -133,7 +134,7 @@ def federate(
             pending.append(row)
             if _due(config, backend, round, last_commit):
                 commit()
-        _tell_cost(ledger.rows())
+        _tell_cost(ledger.checkpoints.rows())
     return state
 
 
@@ -142,7 +143,7 @@ def _told_how_to_go_on(ledger: Ledger) -> Iterator[None]:
     try:
         yield
     except IntegrityError:
-        ledger.check_lease()  # what is missing may have been tidied away by the one that has taken over
+        ledger.checkpoints.check_lease()  # what is missing may have been tidied away by the one that has taken over
         raise
     except EnvironmentFailure as error:
         raise type(error)(
@@ -164,18 +165,18 @@ def _resume(
     initial: Any, ledger: Ledger, config: RoundsConfig, discard_damaged: bool
 ) -> tuple[Any, History, int]:
     """The state to go on from, what is remembered of earlier updates, and the round to compute next."""
-    commits = ledger.commits()
+    commits = ledger.checkpoints.commits()
     last = commits[-1] if commits else None
     if discard_damaged:
-        last = ledger.last_good()
+        last = ledger.checkpoints.last_good()
         if commits and last != commits[-1]:
             log.warning("going on after round %d, the last good commit", 0 if last is None else last + 1)
-        ledger.discard_after(last)
-    ledger.rows()
-    tensors, rest = ({}, {}) if last is None else ledger.read(last)
+        ledger.checkpoints.discard_after(last)
+    ledger.checkpoints.rows()
+    tensors, rest = ({}, {}) if last is None else ledger.checkpoints.read(last)
     state = initial if last is None else unpack(initial, tensors, rest)
     history = _history(rest)
-    ledger.tidy()  # after everything was seen to be whole: without leave, damage stays as it is
+    ledger.checkpoints.tidy()  # after everything was seen to be whole: without leave, damage stays as it is
     if last is None:
         return state, History(), 0
     log.info("resuming after round %d", last + 1)
@@ -249,11 +250,11 @@ def _through_ledger(
     algorithm: Algorithm, plan: RoundPlan, backend: Backend, ledger: Ledger, watch: _Watch
 ) -> Iterator[Outcome]:
     """Stores outcomes as they arrive, closes the round, then reads them back one at a time, in client order."""
-    ledger.open_round(plan)
-    closed = ledger.closed(plan)
+    ledger.mailbox.open_round(plan)
+    closed = ledger.mailbox.closed(plan)
     if closed is None:
         done, adopted = set[int](), 0
-        for outcome in ledger.finished(plan):
+        for outcome in ledger.mailbox.finished(plan):
             watch.arrived(outcome)
             done.add(outcome.client)
             adopted += isinstance(outcome, ClientUpdate)
@@ -262,11 +263,11 @@ def _through_ledger(
         rest = replace(plan, orders=tuple(o for o in plan.orders if o.client not in done), adopted=adopted)
         for outcome in watch.arriving(backend.run(algorithm, rest)):
             if isinstance(outcome, ClientFailure) or not backend.durable:
-                ledger.put_outcome(plan, outcome)
-        closed = ledger.close(plan, sorted(plan.order_of), watch.refused(), watch.moved)
+                ledger.mailbox.put_outcome(plan, outcome)
+        closed = ledger.mailbox.close(plan, sorted(plan.order_of), watch.refused(), watch.moved)
     watch.moved = closed.moved
     for client in sorted(closed.accepted):
-        yield ledger.accepted(plan, client, closed)
+        yield ledger.mailbox.accepted(plan, client, closed)
 
 
 def _in_memory(algorithm: Algorithm, plan: RoundPlan, backend: Backend, watch: _Watch) -> Iterator[Outcome]:

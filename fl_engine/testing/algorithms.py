@@ -45,8 +45,8 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.exchange.client import Site, execute
-from fl_engine.exchange.ledger import Ledger
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.loop import Evaluation
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection.selectors import Uniform, round_size
@@ -419,7 +419,7 @@ class AlgorithmSuite:
         def federate(folder: str, stop: int) -> Params:
             config = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=keep_updates)
             evaluation = Evaluation(site.family, site.pool, site.data, ("cpu",), site.fleet)
-            ledger, backend = Ledger(FolderStore(tmp_path / folder)), InProcess(site)
+            ledger, backend = ledger_in(FolderStore(tmp_path / folder)), InProcess(site)
             start = start_of(algorithm, site)
             final = rounds.federate(algorithm, start, backend, ledger, Memory(), config, SEED, evaluation)
             return dict(published(final))

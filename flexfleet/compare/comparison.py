@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from fl_engine.core.errors import ConfigError
-from fl_engine.exchange.ledger import Row
+from fl_engine.storage.checkpoints import Row
 from fl_engine.training.numerics import deciding
 from flexfleet.config.entries import run_name
 from flexfleet.files.artifacts import Artifact

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fl_engine.core.errors import FlexfleetError, IntegrityError, brief
 from fl_engine.core.types import Pool, PoolModel, SubmodelSpec
-from fl_engine.exchange.ledger import Row
+from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore
 
 A = TypeVar("A", bound="Artifact")
@@ -151,7 +151,7 @@ class RunFile(Artifact):
 
 
 class History(Artifact):
-    """history.json: every round's measurements (`fl_engine.exchange.ledger.Row`), and the final model's checksum."""
+    """history.json: measurements of every round (`fl_engine.storage.checkpoints.Row`), and the model's checksum."""
 
     rounds: tuple[dict[str, Any], ...]
     model_sha256: str

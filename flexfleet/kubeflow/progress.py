@@ -73,14 +73,14 @@ def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
     """None: a folder of the tasks' pods, or of a volume that is not here."""
     if "://" not in store_uri and not (Path(store_uri).is_absolute() and Path(store_uri).is_dir()):
         return None
-    from fl_engine.exchange.ledger import Ledger
+    from fl_engine.storage.checkpoints import Checkpoints
     from fl_engine.storage.places import open_store
     from fl_engine.storage.store import Store
 
     store: Store = open_store(store_uri)
     # A night has a folder for each case, <night_id>-<case>.
     prefix = f"{name}-" if key == "night_id" else f"{name}/"
-    ledgers: dict[str, Ledger] = {}
+    ledgers: dict[str, Checkpoints] = {}
     marks: dict[str, list[str]] = {}
     last: dict[str, int] = {}
 
@@ -92,7 +92,7 @@ def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
         for folder, commits in seen.items():
             if marks.get(folder) == commits:
                 continue
-            ledger = ledgers.setdefault(folder, Ledger(open_store(f"{store_uri.rstrip('/')}/{folder}")))
+            ledger = ledgers.setdefault(folder, Checkpoints(open_store(f"{store_uri.rstrip('/')}/{folder}")))
             try:
                 rows = ledger.rows()
             except IntegrityError:  # its coordinator has removed what was listed: there is more the next time

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from fl_engine.backends import InProcess
 from fl_engine.core.slicing import runnable
 from fl_engine.exchange.client import Site, Work, accept
-from fl_engine.exchange.ledger import Ledger
 from fl_engine.rounds import loop
+from fl_engine.rounds.ledger import ledger_in
 from fl_engine.storage.store import FolderStore
 from flexfleet import config as configs
 from flexfleet.config import Config
@@ -46,7 +46,7 @@ def _rounds(config: Config, site: Site) -> float:
     evaluation = loop.Evaluation(site.family, site.pool, site.data, config.run.devices, site.fleet)
     settings = config.rounds.model_copy(update={"stop": ROUNDS, "evaluate_every": ROUNDS})
     with tempfile.TemporaryDirectory() as folder:
-        ledger, backend = Ledger(FolderStore(Path(folder))), InProcess(site, config.run.devices)
+        ledger, backend = ledger_in(FolderStore(Path(folder))), InProcess(site, config.run.devices)
         started = time.perf_counter()
         loop.federate(algorithm, state, backend, ledger, Several([]), settings, config.seed, evaluation)
         return time.perf_counter() - started

@@ -24,7 +24,7 @@ import numpy as np
 
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.data import partitioning as partition
-from fl_engine.exchange.ledger import Row
+from fl_engine.storage.checkpoints import Row
 from flexfleet.files.artifacts import Apoz, PoolFile
 
 Series = tuple[str, Sequence[Row]]

@@ -18,7 +18,7 @@ from typing import Any
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
 from fl_engine.data.partitioning import Manifest, read_manifest
-from fl_engine.exchange.ledger import Row
+from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, row_of

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.storage.checkpoints import Checkpoints
 from flexfleet import config as configs
 from flexfleet.files.artifacts import RunFile
 from flexfleet.steps.federate import store_of
@@ -18,7 +18,7 @@ def describe(run: Path) -> dict[str, Any]:
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
     config = configs.parse(file.config)
-    rows = Ledger(store_of(config, file.run_id, run)).rows()
+    rows = Checkpoints(store_of(config, file.run_id, run)).rows()
     scored = [row for row in rows if "avg" in row.metrics]
     done = rows[-1].round + 1 if rows else 0
     stop = config.rounds.stop

@@ -17,7 +17,7 @@ from fl_engine.core.types import Algorithm
 from fl_engine.data import partitioning as partition
 from fl_engine.exchange.assignment import SITE_FILES, Assignment
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.fleet import devices, faults
 from fl_engine.storage.store import Store
 from fl_engine.training import memory
@@ -40,8 +40,8 @@ def answer(told: Assignment, failures: int = 0) -> None:
         algorithm, site = _site(told, store, failures)
     except BadInput as error:
         raise ClientError(str(error)) from error
-    ledger = Ledger(store, key=lambda order: bytes.fromhex(told.keys[order.client]), lengths=told.lengths)
-    carry_out(algorithm, site, ledger, told.round, told.clients, told.device, really_slow=True)
+    mailbox = Mailbox(store, key=lambda order: bytes.fromhex(told.keys[order.client]), lengths=told.lengths)
+    carry_out(algorithm, site, mailbox, told.round, told.clients, told.device, really_slow=True)
 
 
 def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Site]:

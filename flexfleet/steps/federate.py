@@ -28,10 +28,11 @@ from fl_engine.core.types import Backend, ModelFamily, Tracker
 from fl_engine.data import partitioning as partition
 from fl_engine.exchange.assignment import SITE_FILES
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import KeyOf, key_of
 from fl_engine.fleet import devices, faults
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.selection.selectors import round_size
 from fl_engine.storage import lease
 from fl_engine.storage.lease import Lease
@@ -171,7 +172,7 @@ def _federate(
     if private or in_pods:
         place = keys.place(config, run_id, store, out)
         key, key_at = keys.key_of_run(place, store, known), str(place)
-    ledger = Ledger(store, config.rounds.keep_every, rules, *_signing(key if in_pods else None), held)
+    ledger = ledger_in(store, config.rounds.keep_every, rules, *_signing(key if in_pods else None), held)
 
     run = RunFile(
         run_id=run_id,
@@ -199,12 +200,12 @@ def _federate(
         run.write(out / "run.json")
     _put_site(ledger, out, partition_dir, pool_dir)
 
-    done = max((round + 1 for round in ledger.commits()), default=0)
+    done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
     tracker = Several([Console(config.rounds.stop, done), *(t for t in (mlflow, observer) if t is not None)])
     tracker.params(configs.shown(config))
     initial = initial_state(config, site)
     try:
-        with _stop_on_signals() as should_stop, _backend(config, site, ledger, run_id, should_stop) as backend:
+        with _stop_on_signals() as should_stop, _backend(config, site, ledger.mailbox, run_id, should_stop) as backend:
             final = rounds.federate(
                 algorithm,
                 initial,
@@ -258,14 +259,14 @@ def _numerics(config: Config, family: ModelFamily) -> Numerics:
 
 @contextmanager
 def _backend(
-    config: Config, site: Site, ledger: Ledger, run_id: str, should_stop: Callable[[], bool]
+    config: Config, site: Site, mailbox: Mailbox, run_id: str, should_stop: Callable[[], bool]
 ) -> Iterator[Backend]:
     if config.run.backend == "kubernetes":
         memory = None
         if config.kubernetes.observe == "cgroup":
             memory = training_peak(site.family, config.training.batch_size, site.numerics)
         over = config.rounds.over_provision
-        pods = Kubernetes(config.kubernetes, run_id, site.fleet, ledger, memory, over, should_stop=should_stop)
+        pods = Kubernetes(config.kubernetes, run_id, site.fleet, mailbox, memory, over, should_stop=should_stop)
         try:
             yield pods
         except Replaced:
@@ -274,7 +275,7 @@ def _backend(
             log.warning(pods.what_is_left())
             raise
         return
-    backend = BACKENDS[config.run.backend](site, config.run.devices, ledger)
+    backend = BACKENDS[config.run.backend](site, config.run.devices, mailbox)
     with closing(backend) if isinstance(backend, Processes) else nullcontext():
         yield backend
 
@@ -303,7 +304,7 @@ def _fetch_run(store: Store, out: Path) -> None:
 
 def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) -> None:
     """What clients elsewhere need to know."""
-    if ledger.lease is None and ledger.key is None:
+    if ledger.checkpoints.lease is None and ledger.mailbox.key is None:
         return
     run = RunFile.read(out / "run.json")
     unseen = {section: value for section, value in Config().model_dump(mode="json").items() if section in PRIVATE}
@@ -402,12 +403,12 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 
 def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:
-    ledger.check_lease()
+    ledger.checkpoints.check_lease()
     value = encode(published(final))
-    for store in (FolderStore(out), ledger.store) if ledger.lease is not None else (FolderStore(out),):
+    for store in (FolderStore(out), ledger.store) if ledger.checkpoints.lease is not None else (FolderStore(out),):
         store.sweep("")  # what writers left that were killed: nobody writes any more
         store.put("model.safetensors", value)
-    rows = ledger.rows()
+    rows = ledger.checkpoints.rows()
     history = History(
         rounds=tuple(row.model_dump(mode="json") for row in rows),
         model_sha256=sha256(value),

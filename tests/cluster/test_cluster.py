@@ -16,7 +16,7 @@ import pytest
 
 from fl_engine.backends.kubernetes import jobs
 from fl_engine.backends.kubernetes.cluster import Cluster
-from fl_engine.exchange.ledger import Ledger, Row
+from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.places import open_store
 from flexfleet.config import Config, load_config
 
@@ -29,7 +29,7 @@ Api = Callable[..., Any]
 
 def rows(settings: Settings, name: str) -> list[Row]:
     remote = next(s.partition("=")[2] for s in settings if s.startswith("run.remote="))
-    return Ledger(open_store(f"{remote}/{name}")).rows()
+    return Checkpoints(open_store(f"{remote}/{name}")).rows()
 
 
 def model(out: Path) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.exchange.ledger import Row
+from fl_engine.storage.checkpoints import Row
 from flexfleet.compare import comparison, tabulate
 from flexfleet.compare.comparison import Spread
 from flexfleet.reports import report

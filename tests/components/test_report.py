@@ -13,7 +13,7 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.data.partitioning import Manifest
-from fl_engine.exchange.ledger import Row
+from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import sha256
 from flexfleet.files.artifacts import Apoz, ApozLayer, EvaluationFile, History, Level, LevelScore, PoolFile, RunFile
 from flexfleet.reports import plots

@@ -15,7 +15,7 @@ import pytest
 
 from fl_engine.core.errors import IntegrityError
 from fl_engine.data import partitioning as partitions
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.rounds.ledger import Ledger
 from fl_engine.storage.lease import Holder
 from fl_engine.storage.store import decode, sha256
 from flexfleet.config import load_config, parse

@@ -17,7 +17,7 @@ import mlflow.store.db.utils
 import pytest
 
 from fl_engine.core.errors import ConfigError, Stopped
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.testing.tracker import Memory
 from flexfleet.config import Config, flatten
 from flexfleet.files.artifacts import RunFile
@@ -88,7 +88,7 @@ def test_a_resumed_run_does_not_tell_the_console_old_rounds_again(
 ) -> None:
     job.federate(memory_store, stop=2)
     with caplog.at_level(logging.INFO, "flexfleet"):
-        job.federate(memory_store, stop=3, tracker=Console(3, len(Ledger(memory_store).rows())))
+        job.federate(memory_store, stop=3, tracker=Console(3, len(Checkpoints(memory_store).rows())))
     assert [m.split()[1] for m in caplog.messages if m.startswith("round ")] == ["3/3"]
 
 

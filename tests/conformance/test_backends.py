@@ -18,7 +18,7 @@ from fl_engine.backends import BACKENDS, InProcess, Processes
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError
 from fl_engine.core.types import Backend, ClientFailure, ClientUpdate, LocalTask, RoundPlan, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.backends import BackendSuite, Make
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
@@ -31,7 +31,7 @@ class TestBackends(BackendSuite):
         with ExitStack() as opened:
 
             def build(site: Site, devices: Sequence[str]) -> Backend:
-                backend = BACKENDS[request.param](site, tuple(devices), Ledger(FolderStore(tmp_path)))
+                backend = BACKENDS[request.param](site, tuple(devices), Mailbox(FolderStore(tmp_path)))
                 if isinstance(backend, Processes):
                     opened.enter_context(closing(backend))
                 return backend
@@ -48,7 +48,7 @@ def test_a_device_that_is_not_there_is_named() -> None:
 def workers(tmp_path: Path) -> Iterator[tuple[FlexFL, Processes, Site]]:
     algorithm = FlexFL(training=TRAINING)
     site = tiny_site(algorithm)
-    with closing(Processes(site, ("cpu", "cpu"), Ledger(FolderStore(tmp_path)))) as backend:
+    with closing(Processes(site, ("cpu", "cpu"), Mailbox(FolderStore(tmp_path)))) as backend:
         yield algorithm, backend, site
 
 
@@ -87,7 +87,7 @@ def test_what_kills_every_worker_is_a_failure(workers: tuple[FlexFL, Processes, 
     assert all(isinstance(o, ClientUpdate) for o in found.values()) and len(found) == len(plan.orders) - 1
 
 
-class Losing(Ledger):
+class Losing(Mailbox):
     """Loses the second order of each round."""
 
     def put_orders(self, plan: RoundPlan) -> None:
@@ -109,7 +109,7 @@ def test_side_by_side_every_backend_gives_the_same_bits(lanes: int, tmp_path: Pa
     site = replace(tiny_site(algorithm), numerics=Numerics("batched", lanes))
     plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
     expected = [execute(algorithm, order, site) for order in plan.orders]
-    with closing(Processes(site, ("cpu",), Ledger(FolderStore(tmp_path)))) as processes:
+    with closing(Processes(site, ("cpu",), Mailbox(FolderStore(tmp_path)))) as processes:
         for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), processes):
             assert_same_outcomes(sorted(backend.run(algorithm, plan), key=lambda o: o.client), expected)
 

@@ -19,10 +19,12 @@ from fl_engine.algorithms import FlexFL
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
-from fl_engine.exchange import ledger as ledgers
 from fl_engine.exchange.client import execute
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import Manifest, key_of, signed
+from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.storage import checkpoints
+from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, decode, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, start_of, tiny_site
 from tests.fuzz.mutations import altered, answer, anything, damaged, in_time, json_like, law, texts
@@ -72,13 +74,13 @@ class Memory(FolderStore):
 def ledger_of(files: dict[str, bytes], checked: bool) -> Ledger:
     """`checked`: with keys and rules, as where clients are pods; else as in worker processes."""
     if not checked:
-        return Ledger(Memory(files))
-    return Ledger(Memory(files), rules=replace(SITE.rules, algorithm=ALGORITHM), key=key_of(SECRET))
+        return ledger_in(Memory(files))
+    return ledger_in(Memory(files), rules=replace(SITE.rules, algorithm=ALGORITHM), key=key_of(SECRET))
 
 
 # ------------------------------------------------------------------------------------------------------ orders
 ORDERED: dict[str, bytes] = {}
-Ledger(Memory(ORDERED)).put_orders(PLAN)
+Mailbox(Memory(ORDERED)).put_orders(PLAN)
 ORDER_KEY = f"rounds/00000/orders/{ORDER.client}.json"
 ORDER_JSON = json.loads(ORDERED[ORDER_KEY])
 OTHERS = [key for key in ORDERED if key.endswith(".json") and key != ORDER_KEY]
@@ -93,8 +95,8 @@ OTHERS = [key for key in ORDERED if key.endswith(".json") and key != ORDER_KEY]
 @example(json.dumps(ORDER_JSON | {"spec": {"keep": {"conv": [0.5, 1.5]}, "blocks": None}}).encode())
 @example(json.dumps(ORDER_JSON | {"payload": "../../x", "client": -1}).encode())
 def test_an_order_is_the_one_that_was_given_or_its_file_is_named(content: bytes) -> None:
-    ledger = Ledger(Memory(ORDERED | {ORDER_KEY: content}))
-    found = answer(lambda: ledger.order(0, ORDER.client), "rounds/00000/orders/", kind=IntegrityError)
+    ledger = ledger_in(Memory(ORDERED | {ORDER_KEY: content}))
+    found = answer(lambda: ledger.mailbox.order(0, ORDER.client), "rounds/00000/orders/", kind=IntegrityError)
     if found is not None:
         assert isinstance(found, WorkOrder) and (found.round, found.client) == (0, ORDER.client)
         given = json.loads(content)["spec"]["keep"]
@@ -107,9 +109,9 @@ def test_an_order_is_the_one_that_was_given_or_its_file_is_named(content: bytes)
 @given(st.sampled_from([key for key in ORDERED if key.endswith(".safetensors")]), st.data())
 def test_what_an_order_sends_is_what_was_put_or_the_file_is_named(key: str, data: st.DataObject) -> None:
     content = data.draw(damaged(ORDERED[key][:2000]) | st.sampled_from(sorted(ORDERED.values())))
-    ledger = Ledger(Memory(ORDERED | {key: content}))
+    ledger = ledger_in(Memory(ORDERED | {key: content}))
     for order in PLAN.orders:
-        found = answer(lambda order=order: ledger.order(0, order.client), key, kind=IntegrityError)  # type: ignore[misc]
+        found = answer(lambda order=order: ledger.mailbox.order(0, order.client), key, kind=IntegrityError)  # type: ignore[misc]
         if found is not None:
             assert_same_bits(found.payload, order.payload)
 
@@ -123,10 +125,10 @@ def test_what_an_order_sends_is_what_was_put_or_the_file_is_named(key: str, data
 def test_an_order_in_a_folder_is_read_or_named(tmp_path: Path, content: bytes) -> None:
     store = FolderStore(tmp_path)
     if not store.list("rounds/"):
-        Ledger(store).put_orders(PLAN)
+        Mailbox(store).put_orders(PLAN)
     path = tmp_path / ORDER_KEY
     path.write_bytes(content)
-    answer(lambda: Ledger(store).order(0, ORDER.client), "rounds/00000/orders")
+    answer(lambda: Mailbox(store).order(0, ORDER.client), "rounds/00000/orders")
 
 
 # ----------------------------------------------------------------------------------------------------- updates
@@ -135,7 +137,7 @@ BASE = f"rounds/00000/updates/{ORDER.client}"
 
 def honest_files(checked: bool) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
-    ledger_of(files, checked).put_outcome(PLAN, HONEST)
+    ledger_of(files, checked).mailbox.put_outcome(PLAN, HONEST)
     return files
 
 
@@ -170,10 +172,10 @@ def test_an_answer_is_an_outcome_whatever_its_files_hold(checked: bool, data: st
         if not checked and data.draw(st.booleans(), label="its checksum"):
             files[f"{BASE}.json"] = json.dumps(MANIFEST[checked] | {"sha256": sha256(content)}).encode()
     with in_time():
-        received = ledger_of(files, checked).receive(PLAN, ORDER.client)
+        received = ledger_of(files, checked).mailbox.receive(PLAN, ORDER.client)
         assert isinstance(received, ClientUpdate | ClientFailure)
-        assert len(list(ledger_of(files, checked).finished(PLAN))) <= 1
-    found = answer(lambda: ledger_of(files, checked).outcome(PLAN, ORDER.client), BASE, kind=IntegrityError)
+        assert len(list(ledger_of(files, checked).mailbox.finished(PLAN))) <= 1
+    found = answer(lambda: ledger_of(files, checked).mailbox.outcome(PLAN, ORDER.client), BASE, kind=IntegrityError)
     if isinstance(received, ClientUpdate):
         assert isinstance(found, ClientUpdate) and isinstance(found.spec, SubmodelSpec)
         assert (found.round, found.client) == (0, ORDER.client)
@@ -187,7 +189,7 @@ def test_a_sub_model_that_is_none_is_a_failure(checked: bool, spec: Any) -> None
     """Without rules nobody knows the network, and one of another network is one."""
     manifest = Manifest.model_validate(MANIFEST[checked] | {"spec": spec, "signature": None})
     content = signed(manifest, key_of(SECRET)(ORDER) if checked else None).model_dump_json().encode()
-    found = ledger_of(HONEST_FILES[checked] | {f"{BASE}.json": content}, checked).receive(PLAN, ORDER.client)
+    found = ledger_of(HONEST_FILES[checked] | {f"{BASE}.json": content}, checked).mailbox.receive(PLAN, ORDER.client)
     if checked or spec in NO_SPECS:
         assert isinstance(found, ClientFailure) and found.stage == "validate" and found.reason.startswith("spec: ")
 
@@ -198,7 +200,7 @@ def test_a_sub_model_that_is_none_is_a_failure(checked: bool, spec: Any) -> None
 def test_files_of_odd_names_are_nobodys_answer(names: list[str]) -> None:
     files = {f"rounds/00000/updates/{name}.json": HONEST_FILES[True][f"{BASE}.json"] for name in names}
     with in_time():
-        found = ledger_of(files, True).answered(0)
+        found = ledger_of(files, True).mailbox.answered(0)
     assert all(f"rounds/00000/updates/{client}.json" in files for client in found)
 
 
@@ -238,8 +240,8 @@ def test_tensors_of_another_type_are_refused() -> None:
 
 # -------------------------------------------------------------------------------------------- the whole ledger
 def pack_often(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ledgers, "PACKED", 2)
-    patch.setattr(ledgers, "LOOK_EVERY", 1)
+    patch.setattr(checkpoints, "PACKED", 2)
+    patch.setattr(checkpoints, "LOOK_EVERY", 1)
 
 
 @pytest.fixture(scope="module")
@@ -305,21 +307,21 @@ def disturbed(draw: Any, files: dict[str, bytes], foreign: dict[str, bytes]) -> 
 
 def check_ledger(job: Any, runs: dict[str, Any], store: Any, files: dict[str, bytes]) -> None:
     store.files = dict(files)
-    ledger = Ledger(store)
-    for round in ledger.commits():
+    ledger = ledger_in(store)
+    for round in ledger.checkpoints.commits():
         plan = RoundPlan(round, ())
-        answer(lambda round=round: ledger.read(round), "rounds/", kind=IntegrityError)  # type: ignore[misc]
-        answer(lambda plan=plan: ledger.closed(plan), "rounds/", kind=IntegrityError)  # type: ignore[misc]
-    rows = answer(ledger.rows, "rounds/", "metrics", kind=IntegrityError)
+        answer(lambda round=round: ledger.checkpoints.read(round), "rounds/", kind=IntegrityError)  # type: ignore[misc]
+        answer(lambda plan=plan: ledger.mailbox.closed(plan), "rounds/", kind=IntegrityError)  # type: ignore[misc]
+    rows = answer(ledger.checkpoints.rows, "rounds/", "metrics", kind=IntegrityError)
     assert rows is None or [row.round for row in rows] == list(range(len(rows)))
-    ledger.last_good()
+    ledger.checkpoints.last_good()
 
     found = answer(lambda: job.federate(store, stop=ROUNDS, keep_every=4), "rounds/", "metrics", "stored state")
     if found is None:
         found = job.federate(store, stop=ROUNDS, keep_every=4, discard_damaged=True)
     assert found == runs["bits"][ROUNDS], "the bits of a run that was never disturbed"
     assert job.federate(store, stop=ROUNDS + 1, keep_every=4) == runs["bits"][ROUNDS + 1], "and it goes on"
-    assert [row.round for row in Ledger(store).rows()] == list(range(ROUNDS + 1))
+    assert [row.round for row in Checkpoints(store).rows()] == list(range(ROUNDS + 1))
 
 
 @law(15)

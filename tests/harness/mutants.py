@@ -36,8 +36,9 @@ TESTS = {
     "aggregation/averaging": ("test_averaging", "test_aggregation"),
     "aggregation/privacy": ("test_privacy",),
     "exchange/acceptance": ("test_acceptance",),
-    "exchange/ledger": ("test_ledger", "test_lease", "test_updates", "test_resume"),
+    "exchange/mailbox": ("test_ledger", "test_updates", "test_resume"),
     "exchange/updates": ("test_updates",),
+    "storage/checkpoints": ("test_ledger", "test_lease", "test_resume"),
     "storage/lease": ("test_lease",),
 }
 """By file of the engine, the law tests that are to notice."""

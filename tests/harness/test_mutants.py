@@ -58,8 +58,8 @@ def test_what_once_went_unnoticed_is_among_the_changes() -> None:
     said = {
         module: [m.said for m in mutants(ast.parse((ROOT / f"fl_engine/{module}.py").read_text()))] for module in TESTS
     }
-    assert said["exchange/ledger"].count("left out: self.check_lease()") >= 2
-    assert any(text.endswith("-> min") and "_plain" in text for text in said["exchange/ledger"])
+    assert said["storage/checkpoints"].count("left out: self.check_lease()") >= 2
+    assert any(text.endswith("-> min") and "_plain" in text for text in said["storage/checkpoints"])
     assert "f'{whose} {order_sum(order)}' without order_sum(order)" in said["exchange/updates"]
     assert "f'{whose} {order_sum(order)}' without whose" in said["exchange/updates"]
 

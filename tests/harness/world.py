@@ -22,7 +22,7 @@ from tests.k8s import fake
 
 RADOSGW = ROOT / "tests" / "s3" / "radosgw"
 BUCKET = "runs"
-SMALL = {"fl_engine.storage.s3.PART": 32 * 2**10, "fl_engine.exchange.ledger.PACKED": 1}
+SMALL = {"fl_engine.storage.s3.PART": 32 * 2**10, "fl_engine.storage.checkpoints.PACKED": 1}
 """So that a quick run's model is uploaded in several parts, and its measurements are packed."""
 ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.poll_s=0.2", "kubernetes.image=flexfleet:latest")
 WORKERS = ("run.backend=processes", "run.devices=[cpu, cpu]")

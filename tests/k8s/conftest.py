@@ -18,7 +18,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from fl_engine.exchange.assignment import Assignment
-from fl_engine.exchange.ledger import Ledger, Row
+from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.places import open_store
 from flexfleet.config import load_config
 from flexfleet.steps.answer import answer
@@ -158,4 +158,4 @@ def remote(s3: str, tmp_path: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def rows() -> Callable[[tuple[str, ...], str], list[Row]]:
     """`rows(remote, "name")`: what the ledger of a run holds of its rounds."""
-    return lambda remote, name: Ledger(open_store(f"{remote[1].partition('=')[2]}/{name}")).rows()
+    return lambda remote, name: Checkpoints(open_store(f"{remote[1].partition('=')[2]}/{name}")).rows()

@@ -14,7 +14,7 @@ from fl_engine.backends.kubernetes.backend import PHASES, Kubernetes, _Round, jo
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.types import RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.exchange.assignment import COMMON, Assignment
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import key_of, manifest_bytes, payload_bytes
 from fl_engine.fleet import devices
 from fl_engine.storage.s3 import S3Store
@@ -43,7 +43,7 @@ def test_two_hundred_pods_with_session_tokens_fit_into_secrets(
 ) -> None:
     monkeypatch.setenv("FLEXFLEET_S3_UNCHECKED", "1")
     store = S3Store(f"s3://runs/{tmp_path.name}")
-    ledger = Ledger(store, key=key_of(b"secret"))
+    ledger = Mailbox(store, key=key_of(b"secret"))
     half, whole = ({"w": torch.full((n,), float(n))} for n in (50, 100))
     orders = tuple(WorkOrder(0, c, SubmodelSpec(), half if c < 10 else whole, c) for c in range(200))
     plan, fleet = RoundPlan(0, orders), [replace(devices.fleet("4:3:3", 1, 0)[0], client=c) for c in range(200)]

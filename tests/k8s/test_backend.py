@@ -15,7 +15,7 @@ import yaml
 
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.exchange.assignment import COMMON
-from fl_engine.exchange.ledger import Row
+from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.places import open_store
 from flexfleet.files.artifacts import RunFile
 from tests.k8s.fake import leftovers, telling

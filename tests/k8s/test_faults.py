@@ -12,7 +12,8 @@ import boto3.session
 import pytest
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Refused, Stopped
-from fl_engine.exchange.ledger import Ledger, Row
+from fl_engine.rounds.ledger import Ledger
+from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.s3 import S3Store
 from tests.k8s.fake import leftovers
 

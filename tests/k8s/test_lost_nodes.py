@@ -14,7 +14,7 @@ import pytest
 from fl_engine.backends.kubernetes import backend as kubernetes
 from fl_engine.backends.kubernetes import waiting
 from fl_engine.core.errors import Stopped
-from fl_engine.exchange.ledger import Row
+from fl_engine.storage.checkpoints import Row
 
 Rounds = Callable[..., Path]
 Remote = tuple[str, ...]

@@ -16,8 +16,8 @@ from fl_engine.backends import InProcess
 from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import Algorithm, ClientFailure, Device, Outcome, RoundPlan
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.ledger import Ledger
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore, tensor_bytes
 from fl_engine.testing.tiny import SEED, TRAINING, failure_of, start_of, tiny_fleet, tiny_site, update_of
@@ -58,7 +58,7 @@ class Remembering:
 def federate(site: Site, folder: Path, algorithm: Algorithm = ALGORITHM, **changes: Any) -> tuple[Remembering, Ledger]:
     failing = frozenset(changes.pop("failing", ()))
     backend = Remembering(InProcess(site), [], [], failing)
-    ledger = Ledger(FolderStore(folder))
+    ledger = ledger_in(FolderStore(folder))
     config = RoundsConfig(stop=3, evaluate_every=3, commit_every=1, **changes)
     evaluation = rounds.Evaluation(site.family, site.pool, site.data)
     state = start_of(algorithm, site)
@@ -75,7 +75,7 @@ def test_a_round_s_bytes_are_the_pool_s(tmp_path: Path, keep_updates: bool) -> N
     """Down: what was sent. Up: what was trained, which may be less. Waste: AdaptiveFL's 1 - up / down."""
     site = tiny_site(ALGORITHM, fleet=tiny_fleet(sigma=(20.0, 30.0)))
     backend, ledger = federate(site, tmp_path, keep_updates=keep_updates)
-    rows = ledger.rows()
+    rows = ledger.checkpoints.rows()
     assert [row.round for row in rows] == [0, 1, 2]
     pruned = 0
     for row in rows:
@@ -99,7 +99,7 @@ def test_a_failure_costs_its_way_down_only(tmp_path: Path, keep_updates: bool) -
     site = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 110.0, 0.0) for c in range(4)))
     _, ledger = federate(site, tmp_path, algorithm, keep_updates=keep_updates, failing=(1, 2))
     whole = 4 * 2324
-    for row in ledger.rows():
+    for row in ledger.checkpoints.rows():
         assert row.metrics["bytes_down"] == 4 * whole
         assert row.metrics["bytes_up"] == 2 * whole
         assert row.metrics["waste"] == 0.5
@@ -112,7 +112,7 @@ def test_all_large_moves_the_full_model_both_ways(tmp_path: Path) -> None:
     site = tiny_site(algorithm, fleet=tiny_fleet(4))
     _, ledger = federate(site, tmp_path, algorithm)
     for way in ("bytes_down", "bytes_up"):
-        assert sum(row.metrics[way] for row in ledger.rows()) == 3 * 4 * 4 * 2324
+        assert sum(row.metrics[way] for row in ledger.checkpoints.rows()) == 3 * 4 * 4 * 2324
 
 
 def header(value: bytes) -> int:
@@ -127,8 +127,8 @@ def test_a_stored_update_holds_what_is_counted(tmp_path: Path, level: int) -> No
     order = ALGORITHM.plan(start_of(ALGORITHM, site), 0, SEED).orders[0]
     plan = RoundPlan(0, (order,))
     payload = take(initial_params(site.family, 0), site.family.layout(), model.spec)
-    ledger = Ledger(FolderStore(tmp_path))
-    ledger.put_outcome(plan, update_of(order, model.spec, payload))
+    ledger = ledger_in(FolderStore(tmp_path))
+    ledger.mailbox.put_outcome(plan, update_of(order, model.spec, payload))
     (file,) = (tmp_path / "rounds" / "00000" / "updates").glob("*.safetensors")
     value = file.read_bytes()
     assert len(value) - header(value) == model.bytes == 4 * model.params == tensor_bytes(payload)
@@ -139,10 +139,10 @@ def test_a_stored_update_holds_what_is_counted(tmp_path: Path, level: int) -> No
 def test_a_stored_failure_holds_no_tensors(tmp_path: Path) -> None:
     site = tiny_site(ALGORITHM)
     plan = ALGORITHM.plan(start_of(ALGORITHM, site), 0, SEED)
-    ledger = Ledger(FolderStore(tmp_path))
-    ledger.put_outcome(plan, failure_of(plan.orders[0]))
+    ledger = ledger_in(FolderStore(tmp_path))
+    ledger.mailbox.put_outcome(plan, failure_of(plan.orders[0]))
     assert list(tmp_path.rglob("*.safetensors")) == []
-    assert isinstance(ledger.outcome(plan, plan.orders[0].client), ClientFailure)
+    assert isinstance(ledger.mailbox.outcome(plan, plan.orders[0].client), ClientFailure)
 
 
 def test_bytes_count_the_type_that_travels() -> None:

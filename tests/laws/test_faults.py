@@ -13,7 +13,7 @@ from fl_engine.backends import InProcess, Processes
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.fleet import faults
 from fl_engine.fleet.faults import Fault, Faults, befalls, lie, parse
 from fl_engine.storage.store import FolderStore
@@ -95,7 +95,7 @@ def test_every_backend_meets_the_same_faults(tmp_path: object) -> None:
     site = replace(honest, faults=parse(ALL))
     plan = algorithm.plan(start_of(algorithm, site), 0, site.seed)
     here = outcomes(site, InProcess(site), plan)
-    ledger = Ledger(FolderStore(str(tmp_path)), rules=site.rules)
+    ledger = Mailbox(FolderStore(str(tmp_path)), rules=site.rules)
     workers = Processes(site, ("cpu",), ledger)
     try:
         assert_same_outcomes(outcomes(site, workers, plan), here)

@@ -13,9 +13,10 @@ import pytest
 
 from fl_engine.backends import Processes
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError
-from fl_engine.exchange.ledger import Ledger
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, Store, encode
 from fl_engine.testing.tracker import Memory
 
@@ -99,8 +100,8 @@ def test_whichever_operation_fails_the_run_stops_or_not_and_goes_on_to_the_same_
             assert "memory/rounds/" in str(error) or "memory/metrics" in str(error)
         if failing.left >= 0:
             break
-        good = Ledger(store).last_good()
-        assert good == (Ledger(store).commits() or [None])[-1], "never a half-committed round"
+        good = Checkpoints(store).last_good()
+        assert good == (Checkpoints(store).commits() or [None])[-1], "never a half-committed round"
         assert job.federate(store, **MODE) == undisturbed[0], f"operation {operations}"
         assert timeless(store) == undisturbed[1], f"operation {operations}"
     assert operations > 50 and stopped > 3
@@ -164,7 +165,7 @@ def test_a_store_that_fails_in_a_worker_process_is_no_clients_failure(job: Any, 
     site = job.make_backend()._site
 
     def run() -> bytes:
-        ledger = Ledger(store, None, site.rules)
+        ledger = ledger_in(store, None, site.rules)
         with closing(Processes(site, ("cpu",), ledger)) as backend:
             args = (job.algorithm, job.initial(), backend, ledger, Memory(), settings, job.seed, job.evaluation)
             return encode(rounds.federate(*args).params)
@@ -172,6 +173,6 @@ def test_a_store_that_fails_in_a_worker_process_is_no_clients_failure(job: Any, 
     store.put("full", b"")
     with pytest.raises(EnvironmentFailure, match=r"No space left on device\. What was committed stays"):
         run()
-    assert Ledger(store).commits() == []
+    assert Checkpoints(store).commits() == []
     store.delete("full")
     assert run() == job.federate(FolderStore(tmp_path / "undisturbed"), stop=2)

@@ -17,10 +17,11 @@ import torch
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped
 from fl_engine.core.types import Tracker
-from fl_engine.exchange.ledger import Ledger, Row
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage import lease
+from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.lease import Holder, Lease
 from fl_engine.storage.store import FolderStore, Store, encode
 from fl_engine.testing.tracker import Memory
@@ -197,7 +198,7 @@ def run(
     """The job's rounds, by the coordinator of this number."""
     holder = Holder(host="here", machine="here", pid=1, since="now")
     settings = RoundsConfig(stop=stop, evaluate_every=1000, commit_every=1, keep_updates=True)
-    ledger = Ledger(store, lease=Lease(store, number, holder))
+    ledger = ledger_in(store, lease=Lease(store, number, holder))
     args = (job.algorithm, job.initial(), job.backend, ledger, tracker or Memory(), settings, job.seed, job.evaluation)
     return encode(rounds.federate(*args, discard_damaged=discard_damaged).params)
 
@@ -235,7 +236,7 @@ def test_a_coordinator_that_is_paused_before_any_write_and_replaced_meanwhile_ch
         assert isinstance(end, Stopped) or end == expected, "stopped, or paused behind its last commit"
         assert timeless(store) == before == timeless(undisturbed), f"paused before write {writes}"
         assert run(job, store, 2) == expected
-        Ledger(store).read(2)
+        Checkpoints(store).read(2)
     assert writes > 20
 
 
@@ -279,7 +280,7 @@ def test_one_that_was_replaced_while_it_discards_deletes_nothing_of_its_successo
 
     with pytest.raises(Stopped, match="has taken over"):
         run(job, At(store, lambda what, _: what == "delete", replaced), 2, discard_damaged=True)  # type: ignore[arg-type]
-    assert Ledger(store).commits() == [0, 1, 2, 3, 4]
+    assert Checkpoints(store).commits() == [0, 1, 2, 3, 4]
     assert run(job, store, 3, stop=5) == ended[0] == run(job, new_store(), 1, stop=5)
 
 
@@ -312,7 +313,7 @@ def test_a_late_commit_does_not_stop_the_successor_in_the_same_round(job: Any, n
     with pytest.raises(Stopped, match="has taken over"):
         run(job, Late(store, paused, replaced), 1)  # type: ignore[arg-type]
     assert ended == [run(job, new_store(), 1)]
-    assert Ledger(store).commits() == [0, 1, 2]
+    assert Checkpoints(store).commits() == [0, 1, 2]
     assert run(job, store, 2) == ended[0]
 
 
@@ -343,8 +344,8 @@ def taken_over(memory_store: Store) -> Iterator[Lease]:
 
 
 def test_one_that_was_replaced_neither_commits_nor_discards(memory_store: Store, taken_over: Lease) -> None:
-    ledger = Ledger(memory_store, lease=taken_over)
-    for act in (lambda: ledger.commit(0, {}, {}, []), lambda: ledger.discard_after(None)):
+    ledger = ledger_in(memory_store, lease=taken_over)
+    for act in (lambda: ledger.checkpoints.commit(0, {}, {}, []), lambda: ledger.checkpoints.discard_after(None)):
         with pytest.raises(Stopped, match="has taken over while this one did not answer"):
             act()
     assert memory_store.list("rounds/") == []
@@ -352,13 +353,13 @@ def test_one_that_was_replaced_neither_commits_nor_discards(memory_store: Store,
 
 def by(store: Store, number: int, **more: Any) -> Ledger:
     """The ledger of the coordinator of this number."""
-    return Ledger(store, lease=Lease(store, number, Holder(host="here", machine="here", pid=1, since="now")), **more)
+    return ledger_in(store, lease=Lease(store, number, Holder(host="here", machine="here", pid=1, since="now")), **more)
 
 
 def commit(ledger: Ledger, *rounds: int, value: float = 0.0) -> None:
     for round in rounds:
         rows = [Row(round=round, metrics={"avg": value}, clients=())]
-        ledger.commit(round, {"params/w": torch.full((3,), value)}, {"count": round}, rows)
+        ledger.checkpoints.commit(round, {"params/w": torch.full((3,), value)}, {"count": round}, rows)
 
 
 def test_one_that_was_replaced_tidies_nothing_of_its_successors_away(memory_store: Store) -> None:
@@ -366,9 +367,9 @@ def test_one_that_was_replaced_tidies_nothing_of_its_successors_away(memory_stor
     memory_store.put("lease/00002.json", b"")
     commit(by(memory_store, 2, keep_every=1), 0, 1, 2, 3)
     before = memory_store.list("rounds/")
-    by(memory_store, 1).tidy()
+    by(memory_store, 1).checkpoints.tidy()
     assert memory_store.list("rounds/") == before
-    by(memory_store, 3).tidy()
+    by(memory_store, 3).checkpoints.tidy()
     assert memory_store.list("rounds/") != before, "its own successor does"
 
 
@@ -385,9 +386,9 @@ def test_one_that_was_replaced_before_it_discards_deletes_nothing_of_its_success
             return found
 
     memory_store.__class__ = Paused
-    by(memory_store, 1).discard_after(None)
-    assert Ledger(memory_store).commits() == [2, 3]
-    assert Ledger(memory_store).read(3)[1] == {"count": 3}
+    by(memory_store, 1).checkpoints.discard_after(None)
+    assert Checkpoints(memory_store).commits() == [2, 3]
+    assert Checkpoints(memory_store).read(3)[1] == {"count": 3}
 
 
 def test_one_that_was_replaced_while_it_commits_clears_nothing_away(memory_store: Store) -> None:
@@ -407,6 +408,6 @@ def test_of_two_marks_of_a_round_that_of_the_later_coordinator_counts(
     """In whatever order they were written."""
     for number in numbers:
         commit(by(memory_store, number), 0, value=float(number))
-    tensors, _ = Ledger(memory_store).read(0)
+    tensors, _ = Checkpoints(memory_store).read(0)
     assert tensors["params/w"].tolist() == [max(numbers)] * 3
-    assert [row.metrics["avg"] for row in Ledger(memory_store).rows()] == [max(numbers)]
+    assert [row.metrics["avg"] for row in Checkpoints(memory_store).rows()] == [max(numbers)]

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec, WorkOrder
-from fl_engine.exchange import ledger as ledgers
-from fl_engine.exchange.ledger import Ledger, Row
-from fl_engine.storage.store import FolderStore, Store
+from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.storage import checkpoints
+from fl_engine.storage.checkpoints import Checkpoints, Row
+from fl_engine.storage.store import FolderStore, Store, sha256
 
 KEPT = {"COMMITTED", "metrics.json"}
 STATE = {"state.safetensors", "state.json"}
@@ -50,7 +51,7 @@ def rows(*numbers: int) -> list[Row]:
 
 def commit(ledger: Ledger, *numbers: int) -> None:
     for round in numbers:
-        ledger.commit(round, *state(round), rows(round))
+        ledger.checkpoints.commit(round, *state(round), rows(round))
 
 
 def files_of(store: Store, round: int) -> set[str]:
@@ -72,45 +73,45 @@ def update(plan: RoundPlan, client: int) -> ClientUpdate:
 
 # --------------------------------------------------------------------------------------------------- commits
 def test_a_commit_reads_back_as_it_was(memory_store: Store) -> None:
-    ledger = Ledger(memory_store)
-    assert ledger.commits() == []
-    assert ledger.rows() == []
-    assert ledger.last_good() is None
+    ledger = ledger_in(memory_store)
+    assert ledger.checkpoints.commits() == []
+    assert ledger.checkpoints.rows() == []
+    assert ledger.checkpoints.last_good() is None
     tensors, rest = state(0)
-    ledger.commit(0, tensors, rest, rows(0))
-    found, found_rest = Ledger(memory_store).read(0)
+    ledger.checkpoints.commit(0, tensors, rest, rows(0))
+    found, found_rest = Checkpoints(memory_store).read(0)
     assert found_rest == rest
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
 def test_rows_of_packed_commits_come_in_round_order(memory_store: Store) -> None:
-    ledger = Ledger(memory_store)
-    ledger.commit(2, *state(2), rows(0, 1, 2))
-    ledger.commit(3, *state(3), rows(3))
-    ledger.commit(11, *state(11), rows(*range(4, 12)))
-    assert ledger.rows() == rows(*range(12))
-    assert ledger.commits() == [2, 3, 11]
+    ledger = ledger_in(memory_store)
+    ledger.checkpoints.commit(2, *state(2), rows(0, 1, 2))
+    ledger.checkpoints.commit(3, *state(3), rows(3))
+    ledger.checkpoints.commit(11, *state(11), rows(*range(4, 12)))
+    assert ledger.checkpoints.rows() == rows(*range(12))
+    assert ledger.checkpoints.commits() == [2, 3, 11]
 
 
 def test_a_measurement_that_is_no_number_can_be_committed(memory_store: Store) -> None:
     """A model may diverge after the last loss that was looked at; that is a result, and no reason to crash."""
     row = Row(round=0, metrics={"loss/M1": float("nan"), "train_loss": float("inf"), "avg": 0.1}, clients=())
-    Ledger(memory_store).commit(0, *state(0), [row])
-    (found,) = Ledger(memory_store).rows()
+    Checkpoints(memory_store).commit(0, *state(0), [row])
+    (found,) = Checkpoints(memory_store).rows()
     assert found.metrics["avg"] == 0.1
 
 
 def test_after_many_commits_two_states_and_all_measurements_are_left(memory_store: Store) -> None:
-    ledger = Ledger(memory_store)
+    ledger = ledger_in(memory_store)
     for round in range(60):
         plan = plan_of(round)
-        ledger.open_round(plan)
+        ledger.mailbox.open_round(plan)
         for client in range(2):
-            ledger.put_outcome(plan, update(plan, client))
-        ledger.close(plan, [0, 1])
+            ledger.mailbox.put_outcome(plan, update(plan, client))
+        ledger.mailbox.close(plan, [0, 1])
         commit(ledger, round)
-    assert ledger.rows() == rows(*range(60))
+    assert ledger.checkpoints.rows() == rows(*range(60))
     assert [r for r in range(60) if files_of(memory_store, r) & STATE] == [58, 59]
     assert all(files_of(memory_store, r) == KEPT for r in range(58))
     assert all(files_of(memory_store, r) == KEPT | STATE for r in (58, 59))
@@ -121,42 +122,42 @@ def test_after_many_commits_two_states_and_all_measurements_are_left(memory_stor
 # ---------------------------------------------------------------------------------------------------- packing
 @pytest.fixture
 def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledgers, "PACKED", 10)
-    monkeypatch.setattr(ledgers, "LOOK_EVERY", 1)
-    monkeypatch.setattr(ledgers, "LINES", 20)
+    monkeypatch.setattr(checkpoints, "PACKED", 10)
+    monkeypatch.setattr(checkpoints, "LOOK_EVERY", 1)
+    monkeypatch.setattr(checkpoints, "LINES", 20)
 
 
 def test_however_many_rounds_there_are_the_files_are_few_and_the_measurements_all_there(
     memory_store: Store, small_packs: None
 ) -> None:
-    ledger, most = Ledger(memory_store), 0
+    ledger, most = ledger_in(memory_store), 0
     for round in range(237):
         commit(ledger, round)
         most = max(most, len(memory_store.list("rounds/")))
     assert most <= (10 + 2) * len(KEPT) + 2 * len(STATE) + len(KEPT | STATE)
     assert len(memory_store.list("metrics/")) == 23
-    assert Ledger(memory_store).rows() == rows(*range(237))
-    assert Ledger(memory_store).last_good() == 236
+    assert Checkpoints(memory_store).rows() == rows(*range(237))
+    assert Checkpoints(memory_store).last_good() == 236
 
 
 def test_states_that_are_kept_stay_when_measurements_are_packed(memory_store: Store, small_packs: None) -> None:
-    ledger = Ledger(memory_store, keep_every=7)
+    ledger = ledger_in(memory_store, keep_every=7)
     commit(ledger, *range(40))
     for round in (6, 13, 20, 27, 34):
-        assert Ledger(memory_store).read(round)[1] == {"count": round}
-    assert ledger.rows() == rows(*range(40))
-    ledger.discard_after(20)  # in the middle of a packed file
-    assert ledger.rows() == rows(*range(21)) and ledger.last_good() == 20
+        assert Checkpoints(memory_store).read(round)[1] == {"count": round}
+    assert ledger.checkpoints.rows() == rows(*range(40))
+    ledger.checkpoints.discard_after(20)  # in the middle of a packed file
+    assert ledger.checkpoints.rows() == rows(*range(21)) and ledger.checkpoints.last_good() == 20
     commit(ledger, *range(21, 50))
-    assert ledger.rows() == rows(*range(50))
+    assert ledger.checkpoints.rows() == rows(*range(50))
 
 
 def test_packed_rounds_keep_some_lines_about_clients_evenly_spread(memory_store: Store, small_packs: None) -> None:
-    ledger = Ledger(memory_store)
+    ledger = ledger_in(memory_store)
     for round in range(24):
         row = Row(round=round, metrics={"avg": 0.5}, clients=tuple({"client": c} for c in range(6)))
-        ledger.commit(round, *state(round), [row])
-    found = ledger.rows()
+        ledger.checkpoints.commit(round, *state(round), [row])
+    found = ledger.checkpoints.rows()
     assert [row.round for row in found if row.clients] == [0, 3, 6, 9, 10, 13, 16, 19, 20, 21, 22, 23]
     assert all(row.metrics == {"avg": 0.5} for row in found)
 
@@ -166,22 +167,22 @@ def test_a_kill_between_any_two_writes_of_packing_and_cutting_loses_no_measureme
 ) -> None:
     for writes in range(1000):
         store = new_store()
-        commit(Ledger(store), *range(11))
+        commit(ledger_in(store), *range(11))
         try:
-            ledger = Ledger(dying(store, writes), keep_every=5)
+            ledger = ledger_in(dying(store, writes), keep_every=5)
             commit(ledger, *range(11, 30))
-            ledger.discard_after(14)
+            ledger.checkpoints.discard_after(14)
             commit(ledger, *range(15, 17))
             break
         except killed:
             pass
-        again = Ledger(store, keep_every=5)
-        last = again.commits()[-1]
-        assert again.rows() == rows(*range(last + 1)), f"killed after {writes} writes"
-        again.tidy()
-        assert again.rows() == rows(*range(last + 1)), f"killed after {writes} writes"
+        again = ledger_in(store, keep_every=5)
+        last = again.checkpoints.commits()[-1]
+        assert again.checkpoints.rows() == rows(*range(last + 1)), f"killed after {writes} writes"
+        again.checkpoints.tidy()
+        assert again.checkpoints.rows() == rows(*range(last + 1)), f"killed after {writes} writes"
         commit(again, *range(last + 1, 40))
-        assert Ledger(store).rows() == rows(*range(40)), f"killed after {writes} writes"
+        assert Checkpoints(store).rows() == rows(*range(40)), f"killed after {writes} writes"
     assert writes > 100
 
 
@@ -190,30 +191,30 @@ def test_a_kill_while_old_rounds_are_deleted_leaves_no_mark_without_what_it_vouc
 ) -> None:
     for writes in range(1000):
         store = new_store()
-        commit(Ledger(store), *range(11))
+        commit(ledger_in(store), *range(11))
         try:
-            commit(Ledger(dying(store, writes)), *range(11, 14))
+            commit(ledger_in(dying(store, writes)), *range(11, 14))
             break
         except killed:
             pass
-        for round in Ledger(store).commits():
+        for round in Checkpoints(store).commits():
             assert "metrics.json" in files_of(store, round), f"round {round}, killed after {writes} writes"
     assert writes > 30
 
 
 @pytest.mark.parametrize("how", [*DAMAGES, "deleted"])
 def test_a_damaged_pack_is_named_and_can_be_got_over(memory_store: Store, small_packs: None, how: str) -> None:
-    commit(Ledger(memory_store, keep_every=8), *range(35))
+    commit(ledger_in(memory_store, keep_every=8), *range(35))
     _, second, _ = memory_store.list("metrics/")
     damage(memory_store, second, how)
-    ledger = Ledger(memory_store, keep_every=8)
+    ledger = ledger_in(memory_store, keep_every=8)
     said = "the measurements of 10 rounds are missing" if how == "deleted" else second
     with pytest.raises(IntegrityError, match=said) as error:
-        ledger.rows()
+        ledger.checkpoints.rows()
     assert "--discard-damaged" in str(error.value)
-    assert ledger.last_good() == 7, "the last state before what is lost"
-    ledger.discard_after(7)
-    assert ledger.rows() == rows(*range(8))
+    assert ledger.checkpoints.last_good() == 7, "the last state before what is lost"
+    ledger.checkpoints.discard_after(7)
+    assert ledger.checkpoints.rows() == rows(*range(8))
 
 
 def test_a_listing_that_does_not_show_the_last_commits_yet_loses_none(memory_store: Store, small_packs: None) -> None:
@@ -226,37 +227,37 @@ def test_a_listing_that_does_not_show_the_last_commits_yet_loses_none(memory_sto
             return [key for key in found if key not in hidden]
 
     store = Stale()
-    commit(Ledger(store), *range(30))
+    commit(ledger_in(store), *range(30))
     store.__class__ = type(memory_store)
-    assert Ledger(store).rows() == rows(*range(30))
-    assert Ledger(store).last_good() == 29
+    assert Checkpoints(store).rows() == rows(*range(30))
+    assert Checkpoints(store).last_good() == 29
 
 
 def test_keep_every_keeps_some_states_more(memory_store: Store) -> None:
-    commit(Ledger(memory_store, keep_every=10), *range(35))
+    commit(ledger_in(memory_store, keep_every=10), *range(35))
     assert [r for r in range(35) if files_of(memory_store, r) & STATE] == [9, 19, 29, 33, 34]
     for round in (9, 19, 29):
-        assert Ledger(memory_store).read(round)[1] == {"count": round}
+        assert Checkpoints(memory_store).read(round)[1] == {"count": round}
 
 
 def answered(ledger: Ledger, plan: RoundPlan) -> set[int]:
-    return {outcome.client for outcome in ledger.finished(plan)}
+    return {outcome.client for outcome in ledger.mailbox.finished(plan)}
 
 
 def test_a_commit_leaves_later_rounds_alone(memory_store: Store) -> None:
-    ledger, later = Ledger(memory_store), plan_of(5)
-    ledger.put_outcome(later, update(later, 0))
+    ledger, later = ledger_in(memory_store), plan_of(5)
+    ledger.mailbox.put_outcome(later, update(later, 0))
     commit(ledger, 0, 1)
     assert answered(ledger, later) == {0}
 
 
 def test_a_folder_holds_no_empty_folders_and_no_parts(tmp_path: Path) -> None:
-    ledger = Ledger(FolderStore(tmp_path))
+    ledger = ledger_in(FolderStore(tmp_path))
     for round in range(3):  # three rounds in one commit: the first two leave nothing but their rows in the third
         plan = plan_of(round)
-        ledger.open_round(plan)
-        ledger.put_outcome(plan, update(plan, 0))
-    ledger.commit(2, *state(2), rows(0, 1, 2))
+        ledger.mailbox.open_round(plan)
+        ledger.mailbox.put_outcome(plan, update(plan, 0))
+    ledger.checkpoints.commit(2, *state(2), rows(0, 1, 2))
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == [
         "rounds",
         "rounds/00002",
@@ -276,60 +277,60 @@ WHERE = [
 
 @pytest.mark.parametrize(("name", "how"), WHERE)
 def test_damage_names_the_file_and_how_to_go_on(memory_store: Store, name: str, how: str) -> None:
-    ledger = Ledger(memory_store)
+    ledger = ledger_in(memory_store)
     commit(ledger, 0, 1, 2)
     damage(memory_store, f"rounds/00002/{name}", how)
     with pytest.raises(IntegrityError) as error:
-        ledger.read(2)
+        ledger.checkpoints.read(2)
     assert f"memory/rounds/00002/{name}" in str(error.value)
     assert "--discard-damaged" in str(error.value)
-    assert ledger.last_good() == 1
+    assert ledger.checkpoints.last_good() == 1
 
 
 @pytest.mark.parametrize("how", [*DAMAGES, "deleted"])
 def test_damaged_measurements_of_an_old_round_name_their_own_file(memory_store: Store, how: str) -> None:
-    ledger = Ledger(memory_store)
+    ledger = ledger_in(memory_store)
     commit(ledger, *range(5))
     damage(memory_store, "rounds/00001/metrics.json", how)
     with pytest.raises(IntegrityError, match=r"memory/rounds/00001/metrics\.json") as error:
-        ledger.rows()
+        ledger.checkpoints.rows()
     assert "--discard-damaged" in str(error.value)
 
 
 @pytest.mark.parametrize("how", [h for h in DAMAGES if h != "flipped"])
 def test_a_damaged_commit_mark_of_an_old_round_is_named(memory_store: Store, how: str) -> None:
-    ledger = Ledger(memory_store)
+    ledger = ledger_in(memory_store)
     commit(ledger, *range(5))
     damage(memory_store, "rounds/00001/COMMITTED", how)
     with pytest.raises(IntegrityError, match="rounds/00001/COMMITTED"):
-        ledger.rows()
+        ledger.checkpoints.rows()
 
 
 def test_last_good_goes_back_as_far_as_states_are_kept(memory_store: Store) -> None:
-    ledger = Ledger(memory_store, keep_every=3)
+    ledger = ledger_in(memory_store, keep_every=3)
     commit(ledger, *range(8))
-    assert ledger.last_good() == 7
+    assert ledger.checkpoints.last_good() == 7
     damage(memory_store, "rounds/00007/state.safetensors", "flipped")
-    assert ledger.last_good() == 6
+    assert ledger.checkpoints.last_good() == 6
     damage(memory_store, "rounds/00006/state.json", "deleted")
-    assert ledger.last_good() == 5
+    assert ledger.checkpoints.last_good() == 5
     damage(memory_store, "rounds/00005/metrics.json", "truncated")
-    assert ledger.last_good() == 2
+    assert ledger.checkpoints.last_good() == 2
     damage(memory_store, "rounds/00002/state.safetensors", "empty")
-    assert ledger.last_good() is None
+    assert ledger.checkpoints.last_good() is None
 
 
 def test_discard_after_forgets_later_rounds(memory_store: Store) -> None:
-    ledger = Ledger(memory_store)
+    ledger = ledger_in(memory_store)
     commit(ledger, *range(5))
     plan = plan_of(5)
-    ledger.put_outcome(plan, update(plan, 0))
-    ledger.close(plan, [0])
-    ledger.discard_after(3)
-    assert ledger.commits() == [0, 1, 2, 3]
+    ledger.mailbox.put_outcome(plan, update(plan, 0))
+    ledger.mailbox.close(plan, [0])
+    ledger.checkpoints.discard_after(3)
+    assert ledger.checkpoints.commits() == [0, 1, 2, 3]
     assert files_of(memory_store, 4) == files_of(memory_store, 5) == set()
-    assert ledger.read(3)[1] == {"count": 3}
-    ledger.discard_after(None)
+    assert ledger.checkpoints.read(3)[1] == {"count": 3}
+    ledger.checkpoints.discard_after(None)
     assert memory_store.list("rounds/") == []
 
 
@@ -357,44 +358,44 @@ def test_a_damaged_run_goes_on_only_when_told_to(job: Any, memory_store: Store, 
     assert memory_store.files == before, "nothing is discarded without leave"  # type: ignore[attr-defined]
     found = job.federate(memory_store, stop=6, discard_damaged=True)
     assert found == job.federate(type(memory_store)(), stop=6)
-    assert [row.round for row in Ledger(memory_store).rows()] == list(range(6))
+    assert [row.round for row in Checkpoints(memory_store).rows()] == list(range(6))
 
 
 # -------------------------------------------------------------------------------------------- inside a round
 def test_an_outcome_reads_back_as_it_was(memory_store: Store) -> None:
-    ledger, plan = Ledger(memory_store), plan_of(3)
-    ledger.open_round(plan)
+    ledger, plan = ledger_in(memory_store), plan_of(3)
+    ledger.mailbox.open_round(plan)
     sent, failure = update(plan, 0), ClientFailure(3, 1, "prune", "12.0 % is free")
-    ledger.put_outcome(plan, sent)
+    ledger.mailbox.put_outcome(plan, sent)
     assert answered(ledger, plan) == {0}
-    ledger.put_outcome(plan, failure)
+    ledger.mailbox.put_outcome(plan, failure)
     assert answered(ledger, plan) == {0, 1}
-    found = ledger.outcome(plan, 0)
+    found = ledger.mailbox.outcome(plan, 0)
     assert isinstance(found, ClientUpdate)
     assert replace(found, payload={}, metrics={}) == replace(sent, payload={}, metrics={})
     assert dict(found.metrics) == dict(sent.metrics)
     assert torch.equal(found.payload["w"], sent.payload["w"])
-    assert ledger.outcome(plan, 1) == failure
-    assert ledger.closed(plan) is None
-    ledger.close(plan, [1, 0])
-    closed = ledger.closed(plan)
+    assert ledger.mailbox.outcome(plan, 1) == failure
+    assert ledger.mailbox.closed(plan) is None
+    ledger.mailbox.close(plan, [1, 0])
+    closed = ledger.mailbox.closed(plan)
     assert closed is not None and list(closed.accepted) == [0, 1]
     # client 1 of round 3 must not be taken for client 1 of round 30, nor its file for client 11's
-    assert ledger.closed(plan_of(30)) is None
+    assert ledger.mailbox.closed(plan_of(30)) is None
     assert answered(ledger, plan_of(30)) == set()
 
 
 def test_orders_come_back_as_they_were_put(memory_store: Store) -> None:
     """With what each sends and remembers, and every name that a client has to read; tensors are written once."""
-    ledger, plan = Ledger(memory_store), plan_of(3, clients=3)
+    ledger, plan = ledger_in(memory_store), plan_of(3, clients=3)
     first, second, third = plan.orders
     shared = first.payload
     second = replace(second, payload=shared, memory={"m": torch.tensor([7.0])}, hints={"model": "M2", "kd": 0.5})
     third = replace(third, payload={})
-    keys = ledger.put_orders(replace(plan, orders=(first, second, third)))
-    assert ledger.ordered(3) == 3 and keys.keys() == {0, 1, 2}
+    keys = ledger.mailbox.put_orders(replace(plan, orders=(first, second, third)))
+    assert ledger.mailbox.ordered(3) == 3 and keys.keys() == {0, 1, 2}
     for order in (first, second, third):
-        found = ledger.order(3, order.client)
+        found = ledger.mailbox.order(3, order.client)
         assert replace(found, payload={}, memory={}) == replace(order, payload={}, memory={})
         for sent, back in ((order.payload, found.payload), (order.memory, found.memory)):
             assert sent.keys() == back.keys() and all(torch.equal(sent[name], back[name]) for name in sent)
@@ -405,23 +406,23 @@ def test_orders_come_back_as_they_were_put(memory_store: Store) -> None:
 
 @pytest.mark.parametrize(("round", "client"), [(3, 1), (4, 0)])
 def test_an_order_of_another_round_or_client_is_refused(memory_store: Store, round: int, client: int) -> None:
-    ledger = Ledger(memory_store)
-    ledger.put_orders(plan_of(3))
+    ledger = ledger_in(memory_store)
+    ledger.mailbox.put_orders(plan_of(3))
     at = f"rounds/{round:05d}/orders/{client}.json"
     memory_store.put(at, memory_store.get("rounds/00003/orders/0.json"))
     with pytest.raises(IntegrityError, match=f"{at} is of round 3, client 0"):
-        ledger.order(round, client)
+        ledger.mailbox.order(round, client)
 
 
 def test_measurements_that_are_no_list_are_named(memory_store: Store) -> None:
-    ledger = Ledger(memory_store)
+    ledger = ledger_in(memory_store)
     commit(ledger, 0)
     mark = json.loads(memory_store.get("rounds/00000/COMMITTED"))
     memory_store.put("rounds/00000/metrics.json", b"{}")
-    mark["files"]["metrics.json"] = ledgers.sha256(b"{}")
+    mark["files"]["metrics.json"] = sha256(b"{}")
     memory_store.put("rounds/00000/COMMITTED", json.dumps(mark).encode())
     with pytest.raises(IntegrityError, match=r"rounds/00000/metrics\.json is no list of rounds"):
-        ledger.rows()
+        ledger.checkpoints.rows()
 
 
 def _other_seed(order: WorkOrder) -> WorkOrder:
@@ -440,13 +441,13 @@ def _other_hints(order: WorkOrder) -> WorkOrder:
 def test_an_update_for_another_order_is_not_adopted(
     memory_store: Store, other: Callable[[WorkOrder], WorkOrder]
 ) -> None:
-    ledger, plan = Ledger(memory_store), plan_of(0)
+    ledger, plan = ledger_in(memory_store), plan_of(0)
     for client in range(2):
-        ledger.put_outcome(plan, update(plan, client))
+        ledger.mailbox.put_outcome(plan, update(plan, client))
     changed = replace(plan, orders=(other(plan.orders[0]), plan.orders[1]))
     assert answered(ledger, changed) == {1}
     with pytest.raises(IntegrityError, match="client 0"):
-        ledger.outcome(changed, 0)
+        ledger.mailbox.outcome(changed, 0)
 
 
 # A manifest has no checksum of its own, and one flipped bit may leave a valid one.
@@ -457,22 +458,22 @@ PARTS = [(".safetensors", how) for how in [*DAMAGES, "deleted"]] + [
 
 @pytest.mark.parametrize(("suffix", "how"), PARTS)
 def test_an_update_that_is_not_whole_is_asked_for_again(memory_store: Store, suffix: str, how: str) -> None:
-    ledger, plan = Ledger(memory_store), plan_of(0)
+    ledger, plan = ledger_in(memory_store), plan_of(0)
     for client in range(2):
-        ledger.put_outcome(plan, update(plan, client))
+        ledger.mailbox.put_outcome(plan, update(plan, client))
     damage(memory_store, f"rounds/00000/updates/1{suffix}", how)
     assert answered(ledger, plan) == {0}
 
 
 @pytest.mark.parametrize("how", [h for h in DAMAGES if h != "flipped"])
 def test_a_damaged_closed_set_is_named(memory_store: Store, how: str) -> None:
-    ledger, plan = Ledger(memory_store), plan_of(0)
+    ledger, plan = ledger_in(memory_store), plan_of(0)
     for client in (0, 1):
-        ledger.put_outcome(plan, update(plan, client))
-    ledger.close(plan, [0, 1])
+        ledger.mailbox.put_outcome(plan, update(plan, client))
+    ledger.mailbox.close(plan, [0, 1])
     damage(memory_store, "rounds/00000/closed.json", how)
     with pytest.raises(IntegrityError, match=r"memory/rounds/00000/closed\.json"):
-        ledger.closed(plan)
+        ledger.mailbox.closed(plan)
 
 
 def test_stored_updates_are_adopted_and_only_the_rest_is_asked(

@@ -38,9 +38,9 @@ from fl_engine.core.types import (
     Slot,
     SubmodelSpec,
 )
-from fl_engine.exchange.ledger import Ledger
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.loop import Evaluation
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection.selectors import Curiosity, ResourceTable, Uniform
@@ -330,7 +330,7 @@ def test_a_resumed_run_has_the_same_noise_and_tells_what_it_has_spent(name: str,
 
     def federate(folder: str, stop: int, key: bytes) -> tuple[Params, Memory]:
         config = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, norm_bound=None)
-        ledger, tracker, start = Ledger(FolderStore(tmp_path / folder)), Memory(), start_of(algorithm, site)
+        ledger, tracker, start = ledger_in(FolderStore(tmp_path / folder)), Memory(), start_of(algorithm, site)
         final = rounds.federate(
             algorithm, start, InProcess(site), ledger, tracker, config, SEED, evaluation, noise_key=key
         )
@@ -372,7 +372,7 @@ def asked(tmp_path: Path) -> Callable[..., Asked]:
         site = tiny_site(algorithm)
         evaluation = Evaluation(site.family, site.pool, site.data, ("cpu",), site.fleet)
         config = RoundsConfig(**{"stop": stop, "evaluate_every": 100, "commit_every": 1, "norm_bound": None} | more)
-        backend, ledger, start = Idle(), Ledger(FolderStore(tmp_path / folder)), start_of(algorithm, site)
+        backend, ledger, start = Idle(), ledger_in(FolderStore(tmp_path / folder)), start_of(algorithm, site)
         given = (algorithm, start, backend, ledger, Memory(), config, SEED, evaluation)
         with suppress(Stopped):
             rounds.federate(*given, should_stop=lambda: len(backend.plans) == stop_in, noise_key=key)

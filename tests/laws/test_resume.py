@@ -13,9 +13,10 @@ from fl_engine.core.errors import IntegrityError, Stopped
 from fl_engine.core.slicing import take
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import ClientFailure, Outcome, ParamLayout, RoundPlan
-from fl_engine.exchange.ledger import Ledger
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import Store
 from fl_engine.testing.tracker import Memory
 
@@ -70,8 +71,8 @@ def test_a_run_stopped_in_every_round_equals_one_that_was_not(
             job.federate(store, after(PER_ROUND + 1), stop=ROUNDS, **mode)
         except Stopped:
             stops += 1
-        assert Ledger(store).commits()[-1] > commits[-1], "what was finished is committed"
-        commits = Ledger(store).commits()
+        assert Checkpoints(store).commits()[-1] > commits[-1], "what was finished is committed"
+        commits = Checkpoints(store).commits()
     assert stops >= 2
     assert job.federate(store, stop=ROUNDS, **mode) == expected
     assert timeless(store) == timeless(undisturbed)
@@ -84,8 +85,8 @@ def test_what_is_finished_is_committed_when_a_run_is_stopped(
     tracker = Memory()
     with pytest.raises(Stopped, match="--resume"):
         job.federate(memory_store, after(2 * PER_ROUND + 1), tracker=tracker, stop=ROUNDS, **mode)
-    assert [row.round for row in Ledger(memory_store).rows()] == [0, 1]
-    assert Ledger(memory_store).last_good() == 1
+    assert [row.round for row in Checkpoints(memory_store).rows()] == [0, 1]
+    assert Checkpoints(memory_store).last_good() == 1
     assert sorted(tracker.rows) == [1, 2], "and tracked"
 
 
@@ -136,8 +137,8 @@ def test_what_a_round_refuses_is_refused_after_a_kill_as_before(
 
 def remembered(store: Store) -> Any:
     """How far the last commit says that updates moved."""
-    ledger = Ledger(store)
-    return ledger.read(ledger.commits()[-1])[1].get(rounds.HISTORY)
+    ledger = ledger_in(store)
+    return ledger.checkpoints.read(ledger.checkpoints.commits()[-1])[1].get(rounds.HISTORY)
 
 
 def test_what_is_remembered_is_the_same_however_it_is_stored(job: Any, new_store: Make) -> None:
@@ -181,7 +182,8 @@ def test_of_two_updates_the_liar_is_refused_from_the_first_round_on(
     """The median of two is no measure: what came before is, and in the first round the size of what was sent."""
     store = new_store()
     job.federate(store, backend=Lying(job.backend, round, times, job.family.layout()), stop=4)
-    failed = {row.round: [line["failure"] for line in row.clients if "failure" in line] for row in Ledger(store).rows()}
+    rows = Checkpoints(store).rows()
+    failed = {row.round: [line["failure"] for line in row.clients if "failure" in line] for row in rows}
     assert [r for r in failed if failed[r]] == [round]
     (reason,) = failed[round]
     assert reason.startswith("validate: norm: ")
@@ -207,10 +209,10 @@ def test_a_commit_of_an_older_version_goes_on_with_nothing_remembered(
 def test_what_is_remembered_has_to_be_numbers(job: Any, new_store: Make, history: Any) -> None:
     store = new_store()
     job.federate(store, stop=1)
-    ledger = Ledger(store)
-    tensors, rest = ledger.read(0)
-    ledger.discard_after(None)
-    ledger.commit(0, tensors, {**rest, rounds.HISTORY: history}, [])
+    ledger = ledger_in(store)
+    tensors, rest = ledger.checkpoints.read(0)
+    ledger.checkpoints.discard_after(None)
+    ledger.checkpoints.commit(0, tensors, {**rest, rounds.HISTORY: history}, [])
     with pytest.raises(IntegrityError, match="how far updates moved"):
         job.federate(store, stop=2)
 
@@ -224,7 +226,7 @@ def test_nothing_is_tidied_away_before_the_state_is_seen_to_be_whole(
         memory_store.files.clear()  # type: ignore[attr-defined]
         with pytest.raises(killed):
             job.federate(dying(memory_store, writes), stop=4)
-        if Ledger(memory_store).commits() == [0, 1, 2]:
+        if Checkpoints(memory_store).commits() == [0, 1, 2]:
             break
     for round in (1, 2):
         memory_store.put(f"rounds/{round:05d}/state.safetensors", b"damaged")
@@ -244,7 +246,7 @@ def test_raising_the_number_of_rounds_continues_a_finished_run(
     assert job.federate(memory_store, stop=2, **mode) != expected
     assert job.federate(memory_store, stop=5, **mode) == expected
     assert {round for round, _ in job.backend.asked} == {2, 3, 4}, "nothing is trained twice"
-    assert [row.round for row in Ledger(memory_store).rows()] == [0, 1, 2, 3, 4]
+    assert [row.round for row in Checkpoints(memory_store).rows()] == [0, 1, 2, 3, 4]
 
 
 def test_a_finished_run_is_not_trained_again(job: Any, memory_store: Store) -> None:
@@ -259,8 +261,8 @@ def test_the_last_round_is_always_committed_and_evaluated(job: Any, new_store: M
     for mode in ({"commit_every": 3}, {"commit_every": "auto"}, {"commit_every": 1, "evaluate_every": 3}):
         store = new_store()
         job.federate(store, stop=4, **mode)
-        assert Ledger(store).commits()[-1] == 3
-        scored = [row.round for row in Ledger(store).rows() if "avg" in row.metrics]
+        assert Checkpoints(store).commits()[-1] == 3
+        scored = [row.round for row in Checkpoints(store).rows() if "avg" in row.metrics]
         assert scored == ([2, 3] if "evaluate_every" in mode else [3])
 
 
@@ -270,7 +272,7 @@ def test_auto_packs_quick_rounds_and_commits_slow_ones(
     def commits(**mode: Any) -> list[int]:
         store = new_store()
         job.federate(store, commit_every="auto", **mode)
-        return Ledger(store).commits()
+        return Checkpoints(store).commits()
 
     assert commits() == [3], "four rounds of milliseconds are one commit"
     assert commits(keep_every=3) == [2, 3], "but a state that is to be kept has to be there"
@@ -288,7 +290,7 @@ class AfterTheCommit(Memory):
         self.store = store
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        committed = {row.round + 1 for row in Ledger(self.store).rows()}
+        committed = {row.round + 1 for row in Checkpoints(self.store).rows()}
         assert {step for step, _ in rows} <= committed
         super().metrics(rows)
 
@@ -331,7 +333,7 @@ def test_a_round_in_which_all_fail_changes_nothing_and_survives_a_resume(
     after_one = job.federate(new_store(), stop=1)
     failing = Failing(job.backend, lambda round, _: round == 1)
     assert job.federate(memory_store, backend=failing, stop=2, **mode) == after_one
-    row = Ledger(memory_store).rows()[1]
+    row = Checkpoints(memory_store).rows()[1]
     assert row.metrics["clients_failed"] == PER_ROUND
     assert row.metrics["clients_trained"] == 0
     assert row.metrics["waste"] == 1
@@ -405,7 +407,7 @@ def test_a_state_comes_back_from_its_parts(job: Any) -> None:
 
 
 def test_a_ledger_of_another_model_is_refused(job: Any, memory_store: Store) -> None:
-    Ledger(memory_store).commit(0, {"params/other": torch.zeros(3)}, {}, [])
+    Checkpoints(memory_store).commit(0, {"params/other": torch.zeros(3)}, {}, [])
     with pytest.raises(IntegrityError, match="differs from the configured model"):
         job.federate(memory_store)
 

@@ -19,7 +19,7 @@ from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import ClientFailure, ClientUpdate, Params, RoundPlan, SubmodelSpec
 from fl_engine.exchange.acceptance import Moved
 from fl_engine.exchange.client import execute
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import (
     Manifest,
     key_of,
@@ -73,8 +73,8 @@ class Memory(FolderStore):
             self.files.pop(key, None)
 
 
-def ledger_of(files: dict[str, bytes]) -> Ledger:
-    return Ledger(Memory(files), rules=replace(SITE.rules, algorithm=ALGORITHM), key=key_of(SECRET))
+def ledger_of(files: dict[str, bytes]) -> Mailbox:
+    return Mailbox(Memory(files), rules=replace(SITE.rules, algorithm=ALGORITHM), key=key_of(SECRET))
 
 
 def honest_files() -> dict[str, bytes]:
@@ -156,9 +156,9 @@ def test_a_client_that_prunes_can_send_that_length_too() -> None:
     base = f"rounds/00000/updates/{order.client}"
     lengths = {f"{base}.safetensors": payload_bytes(order), f"{base}.json": manifest_bytes(order)}
     files: dict[str, bytes] = {}
-    Ledger(Memory(files), key=key_of(SECRET), lengths=lengths).put_outcome(PLAN, outcome)
+    Mailbox(Memory(files), key=key_of(SECRET), lengths=lengths).put_outcome(PLAN, outcome)
     rules = replace(SITE.rules, algorithm=ALGORITHM, seed=None)  # it has looked at what is free
-    found = Ledger(Memory(files), rules=rules, key=key_of(SECRET)).receive(PLAN, order.client)
+    found = Mailbox(Memory(files), rules=rules, key=key_of(SECRET)).receive(PLAN, order.client)
     assert_same_outcomes([found], [outcome])
 
 
@@ -166,7 +166,7 @@ def test_where_a_store_takes_one_length_alone_answers_have_it() -> None:
     lengths = {f"{BASE}.safetensors": payload_bytes(ORDER), f"{BASE}.json": manifest_bytes(ORDER)}
     for outcome in (HONEST, ClientFailure(0, ORDER.client, "train", "no")):
         files: dict[str, bytes] = {}
-        Ledger(Memory(files), key=key_of(SECRET), lengths=lengths).put_outcome(PLAN, outcome)
+        Mailbox(Memory(files), key=key_of(SECRET), lengths=lengths).put_outcome(PLAN, outcome)
         assert {key: len(value) for key, value in files.items()}.items() <= lengths.items()
         assert_same_outcomes([ledger_of(files).receive(PLAN, ORDER.client)], [outcome])
 
@@ -198,9 +198,9 @@ class Refusing(Memory):
 def test_what_only_a_clients_own_files_refuse_is_that_clients_failure(
     what: str, kind: type[EnvironmentFailure]
 ) -> None:
-    def refusing(after: int = 0, until: int = 10**9) -> Ledger:
+    def refusing(after: int = 0, until: int = 10**9) -> Mailbox:
         store = Refusing(dict(FILES), what, after, until, kind)
-        return Ledger(store, rules=ledger_of({}).rules, key=key_of(SECRET))
+        return Mailbox(store, rules=ledger_of({}).rules, key=key_of(SECRET))
 
     plan = replace(PLAN, orders=(ORDER,))
     outcome = refusing().receive(plan, ORDER.client)
@@ -219,12 +219,12 @@ def test_what_only_a_clients_own_files_refuse_is_that_clients_failure(
 
 
 def test_a_store_that_refuses_everything_is_no_clients_doing() -> None:
-    ledger = Ledger(Refusing(dict(FILES), ""), rules=ledger_of({}).rules, key=key_of(SECRET))
+    ledger = Mailbox(Refusing(dict(FILES), ""), rules=ledger_of({}).rules, key=key_of(SECRET))
     with pytest.raises(EnvironmentFailure, match="InvalidObjectState"):
         ledger.receive(PLAN, ORDER.client)
     with pytest.raises(EnvironmentFailure, match="InvalidObjectState"):
         list(ledger.finished(PLAN))
-    own = Ledger(Refusing(dict(FILES), BASE), rules=ledger_of({}).rules)
+    own = Mailbox(Refusing(dict(FILES), BASE), rules=ledger_of({}).rules)
     with pytest.raises(EnvironmentFailure):  # without keys it is this machine's own file
         own.receive(PLAN, ORDER.client)
 
@@ -332,7 +332,7 @@ def test_a_client_does_not_say_what_the_coordinator_says(stage: str) -> None:
     found = ledger_of(files).receive(PLAN, ORDER.client)
     assert found == ClientFailure(0, ORDER.client, "train", "norm: $$")
     own = key_of(SECRET, "coordinator")
-    ledger = Ledger(Memory({}), key=key_of(SECRET), own=own)
+    ledger = Mailbox(Memory({}), key=key_of(SECRET), own=own)
     ledger.put_outcome(PLAN, ClientFailure(0, ORDER.client, stage, "said by the coordinator"))
     assert ledger.outcome(PLAN, ORDER.client) == ClientFailure(0, ORDER.client, stage, "said by the coordinator")
 
@@ -362,7 +362,7 @@ def test_the_key_of_one_order_signs_no_answer_to_another() -> None:
     """A client keeps the keys of all the orders that it was ever given."""
     for other in (replace(ORDER, round=1), replace(ORDER, seed=ORDER.seed + 1), replace(ORDER, hints={"model": "X"})):
         plan, files = RoundPlan(other.round, (other,)), dict[str, bytes]()
-        given = Ledger(Memory(files), key=lambda _: KEY)  # what the client does with the key that it has
+        given = Mailbox(Memory(files), key=lambda _: KEY)  # what the client does with the key that it has
         given.put_outcome(plan, replace(HONEST, round=other.round))
         found = ledger_of(files).receive(plan, ORDER.client)
         assert isinstance(found, ClientFailure) and found.reason.startswith("signature:")
@@ -370,7 +370,7 @@ def test_the_key_of_one_order_signs_no_answer_to_another() -> None:
 
 def test_a_client_cannot_sign_as_the_coordinator() -> None:
     """Else it could say of itself that its pod failed, or of its update that it was not looked at."""
-    ledger = Ledger(
+    ledger = Mailbox(
         Memory(lying(spec=None, sha256=None, stage="pod", reason="lost")),
         key=key_of(SECRET),
         own=key_of(SECRET, "coordinator"),
@@ -401,7 +401,7 @@ def test_an_answer_that_is_replaced_after_the_round_was_closed_does_not_count(la
 def test_what_a_round_was_closed_with_counts_whoever_was_asked(before: bool, after: bool, what: str) -> None:
     """Clients of this machine sign with no key, those in pods do: a run may go on with the others."""
     files: dict[str, bytes] = {}
-    ours = {False: Ledger(Memory(files)), True: ledger_of(files)}
+    ours = {False: Mailbox(Memory(files)), True: ledger_of(files)}
     plan = replace(PLAN, orders=(ORDER,))
     answer = HONEST if what == "an update" else ClientFailure(0, ORDER.client, "prune", "nothing fits")
     ours[before].put_outcome(plan, answer)
@@ -420,7 +420,7 @@ def test_what_a_round_was_closed_with_counts_whoever_was_asked(before: bool, aft
 def test_answers_that_nobody_signed_are_deleted_when_pods_are_asked_again() -> None:
     """Else the pods that are asked would count as having given them."""
     files: dict[str, bytes] = {}
-    Ledger(Memory(files)).put_outcome(PLAN, HONEST)
+    Mailbox(Memory(files)).put_outcome(PLAN, HONEST)
     ledger = ledger_of(files)
     assert ledger.answered(0) == {ORDER.client} and list(ledger.finished(PLAN)) == []
     assert ledger.answered(0) == set() and not files
@@ -464,7 +464,7 @@ def test_where_devices_look_at_their_memory_any_that_can_be_is_taken() -> None:
 
     def said(free: float) -> str:
         files = lying(metrics={**dict(HONEST.metrics), "free": free})
-        found = Ledger(Memory(files), rules=rules, key=key_of(SECRET)).receive(PLAN, ORDER.client)
+        found = Mailbox(Memory(files), rules=rules, key=key_of(SECRET)).receive(PLAN, ORDER.client)
         return found.reason.partition(":")[0] if isinstance(found, ClientFailure) else "taken"
 
     assert said(HONEST.metrics["free"] + 1e-3) == "taken"
@@ -476,7 +476,7 @@ def test_of_an_algorithm_that_is_not_known_only_the_bounds_are() -> None:
 
     def said(**metrics: float) -> str:
         files = lying(metrics={**dict(HONEST.metrics), **metrics})
-        found = Ledger(Memory(files), rules=rules, key=key_of(SECRET)).receive(PLAN, ORDER.client)
+        found = Mailbox(Memory(files), rules=rules, key=key_of(SECRET)).receive(PLAN, ORDER.client)
         return found.reason.partition(":")[0] if isinstance(found, ClientFailure) else "taken"
 
     assert said(steps=7.0, macs=1e9) == "taken"
@@ -492,7 +492,7 @@ def test_what_an_order_makes_is_what_an_honest_client_says(name: str) -> None:
         site = tiny_site(algorithm)
         plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
         files: dict[str, bytes] = {}
-        ledger = Ledger(Memory(files), rules=replace(site.rules, algorithm=algorithm))
+        ledger = Mailbox(Memory(files), rules=replace(site.rules, algorithm=algorithm))
         for order in plan.orders:
             outcome = execute(algorithm, order, site)
             ledger.put_outcome(plan, outcome)
@@ -512,7 +512,7 @@ def with_statistics(kind: str, value: float) -> ClientFailure | ClientUpdate:
     assert isinstance(honest, ClientUpdate)
     name = next(name for name in honest.payload if name.endswith(kind))
     payload = {**honest.payload, name: poisoned(value)(honest.payload[name].clone())}
-    ledger = Ledger(Memory({}), rules=replace(STATIC_SITE.rules, algorithm=ALGORITHM))
+    ledger = Mailbox(Memory({}), rules=replace(STATIC_SITE.rules, algorithm=ALGORITHM))
     ledger.put_outcome(STATIC_PLAN, replace(honest, payload=payload))
     found = ledger.receive(STATIC_PLAN, order.client)
     assert isinstance(found, ClientUpdate | ClientFailure)

@@ -16,7 +16,8 @@ import torch
 from moto.server import ThreadedMotoServer
 
 from fl_engine.core.errors import EnvironmentFailure
-from fl_engine.exchange.ledger import Ledger, Row
+from fl_engine.rounds.ledger import ledger_in
+from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.places import open_store
 from flexfleet.kubeflow import follow as following
 from flexfleet.kubeflow.submit import submit
@@ -29,10 +30,10 @@ METRICS = {"avg": 0.5, "full": 0.6, "train_loss": 1.5, "clients_trained": 3.0, "
 
 def commit(uri: str, *rounds: int) -> None:
     """Rounds of a run as its ledger has them."""
-    ledger = Ledger(open_store(uri))
+    ledger = ledger_in(open_store(uri))
     for round in rounds:
         row = Row(round=round, metrics={**METRICS, "avg": 0.5 + round / 10}, clients=())
-        ledger.commit(round, {"w": torch.zeros(1)}, {}, [row])
+        ledger.checkpoints.commit(round, {"w": torch.zeros(1)}, {}, [row])
 
 
 def details(*tasks: dict[str, Any]) -> dict[str, Any]:

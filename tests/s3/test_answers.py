@@ -14,7 +14,7 @@ import torch
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.exchange.assignment import Assignment
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import key_of, manifest_bytes, payload_bytes
 from fl_engine.storage.s3 import S3Store, Verb
 
@@ -57,9 +57,9 @@ def test_an_object_that_its_client_made_unreadable_is_that_clients_failure(
     if server == "moto" and trick is not archived:
         pytest.skip("moto gives every object to everybody")
     store = S3Store(f"s3://runs/{tmp_path.name}")
-    ledger = Ledger(store, key=key_of(b"secret"), own=key_of(b"secret", "coordinator"))
+    ledger = Mailbox(store, key=key_of(b"secret"), own=key_of(b"secret", "coordinator"))
     ledger.open_round(PLAN)
-    pod = Ledger(store, key=key_of(b"secret"))
+    pod = Mailbox(store, key=key_of(b"secret"))
     for order in PLAN.orders:
         pod.put_outcome(PLAN, ClientUpdate(0, order.client, order.spec, {"w": torch.ones(4)}, 1, {}))
     key = f"rounds/00000/updates/1.{kind}"
@@ -85,11 +85,11 @@ def test_an_object_that_its_client_made_unreadable_is_that_clients_failure(
 def test_a_pods_answer_arrives_either_way(server: str, verb: Verb, tmp_path: Path) -> None:
     """By PUT at the one length that was signed, however much shorter it is."""
     store, order = S3Store(f"s3://runs/{tmp_path.name}"), PLAN.orders[1]
-    ledger, key = Ledger(store, key=key_of(b"secret")), key_of(b"secret")(order)
+    ledger, key = Mailbox(store, key=key_of(b"secret")), key_of(b"secret")(order)
     keys = dict(zip(ledger.outcome_keys(0, 1), (payload_bytes(order), manifest_bytes(order)), strict=True))
     writes = {name: store.upload(name, size, 60, verb) for name, size in keys.items()}
     told = Assignment(round=0, clients=(1,), keys={1: key.hex()}, writes=writes)
-    pod = Ledger(told.open(), key=lambda _: key, lengths=told.lengths)
+    pod = Mailbox(told.open(), key=lambda _: key, lengths=told.lengths)
     pod.put_outcome(PLAN, ClientUpdate(0, 1, order.spec, {"w": torch.arange(4.0)}, 1, {}))
     found = ledger.receive(PLAN, 1)
     assert isinstance(found, ClientUpdate) and found.payload["w"].tolist() == [0, 1, 2, 3]
@@ -103,9 +103,9 @@ def test_a_server_that_refuses_everything_is_the_environments_failure(
     if server == "moto":
         pytest.skip("moto takes any secret")
     store = S3Store(f"s3://runs/{tmp_path.name}")
-    Ledger(store, key=key_of(b"secret")).put_outcome(
+    Mailbox(store, key=key_of(b"secret")).put_outcome(
         PLAN, ClientUpdate(0, 1, SubmodelSpec(), {"w": torch.ones(4)}, 1, {})
     )
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "revoked")
     with pytest.raises(EnvironmentFailure, match="SignatureDoesNotMatch"):
-        Ledger(S3Store(store.uri()), key=key_of(b"secret")).receive(PLAN, 1)
+        Mailbox(S3Store(store.uri()), key=key_of(b"secret")).receive(PLAN, 1)

@@ -24,7 +24,7 @@ from fl_engine.backends.kubernetes.waiting import Live
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.core.types import Algorithm, ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
 from fl_engine.exchange.assignment import SITE_FILES, URLS, Assignment
-from fl_engine.exchange.ledger import Ledger
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import manifest_bytes, payload_bytes
 from fl_engine.storage import probe
 from fl_engine.storage.s3 import S3Store, Verb
@@ -90,17 +90,17 @@ class Kubernetes:
         options: KubernetesConfig,
         run_id: str,
         fleet: Sequence[Device],
-        ledger: Ledger,
+        mailbox: Mailbox,
         memory: tuple[int, int] | None = None,
         over_provision: float = 1.0,
         cluster: Cluster | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        if ledger.key is None:
-            raise ConfigError("clients in pods sign their updates: the ledger needs a key")
-        if options.access == "presigned" and not isinstance(ledger.store, S3Store):
+        if mailbox.key is None:
+            raise ConfigError("clients in pods sign their updates: the mailbox needs a key")
+        if options.access == "presigned" and not isinstance(mailbox.store, S3Store):
             raise ConfigError(
-                f"kubernetes.access=presigned hands out URLs of an S3 server, but the store is {ledger.store.uri()}: "
+                f"kubernetes.access=presigned hands out URLs of an S3 server, but the store is {mailbox.store.uri()}: "
                 "set run.remote=s3://bucket/prefix"
             )
         image = options.image or os.environ.get("FLEXFLEET_IMAGE")
@@ -108,15 +108,15 @@ class Kubernetes:
             raise ConfigError("which image do clients run in? set kubernetes.image, or FLEXFLEET_IMAGE")
         self._options = options.model_copy(update={"image": image})
         self._fleet = fleet
-        self._ledger = ledger
+        self._mailbox = mailbox
         self._memory = memory
         self._over_provision = over_provision
         self._cluster = cluster or Cluster(options.namespace)
-        self._run = jobs.run_label(run_id, ledger.store.uri())
+        self._run = jobs.run_label(run_id, mailbox.store.uri())
         self._template = jobs.template(options.template)
         self._verb: Verb | None = None
-        if options.access == "presigned" and isinstance(ledger.store, S3Store):
-            self._verb = probe.upload_verb(ledger.store)
+        if options.access == "presigned" and isinstance(mailbox.store, S3Store):
+            self._verb = probe.upload_verb(mailbox.store)
         self._owner: Resource | None = None
         self._should_stop = should_stop
         self.phases: dict[str, float] = {}
@@ -146,8 +146,8 @@ class Kubernetes:
             self._enter("tidy")
             self._tidy(plan.round, set())
             return
-        names = self._ledger.put_orders(plan)
-        before = self._ledger.ordered(plan.round) - len(plan.orders)  # adopted from before a restart
+        names = self._mailbox.put_orders(plan)
+        before = self._mailbox.ordered(plan.round) - len(plan.orders)  # adopted from before a restart
         wanted = math.ceil((before + len(plan.orders)) / self._over_provision - 1e-9)
         enough = math.ceil(wanted * self._options.quorum - 1e-9)
         answers, updates = before, plan.adopted
@@ -299,7 +299,7 @@ class Kubernetes:
                 "apiVersion": "v1",
                 "kind": "ConfigMap",
                 "metadata": {"name": self._run, "namespace": self._options.namespace, "labels": kept},
-                "data": {"store": self._ledger.store.uri()},
+                "data": {"store": self._mailbox.store.uri()},
             }
             found = self._cluster.create("configmaps", body) or self._cluster.get("configmaps", self._run)
             if found is None:
@@ -311,7 +311,7 @@ class Kubernetes:
     def _told(self, plan: RoundPlan, group: Group, names: Mapping[int, list[str]]) -> tuple[list[str], str]:
         """For each pod its assignment; and what all of them may read."""
         orders = {o.client: o for o in plan.orders}
-        key, store, o = self._ledger.key, self._ledger.store, self._options
+        key, store, o = self._mailbox.key, self._mailbox.store, self._options
         assert key is not None
         pool = o.pools.get(group.tier, NodePool())
         assignments = []
@@ -343,7 +343,7 @@ class Kubernetes:
                 k: store.upload(k, most(orders[client]), seconds, self._verb, o.endpoint)
                 for client in told.clients
                 for k, most in zip(
-                    self._ledger.outcome_keys(plan.round, client), (payload_bytes, manifest_bytes), strict=True
+                    self._mailbox.outcome_keys(plan.round, client), (payload_bytes, manifest_bytes), strict=True
                 )
             }
             texts.append(told.model_copy(update={"reads": urls(own - same), "writes": writes}).model_dump_json())
@@ -364,11 +364,11 @@ class Kubernetes:
             found = {job["metadata"]["name"]: job for job in self._cluster.select("jobs", self._labels(r.plan.round))}
             pods = self._cluster.select("pods", self._labels(r.plan.round))
             # Looked at after the Jobs: a pod writes its answer before its Job counts it.
-            for client in sorted(self._ledger.answered(r.plan.round) & r.awaited):
+            for client in sorted(self._mailbox.answered(r.plan.round) & r.awaited):
                 answered = True
                 self._enter("others")
                 r.heard_from(client)
-                yield self._ledger.receive(r.plan, client)
+                yield self._mailbox.receive(r.plan, client)
             now = time.monotonic()
             for job in r.live:
                 if waiting.hear(job, pods, now):

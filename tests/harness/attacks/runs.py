@@ -21,9 +21,9 @@ from fl_engine.backends import InProcess
 from fl_engine.core.slicing import take
 from fl_engine.core.types import Algorithm, ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.ledger import Ledger
 from fl_engine.exchange.updates import Rejected, packed, update_of
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.loop import Evaluation
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.testing.tiny import SEED, start_of, tiny_site
@@ -163,7 +163,7 @@ def _digits(name: Name) -> Job:
 
 def run(of: Job, liar: Liar | None) -> Run:
     """With the defaults of `rounds`."""
-    backend, tracker, ledger = Hostile(of.site, of.algorithm, liar), Memory(), Ledger(InMemory())
+    backend, tracker, ledger = Hostile(of.site, of.algorithm, liar), Memory(), ledger_in(InMemory())
     rounds.federate(
         of.algorithm,
         of.start,
@@ -174,7 +174,7 @@ def run(of: Job, liar: Liar | None) -> Run:
         of.seed,
         Evaluation(of.site.family, of.site.pool, of.site.data, ("cpu",), of.site.fleet),
     )
-    lines = [line for row in ledger.rows() for line in row.clients]
+    lines = [line for row in ledger.checkpoints.rows() for line in row.clients]
     far = Counter(line["client"] for line in lines if str(line.get("failure", "")).startswith("validate: "))
     return Run(tracker.rows[of.stop]["avg"], backend.asked, far)
 
@@ -247,7 +247,7 @@ def cohort_from_the_seed() -> str | None:
         algorithm,
         start,
         backend,
-        Ledger(InMemory()),
+        ledger_in(InMemory()),
         Memory(),
         RoundsConfig(stop=3, evaluate_every=3, norm_bound=None),
         SEED,

@@ -14,7 +14,7 @@ from fl_engine.algorithms import FlexFL
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
 from fl_engine.exchange.client import Site, execute
-from fl_engine.exchange.ledger import Closed, Ledger
+from fl_engine.exchange.mailbox import Closed, Mailbox
 from fl_engine.exchange.updates import KeyOf, Manifest, key_of, signed
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.storage.store import Store, check_size, encode, sha256
@@ -90,8 +90,8 @@ class Scene:
     def base(self) -> str:
         return f"rounds/{self.plan.round:05d}/updates/{self.client}"
 
-    def ledger(self, store: Store, *, key: KeyOf | None = CLIENTS, own: KeyOf | None = COORDINATOR) -> Ledger:
-        return Ledger(store, rules=replace(self.site.rules, algorithm=ALGORITHM), key=key, own=own)
+    def ledger(self, store: Store, *, key: KeyOf | None = CLIENTS, own: KeyOf | None = COORDINATOR) -> Mailbox:
+        return Mailbox(store, rules=replace(self.site.rules, algorithm=ALGORITHM), key=key, own=own)
 
     # --------------------------------------------------------------------------------------------- lies
     def payload(self, change: Callable[[str, Tensor], Tensor]) -> bytes:

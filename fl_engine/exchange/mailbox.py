@@ -1,0 +1,293 @@
+"""What travels in a round: orders to clients, their answers, and with which of them the round was closed.
+
+    rounds/00012/plan.json              which clients were asked for which sub-model
+    rounds/00012/orders/3.json          what client 3 is asked, for clients in other processes; tensors beside it
+    rounds/00012/updates/3.safetensors  what client 3 brought, then its manifest, last
+    rounds/00012/updates/3.json
+    rounds/00012/closed.json            the accepted set, frozen before the merge
+
+All of it is deleted when the round is committed (`storage.checkpoints`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError, ModelError
+from fl_engine.core.types import ClientFailure, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.exchange.acceptance import Moved
+from fl_engine.exchange.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, packed, said_of, signed, update_of
+from fl_engine.storage.records import WAY_OUT, Record, parsed, round_folder
+from fl_engine.storage.store import Store, canonical, decode, encode, sha256
+
+log = logging.getLogger("flexfleet")
+
+
+class Closed(Record):
+    round: int
+    accepted: dict[int, str]
+    """Clients, and a checksum of what was seen of each: an answer that is replaced later does not count. (One that a
+    client gives again, because its pod was started again, is the same but for its seconds.)"""
+    refused: dict[int, tuple[str, str]] = Field(default={})
+    """Clients whose updates are not merged, though nothing is wrong with the files: at which stage, and why."""
+    metrics: dict[int, dict[str, float]] = Field(default={})
+    """Of each update, as they were read: what a later answer says does not count."""
+    moved: dict[int, Moved] = Field(default={})
+    """How far each update moved, the refused ones too, where it was looked at."""
+    checksum: str = ""
+    """Of all the rest."""
+
+    def sealed(self) -> Closed:
+        unsaid = {name for name in ("metrics", "moved") if not getattr(self, name)}  # older records have none
+        said = canonical(self.model_dump(exclude={"checksum", *unsaid}))
+        return self.model_copy(update={"checksum": sha256(said)})
+
+
+TensorFile = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\.safetensors$")]
+
+
+class Order(Record):
+    """A `WorkOrder`. `payload` and `memory` name the files beside it with the tensors; None: there are none."""
+
+    round: int
+    client: int
+    spec: dict[str, Any]
+    seed: int
+    hints: dict[str, Any]
+    payload: TensorFile | None
+    memory: TensorFile | None
+
+
+class Mailbox:
+    """`rules` say what an update may be, and `key` with which key a client signs its manifest; None: not checked, not
+    signed (clients that are this very process). `own` is what the coordinator signs with. `lengths`: keys that the
+    store takes at one length alone, in bytes (see `s3.Upload`)."""
+
+    def __init__(
+        self,
+        store: Store,
+        rules: Rules | None = None,
+        key: KeyOf | None = None,
+        own: KeyOf | None = None,
+        lengths: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.store = store
+        self.rules = rules
+        self.key = key
+        self.own = own
+        self.lengths = dict(lengths)
+        self._seen: dict[tuple[int, int], tuple[str, dict[str, float] | None]] = {}
+        """By round and client: what `Closed` keeps of an answer; the metrics are an update's."""
+
+    def open_round(self, plan: RoundPlan) -> None:
+        orders = [
+            {"client": o.client, "spec": o.spec.to_json(), "seed": o.seed, "hints": dict(o.hints)} for o in plan.orders
+        ]
+        self.store.put(f"{round_folder(plan.round)}plan.json", canonical({"round": plan.round, "orders": orders}))
+
+    def put_orders(self, plan: RoundPlan) -> dict[int, list[str]]:
+        """What clients in other processes read: by client, the keys. Tensors are written once, however many clients are
+        sent the same."""
+        keys: dict[int, list[str]] = {}
+        written: dict[tuple[int, ...], str] = {}
+
+        def put(tensors: Params) -> str | None:
+            if not tensors:
+                return None
+            same = tuple(id(tensor) for tensor in tensors.values())
+            if same not in written:
+                value = encode(tensors)
+                written[same] = f"{sha256(value)}.safetensors"
+                self.store.put(f"{round_folder(plan.round)}orders/{written[same]}", value)
+            return written[same]
+
+        for o in plan.orders:
+            order = Order(
+                round=o.round,
+                client=o.client,
+                spec=o.spec.to_json(),
+                seed=o.seed,
+                hints=dict(o.hints),
+                payload=put(o.payload),
+                memory=put(o.memory),
+            )
+            folder = f"{round_folder(plan.round)}orders/"
+            self.store.put(f"{folder}{o.client}.json", order.model_dump_json().encode())
+            files = (f"{o.client}.json", order.payload, order.memory)
+            keys[o.client] = [folder + file for file in files if file is not None]
+        return keys
+
+    def ordered(self, round: int) -> int:
+        """How many orders were written."""
+        return sum(key.endswith(".json") for key in self.store.list(f"{round_folder(round)}orders/"))
+
+    def order(self, round: int, client: int) -> WorkOrder:
+        """Raises IntegrityError where the order, or what it sends, is missing or damaged."""
+        folder = f"{round_folder(round)}orders/"
+        name = f"{folder}{client}.json"
+        order = parsed(Order, self.store.get(name), self.store.uri(name))
+        if (order.round, order.client) != (round, client):
+            raise IntegrityError(f"{self.store.uri(name)} is of round {order.round}, client {order.client}")
+        try:
+            spec = SubmodelSpec.from_json(order.spec)
+        except ModelError as error:
+            raise IntegrityError(f"{self.store.uri(name)} is no order: {error}") from error
+
+        def get(file: str | None) -> Params:
+            if file is None:
+                return {}
+            value = self.store.get(folder + file)
+            if file != f"{sha256(value)}.safetensors":
+                raise IntegrityError(f"{self.store.uri(folder + file)} is damaged: its name is not its sha256")
+            return decode(value, self.store.uri(folder + file))
+
+        return WorkOrder(
+            round=order.round,
+            client=order.client,
+            spec=spec,
+            payload=get(order.payload),
+            seed=order.seed,
+            hints=order.hints,
+            memory=get(order.memory),
+        )
+
+    def outcome_keys(self, round: int, client: int) -> list[str]:
+        """What a client writes."""
+        return [f"{round_folder(round)}updates/{client}.{kind}" for kind in ("safetensors", "json")]
+
+    def put_outcome(self, plan: RoundPlan, outcome: Outcome, spoil: Callable[[bytes], bytes] = bytes) -> None:
+        """The payload first, the manifest last: it vouches for its file. `spoil` damages the file on the way."""
+        base, order = f"{round_folder(plan.round)}updates/{outcome.client}", plan.order_of[outcome.client]
+        manifest, value = packed(outcome, order, self.lengths.get(f"{base}.safetensors"))
+        if value is not None:
+            self.store.put(f"{base}.safetensors", spoil(value))
+        key = self.own or self.key
+        manifest = signed(manifest, None if key is None else key(order))
+        text = manifest.model_dump_json().encode()
+        self.store.put(f"{base}.json", text.ljust(self.lengths.get(f"{base}.json", 0)))
+        self._seen[plan.round, outcome.client] = said_of(manifest), _metrics(manifest)
+
+    def answered(self, round: int) -> set[int]:
+        """Clients that have left a manifest, good or bad."""
+        folder = f"{round_folder(round)}updates/"
+        found = re.compile(f"{re.escape(folder)}(0|[1-9][0-9]*)\\.json")
+        return {int(match[1]) for match in map(found.fullmatch, self.store.list(folder)) if match}
+
+    def finished(self, plan: RoundPlan) -> Iterator[Outcome]:
+        """Outcomes that are there and good; the other clients of this plan are to be asked (again), and what they left
+        is deleted: clients with other keys, or none, may have been asked before."""
+        for client in sorted(self.answered(plan.round) & {o.client for o in plan.orders}):
+            try:
+                outcome = self._read(plan, client)
+            except (Rejected, IntegrityError) as error:
+                log.warning("round %d, client %d: %s; asking again", plan.round + 1, client, error)
+                self.store.delete(*reversed(self.outcome_keys(plan.round, client)))
+            else:
+                yield outcome
+
+    def receive(self, plan: RoundPlan, client: int) -> Outcome:
+        """A client's answer; one that is not to be trusted is a failure at the stage `validate`."""
+        try:
+            return self._read(plan, client)
+        except Rejected as error:
+            return ClientFailure(plan.round, client, "validate", str(error))
+
+    def outcome(self, plan: RoundPlan, client: int, closed: Closed | None = None) -> Outcome:
+        """With `closed`, what the round was closed with. Raises IntegrityError where the stored outcome is missing or
+        damaged."""
+        try:
+            return self._read(plan, client, closed)
+        except (Rejected, IntegrityError) as error:
+            name = self.store.uri(f"{round_folder(plan.round)}updates/{client}.safetensors")
+            raise IntegrityError(f"{name}: the update of client {client} is not whole ({error}). {WAY_OUT}") from error
+
+    def _read(self, plan: RoundPlan, client: int, closed: Closed | None = None) -> Outcome:
+        """Where this client's files cannot be read and the coordinator's own can, it is the client's doing: it may have
+        given them away, encrypted them with a key of its own, or made the server's answer one that nobody can read."""
+        try:
+            return self._read_files(plan, client, closed)
+        except EnvironmentFailure:
+            if self.key is None:
+                raise
+            self._see_own(plan)
+        try:
+            return self._read_files(plan, client, closed)
+        except EnvironmentFailure as error:
+            self._see_own(plan)
+            raise Rejected("unreadable", f"{error} (the coordinator's own files can be read)") from error
+
+    def _see_own(self, plan: RoundPlan) -> None:
+        """Raises EnvironmentFailure where the store does not answer at all."""
+        with suppress(IntegrityError):  # says of this file that it is missing, or damaged: it answers
+            self.store.get(f"{round_folder(plan.round)}plan.json")
+
+    def _read_files(self, plan: RoundPlan, client: int, closed: Closed | None) -> Outcome:
+        order, base = plan.order_of[client], f"{round_folder(plan.round)}updates/{client}"
+        client_key, own_key = (None if key is None else key(order) for key in (self.key, self.own))
+        said = None if closed is None else closed.accepted[client]
+        manifest = manifest_of(lambda limit: self.store.get(f"{base}.json", limit), order, client_key, own_key, said)
+        self._seen[plan.round, client] = said_of(manifest), _metrics(manifest)
+        if closed is not None and client in closed.metrics:
+            manifest = manifest.model_copy(update={"metrics": closed.metrics[client]})
+        return update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
+
+    def accepted(self, plan: RoundPlan, client: int, closed: Closed) -> Outcome:
+        """The outcome that the round was closed with. Where clients hold keys and one has replaced or damaged its own
+        since, a failure; without keys it is this machine's file that is damaged: raises IntegrityError."""
+        if client in closed.refused:
+            return ClientFailure(plan.round, client, *closed.refused[client])
+        try:
+            return self.outcome(plan, client, closed)
+        except IntegrityError:
+            if self.key is None:
+                raise
+            return ClientFailure(plan.round, client, "validate", "order: replaced after the round was closed")
+
+    def close(
+        self,
+        plan: RoundPlan,
+        clients: Sequence[int],
+        refused: Mapping[int, ClientFailure] = MappingProxyType({}),
+        moved: Mapping[int, Moved] = MappingProxyType({}),
+    ) -> Closed:
+        """Freezes the set that the merge uses, as it was read or written here: the outcomes of `clients`, some of them
+        refused."""
+        why = {client: (failure.stage, failure.reason) for client, failure in sorted(refused.items())}
+        seen = {client: self._seen[plan.round, client] for client in sorted(clients)}
+        self._seen.clear()
+        closed = Closed(
+            round=plan.round,
+            accepted={client: said for client, (said, _) in seen.items()},
+            refused=why,
+            metrics={client: metrics for client, (_, metrics) in seen.items() if metrics is not None},
+            moved=dict(sorted(moved.items())),
+        ).sealed()
+        self.store.put(f"{round_folder(plan.round)}closed.json", closed.model_dump_json().encode())
+        return closed
+
+    def closed(self, plan: RoundPlan) -> Closed | None:
+        """What the round was closed with; None: it was not."""
+        key = f"{round_folder(plan.round)}closed.json"
+        if key not in self.store.list(key):
+            return None
+        try:
+            found = parsed(Closed, self.store.get(key), self.store.uri(key))
+            if found != found.sealed():
+                raise IntegrityError(f"{self.store.uri(key)} is damaged: its checksum is another")
+            others = (found.refused.keys() | found.metrics.keys() | found.moved.keys()) - found.accepted.keys()
+            if found.round != plan.round or others or found.accepted.keys() != plan.order_of.keys():
+                raise IntegrityError(f"{self.store.uri(key)} is of another round, or of other clients")
+        except IntegrityError as error:
+            raise IntegrityError(f"{error}. {WAY_OUT}") from error
+        return found
+
+
+def _metrics(manifest: Manifest) -> dict[str, float] | None:
+    return None if manifest.spec is None else dict(manifest.metrics)

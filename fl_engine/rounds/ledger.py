@@ -1,0 +1,35 @@
+"""A run's store, from its coordinator's side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.updates import KeyOf, Rules
+from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.storage.lease import Lease
+from fl_engine.storage.store import Store
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What is committed, and what travels in the round at hand: two views of one store."""
+
+    checkpoints: Checkpoints
+    mailbox: Mailbox
+
+    @property
+    def store(self) -> Store:
+        return self.checkpoints.store
+
+
+def ledger_in(
+    store: Store,
+    keep_every: int | None = None,
+    rules: Rules | None = None,
+    key: KeyOf | None = None,
+    own: KeyOf | None = None,
+    lease: Lease | None = None,
+) -> Ledger:
+    """For the meaning of each see `Checkpoints` and `Mailbox`."""
+    return Ledger(Checkpoints(store, keep_every, lease), Mailbox(store, rules, key, own))
