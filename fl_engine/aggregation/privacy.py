@@ -43,7 +43,8 @@ from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import Algorithm, Device, ParamLayout, Params, Pool, RoundPlan, Selector, SubmodelSpec
 from fl_engine.exchange.acceptance import Terms
-from fl_engine.selection.selectors import ResourceTable, Uniform, dispatched, holds, round_size
+from fl_engine.selection import ResourceTable, Uniform
+from fl_engine.selection.capacity import dispatched, holds, round_size
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.core.widths import from_layer
-from fl_engine.selection.selectors import Curiosity, Selection, Uniform
+from fl_engine.selection import Curiosity, Selection, Uniform
 
 Variant = Literal["cs", "c", "s", "random", "greed"]
 

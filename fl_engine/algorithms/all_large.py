@@ -37,7 +37,7 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.selection.selectors import Selection
+from fl_engine.selection import Selection
 
 
 @dataclass(frozen=True)

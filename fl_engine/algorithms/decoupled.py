@@ -50,7 +50,8 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.selection.selectors import Selection, Uniform, round_size
+from fl_engine.selection import Selection, Uniform
+from fl_engine.selection.capacity import round_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.core.widths import rolling, window_start
-from fl_engine.selection.selectors import Selection, Uniform
+from fl_engine.selection import Selection, Uniform
 
 Weight = Literal["uniform", "model_size", "updates", "hybrid"]
 

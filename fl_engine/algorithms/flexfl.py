@@ -54,7 +54,7 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.selection.selectors import ResourceTable, Selection
+from fl_engine.selection import ResourceTable, Selection
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Literal
 from fl_engine.core import pool as pools
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import FULL, Device, ModelFamily, Pool, Selector
-from fl_engine.selection.selectors import Uniform, holds
+from fl_engine.selection import Uniform
+from fl_engine.selection.capacity import holds
 
 Eligible = Literal["all", "capable"]
 

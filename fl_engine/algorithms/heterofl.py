@@ -49,7 +49,7 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.selection.selectors import Selection, Uniform
+from fl_engine.selection import Selection, Uniform
 
 
 @dataclass(frozen=True)

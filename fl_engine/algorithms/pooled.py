@@ -36,7 +36,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.core.widths import Rounding, early_exit, prefix
-from fl_engine.selection.selectors import round_size
+from fl_engine.selection.capacity import round_size
 
 TooSmall = Literal["train", "fail"]
 Weighting = Literal["examples", "uniform"]

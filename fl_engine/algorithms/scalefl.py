@@ -51,7 +51,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.core.widths import choose_exits, with_exits
-from fl_engine.selection.selectors import Selection, Uniform
+from fl_engine.selection import Selection, Uniform
 
 
 @dataclass(frozen=True)

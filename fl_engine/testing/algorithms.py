@@ -49,7 +49,8 @@ from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.loop import Evaluation
 from fl_engine.rounds.terms import RoundsConfig
-from fl_engine.selection.selectors import Uniform, round_size
+from fl_engine.selection import Uniform
+from fl_engine.selection.capacity import round_size
 from fl_engine.storage.store import FolderStore, decode, encode
 from fl_engine.testing.models import kept_mask
 from fl_engine.testing.tiny import (

@@ -33,7 +33,7 @@ from fl_engine.exchange.updates import KeyOf, key_of
 from fl_engine.fleet import devices, faults
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import Ledger, ledger_in
-from fl_engine.selection.selectors import round_size
+from fl_engine.selection.capacity import round_size
 from fl_engine.storage import lease
 from fl_engine.storage.lease import Lease
 from fl_engine.storage.places import open_store

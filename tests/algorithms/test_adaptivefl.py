@@ -25,7 +25,7 @@ from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.selection.selectors import Curiosity, Uniform
+from fl_engine.selection import Curiosity, Uniform
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, start_of, tiny_site
 
 VGG = VGG16((3, 32, 32), 10)

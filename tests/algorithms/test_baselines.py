@@ -29,7 +29,7 @@ from fl_engine.exchange.client import Site, execute
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.selection.selectors import Curiosity
+from fl_engine.selection import Curiosity
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,

@@ -26,7 +26,7 @@ from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import FULL, Device, Outcome, Pick, Pool, PoolModel, SubmodelSpec, Tables
 from fl_engine.exchange.client import execute
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.selection.selectors import Curiosity
+from fl_engine.selection import Curiosity
 from fl_engine.storage.store import decode, encode
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, failure_of, start_of, tiny_site, update_of
 

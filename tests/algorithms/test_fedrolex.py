@@ -35,7 +35,7 @@ from fl_engine.exchange.client import Site, execute
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.selection.selectors import Curiosity
+from fl_engine.selection import Curiosity
 from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_orders, start_of, tiny_site
 
 law = settings(max_examples=40, deadline=None)

@@ -19,7 +19,8 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.selection.selectors import ResourceTable, round_size
+from fl_engine.selection import ResourceTable
+from fl_engine.selection.capacity import round_size
 from fl_engine.testing.tiny import SEED, TinyNet, paper_pool, start_of, tiny_fleet, tiny_site
 
 CIFAR = (3, 32, 32)

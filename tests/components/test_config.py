@@ -20,7 +20,7 @@ from fl_engine.core.errors import ConfigError, ModelError, masked
 from fl_engine.fleet.devices import FLEETS, Tier
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.selection.selectors import Curiosity
+from fl_engine.selection import Curiosity
 from flexfleet import config as configs
 from flexfleet.config import Config, flatten, load_config, parse
 

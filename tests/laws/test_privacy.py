@@ -43,7 +43,7 @@ from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.loop import Evaluation
 from fl_engine.rounds.terms import RoundsConfig
-from fl_engine.selection.selectors import Curiosity, ResourceTable, Uniform
+from fl_engine.selection import Curiosity, ResourceTable, Uniform
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, failure_of, start_of, tiny_site, update_of
 from fl_engine.testing.tracker import Memory

@@ -1,0 +1,97 @@
+"""AdaptiveFL's selection: learned from what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from fl_engine.core.fields import STRICT, Count
+from fl_engine.core.types import Device, Pick, Pool, Tables
+from fl_engine.selection.capacity import dispatched
+
+
+@dataclass(frozen=True)
+class Curiosity:
+    """AdaptiveFL's selection (Sec. 3.3, Alg. 1): the server knows no capacities and learns from what comes back.
+
+    Tables, all ones at first: `curiosity` T_c[type][client], how often a client was sent and brought back a type of
+    model; `resource` T_r[model][client], how well it did with each model. A model is drawn uniformly, with
+    replacement; a client of those not chosen yet with probability in proportion to its reward:
+
+        R_c = 1 / sqrt(T_c[type(m)][c])
+        R_s = sum_{k in type(m)} sum_{t >= k} T_r[t][c] / (n_type * sum_k T_r[k][c])
+        R   = min(0.5, R_s) * R_c                                            (`score: cs`)
+
+    Departs from the paper: n_type is the number of models of the type (1 for the largest model), as in the authors'
+    code; with the paper's p the largest model's R_s could not exceed 1/p. `c` and `s` use one reward alone, R_s then
+    uncapped. A model for which no client has any reward is not drawn.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    name: Literal["curiosity"] = "curiosity"
+    score: Literal["cs", "c", "s"] = "cs"
+    per_type: Count = 3
+    """p, how many models of the pool make a type, from the smallest on; the largest model is a type of its own."""
+
+    def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
+        ones = (1.0,) * (max(d.client for d in fleet) + 1)
+        models = len(pool)
+        return {"curiosity": (ones,) * (self._type(models - 1, models) + 1), "resource": (ones,) * models}
+
+    def pick(
+        self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int
+    ) -> list[Pick]:
+        clients = [d.client for d in fleet]
+        weights = self.rewards(tables)[:, clients]
+        levels, chosen = dispatched(pool), np.zeros(len(fleet), dtype=bool)
+        picks: list[Pick] = []
+        while len(picks) < min(k, len(fleet)):
+            level = int(rng.choice([i for i in levels if weights[i][~chosen].sum() > 0] or levels))
+            left = np.where(chosen, 0.0, weights[level])
+            if left.sum() == 0:  # nobody has any reward for anything: all alike
+                left = np.where(chosen, 0.0, 1.0)
+            place = int(rng.choice(len(fleet), p=left / left.sum()))
+            chosen[place] = True
+            picks.append((clients[place], level))
+        return sorted(picks)
+
+    def rewards(self, tables: Tables) -> np.ndarray:
+        """R[model][client], frozen for a whole selection."""
+        curiosity, resource = np.asarray(tables["curiosity"]), np.asarray(tables["resource"])
+        models = len(resource)
+        types = np.asarray([self._type(i, models) for i in range(models)])
+        from_here_up = resource[::-1].cumsum(axis=0)[::-1]
+        success = np.stack([from_here_up[types == t].mean(axis=0) for t in types]) / resource.sum(axis=0)
+        novelty = 1 / np.sqrt(curiosity[types])
+        match self.score:
+            case "cs":
+                return np.asarray(np.minimum(0.5, success) * novelty)
+            case "c":
+                return np.asarray(novelty)
+            case "s":
+                return np.asarray(success)
+
+    def learn(self, tables: Tables, sent: int, back: int, client: int) -> Tables:
+        """Alg. 1 lines 12-26."""
+        curiosity, resource = np.asarray(tables["curiosity"]), np.asarray(tables["resource"])
+        models = len(resource)
+        for model in (sent, back):
+            curiosity[self._type(model, models), client] += 1
+        if back == sent:
+            resource[sent:, client] += 1
+            resource[-1, client] += self.per_type - 1
+        else:
+            resource[back, client] += self.per_type
+            resource[back:, client] = np.maximum(resource[back:, client] - np.arange(models - back), 0)
+        return {"curiosity": _rows(curiosity), "resource": _rows(resource)}
+
+    def _type(self, model: int, models: int) -> int:
+        """S, M, L of AdaptiveFL for p = 3 and seven models: 0, 1, 2."""
+        return model // self.per_type if model < models - 1 else (models - 2) // self.per_type + 1
+
+
+def _rows(table: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(float(v) for v in row) for row in table)
