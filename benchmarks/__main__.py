@@ -201,7 +201,9 @@ def table(found: dict[str, Any], w: Workload) -> str:
         ratio = f"{found['ratios'][name]:.2f}" if name in found["ratios"] else ""
         share = f"{100 * gflops / found['peak_gflops']:.1f} %"
         spread = f"{low:.4g} - {high:.4g}"
-        lines.append(f"{name:10}{seconds:10.4g}{spread:>20}{ratio:>8}{gflops:10.1f}{share:>9}{found['peak_mb'][name]:8.0f}")
+        lines.append(
+            f"{name:10}{seconds:10.4g}{spread:>20}{ratio:>8}{gflops:10.1f}{share:>9}{found['peak_mb'][name]:8.0f}"
+        )
     lines.append(f"matrix products on all processors: {found['peak_gflops']:.0f} GFLOP/s")
     if found["others_busy"] > BUSY:
         lines.append(f"the machine was not idle: others used up to {100 * found['others_busy']:.0f} % of it")

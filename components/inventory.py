@@ -1,7 +1,7 @@
 """What an image holds: its locks, its bill of materials, its licences. `make sbom` and the image's build run it.
 
-    python -m components.inventory check SBOM LOCK...             the bill names all that the locks do, in that version
-    python -m components.inventory licences NAME=SITE_PACKAGES... the table of docs/licences.md
+python -m components.inventory check SBOM LOCK...             the bill names all that the locks do, in that version
+python -m components.inventory licences NAME=SITE_PACKAGES... the table of docs/licences.md
 """
 
 from __future__ import annotations

@@ -368,8 +368,10 @@ def doctor(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found))
         return 0
-    print(f"flexfleet {found['version']}, Python {found['python']}, {found['cpus']} CPUs, torch devices: "
-          f"{', '.join(found['devices']) or 'none'}")
+    print(
+        f"flexfleet {found['version']}, Python {found['python']}, {found['cpus']} CPUs, torch devices: "
+        f"{', '.join(found['devices']) or 'none'}"
+    )
     for extra, about in found["extras"].items():
         missing = ", ".join(about["missing"])
         state = f"missing {missing}: pip install 'flexfleet[{extra}]'" if missing else "installed"
@@ -400,9 +402,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument(
         "--shared", type=Path, metavar="DIR", help="take over partition and pre-training that a comparison computed"
     )
-    c.add_argument(
-        "--tag", action="append", default=[], metavar="key=value", help="of the MLflow run; may be repeated"
-    )
+    c.add_argument("--tag", action="append", default=[], metavar="key=value", help="of the MLflow run; may be repeated")
     c.set_defaults(call=run)
 
     c = add("compare", "several algorithms and seeds on one task, in one table")

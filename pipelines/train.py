@@ -98,9 +98,7 @@ def train(
     scores = pretrain(config=config, parts=parts)
     built = model_pool(config=config, apoz=scores.outputs["apoz"])
     pool = built.outputs["pool"]
-    rounds_done = federate(
-        config=config, parts=parts, pool=pool, names=start.outputs["Output"], job_id=job_id
-    )
+    rounds_done = federate(config=config, parts=parts, pool=pool, names=start.outputs["Output"], job_id=job_id)
     run = rounds_done.outputs["run"]
     scored = evaluate(config=config, run=run, pool=pool)
     told = report(

@@ -147,9 +147,7 @@ class FlexFL:
         smaller = ctx.pool[:trained]
         teachers = Distillation(tuple(m.spec for m in smaller), self.kd_weight, self.temperature)
         distils = bool(smaller) and self.kd_weight > 0
-        return local_task(
-            self.training, order, ctx.pool[trained].spec, distillation=teachers if distils else None
-        )
+        return local_task(self.training, order, ctx.pool[trained].spec, distillation=teachers if distils else None)
 
     def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
         return merge_mean(state, plan, outcomes, self.selection, self.server, aggregation=self.aggregation)

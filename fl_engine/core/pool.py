@@ -74,9 +74,7 @@ def adjustment_weights(sizes: Sequence[int]) -> tuple[float, ...]:
 
 def ratios_at(gamma: float, apoz: Sequence[float], adjust: Sequence[float]) -> tuple[float, ...]:
     """s_i of Alg. 1 lines 11-12."""
-    return tuple(
-        max(min((1 - a * w) * gamma, 1.0), MIN_RATIO) for a, w in zip(apoz, adjust, strict=True)
-    )
+    return tuple(max(min((1 - a * w) * gamma, 1.0), MIN_RATIO) for a, w in zip(apoz, adjust, strict=True))
 
 
 def spec_of(family: ModelFamily, ratios: Sequence[float]) -> SubmodelSpec:

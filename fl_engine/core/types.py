@@ -474,9 +474,7 @@ class Selector(Protocol):
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables: ...
 
-    def pick(
-        self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int
-    ) -> list[Pick]:
+    def pick(self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int) -> list[Pick]:
         """At most k distinct clients, in client order."""
 
     def learn(self, tables: Tables, sent: int, back: int, client: int) -> Tables:

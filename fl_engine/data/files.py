@@ -68,9 +68,7 @@ def read(path: Path, checksum: str | None = None) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error}); check that it is a file and who may read it"
-        ) from error
+        raise DataError(f"{path}: cannot be read ({error}); check that it is a file and who may read it") from error
     if checksum is not None:
         algorithm, expected = checksum.split(":")
         found = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
@@ -166,9 +164,7 @@ def extract(archive: Path, members: Mapping[str, Path]) -> None:
                 with source, replacing(target) as out:
                     shutil.copyfileobj(source, out, CHUNK)
     except DAMAGE as error:
-        raise DataError(
-            f"{archive}: cannot be unpacked ({error}); delete the archive and fetch again"
-        ) from error
+        raise DataError(f"{archive}: cannot be unpacked ({error}); delete the archive and fetch again") from error
 
 
 # ---------------------------------------------------------------------------------------------------- parsing
@@ -186,9 +182,7 @@ def parse_idx(path: Path, content: bytes, axes: int) -> NDArray[np.uint8]:
         )
     start = 4 + 4 * axes
     if len(content) < start:
-        raise DataError(
-            f"{path}: expected an idx header of {start} bytes, found {len(content)} bytes; fetch it again"
-        )
+        raise DataError(f"{path}: expected an idx header of {start} bytes, found {len(content)} bytes; fetch it again")
     shape = tuple(int(size) for size in np.frombuffer(content[4:start], dtype=">u4"))
     expected = start + math.prod(shape)
     if expected == start:
@@ -261,8 +255,7 @@ def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator
     missing = samples - int(shares.sum())
     shares[np.argsort(-remainders, kind="stable")[:missing]] += 1
     chosen = [
-        rng.permutation(np.flatnonzero(labels == value))[:share]
-        for value, share in zip(values, shares, strict=True)
+        rng.permutation(np.flatnonzero(labels == value))[:share] for value, share in zip(values, shares, strict=True)
     ]
     return np.sort(np.concatenate(chosen)).astype(np.int64)
 
@@ -285,15 +278,11 @@ def subset(data: Data, train_samples: int | None, test_samples: int | None, seed
     )
 
 
-def _choose(
-    data: Data, part: str, labels: torch.Tensor, samples: int | None, seed: int
-) -> slice | torch.Tensor:
+def _choose(data: Data, part: str, labels: torch.Tensor, samples: int | None, seed: int) -> slice | torch.Tensor:
     if samples is None:
         return slice(None)
     if not 1 <= samples <= len(labels):
-        raise DataError(
-            f"{data.name}: expected 1 to {len(labels)} {part} samples, got {samples}; leave it out for all"
-        )
+        raise DataError(f"{data.name}: expected 1 to {len(labels)} {part} samples, got {samples}; leave it out for all")
     return torch.from_numpy(stratified(labels.numpy(), samples, seeds.rng(seed, f"subset/{part}")))
 
 

@@ -70,9 +70,7 @@ def iid(labels: Ints, clients: int, rng: np.random.Generator) -> tuple[Ints, ...
     return tuple(np.sort(part) for part in np.array_split(rng.permutation(len(labels)), clients))
 
 
-def dirichlet(
-    labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator
-) -> tuple[Ints, ...]:
+def dirichlet(labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator) -> tuple[Ints, ...]:
     """For every class one draw from Dir(alpha) cuts its shuffled samples; then small clients are fed.
 
     Feeding: while the smallest client has fewer than `minimum` samples, one sample, picked at random, moves
@@ -82,9 +80,7 @@ def dirichlet(
     Raises PartitionError for an alpha that is not positive and finite, and where clients x minimum > samples.
     """
     if not (math.isfinite(alpha) and alpha > 0):
-        raise PartitionError(
-            f"alpha must be positive and finite, got {alpha}; for equal shares take the rule iid"
-        )
+        raise PartitionError(f"alpha must be positive and finite, got {alpha}; for equal shares take the rule iid")
     _check_room(len(labels), clients, minimum)
     order = rng.permutation(len(labels))
     owner = np.empty(len(labels), dtype=np.int64)
@@ -127,9 +123,7 @@ def _fed(owner: Ints, clients: int, minimum: int, rng: np.random.Generator) -> t
     return tuple(np.flatnonzero(owner == client) for client in range(clients))
 
 
-def disjoint_labels(
-    labels: Ints, clients: int, labels_per_client: int, rng: np.random.Generator
-) -> tuple[Ints, ...]:
+def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.random.Generator) -> tuple[Ints, ...]:
     """Every client holds exactly L labels; each class's samples are dealt evenly to the clients that hold it.
 
     Classes are held by as equal numbers of clients as their sample counts allow. The classes are those that
@@ -140,9 +134,7 @@ def disjoint_labels(
     classes, samples = np.unique(labels, return_counts=True)
     slots = clients * labels_per_client
     if not 1 <= labels_per_client <= len(classes):
-        raise PartitionError(
-            f"labels_per_client must be 1 to {len(classes)} (the classes), got {labels_per_client}"
-        )
+        raise PartitionError(f"labels_per_client must be 1 to {len(classes)} (the classes), got {labels_per_client}")
     if slots < len(classes):
         raise PartitionError(
             f"{clients} clients with {labels_per_client} labels hold at most {slots} of {len(classes)} "
@@ -256,9 +248,7 @@ def partition(
             parts = cut(labels[rest], clients, alpha, minimum, rng)
         case "disjoint_labels":
             if labels_per_client is None:
-                raise PartitionError(
-                    "the rule disjoint_labels needs labels_per_client, for example 2; got none"
-                )
+                raise PartitionError("the rule disjoint_labels needs labels_per_client, for example 2; got none")
             parameters["labels_per_client"] = labels_per_client
             parts = disjoint_labels(labels[rest], clients, labels_per_client, rng)
         case "natural":
@@ -288,16 +278,12 @@ def statistics(partition: Partition, labels: Ints, classes: int) -> Ints:
 
 
 def _count(clients: tuple[Ints, ...], labels: Ints, classes: int) -> Ints:
-    return np.stack([np.bincount(labels[part], minlength=classes) for part in clients], axis=1).astype(
-        np.int64
-    )
+    return np.stack([np.bincount(labels[part], minlength=classes) for part in clients], axis=1).astype(np.int64)
 
 
 def _check_room(samples: int, clients: int, minimum: int) -> None:
     if clients < 1 or minimum < 1:
-        raise PartitionError(
-            f"expected at least 1 client with at least 1 sample, got {clients} with {minimum}"
-        )
+        raise PartitionError(f"expected at least 1 client with at least 1 sample, got {clients} with {minimum}")
     if clients * minimum > samples:
         raise PartitionError(
             f"{clients} clients with at least {minimum} samples need {clients * minimum}, there are "
@@ -320,6 +306,7 @@ class Manifest(BaseModel):
     client_samples: list[Index] = Field(min_length=1)
     class_counts: list[list[Index]]
     tensors_sha256: str
+
 
 def read_manifest(path: Path) -> Manifest:
     """Raises IntegrityError naming the file that is none, or whose figures contradict each other."""
@@ -371,9 +358,7 @@ def load(folder: Path, data: Data | None = None) -> Partition:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise PartitionError(
-            f"no partition in {folder}: expected {MANIFEST} and {TENSORS}; partition the data first"
-        )
+        raise PartitionError(f"no partition in {folder}: expected {MANIFEST} and {TENSORS}; partition the data first")
     manifest = read_manifest(path)
     tensors_path = folder / TENSORS
     if not tensors_path.is_file():
@@ -382,8 +367,7 @@ def load(folder: Path, data: Data | None = None) -> Partition:
     found = hashlib.sha256(content).hexdigest()
     if found != manifest.tensors_sha256:
         raise IntegrityError(
-            f"{tensors_path}: expected sha256 {manifest.tensors_sha256}, found {found}; "
-            "restore it or partition again"
+            f"{tensors_path}: expected sha256 {manifest.tensors_sha256}, found {found}; restore it or partition again"
         )
     if data is not None and (given := fingerprint(data)) != manifest.data_sha256:
         raise PartitionError(
@@ -454,9 +438,7 @@ def draw(counts: Ints, path: Path, title: str = "Samples of each class at each c
     if classes * clients <= 400:
         for (label, client), count in np.ndenumerate(counts):
             dark = count > 0.6 * counts.max()
-            cells.text(
-                client, label, f"{count}", ha="center", va="center", fontsize=7, color="w" if dark else "k"
-            )
+            cells.text(client, label, f"{count}", ha="center", va="center", fontsize=7, color="w" if dark else "k")
     totals = figure.add_subplot(grid[0, 0], sharex=cells)
     totals.bar(np.arange(clients), counts.sum(axis=0), color="tab:blue", width=0.9)
     totals.set_ylabel("total")
@@ -467,6 +449,4 @@ def draw(counts: Ints, path: Path, title: str = "Samples of each class at each c
     path.parent.mkdir(parents=True, exist_ok=True)
     # Salt and no date: the same counts give the same bytes.
     with matplotlib.rc_context({"svg.hashsalt": "flexfleet"}):
-        figure.savefig(
-            path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None}
-        )
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})

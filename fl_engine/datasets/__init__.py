@@ -40,8 +40,6 @@ class Source:
 
 DATASETS: dict[str, Source] = {
     "digits": Source(digits.ABOUT, digits.load),
-    "fashion_mnist": Source(
-        fashion_mnist.ABOUT, fashion_mnist.load, fashion_mnist.fetch, fashion_mnist.FILES
-    ),
+    "fashion_mnist": Source(fashion_mnist.ABOUT, fashion_mnist.load, fashion_mnist.fetch, fashion_mnist.FILES),
     "cifar10": Source(cifar10.ABOUT, cifar10.load, cifar10.fetch, cifar10.FILES),
 }

@@ -67,9 +67,7 @@ def _part(folder: Path, part: str, checksums: Mapping[str, str]) -> tuple[torch.
     labels = _idx(labels_path, 1, checksums)
     height, width = images.shape[1:]
     if (height, width) != (SIDE, SIDE):
-        raise DataError(
-            f"{images_path}: expected images of {SIDE} x {SIDE}, found {height} x {width}; fetch it again"
-        )
+        raise DataError(f"{images_path}: expected images of {SIDE} x {SIDE}, found {height} x {width}; fetch it again")
     if len(images) != len(labels):
         raise DataError(
             f"{labels_path}: expected {len(images)} labels, one for each image in {images_path.name}, "

@@ -83,9 +83,7 @@ def conv_bn(
     return unit
 
 
-def conv_bn_slots(
-    name: str, block: str, inside: Axis, out: Axis, norm: Norm, *, bias: bool = True
-) -> dict[str, Slot]:
+def conv_bn_slots(name: str, block: str, inside: Axis, out: Axis, norm: Norm, *, bias: bool = True) -> dict[str, Slot]:
     """The slots of `conv_bn` under `name`, in state order. A depthwise convolution has `inside=FREE`."""
     slots = {f"{name}.conv.weight": Slot(block, (out, inside, FREE, FREE))}
     if bias:

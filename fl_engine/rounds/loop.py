@@ -146,9 +146,7 @@ def _told_how_to_go_on(ledger: Ledger) -> Iterator[None]:
         ledger.checkpoints.check_lease()  # what is missing may have been tidied away by the one that has taken over
         raise
     except EnvironmentFailure as error:
-        raise type(error)(
-            f"{error}. What was committed stays: mend the cause, then go on with --resume"
-        ) from error
+        raise type(error)(f"{error}. What was committed stays: mend the cause, then go on with --resume") from error
 
 
 def _tell_cost(rows: Sequence[Row]) -> None:
@@ -161,9 +159,7 @@ def _tell_cost(rows: Sequence[Row]) -> None:
         log.info("median seconds of a round: %s", said)
 
 
-def _resume(
-    initial: Any, ledger: Ledger, config: RoundsConfig, discard_damaged: bool
-) -> tuple[Any, History, int]:
+def _resume(initial: Any, ledger: Ledger, config: RoundsConfig, discard_damaged: bool) -> tuple[Any, History, int]:
     """The state to go on from, what is remembered of earlier updates, and the round to compute next."""
     commits = ledger.checkpoints.commits()
     last = commits[-1] if commits else None
@@ -420,8 +416,10 @@ class _Watch:
         if self.failed["quorum"]:
             out["carried_forward"] = 1.0
         deadline_s = self.config.deadline_s
-        if deadline_s is not None and self.evaluation.fleet and self.trained < acceptance.wanted(
-            self.config, len(self.clients)
+        if (
+            deadline_s is not None
+            and self.evaluation.fleet
+            and self.trained < acceptance.wanted(self.config, len(self.clients))
         ):
             out["seconds_simulated"] = deadline_s
         elif self.simulated:

@@ -41,9 +41,7 @@ class Curiosity:
         models = len(pool)
         return {"curiosity": (ones,) * (self._type(models - 1, models) + 1), "resource": (ones,) * models}
 
-    def pick(
-        self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int
-    ) -> list[Pick]:
+    def pick(self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int) -> list[Pick]:
         clients = [d.client for d in fleet]
         weights = self.rewards(tables)[:, clients]
         levels, chosen = dispatched(pool), np.zeros(len(fleet), dtype=bool)

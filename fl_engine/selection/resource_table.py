@@ -30,9 +30,7 @@ class ResourceTable:
         someone_holds(fleet, pool, dispatched(pool)[0])
         return {}
 
-    def pick(
-        self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int
-    ) -> list[Pick]:
+    def pick(self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int) -> list[Pick]:
         levels = dispatched(pool)
         free = {level: [d.client for d in fleet if holds(d, pool[level].share)] for level in levels}
         picks: list[Pick] = []

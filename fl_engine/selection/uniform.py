@@ -31,9 +31,7 @@ class Uniform:
             someone_holds(fleet, pool, dispatched(pool)[0])
         return {}
 
-    def pick(
-        self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int
-    ) -> list[Pick]:
+    def pick(self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int) -> list[Pick]:
         levels = dispatched(pool)
         least = pool[levels[0]].share
         able = [d for d in fleet if holds(d, least)] if self.model == "capacity" else fleet

@@ -11,9 +11,7 @@ from fl_engine.core.errors import IntegrityError, brief
 
 R = TypeVar("R", bound=BaseModel)
 
-WAY_OUT = (
-    "To go on from the last good commit, resume with --discard-damaged: the rounds after it are computed again"
-)
+WAY_OUT = "To go on from the last good commit, resume with --discard-damaged: the rounds after it are computed again"
 
 
 class Record(BaseModel):

@@ -412,7 +412,6 @@ class AlgorithmSuite:
         torch.manual_seed(2)
         assert_same_bits(_run(algorithm, site, state, rounds=2)[0].params, first)
 
-
     @pytest.mark.parametrize("keep_updates", [False, True], ids=["in memory", "through the ledger"])
     def test_a_resumed_run_equals_one_that_was_not_stopped(
         self, algorithm: Algorithm, site: Site, tmp_path: Path, keep_updates: bool

@@ -213,8 +213,7 @@ class ModelSuite:
         layout, params, x = static.layout(), random_params(static), images(static, 2).double()
         buffers = {name for name, _ in static.module().named_buffers()}
         zeroed = {
-            name: t if name in buffers else t * kept_mask(layout, spec, name, t.shape)
-            for name, t in params.items()
+            name: t if name in buffers else t * kept_mask(layout, spec, name, t.shape) for name, t in params.items()
         }
         with torch.no_grad():
             sub = slicing.runnable(static, spec, take(params, layout, spec)).eval()(x)

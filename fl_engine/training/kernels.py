@@ -81,9 +81,7 @@ class _UnfoldedConv2d(torch.autograd.Function):
     """Channels last throughout. The gradient of the input is added up window by window."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_bchw: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]
-    ) -> Tensor:
+    def forward(ctx: Any, x_bchw: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
         o, _, kh, kw = weight.shape
         padded = F.pad(x_bchw.permute(0, 2, 3, 1), (0, 0, padding[1], padding[1], padding[0], padding[0]))
         windows = padded.unfold(1, kh, stride[0]).unfold(2, kw, stride[1])  # (B, H', W', C, kh, kw)

@@ -161,9 +161,7 @@ def _to_share(runs: Sequence[Entry]) -> Entry:
     return next((e for e in runs if algorithm(e.config).needs_apoz), runs[0])
 
 
-def _job(
-    entry: Entry, given: Mapping[str, str], folder: Path, options: Sequence[str], config: str, stdin: str
-) -> Job:
+def _job(entry: Entry, given: Mapping[str, str], folder: Path, options: Sequence[str], config: str, stdin: str) -> Job:
     argv = ["run", "--config", config, "--run-id", entry.name, "--resume", *options]
     argv += ["--shared", str(folder / shared_name(entry.seed))]
     argv += [word for key, value in given.items() for word in ("--tag", f"{key}={value}")]

@@ -73,7 +73,9 @@ class RunConfig(Section):
     @classmethod
     def _a_folder(cls, value: str) -> str:
         if "://" in value:
-            raise ValueError("a folder of this machine is expected; for ledgers in S3 set run.remote=s3://bucket/prefix")
+            raise ValueError(
+                "a folder of this machine is expected; for ledgers in S3 set run.remote=s3://bucket/prefix"
+            )
         return value
 
     remote: str | None = None

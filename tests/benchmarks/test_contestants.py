@@ -88,9 +88,7 @@ def test_the_naive_loop_distils_like_ours() -> None:
     torch.testing.assert_close(found, self_distillation(logits, soft, naive.TEMPERATURE).mean())
 
 
-def test_the_harness_lets_them_take_turns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_harness_lets_them_take_turns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["W3", "--json", "--turns", "2", "--seconds", "0.2", "--samples", "10", "--against", "naive,flower"]
     monkeypatch.setitem(WORKLOADS, "W3", replace(WORKLOADS["W3"], peers=("naive",)))
     assert harness.main(argv) == 0

@@ -36,6 +36,7 @@ from flexfleet.steps.pretrain import pretrain
 NAMESPACE = f"flexfleet-test-{uuid.uuid4().hex[:6]}"
 Model = Callable[..., bytes]
 
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:

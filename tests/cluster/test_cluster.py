@@ -81,9 +81,7 @@ def test_ten_clients_in_one_round(rounds: Rounds, settings: Settings) -> None:
     assert not any("pod" in line.get("failure", "") for line in row.clients)
 
 
-def test_a_killed_pod_costs_nothing(
-    rounds: Rounds, expected: Callable[..., bytes], namespace: str, api: Api
-) -> None:
+def test_a_killed_pod_costs_nothing(rounds: Rounds, expected: Callable[..., bytes], namespace: str, api: Api) -> None:
     killed: list[str] = []
 
     def kill(pods: list[str]) -> None:

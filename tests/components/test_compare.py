@@ -347,9 +347,7 @@ def test_tabulating_again_is_the_same_mlflow_run(
 
 
 @pytest.mark.parametrize("version", ["this", "earlier"])
-def test_what_joins_a_comparison_joins_its_mlflow_run(
-    ran: Ran, flexfleet: Any, sets: list[str], version: str
-) -> None:
+def test_what_joins_a_comparison_joins_its_mlflow_run(ran: Ran, flexfleet: Any, sets: list[str], version: str) -> None:
     """Earlier versions made that of a comparison last, by the tokens of its runs, and put none of them below it."""
     shutil.copy(ran.uri.removeprefix("sqlite:///"), "mlflow.db")
     uri, summary = f"sqlite:///{ran.cwd}/mlflow.db", ran.json["mlflow_run_id"]

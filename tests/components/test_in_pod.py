@@ -109,8 +109,6 @@ def test_what_another_try_does_not_mend_is_not_tried_again(clock: Clock, error: 
     assert clock.slept == []
 
 
-
-
 class Outage(FolderStore):
     """A server that is gone from its ninth value on, until somebody has waited for it."""
 

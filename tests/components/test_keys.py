@@ -143,9 +143,7 @@ def test_a_secret_is_created_once_owned_by_nobody_and_says_how_to_be_rid_of_it(
 
 
 @pytest.mark.parametrize("how", ["gone", "another", "half", "no base64", "no key"])
-def test_a_key_that_is_not_the_runs_is_named_with_where_it_was(
-    how: str, cluster: Cluster, memory_store: Store
-) -> None:
+def test_a_key_that_is_not_the_runs_is_named_with_where_it_was(how: str, cluster: Cluster, memory_store: Store) -> None:
     """And none is made in its place."""
     place = InSecret(cluster, "a")
     if how in ("another", "half"):

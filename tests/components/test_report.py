@@ -255,7 +255,7 @@ def test_ids_do_not_clash_and_references_arrive(html: str) -> None:
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:
-    evil = "_<script>alert(1)</script> $\\frac$ id=\"summary\" '&"
+    evil = '_<script>alert(1)</script> $\\frac$ id="summary" \'&'
     runs = [
         write_run(tmp_path / "a", "flexfl", run_id=evil, dataset={"name": evil, evil: evil}),
         write_run(tmp_path / "b", "flexfl", run_id="b"),

@@ -49,9 +49,7 @@ def chained(step: Step, quick: Sequence[str], folder: Path) -> dict[str, Any]:
         "partition": run(partition_module, "--out", f"{f}/partition"),
         "pretrain": run(pretrain_module, "--partition", f"{f}/partition", "--out", f"{f}/pretrain"),
         "model_pool": run(model_pool_module, "--pretrain", f"{f}/pretrain", "--out", f"{f}/pool"),
-        "federate": run(
-            federate_module, "--partition", f"{f}/partition", "--pool", f"{f}/pool", "--out", f"{f}/run"
-        ),
+        "federate": run(federate_module, "--partition", f"{f}/partition", "--pool", f"{f}/pool", "--out", f"{f}/run"),
         "evaluate": run(evaluate_module, "--run", f"{f}/run", "--pool", f"{f}/pool", "--out", f"{f}/evaluate"),
     }
 

@@ -194,9 +194,7 @@ def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config
     assert len(search.open_study(config, folder, "a").trials) == 4
 
 
-def test_a_killed_study_goes_on_and_workers_share_it(
-    nursery: Any, quick: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_killed_study_goes_on_and_workers_share_it(nursery: Any, quick: tuple[str, ...], tmp_path: Path) -> None:
     """The kill hits a trial in its rounds; two workers do the rest."""
     sets = [word for s in (*quick, *FEW) for word in ("--set", s)]
     child = nursery.start("flexfleet", "tune", "--id", "a", *sets, "--set", "training.epochs=3000", cwd=tmp_path)

@@ -30,13 +30,7 @@ def md5(content: bytes) -> str:
 
 def tiny(samples: int = 100, side: int = 5, natural: bool = False) -> Data:
     """Two parts of 4 classes; pixel values say which sample they belong to."""
-    x = (
-        (torch.arange(samples) % 250 + 1)
-        .to(torch.uint8)
-        .view(-1, 1, 1, 1)
-        .expand(-1, 1, side, side)
-        .contiguous()
-    )
+    x = (torch.arange(samples) % 250 + 1).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, side, side).contiguous()
     y = torch.arange(samples) % 4
     groups = torch.arange(samples) // 10 if natural else None
     return Data("tiny", 4, x, y, x[:40].clone(), y[:40].clone(), (0.5,), (0.25,), groups)
@@ -80,9 +74,7 @@ def test_fashion_mnist_reads_what_the_files_say(fashion: Path) -> None:
 
 
 def test_fashion_mnist_checks_the_official_checksums(fashion: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"train-images.*expected md5 8d4fb7e6c.*found \w{32}.*delete it and fetch"
-    ):
+    with pytest.raises(DataError, match=r"train-images.*expected md5 8d4fb7e6c.*found \w{32}.*delete it and fetch"):
         fashion_mnist.load(fashion)
 
 
@@ -99,9 +91,7 @@ def test_fashion_mnist_says_which_files_are_missing_and_what_to_do(tmp_path: Pat
 
 def test_fashion_mnist_refuses_another_magic_number(fashion: Path) -> None:
     name = rewrite(fashion, "train-labels-idx1-ubyte.gz", unzipped(fashion, "train-images-idx3-ubyte.gz"))
-    with pytest.raises(
-        DataError, match=f"{name}.*expected the idx magic number 0x00000801.*found 0x00000803"
-    ):
+    with pytest.raises(DataError, match=f"{name}.*expected the idx magic number 0x00000801.*found 0x00000803"):
         fashion_mnist.load(fashion, {})
 
 
@@ -122,9 +112,7 @@ def test_fashion_mnist_refuses_surplus_bytes(fashion: Path) -> None:
         fashion_mnist.load(fashion, {})
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda c: c[:-20], lambda c: b"no gzip", lambda c: c[:30] + b"\xff" * 30 + c[60:]]
-)
+@pytest.mark.parametrize("damage", [lambda c: c[:-20], lambda c: b"no gzip", lambda c: c[:30] + b"\xff" * 30 + c[60:]])
 def test_fashion_mnist_refuses_a_damaged_gzip_file(fashion: Path, damage: object) -> None:
     path = fashion / "fashion-mnist" / "train-images-idx3-ubyte.gz"
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
@@ -250,9 +238,7 @@ def test_download_keeps_what_is_right_and_logs_progress(
 def test_download_keeps_nothing_of_a_wrong_file(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"other")
     remote = Remote((tmp_path / "there").as_uri(), "here", md5(b"right"))
-    with pytest.raises(
-        DataError, match=r"there: expected md5 \w+, found \w+ \(5 of 5 bytes\); nothing was kept"
-    ):
+    with pytest.raises(DataError, match=r"there: expected md5 \w+, found \w+ \(5 of 5 bytes\); nothing was kept"):
         files.download(remote, tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []
 
@@ -275,9 +261,7 @@ def test_fetch_fashion_mnist_gets_what_is_missing(fashion: Path, tmp_path: Path)
     remotes = [Remote(p.as_uri(), p.name, md5(p.read_bytes())) for p in sorted(there.iterdir())]
     fashion_mnist.fetch(tmp_path / "copy", remotes)
     checksums = {remote.filename: remote.checksum for remote in remotes}
-    assert fingerprint(fashion_mnist.load(tmp_path / "copy", checksums)) == fingerprint(
-        fashion_mnist.load(fashion, {})
-    )
+    assert fingerprint(fashion_mnist.load(tmp_path / "copy", checksums)) == fingerprint(fashion_mnist.load(fashion, {}))
 
 
 def archive(root: Path, to: Path, names: tuple[str, ...] = (*cifar10.TRAIN, *cifar10.TEST)) -> Remote:

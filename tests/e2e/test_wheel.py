@@ -92,9 +92,9 @@ def project(tmp_path: Path) -> Path:
     """A folder as Kubeflow's users have it: with packages `components` and `pipelines` of their own."""
     for name in ("components", "pipelines"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise SystemExit('somebody else\'s package')\n")
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('somebody else's package')\n")
         for module in ("run", "common", "compile", "partition"):
-            (tmp_path / name / f"{module}.py").write_text("raise SystemExit('somebody else\'s module')\n")
+            (tmp_path / name / f"{module}.py").write_text("raise SystemExit('somebody else's module')\n")
     return tmp_path
 
 

@@ -104,9 +104,12 @@ def test_odd_yaml_is_taken_or_refused(tmp_path: Path, text: str) -> None:
     answer(lambda: load_config(None, [pair]), *words(), "--set")
 
 
-paths = st.sampled_from(NAMES) | st.sampled_from(SECTIONS) | st.tuples(
-    st.sampled_from(NAMES), st.sampled_from(("x", "", "0", "name", "low"))
-).map(".".join) | texts(odd=("", ".", "..", "seed.", ".seed", "algorithm.gammas.0", "tune.space.seed", "__class__"))
+paths = (
+    st.sampled_from(NAMES)
+    | st.sampled_from(SECTIONS)
+    | st.tuples(st.sampled_from(NAMES), st.sampled_from(("x", "", "0", "name", "low"))).map(".".join)
+    | texts(odd=("", ".", "..", "seed.", ".seed", "algorithm.gammas.0", "tune.space.seed", "__class__"))
+)
 values = st.sampled_from(ODD_YAML) | anything.map(lambda value: json.dumps(value)) | texts(odd=("a=b", "=", "[", "{"))
 
 
@@ -289,9 +292,12 @@ TRACKING = (
 
 
 @law(15)
-@given(st.sampled_from(TRACKING) | st.sampled_from(TRACKING).flatmap(
-    lambda address: damaged(address.encode()).map(lambda value: value.decode(errors="ignore").replace("/", ""))
-))
+@given(
+    st.sampled_from(TRACKING)
+    | st.sampled_from(TRACKING).flatmap(
+        lambda address: damaged(address.encode()).map(lambda value: value.decode(errors="ignore").replace("/", ""))
+    )
+)
 @example("http://[")
 @example("http://:99999999")
 @example("postgresql://x")

@@ -1,6 +1,6 @@
 """MLflow's own server, in a process: in its own it sets MLflow's addresses for everybody. `python -m` it to serve.
 
-    WANTED=me:password python -m tests.harness.mlflow_server     who says no such thing is sent away; empty: nobody is
+WANTED=me:password python -m tests.harness.mlflow_server     who says no such thing is sent away; empty: nobody is
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ def _load(name: str) -> ModuleType:
 
 fake = _load("fake")
 
+
 @pytest.fixture(scope="session")
 def tiny(quick: tuple[str, ...]) -> tuple[str, ...]:
     return (*quick, "rounds.stop=1", "kubernetes.poll_s=0.1", "kubernetes.image=flexfleet:latest")
@@ -134,9 +135,7 @@ def rounds(tiny: tuple[str, ...], prepared: Path, tmp_path: Path) -> Rounds:
 
 
 @pytest.fixture(scope="session")
-def expected(
-    tiny: tuple[str, ...], prepared: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], bytes]:
+def expected(tiny: tuple[str, ...], prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], bytes]:
     """The model that so many rounds give without a cluster."""
 
     @cache

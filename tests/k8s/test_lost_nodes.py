@@ -104,9 +104,7 @@ def test_a_client_is_asked_again_so_many_times_and_then_fails(
     assert len(found) == len(asked) and all("its node does not answer any more" in failure for failure in found)
 
 
-def test_a_client_whose_data_is_on_that_node_fails(
-    quick_cluster: Any, rounds: Rounds, remote: Remote
-) -> None:
+def test_a_client_whose_data_is_on_that_node_fails(quick_cluster: Any, rounds: Rounds, remote: Remote) -> None:
     first: list[str] = []
 
     def script(job: Any, index: int, before: int) -> str:

@@ -77,9 +77,7 @@ def here(cluster: Any) -> list[Any]:
     return [pod for pod in pods if pod["status"]["phase"] in ("Pending", "Running")]
 
 
-def test_a_queue_that_moves_is_waited_for(
-    quick_cluster: Any, clock: Clock, rounds: Rounds, remote: Remote
-) -> None:
+def test_a_queue_that_moves_is_waited_for(quick_cluster: Any, clock: Clock, rounds: Rounds, remote: Remote) -> None:
     quick_cluster.room = threading.Semaphore(1)
     out = rounds("queue", *remote, *EVERYONE, "kubernetes.attempts=1")
     assert clock.monotonic() > 4 * POD_S
@@ -130,9 +128,7 @@ def test_what_is_given_up_is_gone_before_its_clients_are_asked_again(
     assert attempts(quick_cluster) == {"-a0", "-a1"} and queueing == []
 
 
-def test_pods_at_a_time_can_be_capped(
-    quick_cluster: Any, rounds: Rounds, remote: Remote
-) -> None:
+def test_pods_at_a_time_can_be_capped(quick_cluster: Any, rounds: Rounds, remote: Remote) -> None:
     most: list[int] = []
 
     def script(job: Any, index: int, before: int) -> str:

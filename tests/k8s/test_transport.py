@@ -243,9 +243,7 @@ def test_a_token_of_kubeconfig_is_sent(start: Start, configure: Configure) -> No
     assert server.known == ["Bearer secret"] and server.bodies == [{"metadata": {"name": "ä"}}]
 
 
-def test_a_plug_ins_token_is_fetched_again_when_it_runs_out(
-    start: Start, configure: Configure, tmp_path: Path
-) -> None:
+def test_a_plug_ins_token_is_fetched_again_when_it_runs_out(start: Start, configure: Configure, tmp_path: Path) -> None:
     server = start()
     server.tokens |= {"1", "2", "3"}
     script = tmp_path / "plugin.py"
@@ -347,9 +345,7 @@ def test_the_servers_warnings_are_logged_once_each(
     ]  # fmt: skip
 
 
-def test_a_server_of_another_authority_is_refused_at_once(
-    start: Start, configure: Configure, tmp_path: Path
-) -> None:
+def test_a_server_of_another_authority_is_refused_at_once(start: Start, configure: Configure, tmp_path: Path) -> None:
     server = start()
     other = Authority(tmp_path / "other").pem.read_bytes()
     api = configure(server, {}, **{"certificate-authority-data": base64.b64encode(other).decode()})

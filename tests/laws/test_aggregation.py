@@ -165,9 +165,7 @@ def test_by_hand() -> None:
 
 @law
 @given(given=st.lists(updates(), min_size=2, max_size=10), trim=st.sampled_from([0.0, 0.2, 0.5]), data=st.data())
-def test_the_order_of_updates_does_not_matter_to_the_bit(
-    given: list[Update], trim: float, data: st.DataObject
-) -> None:
+def test_the_order_of_updates_does_not_matter_to_the_bit(given: list[Update], trim: float, data: st.DataObject) -> None:
     found = middle_of(model(0), given, trim)
     assert_same_bits(middle_of(model(0), data.draw(st.permutations(given)), trim), found)
 

@@ -105,9 +105,7 @@ def test_sigma_of_table_5() -> None:
 
 # ------------------------------------------------------------------------------------------------- observe
 @law
-@given(
-    st.floats(0.1, 200), st.floats(0, 100), st.integers(0, 2**31), st.integers(0, 2000), st.integers(0, 500)
-)
+@given(st.floats(0.1, 200), st.floats(0, 100), st.integers(0, 2**31), st.integers(0, 2000), st.integers(0, 500))
 def test_free_is_between_nothing_and_all(memory: float, sigma: float, seed: int, round: int, client: int) -> None:
     device = Device(client, "any", memory, sigma)
     free = observe(device, seed, round)

@@ -134,9 +134,7 @@ def test_dropout_is_off() -> None:
 def test_the_pool_is_scored_by_its_reported_members(devices: tuple[str, ...]) -> None:
     data, params = tiny_data(), initial_params(FAMILY, 2)
     specs = {"M1": SubmodelSpec.of({"hidden": 8}), "M2'": SubmodelSpec.of({"hidden": 16}), "M2": FULL}
-    pool = tuple(
-        member(FAMILY, name, spec, dispatched=True, reported="'" not in name) for name, spec in specs.items()
-    )
+    pool = tuple(member(FAMILY, name, spec, dispatched=True, reported="'" not in name) for name, spec in specs.items())
     scores = evaluate_pool(FAMILY, params, pool, data, devices)
     assert list(scores) == ["M1", "M2"]
     for name, score in scores.items():

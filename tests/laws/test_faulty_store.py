@@ -140,9 +140,7 @@ def test_a_full_disk_stops_the_run_and_leaves_no_half_file(
     assert writes > 30
 
 
-def test_a_folder_that_may_not_be_written_is_named(
-    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_may_not_be_written_is_named(job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 

@@ -200,6 +200,7 @@ def test_exit_losses_by_hand() -> None:
 
 def test_who_learns_from_whom() -> None:
     """ScaleFL's last exit is not detached, DepthFL's teachers are."""
+
     def leaves() -> list[Tensor]:
         return [torch.tensor([[0.0, v]], requires_grad=True) for v in (0.3, 1.0, 2.0)]
 
@@ -235,7 +236,7 @@ def test_widths_are_drawn_uniformly_and_by_seed() -> None:
     counts = {8: 0, 16: 0, 32: 0}
     for seed in range(150):
         rows = moved(one_step(widths=(QUARTER, HALF, FULL), seed=seed))["fc.linear.weight"].any(dim=1)
-        counts[max(w for w in counts if rows[: w].sum() > w // 2 or w == 8)] += 1
+        counts[max(w for w in counts if rows[:w].sum() > w // 2 or w == 8)] += 1
     assert sum(counts.values()) == 150
     assert all(30 <= n <= 70 for n in counts.values()), counts
     same = [one_step(widths=(QUARTER, HALF, FULL), epochs=3, seed=4).params for _ in range(2)]

@@ -26,9 +26,7 @@ labels_st = st.lists(st.integers(0, 5), min_size=1, max_size=120).map(lambda y: 
 seed_st = st.integers(0, 2**32)
 
 
-def data_of(
-    labels: np.ndarray[Any, np.dtype[np.int64]], classes: int = 10, writers: int | None = None
-) -> Data:
+def data_of(labels: np.ndarray[Any, np.dtype[np.int64]], classes: int = 10, writers: int | None = None) -> Data:
     y = torch.from_numpy(labels)
     x = torch.zeros(len(labels), 1, 1, 1, dtype=torch.uint8)
     natural = None if writers is None else torch.arange(len(labels)) % writers
@@ -71,15 +69,10 @@ def test_dirichlet_and_quantity_hold_the_minimum(
 
 @law
 @given(labels_st, st.integers(1, 40), st.integers(1, 6), seed_st)
-def test_disjoint_labels_gives_exactly_so_many_labels(
-    labels: p.Ints, clients: int, each: int, seed: int
-) -> None:
+def test_disjoint_labels_gives_exactly_so_many_labels(labels: p.Ints, clients: int, each: int, seed: int) -> None:
     """It fails only where the counting argument says that no such partition exists."""
     classes, samples = np.unique(labels, return_counts=True)
-    possible = (
-        clients <= len(labels)
-        and each <= len(classes) <= clients * each <= np.minimum(samples, clients).sum()
-    )
+    possible = clients <= len(labels) and each <= len(classes) <= clients * each <= np.minimum(samples, clients).sum()
     if not possible:
         with pytest.raises(PartitionError):
             p.disjoint_labels(labels, clients, each, seeds.rng(seed, "test"))

@@ -565,9 +565,7 @@ def mutated(value: bytes, edits: list[tuple[float, int, int]]) -> bytes:
     return bytes(out)
 
 
-EDITS = st.lists(
-    st.tuples(st.floats(0, 1), st.integers(0, 3), st.integers(0, 255)), min_size=1, max_size=6
-)
+EDITS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3), st.integers(0, 255)), min_size=1, max_size=6)
 
 
 @settings(max_examples=1500, deadline=None)

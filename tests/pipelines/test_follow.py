@@ -203,9 +203,7 @@ def test_an_outage_without_end_ends_with_how_to_come_back(
 @pytest.mark.parametrize(
     ("fault", "said"), [(200, "is not the API of Kubeflow Pipelines"), (404, "refused: 404"), (401, "refused: 401")]
 )
-def test_what_another_question_would_not_mend_is_said_at_once(
-    kubeflow: tuple[Any, str], fault: int, said: str
-) -> None:
+def test_what_another_question_would_not_mend_is_said_at_once(kubeflow: tuple[Any, str], fault: int, said: str) -> None:
     server, host = kubeflow
     run_id = submit("train", {}, host=host).run_id
     server.faults = [fault]

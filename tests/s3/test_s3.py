@@ -110,9 +110,7 @@ def test_damage_is_seen_when_it_is_read_and_is_not_waited_for(store: S3Store, mo
 def test_a_client_without_keys_reads_and_writes_what_it_was_given(store: S3Store) -> None:
     store.put("order", b"do it")
     value = b"done\r\n--" + bytes(range(256))
-    urls = UrlStore(
-        {"order": store.presign("order", 60)}, {"update": store.upload("update", len(value), 60, "POST")}
-    )
+    urls = UrlStore({"order": store.presign("order", 60)}, {"update": store.upload("update", len(value), 60, "POST")})
     assert urls.get("order") == b"do it"
     urls.put("update", value)
     assert store.get("update") == value and urls.list("") == ["order"]

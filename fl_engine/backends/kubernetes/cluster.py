@@ -210,5 +210,3 @@ def _why(answer: urllib3.BaseHTTPResponse, method: str, kind: str, name: str, na
     elif answer.status == 404:
         hint = f". Is there a namespace {namespace}? (kubernetes.namespace)"
     return f"Kubernetes refuses to {method} {kind} {name}: {answer.status} {said}{hint}"
-
-

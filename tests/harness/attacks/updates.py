@@ -66,7 +66,7 @@ def replay() -> str | None:
     earlier, now = scene(), scene(1)
     files = {key.replace("rounds/00000", "rounds/00001"): value for key, value in earlier.files().items()}
     moved = {key.replace(str(earlier.base[-2:]), now.base[-2:]): value for key, value in files.items()}
-    by_number = {f"{now.base}{key[key.rindex('.'):]}": value for key, value in moved.items()}
+    by_number = {f"{now.base}{key[key.rindex('.') :]}": value for key, value in moved.items()}
     return now.taken(by_number)
 
 

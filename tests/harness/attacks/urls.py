@@ -68,9 +68,7 @@ def describes(world: World) -> str | None:
     return None
 
 
-def _both(
-    world: World, given: Mapping[str, str]
-) -> list[tuple[Mapping[str, str], Sequence[tuple[str, str]]]]:
+def _both(world: World, given: Mapping[str, str]) -> list[tuple[Mapping[str, str], Sequence[tuple[str, str]]]]:
     """As headers, and where the upload is a form as its fields: some servers read there what others read in headers."""
     found: list[tuple[Mapping[str, str], Sequence[tuple[str, str]]]] = [(given, ())]
     if world.verb == "POST":
@@ -300,5 +298,3 @@ ATTACKS = (
     _attack("read, expired", "to read after its time", read_too_late),
     _attack("read, prolonged", "to read for longer", prolong),
 )
-
-
