@@ -42,6 +42,7 @@ soak: setup
 
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 # The documentation as a site, in site/; `.venv/bin/mkdocs serve` shows it while it is being written.

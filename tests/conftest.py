@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 PRINT = builtins.print
-LONG = ("docs", "pipelines", "components", "harness", "k8s", "s3")
+LONG = ("docs", "pipelines", "flexfleet", "harness", "k8s", "s3")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
