@@ -55,7 +55,7 @@ class Public:
     clients: int
     """How many were asked."""
     models: tuple[SubmodelSpec, ...]
-    """What each of them may have been sent; all alike likely, it is assumed."""
+    """The sub-models that each of them may have been sent. Each is assumed to be equally likely."""
     noise_seed: bytes | None
     """Secret: 256 bits, for nothing but this round's noise of this part."""
     moving: bool = False

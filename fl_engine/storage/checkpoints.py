@@ -88,7 +88,7 @@ class Checkpoints:
         return sorted({round for round, name, _ in self._files() if _plain(name) == "COMMITTED"})
 
     def _files(self) -> list[tuple[int, str, str]]:
-        """(round, name, key) of each file of a round. What else lies there is nobody's."""
+        """(round, name, key) of each file of a round. Other files in these folders are ignored."""
         found = []
         for key in self.store.list("rounds/"):
             match = FILE.fullmatch(key)
@@ -119,7 +119,7 @@ class Checkpoints:
             self._pack()
 
     def _own(self, name: str) -> str:
-        """A file's name in this coordinator's hand."""
+        """The file's name, with the number of this coordinator's lease in front where there is one."""
         return name if self.lease is None else f"{self.lease.number}-{name}"
 
     def _may_delete(self, name: str) -> bool:
