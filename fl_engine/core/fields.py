@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,6 +15,22 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
+
+
+class Moves(Enum):
+    """What another value of a parameter moves. It stands in the annotation of the parameter's field, or of a section's
+    for all of it; without one it is RESULT. Every list of parameters of one kind is derived from this."""
+
+    RESULT = "the model"
+    LENGTH = "how far a run goes"
+    ANSWERS = "which answers a round has, by the clock on the wall"
+    NUMERICS = "bits, as a run's record of its numerics tells"
+    EXECUTION = "nothing but how it is executed"
+    PLACE = "nothing but where things are kept and told"
+
+
+class Unseen:
+    """Annotates a section that clients are not told: its addresses may hold passwords."""
 
 
 class Section(BaseModel):

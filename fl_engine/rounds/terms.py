@@ -7,19 +7,19 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import Count, Positive, Section
+from fl_engine.core.fields import Count, Moves, Positive, Section
 from fl_engine.fleet import faults
 
 
 class RoundsConfig(Section):
-    stop: Count = 40
+    stop: Annotated[Count, Moves.LENGTH] = 40
     """Rounds in all; may be raised to go on with a finished run."""
     evaluate_every: Count = 1
-    commit_every: Literal["auto"] | Count = "auto"
+    commit_every: Annotated[Literal["auto"] | Count, Moves.EXECUTION] = "auto"
     """Rounds between two commits; auto: at most one every two seconds."""
-    keep_every: Count | None = None
+    keep_every: Annotated[Count | None, Moves.EXECUTION] = None
     """Keep the state of every n-th round; null: only the last two commits."""
-    keep_updates: bool = False
+    keep_updates: Annotated[bool, Moves.EXECUTION] = False
     """Store each client's update as it arrives: a kill inside a long round then loses only clients in flight."""
     norm_bound: Positive | None = 5.0
     """An update whose weights, or running statistics, moved further than so many times what is usual for its steps in

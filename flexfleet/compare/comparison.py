@@ -16,8 +16,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from fl_engine.core.errors import ConfigError
+from fl_engine.core.fields import Moves
 from fl_engine.storage.checkpoints import Row
 from fl_engine.training.numerics import deciding
+from flexfleet.config import moves
 from flexfleet.config.entries import run_name
 from flexfleet.files.artifacts import Artifact
 from flexfleet.reports.report import Run, differences, load, plain
@@ -27,9 +29,6 @@ STEPS = 20
 """Accuracies to reach are multiples of 1/20 where none are given,"""
 MOST_TARGETS = 4
 """and so many at most."""
-OF_A_RUN = ("algorithm", "seed", "run.", "tracking.", "publish.", "rounds.commit_every", "rounds.keep_", "dataset.root")
-"""Parameters in which the runs of a comparison may differ: what is compared, and what moves no bit of a model."""
-
 Runs = Mapping[str, Sequence[Run]]
 """Labels to the label's runs, in the order of the seeds."""
 
@@ -140,10 +139,16 @@ def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path
     return runs
 
 
+def _shared(key: str) -> bool:
+    """Whether the runs of a comparison have the parameter in common."""
+    return key != "seed" and moves(key) in (Moves.RESULT, Moves.LENGTH, Moves.ANSWERS)
+
+
 def unequal(runs: Mapping[str, Run], algorithm: bool = False) -> list[str]:
-    """Parameters in which runs differ beyond OF_A_RUN (`algorithm`: in those of the algorithm too), a line for each."""
-    free = tuple(p for p in OF_A_RUN if not (algorithm and p == "algorithm"))
-    keys = dict.fromkeys(key for run in runs.values() for key in run.config if not key.startswith(free))
+    """Parameters in which runs differ though they should not, a line for each: all but the algorithm's (`algorithm`:
+    these too), the seed, and what moves no more than last bits."""
+    shared = (key for run in runs.values() for key in run.config if _shared(key))
+    keys = dict.fromkeys(key for key in shared if algorithm or not key.startswith("algorithm"))
     lines = []
     for key in keys:
         values = {name: plain(run.config.get(key)) for name, run in runs.items()}
@@ -165,7 +170,7 @@ def summarise(id: str, seeds: Sequence[int], runs: Runs, to: Sequence[float] = (
         labels=tuple(runs),
         seeds=tuple(seeds),
         rounds=len(any_run.rows),
-        settings={k: v for k, v in any_run.config.items() if not k.startswith(OF_A_RUN)},
+        settings={k: v for k, v in any_run.config.items() if _shared(k) and not k.startswith("algorithm")},
         results={label: _summary(seeds, of_label, targets) for label, of_label in runs.items()},
         notes=tuple(notes),
     )

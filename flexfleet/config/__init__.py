@@ -15,6 +15,7 @@ from flexfleet.config.schema import (
     TrackingConfig,
     TuneConfig,
     flatten,
+    moves,
     public,
     shown,
 )
@@ -22,5 +23,5 @@ from flexfleet.config.schema import (
 __all__ = [
     "PRIVATE", "Config", "DatasetConfig", "FleetConfig", "PartitionConfig", "PretrainConfig", "PublishConfig", "Range",
     "RunConfig", "TrackingConfig", "TuneConfig", "algorithm", "cut_seed", "flatten", "load_config", "min_side", "model",
-    "pair_of", "parse", "public", "set_path", "shown",
+    "moves", "pair_of", "parse", "public", "set_path", "shown",
 ]  # fmt: skip

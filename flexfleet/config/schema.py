@@ -7,14 +7,14 @@ carries its explanation; an unknown key is an error that names the nearest one; 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.errors import masked
-from fl_engine.core.fields import Count, Positive, Section
+from fl_engine.core.fields import Count, Moves, Positive, Section, Unseen
 from fl_engine.fleet.devices import FLEETS, Tier
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.training.numerics import Precision, Strategy
@@ -23,7 +23,7 @@ from fl_engine.training.numerics import Precision, Strategy
 class DatasetConfig(Section):
     name: str = "digits"
     """A registered data set, or package.module:NAME."""
-    root: str | None = None
+    root: Annotated[str | None, Moves.PLACE] = None
     """Folder of the data files; `repo@rev:path`, or a .dvc file, of a DVC repository; null: FLEXFLEET_DATA, else
     ~/.cache/flexfleet/data."""
     train_samples: Count | None = None
@@ -66,7 +66,7 @@ class PretrainConfig(Section):
 
 
 class RunConfig(Section):
-    store: str = "runs"
+    store: Annotated[str, Moves.PLACE] = "runs"
     """Folder of all runs."""
 
     @field_validator("store")
@@ -78,9 +78,9 @@ class RunConfig(Section):
             )
         return value
 
-    remote: str | None = None
+    remote: Annotated[str | None, Moves.PLACE] = None
     """s3://bucket/prefix for the ledgers of all runs, where another coordinator finds them; null: in `store`."""
-    secrets: str | None = None
+    secrets: Annotated[str | None, Moves.PLACE] = None
     """Where the run's key is kept, from which noise and signatures follow: a folder, or s3://bucket/prefix in another
     bucket than `remote`, with credentials of its own (FLEXFLEET_SECRETS_AWS_ACCESS_KEY_ID and so on); null: a Secret of
     the cluster where clients are pods, else a file in the run's folder (not for private runs with `remote`: that
@@ -88,12 +88,12 @@ class RunConfig(Section):
     backend: Literal["in_process", "processes", "kubernetes"] = "in_process"
     """Where clients live: in threads of this process, in worker processes that get orders through the store, or in
     pods (see `kubernetes`)."""
-    devices: tuple[str, ...] = ("cpu",)
+    devices: Annotated[tuple[str, ...], Moves.NUMERICS] = ("cpu",)
     """Torch devices that train clients at the same time, e.g. [cpu, cpu] or [cuda:0, cuda:1]."""
-    strategy: Literal["auto"] | Strategy = "auto"
+    strategy: Annotated[Literal["auto"] | Strategy, Moves.NUMERICS] = "auto"
     """single: a device trains one client at a time; batched: several side by side, for small networks; auto: what
     suits the size of the network."""
-    precision: Precision = "fp32"
+    precision: Annotated[Precision, Moves.NUMERICS] = "fp32"
     """bf16: forward and backward pass in bfloat16, which CPUs with AMX and recent GPUs do several times faster."""
 
 
@@ -176,15 +176,29 @@ class Config(Section):
     """name (registered, or package.module:NAME) and the algorithm's own hyper-parameters."""
     training: Training = Training(fraction=0.3, epochs=5, batch_size=10, lr=0.05)
     rounds: RoundsConfig = RoundsConfig()
-    run: RunConfig = RunConfig()
-    kubernetes: KubernetesConfig = KubernetesConfig()
-    tracking: TrackingConfig = TrackingConfig()
-    publish: PublishConfig = PublishConfig()
-    tune: TuneConfig = TuneConfig()
+    run: Annotated[RunConfig, Moves.EXECUTION] = RunConfig()
+    kubernetes: Annotated[KubernetesConfig, Moves.EXECUTION] = KubernetesConfig()
+    tracking: Annotated[TrackingConfig, Moves.PLACE, Unseen] = TrackingConfig()
+    publish: Annotated[PublishConfig, Moves.PLACE, Unseen] = PublishConfig()
+    tune: Annotated[TuneConfig, Moves.PLACE, Unseen] = TuneConfig()
 
 
-PRIVATE = ("tracking", "tune", "publish")
+PRIVATE = tuple(name for name, field in Config.model_fields.items() if Unseen in field.metadata)
 """Sections whose addresses are for whoever runs a run, and for nobody who reads its files."""
+
+
+def moves(path: str) -> Moves:
+    """What another value of the parameter of this dotted name moves. One of a section that has no such parameter, as in
+    the record of an older version, is taken for the section's."""
+    here: Any = Config
+    found = Moves.RESULT
+    for part in path.split("."):
+        field = here.model_fields.get(part) if isinstance(here, type) and issubclass(here, BaseModel) else None
+        if field is None:
+            break
+        found = next((each for each in field.metadata if isinstance(each, Moves)), found)
+        here = field.annotation
+    return found
 
 
 def public(config: Config) -> Config:

@@ -15,17 +15,16 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fl_engine.core.errors import ConfigError, brief
+from fl_engine.core.fields import Moves
 from fl_engine.core.plain import read_yaml
-from flexfleet.config import Config, load_config
+from flexfleet.config import Config, load_config, moves
 from flexfleet.config.entries import Entry, entries_for
 from flexfleet.files.artifacts import Artifact
 from flexfleet.nightly.gate import FEWEST_SEEDS, METRICS
 from flexfleet.tracking.trackers import platform_experiment
 
-MAY_SET = ("run.store", "run.remote", "run.backend", "tracking.", "publish.", "kubernetes.", "dataset.root")
-"""What `--set` may change: none of it moves a figure,"""
-MAY_NOT = ("kubernetes.observe", "kubernetes.quorum")
-"""but these."""
+MAY_SET = (Moves.EXECUTION, Moves.PLACE)
+"""What `--set` may change: none of it moves a figure."""
 
 
 class Case(BaseModel):
@@ -110,10 +109,12 @@ def load(path: Path) -> Suite:
 def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id: str) -> dict[str, list[Entry]]:
     """Every run, by case. `sets`: `a.b=value` of the command line. Raises ConfigError."""
     for text in sets:
-        if not text.startswith(MAY_SET) or text.startswith(MAY_NOT):
+        path = text.partition("=")[0].strip()
+        if "." not in path or moves(path) not in MAY_SET:
             raise ConfigError(
-                f"--set {text}: a suite says what is measured; only {', '.join(MAY_SET)} can be set. For another task "
-                "write a suite of your own"
+                f"--set {text}: a suite says what is measured; only what moves no figure can be set, as where things "
+                "are kept (run.store, run.remote, tracking, publish, dataset.root) and how they are executed "
+                "(run.backend, kubernetes). For another task write a suite of your own"
             )
     out = {}
     for case, about in suite.cases.items():

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
+from fl_engine.core.fields import Moves
 from fl_engine.data.partitioning import Manifest, read_manifest
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, sha256
+from flexfleet.config import moves
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, row_of
 from flexfleet.reports import plots
@@ -37,7 +39,6 @@ NEEDED = {
 COUNTED = ("bytes_down", "bytes_up", "clients_trained", "clients_pruned", "clients_failed")
 COMPARED = ("dataset", "partition", "model", "seed", "fleet", "training", "rounds.stop")
 """What runs should have in common for their figures to be comparable."""
-LOCAL = ("dataset.root",)
 CLASSES = 26
 """A confusion matrix of more is not drawn: nobody can read it."""
 NONE = "\N{EN DASH}"
@@ -169,7 +170,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
             lines.append(f"{what}: " + "; ".join(f"{v} ({', '.join(who)})" for v, who in held.items()))
 
     for key in dict.fromkeys(key for run in runs for key in run.config):
-        if key not in LOCAL and any(key == c or key.startswith(f"{c}.") for c in COMPARED):
+        if moves(key) is not Moves.PLACE and any(key == c or key.startswith(f"{c}.") for c in COMPARED):
             compare(key, lambda run, key=key: plain(run.config.get(key)))  # type: ignore[misc]
     if not any(line.startswith(("dataset.", "partition.", "seed:")) for line in lines):
         compare("the partition itself (sha256)", lambda run: run.file.partition_sha256[:12])

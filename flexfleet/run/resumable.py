@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fl_engine
+from fl_engine.core.fields import Moves
 from fl_engine.storage.store import sha256
 from fl_engine.training.numerics import Numerics, describe
-from flexfleet.config import Config, flatten
+from flexfleet.config import Config, flatten, moves
 from flexfleet.files import terminal as common
-from flexfleet.steps.federate import MAY_CHANGE, federate
+from flexfleet.steps.federate import federate
 from flexfleet.steps.prepare import config_of
 
 OUTCOME = ("run.json", "history.json", "model.safetensors")
@@ -57,7 +58,7 @@ def federate_for_dvc(config: Config, partition: Path, pool: Path, out: Path) -> 
 def identity(config: Config, partition: Path, pool: Path) -> str:
     """Algorithm, seed, and a digest of all that decides the model."""
     # `rounds.stop` may change in a resumed run, but a run that went further has nothing to give for a smaller one.
-    parameters = {k: v for k, v in flatten(config).items() if k == "rounds.stop" or not k.startswith(MAY_CHANGE)}
+    parameters = {k: v for k, v in flatten(config).items() if moves(k) in (Moves.RESULT, Moves.LENGTH)}
     package = Path(fl_engine.__file__).parent
     parts = {
         "parameters": parameters,

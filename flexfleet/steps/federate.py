@@ -23,6 +23,7 @@ from fl_engine.backends.in_process import prepare_process
 from fl_engine.backends.kubernetes.backend import Kubernetes
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Replaced, Stopped
+from fl_engine.core.fields import Moves
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Backend, ModelFamily, Tracker
 from fl_engine.data import partitioning as partition
@@ -53,24 +54,6 @@ from flexfleet.tracking import record as track
 from flexfleet.tracking.trackers import Console, MLflow, Several
 
 log = logging.getLogger("flexfleet")
-
-MAY_CHANGE = (
-    "dataset.root",
-    "rounds.stop",
-    "rounds.commit_every",
-    "rounds.keep_every",
-    "rounds.keep_updates",
-    "run.",
-    "kubernetes.",
-    "tracking.",
-    "tune.",
-    "publish.",
-)
-"""What a resumed run may set differently: none of it moves a bit of the model."""
-PRIVATE = ("tracking", "tune", "publish")
-"""What clients need not know: addresses may hold passwords."""
-FIXED = ("kubernetes.observe",)
-"""But these."""
 
 
 def federate(
@@ -307,7 +290,9 @@ def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) ->
     if ledger.checkpoints.lease is None and ledger.mailbox.key is None:
         return
     run = RunFile.read(out / "run.json")
-    unseen = {section: value for section, value in Config().model_dump(mode="json").items() if section in PRIVATE}
+    unseen = {
+        section: value for section, value in Config().model_dump(mode="json").items() if section in configs.PRIVATE
+    }
     told = run.model_copy(update={"config": run.config | unseen})
     ledger.store.put(track.RUN_KEY, (told.model_dump_json(indent=1) + "\n").encode())
     for name in SITE_FILES:
@@ -330,7 +315,7 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
         raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
     before, now = _flat(known.config), configs.flatten(config)
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
-    fixed = [k for k in changed if k in FIXED or not k.startswith(MAY_CHANGE)]
+    fixed = [k for k in changed if configs.moves(k) is Moves.RESULT]
     if fixed:
         lines = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in fixed[:6])
         raise ConfigError(f"{out} was started with another configuration ({lines}): choose another --run-id")

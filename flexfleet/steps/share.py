@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.fields import Moves
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files import terminal as common
@@ -21,7 +22,6 @@ from flexfleet.steps.prepare import config_of, prepare
 from flexfleet.steps.pretrain import pretrain
 
 SECTIONS = ("dataset.", "partition.", "model.", "pretrain.", "seed")
-LOCAL = ("dataset.root",)
 ABOUT = "shared.json"
 
 
@@ -73,7 +73,9 @@ def adopt(config: Config, shared: Path, out: Path) -> None:
 
 def settings(config: Config) -> dict[str, Any]:
     """All that partition and pre-training depend on, the network that an algorithm makes of the model apart."""
-    return {k: v for k, v in configs.flatten(config).items() if k.startswith(SECTIONS) and k not in LOCAL}
+    return {
+        k: v for k, v in configs.flatten(config).items() if k.startswith(SECTIONS) and configs.moves(k) is Moves.RESULT
+    }
 
 
 def network(config: Config) -> str | None:

@@ -23,9 +23,10 @@ from typing import Any, Literal
 import yaml
 
 from fl_engine.core.errors import BadInput, ConfigError, Stopped
+from fl_engine.core.fields import Moves
 from flexfleet.compare.compare import RunsFailed
 from flexfleet.compare.side_by_side import Job, side_by_side
-from flexfleet.config import Config, Range, load_config, public, set_path, shown
+from flexfleet.config import Config, Range, load_config, moves, public, set_path, shown
 from flexfleet.config.names import plain
 from flexfleet.config.overrides import hand_over, write_config
 from flexfleet.files import terminal as common
@@ -68,9 +69,10 @@ def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
 
 def _examine(config: Config) -> None:
     """Raises for a search that would not mean anything, or cannot be run."""
-    clash = {"seed", *(p for p in config.tune.space if p.startswith(("tune.", "run.", "tracking.", "kubernetes.")))}
-    if clash & config.tune.space.keys():
-        raise ConfigError(f"tune.space: {', '.join(sorted(clash & config.tune.space.keys()))} cannot be searched")
+    searched = (Moves.RESULT, Moves.LENGTH)
+    clash = sorted(path for path in config.tune.space if path == "seed" or moves(path) not in searched)
+    if clash:
+        raise ConfigError(f"tune.space: {', '.join(clash)} cannot be searched")
     if set(config.tune.seeds) & set(config.tune.held_out):
         raise ConfigError("tune.held_out: these seeds are to be new, but trials run on some of them (tune.seeds)")
     check(config)

@@ -564,6 +564,15 @@ def test_runs_that_differ_are_not_tabulated(ran: Ran) -> None:
         undo = change("flexfl-s1", path, value)
         assert "seed 1" in wrong() and path in wrong()
         undo()
+    for path, value in {
+        "kubernetes.poll_s": 2.0,
+        "rounds.keep_every": 7,
+        "run.store": "there",
+        "tune.trials": 3,
+    }.items():
+        undo = change("flexfl-s1", path, value)  # as after --resume --set kubernetes.poll_s=2.0
+        assert comparison.read(LABELS, SEEDS, folders)
+        undo()
     undo = change("flexfl-s1", "algorithm.kd_weight", 0)
     assert "the runs of flexfl differ in more than the seed: algorithm.kd_weight" in wrong()
     undo()

@@ -17,6 +17,7 @@ from fl_engine.aggregation.server_opt import Yogi
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.errors import ConfigError, ModelError, masked
+from fl_engine.core.fields import Moves
 from fl_engine.fleet.devices import FLEETS, Tier
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
@@ -559,3 +560,24 @@ def test_addresses_are_shown_without_who_asks(address: str, shown: str) -> None:
     assert masked(address) == shown
     found = configs.shown(load_config(None, [f"dataset.root={json.dumps(address)}"]))
     assert found["dataset.root"] == shown
+
+
+# --------------------------------------------------------------------------------------------- what a value moves
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("seed", Moves.RESULT), ("algorithm.kd_weight", Moves.RESULT), ("training.lr", Moves.RESULT),
+        ("fleet.tiers", Moves.RESULT), ("rounds.quorum", Moves.RESULT), ("kubernetes.observe", Moves.RESULT),
+        ("rounds.stop", Moves.LENGTH), ("kubernetes.quorum", Moves.ANSWERS), ("run.precision", Moves.NUMERICS),
+        ("rounds.keep_every", Moves.EXECUTION), ("run.backend", Moves.EXECUTION),
+        ("kubernetes.pools.weak.cpu", Moves.EXECUTION), ("kubernetes.no_more", Moves.EXECUTION),
+        ("dataset.root", Moves.PLACE), ("run.store", Moves.PLACE), ("tracking.mlflow", Moves.PLACE),
+        ("no_more.at_all", Moves.RESULT),
+    ],
+)  # fmt: skip
+def test_what_a_parameter_moves_is_said_at_its_field(path: str, expected: Moves) -> None:
+    assert configs.moves(path) is expected
+
+
+def test_sections_with_addresses_are_not_told_to_clients() -> None:
+    assert set(configs.PRIVATE) == {"tracking", "tune", "publish"}

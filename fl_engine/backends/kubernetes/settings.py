@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from fl_engine.core.fields import Count, Fraction, Positive, Section
+from fl_engine.core.fields import Count, Fraction, Moves, Positive, Section
 
 GRACE_S = 30
 """A client Job that outlives its deadline by so many seconds is deleted by the coordinator."""
@@ -68,11 +68,11 @@ class KubernetesConfig(Section):
     """presigned: clients get URLs, and hold no keys; ambient: their pods have credentials of their own."""
     endpoint: str | None = None
     """What pods call the S3 server, where that differs from AWS_ENDPOINT_URL."""
-    observe: Literal["simulated", "cgroup"] = "simulated"
+    observe: Annotated[Literal["simulated", "cgroup"], Moves.RESULT] = "simulated"
     """cgroup: a client prunes to what its pod's memory limit allows; simulated: as the fleet says (equal bits)."""
     require_numerics: bool = False
     """A node that would compute other bits than the coordinator refuses to train."""
-    quorum: Fraction = 1.0
+    quorum: Annotated[Fraction, Moves.ANSWERS] = 1.0
     """Share of the wanted clients whose answers are there when a round can end though nothing more is to be had; with
     fewer, those that are missing are asked again, and then the run stops, to be resumed."""
     attempts: Count = 2
