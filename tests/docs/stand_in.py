@@ -34,13 +34,17 @@ QUICK = (
     "publish.onnx=false",
 )
 FEW_SEEDS = """
-from components import cli, common, regress
+from flexfleet import cli
+from flexfleet.files import terminal as common
+from flexfleet.nightly import regress
 regress.REFERENCE_SEEDS, regress.REFERENCE_TURNS, regress.TURNS = (0, 1, 2), 2, 2
 common.run_main(cli.dispatch)
 """
 WHOLE_SUITE = """
 import sys
-from components import cli, common, regress
+from flexfleet import cli
+from flexfleet.files import terminal as common
+from flexfleet.nightly import regress
 args = cli.parser().parse_args(sys.argv[1:])
 common.run_main(lambda _: 0 if regress.prepare(args.suite, args.id, args.set) else 1)
 """

@@ -75,7 +75,7 @@ def without(packages: Sequence[str], *argv: str) -> subprocess.CompletedProcess[
     script = (
         "import sys\n"
         f"sys.modules |= dict.fromkeys({list(packages)!r})\n"
-        "from components import cli\n"
+        "from flexfleet import cli\n"
         f"sys.argv = ['flexfleet', *{list(argv)!r}]\n"
         "cli.main()\n"
     )
@@ -83,7 +83,7 @@ def without(packages: Sequence[str], *argv: str) -> subprocess.CompletedProcess[
 
 
 HEAVY = (
-    "onnx", "onnxruntime", "mkdocs", "dp_accounting",
+    "onnx", "onnxruntime", "mkdocs", "dp_accounting", "pytest", "hypothesis",
     "torch", "numpy", "safetensors", "sklearn", "mlflow", "matplotlib", "jinja2", "kfp", "kubernetes", "optuna", "dvc"
 )  # fmt: skip
 
@@ -101,7 +101,7 @@ def test_doctor_says_what_a_bare_installation_lacks() -> None:
     found = json.loads(done.stdout)
     assert found["version"] == fl_engine.__version__
     assert found["extras"].keys() == {
-        "engine", "data", "tracking", "pipeline", "kubernetes", "tune", "export", "privacy", "docs"
+        "engine", "data", "tracking", "pipeline", "kubernetes", "tune", "export", "privacy", "testing", "docs"
     }  # fmt: skip
     assert set(found["extras"]["engine"]["missing"]) >= {"torch", "safetensors", "numpy"}
     assert all(about["missing"] and about["enables"] for about in found["extras"].values())

@@ -54,7 +54,7 @@ def test_the_peak_is_that_of_training_and_not_of_the_process_that_asks() -> None
 
 
 COUNTED = """
-from fl_engine import memory
+from fl_engine.training import memory
 gone = b"x" * 300_000_000
 del gone
 held, before = memory.restart_peak()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fl_engine.core import seeds
 
 SCRIPT = """
-from fl_engine import seeds
+from fl_engine.core import seeds
 print(seeds.derive(7, "select", 3, 2), seeds.rng(7, "select", 3, 2).integers(0, 10**9, 3).tolist())
 """
 
