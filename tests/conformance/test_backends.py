@@ -97,7 +97,7 @@ class Losing(Mailbox):
 
 def test_an_order_that_is_lost_is_no_clients_failure(workers: tuple[FlexFL, Processes, Site]) -> None:
     algorithm, backend, site = workers
-    backend._ledger = Losing(backend._ledger.store)
+    backend._mailbox = Losing(backend._mailbox.store)
     plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
     with pytest.raises(IntegrityError, match=rf"orders/{plan.orders[1].client}\.json is missing"):
         list(backend.run(algorithm, plan))

@@ -164,7 +164,7 @@ def test_a_store_that_fails_in_a_worker_process_is_no_clients_failure(job: Any, 
 
     def run() -> bytes:
         ledger = ledger_in(store, None, site.rules)
-        with closing(Processes(site, ("cpu",), ledger)) as backend:
+        with closing(Processes(site, ("cpu",), ledger.mailbox)) as backend:
             args = (job.algorithm, job.initial(), backend, ledger, Memory(), settings, job.seed, job.evaluation)
             return encode(rounds.federate(*args).params)
 
