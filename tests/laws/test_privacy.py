@@ -19,8 +19,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fl_engine.aggregation.privacy import NoisySum, Private, Public, epsilon
 from fl_engine.aggregation import privacy
+from fl_engine.aggregation.privacy import NoisySum, Private, Public, epsilon
 from fl_engine.aggregation.rules import Mean
 from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, Decoupled, FedRolex, FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import Training
