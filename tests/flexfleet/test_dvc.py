@@ -14,10 +14,10 @@ import yaml
 from dvc.repo import Repo
 
 from fl_engine.algorithms import FlexFL
+from fl_engine.algorithms.pooled import Training
 from fl_engine.core.errors import Stopped
 from fl_engine.models import SmallCNN
 from fl_engine.rounds import loop
-from flexfleet import config as configs
 from flexfleet.config import Config, load_config
 from flexfleet.files.artifacts import History
 from flexfleet.run import resumable
@@ -139,7 +139,7 @@ def test_an_interrupted_run_goes_on_and_another_configuration_does_not_meet_it(
     (left,) = unfinished.iterdir()
     assert not out.exists() and not (left / "history.json").exists()
 
-    other = config.model_copy(update={"training": configs.Training(fraction=0.5, epochs=1, lr=0.02)})
+    other = config.model_copy(update={"training": Training(fraction=0.5, epochs=1, lr=0.02)})
     lower = config.model_copy(update={"rounds": config.rounds.model_copy(update={"stop": 1})})
     for changed_config, stop in ((other, 3), (lower, 1)):
         found = resumable.federate_for_dvc(changed_config, parts, pool, tmp_path / "federate")

@@ -15,7 +15,7 @@ import pytest
 
 from fl_engine.core.errors import IntegrityError
 from fl_engine.data import partitioning as partitions
-from fl_engine.rounds.ledger import Ledger
+from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.lease import Holder
 from fl_engine.storage.store import decode, sha256
 from flexfleet.config import load_config, parse
@@ -354,15 +354,15 @@ def test_one_that_was_replaced_leaves_the_run_in_mlflow_alone(
     rounds: Step, tmp_path: Path, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = [f"run.remote={tmp_path}/ledger", f"tracking.mlflow={mlflow_uri}"]
-    commit, ended = Ledger.commit, list[Any]()
+    commit, ended = Checkpoints.commit, list[Any]()
 
-    def paused(self: Ledger, round: int, *given: Any) -> None:
+    def paused(self: Checkpoints, round: int, *given: Any) -> None:
         if round == 1 and not ended:
             ended.append(None)
             ended.append(rounds(tmp_path / "other" / "a", "--resume", sets=sets))
         commit(self, round, *given)
 
-    monkeypatch.setattr(Ledger, "commit", paused)
+    monkeypatch.setattr(Checkpoints, "commit", paused)
     done = rounds(tmp_path / "one" / "a", sets=sets)
     assert ended[1].code == 0, ended[1].err
     assert done.code == 3 and "has taken over" in done.err

@@ -12,7 +12,7 @@ import boto3.session
 import pytest
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Refused, Stopped
-from fl_engine.rounds.ledger import Ledger
+from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.s3 import S3Store
 from tests.k8s.fake import leftovers
@@ -187,10 +187,10 @@ def test_updates_that_were_tampered_with_are_rejected_counted_and_shown(
 ) -> None:
     """A thief of one client's URLs and keys is one client; without the key, nothing is."""
     prefix = remote[1].partition("=")[2].removeprefix("s3://runs/")
-    receive = Ledger.receive
+    receive = Mailbox.receive
     done: list[int] = []
 
-    def tampered(self: Ledger, plan: Any, client: int) -> Any:
+    def tampered(self: Mailbox, plan: Any, client: int) -> Any:
         if not done:
             done.append(client)
             key = f"{prefix}/forged/rounds/00000/updates/{client}.json"
@@ -201,7 +201,7 @@ def test_updates_that_were_tampered_with_are_rejected_counted_and_shown(
         return receive(self, plan, client)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ledger, "receive", tampered)
+        patch.setattr(Mailbox, "receive", tampered)
         rounds("forged", *remote)
     (row,) = rows(remote, "forged")
     assert row.metrics["rejected/signature"] == 1.0 and row.metrics["clients_trained"] == 2
