@@ -180,12 +180,16 @@ def gflop(workload: str, options: Sequence[str]) -> float:
     from fl_engine.core.slicing import initial_params
     from fl_engine.core.workload import macs_per_sample
     from fl_engine.exchange.client import Work, accept
+    from fl_engine.rounds.run import Run
+    from fl_engine.rounds.terms import RoundsConfig
 
     name, w, _ = chosen([workload, *options])
     algorithm, site = site_of(name, w)
-    state = algorithm.init(initial_params(site.family, SEED), site.family.layout(), site.fleet, site.pool)
+    run = Run(algorithm, site, RoundsConfig())
+    state = algorithm.init(initial_params(site.family, SEED), site.layout, site.fleet, site.pool, run.server)
     rounds = 5
-    works = [accept(algorithm, o, site) for r in range(rounds) for o in algorithm.plan(state, r, SEED).orders]
+    plans = (algorithm.plan(state, run.context(round, 0.0)) for round in range(rounds))
+    works = [accept(algorithm, order, site) for plan in plans for order in plan.orders]
     macs = sum(macs_per_sample(site.family, work.task) for work in works if isinstance(work, Work))
     return 2 * macs * w.samples * w.epochs / rounds / 1e9
 

@@ -27,6 +27,7 @@ from fl_engine.exchange.updates import movement, size_of
 from fl_engine.fleet import faults
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
@@ -140,10 +141,10 @@ def measured(name: str, settings: tuple[str, ...], bound: float | None, attack: 
     bad = next(c for c in range(clients) if faults.befalls(one, found.seed, 0, c, clients))
     if attack is not None:
         backend = Bad(backend, bad, ATTACKS[attack], bound or BOUND, site.layout)
-    evaluation = rounds.Evaluation(site.family, site.pool, site.data, found.run.devices, site.fleet)
     terms = found.rounds.model_copy(update={"norm_bound": bound})
     ledger = ledger_in(FolderStore(kept.with_suffix("")))
-    rounds.federate(algorithm, initial_state(found, site), backend, ledger, Memory(), terms, found.seed, evaluation)
+    run = Run(algorithm, site, terms, found.run.devices)
+    rounds.federate(run, initial_state(found, site), backend, ledger, Memory())
     rows = ledger.checkpoints.rows()
     refused = [line["client"] for row in rows for line in row.clients if "validate" in line.get("failure", "")]
     result = {

@@ -28,7 +28,7 @@ import torch
 
 from fl_engine.aggregation.rules import Median
 from fl_engine.algorithms import FlexFL
-from fl_engine.algorithms.all_large import AllLarge
+from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
 from fl_engine.backends.in_process import prepare_process
@@ -37,6 +37,7 @@ from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tiny import TRAINING, TinyNet, start_of, tiny_data, tiny_fleet, tiny_partition, tiny_site
@@ -75,9 +76,7 @@ def site_of(algorithm: Algorithm, family: TinyNet, clients: int) -> Site:
 def federate(site: Site, algorithm: Algorithm, backend: Any, ledger: Ledger, **terms: Any) -> Memory:
     tracker = Memory()
     settings = RoundsConfig(**({"stop": 1, "evaluate_every": 10**6, "commit_every": 1} | terms))
-    evaluation = rounds.Evaluation(site.family, site.pool, site.data, fleet=site.fleet)
-    start = start_of(algorithm, site)
-    rounds.federate(algorithm, start, backend, ledger, tracker, settings, site.seed, evaluation)
+    rounds.federate(Run(algorithm, site, settings), start_of(algorithm, site), backend, ledger, tracker)
     return tracker
 
 

@@ -69,15 +69,19 @@ def _like_ours(name: str, w: Workload) -> Plan:
     from benchmarks.ours import SEED, site_of
     from fl_engine.core.slicing import initial_params
     from fl_engine.exchange.client import Work, accept
+    from fl_engine.rounds.run import Run
+    from fl_engine.rounds.terms import RoundsConfig
 
     algorithm, site = site_of(name, w)
-    state = algorithm.init(initial_params(site.family, SEED), site.family.layout(), site.fleet, site.pool)
+    run = Run(algorithm, site, RoundsConfig())
+    state = algorithm.init(initial_params(site.family, SEED), site.layout, site.fleet, site.pool, run.server)
     specs = [m.spec for m in site.pool]
 
     def rounds() -> Iterator[list[Pick]]:
         number = 0
         while True:
-            works = [accept(algorithm, order, site) for order in algorithm.plan(state, number, SEED).orders]
+            plan = algorithm.plan(state, run.context(number, 0.0))
+            works = [accept(algorithm, order, site) for order in plan.orders]
             picks = []
             for work in works:
                 if isinstance(work, Work):

@@ -25,11 +25,13 @@ from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Algorithm, Backend, Data, ModelFamily, Outcome, RoundPlan
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
+from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.models import VGG16, ResNet18
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
@@ -96,17 +98,16 @@ def main(argv: list[str]) -> None:
     numerics = strategy.choose(site.family, w.batch, w.per_round, options.precision, threads)
     site = replace(site, numerics=numerics)
     print(f"ours: {numerics} on {threads}", file=sys.stderr)
-    initial: Any = algorithm.init(initial_params(site.family, SEED), site.family.layout(), site.fleet, site.pool)
+    initial: Any = algorithm.init(
+        initial_params(site.family, SEED), site.family.layout(), site.fleet, site.pool, ServerSite(site)
+    )
     with tempfile.TemporaryDirectory() as folder:
         rounds.federate(
-            algorithm,
+            Run(algorithm, site, RoundsConfig(stop=10**9, evaluate_every=10**9), threads),
             initial,
             Gated(InProcess(site, threads), gate),
             ledger_in(FolderStore(Path(folder)), None),
             Memory(),
-            RoundsConfig(stop=10**9, evaluate_every=10**9),
-            SEED,
-            rounds.Evaluation(site.family, site.pool, site.data, threads, site.fleet),
         )
 
 

@@ -30,11 +30,13 @@ from fl_engine.core.slicing import count_params, initial_params
 from fl_engine.core.types import Algorithm, Data, ModelFamily
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
+from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.models import ResNet18, SmallCNN
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
@@ -71,13 +73,12 @@ def measure(
     per_round = max(1, round(training.fraction * clients))
     numerics = strategy.choose(family, training.batch_size, per_round, "fp32")
     site = Site(family, pool, fleet, data, partition, 0, numerics)
-    initial = algorithm.init(initial_params(family, 0), family.layout(), fleet, pool)
+    initial = algorithm.init(initial_params(family, 0), family.layout(), fleet, pool, ServerSite(site))
     with tempfile.TemporaryDirectory() as folder:
         ledger = ledger_in(FolderStore(Path(folder)))
         config = RoundsConfig(stop=stop, evaluate_every=10**9)
-        evaluation = rounds.Evaluation(family, pool, data, ("cpu",), fleet)
         started = time.perf_counter()
-        rounds.federate(algorithm, initial, InProcess(site), ledger, Memory(), config, 0, evaluation)
+        rounds.federate(Run(algorithm, site, config), initial, InProcess(site), ledger, Memory())
         seconds = time.perf_counter() - started
         rows = ledger.checkpoints.rows()
     inside = sum(row.metrics["seconds_train"] + row.metrics.get("seconds_evaluate", 0.0) for row in rows)

@@ -28,11 +28,13 @@ from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Algorithm, Data, Outcome, RoundPlan, Tracker
 from fl_engine.data import partitioning as partitions
 from fl_engine.exchange.client import Site
+from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import Store, check_size, encode, sha256
@@ -197,15 +199,15 @@ class TinyJob:
             Training(fraction=0.34, epochs=1, batch_size=5, lr=0.05), (50.0, 100.0), 30.0, epsilon=5.0, use_apoz=False
         )
         self.pool = self.algorithm.pool(self.family, ())
-        self.evaluation = rounds.Evaluation(self.family, self.pool, self.data)
+        self.site = Site(self.family, self.pool, self.fleet, self.data, self.partition, self.seed)
         self.backend = Remembering(self.make_backend())
 
     def make_backend(self, on: tuple[str, ...] = ("cpu",)) -> InProcess:
-        return InProcess(Site(self.family, self.pool, self.fleet, self.data, self.partition, self.seed), on)
+        return InProcess(self.site, on)
 
     def initial(self) -> Any:
         start = initial_params(self.family, seeds.derive(self.seed, "init"))
-        return self.algorithm.init(start, self.family.layout(), self.fleet, self.pool)
+        return self.algorithm.init(start, self.family.layout(), self.fleet, self.pool, ServerSite(self.site))
 
     def federate(
         self,
@@ -221,16 +223,13 @@ class TinyJob:
         settings = RoundsConfig(**({"stop": 4, "evaluate_every": 1000, "commit_every": 1} | config))
         self.backend.asked.clear()
         state = rounds.federate(
-            self.algorithm,
+            Run(self.algorithm, self.site, settings),
             self.initial(),
             backend or self.backend,
             ledger_in(store, settings.keep_every),
             tracker or Memory(),
-            settings,
-            self.seed,
-            self.evaluation,
-            should_stop,
-            discard_damaged,
+            should_stop=should_stop,
+            discard_damaged=discard_damaged,
         )
         return encode(state.params)
 

@@ -1,15 +1,13 @@
-"""The algorithms, one file each. A new one is a file and a line here."""
+"""The algorithms. A new one is a file and a line here."""
 
 from fl_engine.algorithms.adaptivefl import AdaptiveFL
-from fl_engine.algorithms.all_large import AllLarge
 from fl_engine.algorithms.decoupled import Decoupled
 from fl_engine.algorithms.depthfl import DepthFL
 from fl_engine.algorithms.federated_dropout import FederatedDropout
-from fl_engine.algorithms.fedopt import FedOpt
-from fl_engine.algorithms.fedprox import FedProx
 from fl_engine.algorithms.fedrolex import FedRolex
 from fl_engine.algorithms.fjord import FjORD
 from fl_engine.algorithms.flexfl import FlexFL
+from fl_engine.algorithms.full_model import AllLarge, FedOpt, FedProx
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.algorithms.scalefl import ScaleFL
 from fl_engine.core.types import Algorithm

@@ -13,22 +13,18 @@ Departs from the paper:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
+from fl_engine.algorithms import pooled
 from fl_engine.algorithms.pooled import (
-    PooledState,
     TooSmall,
     Training,
     largest_fitting,
     local_task,
-    merge_mean,
-    plan_pool,
-    received,
-    start,
 )
 from fl_engine.core import pool as pools
 from fl_engine.core.errors import PoolError
@@ -36,15 +32,10 @@ from fl_engine.core.fields import STRICT, Count, Fraction, Index
 from fl_engine.core.slicing import contains, count_params
 from fl_engine.core.types import (
     FULL,
-    Device,
     LocalTask,
     ModelFamily,
-    Outcome,
-    ParamLayout,
-    Params,
     Pool,
     PoolModel,
-    RoundPlan,
     Selector,
     TaskContext,
     WorkOrder,
@@ -124,7 +115,7 @@ class AdaptiveFL:
             f"{LIMITS[0]:g} and {LIMITS[1]:g} % of the whole: give algorithm.starts, or smaller algorithm.widths"
         )
 
-    def _selector(self, pool: Pool) -> Selector:
+    def selector(self, pool: Pool) -> Selector:
         if self.selection is not None:
             return self.selection
         match self.variant:
@@ -135,21 +126,18 @@ class AdaptiveFL:
             case score:
                 return Curiosity(score=score, per_type=(len(pool) - 1) // 2)
 
-    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return start(params, layout, fleet, pool, self._selector(pool), self.aggregation)
+    init = pooled.init
 
     # --------------------------------------------------------------------------------------------- a round
-    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
-        """Alg. 1 lines 6-8."""
-        return plan_pool(state, self._selector(state.pool), self.training, round, seed)
+    plan = pooled.plan
+    """Alg. 1 lines 6-8."""
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         """On the device: available-resource-aware pruning (Sec. 3.2)."""
-        sent = received(order, ctx)
+        sent = order.level
         inside = [i for i in range(sent + 1) if contains(ctx.layout, order.spec, ctx.pool[i].spec)]
         trained = largest_fitting(order, ctx, inside, self.on_too_small)
         return local_task(self.training, order, ctx.pool[trained].spec)
 
-    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        """Alg. 1 lines 12-28, Alg. 2."""
-        return merge_mean(state, plan, outcomes, self._selector(state.pool), self.server, aggregation=self.aggregation)
+    merge = pooled.merge
+    """Alg. 1 lines 12-28, Alg. 2."""

@@ -18,18 +18,19 @@ from typing import ClassVar
 from fl_engine.aggregation.privacy import Private, Public
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
+from fl_engine.algorithms import pooled
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
     Training,
+    asked,
     learned,
     local_task,
     needs_room,
     order_for,
     prefix_pool,
-    received,
-    start,
     stepped,
+    wanted,
 )
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError
@@ -46,12 +47,13 @@ from fl_engine.core.types import (
     Pick,
     Pool,
     PoolModel,
+    RoundContext,
     RoundPlan,
+    ServerContext,
     TaskContext,
     WorkOrder,
 )
 from fl_engine.selection import Selection, Uniform
-from fl_engine.selection.capacity import round_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,43 +84,56 @@ class Decoupled:
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
         return prefix_pool(family, self.widths, "ceil")
 
-    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> DecoupledState:
+    selector = pooled.selector
+
+    def init(
+        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
+    ) -> DecoupledState:
         """All levels start from slices of one initial model."""
         if isinstance(self.aggregation, Private) and self.aggregation.secret_selection:
             raise ConfigError(
                 "decoupled draws its clients level by level, for which no smaller epsilon is known: set "
                 "algorithm.aggregation.secret_selection=false"
             )
-        common = start(params, layout, fleet, pool, self.selection, self.aggregation)
+        common = pooled.init(self, params, layout, fleet, pool, server)
         levels = {f"{m.name}/{n}": t.clone() for m in pool[:-1] for n, t in take(params, layout, m.spec).items()}
         return DecoupledState(**vars(common), levels=levels)
 
-    def plan(self, state: DecoupledState, round: int, seed: int) -> RoundPlan:
-        k = round_size(self.training.fraction, len(state.fleet))
+    def plan(self, state: DecoupledState, context: RoundContext) -> RoundPlan:
         picks: list[Pick] = []
+        enough = 0
         for level in reversed(range(len(state.pool))):
-            rng = seeds.rng(seed, f"select level {level}", round)
-            asked = {client for client, _ in picks}
-            free = [d for d in state.fleet if d.client not in asked]
+            rng = seeds.rng(context.seed, f"select level {level}", context.round)
+            busy = {client for client, _ in picks}
+            free = tuple(d for d in context.available if d.client not in busy)
             alone = tuple(replace(m, dispatched=i == level) for i, m in enumerate(state.pool))
-            picks += self.selection.pick(state.tables, free, alone, rng, k)
+            now = replace(context, available=free, pool=alone)
+            found = self.selection.pick(state.tables, now, asked(self.training, context), rng)
+            enough += wanted(self.training, context, len(found))
+            picks += found
         own = [_own(state, m) for m in state.pool]
-        return RoundPlan(round, tuple(order_for(state, pick, round, seed, own[pick[1]]) for pick in sorted(picks)))
+        orders = tuple(order_for(state, pick, context, own[pick[1]]) for pick in sorted(picks))
+        return RoundPlan(context.round, orders, enough)
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        needs_room(ctx, received(order, ctx), self.on_too_small)
+        needs_room(ctx, order.level, self.on_too_small)
         return local_task(self.training, order, order.spec)
 
-    def merge(self, state: DecoupledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> DecoupledState:
+    def merge(
+        self, state: DecoupledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+    ) -> DecoupledState:
         """One aggregate per level, of its own weights: a prefix, so that they lie where the layout says."""
-        orders, tables = {o.client: o for o in plan.orders}, state.tables
+        tables = state.tables
         old = {m.name: _own(state, m) for m in state.pool}
-        aggregates = {m.name: self.aggregation.start(old[m.name], state.layout, _public(plan, m)) for m in state.pool}
-        for outcome in outcomes:
-            if isinstance(outcome, ClientUpdate):
-                order = orders[outcome.client]
-                aggregates[order.hints["model"]].add(outcome.payload, outcome.spec, outcome.num_examples)
-                tables = learned(self.selection, tables, state.layout, state.pool, order, outcome)
+        aggregates = {
+            m.name: self.aggregation.start(old[m.name], state.layout, _public(plan, level, m))
+            for level, m in enumerate(state.pool)
+        }
+        for answer in answers:
+            if isinstance(answer, ClientUpdate):
+                model = state.pool[plan.order_of[answer.client].level]
+                aggregates[model.name].add(answer.payload, answer.spec, answer.num_examples)
+            tables = learned(self.selection, tables, plan, answer)
         levels: Params = {}
         moments: Params = {}
         for model in state.pool:
@@ -136,9 +151,9 @@ class Decoupled:
         )
 
 
-def _public(plan: RoundPlan, model: PoolModel) -> Public:
+def _public(plan: RoundPlan, level: int, model: PoolModel) -> Public:
     """The level's part of the round."""
-    orders = tuple(order for order in plan.orders if order.hints["model"] == model.name)
+    orders = tuple(order for order in plan.orders if order.level == level)
     return Public.of(replace(plan, orders=orders), (model,), part=model.name)
 
 

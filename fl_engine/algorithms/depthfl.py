@@ -25,6 +25,7 @@ import torch
 from fl_engine.aggregation.averaging import Regions, limited
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
+from fl_engine.algorithms import pooled
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -33,10 +34,6 @@ from fl_engine.algorithms.pooled import (
     exit_pool,
     largest_fitting,
     local_task,
-    merge_mean,
-    plan_pool,
-    received,
-    start,
     weight_of,
 )
 from fl_engine.core.errors import ConfigError
@@ -52,7 +49,9 @@ from fl_engine.core.types import (
     ParamLayout,
     Params,
     Pool,
+    RoundContext,
     RoundPlan,
+    ServerContext,
     TaskContext,
     WorkOrder,
 )
@@ -102,20 +101,24 @@ class DepthFL:
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
         return exit_pool(family, (1.0,) * len(self.targets), self._ends(family), ensemble=True)
 
-    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> DepthState:
+    selector = pooled.selector
+
+    def init(
+        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
+    ) -> DepthState:
         if self.alpha > 0 and not isinstance(self.aggregation, Mean):
             raise ConfigError(
                 f"algorithm.aggregation is {self.aggregation.name}, but FedDyn adds up what clients change as it is: "
                 "set algorithm.alpha=0, or take algorithm.aggregation.name=mean (which may clip)"
             )
-        return DepthState(**vars(start(params, layout, fleet, pool, self.selection, self.aggregation)), memory={}, h={})
+        return DepthState(**vars(pooled.init(self, params, layout, fleet, pool, server)), memory={}, h={})
 
-    def plan(self, state: DepthState, round: int, seed: int) -> RoundPlan:
-        plan = plan_pool(state, self.selection, self.training, round, seed)
+    def plan(self, state: DepthState, context: RoundContext) -> RoundPlan:
+        plan = pooled.plan(self, state, context)
         return replace(plan, orders=tuple(replace(o, memory=_memory(state, o)) for o in plan.orders))
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        level = largest_fitting(order, ctx, range(received(order, ctx) + 1), self.on_too_small)
+        level = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
         progress = min(order.round, self.ramp) / self.ramp
         exits = ExitLoss(
             weights=(1.0,) * (level + 1),
@@ -125,41 +128,38 @@ class DepthFL:
         )
         return local_task(self.training, order, ctx.pool[level].spec, exits=exits, proximal=self.alpha)
 
-    def merge(self, state: DepthState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> DepthState:
+    def merge(
+        self, state: DepthState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+    ) -> DepthState:
+        weight = weight_of(self.weighting)
         if self.alpha == 0:
-            return self._merge(state, plan, outcomes, self.aggregation)
+            return pooled.merged(self, state, plan, answers, weight)
         memory = dict(state.memory)
         moved: Params = {}
         regions = Regions(state.params, state.layout)
 
         def remembering() -> Iterator[Outcome]:
-            for outcome in outcomes:
-                if isinstance(outcome, ClientUpdate):
+            for answer in answers:
+                if isinstance(answer, ClientUpdate):
                     clip = self.aggregation.clip
-                    kept = limited(outcome.payload, outcome.spec, state.params, regions, clip)
-                    outcome = replace(outcome, payload=kept)
-                    for name, tensor in outcome.payload.items():
+                    kept = limited(answer.payload, answer.spec, state.params, regions, clip)
+                    answer = replace(answer, payload=kept)
+                    for name, tensor in answer.payload.items():
                         if is_statistic(name):
                             continue
-                        key, change = f"{outcome.client}/{name}", tensor.cpu() - state.params[name]
+                        key, change = f"{answer.client}/{name}", tensor.cpu() - state.params[name]
                         memory[key] = memory.get(key, torch.zeros_like(change)) - self.alpha * change
                         moved[name] = moved.get(name, torch.zeros_like(change, dtype=torch.float64)) + change.double()
-                yield outcome
+                yield answer
 
-        merged = self._merge(state, plan, remembering(), Mean())
+        unclipped = replace(self, aggregation=Mean())  # what is over the limit is cut off above
+        merged = pooled.merged(unclipped, state, plan, remembering(), weight)
         h, params = dict(state.h), dict(merged.params)
         for name, change in moved.items():
             before = h.get(name, torch.zeros_like(state.params[name]))
-            h[name] = (before.double() - self.alpha / len(state.fleet) * change).to(before.dtype)
+            h[name] = (before.double() - self.alpha / len(server.samples) * change).to(before.dtype)
             params[name] = params[name] - h[name] / self.alpha
         return replace(merged, params=params, memory=memory, h=h)
-
-    def _merge(
-        self, state: DepthState, plan: RoundPlan, outcomes: Iterable[Outcome], aggregation: Aggregation
-    ) -> DepthState:
-        return merge_mean(
-            state, plan, outcomes, self.selection, self.server, weight_of(self.weighting), aggregation=aggregation
-        )
 
 
 def _memory(state: DepthState, order: WorkOrder) -> Params:

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
+from fl_engine.algorithms import pooled
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -22,26 +23,23 @@ from fl_engine.algorithms.pooled import (
     Weighting,
     largest_fitting,
     local_task,
-    merge_mean,
     order_for,
     prefix_pool,
-    received,
     select,
-    start,
+    wanted,
     weight_of,
 )
 from fl_engine.core import seeds
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
-    Device,
     LocalTask,
     ModelFamily,
     Outcome,
-    ParamLayout,
-    Params,
     Pool,
+    RoundContext,
     RoundPlan,
+    ServerContext,
     TaskContext,
     WorkOrder,
 )
@@ -71,18 +69,18 @@ class FederatedDropout:
         """The sizes that clients train, and the full model; which channels, each round's orders say."""
         return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=self.static_bn)
 
-    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return start(params, layout, fleet, pool, self.selection, self.aggregation)
+    selector, init = pooled.selector, pooled.init
 
-    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
+    def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:
         orders = []
-        for client, level in select(state, self.selection, self.training, round, seed):
-            spec = random_drop(state.layout, self.widths[level], seeds.rng(seed, "dropout", round, client))
-            orders.append(order_for(state, (client, level), round, seed, take(state.params, state.layout, spec), spec))
-        return RoundPlan(round, tuple(orders))
+        for client, level in select(self, state, context):
+            rng = seeds.rng(context.seed, "dropout", context.round, client)
+            spec = random_drop(state.layout, self.widths[level], rng)
+            orders.append(order_for(state, (client, level), context, take(state.params, state.layout, spec), spec))
+        return RoundPlan(context.round, tuple(orders), wanted(self.training, context, len(orders)))
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        sent = received(order, ctx)
+        sent = order.level
         level = largest_fitting(order, ctx, range(sent + 1), self.on_too_small)
         rng = seeds.rng(order.seed, "shrink")
         return local_task(
@@ -93,14 +91,7 @@ class FederatedDropout:
             mask_labels=self.mask_labels,
         )
 
-    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(
-            state,
-            plan,
-            outcomes,
-            self.selection,
-            self.server,
-            weight_of(self.weighting),
-            aggregation=self.aggregation,
-            moving=True,
-        )
+    def merge(
+        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+    ) -> PooledState:
+        return pooled.merged(self, state, plan, answers, weight_of(self.weighting), moving=True)

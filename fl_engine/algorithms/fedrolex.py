@@ -25,6 +25,7 @@ from pydantic import Field
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
+from fl_engine.algorithms import pooled
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -32,24 +33,23 @@ from fl_engine.algorithms.pooled import (
     cutter,
     largest_fitting,
     local_task,
-    merge_mean,
     order_for,
     prefix_pool,
-    received,
     select,
-    start,
+    wanted,
 )
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.types import (
     ClientUpdate,
-    Device,
     LocalTask,
     ModelFamily,
     Outcome,
     ParamLayout,
     Params,
     Pool,
+    RoundContext,
     RoundPlan,
+    ServerContext,
     TaskContext,
     WorkOrder,
 )
@@ -86,20 +86,19 @@ class FedRolex:
         """The sizes that clients train, and the full model; which channels, each round's orders say."""
         return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=self.static_bn)
 
-    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return start(params, layout, fleet, pool, self.selection, self.aggregation)
+    selector, init = pooled.selector, pooled.init
 
-    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
+    def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:
         orders, cut = [], cutter(state)
-        for client, level in select(state, self.selection, self.training, round, seed):
+        for client, level in select(self, state, context):
             width = self.widths[level]
-            first = window_start(state.layout, width, round, self.overlap)
+            first = window_start(state.layout, width, context.round, self.overlap)
             spec = rolling(state.layout, width, first)
-            orders.append(order_for(state, (client, level), round, seed, cut(spec), spec))
-        return RoundPlan(round, tuple(orders))
+            orders.append(order_for(state, (client, level), context, cut(spec), spec))
+        return RoundPlan(context.round, tuple(orders), wanted(self.training, context, len(orders)))
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        sent = received(order, ctx)
+        sent = order.level
         level = largest_fitting(order, ctx, range(sent + 1), self.on_too_small)
         first = window_start(ctx.layout, self.widths[sent], order.round, self.overlap)
         return local_task(
@@ -110,17 +109,10 @@ class FedRolex:
             mask_labels=self.mask_labels,
         )
 
-    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(
-            state,
-            plan,
-            outcomes,
-            self.selection,
-            self.server,
-            self._weight(state.layout),
-            aggregation=self.aggregation,
-            moving=True,
-        )
+    def merge(
+        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+    ) -> PooledState:
+        return pooled.merged(self, state, plan, answers, self._weight(state.layout), moving=True)
 
     def _weight(self, layout: ParamLayout) -> Callable[[ClientUpdate], float]:
         by_size = self.weighting in ("model_size", "hybrid")

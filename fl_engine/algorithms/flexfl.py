@@ -17,23 +17,19 @@ Departs from the paper:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
+from fl_engine.algorithms import pooled
 from fl_engine.algorithms.pooled import (
-    PooledState,
     TooSmall,
     Training,
     largest_fitting,
     local_task,
-    merge_mean,
-    plan_pool,
-    received,
-    start,
 )
 from fl_engine.core import pool as pools
 from fl_engine.core.errors import PoolError
@@ -41,16 +37,11 @@ from fl_engine.core.fields import STRICT, NotNegative, Positive
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import (
     FULL,
-    Device,
     Distillation,
     LocalTask,
     ModelFamily,
-    Outcome,
-    ParamLayout,
-    Params,
     Pool,
     PoolModel,
-    RoundPlan,
     TaskContext,
     WorkOrder,
 )
@@ -133,24 +124,22 @@ class FlexFL:
             models += [build(f"{main.name}'", size - self.adaptive_size, None, dispatched=False), main]
         return pools.check_nested(family, tuple(models))
 
-    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return start(params, layout, fleet, pool, self.selection, self.aggregation)
+    selector, init = pooled.selector, pooled.init
 
     # --------------------------------------------------------------------------------------------- a round
-    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
-        """Alg. 2 lines 7-8: k devices, each with a model it can hold at its maximum capacity."""
-        return plan_pool(state, self.selection, self.training, round, seed)
+    plan = pooled.plan
+    """Alg. 2 lines 7-8: k devices, each with a model it can hold at its maximum capacity."""
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         """On the device: AdaPrune (Sec. III-C), then self-distillation (Sec. III-D, Eq. 4)."""
-        trained = largest_fitting(order, ctx, range(received(order, ctx) + 1), self.on_too_small)
+        trained = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
         smaller = ctx.pool[:trained]
         teachers = Distillation(tuple(m.spec for m in smaller), self.kd_weight, self.temperature)
         distils = bool(smaller) and self.kd_weight > 0
         return local_task(self.training, order, ctx.pool[trained].spec, distillation=teachers if distils else None)
 
-    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(state, plan, outcomes, self.selection, self.server, aggregation=self.aggregation)
+    merge = pooled.merge
+    """Sec. III-E: the mean of each element over the clients that trained it."""
 
 
 def _check_adaptive(adaptive_size: float, sizes: Sequence[float]) -> None:

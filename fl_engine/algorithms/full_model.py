@@ -1,30 +1,96 @@
-"""What algorithms share that know one model only, the full one."""
+"""FedAvg on the full model, and two methods that differ from it in one default: the papers' references.
+
+`all_large` is FedAvg (McMahan et al., AISTATS 2017, Algorithm 1). With `eligible: all` every client trains the full
+model, whatever it can hold: what a fleet of strong devices would reach. With `eligible: capable` only devices take part
+that can hold the full model at their maximum capacity, and one that has less free at the moment fails: what FedAvg can
+do on this fleet, and what heterogeneous methods must beat.
+
+`fedprox` is FedProx: Federated Optimization in Heterogeneous Networks (Li et al., MLSys 2020), Algorithm 2: clients
+minimise `F_k(w) + mu/2 * ||w - w^t||^2`, and mu holds them close to the model they were sent. Departs from the paper:
+all clients run the same number of epochs. Its tolerance of partial work (gamma-inexact solutions) lies in accepting
+whatever a client returns, which every algorithm here does. Its sampling by data size with a plain mean is here, as in
+most code, uniform sampling with a mean weighted by data size.
+
+`fedopt` is FedOpt: Adaptive Federated Optimization (Reddi et al., ICLR 2021), Algorithms 1 and 2: the server takes the
+clients' mean change for a gradient and steps with Adam, Yogi or Adagrad; the rules are in
+`fl_engine/aggregation/server_opt.py`, and every other algorithm takes them as its `server` too. Departs from the paper:
+it has the mean over clients weighted by sample counts, as its experiments do; its experiments' client learning-rate
+decay is `training.lr_decay`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Adam, Average, Server
+from fl_engine.algorithms import pooled
+from fl_engine.algorithms.pooled import PooledState, Training, local_task, needs_room
 from fl_engine.core import pool as pools
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import FULL, Device, ModelFamily, Pool, Selector
-from fl_engine.selection import Uniform
+from fl_engine.core.fields import STRICT, NotNegative
+from fl_engine.core.types import (
+    FULL,
+    Device,
+    LocalTask,
+    ModelFamily,
+    ParamLayout,
+    Params,
+    Pool,
+    Selector,
+    ServerContext,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.selection import Selection, Uniform
 from fl_engine.selection.capacity import holds
 
-Eligible = Literal["all", "capable"]
+
+@dataclass(frozen=True)
+class AllLarge:
+    __pydantic_config__: ClassVar = STRICT
+    needs_apoz: ClassVar[bool] = False
+
+    training: Training = Training()
+    mu: NotNegative = 0.0
+    """Weight of FedProx's proximal term; 0 is FedAvg."""
+    eligible: Literal["all", "capable"] = "capable"
+    """`all` ignores what devices can hold; `capable` keeps to it."""
+    selection: Selection | None = None
+    """null: uniform among the eligible."""
+    aggregation: Aggregation = Mean()
+    server: Server = Average()
+
+    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+        return (pools.member(family, "full", FULL, dispatched=True, reported=True),)
+
+    def selector(self, pool: Pool) -> Selector:
+        if self.selection is not None:
+            return self.selection
+        return Uniform(model="largest" if self.eligible == "all" else "capacity")
+
+    def init(
+        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
+    ) -> PooledState:
+        if self.eligible == "capable" and not any(holds(d, 1.0) for d in fleet):
+            raise ConfigError("algorithm.eligible is 'capable', but no device of the fleet can hold the full model")
+        return pooled.init(self, params, layout, fleet, pool, server)
+
+    plan, merge = pooled.plan, pooled.merge
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        if self.eligible == "capable":
+            needs_room(ctx, 0)
+        return local_task(self.training, order, FULL, proximal=self.mu)
 
 
-def full_pool(family: ModelFamily) -> Pool:
-    return (pools.member(family, "full", FULL, dispatched=True, reported=True),)
+@dataclass(frozen=True)
+class FedProx(AllLarge):
+    mu: NotNegative = 0.01
 
 
-def selector(chosen: Selector | None, eligible: Eligible) -> Selector:
-    """The configured selection, or uniform among those that are eligible."""
-    if chosen is not None:
-        return chosen
-    return Uniform(model="largest" if eligible == "all" else "capacity")
-
-
-def check_eligible(eligible: Eligible, fleet: Sequence[Device]) -> None:
-    if eligible == "capable" and not any(holds(d, 1.0) for d in fleet):
-        raise ConfigError("algorithm.eligible is 'capable', but no device of the fleet can hold the full model")
+@dataclass(frozen=True)
+class FedOpt(AllLarge):
+    server: Server = Adam()

@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
+from fl_engine.algorithms import pooled
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -29,23 +30,17 @@ from fl_engine.algorithms.pooled import (
     Weighting,
     largest_fitting,
     local_task,
-    merge_mean,
-    plan_pool,
     prefix_pool,
-    received,
-    start,
     weight_of,
 )
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.types import (
-    Device,
     LocalTask,
     ModelFamily,
     Outcome,
-    ParamLayout,
-    Params,
     Pool,
     RoundPlan,
+    ServerContext,
     TaskContext,
     WorkOrder,
 )
@@ -73,14 +68,10 @@ class HeteroFL:
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
         return prefix_pool(family, self.widths, "ceil", static_bn=self.static_bn)
 
-    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return start(params, layout, fleet, pool, self.selection, self.aggregation)
-
-    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
-        return plan_pool(state, self.selection, self.training, round, seed)
+    selector, init, plan = pooled.selector, pooled.init, pooled.plan
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        level = largest_fitting(order, ctx, range(received(order, ctx) + 1), self.on_too_small)
+        level = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
         return local_task(
             self.training,
             order,
@@ -89,7 +80,7 @@ class HeteroFL:
             mask_labels=self.mask_labels,
         )
 
-    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(
-            state, plan, outcomes, self.selection, self.server, weight_of(self.weighting), aggregation=self.aggregation
-        )
+    def merge(
+        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+    ) -> PooledState:
+        return pooled.merged(self, state, plan, answers, weight_of(self.weighting))

@@ -1,19 +1,24 @@
-"""What algorithms share whose server keeps one global model and a pool of its sub-models: functions, no base class."""
+"""What algorithms share whose server keeps one global model and a pool of its sub-models: functions, no base class.
+
+An algorithm that has the fields of `PooledMethod` takes over what it needs by assigning it in its class:
+
+    selector, init, plan, merge = pooled.selector, pooled.init, pooled.plan, pooled.merge
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from fl_engine.aggregation.privacy import Public, check_model, check_selection
-from fl_engine.aggregation.rules import Aggregate, Aggregation, Mean
+from fl_engine.aggregation.rules import Aggregate, Aggregation
 from fl_engine.aggregation.server_opt import Average
 from fl_engine.core import pool as pools
 from fl_engine.core import seeds
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.fields import Count, Fraction, NotNegative, Positive
-from fl_engine.core.slicing import index_of, take
+from fl_engine.core.slicing import take
 from fl_engine.core.state import constant
 from fl_engine.core.types import (
     FULL,
@@ -27,8 +32,10 @@ from fl_engine.core.types import (
     Params,
     Pick,
     Pool,
+    RoundContext,
     RoundPlan,
     Selector,
+    ServerContext,
     ServerOptimizer,
     SubmodelSpec,
     Tables,
@@ -80,7 +87,6 @@ class PooledState:
     tables: Tables
     moments: Params
     layout: ParamLayout = constant()
-    fleet: tuple[Device, ...] = constant()
     pool: Pool = constant()
 
 
@@ -140,19 +146,54 @@ def exit_pool(family: ModelFamily, widths: Sequence[float], ends: Sequence[str],
 
 
 # ------------------------------------------------------------------------------------------------ on the server
-def start(
+class PooledMethod(Protocol):
+    """What the functions below ask of an algorithm."""
+
+    @property
+    def training(self) -> Training: ...
+    @property
+    def aggregation(self) -> Aggregation: ...
+    @property
+    def server(self) -> ServerOptimizer: ...
+    def selector(self, pool: Pool) -> Selector: ...
+
+
+class Selects(Protocol):
+    @property
+    def selection(self) -> Selector: ...
+
+
+def selector(method: Selects, pool: Pool) -> Selector:
+    """The configured selection."""
+    return method.selection
+
+
+def init(
+    method: PooledMethod,
     params: Params,
     layout: ParamLayout,
     fleet: Sequence[Device],
     pool: Pool,
-    selection: Selector,
-    aggregation: Aggregation = Mean(),  # noqa: B008 - immutable
+    server: ServerContext,
 ) -> PooledState:
     """Raises ConfigError where the aggregation does not go with the network or the selection."""
-    check_model(aggregation, layout, pool)
-    check_selection(aggregation, selection)
-    tables = selection.init(fleet, pool)
-    return PooledState(params=params, tables=tables, moments={}, layout=layout, fleet=tuple(fleet), pool=pool)
+    selection = method.selector(pool)
+    check_model(method.aggregation, layout, pool)
+    check_selection(method.aggregation, selection)
+    return PooledState(params=params, tables=selection.init(fleet, pool), moments={}, layout=layout, pool=pool)
+
+
+def plan(method: PooledMethod, state: PooledState, context: RoundContext) -> RoundPlan:
+    """Each selected client gets its pool model."""
+    cut = cutter(state)
+    picks = select(method, state, context)
+    orders = (order_for(state, pick, context, cut(state.pool[pick[1]].spec)) for pick in picks)
+    return RoundPlan(context.round, tuple(orders), wanted(method.training, context, len(picks)))
+
+
+def merge(method: PooledMethod, state: S, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> S:
+    """Averages the updates by their clients' sample counts."""
+    return merged(method, state, plan, answers)
 
 
 def cutter(state: PooledState) -> Callable[[SubmodelSpec], Params]:
@@ -168,34 +209,35 @@ def cutter(state: PooledState) -> Callable[[SubmodelSpec], Params]:
 
 
 def order_for(
-    state: PooledState, pick: Pick, round: int, seed: int, payload: Params, spec: SubmodelSpec | None = None
+    state: PooledState, pick: Pick, context: RoundContext, payload: Params, spec: SubmodelSpec | None = None
 ) -> WorkOrder:
     """Sends the picked client the picked pool model, or `spec` instead, a sub-model of its size, with the weights
-    `payload`; the hint is the pool model's name."""
+    `payload`."""
     client, level = pick
-    model = state.pool[level]
-    spec = model.spec if spec is None else spec
     return WorkOrder(
-        round=round,
+        round=context.round,
         client=client,
-        spec=spec,
+        spec=state.pool[level].spec if spec is None else spec,
         payload=payload,
-        seed=seeds.derive(seed, "client", round, client),
-        hints={"model": model.name},
+        seed=seeds.derive(context.seed, "client", context.round, client),
+        level=level,
     )
 
 
-def select(state: PooledState, selection: Selector, training: Training, round: int, seed: int) -> list[Pick]:
-    k = round_size(training.fraction, len(state.fleet))
-    return selection.pick(state.tables, state.fleet, state.pool, seeds.rng(seed, "select", round), k)
+def select(method: PooledMethod, state: PooledState, context: RoundContext) -> list[Pick]:
+    count = asked(method.training, context)
+    rng = seeds.rng(context.seed, "select", context.round)
+    return method.selector(state.pool).pick(state.tables, context, count, rng)
 
 
-def plan_pool(state: PooledState, selection: Selector, training: Training, round: int, seed: int) -> RoundPlan:
-    """Each selected client gets its pool model."""
-    picks = select(state, selection, training, round, seed)
-    cut = cutter(state)
-    orders = (order_for(state, pick, round, seed, cut(state.pool[pick[1]].spec)) for pick in picks)
-    return RoundPlan(round, tuple(orders))
+def asked(training: Training, context: RoundContext) -> int:
+    """How many clients are asked."""
+    return round_size(training.fraction * context.over_provision, len(context.fleet))
+
+
+def wanted(training: Training, context: RoundContext, picked: int) -> int:
+    """How many updates are merged of so many clients that were asked."""
+    return min(picked, round_size(training.fraction, len(context.fleet)))
 
 
 def by_examples(update: ClientUpdate) -> float:
@@ -206,14 +248,12 @@ def weight_of(weighting: Weighting) -> Callable[[ClientUpdate], float]:
     return by_examples if weighting == "examples" else lambda update: 1.0
 
 
-def merge_mean(
+def merged(
+    method: PooledMethod,
     state: S,
     plan: RoundPlan,
-    outcomes: Iterable[Outcome],
-    selection: Selector,
-    server: ServerOptimizer = Average(),  # noqa: B008 - immutable
+    answers: Iterable[Outcome],
     weight: Callable[[ClientUpdate], float] = by_examples,
-    aggregation: Aggregation = Mean(),  # noqa: B008 - immutable
     moving: bool = False,
 ) -> S:
     """What the aggregation makes of the updates - the per-element weighted mean over the clients that hold the element
@@ -221,15 +261,21 @@ def merge_mean(
 
     `moving`: a pool model says how large a sub-model is, but not where in the network it lies.
     """
-    aggregate = aggregation.start(state.params, state.layout, Public.of(plan, state.pool, moving=moving))
-    tables = state.tables
-    orders = {order.client: order for order in plan.orders}
-    for outcome in outcomes:
-        if isinstance(outcome, ClientUpdate):
-            aggregate.add(outcome.payload, outcome.spec, weight(outcome))
-            tables = learned(selection, tables, state.layout, state.pool, orders[outcome.client], outcome)
-    moments, params = stepped(server, state.moments, state.params, aggregate)
+    public = Public.of(plan, state.pool, moving=moving)
+    aggregate = method.aggregation.start(state.params, state.layout, public)
+    selection, tables = method.selector(state.pool), state.tables
+    for answer in answers:
+        if isinstance(answer, ClientUpdate):
+            aggregate.add(answer.payload, answer.spec, weight(answer))
+        tables = learned(selection, tables, plan, answer)
+    moments, params = stepped(method.server, state.moments, state.params, aggregate)
     return replace(state, params=params, moments=moments, tables=tables)
+
+
+def learned(selection: Selector, tables: Tables, plan: RoundPlan, answer: Outcome) -> Tables:
+    """The selector's tables after this answer."""
+    seconds = answer.elapsed if isinstance(answer, ClientUpdate) else 0.0
+    return selection.learn(tables, plan.order_of[answer.client], answer, seconds)
 
 
 def stepped(server: ServerOptimizer, moments: Params, old: Params, aggregate: Aggregate) -> tuple[Params, Params]:
@@ -239,15 +285,6 @@ def stepped(server: ServerOptimizer, moments: Params, old: Params, aggregate: Ag
     if isinstance(server, Average):  # without asking which elements were trained
         return moments, aggregate.result()
     return server.step(moments, old, aggregate.result(), aggregate.trained())
-
-
-def learned(
-    selection: Selector, tables: Tables, layout: ParamLayout, pool: Pool, order: WorkOrder, update: ClientUpdate
-) -> Tables:
-    """The selector's tables after a client brought back a pool model, or another sub-model of its size."""
-    sent = next(i for i, m in enumerate(pool) if m.name == order.hints["model"])
-    back = index_of(pool, layout, update.spec)
-    return selection.learn(tables, sent, sent if back is None else back, update.client)
 
 
 # ------------------------------------------------------------------------------------------------ on the client
@@ -263,11 +300,6 @@ def local_task(training: Training, order: WorkOrder, spec: SubmodelSpec, **more:
         clip_norm=t.clip_norm,
         **more,
     )
-
-
-def received(order: WorkOrder, ctx: TaskContext) -> int:
-    """Index of the pool model that was sent."""
-    return next(i for i, m in enumerate(ctx.pool) if m.name == order.hints["model"])
 
 
 def largest_fitting(order: WorkOrder, ctx: TaskContext, among: Iterable[int], on_too_small: TooSmall) -> int:

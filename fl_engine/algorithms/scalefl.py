@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
+from fl_engine.algorithms import pooled
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
@@ -30,23 +31,17 @@ from fl_engine.algorithms.pooled import (
     exit_pool,
     largest_fitting,
     local_task,
-    merge_mean,
-    plan_pool,
-    received,
-    start,
     weight_of,
 )
 from fl_engine.core.fields import STRICT, Fraction, Index, NotNegative, Positive
 from fl_engine.core.types import (
-    Device,
     ExitLoss,
     LocalTask,
     ModelFamily,
     Outcome,
-    ParamLayout,
-    Params,
     Pool,
     RoundPlan,
+    ServerContext,
     TaskContext,
     WorkOrder,
 )
@@ -87,15 +82,11 @@ class ScaleFL:
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
         return exit_pool(family, self.widths, self._ends(family))
 
-    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> PooledState:
-        return start(params, layout, fleet, pool, self.selection, self.aggregation)
-
-    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
-        return plan_pool(state, self.selection, self.training, round, seed)
+    selector, init, plan = pooled.selector, pooled.init, pooled.plan
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         """Eq. 4 and 5: cross entropy of all exits, and what they learn from the last."""
-        level = largest_fitting(order, ctx, range(received(order, ctx) + 1), self.on_too_small)
+        level = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
         spec = ctx.pool[level].spec
         exits = sum(1 for b in ctx.layout.blocks if b.startswith("exit_") and ctx.layout.has_block(spec, b))
         outputs = exits + ctx.layout.has_block(spec, "classifier")
@@ -105,7 +96,7 @@ class ScaleFL:
             self.training, order, spec, exits=ExitLoss(weights, kd_weight, self.temperature, teachers="last")
         )
 
-    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome]) -> PooledState:
-        return merge_mean(
-            state, plan, outcomes, self.selection, self.server, weight_of(self.weighting), aggregation=self.aggregation
-        )
+    def merge(
+        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+    ) -> PooledState:
+        return pooled.merged(self, state, plan, answers, weight_of(self.weighting))

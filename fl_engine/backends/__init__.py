@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 from fl_engine.backends.in_process import InProcess
+from fl_engine.backends.kubernetes.backend import Kubernetes
+from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.backends.processes import Processes
+from fl_engine.core.errors import EnvironmentFailure, Replaced, Stopped
 from fl_engine.core.types import Backend
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 
-BACKENDS: dict[str, Callable[[Site, Sequence[str], Mailbox], Backend]] = {
-    "in_process": lambda site, devices, mailbox: InProcess(site, devices),
-    "processes": Processes,
-}
-"""By the name that `run.backend` takes: where clients live, the torch devices, and the run's mailbox."""
+log = logging.getLogger("flexfleet")
 
-__all__ = ["BACKENDS", "InProcess", "Processes"]
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What backends are made of; each takes its part."""
+
+    site: Site
+    mailbox: Mailbox
+    devices: tuple[str, ...] = ("cpu",)
+    run_id: str = ""
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    memory: tuple[int, int] | None = None
+    """What `memory.training_peak` found, for kubernetes.observe=cgroup."""
+    should_stop: Callable[[], bool] = lambda: False
+
+
+@contextmanager
+def _in_pods(of: Surroundings) -> Iterator[Backend]:
+    """The cluster is tidied when the run is over; after a failure its objects stay to be looked at."""
+    pods = Kubernetes(of.kubernetes, of.run_id, of.site.fleet, of.mailbox, of.memory, should_stop=of.should_stop)
+    try:
+        yield pods
+        pods.finish()
+    except Replaced:
+        raise  # what is there is the other coordinator's
+    except (Stopped, EnvironmentFailure, KeyboardInterrupt):
+        log.warning(pods.what_is_left())
+        raise
+
+
+BACKENDS: dict[str, Callable[[Surroundings], AbstractContextManager[Backend]]] = {
+    "in_process": lambda of: nullcontext(InProcess(of.site, of.devices)),
+    "processes": lambda of: closing(Processes(of.site, of.devices, of.mailbox)),
+    "kubernetes": _in_pods,
+}
+"""By the name that `run.backend` takes: what is entered for the time of a run."""
+
+__all__ = ["BACKENDS", "InProcess", "Kubernetes", "Processes", "Surroundings"]

@@ -265,8 +265,8 @@ class Device:
 # ----------------------------------------------------------------------------------------- orders and updates
 @dataclass(frozen=True)
 class WorkOrder:
-    """What one client is asked to do. `hints` is small JSON that the algorithm's own `task` understands: `model` is
-    the pool model that it is sent, or whose size it has.
+    """What one client is asked to do. `level` is the index of the pool model that it is sent, or whose size it has;
+    `hints` is small JSON that the algorithm's own `task` understands.
 
     `memory` is what a method lets its clients remember from one round to the next (FedDyn): a device keeps it by
     itself, so it does not count as traffic; the server holds a copy, so that any process can play any client.
@@ -277,6 +277,7 @@ class WorkOrder:
     spec: SubmodelSpec
     payload: Params
     seed: int
+    level: int
     hints: Mapping[str, Any] = field(default_factory=dict)
     memory: Params = field(default_factory=dict)
 
@@ -285,10 +286,17 @@ class WorkOrder:
 class RoundPlan:
     round: int
     orders: tuple[WorkOrder, ...]
+    wanted: int | None = None
+    """So many updates are merged, where more clients are asked; None: all that come."""
     adopted: int = 0
     """Updates of this round that were there already when the coordinator started again."""
     noise_seed: bytes | None = None
     """For noise that hides single clients (`privacy`): 256 bits that follow from the run's key, not from its seed."""
+
+    @property
+    def enough(self) -> int:
+        """How many updates the round takes at most."""
+        return len(self.orders) if self.wanted is None else self.wanted
 
     @cached_property
     def order_of(self) -> dict[int, WorkOrder]:
@@ -300,7 +308,9 @@ class RoundPlan:
 class ClientUpdate:
     """What came back: the sub-model really trained. A name absent from `payload` was not trained.
 
-    `num_examples` is the client's sample count |d|; `metrics` are floats such as `loss` and `seconds`.
+    `num_examples` is the client's sample count |d|; `metrics` are floats such as `loss` and `seconds`. The server adds
+    what it knows when the update is there: `level`, the index of the pool model that was trained (None: the sub-model
+    is none of the pool), and `elapsed`, the seconds that the order took on the simulated clock.
     """
 
     round: int
@@ -309,17 +319,31 @@ class ClientUpdate:
     payload: Params
     num_examples: int
     metrics: Mapping[str, float]
+    level: int | None = None
+    elapsed: float = 0.0
+
+
+Stage = Literal["drop", "prune", "train", "pod", "validate", "straggle", "quorum"]
+"""Where a client failed: it dropped out, had no room, could not train, lost its pod; or its update was not to be
+trusted, came too late, or was one of too few."""
+
+Code = Literal[
+    "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "finite", "statistics",
+    "examples", "metrics", "norm", "unreadable",
+]  # fmt: skip
+"""What was wrong with an update that was not to be trusted (see `exchange.updates`)."""
 
 
 @dataclass(frozen=True)
 class ClientFailure:
-    """A client that brought nothing back, or nothing that was taken: at which stage (`drop`, `prune`, `train`, `pod`,
-    `validate`, `straggle`, `quorum`), and why."""
+    """A client that brought nothing back, or nothing that was taken. `reason` is for people; `code` is there at the
+    stage `validate`."""
 
     round: int
     client: int
-    stage: str
+    stage: Stage
     reason: str
+    code: Code | None = None
 
 
 Outcome = ClientUpdate | ClientFailure
@@ -437,11 +461,48 @@ Tables = dict[str, tuple[tuple[float, ...], ...]]
 """What a selector remembers: named tables, rows of numbers. JSON."""
 
 
+@dataclass(frozen=True)
+class RoundContext:
+    """What the server knows when it plans a round. `seed` is the run's (under private aggregation, one that follows
+    from the run's key)."""
+
+    round: int
+    seed: int
+    fleet: tuple[Device, ...]
+    """All devices; client i is number i."""
+    available: tuple[Device, ...]
+    """Those that can be asked now, in client order."""
+    pool: Pool
+    clock: float = 0.0
+    """Seconds that the rounds before took on the simulated clock."""
+    over_provision: float = 1.0
+    """So many times more clients are asked than the round takes updates of."""
+
+
+class ServerContext(Protocol):
+    """What a server can do besides averaging, for algorithms that fine-tune, distil or search on it."""
+
+    @property
+    def samples(self) -> Mapping[int, int]:
+        """How many training samples each client holds."""
+
+    @property
+    def data(self) -> Data:
+        """The server's own samples (the proxy): they are both the training and the test samples of this data set.
+        Raises ConfigError where the server holds none."""
+
+    def train(self, task: LocalTask, params: Params) -> Params:
+        """What the task makes of these weights (of `task.spec`) on the server's data: a function of its arguments."""
+
+    def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
+        """The task's metric of this sub-model on the server's data."""
+
+
 class Algorithm(Protocol):
     """A federated algorithm: a frozen dataclass of hyper-parameters with five functions.
 
     `S`, its state, is a frozen dataclass with at least `params`; state goes in, new state comes out. Where levels
-    have weights of their own, `S.published` (Params) adds them as `<level>/<name>` (see `evaluate.weights_of`).
+    have weights of their own, `S.published` (Params) adds them as `<level>/<name>` (see `evaluation.weights_of`).
     One that changes the network (early exits) is a `ChoosesNetwork` too.
     """
 
@@ -451,15 +512,19 @@ class Algorithm(Protocol):
 
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool: ...
 
-    def init(self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool) -> Any: ...
+    def init(
+        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
+    ) -> Any: ...
 
-    def plan(self, state: Any, round: int, seed: int) -> RoundPlan:
-        """Pure: the same state, round and seed give the same orders, before and after a crash."""
+    def plan(self, state: Any, context: RoundContext) -> RoundPlan:
+        """Pure: the same state and context give the same orders, before and after a crash."""
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         """Pure, on the client: which sub-model really, which loss, which optimiser."""
 
-    def merge(self, state: Any, plan: RoundPlan, outcomes: Iterable[Outcome]) -> Any: ...
+    def merge(self, state: Any, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> Any:
+        """The state after the round. `answers` are all there, in client order, and may be read several times; each
+        reading fetches one update at a time."""
 
 
 @runtime_checkable
@@ -474,11 +539,12 @@ class Selector(Protocol):
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables: ...
 
-    def pick(self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int) -> list[Pick]:
-        """At most k distinct clients, in client order."""
+    def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
+        """At most `count` distinct available clients, in client order."""
 
-    def learn(self, tables: Tables, sent: int, back: int, client: int) -> Tables:
-        """After `client` was sent pool model `sent` and brought `back` (indices of the pool)."""
+    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
+        """After each order, in client order, failures included. `seconds`: what it took on the simulated clock; 0 where
+        there is none, or nothing came."""
 
 
 class ServerOptimizer(Protocol):

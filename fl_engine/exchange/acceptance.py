@@ -5,7 +5,7 @@ Refused, in this order:
     validate  moved further than `norm_bound` times what is usual in the round and those before it
     validate  moved further than half of that, and on average over the client's last AVERAGED updates too
     straggle  later than `deadline_s` on the simulated clock
-    straggle  later than as many others as `training.fraction` wants, where more were asked (`over_provision`)
+    straggle  later than as many others as the plan wants, where more were asked (`over_provision`)
     quorum    all, where fewer than `quorum` of those that were wanted are left: the model is carried forward unchanged
 
 All of it follows from what the updates are, not from when this machine had them: the same in every backend. A cluster's
@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from fl_engine.core.types import ClientFailure
+from fl_engine.core.types import ClientFailure, Code, RoundPlan, Stage
 
 
 class Terms(Protocol):
@@ -110,11 +110,6 @@ def unconditional(terms: Terms) -> bool:
     return terms.norm_bound is None and terms.deadline_s is None and terms.over_provision == 1 and terms.quorum == 0
 
 
-def wanted(terms: Terms, asked: int) -> int:
-    """How many updates a round is to have of which so many clients were asked."""
-    return math.ceil(asked / terms.over_provision - 1e-9)
-
-
 def remembered(history: History, moved: Mapping[int, Moved], size: Moved = NOTHING) -> History:
     """What the next round compares with. `size` as in `middle`."""
     if not moved:
@@ -152,8 +147,7 @@ def _times(moved: Moved, usual: Moved) -> Moved:
 
 
 def refused(
-    round: int,
-    asked: int,
+    plan: RoundPlan,
     arrived: Mapping[int, Arrival],
     terms: Terms,
     history: History = History(),
@@ -162,23 +156,24 @@ def refused(
     """By client, why not. `size` as in `middle`."""
     found: dict[int, ClientFailure] = {}
 
-    def refuse(client: int, stage: str, reason: str) -> None:
-        found[client] = ClientFailure(round, client, stage, reason)
+    def refuse(client: int, stage: Stage, reason: str, code: Code | None = None) -> None:
+        found[client] = ClientFailure(plan.round, client, stage, reason, code)
 
     if terms.norm_bound is not None and arrived:
         usual = middle(history, (arrival.moved for arrival in arrived.values()), size)
         for client, arrival in arrived.items():
             moved = arrival.moved
-            said = _too_far(moved, usual.after(moved.steps), history.times.get(client, ()), terms.norm_bound)
-            if said is not None:
-                refuse(client, "validate", said)
+            wrong = _too_far(moved, usual.after(moved.steps), history.times.get(client, ()), terms.norm_bound)
+            if wrong is not None:
+                code, said = wrong
+                refuse(client, "validate", f"{code}: {said}", code)
     if terms.deadline_s is not None:
         for client, arrival in arrived.items():
             if client not in found and arrival.seconds > terms.deadline_s:
                 said = f"took {arrival.seconds:.1f} s on the simulated clock, the deadline is {terms.deadline_s:g} s"
                 refuse(client, "straggle", said)
     left = sorted((arrival.seconds, client) for client, arrival in arrived.items() if client not in found)
-    enough = wanted(terms, asked)
+    enough = plan.enough
     for _, client in left[enough:]:
         refuse(client, "straggle", "the round had enough updates before this one")
     count, least = min(len(left), enough), math.ceil(terms.quorum * enough - 1e-9)
@@ -188,16 +183,17 @@ def refused(
     return found
 
 
-def _too_far(moved: Moved, usual: Moved, before: Sequence[Moved], bound: float) -> str | None:
-    """What is wrong with how far an update moved, its code first. `usual`: of one of so many steps. `before`: how many
+def _too_far(moved: Moved, usual: Moved, before: Sequence[Moved], bound: float) -> tuple[Code, str] | None:
+    """What is wrong with how far an update moved. `usual`: of one of so many steps. `before`: how many
     times the usual the client's earlier updates moved."""
     now = _times(moved, usual)
     last = [*before, now]
-    for code, kind in (("norm", 0), ("statistics", 1)):
+    kinds: tuple[tuple[Code, int], ...] = (("norm", 0), ("statistics", 1))
+    for code, kind in kinds:
         far, most, often = moved[kind], bound * usual[kind], statistics.fmean(times[kind] for times in last)
         if not far <= most:
-            return f"{code}: moved {far:.3g} a number, {bound:g} times the usual is {most:.3g}"
+            return code, f"moved {far:.3g} a number, {bound:g} times the usual is {most:.3g}"
         if len(last) > 1 and min(now[kind], often) > bound / 2:
             said = f"moved {often:.3g} times the usual on average over its last {len(last)} updates"
-            return f"{code}: {said}, at most {bound / 2:g} are taken again and again"
+            return code, f"{said}, at most {bound / 2:g} are taken again and again"
     return None

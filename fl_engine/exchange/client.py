@@ -196,4 +196,4 @@ def delivered(outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
     try:
         return update_of(manifest, lambda limit: spoilt, order, site.rules)
     except Rejected as error:
-        return ClientFailure(order.round, order.client, "validate", str(error))
+        return ClientFailure(order.round, order.client, "validate", str(error), error.code)

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError, ModelError
-from fl_engine.core.types import ClientFailure, Outcome, Params, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.core.types import ClientFailure, Code, Outcome, Params, RoundPlan, Stage, SubmodelSpec, WorkOrder
 from fl_engine.exchange.acceptance import Moved
 from fl_engine.exchange.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, packed, said_of, signed, update_of
 from fl_engine.storage.records import WAY_OUT, Record, parsed, round_folder
@@ -30,13 +30,24 @@ from fl_engine.storage.store import Store, canonical, decode, encode, sha256
 log = logging.getLogger("flexfleet")
 
 
+class Refusal(Record):
+    """Why an update is not merged: see `ClientFailure`."""
+
+    stage: Stage
+    reason: str
+    code: Code | None = None
+
+    def failure(self, round: int, client: int) -> ClientFailure:
+        return ClientFailure(round, client, self.stage, self.reason, self.code)
+
+
 class Closed(Record):
     round: int
     accepted: dict[int, str]
     """Clients, and a checksum of what was seen of each: an answer that is replaced later does not count. (One that a
     client gives again, because its pod was started again, is the same but for its seconds.)"""
-    refused: dict[int, tuple[str, str]] = Field(default={})
-    """Clients whose updates are not merged, though nothing is wrong with the files: at which stage, and why."""
+    refused: dict[int, Refusal] = Field(default={})
+    """Clients whose updates are not merged, though nothing is wrong with the files."""
     metrics: dict[int, dict[str, float]] = Field(default={})
     """Of each update, as they were read: what a later answer says does not count."""
     moved: dict[int, Moved] = Field(default={})
@@ -60,6 +71,7 @@ class Order(Record):
     client: int
     spec: dict[str, Any]
     seed: int
+    level: int
     hints: dict[str, Any]
     payload: TensorFile | None
     memory: TensorFile | None
@@ -88,7 +100,8 @@ class Mailbox:
 
     def open_round(self, plan: RoundPlan) -> None:
         orders = [
-            {"client": o.client, "spec": o.spec.to_json(), "seed": o.seed, "hints": dict(o.hints)} for o in plan.orders
+            {"client": o.client, "level": o.level, "spec": o.spec.to_json(), "seed": o.seed, "hints": dict(o.hints)}
+            for o in plan.orders
         ]
         self.store.put(f"{round_folder(plan.round)}plan.json", canonical({"round": plan.round, "orders": orders}))
 
@@ -114,6 +127,7 @@ class Mailbox:
                 client=o.client,
                 spec=o.spec.to_json(),
                 seed=o.seed,
+                level=o.level,
                 hints=dict(o.hints),
                 payload=put(o.payload),
                 memory=put(o.memory),
@@ -154,6 +168,7 @@ class Mailbox:
             spec=spec,
             payload=get(order.payload),
             seed=order.seed,
+            level=order.level,
             hints=order.hints,
             memory=get(order.memory),
         )
@@ -197,7 +212,7 @@ class Mailbox:
         try:
             return self._read(plan, client)
         except Rejected as error:
-            return ClientFailure(plan.round, client, "validate", str(error))
+            return ClientFailure(plan.round, client, "validate", str(error), error.code)
 
     def outcome(self, plan: RoundPlan, client: int, closed: Closed | None = None) -> Outcome:
         """With `closed`, what the round was closed with. Raises IntegrityError where the stored outcome is missing or
@@ -242,13 +257,13 @@ class Mailbox:
         """The outcome that the round was closed with. Where clients hold keys and one has replaced or damaged its own
         since, a failure; without keys it is this machine's file that is damaged: raises IntegrityError."""
         if client in closed.refused:
-            return ClientFailure(plan.round, client, *closed.refused[client])
+            return closed.refused[client].failure(plan.round, client)
         try:
             return self.outcome(plan, client, closed)
         except IntegrityError:
             if self.key is None:
                 raise
-            return ClientFailure(plan.round, client, "validate", "order: replaced after the round was closed")
+            return ClientFailure(plan.round, client, "validate", "order: replaced after the round was closed", "order")
 
     def close(
         self,
@@ -259,7 +274,10 @@ class Mailbox:
     ) -> Closed:
         """Freezes the set that the merge uses, as it was read or written here: the outcomes of `clients`, some of them
         refused."""
-        why = {client: (failure.stage, failure.reason) for client, failure in sorted(refused.items())}
+        why = {
+            client: Refusal(stage=failure.stage, reason=failure.reason, code=failure.code)
+            for client, failure in sorted(refused.items())
+        }
         seen = {client: self._seen[plan.round, client] for client in sorted(clients)}
         self._seen.clear()
         closed = Closed(

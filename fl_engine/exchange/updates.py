@@ -26,7 +26,7 @@ import hmac
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -39,12 +39,14 @@ from fl_engine.core.types import (
     Algorithm,
     ClientFailure,
     ClientUpdate,
+    Code,
     Device,
     ModelFamily,
     Outcome,
     ParamLayout,
     Params,
     Pool,
+    Stage,
     SubmodelSpec,
     TaskContext,
     WorkOrder,
@@ -52,11 +54,6 @@ from fl_engine.core.types import (
 from fl_engine.exchange.acceptance import Moved
 from fl_engine.fleet.devices import observe
 from fl_engine.storage.store import canonical, decode, encode, padded, sha256
-
-Code = Literal[
-    "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "finite", "statistics",
-    "examples", "metrics", "norm", "unreadable",
-]  # fmt: skip
 
 MANIFEST_BYTES = 2**15
 """More than a manifest holds besides its sub-model: a failure's reason of 4096 characters is the longest."""
@@ -85,7 +82,7 @@ class Rejected(Exception):
 
 
 class Manifest(BaseModel):
-    """One outcome. `sha256` and `spec` belong to an update, `stage` and `reason` to a failure."""
+    """One outcome. `sha256` and `spec` belong to an update, `stage`, `reason` and `code` to a failure."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     schema_version: Literal[1] = 1
@@ -99,6 +96,7 @@ class Manifest(BaseModel):
     metrics: dict[str, float] = Field(default={}, max_length=64)
     stage: str | None = Field(default=None, max_length=64)
     reason: str | None = Field(default=None, max_length=4096)
+    code: Code | None = None
     signature: str | None = None
     """HMAC-SHA256 of all the rest, with the key that came with the order."""
 
@@ -130,7 +128,8 @@ def key_of(secret: bytes, whose: Literal["client", "coordinator"] = "client") ->
 
 def order_sum(order: WorkOrder) -> str:
     """sha256 of the order, its tensors apart: they follow from the round's state."""
-    return sha256(canonical([order.round, order.client, order.seed, order.spec.to_json(), dict(order.hints)]))
+    told = [order.round, order.client, order.seed, order.level, order.spec.to_json(), dict(order.hints)]
+    return sha256(canonical(told))
 
 
 def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tuple[Manifest, bytes | None]:
@@ -138,7 +137,8 @@ def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tup
     this length where one is given."""
     manifest = Manifest(round=order.round, client=order.client, order=order_sum(order))
     if isinstance(outcome, ClientFailure):
-        return manifest.model_copy(update={"stage": outcome.stage[:64], "reason": outcome.reason[:4096]}), None
+        why = {"stage": outcome.stage, "reason": outcome.reason[:4096], "code": outcome.code}
+        return manifest.model_copy(update=why), None
     value = encode(outcome.payload)
     value = value if length is None else padded(value, length)
     said = {
@@ -203,13 +203,15 @@ def _by_client(manifest: Manifest) -> Manifest:
         return manifest
     stage = manifest.stage if manifest.stage in SAID_BY_CLIENTS else "train"
     reason = printable(manifest.reason or "")[:500]
-    return manifest.model_copy(update={"stage": stage, "reason": reason})
+    return manifest.model_copy(update={"stage": stage, "reason": reason, "code": None})
 
 
 def _is_signed(manifest: Manifest, said: bytes, key: bytes) -> bool:
     expected = hmac.new(key, said, "sha256").hexdigest()
     return hmac.compare_digest(expected.encode(), (manifest.signature or "").encode())
 
+
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 SAID_BY_CLIENTS = ("drop", "prune", "train")
 """Stages at which a client can say that it failed; the others are for the coordinator to say."""
@@ -219,7 +221,8 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
     """The outcome that a manifest vouches for; `payload` reads its file. Raises Rejected; without rules,
     only for what does not match the manifest."""
     if manifest.spec is None:
-        return ClientFailure(order.round, order.client, manifest.stage or "train", manifest.reason or "")
+        stage: Stage = next((stage for stage in STAGES if stage == manifest.stage), "train")
+        return ClientFailure(order.round, order.client, stage, manifest.reason or "", manifest.code)
     try:
         spec = SubmodelSpec.from_json(manifest.spec)
     except (FlexfleetError, TypeError, ValueError, AttributeError) as error:

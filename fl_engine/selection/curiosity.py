@@ -9,7 +9,16 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from fl_engine.core.fields import STRICT, Count
-from fl_engine.core.types import Device, Pick, Pool, Tables
+from fl_engine.core.types import (
+    ClientFailure,
+    Device,
+    Outcome,
+    Pick,
+    Pool,
+    RoundContext,
+    Tables,
+    WorkOrder,
+)
 from fl_engine.selection.capacity import dispatched
 
 
@@ -41,17 +50,17 @@ class Curiosity:
         models = len(pool)
         return {"curiosity": (ones,) * (self._type(models - 1, models) + 1), "resource": (ones,) * models}
 
-    def pick(self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int) -> list[Pick]:
-        clients = [d.client for d in fleet]
-        weights = self.rewards(tables)[:, clients]
-        levels, chosen = dispatched(pool), np.zeros(len(fleet), dtype=bool)
+    def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
+        clients = [d.client for d in context.available]
+        weights = self.rewards(state)[:, clients]
+        levels, chosen = dispatched(context.pool), np.zeros(len(clients), dtype=bool)
         picks: list[Pick] = []
-        while len(picks) < min(k, len(fleet)):
+        while len(picks) < min(count, len(clients)):
             level = int(rng.choice([i for i in levels if weights[i][~chosen].sum() > 0] or levels))
             left = np.where(chosen, 0.0, weights[level])
             if left.sum() == 0:  # nobody has any reward for anything: all alike
                 left = np.where(chosen, 0.0, 1.0)
-            place = int(rng.choice(len(fleet), p=left / left.sum()))
+            place = int(rng.choice(len(clients), p=left / left.sum()))
             chosen[place] = True
             picks.append((clients[place], level))
         return sorted(picks)
@@ -72,9 +81,13 @@ class Curiosity:
             case "s":
                 return np.asarray(success)
 
-    def learn(self, tables: Tables, sent: int, back: int, client: int) -> Tables:
-        """Alg. 1 lines 12-26."""
-        curiosity, resource = np.asarray(tables["curiosity"]), np.asarray(tables["resource"])
+    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
+        """Alg. 1 lines 12-26. A failure says nothing, as in the paper."""
+        if isinstance(outcome, ClientFailure):
+            return state
+        client, sent = order.client, order.level
+        back = sent if outcome.level is None else outcome.level
+        curiosity, resource = np.asarray(state["curiosity"]), np.asarray(state["resource"])
         models = len(resource)
         for model in (sent, back):
             curiosity[self._type(model, models), client] += 1

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from fl_engine.core.fields import STRICT
-from fl_engine.core.types import Device, Pick, Pool, Tables
+from fl_engine.core.types import Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
 from fl_engine.selection.capacity import dispatched, holds, someone_holds
 
 
@@ -30,11 +30,11 @@ class ResourceTable:
         someone_holds(fleet, pool, dispatched(pool)[0])
         return {}
 
-    def pick(self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int) -> list[Pick]:
-        levels = dispatched(pool)
-        free = {level: [d.client for d in fleet if holds(d, pool[level].share)] for level in levels}
+    def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
+        pool, levels = context.pool, dispatched(context.pool)
+        free = {level: [d.client for d in context.available if holds(d, pool[level].share)] for level in levels}
         picks: list[Pick] = []
-        while len(picks) < k:
+        while len(picks) < count:
             open_levels = [level for level in levels if free[level]]
             if not open_levels:
                 break
@@ -46,5 +46,5 @@ class ResourceTable:
             picks.append((client, level))
         return sorted(picks)
 
-    def learn(self, tables: Tables, sent: int, back: int, client: int) -> Tables:
-        return tables
+    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
+        return state

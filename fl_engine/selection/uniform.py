@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from fl_engine.core.fields import STRICT
-from fl_engine.core.types import Device, Pick, Pool, Tables
+from fl_engine.core.types import Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
 from fl_engine.selection.capacity import dispatched, holds, someone_holds
 
 
@@ -31,11 +31,11 @@ class Uniform:
             someone_holds(fleet, pool, dispatched(pool)[0])
         return {}
 
-    def pick(self, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: np.random.Generator, k: int) -> list[Pick]:
-        levels = dispatched(pool)
+    def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
+        pool, levels = context.pool, dispatched(context.pool)
         least = pool[levels[0]].share
-        able = [d for d in fleet if holds(d, least)] if self.model == "capacity" else fleet
-        chosen = rng.choice(np.asarray([d.client for d in able]), size=min(k, len(able)), replace=False)
+        able = [d for d in context.available if self.model != "capacity" or holds(d, least)]
+        chosen = rng.choice(np.asarray([d.client for d in able]), size=min(count, len(able)), replace=False)
         devices = {d.client: d for d in able}
         picks: list[Pick] = []
         for client in (int(c) for c in sorted(chosen)):
@@ -48,5 +48,5 @@ class Uniform:
                     picks.append((client, int(rng.choice(levels))))
         return picks
 
-    def learn(self, tables: Tables, sent: int, back: int, client: int) -> Tables:
-        return tables
+    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
+        return state

@@ -35,6 +35,7 @@ from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import (
     FULL,
     Algorithm,
+    ClientUpdate,
     ModelFamily,
     Outcome,
     ParamLayout,
@@ -45,9 +46,10 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.server import ServerSite
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.loop import Evaluation
+from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
 from fl_engine.selection.capacity import round_size
@@ -58,6 +60,8 @@ from fl_engine.testing.tiny import (
     TinyNet,
     assert_same_bits,
     assert_same_orders,
+    brought,
+    context_of,
     failure_of,
     start_of,
     tiny_site,
@@ -157,26 +161,32 @@ class AlgorithmSuite:
     # --- plan
     @law
     @given(round=ROUNDS, seed=SEEDS)
-    def test_plan_is_pure(self, algorithm: Algorithm, state: Any, round: int, seed: int) -> None:
+    def test_plan_is_pure(self, algorithm: Algorithm, site: Site, state: Any, round: int, seed: int) -> None:
         before = _snapshot(state)
         torch.manual_seed(1)
-        first = algorithm.plan(state, round, seed)
+        first = algorithm.plan(state, context_of(site, round, seed))
         torch.manual_seed(2)
-        algorithm.plan(state, round + 1, seed)
-        assert_same_orders(algorithm.plan(state, round, seed), first)
+        algorithm.plan(state, context_of(site, round + 1, seed))
+        assert_same_orders(algorithm.plan(state, context_of(site, round, seed)), first)
         _assert_same_snapshot(_snapshot(state), before)
 
     @law
     @given(round=ROUNDS, seed=SEEDS)
     def test_another_seed_and_another_round_give_other_orders(
-        self, algorithm: Algorithm, state: Any, round: int, seed: int
+        self, algorithm: Algorithm, site: Site, state: Any, round: int, seed: int
     ) -> None:
-        plans = [algorithm.plan(state, r, s) for r, s in ((round, seed), (round, seed + 1), (round + 1, seed))]
+        plans = [
+            algorithm.plan(state, context_of(site, r, s))
+            for r, s in ((round, seed), (round, seed + 1), (round + 1, seed))
+        ]
         drawn = [seed for plan in plans for seed in (o.seed for o in plan.orders)]
         assert len(set(drawn)) == len(drawn), "two orders would train alike"
 
-    def test_who_is_asked_changes_from_round_to_round(self, algorithm: Algorithm, state: Any) -> None:
-        asked = [tuple((o.client, o.spec) for o in algorithm.plan(state, r, SEED).orders) for r in range(30)]
+    def test_who_is_asked_changes_from_round_to_round(self, algorithm: Algorithm, site: Site, state: Any) -> None:
+        asked = [
+            tuple((o.client, o.spec) for o in algorithm.plan(state, context_of(site, r, SEED)).orders)
+            for r in range(30)
+        ]
         assert len(set(asked)) > 1
 
     @law
@@ -184,7 +194,7 @@ class AlgorithmSuite:
     def test_clients_are_distinct_known_and_not_too_many(
         self, algorithm: Algorithm, site: Site, state: Any, round: int, seed: int
     ) -> None:
-        plan = algorithm.plan(state, round, seed)
+        plan = algorithm.plan(state, context_of(site, round, seed))
         clients = [o.client for o in plan.orders]
         assert plan.round == round
         assert all(o.round == round for o in plan.orders)
@@ -198,9 +208,9 @@ class AlgorithmSuite:
         self, algorithm: Algorithm, site: Site, state: Any, round: int, seed: int
     ) -> None:
         sent = {m.name: m for m in site.pool if m.dispatched}
-        for order in algorithm.plan(state, round, seed).orders:
-            assert order.hints["model"] in sent, "only dispatched members are sent, or sub-models of their size"
-            model = sent[order.hints["model"]]
+        for order in algorithm.plan(state, context_of(site, round, seed)).orders:
+            assert site.pool[order.level].name in sent, "only dispatched members are sent, or sub-models of their size"
+            model = sent[site.pool[order.level].name]
             assert count_params(site.family, order.spec) == model.params
             if self.promises_to_fit(algorithm):
                 assert site.fleet[order.client].most > 100 * model.share
@@ -211,9 +221,9 @@ class AlgorithmSuite:
         self, algorithm: Algorithm, site: Site, state: Any, round: int, seed: int
     ) -> None:
         layout, full = site.family.layout(), full_shapes(site.family)
-        for order in algorithm.plan(state, round, seed).orders:
+        for order in algorithm.plan(state, context_of(site, round, seed)).orders:
             assert order.payload.keys() == set(shapes(layout, order.spec, full))
-            model = next(m for m in site.pool if m.name == order.hints["model"])
+            model = next(m for m in site.pool if m.name == site.pool[order.level].name)
             if model.name in {name.partition("/")[0] for name in published(state)}:
                 assert_same_bits(order.payload, weights_of(published(state), layout, model))
                 continue
@@ -230,7 +240,7 @@ class AlgorithmSuite:
         self, algorithm: Algorithm, site: Site, state: Any, round: int, observed: float
     ) -> None:
         layout = site.family.layout()
-        for order in algorithm.plan(state, round, SEED).orders:
+        for order in algorithm.plan(state, context_of(site, round, SEED)).orders:
             before = _copy(order.payload)
             context = _context(site, order.client, observed)
             task = _task_or_none(algorithm, order, context)
@@ -248,7 +258,7 @@ class AlgorithmSuite:
                 assert count_params(site.family, teacher) < count_params(site.family, task.spec)
 
     def test_more_than_enough_is_enough(self, algorithm: Algorithm, site: Site, state: Any) -> None:
-        for order in algorithm.plan(state, 0, SEED).orders:
+        for order in algorithm.plan(state, context_of(site, 0, SEED)).orders:
             assert algorithm.task(order, _context(site, order.client, LARGEST_R)).spec == order.spec
 
     # --- merge
@@ -259,7 +269,7 @@ class AlgorithmSuite:
     ) -> None:
         plan, outcomes = _outcomes(algorithm, site, state, round, data, noise=False)
         before = _snapshot(state)
-        assert_same_bits(algorithm.merge(state, plan, outcomes).params, state.params)
+        assert_same_bits(algorithm.merge(state, plan, outcomes, ServerSite(site)).params, state.params)
         _assert_same_snapshot(_snapshot(state), before)
 
     @law
@@ -268,7 +278,7 @@ class AlgorithmSuite:
         self, algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject
     ) -> None:
         plan, outcomes = _outcomes(algorithm, site, state, round, data)
-        layout, merged = site.family.layout(), algorithm.merge(state, plan, outcomes).params
+        layout, merged = site.family.layout(), algorithm.merge(state, plan, outcomes, ServerSite(site)).params
         assert list(merged) == list(state.params)
         for name, old in state.params.items():
             trained = torch.zeros(old.shape, dtype=torch.bool)
@@ -288,8 +298,8 @@ class AlgorithmSuite:
         params = {name: t.double() for name, t in initial_params(site.family, SEED).items()}
         state = start_of(algorithm, site, params)
         plan, outcomes = _outcomes(algorithm, site, state, round, data)
-        merged = algorithm.merge(state, plan, outcomes).params
-        other = algorithm.merge(state, plan, data.draw(st.permutations(outcomes))).params
+        merged = algorithm.merge(state, plan, outcomes, ServerSite(site)).params
+        other = algorithm.merge(state, plan, data.draw(st.permutations(outcomes)), ServerSite(site)).params
         for name, tensor in merged.items():
             torch.testing.assert_close(other[name], tensor, rtol=1e-13, atol=1e-13)
 
@@ -303,15 +313,15 @@ class AlgorithmSuite:
         survivors = [o for i, o in enumerate(outcomes) if i != failed]
         with_failure: list[Outcome] = list(outcomes)
         with_failure[failed] = failure_of(plan.orders[failed])
-        merged = algorithm.merge(state, plan, with_failure)
-        assert_same_bits(merged.params, algorithm.merge(state, plan, survivors).params)
-        assert algorithm.plan(merged, round + 1, SEED).orders
+        merged = algorithm.merge(state, plan, with_failure, ServerSite(site))
+        assert_same_bits(merged.params, algorithm.merge(state, plan, survivors, ServerSite(site)).params)
+        assert algorithm.plan(merged, context_of(site, round + 1, SEED)).orders
 
-    def test_when_all_fail_nothing_changes(self, algorithm: Algorithm, state: Any) -> None:
-        plan = algorithm.plan(state, 0, SEED)
-        merged = algorithm.merge(state, plan, [failure_of(o) for o in plan.orders])
+    def test_when_all_fail_nothing_changes(self, algorithm: Algorithm, site: Site, state: Any) -> None:
+        plan = algorithm.plan(state, context_of(site, 0, SEED))
+        merged = algorithm.merge(state, plan, [failure_of(o) for o in plan.orders], ServerSite(site))
         assert_same_bits(merged.params, state.params)
-        assert algorithm.plan(merged, 1, SEED).orders
+        assert algorithm.plan(merged, context_of(site, 1, SEED)).orders
 
     # --- with every aggregation
     @AGGREGATIONS
@@ -340,13 +350,13 @@ class AlgorithmSuite:
         plan, outcomes = _outcomes(chosen, site, state, round, data, noise=False)
         new = initial_params(site.family, SEED + 1)
         agreeing = [replace(o, payload=take(new, layout, o.spec)) for o in outcomes]
-        merged = chosen.merge(state, plan, agreeing)
+        merged = chosen.merge(state, plan, agreeing, ServerSite(site))
         regions, kinds = Regions(new, layout), defaultdict[str, Counter[Kind]](Counter)
         for order, outcome in zip(plan.orders, agreeing, strict=True):
-            kinds[_own_level(state, order)][regions.fit(outcome.payload, outcome.spec)] += 1
+            kinds[_own_level(site, state, order)][regions.fit(outcome.payload, outcome.spec)] += 1
         for order, outcome in zip(plan.orders, agreeing, strict=True):
-            found, before = (_whole(s, order, outcome.spec, layout) for s in (merged, state))
-            weights = kinds[_own_level(state, order)]
+            found, before = (_whole(site, s, order, outcome.spec, layout) for s in (merged, state))
+            weights = kinds[_own_level(site, state, order)]
             holders = take({name: regions.total(name, weights) for name in new}, layout, outcome.spec)
             alone = {name: count.eq(1) for name, count in holders.items()}  # what one client says, nobody confirms
             wanted = {n: torch.where(alone[n], before[n], t) for n, t in outcome.payload.items()}
@@ -364,10 +374,12 @@ class AlgorithmSuite:
         layout, state = site.family.layout(), start_of(chosen, site)
         plan, outcomes = _outcomes(chosen, site, state, round, data)
         levels = {name.partition("/")[0] for name in published(state)}
-        shared = [o.client for o in plan.orders if o.hints["model"] not in levels]
+        shared = [o.client for o in plan.orders if site.pool[o.level].name not in levels]
         bad = set(data.draw(st.lists(st.sampled_from(shared), max_size=2))) if shared else set()
         lied = {o.client: replace(o, payload={n: t - 1e9 for n, t in o.payload.items()}) for o in outcomes}
-        merged = chosen.merge(state, plan, [lied[o.client] if o.client in bad else o for o in outcomes]).params
+        merged = chosen.merge(
+            state, plan, [lied[o.client] if o.client in bad else o for o in outcomes], ServerSite(site)
+        ).params
         for name, tensor in merged.items():
             old = state.params[name]
             low, high, count, lies = (torch.full(tensor.shape, x) for x in (math.inf, -math.inf, 0.0, 0.0))
@@ -397,7 +409,9 @@ class AlgorithmSuite:
             stored = encode(tensors), json.dumps(rest, allow_nan=False)
             found = unpack(start_of(algorithm, site), decode(stored[0], "state"), json.loads(stored[1]))
             _assert_same_snapshot(_snapshot(found), _snapshot(later))
-            assert_same_orders(algorithm.plan(found, 2, SEED), algorithm.plan(later, 2, SEED))
+            assert_same_orders(
+                algorithm.plan(found, context_of(site, 2, SEED)), algorithm.plan(later, context_of(site, 2, SEED))
+            )
 
     # --- all of it together
     def test_three_rounds_learn_something(self, algorithm: Algorithm, site: Site, state: Any) -> None:
@@ -418,10 +432,9 @@ class AlgorithmSuite:
     ) -> None:
         def federate(folder: str, stop: int) -> Params:
             config = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=keep_updates)
-            evaluation = Evaluation(site.family, site.pool, site.data, ("cpu",), site.fleet)
             ledger, backend = ledger_in(FolderStore(tmp_path / folder)), InProcess(site)
             start = start_of(algorithm, site)
-            final = rounds.federate(algorithm, start, backend, ledger, Memory(), config, SEED, evaluation)
+            final = rounds.federate(Run(algorithm, site, config), start, backend, ledger, Memory())
             return dict(published(final))
 
         whole = federate("whole", 3)
@@ -445,15 +458,15 @@ def _assert_same_snapshot(left: tuple[Params, str], right: tuple[Params, str]) -
     assert left[1] == right[1]
 
 
-def _own_level(state: Any, order: WorkOrder) -> str:
+def _own_level(site: Site, state: Any, order: WorkOrder) -> str:
     """The level that an order is of, where the state has weights of its own for that; else the empty string."""
-    level = str(order.hints["model"])
+    level = site.pool[order.level].name
     return level if any(name.startswith(f"{level}/") for name in published(state)) else ""
 
 
-def _whole(state: Any, order: WorkOrder, spec: SubmodelSpec, layout: ParamLayout) -> Params:
+def _whole(site: Site, state: Any, order: WorkOrder, spec: SubmodelSpec, layout: ParamLayout) -> Params:
     """What the state has of a sub-model of what was sent: of the level's own weights, where it has such."""
-    level = _own_level(state, order)
+    level = _own_level(site, state, order)
     if not level:
         return take(state.params, layout, spec)
     own = {n.removeprefix(f"{level}/"): t for n, t in published(state).items() if n.startswith(f"{level}/")}
@@ -475,7 +488,7 @@ def _outcomes(
     algorithm: Algorithm, site: Site, state: Any, round: int, data: st.DataObject, noise: bool = True
 ) -> tuple[RoundPlan, list[Any]]:
     """A plan and an update for each of its orders, of a sub-model that its client might have trained."""
-    plan = algorithm.plan(state, round, SEED)
+    plan = algorithm.plan(state, context_of(site, round, SEED))
     layout = site.family.layout()
     generator = torch.Generator().manual_seed(round)
     updates = []
@@ -486,7 +499,8 @@ def _outcomes(
         payload = _copy(take(order.payload, layout, spec, have=order.spec))
         if noise:
             payload = {name: t + _like(t, generator) for name, t in payload.items()}
-        updates.append(update_of(order, spec, payload, data.draw(st.integers(1, 1000), label="examples")))
+        update = update_of(order, spec, payload, data.draw(st.integers(1, 1000), label="examples"))
+        updates.append(brought(update, site))
     return plan, updates
 
 
@@ -498,9 +512,10 @@ def _run(algorithm: Algorithm, site: Site, state: Any, rounds: int) -> tuple[Any
     """Rounds without a backend, a ledger or anything else around them."""
     seen: list[Outcome] = []
     for round in range(rounds):
-        plan = replace(algorithm.plan(state, round, SEED), noise_seed=bytes(32))
-        outcomes = [execute(algorithm, order, site) for order in sorted(plan.orders, key=lambda o: o.client)]
-        state = algorithm.merge(state, plan, outcomes)
+        plan = replace(algorithm.plan(state, context_of(site, round, SEED)), noise_seed=bytes(32))
+        found = [execute(algorithm, order, site) for order in sorted(plan.orders, key=lambda o: o.client)]
+        outcomes = [brought(o, site) if isinstance(o, ClientUpdate) else o for o in found]
+        state = algorithm.merge(state, plan, outcomes, ServerSite(site))
         seen += outcomes
     return state, seen
 

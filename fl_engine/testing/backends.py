@@ -29,6 +29,7 @@ from fl_engine.core.types import (
     RoundPlan,
 )
 from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.testing.tiny import (
@@ -38,6 +39,7 @@ from fl_engine.testing.tiny import (
     assert_same_bits,
     assert_same_orders,
     assert_same_outcomes,
+    context_of,
     start_of,
     tiny_fleet,
     tiny_site,
@@ -84,7 +86,7 @@ class BackendSuite:
         family = VGG16((3, 32, 32), 4, fc=(64, 64), width=0.05)
         fleet = tuple(Device(c, "strong", 110.0, 0.0) for c in range(3))
         site = tiny_site(algorithm, family, sizes=(1, 5, 2), fleet=fleet)
-        plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+        plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
         expected = _sorted(execute(algorithm, order, site) for order in plan.orders)
         assert len(expected) == 3
         for devices in DEVICES:
@@ -105,7 +107,7 @@ class BackendSuite:
         algorithm = AllLarge(training=replace(TRAINING, fraction=1.0), eligible="all")
         fleet = tiny_fleet(5)
         site = tiny_site(algorithm, sizes=(8, 0, 8, 8, 8), fleet=fleet)
-        plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+        plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
         poisoned = {name: t * float("nan") for name, t in plan.orders[3].payload.items()}
         orders = list(plan.orders)
         orders[3] = replace(orders[3], payload=poisoned)
@@ -121,7 +123,7 @@ class BackendSuite:
         fleet = tuple(Device(c, "strong", 100.5, 40.0) for c in range(6))
         algorithm = AllLarge(training=replace(TRAINING, fraction=1.0, epochs=1), eligible="capable")
         site = tiny_site(algorithm, fleet=fleet)
-        plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+        plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
         found = list(make(site, devices).run(algorithm, plan))
         assert {o.stage for o in found if isinstance(o, ClientFailure)} == {"prune"}
 
@@ -160,8 +162,8 @@ class BackendSuite:
             site = tiny_site(algorithm, FAMILIES["batch_norm"])
             backend, state = make(site, devices), start_of(algorithm, site)
             for round in range(2):
-                plan = algorithm.plan(state, round, SEED)
-                state = algorithm.merge(state, plan, _sorted(backend.run(algorithm, plan)))
+                plan = algorithm.plan(state, context_of(site, round, SEED))
+                state = algorithm.merge(state, plan, _sorted(backend.run(algorithm, plan)), ServerSite(site))
             finals.append(state.params)
         for params in finals[1:]:
             assert_same_bits(params, finals[0])
@@ -182,7 +184,7 @@ class BackendSuite:
 # -------------------------------------------------------------------------------------------------- helpers
 def _work(algorithm: Algorithm, family: ModelFamily | None = None, round: int = 0) -> tuple[Site, RoundPlan]:
     site = tiny_site(algorithm, family)
-    return site, algorithm.plan(start_of(algorithm, site), round, SEED)
+    return site, algorithm.plan(start_of(algorithm, site), context_of(site, round, SEED))
 
 
 def _sorted(outcomes: Any) -> list[Outcome]:

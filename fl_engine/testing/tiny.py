@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core import seeds
-from fl_engine.core.slicing import initial_params
+from fl_engine.core.slicing import index_of, initial_params
 from fl_engine.core.types import (
     FULL,
     Algorithm,
@@ -31,16 +31,21 @@ from fl_engine.core.types import (
     Outcome,
     ParamLayout,
     Params,
+    Pick,
     Pool,
     PoolModel,
     Prunable,
+    RoundContext,
     RoundPlan,
+    Selector,
     Slot,
     SubmodelSpec,
+    Tables,
     WorkOrder,
 )
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
+from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.models.exits import assemble, check_exits, slots_with_exits
@@ -214,7 +219,28 @@ def tiny_site(
 def start_of(algorithm: Algorithm, site: Site, params: Params | None = None) -> Any:
     """The algorithm's state before the first round."""
     params = initial_params(site.family, SEED) if params is None else params
-    return algorithm.init(params, site.family.layout(), site.fleet, site.pool)
+    return algorithm.init(params, site.family.layout(), site.fleet, site.pool, ServerSite(site))
+
+
+def context_of(site: Site, round: int, seed: int = SEED, **more: Any) -> RoundContext:
+    """What a round of these clients is planned from."""
+    return RoundContext(round, seed, site.fleet, site.fleet, site.pool, **more)
+
+
+def picked(selector: Selector, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: Any, count: int) -> list[Pick]:
+    """Whom it picks of a fleet that is all available."""
+    return selector.pick(tables, RoundContext(0, SEED, tuple(fleet), tuple(fleet), pool), count, rng)
+
+
+def learned(selector: Selector, tables: Tables, sent: int, back: int, client: int) -> Tables:
+    """What it remembers after a client was sent pool model `sent` and trained pool model `back`."""
+    update = ClientUpdate(0, client, FULL, {}, 1, {}, level=back)
+    return selector.learn(tables, WorkOrder(0, client, FULL, {}, 0, sent), update, 0.0)
+
+
+def brought(update: ClientUpdate, site: Site) -> ClientUpdate:
+    """With what the server knows of it: the pool model that was trained."""
+    return replace(update, level=index_of(site.pool, site.layout, update.spec))
 
 
 def update_of(order: WorkOrder, spec: SubmodelSpec, payload: Params, examples: int = 5) -> ClientUpdate:
@@ -229,7 +255,7 @@ def assert_same_orders(left: RoundPlan, right: RoundPlan) -> None:
     """Equal in everything, payloads bit for bit."""
     assert (left.round, len(left.orders)) == (right.round, len(right.orders))
     for a, b in zip(left.orders, right.orders, strict=True):
-        assert (a.round, a.client, a.spec, a.seed) == (b.round, b.client, b.spec, b.seed)
+        assert (a.round, a.client, a.spec, a.seed, a.level) == (b.round, b.client, b.spec, b.seed, b.level)
         assert dict(a.hints) == dict(b.hints)
         assert_same_bits(a.payload, b.payload)
 

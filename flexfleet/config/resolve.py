@@ -25,8 +25,7 @@ def algorithm(config: Config) -> Algorithm:
     known = [f.name for f in fields(kind) if f.name != "training"]  # type: ignore[arg-type]
     check_names("algorithm", options, known)
     training = TypeAdapter(Training).dump_python(config.training, mode="json")
-    training["fraction"] *= config.rounds.over_provision
-    if training["fraction"] > 1:
+    if training["fraction"] * config.rounds.over_provision > 1:
         raise ConfigError(
             f"training.fraction = {config.training.fraction} of the clients, times rounds.over_provision = "
             f"{config.rounds.over_provision}, is more than all: lower one of them"

@@ -20,6 +20,7 @@ from fl_engine.core.slicing import runnable
 from fl_engine.exchange.client import Site, Work, accept
 from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
 from fl_engine.storage.store import FolderStore
 from flexfleet import config as configs
 from flexfleet.config import Config
@@ -42,22 +43,23 @@ def pace(config: Config, run: Path, turns: int) -> list[float]:
 
 
 def _rounds(config: Config, site: Site) -> float:
-    algorithm, state = configs.algorithm(config), initial_state(config, site)
-    evaluation = loop.Evaluation(site.family, site.pool, site.data, config.run.devices, site.fleet)
-    settings = config.rounds.model_copy(update={"stop": ROUNDS, "evaluate_every": ROUNDS})
+    state = initial_state(config, site)
+    terms = config.rounds.model_copy(update={"stop": ROUNDS, "evaluate_every": ROUNDS})
+    run = Run(configs.algorithm(config), site, terms, config.run.devices)
     with tempfile.TemporaryDirectory() as folder:
         ledger, backend = ledger_in(FolderStore(Path(folder))), InProcess(site, config.run.devices)
         started = time.perf_counter()
-        loop.federate(algorithm, state, backend, ledger, Several([]), settings, config.seed, evaluation)
+        loop.federate(run, state, backend, ledger, Several([]))
         return time.perf_counter() - started
 
 
 def _by_hand(config: Config, site: Site) -> float:
     algorithm, state = configs.algorithm(config), initial_state(config, site)
+    run = Run(algorithm, site, config.rounds)
     works = [
         work
         for round in range(ROUNDS)
-        for order in algorithm.plan(state, round, config.seed).orders
+        for order in algorithm.plan(state, run.context(round, 0.0)).orders
         if isinstance(work := accept(algorithm, order, site), Work)
     ]
     images = site.data.normalise(site.data.train_x)

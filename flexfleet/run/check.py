@@ -8,8 +8,10 @@ from fl_engine.backends.in_process import check_device
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import initial_params
+from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices
 from fl_engine.models import export as exports
+from fl_engine.rounds.run import Run
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.steps.partition import cut
@@ -33,7 +35,9 @@ def check(config: Config) -> dict[str, Any]:
     # Without measured scores every layer counts alike; targets, Gamma and nesting are checked all the same.
     pool = algorithm.pool(family, (0.5,) * len(family.prunable()))
     initial = initial_params(family, seeds.derive(config.seed, "init"))
-    algorithm.plan(algorithm.init(initial, family.layout(), fleet, pool), 0, config.seed)
+    site = Site(family, pool, fleet, data, parts, config.seed)
+    run = Run(algorithm, site, config.rounds)
+    algorithm.plan(algorithm.init(initial, site.layout, fleet, pool, run.server), run.context(0, 0.0))
     return {
         "ok": True,
         "dataset": data.name,

@@ -10,7 +10,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,22 +18,23 @@ from threading import current_thread, main_thread
 from typing import Any, TextIO
 
 from fl_engine.aggregation import privacy
-from fl_engine.backends import BACKENDS, Processes
+from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.backends.in_process import prepare_process
-from fl_engine.backends.kubernetes.backend import Kubernetes
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Replaced, Stopped
 from fl_engine.core.fields import Moves
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import Backend, ModelFamily, Tracker
+from fl_engine.core.types import ModelFamily, Tracker
 from fl_engine.data import partitioning as partition
 from fl_engine.exchange.assignment import SITE_FILES
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.server import ServerSite
 from fl_engine.exchange.updates import KeyOf, key_of
 from fl_engine.fleet import devices, faults
-from fl_engine.rounds import loop as rounds
+from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.rounds.run import Run
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage import lease
 from fl_engine.storage.lease import Lease
@@ -187,23 +188,21 @@ def _federate(
     tracker = Several([Console(config.rounds.stop, done), *(t for t in (mlflow, observer) if t is not None)])
     tracker.params(configs.shown(config))
     initial = initial_state(config, site)
+    noise_key = privacy.noise_key(key, token) if private and key is not None else None
     try:
-        with _stop_on_signals() as should_stop, _backend(config, site, ledger.mailbox, run_id, should_stop) as backend:
-            final = rounds.federate(
-                algorithm,
+        with (
+            _stop_on_signals() as should_stop,
+            BACKENDS[config.run.backend](_surroundings(config, site, ledger.mailbox, run_id, should_stop)) as backend,
+        ):
+            final = loop.federate(
+                Run(algorithm, site, config.rounds, config.run.devices, noise_key),
                 initial,
                 backend,
                 ledger,
                 tracker,
-                config.rounds,
-                config.seed,
-                rounds.Evaluation(site.family, site.pool, site.data, config.run.devices, site.fleet),
-                should_stop,
-                discard_damaged,
-                privacy.noise_key(key, token) if private and key is not None else None,
+                should_stop=should_stop,
+                discard_damaged=discard_damaged,
             )
-            if isinstance(backend, Kubernetes):
-                backend.finish()
     except Replaced:
         raise  # what MLflow shows is the other coordinator's run
     except BaseException as error:
@@ -227,7 +226,7 @@ def site_of(config: Config, partition_dir: Path, pool_dir: Path) -> Site:
 def initial_state(config: Config, site: Site) -> Any:
     """The algorithm's state before the first round."""
     params = initial_params(site.family, seeds.derive(config.seed, "init"))
-    return configs.algorithm(config).init(params, site.layout, site.fleet, site.pool)
+    return configs.algorithm(config).init(params, site.layout, site.fleet, site.pool, ServerSite(site))
 
 
 def _numerics(config: Config, family: ModelFamily) -> Numerics:
@@ -240,27 +239,12 @@ def _numerics(config: Config, family: ModelFamily) -> Numerics:
     return strategy.choose(family, config.training.batch_size, per_round, run.precision, run.devices)
 
 
-@contextmanager
-def _backend(
+def _surroundings(
     config: Config, site: Site, mailbox: Mailbox, run_id: str, should_stop: Callable[[], bool]
-) -> Iterator[Backend]:
-    if config.run.backend == "kubernetes":
-        memory = None
-        if config.kubernetes.observe == "cgroup":
-            memory = training_peak(site.family, config.training.batch_size, site.numerics)
-        over = config.rounds.over_provision
-        pods = Kubernetes(config.kubernetes, run_id, site.fleet, mailbox, memory, over, should_stop=should_stop)
-        try:
-            yield pods
-        except Replaced:
-            raise  # what is there is the other coordinator's
-        except (Stopped, EnvironmentFailure, KeyboardInterrupt):
-            log.warning(pods.what_is_left())
-            raise
-        return
-    backend = BACKENDS[config.run.backend](site, config.run.devices, mailbox)
-    with closing(backend) if isinstance(backend, Processes) else nullcontext():
-        yield backend
+) -> Surroundings:
+    in_pods = config.run.backend == "kubernetes" and config.kubernetes.observe == "cgroup"
+    memory = training_peak(site.family, config.training.batch_size, site.numerics) if in_pods else None
+    return Surroundings(site, mailbox, config.run.devices, run_id, config.kubernetes, memory, should_stop)
 
 
 def store_of(config: Config, run_id: str, out: Path) -> Store:

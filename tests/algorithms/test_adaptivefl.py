@@ -26,7 +26,7 @@ from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.selection import Curiosity, Uniform
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, context_of, start_of, tiny_site
 
 VGG = VGG16((3, 32, 32), 10)
 SMALL = SmallCNN((1, 16, 16), 4, width=0.25)
@@ -245,7 +245,7 @@ def is_inside(small: str, large: str) -> bool:
 def trained_by(algorithm: AdaptiveFL, received: str, free: float) -> str:
     pool = vgg_pool()
     (sent,) = (m for m in pool if m.name == received)
-    order = WorkOrder(0, 0, sent.spec, {}, 1, {"model": received})
+    order = WorkOrder(0, 0, sent.spec, {}, 1, SEVEN.index(received))
     task = algorithm.task(order, TaskContext(VGG.layout(), pool, Device(0, "any", 110.0, 8.0), free))
     return next(m.name for m in pool if m.spec == task.spec)
 
@@ -316,7 +316,7 @@ def test_a_device_below_the_smallest_model_trains_it_or_fails(received: str) -> 
 def test_pruning_changes_the_model_and_nothing_else() -> None:
     """No distillation, no scaler, no masks: Alg. 1 line 9 is plain local training."""
     pool, layout = vgg_pool(), VGG.layout()
-    order, device = WorkOrder(5, 0, FULL, {}, 77, {"model": "L1"}), Device(0, "any", 110.0, 8.0)
+    order, device = WorkOrder(5, 0, FULL, {}, 77, 6), Device(0, "any", 110.0, 8.0)
     whole, pruned = (AdaptiveFL().task(order, TaskContext(layout, pool, device, free)) for free in (110.0, 30.0))
     assert whole.spec == FULL
     assert pruned == replace(whole, spec=pool[2].spec)
@@ -329,7 +329,7 @@ def plans(algorithm: AdaptiveFL, rounds: int, tables: Any = None) -> list[Any]:
     site = tiny_site(algorithm, SMALL)
     state = start_of(algorithm, site)
     state = state if tables is None else replace(state, tables=tables)
-    return [algorithm.plan(state, round, SEED) for round in range(rounds)]
+    return [algorithm.plan(state, context_of(site, round, SEED)) for round in range(rounds)]
 
 
 def test_greed_sends_the_full_model_to_uniform_distinct_clients() -> None:
@@ -339,7 +339,7 @@ def test_greed_sends_the_full_model_to_uniform_distinct_clients() -> None:
     for plan in plans(AdaptiveFL(TRAINING, variant="greed"), rounds):
         asked = [o.client for o in plan.orders]
         assert len(set(asked)) == len(asked) == 5
-        assert {(o.hints["model"], o.spec) for o in plan.orders} == {("L1", FULL)}
+        assert {(SEVEN[o.level], o.spec) for o in plan.orders} == {("L1", FULL)}
         clients.update(asked)
     assert len(clients) == 20
     for count in clients.values():
@@ -353,7 +353,7 @@ def test_random_draws_all_models_and_clients_alike() -> None:
     for plan in plans(AdaptiveFL(TRAINING, variant="random"), rounds):
         asked = [o.client for o in plan.orders]
         assert len(set(asked)) == len(asked) == 5
-        models.update(o.hints["model"] for o in plan.orders)
+        models.update(SEVEN[o.level] for o in plan.orders)
         clients.update(asked)
     assert set(models) == set(SEVEN)
     for count in models.values():
@@ -382,7 +382,7 @@ def test_the_scores_choose_differently() -> None:
     chosen = []
     for variant in SCORES:
         found = plans(AdaptiveFL(TRAINING, variant=variant), 8, LEARNED)
-        chosen.append([[(o.client, o.hints["model"]) for o in plan.orders] for plan in found])
+        chosen.append([[(o.client, o.level) for o in plan.orders] for plan in found])
     for left, right in itertools.combinations(chosen, 2):
         assert left != right
 

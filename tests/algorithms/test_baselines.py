@@ -26,6 +26,7 @@ from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.slicing import contains, count_params, take
 from fl_engine.core.types import FULL, Algorithm, ClientUpdate, Device, Params, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.server import ServerSite
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
@@ -35,6 +36,8 @@ from fl_engine.testing.tiny import (
     TRAINING,
     TinyNet,
     assert_same_bits,
+    brought,
+    context_of,
     failure_of,
     start_of,
     tiny_fleet,
@@ -60,8 +63,8 @@ def context(site: Site, client: int, free: float) -> TaskContext:
 
 def orders_by_model(algorithm: Algorithm, site: Site, rounds: int = 20) -> dict[str, WorkOrder]:
     state = start_of(algorithm, site)
-    found = [o for r in range(rounds) for o in algorithm.plan(state, r, SEED).orders]
-    return {o.hints["model"]: o for o in found}
+    found = [o for r in range(rounds) for o in algorithm.plan(state, context_of(site, r, SEED)).orders]
+    return {site.pool[o.level].name: o for o in found}
 
 
 # ------------------------------------------------------------------------------------------------- who gets what
@@ -73,9 +76,9 @@ def test_every_device_gets_the_largest_level_that_it_can_hold(kind: Any) -> None
     state = start_of(algorithm, site)
     names = [m.name for m in site.pool]
     for round in range(30):
-        for order in algorithm.plan(state, round, SEED).orders:
+        for order in algorithm.plan(state, context_of(site, round, SEED)).orders:
             tier = site.fleet[order.client].tier
-            assert order.hints["model"] == names[["weak", "medium", "strong"].index(tier)]
+            assert site.pool[order.level].name == names[["weak", "medium", "strong"].index(tier)]
 
 
 @pytest.mark.parametrize(("free", "level"), [(110, 2), (100.1, 2), (99.9, 1), (55, 1), (50, 0), (30, 0), (5, 0)])
@@ -150,9 +153,9 @@ def test_scalefl_leaves_untrained_blocks_out_of_the_mean() -> None:
     order = replace(orders_by_model(algorithm, site)["level1"], round=0)
     payload = {n: t + 1 for n, t in take(state.params, state.layout, level.spec).items()}
     assert set(payload) == {"conv.conv.weight", "conv.conv.bias", "exit_conv.weight", "exit_conv.bias"}
-    merged = algorithm.merge(state, replace(algorithm.plan(state, 0, SEED), orders=(order,)), [
+    merged = algorithm.merge(state, replace(algorithm.plan(state, context_of(site, 0, SEED)), orders=(order,)), [
         update_of(order, level.spec, payload, 1000)
-    ]).params  # fmt: skip
+    ], ServerSite(site)).params  # fmt: skip
     for name, old in state.params.items():
         if name not in payload:
             assert torch.equal(merged[name], old), name
@@ -196,17 +199,21 @@ def test_feddyn_by_hand() -> None:
     algorithm = DepthFL(training=TRAINING, exits=("conv", "fc"), alpha=0.1)
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
-    base = algorithm.plan(state, 0, SEED)
-    first, second = (replace(base.orders[0], client=c, spec=FULL, hints={"model": "level3"}) for c in (4, 9))
+    base = algorithm.plan(state, context_of(site, 0, SEED))
+    first, second = (replace(base.orders[0], client=c, spec=FULL, level=2) for c in (4, 9))
     plan = replace(base, orders=(first, second))
     w = state.params
-    after = algorithm.merge(state, plan, [update_of(first, FULL, up(w, 1)), update_of(second, FULL, up(w, 3), 50)])
+    after = algorithm.merge(
+        state, plan, [update_of(first, FULL, up(w, 1)), update_of(second, FULL, up(w, 3), 50)], ServerSite(site)
+    )
     for name, old in w.items():
         torch.testing.assert_close(after.memory[f"4/{name}"], torch.full_like(old, -0.1))
         torch.testing.assert_close(after.memory[f"9/{name}"], torch.full_like(old, -0.3))
         torch.testing.assert_close(after.h[name], torch.full_like(old, -0.02))
         torch.testing.assert_close(after.params[name], old + 2.2)
-    again = algorithm.merge(after, replace(plan, orders=(first,)), [update_of(first, FULL, up(after.params, 1))])
+    again = algorithm.merge(
+        after, replace(plan, orders=(first,)), [update_of(first, FULL, up(after.params, 1))], ServerSite(site)
+    )
     for name, old in after.params.items():
         torch.testing.assert_close(again.memory[f"4/{name}"], torch.full_like(old, -0.2), rtol=1e-4, atol=1e-6)
         assert torch.equal(again.memory[f"9/{name}"], after.memory[f"9/{name}"])
@@ -218,10 +225,10 @@ def test_feddyn_leaves_running_statistics_alone() -> None:
     algorithm = DepthFL(training=TRAINING, exits=("conv1", "conv2"))
     site = tiny_site(algorithm, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
     state = start_of(algorithm, site)
-    base = algorithm.plan(state, 0, SEED)
-    order = replace(base.orders[0], spec=FULL, hints={"model": "level3"})
+    base = algorithm.plan(state, context_of(site, 0, SEED))
+    order = replace(base.orders[0], spec=FULL, level=2)
     came = [update_of(order, FULL, {n: torch.full_like(t, 0.25) for n, t in state.params.items()})]
-    after = algorithm.merge(state, replace(base, orders=(order,)), came)
+    after = algorithm.merge(state, replace(base, orders=(order,)), came, ServerSite(site))
     statistics = [name for name in state.params if "running" in name]
     assert len(statistics) == 6
     for name in statistics:
@@ -240,7 +247,7 @@ def test_a_device_gets_its_own_memory_and_only_what_it_trains() -> None:
     state = start_of(algorithm, site)
     seen: set[int] = set()
     for round in range(4):
-        plan = algorithm.plan(state, round, SEED)
+        plan = algorithm.plan(state, context_of(site, round, SEED))
         for order in plan.orders:
             assert bool(order.memory) == (order.client in seen)
             assert order.memory.keys() <= order.payload.keys()
@@ -248,10 +255,12 @@ def test_a_device_gets_its_own_memory_and_only_what_it_trains() -> None:
                 assert torch.equal(g, state.memory[f"{order.client}/{name}"])
         outcomes = [execute(algorithm, order, site) for order in plan.orders]
         seen |= {o.client for o in outcomes if isinstance(o, ClientUpdate)}
-        state = algorithm.merge(state, plan, outcomes)
+        state = algorithm.merge(state, plan, outcomes, ServerSite(site))
     without = replace(algorithm, alpha=0.0)
-    plan = without.plan(start_of(without, site), 0, SEED)
-    after = without.merge(start_of(without, site), plan, [execute(without, o, site) for o in plan.orders])
+    plan = without.plan(start_of(without, site), context_of(site, 0, SEED))
+    after = without.merge(
+        start_of(without, site), plan, [execute(without, o, site) for o in plan.orders], ServerSite(site)
+    )
     assert after.memory == after.h == {}
 
 
@@ -280,16 +289,18 @@ def test_decoupled_levels_share_nothing() -> None:
     algorithm = Decoupled(training=TRAINING)
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
-    plan = algorithm.plan(state, 0, SEED)
+    plan = algorithm.plan(state, context_of(site, 0, SEED))
     small = site.pool[0]
     came = [
-        update_of(o, o.spec, up(o.payload, i + 1.0), 10 * (i + 1)) if o.hints["model"] == small.name else failure_of(o)
+        update_of(o, o.spec, up(o.payload, i + 1.0), 10 * (i + 1))
+        if site.pool[o.level].name == small.name
+        else failure_of(o)
         for i, o in enumerate(plan.orders)
     ]
-    after = algorithm.merge(state, plan, came)
+    after = algorithm.merge(state, plan, came, ServerSite(site))
     assert_same_bits(after.params, state.params)
     assert_same_bits(own(after, site, 1), own(state, site, 1))
-    weights = [10 * (i + 1) for i, o in enumerate(plan.orders) if o.hints["model"] == small.name]
+    weights = [10 * (i + 1) for i, o in enumerate(plan.orders) if site.pool[o.level].name == small.name]
     by = sum(w * w / 10 for w in weights) / sum(weights)
     for name, tensor in own(after, site, 0).items():
         torch.testing.assert_close(tensor, own(state, site, 0)[name] + by)
@@ -304,10 +315,10 @@ def test_decoupled_asks_k_capable_devices_for_each_level() -> None:
     site = tiny_site(algorithm, fleet=tiny_fleet(40))
     state = start_of(algorithm, site)
     for round in range(20):
-        orders = algorithm.plan(state, round, SEED).orders
-        assert sorted(o.hints["model"] for o in orders) == ["0.5x"] * 4 + ["0.71x"] * 4 + ["1x"] * 4
+        orders = algorithm.plan(state, context_of(site, round, SEED)).orders
+        assert sorted(site.pool[o.level].name for o in orders) == ["0.5x"] * 4 + ["0.71x"] * 4 + ["1x"] * 4
         for order in orders:
-            share = next(m.share for m in site.pool if m.name == order.hints["model"])
+            share = next(m.share for m in site.pool if m.name == site.pool[order.level].name)
             assert site.fleet[order.client].most > 100 * share
 
 
@@ -316,9 +327,11 @@ def test_decoupled_takes_a_selector_that_learns() -> None:
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
     for round in range(3):
-        plan = algorithm.plan(state, round, SEED)
+        plan = algorithm.plan(state, context_of(site, round, SEED))
         assert {o.client for o in plan.orders} <= {d.client for d in site.fleet}
-        state = algorithm.merge(state, plan, [execute(algorithm, order, site) for order in plan.orders])
+        state = algorithm.merge(
+            state, plan, [execute(algorithm, order, site) for order in plan.orders], ServerSite(site)
+        )
     assert state.tables != start_of(algorithm, site).tables
 
 
@@ -327,11 +340,11 @@ def test_a_selector_learns_the_size_that_a_rolling_device_stepped_down_to(kind: 
     algorithm = kind(training=TRAINING, selection=Curiosity(per_type=1, score="c"), widths=(0.25, 0.5, 1.0))
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
-    plan = algorithm.plan(state, 5, SEED)
-    order = next(o for o in plan.orders if o.hints["model"] == "1x")
+    plan = algorithm.plan(state, context_of(site, 5, SEED))
+    order = next(o for o in plan.orders if site.pool[o.level].name == "1x")
     task = algorithm.task(order, context(site, order.client, 50.0))
     update = update_of(order, task.spec, take(order.payload, state.layout, task.spec))
-    after = algorithm.merge(state, replace(plan, orders=(order,)), [update])
+    after = algorithm.merge(state, replace(plan, orders=(order,)), [brought(update, site)], ServerSite(site))
     column = [row[order.client] for row in after.tables["curiosity"]]
     assert column == [1.0, 2.0, 2.0], "sent 1x, brought back 0.5x"
 
@@ -351,7 +364,7 @@ def test_decoupled_cannot_prune_on_the_device() -> None:
 def test_fedprox_is_all_large_with_mu() -> None:
     site = tiny_site(AllLarge(training=TRAINING))
     device = Device(0, "strong", 110.0, 0.0)
-    order = WorkOrder(3, 0, FULL, {}, 5, {"model": "full"})
+    order = WorkOrder(3, 0, FULL, {}, 5, 0)
     ctx = TaskContext(site.family.layout(), site.pool, device, 105.0)
     plain = AllLarge(training=TRAINING).task(order, ctx)
     assert FedProx(training=TRAINING, mu=0.3).task(order, ctx) == replace(plain, proximal=0.3)

@@ -25,10 +25,23 @@ from fl_engine.core import seeds
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import FULL, Device, Outcome, Pick, Pool, PoolModel, SubmodelSpec, Tables
 from fl_engine.exchange.client import execute
+from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.selection import Curiosity
 from fl_engine.storage.store import decode, encode
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, failure_of, start_of, tiny_site, update_of
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    assert_same_orders,
+    brought,
+    context_of,
+    failure_of,
+    learned,
+    picked,
+    start_of,
+    tiny_site,
+    update_of,
+)
 
 law = settings(max_examples=60, deadline=None)
 S3, S2, S1, M3, M2, M1, L1 = range(7)
@@ -141,7 +154,7 @@ def test_what_is_learned_from_a_return(
     before: Sequence[int], sent: int, back: int, curiosity: Sequence[int], resource: Sequence[int]
 ) -> None:
     tables = tables_of([(1, 1, 1)] * 3, [LATER, before, START])
-    found = Curiosity().learn(tables, sent, back, client=1)
+    found = learned(Curiosity(), tables, sent, back, 1)
     assert column(found, "curiosity", 1) == list(curiosity)
     assert column(found, "resource", 1) == list(resource)
     for other, row in ((0, LATER), (2, START)):
@@ -164,7 +177,7 @@ def test_what_is_learned_from_a_return(
 def test_what_is_learned_with_one_model_a_level(
     sent: int, back: int, curiosity: Sequence[int], resource: Sequence[int]
 ) -> None:
-    found = Curiosity(per_type=1).learn(tables_of([(1, 1, 1)], [(1, 1, 1)]), sent, back, client=0)
+    found = learned(Curiosity(per_type=1), tables_of([(1, 1, 1)], [(1, 1, 1)]), sent, back, 0)
     assert column(found, "curiosity", 0) == list(curiosity)
     assert column(found, "resource", 0) == list(resource)
 
@@ -198,7 +211,7 @@ def test_a_history_is_learned_as_the_algorithm_says(p: int, data: st.DataObject)
     for _ in range(data.draw(st.integers(1, 20))):
         client, sent = data.draw(st.integers(0, clients - 1)), data.draw(st.integers(0, models - 1))
         back = data.draw(st.integers(0, sent))
-        tables = selector.learn(tables, sent, back, client)
+        tables = learned(selector, tables, sent, back, client)
         algorithm_1(t_c[client], t_r[client], sent, back, p)
     assert tables == tables_of(t_c, t_r)
     assert (np.asarray(tables["curiosity"]) >= 1).all()
@@ -209,9 +222,9 @@ def test_a_history_is_learned_as_the_algorithm_says(p: int, data: st.DataObject)
 def test_learning_leaves_the_old_tables_alone(sent: int, back: int) -> None:
     tables = tables_of([(1, 2, 3), (4, 5, 6)], [LATER, START])
     before = copy.deepcopy(tables)
-    first = Curiosity().learn(tables, sent, back, 0)
+    first = learned(Curiosity(), tables, sent, back, 0)
     assert tables == before
-    assert Curiosity().learn(tables, sent, back, 0) == first
+    assert learned(Curiosity(), tables, sent, back, 0) == first
     assert first != before
 
 
@@ -292,7 +305,7 @@ def chi_square(found: Counter[Pick], expected: dict[Pick, float], draws: int) ->
 
 def single_picks(selector: Curiosity, tables: Tables, pool: Pool, clients: int, draws: int) -> Counter[Pick]:
     rng = seeds.rng(1, "curiosity test")
-    return Counter(selector.pick(tables, fleet_of(clients), pool, rng, 1)[0] for _ in range(draws))
+    return Counter(picked(selector, tables, fleet_of(clients), pool, rng, 1)[0] for _ in range(draws))
 
 
 @pytest.mark.parametrize(("score", "reward"), [("cs", R), ("c", R_C), ("s", R_S)])
@@ -326,7 +339,7 @@ def test_a_client_without_a_reward_is_not_asked() -> None:
     rng = seeds.rng(2, "curiosity test")
     for k in (1, 2, 3):
         for _ in range(300):
-            picks = Curiosity().pick(THREE, fleet_of(3), pool_of(7), rng, k)
+            picks = picked(Curiosity(), THREE, fleet_of(3), pool_of(7), rng, k)
             assert len({client for client, _ in picks}) == len(picks) == k
             assert all(model <= S1 for client, model in picks if client == 1)
 
@@ -335,7 +348,7 @@ def test_a_model_that_nobody_can_train_is_not_drawn() -> None:
     """Two clients that can do S only: everything that is sent is S."""
     tables = tables_of([(1, 1, 1)] * 2, [(4, 0, 0, 0, 0, 0, 0), (2, 3, 0, 0, 0, 0, 0)])
     rng = seeds.rng(3, "curiosity test")
-    models = {m for _ in range(200) for _, m in Curiosity().pick(tables, fleet_of(2), pool_of(7), rng, 2)}
+    models = {m for _ in range(200) for _, m in picked(Curiosity(), tables, fleet_of(2), pool_of(7), rng, 2)}
     assert models == {S3, S2, S1}
 
 
@@ -349,15 +362,17 @@ def test_clients_are_distinct_in_order_and_as_many_as_asked(
     tables = selector.init(fleet_of(clients), pool_of(models))
     for _ in range(data.draw(st.integers(0, 15))):
         sent = data.draw(st.integers(0, models - 1))
-        tables = selector.learn(tables, sent, data.draw(st.integers(0, sent)), data.draw(st.integers(0, clients - 1)))
+        tables = learned(
+            selector, tables, sent, data.draw(st.integers(0, sent)), data.draw(st.integers(0, clients - 1))
+        )
     before = copy.deepcopy(tables)
-    picks = selector.pick(tables, fleet_of(clients), pool_of(models), np.random.default_rng(seed), k)
+    picks = picked(selector, tables, fleet_of(clients), pool_of(models), np.random.default_rng(seed), k)
     asked = [client for client, _ in picks]
     assert asked == sorted(set(asked))
     assert len(asked) == min(k, clients)
     assert all(0 <= model < models for _, model in picks)
     assert tables == before, "a selection learns nothing"
-    again = selector.pick(tables, fleet_of(clients), pool_of(models), np.random.default_rng(seed), k)
+    again = picked(selector, tables, fleet_of(clients), pool_of(models), np.random.default_rng(seed), k)
     assert again == picks
 
 
@@ -367,7 +382,7 @@ def test_the_second_of_a_round_is_drawn_by_the_same_rewards() -> None:
     rng = seeds.rng(4, "curiosity test")
     found: Counter[tuple[int, ...]] = Counter()
     for _ in range(draws):
-        found[tuple(c for c, _ in Curiosity().pick(tables, fleet_of(3), pool, rng, 2))] += 1
+        found[tuple(c for c, _ in picked(Curiosity(), tables, fleet_of(3), pool, rng, 2))] += 1
     a, b, c = (float(v) for v in P["S"])  # 1/3, 4/9, 2/9
     pairs = {
         (0, 1): a * b / (1 - a) + b * a / (1 - b),
@@ -383,7 +398,7 @@ def test_only_dispatched_models_are_drawn() -> None:
     rng = seeds.rng(5, "curiosity test")
     tables = Curiosity().init(fleet_of(4), pool_of(5))
     pool = pool_of(5, dispatched=[0, 2, 4])
-    drawn = {m for _ in range(100) for _, m in Curiosity().pick(tables, fleet_of(4), pool, rng, 2)}
+    drawn = {m for _ in range(100) for _, m in picked(Curiosity(), tables, fleet_of(4), pool, rng, 2)}
     assert drawn == {0, 2, 4}
 
 
@@ -397,16 +412,20 @@ def test_a_round_moves_the_columns_of_those_who_brought_something_back() -> None
     site = tiny_site(algorithm, SMALL)
     state = start_of(algorithm, site)
     names = [m.name for m in site.pool]
-    plan = next(p for r in range(50) if (p := algorithm.plan(state, r, SEED)).orders[1].hints["model"] == "L1")
+    plan = next(
+        p
+        for r in range(50)
+        if (p := algorithm.plan(state, context_of(site, r, SEED))).orders[1].level == names.index("L1")
+    )
     first, second, third, *_ = plan.orders
     outcomes: list[Outcome] = [
-        update_of(first, first.spec, {}),
-        update_of(second, site.pool[0].spec, {}),
+        brought(update_of(first, first.spec, {}), site),
+        brought(update_of(second, site.pool[0].spec, {}), site),
         failure_of(third),
     ]
-    found = algorithm.merge(state, plan, outcomes).tables
+    found = algorithm.merge(state, plan, outcomes, ServerSite(site)).tables
     t_c, t_r = [1, 1, 1], [1] * 7
-    sent = names.index(first.hints["model"])
+    sent = first.level
     algorithm_1(t_c, t_r, sent, sent, 3)
     assert column(found, "curiosity", first.client) == t_c
     assert column(found, "resource", first.client) == t_r
@@ -423,13 +442,21 @@ def test_tables_survive_being_stored_and_change_what_is_planned() -> None:
     state = fresh = start_of(algorithm, site)
     seen = [state.tables]
     for round in range(3):
-        plan = algorithm.plan(state, round, SEED)
-        state = algorithm.merge(state, plan, [execute(algorithm, order, site) for order in plan.orders])
+        plan = algorithm.plan(state, context_of(site, round, SEED))
+        state = algorithm.merge(
+            state, plan, [execute(algorithm, order, site) for order in plan.orders], ServerSite(site)
+        )
         seen.append(state.tables)
         tensors, rest = pack(state)
         found = unpack(fresh, decode(encode(tensors), "state"), json.loads(json.dumps(rest)))
         assert found.tables == state.tables
-        assert_same_orders(algorithm.plan(found, round + 1, SEED), algorithm.plan(state, round + 1, SEED))
+        assert_same_orders(
+            algorithm.plan(found, context_of(site, round + 1, SEED)),
+            algorithm.plan(state, context_of(site, round + 1, SEED)),
+        )
     assert all(a != b for a, b in pairwise(seen)), "every round taught something"
-    chosen = [[(o.client, o.hints["model"]) for o in algorithm.plan(s, 9, SEED).orders] for s in (state, fresh)]
+    chosen = [
+        [(o.client, site.pool[o.level].name) for o in algorithm.plan(s, context_of(site, 9, SEED)).orders]
+        for s in (state, fresh)
+    ]
     assert chosen[0] != chosen[1]

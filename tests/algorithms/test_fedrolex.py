@@ -32,11 +32,12 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.server import ServerSite
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.selection import Curiosity
-from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_orders, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_orders, brought, context_of, start_of, tiny_site
 
 law = settings(max_examples=40, deadline=None)
 TINY = TinyNet()
@@ -95,11 +96,11 @@ SITE = tiny_site(FedRolex(training=TRAINING))
 def test_clients_get_the_window_of_their_capacity_and_the_round(round: int) -> None:
     """Eq. 3.4: floor(beta * K_i) channels from round mod K_i on, in every layer."""
     algorithm = FedRolex(training=TRAINING)
-    orders = algorithm.plan(start_of(algorithm, SITE), round, SEED).orders
+    orders = algorithm.plan(start_of(algorithm, SITE), context_of(SITE, round, SEED)).orders
     assert orders
     for order in orders:
         beta = capacity(SITE.fleet[order.client])
-        assert order.hints["model"] == f"{beta:g}x"
+        assert SITE.pool[order.level].name == f"{beta:g}x"
         for group, size in SIZES.items():
             expected = around(round % size, math.floor(beta * size + 1e-9), size)
             assert set(channels(LAYOUT, order.spec, group)) == expected
@@ -114,8 +115,8 @@ def test_less_overlap_moves_the_window_further(overlap: float, steps: tuple[int,
     state = start_of(algorithm, site)
     seen = 0
     for round in range(40):
-        for order in algorithm.plan(state, round, SEED).orders:
-            if order.hints["model"] == "0.5x":
+        for order in algorithm.plan(state, context_of(site, round, SEED)).orders:
+            if site.pool[order.level].name == "0.5x":
                 seen += 1
                 for (group, size), step in zip(SIZES.items(), steps, strict=True):
                     assert set(channels(LAYOUT, order.spec, group)) == around(round * step % size, size // 2, size)
@@ -135,8 +136,8 @@ def test_the_payload_is_these_entries_of_the_global_tensors(kind: Any) -> None:
     state = replace(state, params=numbered)
     widths = set()
     for round in (0, 3, 7, 29, 31):
-        for order in algorithm.plan(state, round, SEED).orders:
-            widths.add(order.hints["model"])
+        for order in algorithm.plan(state, context_of(site, round, SEED)).orders:
+            widths.add(site.pool[order.level].name)
             assert list(order.payload) == list(numbered)
             for name, tensor in order.payload.items():
                 expected = numbered[name].numpy()[np.ix_(*entries_of(name, order.spec))]
@@ -151,7 +152,7 @@ def test_all_channels_are_trained_alike_over_a_cycle() -> None:
     state = start_of(algorithm, site)
     visits = np.zeros(32, dtype=int)
     for round in range(5, 37):
-        spec = algorithm.plan(state, round, SEED).orders[0].spec
+        spec = algorithm.plan(state, context_of(site, round, SEED)).orders[0].spec
         visits[channels(LAYOUT, spec, "hidden")] += 1
     assert visits.tolist() == [16] * 32
 
@@ -181,8 +182,8 @@ def test_the_servers_model_may_be_larger_than_every_clients(kind: Any) -> None:
     ]
     assert site.pool[-1].spec == FULL
     state = start_of(algorithm, site)
-    orders = [o for round in range(20) for o in algorithm.plan(state, round, SEED).orders]
-    assert {o.hints["model"] for o in orders} == {"0.5x"}, "the weakest device of this fleet can hold one half"
+    orders = [o for round in range(20) for o in algorithm.plan(state, context_of(site, round, SEED)).orders]
+    assert {site.pool[o.level].name for o in orders} == {"0.5x"}, "the weakest device of this fleet can hold one half"
     assert {o.client for o in orders} == set(range(20)), "and so can all others"
     assert {len(channels(LAYOUT, o.spec, "hidden")) for o in orders} == {16}
 
@@ -209,8 +210,8 @@ def test_a_device_with_less_free_trains_a_part_of_what_it_received(kind: Any, fr
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
     for round in (0, 6, 30):
-        for order in algorithm.plan(state, round, SEED).orders:
-            sent = float(order.hints["model"][:-1])
+        for order in algorithm.plan(state, context_of(site, round, SEED)).orders:
+            sent = float(site.pool[order.level].name[:-1])
             task = task_for(algorithm, order, site, free)
             width = min(sent, beta)
             assert task.scaler == width, "the scaler is that of the width that is trained"
@@ -233,8 +234,8 @@ def test_a_shrunk_window_starts_where_the_one_received_does(overlap: float) -> N
     state = start_of(algorithm, site)
     shrunk = 0
     for round in range(40):
-        for order in algorithm.plan(state, round, SEED).orders:
-            if order.hints["model"] != "0.71x":
+        for order in algorithm.plan(state, context_of(site, round, SEED)).orders:
+            if site.pool[order.level].name != "0.71x":
                 continue
             shrunk += 1
             task = task_for(algorithm, order, site, 30.0)
@@ -248,7 +249,7 @@ def test_a_shrunk_window_starts_where_the_one_received_does(overlap: float) -> N
 def test_a_device_below_the_smallest_width_fails_where_asked(kind: Any) -> None:
     algorithm = kind(training=TRAINING, on_too_small="fail")
     site = tiny_site(algorithm)
-    (order, *_) = algorithm.plan(start_of(algorithm, site), 4, SEED).orders
+    (order, *_) = algorithm.plan(start_of(algorithm, site), context_of(site, 4, SEED)).orders
     with pytest.raises(ClientError, match=r"28\.0 % .* 28\.1 %"):
         task_for(algorithm, order, site, 28.0)
 
@@ -258,8 +259,8 @@ def test_switches_reach_the_task() -> None:
         algorithm = FedRolex(training=TRAINING, scaler=scaler, mask_labels=mask)
         site = tiny_site(algorithm)
         order = next(
-            o for r in range(9) for o in algorithm.plan(start_of(algorithm, site), r, SEED).orders
-            if o.hints["model"] == "0.5x"
+            o for r in range(9) for o in algorithm.plan(start_of(algorithm, site), context_of(site, r, SEED)).orders
+            if site.pool[o.level].name == "0.5x"
         )  # fmt: skip
         task = task_for(algorithm, order, site, 110.0)
         assert (task.scaler, task.mask_labels) == (0.5 if scaler else 1.0, mask)
@@ -282,12 +283,12 @@ def merged(weighting: Any, family: ModelFamily, updates: Sequence[tuple[Submodel
     algorithm = FedRolex(training=TRAINING, widths=(1.0,), weighting=weighting)
     site = tiny_site(algorithm, family)
     state = start_of(algorithm, site)
-    orders = tuple(WorkOrder(0, client, spec, {}, client, {"model": "1x"}) for client, (spec, *_) in enumerate(updates))
+    orders = tuple(WorkOrder(0, client, spec, {}, client, 2) for client, (spec, *_) in enumerate(updates))
     outcomes = [
         ClientUpdate(0, client, spec, payload, samples, {"loss": 1.0, "steps": steps})
         for client, (spec, payload, steps, samples) in enumerate(updates)
     ]
-    found: Params = algorithm.merge(state, RoundPlan(0, orders), outcomes).params
+    found: Params = algorithm.merge(state, RoundPlan(0, orders), outcomes, ServerSite(site)).params
     return found
 
 
@@ -357,7 +358,7 @@ def test_steps_are_those_that_the_client_took() -> None:
     """Eight samples in batches of four, two epochs: four steps. They arrive in the update's metrics."""
     algorithm = FedRolex(training=TRAINING, weighting="hybrid")
     site = tiny_site(algorithm)
-    (order, *_) = algorithm.plan(start_of(algorithm, site), 0, SEED).orders
+    (order, *_) = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders
     outcome = execute(algorithm, order, site)
     assert isinstance(outcome, ClientUpdate)
     assert outcome.metrics["steps"] == 4
@@ -369,33 +370,38 @@ def test_a_selector_learns_that_a_device_had_to_shrink(kind: Any) -> None:
     algorithm = kind(training=TRAINING, selection=Curiosity(per_type=1))
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
-    orders = [o for r in range(1, 20) for o in algorithm.plan(state, r, SEED).orders]
-    order = next(o for o in orders if o.hints["model"] == "1x")
+    orders = [o for r in range(1, 20) for o in algorithm.plan(state, context_of(site, r, SEED)).orders]
+    order = next(o for o in orders if site.pool[o.level].name == "1x")
     spec = task_for(algorithm, order, site, 40.0).spec
     payload = take(order.payload, LAYOUT, spec, have=order.spec)
     update = ClientUpdate(order.round, order.client, spec, payload, 5, {"loss": 1.0, "steps": 1.0})
-    tables = algorithm.merge(state, RoundPlan(order.round, (order,)), [update]).tables
+    tables = algorithm.merge(state, RoundPlan(order.round, (order,)), [brought(update, site)], ServerSite(site)).tables
     # p = 1, sent 1x, back 0.5x: 1 + 1, then max(1 - 1, 0), max(1 - 2, 0).
     assert [row[order.client] for row in tables["resource"]] == [2, 0, 0]
 
 
 # ============================================================================================ Federated Dropout
+AT_HALF, AT_WHOLE = 0, 2
+"""Levels of 0.5x and 1x."""
+
+
 def dropped(seed: int, rounds: int) -> dict[tuple[int, int], WorkOrder]:
     algorithm = FederatedDropout(training=TRAINING)
-    state = start_of(algorithm, tiny_site(algorithm))
-    return {(r, o.client): o for r in range(rounds) for o in algorithm.plan(state, r, seed).orders}
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    return {(r, o.client): o for r in range(rounds) for o in algorithm.plan(state, context_of(site, r, seed)).orders}
 
 
 def test_dropout_sets_are_of_the_right_size_and_differ() -> None:
     """Between clients of a round and between rounds: 16 of 32 hidden channels hardly ever come twice."""
     orders = dropped(SEED, 30)
     for order in orders.values():
-        beta = float(order.hints["model"][:-1])
+        beta = FederatedDropout().widths[order.level]
         for group, size in SIZES.items():
             found = channels(LAYOUT, order.spec, group)
             assert len(set(found)) == len(found) == math.floor(beta * size + 1e-9)
             assert set(found) <= set(range(size))
-    halves = [(at, o) for at, o in orders.items() if o.hints["model"] == "0.5x"]
+    halves = [(at, o) for at, o in orders.items() if o.level == AT_HALF]
     assert len(halves) > 30
     same_round = [(a, b) for (at, a), (bt, b) in itertools.combinations(halves, 2) if at[0] == bt[0]]
     same_client = [(a, b) for (at, a), (bt, b) in itertools.combinations(halves, 2) if at[1] == bt[1]]
@@ -410,7 +416,7 @@ def test_dropout_sets_follow_from_the_seed() -> None:
     assert first.keys() == again.keys()
     for at, order in first.items():
         assert_same_orders(RoundPlan(at[0], (order,)), RoundPlan(at[0], (again[at],)))
-    both = [at for at in first.keys() & other.keys() if first[at].hints["model"] == other[at].hints["model"] != "1x"]
+    both = [at for at in first.keys() & other.keys() if first[at].level == other[at].level < AT_WHOLE]
     assert both
     assert all(first[at].spec != other[at].spec for at in both)
 
@@ -419,7 +425,7 @@ def test_dropout_trains_all_channels_in_the_long_run() -> None:
     visits = np.zeros(32, dtype=int)
     count = 0
     for order in dropped(SEED, 120).values():
-        if order.hints["model"] == "0.5x":
+        if order.level == AT_HALF:
             visits[channels(LAYOUT, order.spec, "hidden")] += 1
             count += 1
     assert visits.sum() == 16 * count
@@ -429,11 +435,12 @@ def test_dropout_trains_all_channels_in_the_long_run() -> None:
 @pytest.mark.parametrize(("weighting", "expected"), [("uniform", 2.5), ("examples", (3 * 1 + 1 * 4) / 4)])
 def test_dropout_counts_clients_alike_or_by_samples(weighting: Any, expected: float) -> None:
     algorithm = FederatedDropout(training=TRAINING, weighting=weighting)
-    state = start_of(algorithm, tiny_site(algorithm))
-    orders = tuple(WorkOrder(0, c, FULL, {}, c, {"model": "1x"}) for c in range(2))
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    orders = tuple(WorkOrder(0, c, FULL, {}, c, 2) for c in range(2))
     updates = [
         ClientUpdate(0, 0, FULL, constant(FULL, 1.0), 3, {"loss": 1.0, "steps": 1.0}),
         ClientUpdate(0, 1, FULL, constant(FULL, 4.0), 1, {"loss": 1.0, "steps": 9.0}),
     ]
-    for tensor in algorithm.merge(state, RoundPlan(0, orders), updates).params.values():
+    for tensor in algorithm.merge(state, RoundPlan(0, orders), updates, ServerSite(site)).params.values():
         assert tensor.numpy() == pytest.approx(expected, rel=1e-6)

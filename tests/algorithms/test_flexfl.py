@@ -38,7 +38,7 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, paper_pool, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, context_of, paper_pool, start_of, tiny_site
 from fl_engine.training.local import Job, Trained, train
 from fl_engine.training.losses import self_distillation
 
@@ -59,7 +59,7 @@ def one_thread() -> Iterator[None]:
 def trained_by(algorithm: FlexFL, received: str, free: float) -> str:
     layout, pool = paper_pool()
     (sent,) = (m for m in pool if m.name == received)
-    order = WorkOrder(0, 0, sent.spec, {}, 1, {"model": received})
+    order = WorkOrder(0, 0, sent.spec, {}, 1, NAMES.index(received))
     task = algorithm.task(order, TaskContext(layout, pool, Device(0, "any", 110.0, 8.0), free))
     return next(m.name for m in pool if m.spec == task.spec)
 
@@ -267,7 +267,7 @@ class Counting:
 def run_counted(algorithm: FlexFL, received: str, free: float) -> tuple[Counting, Pool, Trained]:
     counting, pool = Counting(TINY), algorithm.pool(TINY, (0.5, 0.5))
     (sent,) = (m for m in pool if m.name == received)
-    order = WorkOrder(0, 0, sent.spec, {}, 1, {"model": received})
+    order = WorkOrder(0, 0, sent.spec, {}, 1, NAMES.index(received))
     task = algorithm.task(order, TaskContext(TINY.layout(), pool, Device(0, "any", 110.0, 8.0), free))
     (found,) = train(counting, [job_of(TINY, task)])  # type: ignore[arg-type]
     return counting, pool, found
@@ -312,7 +312,7 @@ def test_teachers_drop_units_too() -> None:
 def task_at(algorithm: FlexFL, round: int = 0, received: str = "M3", free: float = 110.0, seed: int = 1) -> LocalTask:
     layout, pool = paper_pool()
     (sent,) = (m for m in pool if m.name == received)
-    order = WorkOrder(round, 0, sent.spec, {}, seed, {"model": received})
+    order = WorkOrder(round, 0, sent.spec, {}, seed, NAMES.index(received))
     return algorithm.task(order, TaskContext(layout, pool, Device(0, "any", 110.0, 8.0), free))
 
 
@@ -349,7 +349,7 @@ def test_without_adaptive_models_the_pool_has_three_members() -> None:
     assert three == tuple(m for m in five if "'" not in m.name)
     layout, pool = paper_pool()
     without = tuple(m for m in pool if m.dispatched)
-    order = WorkOrder(0, 0, FULL, {}, 1, {"model": "M3"})
+    order = WorkOrder(0, 0, FULL, {}, 1, 2)
     task = ablated.task(order, TaskContext(layout, without, Device(0, "any", 110.0, 8.0), 95.0))
     assert task.spec == pool[2].spec, "with 95 % free, M2 is the largest that fits"
     assert task.distillation == Distillation((pool[0].spec,), 10.0, 3.0)
@@ -382,6 +382,7 @@ def assert_same_choices(left: FlexFL, right: FlexFL) -> None:
     for round in range(5):
         chosen = []
         for algorithm in (left, right):
-            plan = algorithm.plan(start_of(algorithm, tiny_site(algorithm)), round, SEED)
-            chosen.append([(o.client, o.hints["model"], o.seed) for o in plan.orders])
+            site = tiny_site(algorithm)
+            plan = algorithm.plan(start_of(algorithm, site), context_of(site, round, SEED))
+            chosen.append([(o.client, site.pool[o.level].name, o.seed) for o in plan.orders])
         assert chosen[0] == chosen[1]

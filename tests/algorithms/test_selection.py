@@ -21,7 +21,7 @@ from fl_engine.core.types import (
 )
 from fl_engine.selection import ResourceTable
 from fl_engine.selection.capacity import round_size
-from fl_engine.testing.tiny import SEED, TinyNet, paper_pool, start_of, tiny_fleet, tiny_site
+from fl_engine.testing.tiny import SEED, TinyNet, context_of, paper_pool, picked, start_of, tiny_fleet, tiny_site
 
 CIFAR = (3, 32, 32)
 TINY = TinyNet()
@@ -49,7 +49,7 @@ def draw(fleet: tuple[Device, ...], k: int, rounds: int) -> list[list[tuple[int,
     _, pool = paper_pool()
     selection = ResourceTable()
     tables = selection.init(fleet, pool)
-    found = [selection.pick(tables, fleet, pool, seeds.rng(1, "test", r), k) for r in range(rounds)]
+    found = [picked(selection, tables, fleet, pool, seeds.rng(1, "test", r), k) for r in range(rounds)]
     return [[(client, pool[level].name) for client, level in picks] for picks in found]
 
 
@@ -109,7 +109,7 @@ def test_a_capacity_equal_to_the_size_is_too_little() -> None:
 
     _, pool = paper_pool()
     fleet = tuple(Device(c, "half", 50.0, 0.0) for c in range(6))
-    picks = [ResourceTable().pick({}, fleet, pool, seeds.rng(0, "t", r), 3) for r in range(40)]
+    picks = [picked(ResourceTable(), {}, fleet, pool, seeds.rng(0, "t", r), 3) for r in range(40)]
     assert {level for each in picks for _, level in each} == {0}
 
 
@@ -129,7 +129,7 @@ def test_the_number_asked_is_max_1_f_times_devices(fraction: float, clients: int
 def test_the_plan_asks_for_f_of_the_fleet() -> None:
     algorithm = FlexFL(training=Training(fraction=0.1))
     site = tiny_site(algorithm, fleet=tiny_fleet(30))
-    assert len(algorithm.plan(start_of(algorithm, site), 0, SEED).orders) == 3
+    assert len(algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders) == 3
 
 
 # ==================================================================================================== All-Large
@@ -137,7 +137,7 @@ def all_large(eligible: Any, fleet: tuple[Device, ...]) -> list[WorkOrder]:
     algorithm = AllLarge(training=Training(fraction=0.5), eligible=eligible)
     site = tiny_site(algorithm, fleet=fleet)
     state = start_of(algorithm, site)
-    return [order for round in range(30) for order in algorithm.plan(state, round, SEED).orders]
+    return [order for round in range(30) for order in algorithm.plan(state, context_of(site, round, SEED)).orders]
 
 
 def test_all_large_sends_everybody_the_full_model() -> None:
@@ -159,7 +159,7 @@ def test_all_large_keeps_to_the_capable_where_asked() -> None:
 def test_all_large_does_not_adapt(free: float, fits: bool) -> None:
     pool = AllLarge().pool(TINY, ())
     context = TaskContext(TINY.layout(), pool, Device(0, "strong", 110.0, 8.0), free)
-    order = WorkOrder(7, 0, FULL, {}, 5, {"model": "full"})
+    order = WorkOrder(7, 0, FULL, {}, 5, 0)
     task = AllLarge(eligible="all").task(order, context)
     assert (task.spec, task.distillation, task.optimizer.lr) == (FULL, None, pytest.approx(0.01 * 0.998**7))
     if fits:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_engine.aggregation.server_opt import Adagrad, Adam, Average, Server, Yogi
 from fl_engine.algorithms import ALGORITHMS, AdaptiveFL, Decoupled, FedOpt
-from fl_engine.algorithms.pooled import PooledState, Training, start
+from fl_engine.algorithms.pooled import PooledState, Training
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import (
@@ -37,12 +37,14 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.server import ServerSite
 from fl_engine.selection import Curiosity, ResourceTable, Uniform
 from fl_engine.storage.store import decode, encode
 from fl_engine.testing.tiny import (
     SEED,
     assert_same_bits,
     assert_same_orders,
+    context_of,
     failure_of,
     start_of,
     tiny_site,
@@ -70,6 +72,7 @@ def one_thread() -> Iterator[None]:
 LAYOUT = ParamLayout({"g": 4}, {"w": Slot("b", (Axis("g"),)), "bn.running_mean": Slot("b", (Axis("g"),))})
 OLD = {"w": torch.tensor([1.0, 2.0, 3.0, 4.0]), "bn.running_mean": torch.tensor([0.0, 10.0, 20.0, 30.0])}
 POOL = (PoolModel("full", FULL, 8, 1.0, 4, dispatched=True, reported=True),)
+SERVER = ServerSite(tiny_site(FedOpt()))
 FLEET = tuple(Device(c, "any", 110.0, 0.0) for c in range(3))
 FIRST, SECOND = SubmodelSpec.of({"g": 3}), SubmodelSpec.of({"g": [0, 1, 3]})
 
@@ -80,11 +83,11 @@ ADAGRAD_WITH_MOMENTUM = Adagrad(lr=0.1, b1=0.5, tau=0.1)
 
 
 def state_before() -> PooledState:
-    return start({name: t.clone() for name, t in OLD.items()}, LAYOUT, FLEET, POOL, Uniform())
+    return FedOpt().init({name: t.clone() for name, t in OLD.items()}, LAYOUT, FLEET, POOL, SERVER)
 
 
 def orders_of(round: int, clients: int) -> tuple[WorkOrder, ...]:
-    return tuple(WorkOrder(round, client, FULL, {}, client, {"model": "full"}) for client in range(clients))
+    return tuple(WorkOrder(round, client, FULL, {}, client, 0) for client in range(clients))
 
 
 def after_one(server: Server) -> PooledState:
@@ -94,7 +97,7 @@ def after_one(server: Server) -> PooledState:
     a = {"w": torch.tensor([2.0, 1.2, 3.2]), "bn.running_mean": torch.tensor([1.0, 12.0, 23.0])}
     b = {"w": torch.tensor([1.2, 2.0, 3.0]), "bn.running_mean": torch.tensor([5.0, 12.0, 19.0])}
     outcomes: list[Outcome] = [update_of(first, FIRST, a, 1), update_of(second, FIRST, b, 3), failure_of(third)]
-    return FedOpt(server=server).merge(state_before(), RoundPlan(0, (first, second, third)), outcomes)
+    return FedOpt(server=server).merge(state_before(), RoundPlan(0, (first, second, third)), outcomes, SERVER)
 
 
 def after_two(server: Server) -> tuple[PooledState, PooledState]:
@@ -103,7 +106,9 @@ def after_two(server: Server) -> tuple[PooledState, PooledState]:
     moved = state.params["w"][[0, 1, 3]] + torch.tensor([0.1, 0.3, 0.2])
     payload = {"w": moved, "bn.running_mean": torch.tensor([7.0, 8.0, 9.0])}
     (order,) = orders_of(1, 1)
-    return state, FedOpt(server=server).merge(state, RoundPlan(1, (order,)), [update_of(order, SECOND, payload, 9)])
+    return state, FedOpt(server=server).merge(
+        state, RoundPlan(1, (order,)), [update_of(order, SECOND, payload, 9)], SERVER
+    )
 
 
 def close(tensor: Tensor, expected: list[float]) -> None:
@@ -219,7 +224,7 @@ def test_elements_that_nobody_trained_keep_value_and_moments_bit_for_bit(server:
 def test_a_round_in_which_all_fail_moves_nothing(server: Server) -> None:
     state = after_one(server)
     plan = RoundPlan(1, orders_of(1, 2))
-    found = FedOpt(server=server).merge(state, plan, [failure_of(o) for o in plan.orders])
+    found = FedOpt(server=server).merge(state, plan, [failure_of(o) for o in plan.orders], SERVER)
     assert_same_bits(found.params, state.params)
     assert_same_bits(found.moments, state.moments)
 
@@ -230,7 +235,7 @@ def test_a_merge_leaves_the_old_state_alone() -> None:
     kept = {name: t.clone() for name, t in before[0].items()}
     (order,) = orders_of(1, 1)
     update = update_of(order, SECOND, {"w": torch.zeros(3), "bn.running_mean": torch.zeros(3)}, 9)
-    FedOpt(server=ADAM).merge(state, RoundPlan(1, (order,)), [update])
+    FedOpt(server=ADAM).merge(state, RoundPlan(1, (order,)), [update], SERVER)
     assert_same_bits(pack(state)[0], kept)
 
 
@@ -335,13 +340,13 @@ def test_two_rounds_with_every_optimiser_and_selection(name: str, selection: Any
     fresh = state = start_of(algorithm, site)
     trained = 0
     for round in range(2):
-        plan = algorithm.plan(state, round, SEED)
+        plan = algorithm.plan(state, context_of(site, round, SEED))
         assert plan.orders
         clients = [o.client for o in plan.orders]
         assert len(set(clients)) == len(clients)
         outcomes = [execute(algorithm, order, site) for order in plan.orders]
         trained += sum(isinstance(o, ClientUpdate) for o in outcomes)
-        state = algorithm.merge(state, plan, outcomes)
+        state = algorithm.merge(state, plan, outcomes, SERVER)
     for tensor in published(state).values():
         assert torch.isfinite(tensor).all()
     if trained:
@@ -353,7 +358,9 @@ def test_two_rounds_with_every_optimiser_and_selection(name: str, selection: Any
     again = pack(found)
     assert_same_bits(again[0], tensors)
     assert again[1] == rest
-    assert_same_orders(algorithm.plan(found, 2, SEED), algorithm.plan(state, 2, SEED))
+    assert_same_orders(
+        algorithm.plan(found, context_of(site, 2, SEED)), algorithm.plan(state, context_of(site, 2, SEED))
+    )
     if trained and options:
         moments = [n for n in tensors if n.startswith("moments/")]
         assert bool(moments) == (server != Average())
@@ -371,11 +378,11 @@ def test_a_state_that_was_stored_goes_on_as_if_it_had_not_been(server: Server) -
     moved = one.params["w"][[0, 1, 3]] + torch.tensor([0.1, 0.3, 0.2])
     payload = {"w": moved, "bn.running_mean": torch.tensor([7.0, 8.0, 9.0])}
     update = update_of(order, SECOND, payload, 9)
-    going_on = [FedOpt(server=server).merge(s, RoundPlan(1, (order,)), [update]) for s in (found, one)]
+    going_on = [FedOpt(server=server).merge(s, RoundPlan(1, (order,)), [update], SERVER) for s in (found, one)]
     for state in going_on:
         assert_same_bits(state.params, two.params)
         assert_same_bits(state.moments, two.moments)
-    forgotten = FedOpt(server=server).merge(replace(one, moments={}), RoundPlan(1, (order,)), [update])
+    forgotten = FedOpt(server=server).merge(replace(one, moments={}), RoundPlan(1, (order,)), [update], SERVER)
     assert not torch.equal(forgotten.params["w"], two.params["w"])
 
 
@@ -387,12 +394,12 @@ def test_levels_of_decoupled_have_moments_of_their_own() -> None:
     state = start_of(algorithm, site)
     steps = [0.01 * 0.1 / (sqrt(0.01000099) + 1e-3), 0.01 * 0.19 / (sqrt(0.0199009801) + 1e-3)]
     for round, step in enumerate(steps):
-        plan = algorithm.plan(state, round, SEED)
-        middle = [o for o in plan.orders if o.hints["model"] == "0.71x"]
+        plan = algorithm.plan(state, context_of(site, round, SEED))
+        middle = [o for o in plan.orders if site.pool[o.level].name == "0.71x"]
         assert middle
         updates = [update_of(o, o.spec, {n: t + 1 for n, t in o.payload.items()}) for o in middle]
         failed = [failure_of(o) for o in plan.orders if o not in middle]
-        found = algorithm.merge(state, plan, [*updates, *failed])
+        found = algorithm.merge(state, plan, [*updates, *failed], SERVER)
         assert {n.partition("/")[0] for n in found.moments} == {"0.71x"}
         assert_same_bits(found.params, state.params)
         assert found.levels.keys() == state.levels.keys()

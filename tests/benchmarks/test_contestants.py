@@ -16,6 +16,8 @@ from fl_engine.core import seeds
 from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import ClientUpdate, Params, WorkOrder
 from fl_engine.exchange.client import execute
+from fl_engine.exchange.server import ServerSite
+from fl_engine.testing.tiny import context_of
 from fl_engine.training.losses import self_distillation
 from fl_engine.training.numerics import Numerics
 
@@ -40,8 +42,8 @@ def test_a_client_of_the_naive_loop_learns_what_ours_does(name: str, samples: in
     w = replace(WORKLOADS[name], samples=samples)
     algorithm, site = ours.site_of(name, w)
     start = initial_params(site.family, ours.SEED)
-    state = algorithm.init(start, site.family.layout(), site.fleet, site.pool)
-    order = algorithm.plan(state, 0, ours.SEED).orders[0]
+    state = algorithm.init(start, site.family.layout(), site.fleet, site.pool, ServerSite(site))
+    order = algorithm.plan(state, context_of(site, 0, ours.SEED)).orders[0]
     update = execute(algorithm, order, site)
     assert isinstance(update, ClientUpdate)
 
@@ -59,9 +61,11 @@ def test_a_round_of_the_naive_loop_is_ours() -> None:
     w = WORKLOADS["W3"]
     algorithm, site = ours.site_of("W3", w, Numerics("batched", 100))
     start = initial_params(site.family, ours.SEED)
-    state = algorithm.init(start, site.family.layout(), site.fleet, site.pool)
-    plan = algorithm.plan(state, 0, ours.SEED)
-    merged = algorithm.merge(state, plan, sorted(InProcess(site).run(algorithm, plan), key=lambda o: o.client)).params
+    state = algorithm.init(start, site.family.layout(), site.fleet, site.pool, ServerSite(site))
+    plan = algorithm.plan(state, context_of(site, 0, ours.SEED))
+    merged = algorithm.merge(
+        state, plan, sorted(InProcess(site).run(algorithm, plan), key=lambda o: o.client), ServerSite(site)
+    ).params
 
     client = naive.Client(w, naive.plan_of("W3", w))
     weights = positional(start, list(client.nets[0].state_dict()))
@@ -75,7 +79,9 @@ def test_the_naive_loop_distils_like_ours() -> None:
     algorithm, site = ours.site_of("W4", w)
     site = replace(site, family=replace(site.family, width=0.1))
     site = replace(site, pool=algorithm.pool(site.family, (0.5,) * 15))
-    state = algorithm.init(initial_params(site.family, 0), site.family.layout(), site.fleet, site.pool)
+    state = algorithm.init(
+        initial_params(site.family, 0), site.family.layout(), site.fleet, site.pool, ServerSite(site)
+    )
     x = torch.rand(10, *w.chw)
     specs = [m.spec for m in site.pool]
     nets = [site.family.module(spec).eval() for spec in specs]

@@ -14,27 +14,26 @@ import pytest
 import torch
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.backends import BACKENDS, InProcess, Processes
+from fl_engine.backends import BACKENDS, InProcess, Processes, Surroundings
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError
 from fl_engine.core.types import Backend, ClientFailure, ClientUpdate, LocalTask, RoundPlan, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.server import ServerSite
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.backends import BackendSuite, Make
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
 from fl_engine.training.numerics import Numerics
 
 
 class TestBackends(BackendSuite):
-    @pytest.fixture(params=sorted(BACKENDS))
+    @pytest.fixture(params=["in_process", "processes"])
     def make(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         with ExitStack() as opened:
 
             def build(site: Site, devices: Sequence[str]) -> Backend:
-                backend = BACKENDS[request.param](site, tuple(devices), Mailbox(FolderStore(tmp_path)))
-                if isinstance(backend, Processes):
-                    opened.enter_context(closing(backend))
-                return backend
+                around = Surroundings(site, Mailbox(FolderStore(tmp_path)), tuple(devices))
+                return opened.enter_context(BACKENDS[request.param](around))
 
             yield build
 
@@ -56,7 +55,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(
     workers: tuple[FlexFL, Processes, Site], caplog: pytest.LogCaptureFixture
 ) -> None:
     algorithm, backend, site = workers
-    plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
     expected = sorted(InProcess(site).run(algorithm, plan), key=lambda o: o.client)
     os.kill(backend._workers[0].process.pid or 0, signal.SIGKILL)
     found = sorted(backend.run(algorithm, plan), key=lambda o: o.client)
@@ -78,7 +77,7 @@ class Deadly(FlexFL):
 
 def test_what_kills_every_worker_is_a_failure(workers: tuple[FlexFL, Processes, Site]) -> None:
     algorithm, backend, site = workers
-    plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
     victim = plan.orders[1].client
     found = {o.client: o for o in backend.run(Deadly(training=TRAINING, victim=victim), plan)}
     failed = found.pop(victim)
@@ -98,7 +97,7 @@ class Losing(Mailbox):
 def test_an_order_that_is_lost_is_no_clients_failure(workers: tuple[FlexFL, Processes, Site]) -> None:
     algorithm, backend, site = workers
     backend._mailbox = Losing(backend._mailbox.store)
-    plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
     with pytest.raises(IntegrityError, match=rf"orders/{plan.orders[1].client}\.json is missing"):
         list(backend.run(algorithm, plan))
 
@@ -107,7 +106,7 @@ def test_an_order_that_is_lost_is_no_clients_failure(workers: tuple[FlexFL, Proc
 def test_side_by_side_every_backend_gives_the_same_bits(lanes: int, tmp_path: Path) -> None:
     algorithm = FlexFL(training=replace(TRAINING, fraction=0.6))
     site = replace(tiny_site(algorithm), numerics=Numerics("batched", lanes))
-    plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
     expected = [execute(algorithm, order, site) for order in plan.orders]
     with closing(Processes(site, ("cpu",), Mailbox(FolderStore(tmp_path)))) as processes:
         for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), processes):
@@ -120,7 +119,7 @@ def test_updates_from_several_accelerators_can_be_merged(devices: tuple[str, ...
     algorithm = FlexFL(training=TRAINING)
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
-    plan = algorithm.plan(state, 0, SEED)
+    plan = algorithm.plan(state, context_of(site, 0, SEED))
     first, second = (list(InProcess(site, devices).run(algorithm, plan)) for _ in range(2))
     assert_same_outcomes(first, second)
-    assert {t.device.type for t in algorithm.merge(state, plan, first).params.values()} == {"cpu"}
+    assert {t.device.type for t in algorithm.merge(state, plan, first, ServerSite(site)).params.values()} == {"cpu"}

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-IMPORT = "from fl_engine.algorithms.median import Median\n"
-LINE = '    "median": Median,\n'
+IMPORT = "from fl_engine.algorithms.fednova import FedNova\n"
+LINE = '    "fednova": FedNova,\n'
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in ("pyproject.toml", "tests/conftest.py"):
         shutil.copyfile(ROOT / file, root / file)
     readme = (ROOT / "docs/guides/extending.md").read_text()
-    (file,) = re.findall(r"```python\n# fl_engine/algorithms/median\.py\n(.*?)```", readme, re.DOTALL)
-    (root / "fl_engine/algorithms/median.py").write_text(file)
+    (file,) = re.findall(r"```python\n# fl_engine/algorithms/fednova\.py\n(.*?)```", readme, re.DOTALL)
+    (root / "fl_engine/algorithms/fednova.py").write_text(file)
     registry = root / "fl_engine/algorithms/__init__.py"
     assert LINE.strip() in readme
     text, last = registry.read_text(), '    "scalefl": ScaleFL,\n'
@@ -45,35 +45,45 @@ def run(checkout: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 def test_it_passes_the_laws_that_all_algorithms_share(checkout: Path) -> None:
     suite = "tests/conformance/test_algorithms.py"
-    done = run(checkout, "-m", "pytest", "-v", "-v", "-p", "no:cacheprovider", suite, "-k", "[median")
+    done = run(checkout, "-m", "pytest", "-v", "-v", "-p", "no:cacheprovider", suite, "-k", "[fednova")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert done.stdout.count("PASSED") >= 15, "the registry's line put it into the suite"
 
 
 def test_it_runs_and_learns(checkout: Path) -> None:
-    settings = ["algorithm.name=median", "rounds.stop=6", "rounds.evaluate_every=6", "tracking.mlflow=null"]
+    settings = ["algorithm.name=fednova", "rounds.stop=6", "rounds.evaluate_every=6", "tracking.mlflow=null"]
     options = [word for setting in settings for word in ("--set", setting)]
     done = run(checkout, "-m", "flexfleet.cli", "run", "--run-id", "m", "--json", *options)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["metrics"]["full"] > 0.5
 
 
-def test_the_median_is_the_median(checkout: Path) -> None:
-    """Three clients bring 1, 2 and 90: the model is 2."""
+def test_a_client_counts_by_the_step(checkout: Path) -> None:
+    """Three clients of equal size move by 2, 4 and 6 in 1, 2 and 6 steps: 2, 2 and 1 a step, 5/3 on average, times 3
+    steps."""
     code = """
+from fl_engine.algorithms.fednova import FedNova
+from fl_engine.core.types import ClientUpdate
+from fl_engine.exchange.server import ServerSite
+from fl_engine.testing.tiny import TRAINING, context_of, start_of, tiny_site
 import torch
-from fl_engine.algorithms.median import Median
-from fl_engine.testing.tiny import TRAINING, SEED, start_of, tiny_site, update_of
-algorithm = Median(training=TRAINING)
+algorithm = FedNova(training=TRAINING)
 site = tiny_site(algorithm)
 state = start_of(algorithm, site)
-plan = algorithm.plan(state, 0, SEED)
+plan = algorithm.plan(state, context_of(site, 0))
 came = [
-    update_of(o, o.spec, {n: torch.full_like(t, v) for n, t in o.payload.items()})
-    for o, v in zip(plan.orders, (1.0, 90.0, 2.0))
+    ClientUpdate(0, o.client, o.spec, {n: t + moved for n, t in o.payload.items()}, 5, {"loss": 1.0, "steps": steps})
+    for o, moved, steps in zip(plan.orders, (2.0, 4.0, 6.0), (1.0, 2.0, 6.0))
 ]
 assert len(came) == 3
-assert all((t == 2).all() for t in algorithm.merge(state, plan, came).params.values())
+merged = algorithm.merge(state, plan, came, ServerSite(site))
+for name, old in state.params.items():
+    torch.testing.assert_close(merged.params[name], old + 5.0)
 """
     done = run(checkout, "-c", code)
     assert done.returncode == 0, done.stderr
+
+
+def test_its_types_are_right(checkout: Path) -> None:
+    done = run(checkout, "-m", "mypy", "fl_engine/algorithms/fednova.py")
+    assert done.returncode == 0, done.stdout

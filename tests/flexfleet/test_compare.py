@@ -498,10 +498,10 @@ from fl_engine.core.errors import DataError
 
 @dataclass(frozen=True)
 class Breaks(AllLarge):
-    def merge(self, state, plan, outcomes):
+    def merge(self, state, plan, answers, server):
         if plan.round == 1:
             raise DataError("no merge of the second round")
-        return super().merge(state, plan, outcomes)
+        return super().merge(state, plan, answers, server)
 """
 
 

@@ -352,17 +352,17 @@ class Mine:
     def pool(self, family, apoz):
         return self._other().pool(family, apoz)
 
-    def init(self, params, layout, fleet, pool):
-        return self._other().init(params, layout, fleet, pool)
+    def init(self, params, layout, fleet, pool, server):
+        return self._other().init(params, layout, fleet, pool, server)
 
-    def plan(self, state, round, seed):
-        return self._other().plan(state, round, seed)
+    def plan(self, state, context):
+        return self._other().plan(state, context)
 
     def task(self, order, ctx):
         return self._other().task(order, ctx)
 
-    def merge(self, state, plan, outcomes):
-        return self._other().merge(state, plan, outcomes)
+    def merge(self, state, plan, answers, server):
+        return self._other().merge(state, plan, answers, server)
 
 
 @dataclass(frozen=True)

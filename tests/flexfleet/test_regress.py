@@ -21,7 +21,7 @@ PLANTED = '''
 import time
 from dataclasses import dataclass
 from fl_engine.algorithms.flexfl import FlexFL
-from fl_engine.algorithms.pooled import merge_mean
+from fl_engine.algorithms.pooled import merged
 
 KEPT = []
 
@@ -31,20 +31,20 @@ class NoDistillation(FlexFL):
 
 @dataclass(frozen=True)
 class ByCount(FlexFL):
-    def merge(self, state, plan, outcomes):
-        return merge_mean(state, plan, outcomes, self.selection, self.server, lambda update: 1.0)
+    def merge(self, state, plan, answers, server):
+        return merged(self, state, plan, answers, lambda update: 1.0)
 
 @dataclass(frozen=True)
 class Sleeping(FlexFL):
-    def merge(self, state, plan, outcomes):
+    def merge(self, state, plan, answers, server):
         time.sleep(0.5)
-        return super().merge(state, plan, outcomes)
+        return super().merge(state, plan, answers, server)
 
 @dataclass(frozen=True)
 class Leaking(FlexFL):
-    def merge(self, state, plan, outcomes):
+    def merge(self, state, plan, answers, server):
         KEPT.append(b"x" * 20_000_000)
-        return super().merge(state, plan, outcomes)
+        return super().merge(state, plan, answers, server)
 '''
 HEAVY = 'HELD = b"x" * 600_000_000'
 """Every run begins with as much memory as PyPI's CUDA build of torch takes: a tenth of that hides a leak."""

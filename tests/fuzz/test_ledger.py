@@ -26,13 +26,13 @@ from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.storage import checkpoints
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, decode, encode, sha256
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
 from tests.fuzz.mutations import altered, answer, anything, damaged, in_time, json_like, law, texts
 
 ALGORITHM = FlexFL(training=TRAINING)
 SITE = tiny_site(ALGORITHM)
 STATE = start_of(ALGORITHM, SITE)
-PLAN = ALGORITHM.plan(STATE, 0, SEED)
+PLAN = ALGORITHM.plan(STATE, context_of(SITE, 0, SEED))
 ORDER = PLAN.orders[0]
 HONEST = execute(ALGORITHM, ORDER, SITE)
 assert isinstance(HONEST, ClientUpdate)

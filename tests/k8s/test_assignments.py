@@ -45,7 +45,7 @@ def test_two_hundred_pods_with_session_tokens_fit_into_secrets(
     store = S3Store(f"s3://runs/{tmp_path.name}")
     ledger = Mailbox(store, key=key_of(b"secret"))
     half, whole = ({"w": torch.full((n,), float(n))} for n in (50, 100))
-    orders = tuple(WorkOrder(0, c, SubmodelSpec(), half if c < 10 else whole, c) for c in range(200))
+    orders = tuple(WorkOrder(0, c, SubmodelSpec(), half if c < 10 else whole, c, 0) for c in range(200))
     plan, fleet = RoundPlan(0, orders), [replace(devices.fleet("4:3:3", 1, 0)[0], client=c) for c in range(200)]
     names = ledger.put_orders(plan)
     options = KubernetesConfig(image="i", clients_per_pod=clients_per_pod)

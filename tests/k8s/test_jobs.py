@@ -26,7 +26,7 @@ OWNER = {"apiVersion": "v1", "kind": "ConfigMap", "name": "run", "uid": "0"}
 
 
 def orders(clients: list[int]) -> list[WorkOrder]:
-    return [WorkOrder(3, client, SubmodelSpec(), {}, 0) for client in clients]
+    return [WorkOrder(3, client, SubmodelSpec(), {}, 0, 0) for client in clients]
 
 
 def made(options: KubernetesConfig, clients: list[int], run_id: str = "My Run_1") -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ NOWHERE = "0/4 nodes are available: 4 node(s) didn't match Pod's node affinity/s
 def job_of(pods: int, at_once: int | None = None, **options: Any) -> dict[str, Any]:
     found = KubernetesConfig(**options)
     clients = [device.client for device in FLEET if device.tier == "weak"][:pods]
-    orders = [WorkOrder(0, client, SubmodelSpec(), {}, 0) for client in clients]
+    orders = [WorkOrder(0, client, SubmodelSpec(), {}, 0, 0) for client in clients]
     (group,) = jobs.groups(orders, FLEET, found)
     owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "run", "uid": "0"}
     job = jobs.job(jobs.template(None), found, "run", 0, group, 0, owner, "/data")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_engine.core.types import ClientFailure
+from fl_engine.core.types import FULL, ClientFailure, RoundPlan, WorkOrder
 from fl_engine.exchange.acceptance import (
     AVERAGED,
     FIRST,
@@ -39,6 +39,12 @@ SIZE = Moved(10.0, 0.7)
 """Of the weights that are sent, and of their statistics."""
 
 
+def asking(round: int, clients: int, over: float = 1.0) -> RoundPlan:
+    """A plan that asks so many clients, `over` times as many as it wants."""
+    orders = tuple(WorkOrder(round, client, FULL, {}, client, 0) for client in range(clients))
+    return RoundPlan(round, orders, math.ceil(clients / over - 1e-9))
+
+
 def arrivals(*seconds: float) -> dict[int, Arrival]:
     return {client: Arrival(Moved(1.0), s) for client, s in enumerate(seconds)}
 
@@ -49,7 +55,7 @@ def stages(found: dict[int, ClientFailure]) -> dict[int, str]:
 
 def test_without_terms_all_are_taken() -> None:
     assert unconditional(NO_TERMS)
-    assert refused(0, 5, arrivals(1, 2, 1e9), NO_TERMS) == {}
+    assert refused(asking(0, 5), arrivals(1, 2, 1e9), NO_TERMS) == {}
     assert not unconditional(RoundsConfig()), "the norm bound is on"
     for term in ({"norm_bound": 2.0}, {"deadline_s": 1.0}, {"over_provision": 1.5}, {"quorum": 0.5}):
         assert not unconditional(NO_TERMS.model_copy(update=term))
@@ -61,22 +67,24 @@ def moving(*moved: float) -> dict[int, Arrival]:
 
 def test_who_moved_much_further_than_the_median_is_not_taken() -> None:
     terms = RoundsConfig(norm_bound=10.0)
-    assert refused(0, 3, {}, terms, USUAL) == {}
+    assert refused(asking(0, 3), {}, terms, USUAL) == {}
     just = moving(1.0, 1.1, 0.9, 10.0)
-    assert refused(0, 4, just, terms, USUAL) == {}
-    (failure,) = refused(7, 4, just | {3: Arrival(Moved(11.0), 0.0)}, terms, USUAL).values()
+    assert refused(asking(0, 4), just, terms, USUAL) == {}
+    (failure,) = refused(asking(7, 4), just | {3: Arrival(Moved(11.0), 0.0)}, terms, USUAL).values()
     assert (failure.round, failure.client, failure.stage) == (7, 3, "validate")
     assert failure.reason == "norm: moved 11 a number, 10 times the usual is 10"
     for no_number in (float("inf"), float("nan")):
-        assert stages(refused(0, 4, just | {3: Arrival(Moved(no_number), 0.0)}, terms, USUAL)) == {3: "validate"}
+        assert stages(refused(asking(0, 4), just | {3: Arrival(Moved(no_number), 0.0)}, terms, USUAL)) == {
+            3: "validate"
+        }
 
 
 def test_statistics_are_compared_with_statistics() -> None:
     """Weights and statistics have other sizes; a model without statistics has zeros, and refuses nobody."""
     terms, history = RoundsConfig(norm_bound=10.0), of_others(Moved(1.0, 0.01))
     honest = {0: Arrival(Moved(1.1, 0.02), 0.0), 1: Arrival(Moved(9.0, 0.01), 0.0)}
-    assert refused(0, 2, honest, terms, history) == {}
-    (failure,) = refused(0, 2, honest | {1: Arrival(Moved(0.9, 0.2), 0.0)}, terms, history).values()
+    assert refused(asking(0, 2), honest, terms, history) == {}
+    (failure,) = refused(asking(0, 2), honest | {1: Arrival(Moved(0.9, 0.2), 0.0)}, terms, history).values()
     assert failure.reason == "statistics: moved 0.2 a number, 10 times the usual is 0.1"
 
 
@@ -84,20 +92,20 @@ def test_statistics_are_compared_with_statistics() -> None:
 def test_the_first_round_has_a_bound_too(others: tuple[float, ...]) -> None:
     """From the size of what was sent, so that one or two updates are no measure of themselves."""
     terms = RoundsConfig(norm_bound=8.0)
-    assert refused(0, 3, moving(1.0, *others), terms, History(), SIZE) == {}
+    assert refused(asking(0, 3), moving(1.0, *others), terms, History(), SIZE) == {}
     for attack in (90.0, 1e3, 1e30):
-        assert list(refused(0, 3, moving(attack, *others), terms, History(), SIZE)) == [0]
+        assert list(refused(asking(0, 3), moving(attack, *others), terms, History(), SIZE)) == [0]
     alone = {0: Arrival(Moved(1.0, 8.1 * FIRST.statistics * 0.7), 0.0)}
-    assert "statistics" in refused(0, 1, alone, terms, History(), SIZE)[0].reason
+    assert "statistics" in refused(asking(0, 1), alone, terms, History(), SIZE)[0].reason
 
 
 def test_what_was_assumed_of_the_first_ones_gives_way_to_what_was_seen() -> None:
     terms, history = RoundsConfig(norm_bound=8.0), History()
     for round in range(4):
         arrived = moving(0.01)
-        assert refused(round, 1, arrived, terms, history, SIZE) == {}
+        assert refused(asking(round, 1), arrived, terms, history, SIZE) == {}
         history = remembered(history, {0: Moved(0.01)}, SIZE)
-    assert list(refused(4, 1, moving(0.1), terms, history, SIZE)) == [0], "a part of the size would allow 20"
+    assert list(refused(asking(4, 1), moving(0.1), terms, history, SIZE)) == [0], "a part of the size would allow 20"
 
 
 def working(*moved: tuple[float, float]) -> dict[int, Arrival]:
@@ -109,18 +117,18 @@ def test_who_takes_most_of_the_steps_may_move_further_as_the_square_root() -> No
     """By hand: in the median one step moves 1, and one over its root too, so that 100 steps usually move 10."""
     terms, others = RoundsConfig(norm_bound=5.0), [(1.0, 1.0)] * 4
     history = History(rounds=((Moved(1.0),) * 4,))
-    assert refused(0, 5, working(*others, (50.0, 100.0)), terms, history) == {}
-    (failure,) = refused(0, 5, working(*others, (51.0, 100.0)), terms, history).values()
+    assert refused(asking(0, 5), working(*others, (50.0, 100.0)), terms, history) == {}
+    (failure,) = refused(asking(0, 5), working(*others, (51.0, 100.0)), terms, history).values()
     assert failure.reason == "norm: moved 51 a number, 5 times the usual is 50"
-    assert set(refused(0, 5, working(*others, (5.1, 1.0)), terms, history)) == {4}, "nobody else may"
+    assert set(refused(asking(0, 5), working(*others, (5.1, 1.0)), terms, history)) == {4}, "nobody else may"
 
 
 def test_a_single_step_may_move_as_far_as_updates_usually_do() -> None:
     """Where most take 100 steps and move 10, over the root 1: a single step is not held to 5 times 1."""
     terms, others = RoundsConfig(norm_bound=5.0), [(10.0, 100.0)] * 4
     history = History(rounds=((Moved(10.0, 0.0, 100.0),) * 4,))
-    assert refused(0, 5, working(*others, (50.0, 1.0)), terms, history) == {}
-    assert set(refused(0, 5, working(*others, (50.1, 1.0)), terms, history)) == {4}
+    assert refused(asking(0, 5), working(*others, (50.0, 1.0)), terms, history) == {}
+    assert set(refused(asking(0, 5), working(*others, (50.1, 1.0)), terms, history)) == {4}
 
 
 @given(
@@ -130,11 +138,11 @@ def test_a_single_step_may_move_as_far_as_updates_usually_do() -> None:
 def test_a_random_walk_of_any_number_of_steps_is_taken(far: list[float], steps: list[int]) -> None:
     """Honest ones within a factor of two of the square root of their steps, whatever the steps of the others."""
     arrived = working(*((each * math.sqrt(count), count) for each, count in zip(far, steps, strict=False)))
-    assert refused(0, len(far), arrived, RoundsConfig(norm_bound=5.0), History()) == {}
+    assert refused(asking(0, len(far)), arrived, RoundsConfig(norm_bound=5.0), History()) == {}
 
 
 def test_a_model_of_zeros_says_nothing_about_its_first_updates() -> None:
-    assert refused(0, 1, moving(1.0), RoundsConfig(norm_bound=8.0), History(), Moved(0.0)) == {}
+    assert refused(asking(0, 1), moving(1.0), RoundsConfig(norm_bound=8.0), History(), Moved(0.0)) == {}
 
 
 def rounds_of(history: History, bad: Callable[[History], float], rounds: int, bound: float) -> tuple[History, int]:
@@ -142,7 +150,7 @@ def rounds_of(history: History, bad: Callable[[History], float], rounds: int, bo
     terms, honest_refused = RoundsConfig(norm_bound=bound), 0
     for round in range(rounds):
         arrived = moving(0.5, 1.0, 2.0, bad(history))
-        found = refused(round, 4, arrived, terms, history, SIZE)
+        found = refused(asking(round, 4), arrived, terms, history, SIZE)
         honest_refused += len(found.keys() - {3})
         history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()}, SIZE)
     return history, honest_refused
@@ -156,7 +164,9 @@ def test_nobody_raises_the_bound_by_staying_just_below_it() -> None:
         steps = (0.01 * n for n in range(4000, -1, -1))
         terms = RoundsConfig(norm_bound=bound)
         others = (0.5, 1.0, 2.0)
-        taken.append(next(far for far in steps if 3 not in refused(0, 4, moving(*others, far), terms, history, SIZE)))
+        taken.append(
+            next(far for far in steps if 3 not in refused(asking(0, 4), moving(*others, far), terms, history, SIZE))
+        )
         return taken[-1]
 
     _, honest_refused = rounds_of(History(), as_far_as_is_taken, 40, bound)
@@ -168,7 +178,7 @@ def test_who_is_just_below_the_bound_again_and_again_is_refused_from_the_second_
     terms, history, taken = RoundsConfig(norm_bound=8.0), USUAL, []
     for round in range(6):
         arrived = moving(0.5, 1.0, 2.0, 7.9)
-        found = refused(round, 4, arrived, terms, history, SIZE)
+        found = refused(asking(round, 4), arrived, terms, history, SIZE)
         taken.append(3 not in found)
         history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()}, SIZE)
     assert taken == [True] + [False] * 5
@@ -190,7 +200,7 @@ def test_an_update_that_is_long_is_taken_where_the_clients_last_ones_were_not(
     assert AVERAGED == 4
     history = replace(of_others(Moved(1.0), 40), times={0: tuple(Moved(times) for times in before), 7: (Moved(9.0),)})
     arrived = {client: Arrival(Moved(far), 0.0) for client, far in ((0, now), (1, 1.0), (2, 1.0))}
-    found = refused(0, 3, arrived, RoundsConfig(norm_bound=8.0), history)
+    found = refused(asking(0, 3), arrived, RoundsConfig(norm_bound=8.0), history)
     assert list(found) == ([] if taken else [0])
 
 
@@ -200,7 +210,7 @@ def test_of_every_client_the_last_updates_are_remembered_however_many_there_are(
     for round in range(3 * clients // per_round):
         chosen = [(round * per_round + i) % clients for i in range(per_round)]
         arrived = {client: Arrival(Moved(1.0 if client else 7.9), 0.0) for client in chosen}
-        found = refused(round, per_round, arrived, terms, history)
+        found = refused(asking(round, per_round), arrived, terms, history)
         assert list(found) == ([0] if 0 in chosen and asked else [])
         asked += 0 in chosen
         history = remembered(history, {client: arrival.moved for client, arrival in arrived.items()})
@@ -213,7 +223,7 @@ def test_a_third_of_the_clients_does_not_make_the_median() -> None:
     moved = {client: Moved(0.0 if client >= 263 else 1.0) for client in range(400)}
     for round in range(4):
         arrived = {client: Arrival(far, 0.0) for client, far in moved.items()}
-        assert refused(round, 400, arrived, terms, history, SIZE) == {}
+        assert refused(asking(round, 400), arrived, terms, history, SIZE) == {}
         history = remembered(history, moved, SIZE)
     assert history.count == 400
 
@@ -227,7 +237,7 @@ def test_a_run_whose_honest_updates_come_to_move_further_goes_on() -> None:
     """What is refused is remembered: after as many as are remembered of before, they are the usual."""
     history, terms = of_others(Moved(0.01), REMEMBERED), RoundsConfig(norm_bound=8.0)
     rounds = 0
-    while refused(rounds, 2, moving(1.0, 1.0), terms, history, SIZE):
+    while refused(asking(rounds, 2), moving(1.0, 1.0), terms, history, SIZE):
         history = remembered(history, {0: Moved(1.0), 1: Moved(1.0)}, SIZE)
         rounds += 1
     assert rounds == REMEMBERED // 2
@@ -251,7 +261,7 @@ def test_what_has_no_measure_is_remembered_as_very_far() -> None:
 
 
 def test_who_comes_after_the_deadline_is_late() -> None:
-    found = refused(0, 3, arrivals(1.0, 5.0, 5.1), RoundsConfig(norm_bound=None, deadline_s=5.0))
+    found = refused(asking(0, 3), arrivals(1.0, 5.0, 5.1), RoundsConfig(norm_bound=None, deadline_s=5.0))
     assert stages(found) == {2: "straggle"}
     assert "took 5.1 s on the simulated clock, the deadline is 5 s" in found[2].reason
 
@@ -259,31 +269,35 @@ def test_who_comes_after_the_deadline_is_late() -> None:
 def test_of_more_than_are_wanted_the_first_are_taken() -> None:
     """Three are wanted of six; clients that come at the same time count by number."""
     terms = RoundsConfig(norm_bound=None, over_provision=2.0)
-    assert stages(refused(0, 6, arrivals(3, 1, 2, 3, 9, 8), terms)) == {3: "straggle", 5: "straggle", 4: "straggle"}
-    assert refused(0, 6, {4: Arrival(Moved(1.0), 9.0)}, terms) == {}, "fewer came: all are taken"
+    assert stages(refused(asking(0, 6, 2.0), arrivals(3, 1, 2, 3, 9, 8), terms)) == {
+        3: "straggle",
+        5: "straggle",
+        4: "straggle",
+    }
+    assert refused(asking(0, 6, 2.0), {4: Arrival(Moved(1.0), 9.0)}, terms) == {}, "fewer came: all are taken"
 
 
 def test_one_that_is_refused_for_what_it_is_takes_nobodys_place() -> None:
     terms = RoundsConfig(norm_bound=10.0, over_provision=2.0)
     quick_liar = arrivals(3, 1, 2, 4) | {1: Arrival(Moved(1e6), 0.0)}
-    assert stages(refused(0, 4, quick_liar, terms, USUAL)) == {1: "validate", 3: "straggle"}
+    assert stages(refused(asking(0, 4, 2.0), quick_liar, terms, USUAL)) == {1: "validate", 3: "straggle"}
     late_liar = arrivals(1, 1, 9) | {2: Arrival(Moved(1e6), 9.0)}
     late_terms = RoundsConfig(norm_bound=10.0, deadline_s=5.0)
-    assert stages(refused(0, 3, late_liar, late_terms, USUAL)) == {2: "validate"}
+    assert stages(refused(asking(0, 3), late_liar, late_terms, USUAL)) == {2: "validate"}
 
 
 def test_with_fewer_than_the_quorum_the_model_is_carried_forward() -> None:
     terms = RoundsConfig(norm_bound=None, quorum=0.6)
-    assert refused(0, 5, arrivals(1, 1, 1), terms) == {}
-    found = refused(0, 5, arrivals(1, 1), terms)
+    assert refused(asking(0, 5), arrivals(1, 1, 1), terms) == {}
+    found = refused(asking(0, 5), arrivals(1, 1), terms)
     assert stages(found) == {0: "quorum", 1: "quorum"}
     assert found[0].reason == "2 of 5 updates, 3 are needed: the model is carried forward"
 
 
 def test_the_quorum_counts_those_that_were_wanted_not_those_that_were_asked() -> None:
     terms = RoundsConfig(norm_bound=None, quorum=1.0, over_provision=1.5)
-    assert stages(refused(0, 6, arrivals(1, 2, 3, 4, 5), terms)) == {4: "straggle"}
-    assert set(stages(refused(0, 6, arrivals(1, 2, 3), terms)).values()) == {"quorum"}
+    assert stages(refused(asking(0, 6, 1.5), arrivals(1, 2, 3, 4, 5), terms)) == {4: "straggle"}
+    assert set(stages(refused(asking(0, 6, 1.5), arrivals(1, 2, 3), terms)).values()) == {"quorum"}
 
 
 @given(
@@ -296,8 +310,8 @@ def test_the_order_in_which_updates_arrive_decides_nothing(
     terms = RoundsConfig(norm_bound=bound, over_provision=over, deadline_s=deadline_s, quorum=quorum)
     came = {client: Arrival(Moved(values[0]), values[1]) for client, values in found.items()}
     backwards = dict(reversed(came.items()))
-    assert refused(0, 31, came, terms) == refused(0, 31, backwards, terms)
-    taken = len(came) - len(refused(0, 31, came, terms))
+    assert refused(asking(0, 31, over), came, terms) == refused(asking(0, 31, over), backwards, terms)
+    taken = len(came) - len(refused(asking(0, 31, over), came, terms))
     assert taken == 0 or taken >= quorum * 31 / over - 1 - 1e-6
 
 

@@ -28,8 +28,18 @@ from fl_engine.algorithms import ALGORITHMS, DepthFL
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.slicing import take
 from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
+from fl_engine.exchange.server import ServerSite
 from fl_engine.testing.models import kept_mask
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, failure_of, start_of, tiny_site, update_of
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    assert_same_bits,
+    context_of,
+    failure_of,
+    start_of,
+    tiny_site,
+    update_of,
+)
 from flexfleet import config as configs
 from flexfleet.config import load_config
 
@@ -313,23 +323,25 @@ def test_what_does_not_fit_is_refused_and_nothing_has_been_added(aggregation: An
 
 
 # ------------------------------------------------------------------------------------------ with FedDyn
-def depth_state(algorithm: DepthFL) -> tuple[Any, Any, list[Any]]:
-    """A state, a plan, and an update of each of its orders that moves every weight by 1."""
-    state = start_of(algorithm, tiny_site(algorithm))
-    plan = algorithm.plan(state, 0, SEED)
-    return state, plan, [update_of(o, o.spec, {n: t + 1 for n, t in o.payload.items()}) for o in plan.orders]
+def depth_state(algorithm: DepthFL) -> tuple[Any, Any, list[Any], Any]:
+    """A state, a plan, an update of each of its orders that moves every weight by 1, and the server."""
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = algorithm.plan(state, context_of(site, 0, SEED))
+    updates = [update_of(o, o.spec, {n: t + 1 for n, t in o.payload.items()}) for o in plan.orders]
+    return state, plan, updates, ServerSite(site)
 
 
 def test_feddyn_remembers_what_was_clipped() -> None:
     """g = -alpha * change, h = -alpha/K * sum of changes; a change of ones has norm sqrt(size), clipped to 0.5."""
-    state, plan, updates = depth_state(DepthFL(training=TRAINING, aggregation=Mean(clip=0.5)))
-    found = DepthFL(training=TRAINING, aggregation=Mean(clip=0.5)).merge(state, plan, updates)
+    state, plan, updates, server = depth_state(DepthFL(training=TRAINING, aggregation=Mean(clip=0.5)))
+    found = DepthFL(training=TRAINING, aggregation=Mean(clip=0.5)).merge(state, plan, updates, server)
     for update in updates:
         step = 0.5 / math.sqrt(sum(t.numel() for t in update.payload.values()))
         for name in update.payload:
             memory = found.memory[f"{update.client}/{name}"]
             torch.testing.assert_close(memory, torch.full_like(memory, -0.1 * step), rtol=2e-3, atol=1e-8)
-    unclipped = DepthFL(training=TRAINING).merge(state, plan, updates)
+    unclipped = DepthFL(training=TRAINING).merge(state, plan, updates, server)
     assert all(float(found.h[n].abs().max()) < 0.05 * float(unclipped.h[n].abs().max()) for n in found.h)
 
 
@@ -346,9 +358,12 @@ def test_what_feddyn_would_undo_is_refused_with_a_way_out(aggregation: Any) -> N
 def test_when_all_fail_nothing_changes(aggregation: Any) -> None:
     kind: Any = ALGORITHMS["heterofl"]
     algorithm = kind(training=TRAINING, aggregation=aggregation)
-    state = start_of(algorithm, tiny_site(algorithm))
-    plan = algorithm.plan(state, 0, SEED)
-    assert_same_bits(algorithm.merge(state, plan, [failure_of(o) for o in plan.orders]).params, state.params)
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = algorithm.plan(state, context_of(site, 0, SEED))
+    assert_same_bits(
+        algorithm.merge(state, plan, [failure_of(o) for o in plan.orders], ServerSite(site)).params, state.params
+    )
 
 
 # ============================================================================================ in a configuration

@@ -18,9 +18,10 @@ from fl_engine.core.types import Algorithm, ClientFailure, Device, Outcome, Roun
 from fl_engine.exchange.client import Site
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore, tensor_bytes
-from fl_engine.testing.tiny import SEED, TRAINING, failure_of, start_of, tiny_fleet, tiny_site, update_of
+from fl_engine.testing.tiny import SEED, TRAINING, context_of, failure_of, start_of, tiny_fleet, tiny_site, update_of
 from fl_engine.testing.tracker import Memory
 
 ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
@@ -60,9 +61,8 @@ def federate(site: Site, folder: Path, algorithm: Algorithm = ALGORITHM, **chang
     backend = Remembering(InProcess(site), [], [], failing)
     ledger = ledger_in(FolderStore(folder))
     config = RoundsConfig(stop=3, evaluate_every=3, commit_every=1, **changes)
-    evaluation = rounds.Evaluation(site.family, site.pool, site.data)
     state = start_of(algorithm, site)
-    rounds.federate(algorithm, state, backend, ledger, Memory(), config, SEED, evaluation)
+    rounds.federate(Run(algorithm, site, config), state, backend, ledger, Memory())
     return backend, ledger
 
 
@@ -124,7 +124,7 @@ def header(value: bytes) -> int:
 def test_a_stored_update_holds_what_is_counted(tmp_path: Path, level: int) -> None:
     site = tiny_site(ALGORITHM)
     model = site.pool[level]
-    order = ALGORITHM.plan(start_of(ALGORITHM, site), 0, SEED).orders[0]
+    order = ALGORITHM.plan(start_of(ALGORITHM, site), context_of(site, 0, SEED)).orders[0]
     plan = RoundPlan(0, (order,))
     payload = take(initial_params(site.family, 0), site.family.layout(), model.spec)
     ledger = ledger_in(FolderStore(tmp_path))
@@ -138,7 +138,7 @@ def test_a_stored_update_holds_what_is_counted(tmp_path: Path, level: int) -> No
 
 def test_a_stored_failure_holds_no_tensors(tmp_path: Path) -> None:
     site = tiny_site(ALGORITHM)
-    plan = ALGORITHM.plan(start_of(ALGORITHM, site), 0, SEED)
+    plan = ALGORITHM.plan(start_of(ALGORITHM, site), context_of(site, 0, SEED))
     ledger = ledger_in(FolderStore(tmp_path))
     ledger.mailbox.put_outcome(plan, failure_of(plan.orders[0]))
     assert list(tmp_path.rglob("*.safetensors")) == []

@@ -17,7 +17,7 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.fleet import faults
 from fl_engine.fleet.faults import Fault, Faults, befalls, lie, parse
 from fl_engine.storage.store import FolderStore
-from fl_engine.testing.tiny import TRAINING, assert_same_outcomes, start_of, tiny_site
+from fl_engine.testing.tiny import TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
 
 ALL = "drop=0.2,slow=0.1x5,nan=0.1,scale=0.1x100,flip=0.1,corrupt=0.1"
 
@@ -93,7 +93,7 @@ def test_every_backend_meets_the_same_faults(tmp_path: object) -> None:
     algorithm = FlexFL(training=replace(TRAINING, fraction=1.0))
     honest = tiny_site(algorithm)
     site = replace(honest, faults=parse(ALL))
-    plan = algorithm.plan(start_of(algorithm, site), 0, site.seed)
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, site.seed))
     here = outcomes(site, InProcess(site), plan)
     ledger = Mailbox(FolderStore(str(tmp_path)), rules=site.rules)
     workers = Processes(site, ("cpu",), ledger)
@@ -123,7 +123,9 @@ def test_every_backend_meets_the_same_faults(tmp_path: object) -> None:
 def test_a_change_that_overflows_fails_validation_in_this_process_too() -> None:
     algorithm = FlexFL(training=TRAINING)
     site = replace(tiny_site(algorithm), faults=parse("scale=1x1e40"))
-    for outcome in outcomes(site, InProcess(site), algorithm.plan(start_of(algorithm, site), 0, site.seed)):
+    for outcome in outcomes(
+        site, InProcess(site), algorithm.plan(start_of(algorithm, site), context_of(site, 0, site.seed))
+    ):
         assert isinstance(outcome, ClientFailure)
         assert (outcome.stage, outcome.reason.partition(":")[0]) == ("validate", "finite")
 

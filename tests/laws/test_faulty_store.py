@@ -15,6 +15,7 @@ from fl_engine.backends import Processes
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, Store, encode
@@ -165,8 +166,8 @@ def test_a_store_that_fails_in_a_worker_process_is_no_clients_failure(job: Any, 
     def run() -> bytes:
         ledger = ledger_in(store, None, site.rules)
         with closing(Processes(site, ("cpu",), ledger.mailbox)) as backend:
-            args = (job.algorithm, job.initial(), backend, ledger, Memory(), settings, job.seed, job.evaluation)
-            return encode(rounds.federate(*args).params)
+            run = Run(job.algorithm, site, settings)
+            return encode(rounds.federate(run, job.initial(), backend, ledger, Memory()).params)
 
     store.put("full", b"")
     with pytest.raises(EnvironmentFailure, match=r"No space left on device\. What was committed stays"):

@@ -19,6 +19,7 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetErro
 from fl_engine.core.types import Tracker
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage import lease
 from fl_engine.storage.checkpoints import Checkpoints, Row
@@ -199,7 +200,7 @@ def run(
     holder = Holder(host="here", machine="here", pid=1, since="now")
     settings = RoundsConfig(stop=stop, evaluate_every=1000, commit_every=1, keep_updates=True)
     ledger = ledger_in(store, lease=Lease(store, number, holder))
-    args = (job.algorithm, job.initial(), job.backend, ledger, tracker or Memory(), settings, job.seed, job.evaluation)
+    args = (Run(job.algorithm, job.site, settings), job.initial(), job.backend, ledger, tracker or Memory())
     return encode(rounds.federate(*args, discard_damaged=discard_damaged).params)
 
 

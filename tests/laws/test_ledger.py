@@ -61,7 +61,7 @@ def files_of(store: Store, round: int) -> set[str]:
 def plan_of(round: int, clients: int = 2, seed: int = 0) -> RoundPlan:
     spec = SubmodelSpec.of({"w": [0, 2]})
     payload = {"w": torch.arange(2.0)}
-    orders = tuple(WorkOrder(round, c, spec, payload, seed + c, {"model": "M1"}) for c in range(clients))
+    orders = tuple(WorkOrder(round, c, spec, payload, seed + c, 0) for c in range(clients))
     return RoundPlan(round, orders)
 
 
@@ -390,7 +390,7 @@ def test_orders_come_back_as_they_were_put(memory_store: Store) -> None:
     ledger, plan = ledger_in(memory_store), plan_of(3, clients=3)
     first, second, third = plan.orders
     shared = first.payload
-    second = replace(second, payload=shared, memory={"m": torch.tensor([7.0])}, hints={"model": "M2", "kd": 0.5})
+    second = replace(second, payload=shared, memory={"m": torch.tensor([7.0])}, level=1, hints={"kd": 0.5})
     third = replace(third, payload={})
     keys = ledger.mailbox.put_orders(replace(plan, orders=(first, second, third)))
     assert ledger.mailbox.ordered(3) == 3 and keys.keys() == {0, 1, 2}
@@ -434,10 +434,14 @@ def _other_spec(order: WorkOrder) -> WorkOrder:
 
 
 def _other_hints(order: WorkOrder) -> WorkOrder:
-    return replace(order, hints={"model": "M2"})
+    return replace(order, hints={"kd": 0.5})
 
 
-@pytest.mark.parametrize("other", [_other_seed, _other_spec, _other_hints])
+def _other_level(order: WorkOrder) -> WorkOrder:
+    return replace(order, level=order.level + 1)
+
+
+@pytest.mark.parametrize("other", [_other_seed, _other_spec, _other_hints, _other_level])
 def test_an_update_for_another_order_is_not_adopted(
     memory_store: Store, other: Callable[[WorkOrder], WorkOrder]
 ) -> None:

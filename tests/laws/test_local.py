@@ -32,7 +32,7 @@ from fl_engine.core.types import (
 )
 from fl_engine.exchange.client import execute
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, start_of, tiny_fleet, tiny_site
+from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, context_of, start_of, tiny_fleet, tiny_site
 from fl_engine.training.lanes import Dropout
 from fl_engine.training.local import Job, Trained, train
 
@@ -258,7 +258,7 @@ PLAIN = AllLarge(training=Training(fraction=1.0, epochs=2, batch_size=4, lr=0.05
 
 def outcome(algorithm: AllLarge | FlexFL, client: int = 0, **site: object) -> ClientUpdate | ClientFailure:
     place = tiny_site(algorithm, fleet=tiny_fleet(4), **site)  # type: ignore[arg-type]
-    plan = algorithm.plan(start_of(algorithm, place), 2, SEED)
+    plan = algorithm.plan(start_of(algorithm, place), context_of(site, 2, SEED))
     (order,) = (o for o in plan.orders if o.client == client)
     return execute(algorithm, order, place)
 
@@ -275,7 +275,7 @@ def test_an_update_says_what_was_done() -> None:
 def test_a_client_trains_on_its_own_samples() -> None:
     watched = Watched(FAMILY)
     place = replace(tiny_site(PLAIN, fleet=tiny_fleet(4)), family=watched)  # type: ignore[arg-type]
-    plan = PLAIN.plan(start_of(PLAIN, place), 0, SEED)
+    plan = PLAIN.plan(start_of(PLAIN, place), context_of(place, 0, SEED))
     watched.batches.clear()
     execute(PLAIN, plan.orders[2], place)
     own = place.data.normalise(place.data.train_x[16:24]).flatten(1).tolist()
@@ -305,7 +305,7 @@ def test_weights_that_are_not_finite_are_a_failure() -> None:
     """One step: its loss is that of the weights before it, so the loss alone does not tell."""
     wild = replace(PLAIN, training=Training(fraction=1.0, epochs=1, batch_size=8, lr=3e38, lr_decay=1.0))
     place = tiny_site(wild, fleet=tiny_fleet(4))
-    order = wild.plan(start_of(wild, place), 0, SEED).orders[0]
+    order = wild.plan(start_of(wild, place), context_of(place, 0, SEED)).orders[0]
     found = execute(wild, replace(order, payload={n: 10 * t for n, t in order.payload.items()}), place)
     if isinstance(found, ClientUpdate):
         assert all(torch.isfinite(t).all() for t in found.payload.values()), "this would end in the global model"
@@ -326,7 +326,7 @@ def test_a_client_that_runs_out_of_memory_is_a_failure() -> None:
             return module
 
     place = tiny_site(PLAIN, fleet=tiny_fleet(4))
-    order = PLAIN.plan(start_of(PLAIN, place), 0, SEED).orders[0]
+    order = PLAIN.plan(start_of(PLAIN, place), context_of(place, 0, SEED)).orders[0]
     found = execute(PLAIN, order, replace(place, family=Greedy(FAMILY)))  # type: ignore[arg-type]
     assert isinstance(found, ClientFailure)
     assert found.stage == "train"
@@ -335,7 +335,7 @@ def test_a_client_that_runs_out_of_memory_is_a_failure() -> None:
 
 def test_a_payload_that_is_not_what_the_order_says_is_a_failure() -> None:
     place = tiny_site(PLAIN, fleet=tiny_fleet(4))
-    order = PLAIN.plan(start_of(PLAIN, place), 0, SEED).orders[0]
+    order = PLAIN.plan(start_of(PLAIN, place), context_of(place, 0, SEED)).orders[0]
     for payload in ({"stray": torch.zeros(1)}, {n: t for n, t in order.payload.items() if n != "classifier.bias"}):
         found = execute(PLAIN, replace(order, payload=payload), place)
         assert isinstance(found, ClientFailure), list(payload)
@@ -344,7 +344,7 @@ def test_a_payload_that_is_not_what_the_order_says_is_a_failure() -> None:
 def test_a_device_that_is_too_small_fails_in_pruning() -> None:
     algorithm = FlexFL(training=PLAIN.training, on_too_small="fail")
     place = tiny_site(algorithm, fleet=tuple(Device(c, "strong", 110.0, 0.0) for c in range(3)))
-    order = algorithm.plan(start_of(algorithm, place), 0, SEED).orders[0]
+    order = algorithm.plan(start_of(algorithm, place), context_of(place, 0, SEED)).orders[0]
     weak = replace(place, fleet=(Device(0, "weak", 5.0, 0.0), *place.fleet[1:]))
     found = execute(algorithm, order, weak)
     assert isinstance(found, ClientFailure)

@@ -28,8 +28,9 @@ from fl_engine.core.types import (
 )
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import execute
+from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_site
 from fl_engine.training.local import Job, Trained, train
 from fl_engine.training.losses import distil_from_last, distil_mutually, exits_cross_entropy, mask_absent
 
@@ -130,13 +131,13 @@ def test_rows_of_absent_classes_do_not_come_back() -> None:
     labels[own] = torch.tensor([0, 3, 0, 3, 3, 0, 0, 3])
     site = replace(site, data=replace(site.data, train_y=labels))
     state = start_of(algorithm, site)
-    orders = [o for r in range(20) for o in algorithm.plan(state, r, SEED).orders if o.client == 5]
+    orders = [o for r in range(20) for o in algorithm.plan(state, context_of(site, r, SEED)).orders if o.client == 5]
     update = execute(algorithm, orders[0], site)
     assert isinstance(update, ClientUpdate)
     assert update.spec.kept["classes"] == (0, 3)
     assert update.payload["classifier.weight"].shape[0] == update.payload["classifier.bias"].shape[0] == 2
-    plan = algorithm.plan(state, orders[0].round, SEED)
-    merged = algorithm.merge(state, plan, [update]).params
+    plan = algorithm.plan(state, context_of(site, orders[0].round, SEED))
+    merged = algorithm.merge(state, plan, [update], ServerSite(site)).params
     for row, held in enumerate([True, False, False, True]):
         assert torch.equal(merged["classifier.weight"][row], state.params["classifier.weight"][row]) != held
 

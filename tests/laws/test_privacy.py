@@ -39,14 +39,25 @@ from fl_engine.core.types import (
     Slot,
     SubmodelSpec,
 )
+from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.loop import Evaluation
+from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Curiosity, ResourceTable, Uniform
 from fl_engine.storage.store import FolderStore
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, failure_of, start_of, tiny_site, update_of
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    assert_same_bits,
+    context_of,
+    failure_of,
+    learned,
+    start_of,
+    tiny_site,
+    update_of,
+)
 from fl_engine.testing.tracker import Memory
 from fl_engine.training.evaluation import published
 from flexfleet.config import load_config
@@ -185,7 +196,7 @@ def test_no_two_tensors_rounds_or_parts_have_the_same_noise() -> None:
 def start_plan() -> Any:
     algorithm = FlexFL(training=TRAINING)
     site = tiny_site(algorithm)
-    return algorithm.plan(start_of(algorithm, site), 0, SEED)
+    return algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_one_others() -> None:
@@ -307,18 +318,19 @@ def private(name: str, **more: Any) -> Any:
 def test_a_merge_repeats_bit_for_bit_and_moves_every_element(name: str) -> None:
     """Also those that nobody trained, and where all have failed."""
     algorithm = private(name)
-    state = start_of(algorithm, tiny_site(algorithm))
-    plan = replace(algorithm.plan(state, 0, SEED), noise_seed=SECRET)
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = replace(algorithm.plan(state, context_of(site, 0, SEED)), noise_seed=SECRET)
     trained = [update_of(o, o.spec, {n: t + 0.01 for n, t in o.payload.items()}) for o in plan.orders]
     for outcomes in (trained, [failure_of(o) for o in plan.orders]):
-        merged = published(algorithm.merge(state, plan, outcomes))
-        assert_same_bits(published(algorithm.merge(state, plan, outcomes)), merged)
+        merged = published(algorithm.merge(state, plan, outcomes, ServerSite(site)))
+        assert_same_bits(published(algorithm.merge(state, plan, outcomes, ServerSite(site))), merged)
         for tensor_name, tensor in published(state).items():
             assert not (merged[tensor_name] == tensor).any(), tensor_name
-        other = published(algorithm.merge(state, replace(plan, noise_seed=OTHER), outcomes))
+        other = published(algorithm.merge(state, replace(plan, noise_seed=OTHER), outcomes, ServerSite(site)))
         assert not any(torch.equal(other[n], merged[n]) for n in merged)
     with pytest.raises(ConfigError, match="noise_seed"):
-        algorithm.merge(state, replace(plan, noise_seed=None), trained)
+        algorithm.merge(state, replace(plan, noise_seed=None), trained, ServerSite(site))
 
 
 @pytest.mark.parametrize("name", ["flexfl", "decoupled"])
@@ -327,14 +339,11 @@ def test_a_resumed_run_has_the_same_noise_and_tells_what_it_has_spent(name: str,
     pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
     algorithm = private(name)
     site = tiny_site(algorithm)
-    evaluation = Evaluation(site.family, site.pool, site.data, ("cpu",), site.fleet)
 
     def federate(folder: str, stop: int, key: bytes) -> tuple[Params, Memory]:
         config = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, norm_bound=None)
         ledger, tracker, start = ledger_in(FolderStore(tmp_path / folder)), Memory(), start_of(algorithm, site)
-        final = rounds.federate(
-            algorithm, start, InProcess(site), ledger, tracker, config, SEED, evaluation, noise_key=key
-        )
+        final = rounds.federate(Run(algorithm, site, config, noise_key=key), start, InProcess(site), ledger, tracker)
         return dict(published(final)), tracker
 
     whole, tracker = federate("whole", 3, b"key")
@@ -371,12 +380,11 @@ def asked(tmp_path: Path) -> Callable[..., Asked]:
     def run(name: str, folder: str, key: bytes | None, stop: int = 6, stop_in: int = 0, **more: Any) -> Asked:
         algorithm = private(name) if key else ALGORITHMS[name](training=TRAINING)  # type: ignore[call-arg]
         site = tiny_site(algorithm)
-        evaluation = Evaluation(site.family, site.pool, site.data, ("cpu",), site.fleet)
         config = RoundsConfig(**{"stop": stop, "evaluate_every": 100, "commit_every": 1, "norm_bound": None} | more)
         backend, ledger, start = Idle(), ledger_in(FolderStore(tmp_path / folder)), start_of(algorithm, site)
-        given = (algorithm, start, backend, ledger, Memory(), config, SEED, evaluation)
+        given = (Run(algorithm, site, config, noise_key=key), start, backend, ledger, Memory())
         with suppress(Stopped):
-            rounds.federate(*given, should_stop=lambda: len(backend.plans) == stop_in, noise_key=key)
+            rounds.federate(*given, should_stop=lambda: len(backend.plans) == stop_in)
         return [(plan.round, order.client, order.seed) for plan in backend.plans for order in plan.orders]
 
     return run
@@ -417,16 +425,20 @@ def test_nothing_that_a_private_run_stores_shows_its_key(tmp_path: Path, asked: 
 def test_what_one_client_answers_changes_no_later_plan_of_a_private_run(name: str) -> None:
     """Whether it fails, or what it brings back: only the weights may differ, which are noisy."""
     algorithm = private(name)
-    state = start_of(algorithm, tiny_site(algorithm))
-    plan = replace(algorithm.plan(state, 0, SEED), noise_seed=SECRET)
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = replace(algorithm.plan(state, context_of(site, 0, SEED)), noise_seed=SECRET)
     updates = [update_of(o, o.spec, dict(o.payload)) for o in plan.orders]
     expected: Any = None
     for place, order in enumerate(plan.orders):
         smallest = min(plan.orders, key=lambda o: sum(t.numel() for t in o.payload.values()))
         for one in (failure_of(order), update_of(order, smallest.spec, dict(smallest.payload))):
-            merged = algorithm.merge(state, plan, [*updates[:place], one, *updates[place + 1 :]])
+            merged = algorithm.merge(state, plan, [*updates[:place], one, *updates[place + 1 :]], ServerSite(site))
             found = [
-                [(o.client, o.spec, o.seed, dict(o.hints)) for o in algorithm.plan(merged, r, SEED).orders]
+                [
+                    (o.client, o.spec, o.seed, o.level, dict(o.hints))
+                    for o in algorithm.plan(merged, context_of(site, r, SEED)).orders
+                ]
                 for r in range(1, 9)
             ]
             expected = expected or found
@@ -437,7 +449,7 @@ def test_what_one_client_answers_changes_no_later_plan_of_a_private_run(name: st
 def test_selections_that_a_private_run_takes_learn_nothing(kind: Any) -> None:
     tables = {"any": ((1.0, 2.0),)}
     for sent, back, client in ((0, 0, 1), (1, 0, 0), (1, 1, 3)):
-        assert kind().learn(tables, sent, back, client) is tables
+        assert learned(kind(), tables, sent, back, client) is tables
 
 
 @pytest.mark.parametrize("options", [{}, {"variant": "c"}, {"selection": Curiosity()}])
@@ -476,10 +488,11 @@ def test_windows_that_move_count_for_all_elements_alike(name: str) -> None:
     """Every client adds 1 to all elements: the same step for a whole tensor, but where models are nested, more for what
     fewer are sent."""
     algorithm = private(name, clip=1e9, noise_multiplier=1e-18)
-    state = start_of(algorithm, tiny_site(algorithm))
-    plan = replace(algorithm.plan(state, 0, SEED), noise_seed=SECRET)
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = replace(algorithm.plan(state, context_of(site, 0, SEED)), noise_seed=SECRET)
     whole = [update_of(o, FULL, {n: t + 1 for n, t in state.params.items()}) for o in plan.orders]
-    merged = algorithm.merge(state, plan, whole).params
+    merged = algorithm.merge(state, plan, whole, ServerSite(site)).params
     steps = (merged["fc.linear.weight"] - state.params["fc.linear.weight"]).flatten()
     spread = float(steps.max() / steps.min())
     assert (spread > 2) if name == "fjord" else (spread == pytest.approx(1, rel=1e-5))
@@ -488,9 +501,10 @@ def test_windows_that_move_count_for_all_elements_alike(name: str) -> None:
 def test_levels_of_decoupled_have_noise_of_their_own() -> None:
     """Their tensors have the same names."""
     algorithm = private("decoupled", noise_multiplier=100.0)
-    state = start_of(algorithm, tiny_site(algorithm))
-    plan = replace(algorithm.plan(state, 0, SEED), noise_seed=SECRET)
-    merged = algorithm.merge(state, plan, [failure_of(o) for o in plan.orders])
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = replace(algorithm.plan(state, context_of(site, 0, SEED)), noise_seed=SECRET)
+    merged = algorithm.merge(state, plan, [failure_of(o) for o in plan.orders], ServerSite(site))
     small, large = merged.levels["0.5x/classifier.weight"], merged.levels["0.71x/classifier.weight"]
     assert not torch.isclose(small[0, 0], large[0, 0], rtol=0.01)
 

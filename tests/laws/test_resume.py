@@ -18,6 +18,7 @@ from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import Store
+from fl_engine.testing.tiny import context_of
 from fl_engine.testing.tracker import Memory
 
 Make = Callable[[], Store]
@@ -384,12 +385,15 @@ def test_outcomes_are_merged_in_client_order_whatever_order_they_arrive_in(
 
 def test_a_plan_is_pure(job: Any) -> None:
     state, again = job.initial(), job.initial()
-    first, second = job.algorithm.plan(state, 5, 11), job.algorithm.plan(again, 5, 11)
-    strip = [(o.client, o.spec, o.seed, o.hints) for o in first.orders]
-    assert strip == [(o.client, o.spec, o.seed, o.hints) for o in second.orders]
+    first, second = (
+        job.algorithm.plan(state, context_of(job.site, 5, 11)),
+        job.algorithm.plan(again, context_of(job.site, 5, 11)),
+    )
+    strip = [(o.client, o.spec, o.seed, o.level, o.hints) for o in first.orders]
+    assert strip == [(o.client, o.spec, o.seed, o.level, o.hints) for o in second.orders]
     for a, b in zip(first.orders, second.orders, strict=True):
         assert all(torch.equal(a.payload[name], b.payload[name]) for name in a.payload)
-    others = [job.algorithm.plan(state, round, 11) for round in range(6, 12)]
+    others = [job.algorithm.plan(state, context_of(job.site, round, 11)) for round in range(6, 12)]
     assert len({tuple((o.client, o.seed) for o in plan.orders) for plan in others}) == 6
 
 

@@ -33,13 +33,13 @@ from fl_engine.exchange.updates import (
 )
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.storage.store import FolderStore, canonical, decode, encode, padded, sha256
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
 
 SECRET = b"a run's own"
 ALGORITHM = FlexFL(training=TRAINING)
 SITE = tiny_site(ALGORITHM)
 STATE = start_of(ALGORITHM, SITE)
-PLAN = ALGORITHM.plan(STATE, 0, SEED)
+PLAN = ALGORITHM.plan(STATE, context_of(SITE, 0, SEED))
 ORDER = PLAN.orders[0]
 KEY = key_of(SECRET)(ORDER)
 HONEST = execute(ALGORITHM, ORDER, SITE)
@@ -328,13 +328,18 @@ def test_a_larger_sub_model_than_was_sent_is_rejected() -> None:
 
 @pytest.mark.parametrize("stage", ["pod", "validate", "straggle", "x\n$$"])
 def test_a_client_does_not_say_what_the_coordinator_says(stage: str) -> None:
-    files = lying(spec=None, sha256=None, stage=stage, reason="norm:\n$$")
+    files = lying(spec=None, sha256=None, stage=stage, reason="norm:\n$$", code="norm")
     found = ledger_of(files).receive(PLAN, ORDER.client)
     assert found == ClientFailure(0, ORDER.client, "train", "norm: $$")
+
+
+@pytest.mark.parametrize("stage", ["pod", "validate", "straggle"])
+def test_what_the_coordinator_says_of_a_client_is_kept(stage: Any) -> None:
     own = key_of(SECRET, "coordinator")
     ledger = Mailbox(Memory({}), key=key_of(SECRET), own=own)
-    ledger.put_outcome(PLAN, ClientFailure(0, ORDER.client, stage, "said by the coordinator"))
-    assert ledger.outcome(PLAN, ORDER.client) == ClientFailure(0, ORDER.client, stage, "said by the coordinator")
+    failure = ClientFailure(0, ORDER.client, stage, "said by the coordinator", "norm")
+    ledger.put_outcome(PLAN, failure)
+    assert ledger.outcome(PLAN, ORDER.client) == failure
 
 
 ODD = "\x1b[2J\u202e\u2066\x00\ud800"
@@ -360,7 +365,7 @@ def test_printable_text_is_in_one_line_and_text_that_is_so_stays(text: str) -> N
 
 def test_the_key_of_one_order_signs_no_answer_to_another() -> None:
     """A client keeps the keys of all the orders that it was ever given."""
-    for other in (replace(ORDER, round=1), replace(ORDER, seed=ORDER.seed + 1), replace(ORDER, hints={"model": "X"})):
+    for other in (replace(ORDER, round=1), replace(ORDER, seed=ORDER.seed + 1), replace(ORDER, level=1 - ORDER.level)):
         plan, files = RoundPlan(other.round, (other,)), dict[str, bytes]()
         given = Mailbox(Memory(files), key=lambda _: KEY)  # what the client does with the key that it has
         given.put_outcome(plan, replace(HONEST, round=other.round))
@@ -490,7 +495,7 @@ def test_what_an_order_makes_is_what_an_honest_client_says(name: str) -> None:
     for training in (TRAINING, replace(TRAINING, batch_size=3, drop_last=False)):
         algorithm = ALGORITHMS[name](training=training)
         site = tiny_site(algorithm)
-        plan = algorithm.plan(start_of(algorithm, site), 0, SEED)
+        plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
         files: dict[str, bytes] = {}
         ledger = Mailbox(Memory(files), rules=replace(site.rules, algorithm=algorithm))
         for order in plan.orders:
@@ -502,7 +507,7 @@ def test_what_an_order_makes_is_what_an_honest_client_says(name: str) -> None:
 # --------------------------------------------------------------------------------------------- running statistics
 STATIC = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
 STATIC_SITE = tiny_site(ALGORITHM, STATIC)
-STATIC_PLAN = ALGORITHM.plan(start_of(ALGORITHM, STATIC_SITE), 0, SEED)
+STATIC_PLAN = ALGORITHM.plan(start_of(ALGORITHM, STATIC_SITE), context_of(STATIC_SITE, 0, SEED))
 
 
 def with_statistics(kind: str, value: float) -> ClientFailure | ClientUpdate:

@@ -18,7 +18,7 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import key_of, manifest_bytes, payload_bytes
 from fl_engine.storage.s3 import S3Store, Verb
 
-PLAN = RoundPlan(0, tuple(WorkOrder(0, client, SubmodelSpec(), {"w": torch.zeros(4)}, client) for client in (0, 1)))
+PLAN = RoundPlan(0, tuple(WorkOrder(0, client, SubmodelSpec(), {"w": torch.zeros(4)}, client, 0) for client in (0, 1)))
 GLACIER = {"Error": {"Code": "InvalidObjectState"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
 
 Trick = Callable[[Any, str, bytes, pytest.MonkeyPatch, S3Store], None]

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fl_engine.backends.kubernetes import jobs, waiting
 from fl_engine.backends.kubernetes.cluster import Cluster, Resource
@@ -41,7 +42,7 @@ LOST_NODES = 3
 """So many times in a round a client is asked again because its node was lost."""
 PHASES = ("upload", "create", "first_answer", "others", "tidy")
 """Writing the orders, making Jobs, waiting for the first answer and for the others, deleting what is done."""
-LOST = "pod"
+LOST: Literal["pod"] = "pod"
 """The stage at which a client fails whose pod does: it may be asked again."""
 
 
@@ -92,7 +93,6 @@ class Kubernetes:
         fleet: Sequence[Device],
         mailbox: Mailbox,
         memory: tuple[int, int] | None = None,
-        over_provision: float = 1.0,
         cluster: Cluster | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -110,7 +110,6 @@ class Kubernetes:
         self._fleet = fleet
         self._mailbox = mailbox
         self._memory = memory
-        self._over_provision = over_provision
         self._cluster = cluster or Cluster(options.namespace)
         self._run = jobs.run_label(run_id, mailbox.store.uri())
         self._template = jobs.template(options.template)
@@ -124,8 +123,8 @@ class Kubernetes:
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         """Asks clients whose pods fail again, `attempts` times, as long as fewer than the quorum have answered; raises
-        Stopped where they never do, and where `should_stop` says so. With over_provision the others are called off once
-        enough updates are there."""
+        Stopped where they never do, and where `should_stop` says so. The others are called off once as many updates are
+        there as the plan wants."""
         self.phases = dict.fromkeys(PHASES, 0.0)
         self._phase, self._entered = PHASES[0], time.monotonic()
         for outcome in self._outcomes(plan):
@@ -148,7 +147,7 @@ class Kubernetes:
             return
         names = self._mailbox.put_orders(plan)
         before = self._mailbox.ordered(plan.round) - len(plan.orders)  # adopted from before a restart
-        wanted = math.ceil((before + len(plan.orders)) / self._over_provision - 1e-9)
+        wanted = before + len(plan.orders) if plan.wanted is None else plan.wanted
         enough = math.ceil(wanted * self._options.quorum - 1e-9)
         answers, updates = before, plan.adopted
         lost: dict[int, ClientFailure] = {}

@@ -23,10 +23,10 @@ from fl_engine.core.types import Algorithm, ClientFailure, ClientUpdate, Outcome
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.updates import Rejected, packed, update_of
 from fl_engine.rounds import loop as rounds
+from fl_engine.rounds import run as rounds_run
 from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.loop import Evaluation
 from fl_engine.rounds.terms import RoundsConfig
-from fl_engine.testing.tiny import SEED, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, context_of, start_of, tiny_site
 from fl_engine.testing.tracker import Memory
 from flexfleet import config as configs
 from flexfleet.steps import federate, model_pool, partition, pretrain
@@ -165,14 +165,11 @@ def run(of: Job, liar: Liar | None) -> Run:
     """With the defaults of `rounds`."""
     backend, tracker, ledger = Hostile(of.site, of.algorithm, liar), Memory(), ledger_in(InMemory())
     rounds.federate(
-        of.algorithm,
+        rounds_run.Run(of.algorithm, of.site, RoundsConfig(stop=of.stop, evaluate_every=of.stop, commit_every=of.stop)),
         of.start,
         backend,
         ledger,
         tracker,
-        RoundsConfig(stop=of.stop, evaluate_every=of.stop, commit_every=of.stop),
-        of.seed,
-        Evaluation(of.site.family, of.site.pool, of.site.data, ("cpu",), of.site.fleet),
     )
     lines = [line for row in ledger.checkpoints.rows() for line in row.clients]
     far = Counter(line["client"] for line in lines if str(line.get("failure", "")).startswith("validate: "))
@@ -244,17 +241,20 @@ def cohort_from_the_seed() -> str | None:
     start = start_of(algorithm, site)
     backend = Hostile(site, algorithm, None)
     rounds.federate(
-        algorithm,
+        rounds_run.Run(
+            algorithm,
+            site,
+            RoundsConfig(stop=3, evaluate_every=3, norm_bound=None),
+            noise_key=bytes(range(32)),
+        ),
         start,
         backend,
         ledger_in(InMemory()),
         Memory(),
-        RoundsConfig(stop=3, evaluate_every=3, norm_bound=None),
-        SEED,
-        Evaluation(site.family, site.pool, site.data, ("cpu",), site.fleet),
-        noise_key=bytes(range(32)),
     )
-    guessed = [sorted(o.client for o in algorithm.plan(start, round, SEED).orders) for round in range(3)]
+    guessed = [
+        sorted(o.client for o in algorithm.plan(start, context_of(site, round, SEED)).orders) for round in range(3)
+    ]
     same = sum(sorted(asked) == guess for asked, guess in zip(backend.asked, guessed, strict=True))
     return f"who took part in {same} of 3 rounds follows from the run's seed" if same else None
 

@@ -18,7 +18,7 @@ from fl_engine.exchange.mailbox import Closed, Mailbox
 from fl_engine.exchange.updates import KeyOf, Manifest, key_of, signed
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.storage.store import Store, check_size, encode, sha256
-from fl_engine.testing.tiny import SEED, TRAINING, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, context_of, start_of, tiny_site
 
 SECRET = b"a run's own, which no client has"
 CLIENTS, COORDINATOR = key_of(SECRET), key_of(SECRET, "coordinator")
@@ -71,7 +71,7 @@ class Scene:
     def open(round: int = 0) -> Scene:
         """Of a network that keeps running statistics, which clients send too."""
         site = tiny_site(ALGORITHM, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
-        plan = ALGORITHM.plan(start_of(ALGORITHM, site), round, SEED)
+        plan = ALGORITHM.plan(start_of(ALGORITHM, site), context_of(site, round, SEED))
         order = plan.orders[0]
         honest = execute(ALGORITHM, order, site)
         assert isinstance(honest, ClientUpdate), honest

@@ -17,7 +17,7 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.kubernetes import jobs
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.errors import BadInput, FlexfleetError
-from fl_engine.testing.tiny import SEED, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, context_of, start_of, tiny_site
 from flexfleet import cli
 from flexfleet.config import load_config
 from flexfleet.run import check
@@ -83,7 +83,7 @@ def a_node_with_many_devices() -> str | None:
     """Where clients' data lives on their devices, what a node is told is its own client's alone."""
     algorithm = ALGORITHM.__class__(training=Training(fraction=1.0))
     site = tiny_site(algorithm)
-    orders = algorithm.plan(start_of(algorithm, site), 0, SEED).orders
+    orders = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders
     found = jobs.groups(orders, site.fleet, KubernetesConfig(placement="device", data="host:/data"))
     shared = [group for group in found if sum(len(pod) for pod in group.pods) > 1 or group.host is None]
     return f"{len(shared)} Secrets are of more than one device" if shared else None

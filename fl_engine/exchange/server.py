@@ -1,0 +1,52 @@
+"""What a server can do besides averaging: train and evaluate on samples of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from fl_engine.core.errors import ConfigError, ModelError
+from fl_engine.core.types import Data, LocalTask, Params, SubmodelSpec
+from fl_engine.exchange.client import Site
+from fl_engine.training import local
+from fl_engine.training.evaluation import evaluate
+
+
+@dataclass(frozen=True)
+class ServerSite:
+    """A `ServerContext` whose data are the proxy of the partition."""
+
+    site: Site
+    device: str = "cpu"
+
+    @cached_property
+    def samples(self) -> Mapping[int, int]:
+        return {client: len(indices) for client, indices in enumerate(self.site.partition.clients)}
+
+    @cached_property
+    def data(self) -> Data:
+        parts, data = self.site.partition, self.site.data
+        own = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
+        if not len(own):
+            raise ConfigError(
+                "the algorithm asks for data on the server, and partition.proxy leaves it none: raise partition.proxy"
+            )
+        x, y = data.train_x[own], data.train_y[own]
+        return replace(data, train_x=x, train_y=y, test_x=x, test_y=y, natural_client=None)
+
+    def train(self, task: LocalTask, params: Params) -> Params:
+        """Raises ModelError where training diverges."""
+        x, y = self.data.train_x.to(self.device), self.data.train_y.to(self.device)
+        job = local.Job(task, params, self.data.normalise(x), y)
+        (trained,) = local.train(self.site.family, [job], self.site.numerics)
+        if not trained.finite:
+            raise ModelError(f"training on the server diverged (learning rate {task.optimizer.lr:g})")
+        return {name: tensor.cpu() for name, tensor in trained.params.items()}
+
+    def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
+        data = self.data
+        return evaluate(self.site.family, params, spec, data, data.test_x, data.test_y, self.device).accuracy

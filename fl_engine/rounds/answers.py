@@ -1,0 +1,49 @@
+"""The answers of a round, all there, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from fl_engine.aggregation.spool import HELD_BYTES, Spool
+from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome
+from fl_engine.storage.store import tensor_bytes
+
+
+class Answers:
+    """Weights wait in a spool, so that many updates take no more memory than few. Reading gives client order, whatever
+    order they came in: floating-point sums depend on it."""
+
+    def __init__(self, held_bytes: int = HELD_BYTES) -> None:
+        self._spool = Spool(held_bytes)
+        self._heads: dict[int, Outcome] = {}
+        self._places: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+
+    def add(self, outcome: Outcome) -> None:
+        client = outcome.client
+        if isinstance(outcome, ClientUpdate):
+            self._places[client] = self._spool.put(outcome.payload)
+            self._sizes[client] = tensor_bytes(outcome.payload)
+            outcome = replace(outcome, payload={})
+        self._heads[client] = outcome
+
+    def refuse(self, failures: Mapping[int, ClientFailure]) -> None:
+        """By client: these updates are not merged."""
+        self._heads |= failures
+
+    def heads(self) -> Iterator[Outcome]:
+        """Without weights, in client order."""
+        for client in sorted(self._heads):
+            yield self._heads[client]
+
+    def size(self, client: int) -> int:
+        """Bytes of what the client brought."""
+        return self._sizes[client]
+
+    def __iter__(self) -> Iterator[Outcome]:
+        for head in self.heads():
+            if isinstance(head, ClientUpdate):
+                yield replace(head, payload=self._spool.get(self._places[head.client]))
+            else:
+                yield head

@@ -1,0 +1,114 @@
+"""The middle of a round: orders go out, answers come in, are looked at, and the set that is merged is frozen."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fl_engine.core.errors import Stopped
+from fl_engine.core.slicing import index_of
+from fl_engine.core.types import Backend, ClientFailure, ClientUpdate, Outcome, RoundPlan
+from fl_engine.exchange import acceptance
+from fl_engine.exchange.acceptance import Arrival, History, Moved
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.updates import movement, size_of
+from fl_engine.rounds.answers import Answers
+from fl_engine.rounds.run import Run
+
+log = logging.getLogger("flexfleet")
+
+BESIDE_A_STORE = 16 * 2**20
+"""So many bytes of updates stay in memory where the store has them too: rounds through a store are the large ones."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    answers: Answers
+    history: History
+    """How far updates moved, this round's too."""
+    waited: float
+    """Seconds until the backend had answers."""
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Through what the server talks to them."""
+
+    backend: Backend
+    mailbox: Mailbox | None
+    """Where answers are kept as they arrive; None: in this process alone."""
+    should_stop: Callable[[], bool] = lambda: False
+
+
+def collect(run: Run, plan: RoundPlan, history: History, clients: Clients) -> Collected:
+    """Asks all clients of the plan, waits for them, and decides whose updates are merged. Each update is decoded and
+    checked once. Raises Stopped after the answer at hand where `should_stop` says so."""
+    answers = Answers() if clients.mailbox is None else Answers(BESIDE_A_STORE)
+    moved, waited = dict[int, Moved](), 0.0
+    size = _size(plan, history)
+    closed = None
+    if clients.mailbox is not None:
+        clients.mailbox.open_round(plan)
+        closed = clients.mailbox.closed(plan)
+    if closed is not None and clients.mailbox is not None:
+        moved = closed.moved
+        for client in sorted(closed.accepted):
+            answers.add(_known(run, plan, clients.mailbox.accepted(plan, client, closed)))
+        return Collected(answers, acceptance.remembered(history, moved, size), waited)
+
+    arrivals: dict[int, Arrival] = {}
+
+    def receive(outcome: Outcome) -> None:
+        outcome = _known(run, plan, outcome)
+        if isinstance(outcome, ClientUpdate) and not acceptance.unconditional(run.terms):
+            far = movement(outcome, plan.order_of[outcome.client], run.site.layout)
+            moved[outcome.client], arrivals[outcome.client] = far, Arrival(far, outcome.elapsed)
+        answers.add(outcome)
+
+    rest = plan if clients.mailbox is None else _adopted(plan, clients.mailbox, receive)
+    outcomes = clients.backend.run(run.algorithm, rest)
+    while True:
+        asked = time.monotonic()
+        outcome = next(outcomes, None)
+        waited += time.monotonic() - asked
+        if outcome is None:
+            break
+        receive(outcome)
+        if clients.mailbox is not None and (isinstance(outcome, ClientFailure) or not clients.backend.durable):
+            clients.mailbox.put_outcome(plan, outcome)
+        if clients.should_stop():
+            raise Stopped("stopped on request: what was committed stays, resume with --resume")
+    refused = acceptance.refused(plan, arrivals, run.terms, history, size)
+    if clients.mailbox is not None:
+        clients.mailbox.close(plan, sorted(plan.order_of), refused, moved)
+    answers.refuse(refused)
+    return Collected(answers, acceptance.remembered(history, moved, size), waited)
+
+
+def _adopted(plan: RoundPlan, mailbox: Mailbox, receive: Callable[[Outcome], None]) -> RoundPlan:
+    """Receives what an earlier coordinator has left of this round; gives the plan of the other orders."""
+    done, updates = set[int](), 0
+    for outcome in mailbox.finished(plan):
+        receive(outcome)
+        done.add(outcome.client)
+        updates += isinstance(outcome, ClientUpdate)
+    if done:
+        log.info("round %d: adopting %d updates of %d", plan.round + 1, len(done), len(plan.orders))
+    return replace(plan, orders=tuple(o for o in plan.orders if o.client not in done), adopted=updates)
+
+
+def _known(run: Run, plan: RoundPlan, outcome: Outcome) -> Outcome:
+    """With what the server itself knows of an update."""
+    if isinstance(outcome, ClientFailure):
+        return outcome
+    level = index_of(run.site.pool, run.site.layout, outcome.spec)
+    return replace(outcome, level=level, elapsed=run.seconds(outcome, plan.order_of[outcome.client]))
+
+
+def _size(plan: RoundPlan, history: History) -> Moved:
+    """How large what was sent is, while too little is remembered of how far updates move."""
+    if plan.orders and history.count < acceptance.FIRST_ONES:
+        return size_of(plan.orders[0].payload)
+    return acceptance.NOTHING

@@ -1,0 +1,79 @@
+"""What a round measures of its clients: a line for each, and the round's sums."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from fl_engine.core.slicing import index_of
+from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, Stage
+from fl_engine.rounds.answers import Answers
+from fl_engine.rounds.run import Run
+from fl_engine.storage.store import tensor_bytes
+
+log = logging.getLogger("flexfleet")
+
+
+@dataclass(frozen=True)
+class Record:
+    metrics: dict[str, float]
+    clients: tuple[dict[str, Any], ...]
+    """A line for each client that was asked, in client order."""
+
+
+def recorded(run: Run, plan: RoundPlan, answers: Answers) -> Record:
+    """Bytes count 4 per parameter of what is sent and brought back; waste is the share that was sent in vain
+    (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent). A simulated round ends with the slowest client that it
+    takes, or at its deadline where one has not come by then; another that failed is not waited for."""
+    lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
+    pruned = 0
+    for head in answers.heads():
+        order = plan.order_of[head.client]
+        sent = run.site.pool[order.level].name
+        line: dict[str, Any] = {"client": head.client, "sent": sent}
+        if isinstance(head, ClientUpdate):
+            updates.append(head)
+            pruned += head.level != index_of(run.site.pool, run.site.layout, order.spec)
+            line["trained"] = sent if head.level is None else run.site.pool[head.level].name
+            line |= {"examples": head.num_examples, **head.metrics, "seconds_simulated": head.elapsed}
+        else:
+            failures.append(head)
+            log.warning(
+                "round %d, client %d: nothing to merge: %s: %s", head.round + 1, head.client, head.stage, head.reason
+            )
+            line["failure"] = f"{head.stage}: {head.reason}"
+        lines.append(line)
+    down = sum(tensor_bytes(order.payload) for order in plan.orders)
+    up = sum(answers.size(update.client) for update in updates)
+    metrics = {
+        "bytes_down": float(down),
+        "bytes_up": float(up),
+        "waste": 1 - up / down if down else 0.0,
+        "clients_trained": float(len(updates)),
+        "clients_pruned": float(pruned),
+        "clients_failed": float(len(failures)),
+    }
+    metrics |= _reasons(failures)
+    deadline_s = run.terms.deadline_s
+    if deadline_s is not None and len(updates) < plan.enough:
+        metrics["seconds_simulated"] = deadline_s
+    elif updates:
+        metrics["seconds_simulated"] = max(update.elapsed for update in updates)
+    if updates:
+        examples = sum(update.num_examples for update in updates)
+        metrics["train_loss"] = sum(u.metrics["loss"] * u.num_examples for u in updates) / examples
+    return Record(metrics, tuple(lines))
+
+
+def _reasons(failures: list[ClientFailure]) -> dict[str, float]:
+    """How many clients failed of what: by stage, and by code (`updates`) where an update was not to be trusted."""
+    stages = Counter(failure.stage for failure in failures)
+    codes = Counter(failure.code for failure in failures if failure.code is not None)
+    found = {f"rejected/{code}": float(count) for code, count in sorted(codes.items())}
+    names: dict[Stage, str] = {"drop": "clients_dropped", "straggle": "clients_late"}
+    found |= {name: float(stages[stage]) for stage, name in names.items() if stages[stage]}
+    if stages["quorum"]:
+        found["carried_forward"] = 1.0
+    return found

@@ -1,0 +1,61 @@
+"""One round: plan -> collect -> merge -> evaluate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fl_engine.aggregation import privacy
+from fl_engine.exchange.acceptance import History
+from fl_engine.rounds.collect import Clients, collect
+from fl_engine.rounds.recorder import recorded
+from fl_engine.rounds.run import Run
+from fl_engine.storage.checkpoints import Row
+from fl_engine.training.evaluation import average_accuracy, evaluate_pool, published
+
+
+@dataclass(frozen=True)
+class Progress:
+    """All that one round leaves to the next."""
+
+    state: Any
+    """The algorithm's."""
+    history: History = field(default_factory=History)
+    """How far updates of earlier rounds moved."""
+    clock: float = 0.0
+    """Seconds that all rounds together took on the simulated clock."""
+
+
+def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
+    """The round's outcome, and what was measured of it. Raises Stopped."""
+    started = time.monotonic()
+    plan = run.algorithm.plan(before.state, run.context(round, before.clock))
+    plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, round))
+    planned = time.monotonic()
+    collected = collect(run, plan, before.history, clients)
+    state = run.algorithm.merge(before.state, plan, collected.answers, run.server)
+    merged = time.monotonic()
+    record = recorded(run, plan, collected.answers)
+    metrics = record.metrics
+    metrics["seconds_plan"] = planned - started
+    metrics["seconds_train"] = collected.waited
+    metrics |= {f"seconds_train/{phase}": seconds for phase, seconds in clients.backend.phases.items()}
+    metrics["seconds_merge"] = merged - planned - collected.waited
+    if (round + 1) % run.terms.evaluate_every == 0 or round + 1 == run.terms.stop:
+        metrics |= _scores(run, state)
+        metrics["seconds_evaluate"] = time.monotonic() - merged
+    spent = privacy.epsilon(run.algorithm, run.site.fleet, run.site.pool, round + 1)
+    if spent is not None:
+        metrics["epsilon"] = spent
+    metrics["seconds_round"] = time.monotonic() - started
+    clock = before.clock + metrics.get("seconds_simulated", 0.0)
+    return Progress(state, collected.history, clock), Row(round=round, metrics=metrics, clients=record.clients)
+
+
+def _scores(run: Run, state: Any) -> dict[str, float]:
+    scores = evaluate_pool(run.site.family, published(state), run.site.pool, run.site.data, run.devices)
+    found = {"avg": average_accuracy(scores), "full": scores[run.site.pool[-1].name].accuracy}
+    for name, score in scores.items():
+        found |= {f"accuracy/{name}": score.accuracy, f"loss/{name}": score.loss}
+    return found

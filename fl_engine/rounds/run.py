@@ -1,0 +1,53 @@
+"""What a run is: the same in every round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fl_engine.aggregation import privacy
+from fl_engine.core.types import Algorithm, ClientUpdate, RoundContext, WorkOrder
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.server import ServerSite
+from fl_engine.fleet import faults
+from fl_engine.fleet.devices import simulated_seconds
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import tensor_bytes
+
+
+@dataclass(frozen=True)
+class Run:
+    algorithm: Algorithm
+    site: Site
+    terms: RoundsConfig
+    devices: tuple[str, ...] = ("cpu",)
+    """Where the server trains (the first of them) and evaluates."""
+    noise_key: bytes | None = None
+    """A private aggregation's noise, and who takes part, come from it instead of the site's seed."""
+
+    @cached_property
+    def server(self) -> ServerSite:
+        return ServerSite(self.site, self.devices[0])
+
+    def context(self, round: int, clock: float) -> RoundContext:
+        """What the round is planned from. `clock`: simulated seconds of the rounds before."""
+        return RoundContext(
+            round=round,
+            seed=self.site.seed if self.noise_key is None else privacy.plan_seed(self.noise_key),
+            fleet=self.site.fleet,
+            available=self.site.fleet,
+            pool=self.site.pool,
+            clock=clock,
+            over_provision=self.terms.over_provision,
+        )
+
+    def seconds(self, update: ClientUpdate, order: WorkOrder) -> float:
+        """What the order took on the simulated clock, with the transfer of its weights there and back."""
+        fault = faults.befalls(self._faults, self.site.seed, order.round, order.client, len(self.site.fleet))
+        moved = tensor_bytes(order.payload) + tensor_bytes(update.payload)
+        took = simulated_seconds(self.site.fleet[order.client], update.metrics.get("macs", 0.0), moved)
+        return faults.slowness(fault) * took
+
+    @cached_property
+    def _faults(self) -> faults.Faults:
+        return faults.parse(self.terms.faults)

@@ -1,0 +1,210 @@
+"""A round in its words: what is collected, what plan and merge are told, and what is decoded how often."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine.aggregation.server_opt import Average
+from fl_engine.algorithms.fedrolex import FedRolex
+from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.backends import InProcess, Processes
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.types import FULL, ClientFailure, ClientUpdate, LocalTask
+from fl_engine.data.partitioning import Partition
+from fl_engine.exchange.server import ServerSite
+from fl_engine.rounds import loop
+from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.selection import Uniform
+from fl_engine.storage.store import FolderStore
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_fleet, tiny_site
+from fl_engine.testing.tracker import Memory
+from fl_engine.training.evaluation import evaluate
+
+EVERY = {"evaluate_every": 100, "commit_every": 1}
+
+
+def federate(algorithm: Any, site: Any, folder: Path, backend: Any = None, **terms: Any) -> tuple[Any, list[Any]]:
+    ledger = ledger_in(FolderStore(folder), rules=site.rules)
+    run = Run(algorithm, site, RoundsConfig(**(EVERY | terms)))
+    start = start_of(algorithm, site)
+    final = loop.federate(run, start, backend or InProcess(site), ledger, Memory())
+    return final, list(ledger.checkpoints.rows())
+
+
+# ------------------------------------------------------------------------------------------------ what is told
+@dataclass(frozen=True)
+class Forgetful(AllLarge):
+    """Looks at no answer."""
+
+    def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
+        return state
+
+
+def test_clients_train_whatever_merge_does_with_their_answers(tmp_path: Path) -> None:
+    algorithm = Forgetful(training=TRAINING, eligible="all")
+    site = tiny_site(algorithm)
+    final, (row,) = federate(algorithm, site, tmp_path, stop=1)
+    assert row.metrics["clients_trained"] == len(row.clients) == 5
+    assert all(line["steps"] > 0 for line in row.clients)
+    assert_same_bits(final.params, start_of(algorithm, site).params)
+
+
+@dataclass(frozen=True)
+class Twice(AllLarge):
+    """Reads the answers twice, and notes what plan and merge are told."""
+
+    clocks: list[float] = field(default_factory=list)
+
+    def plan(self, state: Any, context: Any) -> Any:
+        self.clocks.append(context.clock)
+        assert (context.available, len(context.pool)) == (context.fleet, 1)
+        return super().plan(state, context)
+
+    def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
+        first, second = list(answers), list(answers)
+        assert [a.client for a in first] == [a.client for a in second] == sorted(plan.order_of)
+        for one, other in zip(first, second, strict=True):
+            if isinstance(one, ClientUpdate):
+                assert one.level == plan.order_of[one.client].level == 0 and one.elapsed > 0
+                assert_same_bits(one.payload, other.payload)
+        assert server.samples == dict.fromkeys(range(20), 8)
+        return super().merge(state, plan, second, server)
+
+
+@pytest.mark.parametrize("keep_updates", [False, True], ids=["in memory", "through the ledger"])
+def test_the_clock_goes_on_from_round_to_round_and_from_run_to_run(tmp_path: Path, keep_updates: bool) -> None:
+    algorithm = Twice(training=TRAINING, eligible="all")
+    site = tiny_site(algorithm)
+    _, rows = federate(algorithm, site, tmp_path / "whole", stop=4, keep_updates=keep_updates)
+    took = [row.metrics["seconds_simulated"] for row in rows]
+    assert algorithm.clocks == [0.0, took[0], took[0] + took[1], took[0] + took[1] + took[2]]
+    whole = list(algorithm.clocks)
+    algorithm.clocks.clear()
+    for stop in (2, 4):
+        federate(algorithm, site, tmp_path / "stopped", stop=stop, keep_updates=keep_updates)
+    assert algorithm.clocks == whole
+
+
+def test_a_commit_without_a_clock_is_gone_on_with_and_a_broken_one_refused() -> None:
+    rows: Any = [type("Row", (), {"metrics": {"seconds_simulated": s}}) for s in (1.5, 2.0)]
+    assert loop._clock({}, rows) == 3.5, "an older version's"
+    assert loop._clock({loop.CLOCK: 7.0}, rows) == 7.0
+    for wrong in (-1.0, float("nan"), "soon", [1]):
+        with pytest.raises(IntegrityError, match="'rounds/clock' is no number of seconds"):
+            loop._clock({loop.CLOCK: wrong}, rows)
+
+
+@dataclass(frozen=True)
+class Listening(Uniform):
+    told: list[tuple[int, bool, float]] = field(default_factory=list)
+
+    def learn(self, state: Any, order: Any, outcome: Any, seconds: float) -> Any:
+        assert order.client == outcome.client
+        self.told.append((order.client, isinstance(outcome, ClientFailure), seconds))
+        return state
+
+
+def test_a_selector_hears_of_every_order_failures_included(tmp_path: Path) -> None:
+    """In client order, with the seconds of the simulated clock."""
+    selection = Listening(model="largest")
+    algorithm = AllLarge(training=TRAINING, selection=selection)
+    site = tiny_site(algorithm)
+    _, (row,) = federate(algorithm, site, tmp_path, stop=1)
+    expected = [(c["client"], "failure" in c, c.get("seconds_simulated", 0.0)) for c in row.clients]
+    assert selection.told == expected
+    assert {failed for _, failed, _ in expected} == {True, False}, "who has less free than it needs fails"
+
+
+def test_a_round_takes_as_many_updates_as_the_plan_wants(tmp_path: Path) -> None:
+    algorithm = AllLarge(training=TRAINING, eligible="all")
+    site = tiny_site(algorithm)
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED, over_provision=2.0))
+    assert (len(plan.orders), plan.wanted, plan.enough) == (10, 5, 5)
+    _, (row,) = federate(algorithm, site, tmp_path, stop=1, over_provision=2.0)
+    assert (row.metrics["clients_trained"], row.metrics["clients_late"]) == (5, 5)
+
+
+def test_fewer_that_can_be_asked_are_all_wanted() -> None:
+    algorithm = AllLarge(training=replace(TRAINING, fraction=0.5), eligible="all")
+    site = tiny_site(algorithm, fleet=tiny_fleet(20))
+    state = start_of(algorithm, site)
+    few = replace(context_of(site, 0, over_provision=2.0), available=site.fleet[:8])
+    plan = algorithm.plan(state, few)
+    assert ([o.client for o in plan.orders], plan.wanted) == (list(range(8)), 8)
+
+
+# ------------------------------------------------------------------------------------------------ once
+class Counting(FolderStore):
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.read: list[str] = []
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        self.read.append(key)
+        return super().get(key, limit)
+
+
+def test_an_update_that_goes_through_the_store_is_read_once(tmp_path: Path) -> None:
+    algorithm = FedRolex(training=TRAINING)
+    site = tiny_site(algorithm)
+    ledger = ledger_in(store := Counting(tmp_path), rules=site.rules)
+    run = Run(algorithm, site, RoundsConfig(stop=2, **EVERY))
+    with closing(Processes(site, ("cpu",), ledger.mailbox)) as backend:
+        loop.federate(run, start_of(algorithm, site), backend, ledger, Memory())
+    weights = [key for key in store.read if "/updates/" in key and key.endswith(".safetensors")]
+    assert len(weights) == len(set(weights)) == sum(len(row.clients) for row in ledger.checkpoints.rows())
+
+
+# ------------------------------------------------------------------------------------------------ the server
+@dataclass(frozen=True)
+class FineTuned(AllLarge):
+    """A server that trains what was averaged on samples of its own."""
+
+    def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
+        merged = super().merge(state, plan, answers, server)
+        task = LocalTask(FULL, self.training.sgd(plan.round), 1, 4, True, seed=plan.round)
+        return replace(merged, params=server.train(task, merged.params))
+
+
+def with_proxy(site: Any, count: int) -> Any:
+    """The first samples of client 0 are the server's."""
+    p: Partition = site.partition
+    clients = (p.clients[0][count:], *p.clients[1:])
+    return replace(site, partition=replace(p, proxy_train=p.clients[0][:count], clients=clients))
+
+
+@pytest.mark.parametrize("keep_updates", [False, True], ids=["in memory", "through the ledger"])
+def test_a_server_that_trains_is_resumed_bit_for_bit(tmp_path: Path, keep_updates: bool) -> None:
+    plain, algorithm = (kind(training=TRAINING, eligible="all") for kind in (AllLarge, FineTuned))
+    site = with_proxy(tiny_site(algorithm), 6)
+    whole, _ = federate(algorithm, site, tmp_path / "whole", stop=3, keep_updates=keep_updates)
+    for stop in (1, 2, 3):
+        final, _ = federate(algorithm, site, tmp_path / "stopped", stop=stop, keep_updates=keep_updates)
+    assert_same_bits(final.params, whole.params)
+    other, _ = federate(plain, site, tmp_path / "plain", stop=3, keep_updates=keep_updates)
+    assert not torch.equal(other.params["classifier.weight"], whole.params["classifier.weight"])
+
+
+def test_the_server_evaluates_on_its_own_samples() -> None:
+    algorithm = AllLarge(training=TRAINING, eligible="all")
+    site = with_proxy(tiny_site(algorithm), 6)
+    server, params = ServerSite(site), start_of(algorithm, site).params
+    own = torch.from_numpy(site.partition.proxy_train)
+    x, y = site.data.train_x[own], site.data.train_y[own]
+    assert server.evaluate(FULL, params) == evaluate(site.family, params, FULL, server.data, x, y).accuracy
+    assert (len(server.data.train_y), server.samples[0], server.samples[1]) == (6, 2, 8)
+
+
+def test_a_server_without_samples_says_so() -> None:
+    algorithm = AllLarge(training=TRAINING, eligible="all", server=Average())
+    server = ServerSite(tiny_site(algorithm))
+    with pytest.raises(ConfigError, match=r"asks for data on the server, and partition\.proxy leaves it none"):
+        _ = server.data
