@@ -37,8 +37,8 @@ class BinaryMLP:
     """`mlp` for two classes: the logits are 0 and the network's one output, so that cross entropy is the logistic
     loss."""
 
-    input_chw: tuple[int, int, int]
-    classes: int = 2
+    input_shape: tuple[int, int, int]
+    outputs: int = 2
 
     min_hw: ClassVar[int] = 1
 
@@ -47,7 +47,7 @@ class BinaryMLP:
         return ParamLayout({"hidden": HIDDEN}, slots | linear_slots("out", "out", Axis("hidden"), FREE))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        c, h, w = self.input_chw
+        c, h, w = self.input_shape
         width = self.layout().width(spec, "hidden")
         hidden, out = nn.Linear(c * h * w, width), nn.Linear(width, 1)
         return nn.Sequential(OrderedDict(flatten=nn.Flatten(), hidden=hidden, relu=nn.ReLU(), out=out, pair=_Pair()))
@@ -67,8 +67,8 @@ class _Pair(nn.Module):
 class McMahanCNN:
     """`mcmahan_cnn`. Each pool comes before its ReLU, which is the same and touches a quarter of the values."""
 
-    input_chw: tuple[int, int, int]
-    classes: int
+    input_shape: tuple[int, int, int]
+    outputs: int
 
     min_hw: ClassVar[int] = 4
 
@@ -78,13 +78,13 @@ class McMahanCNN:
         slots |= {"conv2.weight": Slot("conv2", (conv2, conv1, FREE, FREE)), "conv2.bias": Slot("conv2", (conv2,))}
         slots |= linear_slots("fc", "fc", Axis("conv2", self._last_map()), hidden)
         slots |= linear_slots("out", "out", hidden, Axis("classes"))
-        return ParamLayout({"conv1": 32, "conv2": 64, "hidden": 512, "classes": self.classes}, slots)
+        return ParamLayout({"conv1": 32, "conv2": 64, "hidden": 512, "classes": self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         layout = self.layout()
         c1, c2, hidden, classes = (layout.width(spec, group) for group in layout.groups)
         layers: OrderedDict[str, nn.Module] = OrderedDict(
-            conv1=nn.Conv2d(self.input_chw[0], c1, 5, padding=2), pool1=nn.MaxPool2d(2), relu1=nn.ReLU(),
+            conv1=nn.Conv2d(self.input_shape[0], c1, 5, padding=2), pool1=nn.MaxPool2d(2), relu1=nn.ReLU(),
             conv2=nn.Conv2d(c1, c2, 5, padding=2), pool2=nn.MaxPool2d(2), relu2=nn.ReLU(),
             flatten=nn.Flatten(), fc=nn.Linear(c2 * self._last_map(), hidden), relu3=nn.ReLU(),
             out=nn.Linear(hidden, classes),
@@ -96,4 +96,4 @@ class McMahanCNN:
         return tuple(Prunable(group, (f"{'fc' if group == 'hidden' else group}.",), (relu,)) for group, relu in names)
 
     def _last_map(self) -> int:
-        return (self.input_chw[1] // 4) * (self.input_chw[2] // 4)
+        return (self.input_shape[1] // 4) * (self.input_shape[2] // 4)

@@ -21,8 +21,9 @@ from benchmarks.workloads import MEAN, STD, Workload, chosen
 from fl_engine.algorithms import AdaptiveFL, AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import Algorithm, Backend, Data, ModelFamily, Outcome, RoundPlan
+from fl_engine.core.types import Algorithm, Backend, ModelFamily, Outcome, RoundPlan
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
@@ -34,6 +35,7 @@ from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
+from fl_engine.tasks import Classification
 from fl_engine.testing.tracker import Memory
 from fl_engine.training import strategy
 from fl_engine.training.numerics import Numerics
@@ -63,7 +65,9 @@ def site_of(name: str, w: Workload, numerics: Numerics = Numerics()) -> tuple[Al
     algorithm, family = algorithm_of(w), family_of(name, w)
     x, y = w.data()
     images, labels = torch.from_numpy(x).flatten(0, 1), torch.from_numpy(y).flatten()
-    data = Data(name, w.classes, images, labels, images[:1], labels[:1], (MEAN,) * w.chw[0], (STD,) * w.chw[0])
+    data = Data(
+        name, Classification(w.classes), images, labels, images[:1], labels[:1], (MEAN,) * w.chw[0], (STD,) * w.chw[0]
+    )
     parts = tuple(np.arange(c * w.samples, (c + 1) * w.samples) for c in range(w.clients))
     nobody = np.zeros(0, dtype=np.int64)
     counts = np.stack([np.bincount(row, minlength=w.classes) for row in y], axis=1)
@@ -95,7 +99,7 @@ def main(argv: list[str]) -> None:
     threads = tuple(options.devices)
     prepare_process(threads)
     algorithm, site = site_of(name, w)
-    numerics = strategy.choose(site.family, w.batch, w.per_round, options.precision, threads)
+    numerics = strategy.choose(site.family, site.data.task, w.batch, w.per_round, options.precision, threads)
     site = replace(site, numerics=numerics)
     print(f"ours: {numerics} on {threads}", file=sys.stderr)
     initial: Any = algorithm.init(

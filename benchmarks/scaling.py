@@ -26,8 +26,9 @@ from benchmarks.workloads import MEAN, STD, WORKLOADS
 from fl_engine.algorithms import AdaptiveFL, AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import count_params, initial_params
-from fl_engine.core.types import Algorithm, Data, ModelFamily
+from fl_engine.core.types import Algorithm, ModelFamily
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
@@ -39,6 +40,7 @@ from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
+from fl_engine.tasks import Classification
 from fl_engine.testing.tracker import Memory
 from fl_engine.training import strategy
 
@@ -59,19 +61,21 @@ def measure(
     """Of a run of `stop` rounds; the first three do not count for the median."""
     generator = torch.Generator().manual_seed(0)
     n = clients * samples
-    images = torch.randint(0, 256, (n, *family.input_chw), dtype=torch.uint8, generator=generator)
-    labels = torch.randint(0, family.classes, (n,), generator=generator)
-    c = family.input_chw[0]
-    data = Data("made up", family.classes, images, labels, images[:1], labels[:1], (MEAN,) * c, (STD,) * c)
+    images = torch.randint(0, 256, (n, *family.input_shape), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, family.outputs, (n,), generator=generator)
+    c = family.input_shape[0]
+    data = Data(
+        "made up", Classification(family.outputs), images, labels, images[:1], labels[:1], (MEAN,) * c, (STD,) * c
+    )
     parts = tuple(np.arange(i * samples, (i + 1) * samples) for i in range(clients))
     nobody = np.zeros(0, dtype=np.int64)
-    counts = np.zeros((family.classes, clients), dtype=np.int64)
+    counts = np.zeros((family.outputs, clients), dtype=np.int64)
     partition = Partition(nobody, nobody, parts, "made up", {}, data.name, counts)
     fleet = devices.fleet(tiers, clients, 0)
     pool = algorithm.pool(family, (0.5,) * len(family.prunable()))
     training = algorithm.training  # type: ignore[attr-defined]
     per_round = max(1, round(training.fraction * clients))
-    numerics = strategy.choose(family, training.batch_size, per_round, "fp32")
+    numerics = strategy.choose(family, Classification(family.outputs), training.batch_size, per_round, "fp32")
     site = Site(family, pool, fleet, data, partition, 0, numerics)
     initial = algorithm.init(initial_params(family, 0), family.layout(), fleet, pool, ServerSite(site))
     with tempfile.TemporaryDirectory() as folder:

@@ -458,7 +458,9 @@ def parser() -> argparse.ArgumentParser:
     c = add("pool", "show the model pool: sizes, multiply-adds, widths")
     c.add_argument("--algorithm", metavar="NAME")
     c.add_argument("--model", metavar="NAME")
-    c.add_argument("--input", metavar="CxHxW", help="with --classes: instead of a data set")
+    c.add_argument(
+        "--input", metavar="SHAPE", help="of a sample (3x32x32, 200x6, 18), with --classes: instead of a data set"
+    )
     c.add_argument("--classes", type=int)
     c.add_argument("--apoz", type=Path, metavar="FILE", help="apoz.json of a pretrain step, instead of measuring")
     c.set_defaults(call=pool)

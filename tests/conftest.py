@@ -24,8 +24,9 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import Algorithm, Data, Outcome, RoundPlan, Tracker
+from fl_engine.core.types import Algorithm, Outcome, RoundPlan, Tracker
 from fl_engine.data import partitioning as partitions
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
@@ -38,6 +39,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import Store, check_size, encode, sha256
+from fl_engine.tasks import Classification
 from fl_engine.testing.tracker import Memory
 from flexfleet import cli
 from flexfleet.files import terminal as common
@@ -190,7 +192,7 @@ class TinyJob:
             x = torch.from_numpy(rng.integers(0, 256, (samples, 1, 8, 8), dtype=np.uint8))
             return x, torch.arange(samples) % 3
 
-        self.data = Data("tiny", 3, *part(64), *part(20), (0.5,), (0.3,))
+        self.data = Data("tiny", Classification(3), *part(64), *part(20), (0.5,), (0.3,))
         self.family = SmallCNN((1, 8, 8), 3, width=0.25)
         self.partition = partitions.partition(self.data, "iid", 6, 0.0625, self.seed, minimum=10)
         tiers = (Tier("weak", 0.5, 60.0, (8.0,)), Tier("strong", 0.5, 110.0, (8.0,)))

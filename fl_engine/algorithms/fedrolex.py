@@ -40,6 +40,7 @@ from fl_engine.algorithms.pooled import (
 )
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.types import (
+    HEAD,
     ClientUpdate,
     LocalTask,
     ModelFamily,
@@ -130,5 +131,5 @@ def kernels(layout: ParamLayout, params: Params) -> int:
     return sum(
         tensor.shape[0]
         for name, tensor in params.items()
-        if tensor.dim() > 1 and layout.slots[name].axes[0].group != "classes"
+        if tensor.dim() > 1 and layout.slots[name].axes[0].group != HEAD
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.types import FULL, Axis, Keep, ModelFamily, ParamLayout, Params, Pool, SubmodelSpec
+from fl_engine.core.types import FULL, Axis, Keep, ModelFamily, ParamLayout, Params, Pool, SubmodelSpec, TakesTokens
 
 
 def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: SubmodelSpec = FULL) -> Params:
@@ -89,7 +89,7 @@ def contains(layout: ParamLayout, outer: SubmodelSpec, inner: SubmodelSpec) -> b
 
 
 def index_of(pool: Pool, layout: ParamLayout, spec: SubmodelSpec) -> int | None:
-    """Which pool model a sub-model is, or has the widths and blocks of; the classes do not count."""
+    """Which pool model a sub-model is, or has the widths and blocks of; the outputs do not count."""
     form = layout.form(spec)
     return next((i for i, m in enumerate(pool) if layout.form(m.spec) == form), None)
 
@@ -136,7 +136,7 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
     """Multiply-adds per sample as the papers' tables count them (the thop convention): convolutions and linear
     layers without bias, 4*C*H*W per batch norm; ReLU, pooling and dropout count 0.
 
-    Runs one image of nothing through weights of nothing: on torch's meta device the first convolution would import its
+    Runs one sample of nothing through weights of nothing: on torch's meta device the first convolution would import its
     compiler and sympy, seconds in every client's pod.
     """
     total = 0
@@ -156,8 +156,18 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
     for child in module.modules():
         child.register_forward_hook(count)
     with torch.inference_mode():
-        module(torch.empty(1, *family.input_chw))
+        module(made_up(family, 1))
     return total
+
+
+def made_up(family: ModelFamily, count: int, generator: torch.Generator | None = None) -> Tensor:
+    """Samples (count, ...) of the form that the network takes: zeros, or drawn from the generator."""
+    shape = (count, *family.input_shape)
+    if isinstance(family, TakesTokens):
+        if generator is None:
+            return torch.zeros(shape, dtype=torch.int64)
+        return torch.randint(0, family.vocabulary, shape, generator=generator)
+    return torch.zeros(shape) if generator is None else torch.randn(shape, generator=generator)
 
 
 def initial_params(family: ModelFamily, seed: int) -> Params:

@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError, nearest
+from fl_engine.core.samples import Data
 
 Params = dict[str, Tensor]
 """Flat `state_dict` names to tensors."""
@@ -46,6 +46,10 @@ class Slot:
     axes: tuple[Axis, ...]
 
 
+HEAD = "classes"
+"""The channel group of a network's outputs, which no rule cuts. Stored sub-models have it under this name, whatever the
+task."""
+
 FORMS_KEPT = 1024
 """So many forms a layout remembers: a pool has a handful, rolling windows have new ones in every round."""
 
@@ -55,7 +59,7 @@ class ParamLayout:
     """Channel counts of all groups, and a slot for each parameter, both in network order.
 
     Tensors tied by a residual connection share a group, so an inconsistent slice cannot be written down.
-    The classes are a group like any other (by convention named `classes`).
+    The outputs are a group like any other, named `HEAD`.
     """
 
     groups: Mapping[str, int]
@@ -86,11 +90,11 @@ class ParamLayout:
         return spec.blocks is None or block in spec.blocks
 
     def form(self, spec: SubmodelSpec) -> tuple[object, ...]:
-        """Widths and blocks: what sub-models of the same form have in common. The classes do not count."""
+        """Widths and blocks: what sub-models of the same form have in common. The outputs do not count."""
         if spec not in self._forms:
             if len(self._forms) >= FORMS_KEPT:
                 self._forms.clear()
-            widths = tuple(self.width(spec, group) for group in self.groups if group != "classes")
+            widths = tuple(self.width(spec, group) for group in self.groups if group != HEAD)
             self._forms[spec] = (widths, tuple(b for b in self.blocks if self.has_block(spec, b)))
         return self._forms[spec]
 
@@ -187,16 +191,16 @@ class Prunable:
 
 
 class ModelFamily(Protocol):
-    """A network and all its sub-networks. Implementations are frozen dataclasses whose fields are the options."""
-
-    min_hw: ClassVar[int]
-    """The smallest image side that the architecture can take."""
+    """A network and all its sub-networks. Implementations are frozen dataclasses whose fields are the options, and the
+    first two of these: they follow from the data."""
 
     @property
-    def input_chw(self) -> tuple[int, int, int]: ...
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one sample; (C, H, W) of an image."""
 
     @property
-    def classes(self) -> int: ...
+    def outputs(self) -> int:
+        """The head's size, as the task says."""
 
     def __hash__(self) -> int: ...
 
@@ -206,38 +210,23 @@ class ModelFamily(Protocol):
         """The sub-network, freshly initialised (or without storage under `torch.device("meta")`)."""
 
     def prunable(self) -> tuple[Prunable, ...]:
-        """The layers whose width may shrink, in network order; the classifier's output is never one."""
+        """The layers whose width may shrink, in network order; the head's output is never one."""
 
 
-# ----------------------------------------------------------------------------------------------------- data
-@dataclass(frozen=True)
-class Data:
-    """A data set in memory: images as uint8 (N, C, H, W), labels as int64 (N,), and how to normalise.
+@runtime_checkable
+class TakesImages(Protocol):
+    """A network that no smaller image fits into."""
 
-    A network is fed `(x / 255 - mean) / std` per channel. `natural_client` (N_train,) names the source of each
-    training sample where the data set knows it (a writer, a user), for the natural partition.
-    """
+    min_hw: ClassVar[int]
+    """The smallest image side that the architecture can take."""
 
-    name: str
-    classes: int
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    natural_client: Tensor | None = None
+
+@runtime_checkable
+class TakesTokens(Protocol):
+    """A network whose samples are integers, tokens 0 .. vocabulary - 1."""
 
     @property
-    def input_chw(self) -> tuple[int, int, int]:
-        c, h, w = self.train_x.shape[1:]
-        return int(c), int(h), int(w)
-
-    def normalise(self, x_bchw: Tensor) -> Tensor:
-        """uint8 (B, C, H, W) in 0..255 to float32, on the device where it lies."""
-        mean = torch.tensor(self.mean, device=x_bchw.device).view(1, -1, 1, 1)
-        std = torch.tensor(self.std, device=x_bchw.device).view(1, -1, 1, 1)
-        return (x_bchw.float() / 255 - mean) / std
+    def vocabulary(self) -> int: ...
 
 
 # -------------------------------------------------------------------------------------------------- devices

@@ -1,4 +1,4 @@
-"""Rules that cut a network: each gives a `SubmodelSpec`. The classes are never cut.
+"""Rules that cut a network: each gives a `SubmodelSpec`. The outputs are never cut.
 
 `int` and `ceil` are different sub-models: AdaptiveFL truncates, HeteroFL's and FjORD's code rounds up, FedRolex's
 paper rounds down.
@@ -15,18 +15,17 @@ import numpy as np
 
 from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.slicing import count_params
-from fl_engine.core.types import FULL, ModelFamily, ParamLayout, SubmodelSpec
+from fl_engine.core.types import FULL, HEAD, ModelFamily, ParamLayout, SubmodelSpec
 
 Rounding = Literal["ceil", "floor"]
 
-CLASSES = "classes"
 EXIT_TOLERANCE = 5.0
 """How far, in points, a level may exceed its target (as FlexFL's and AdaptiveFL's code allow)."""
 
 
 def hidden(layout: ParamLayout) -> dict[str, int]:
     """The channel groups that a rule may cut."""
-    return {group: size for group, size in layout.groups.items() if group != CLASSES}
+    return {group: size for group, size in layout.groups.items() if group != HEAD}
 
 
 def kept(size: int, width: float, rounding: Rounding) -> int:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError
-from fl_engine.core.types import Data
+from fl_engine.core.samples import Data
 
 DEFAULT_ROOT = "~/.cache/flexfleet/data"
 CHUNK = 1 << 20
@@ -226,10 +226,12 @@ def check_labels(path: Path, labels: NDArray[np.uint8], classes: int) -> None:
 def pad(data: Data, side: int) -> Data:
     """All images centred on black of side x side; of an odd margin the larger half is right and below.
 
-    For networks that take no smaller image (`ModelFamily.min_hw`). Raises DataError for larger images, and for more
-    than LARGEST_SIDE.
+    For networks that take no smaller image (`TakesImages.min_hw`). Raises DataError for larger images, for more than
+    LARGEST_SIDE, and for samples that are no images.
     """
-    _, height, width = data.input_chw
+    if not data.has_images:
+        raise DataError(f"{data.name} holds no images, which alone are padded: set dataset.pad=none")
+    _, height, width = data.input_shape
     down, right = side - height, side - width
     if down < 0 or right < 0 or side > LARGEST_SIDE:
         raise DataError(
@@ -261,7 +263,8 @@ def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator
 
 
 def subset(data: Data, train_samples: int | None, test_samples: int | None, seed: int) -> Data:
-    """A smaller data set for quick runs: stratified by class, in the original order; None keeps a part whole.
+    """A smaller data set for quick runs: stratified by label, in the original order; None keeps a part whole. Drawn
+    uniformly where the task has no labels.
 
     A function of the seed alone; train and test part have a stream each, so one does not move the other.
     Raises DataError when more is asked for than is there, or less than one sample.
@@ -278,20 +281,23 @@ def subset(data: Data, train_samples: int | None, test_samples: int | None, seed
     )
 
 
-def _choose(data: Data, part: str, labels: torch.Tensor, samples: int | None, seed: int) -> slice | torch.Tensor:
+def _choose(data: Data, part: str, targets: torch.Tensor, samples: int | None, seed: int) -> slice | torch.Tensor:
     if samples is None:
         return slice(None)
-    if not 1 <= samples <= len(labels):
-        raise DataError(f"{data.name}: expected 1 to {len(labels)} {part} samples, got {samples}; leave it out for all")
-    return torch.from_numpy(stratified(labels.numpy(), samples, seeds.rng(seed, f"subset/{part}")))
+    if not 1 <= samples <= len(targets):
+        raise DataError(
+            f"{data.name}: expected 1 to {len(targets)} {part} samples, got {samples}; leave it out for all"
+        )
+    labels = data.task.labels(targets) if data.task.label_count else np.zeros(len(targets), dtype=np.int64)
+    return torch.from_numpy(stratified(labels, samples, seeds.rng(seed, f"subset/{part}")))
 
 
 def fingerprint(data: Data) -> str:
-    """SHA-256 (hex) over everything that a result depends on: shapes, types, bytes, classes, normalisation.
+    """SHA-256 (hex) over everything that a result depends on: shapes, types, bytes, task, normalisation.
 
     Equal data have equal fingerprints on every machine: a key for caches, and what a partition belongs to.
     """
-    digest = hashlib.sha256(repr((data.classes, tuple(data.mean), tuple(data.std))).encode())
+    digest = hashlib.sha256(repr((data.task.identity, data.mean, data.std)).encode())
     for tensor in (data.train_x, data.train_y, data.test_x, data.test_y, data.natural_client):
         if tensor is None:
             digest.update(b"none")

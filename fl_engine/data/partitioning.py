@@ -13,6 +13,9 @@ Rules, each a pure function from labels (or groups) to one ascending index array
     disjoint_labels  every client holds L labels ("quantity-based label imbalance", #C = L, of Li et al.)
     natural          by the writer or user whom the data set names
 
+Labels are what the task says: the class, or a quantile bin of a number. A task without labels has neither `dirichlet`
+nor `disjoint_labels`; where a class is spoken of below, it is a label.
+
 Every sample ends in exactly one place. Randomness comes from `seeds.rng(seed, "proxy")` and `seeds.rng(seed,
 "partition")` alone.
 """
@@ -36,12 +39,13 @@ from safetensors import numpy as safetensors
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError, brief, nearest
 from fl_engine.core.fields import Index
-from fl_engine.core.types import Data
+from fl_engine.core.samples import Data
 from fl_engine.data.files import fingerprint, replacing
 
 Ints = NDArray[np.int64]
 
 RULES = ("iid", "dirichlet", "quantity", "disjoint_labels", "natural")
+BY_LABEL = ("dirichlet", "disjoint_labels")
 TENSORS = "partition.safetensors"
 MANIFEST = "partition.json"
 
@@ -50,8 +54,8 @@ MANIFEST = "partition.json"
 class Partition:
     """Positions in the training data, ascending int64, and how they came about.
 
-    `counts` (classes, clients) says how many samples of each class a client holds; `parameters` holds what
-    the rule was given; `data` is the fingerprint of the data set that the positions belong to.
+    `counts` (labels, clients) says how many samples of each label a client holds (one row where the task has none);
+    `parameters` holds what the rule was given; `data` is the fingerprint of the data set that the positions belong to.
     """
 
     proxy_train: Ints
@@ -227,7 +231,13 @@ def partition(
     `alpha` is for dirichlet and quantity, `labels_per_client` for disjoint_labels; other rules do not look at them. A
     function of the arguments alone, on every machine. Raises PartitionError for what cannot be cut.
     """
-    labels: Ints = data.train_y.numpy()
+    if rule in BY_LABEL and not data.task.label_count:
+        others = ", ".join(each for each in RULES if each not in BY_LABEL)
+        raise PartitionError(
+            f"the rule {rule} deals by labels, and the targets of {data.name} have none ({data.task.name}): take one "
+            f"of {others}, or give the task quantile bins"
+        )
+    labels = labels_of(data)
     proxy_train, proxy_test, rest = split_proxy(len(labels), proxy_share, seeds.rng(seed, "proxy"))
     _check_room(len(rest), clients, minimum)
     rng = seeds.rng(seed, "partition")
@@ -268,8 +278,13 @@ def partition(
             f"the rule {rule} leaves client {poorest} {sizes[poorest]} samples, fewer than the minimum of "
             f"{minimum}; take fewer clients or a smaller minimum"
         )
-    counts = _count(held, labels, data.classes)
+    counts = _count(held, labels, max(1, data.task.label_count))
     return Partition(proxy_train, proxy_test, held, rule, parameters, fingerprint(data), counts)
+
+
+def labels_of(data: Data) -> Ints:
+    """By training sample; all 0 where the task has no labels."""
+    return data.task.labels(data.train_y) if data.task.label_count else np.zeros(len(data.train_y), dtype=np.int64)
 
 
 def statistics(partition: Partition, labels: Ints, classes: int) -> Ints:
@@ -279,6 +294,10 @@ def statistics(partition: Partition, labels: Ints, classes: int) -> Ints:
 
 def _count(clients: tuple[Ints, ...], labels: Ints, classes: int) -> Ints:
     return np.stack([np.bincount(labels[part], minlength=classes) for part in clients], axis=1).astype(np.int64)
+
+
+def _labels_held(clients: tuple[Ints, ...], data: Data) -> Ints:
+    return _count(clients, labels_of(data), max(1, data.task.label_count))
 
 
 def _check_room(samples: int, clients: int, minimum: int) -> None:
@@ -376,7 +395,7 @@ def load(folder: Path, data: Data | None = None) -> Partition:
         )
     tensors = _positions(content, manifest, tensors_path, data)
     clients = tuple(np.split(tensors["clients"], np.cumsum(manifest.client_samples)[:-1]))
-    if data is not None and _count(clients, data.train_y.numpy(), data.classes).tolist() != manifest.class_counts:
+    if data is not None and _labels_held(clients, data).tolist() != manifest.class_counts:
         raise IntegrityError(f"{path}: class_counts are not those of the samples stored; partition again")
     return Partition(
         proxy_train=tensors["proxy_train"],

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_engine.core.types import Data
+from fl_engine.core.samples import Data
 from fl_engine.data.files import data_root, fingerprint, pad, subset
 from fl_engine.datasets import cifar10, digits, fashion_mnist
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fl_engine.core.types import Data
+from fl_engine.core.samples import Data
 from fl_engine.data.files import Remote, check_labels, download, extract, parse_records, read, require
+from fl_engine.tasks import Classification
 
 ABOUT = "CIFAR-10, 32x32 colour, 10 classes, 50,000 + 10,000; no licence stated, cite Krizhevsky 2009; 170 MB"
 FOLDER = "cifar10"
@@ -55,7 +56,7 @@ def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS, records: int = RE
     folder = root / FOLDER / BATCHES
     train_x, train_y = _batches(folder, TRAIN, checksums, records)
     test_x, test_y = _batches(folder, TEST, checksums, records)
-    return Data("cifar10", CLASSES, train_x, train_y, test_x, test_y, MEAN, STD)
+    return Data("cifar10", Classification(CLASSES), train_x, train_y, test_x, test_y, MEAN, STD)
 
 
 def fetch(root: Path, archive: Remote = ARCHIVE, checksums: Mapping[str, str] = CHECKSUMS) -> None:

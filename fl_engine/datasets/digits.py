@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import EnvironmentFailure
-from fl_engine.core.types import Data
+from fl_engine.core.samples import Data
 from fl_engine.data.files import stratified
 from fl_engine.storage.store import sha256
+from fl_engine.tasks import Classification
 
 ABOUT = "Digits, 8x8 grey, 10 classes, 1,438 + 359; comes with scikit-learn"
 TEST_SAMPLES = 359
@@ -71,7 +72,7 @@ def load(root: Path) -> Data:
     test[stratified(labels, TEST_SAMPLES, seeds.rng(0, "digits/test"))] = True
     return Data(
         name="digits",
-        classes=10,
+        task=Classification(10),
         train_x=torch.from_numpy(images[~test]),
         train_y=torch.from_numpy(labels[~test]),
         test_x=torch.from_numpy(images[test]),

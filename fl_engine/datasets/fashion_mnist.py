@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.types import Data
+from fl_engine.core.samples import Data
 from fl_engine.data.files import Remote, check_labels, download, parse_idx, read, require
+from fl_engine.tasks import Classification
 
 ABOUT = "Fashion-MNIST, 28x28 grey, 10 classes, 60,000 + 10,000; MIT licence; 31 MB"
 FOLDER = "fashion-mnist"
@@ -50,7 +51,7 @@ def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS) -> Data:
     require("fashion_mnist", root, FILES, f"{URL}/{{{','.join(CHECKSUMS)}}}")
     train_x, train_y = _part(root / FOLDER, "train", checksums)
     test_x, test_y = _part(root / FOLDER, "t10k", checksums)
-    return Data("fashion_mnist", CLASSES, train_x, train_y, test_x, test_y, MEAN, STD)
+    return Data("fashion_mnist", Classification(CLASSES), train_x, train_y, test_x, test_y, MEAN, STD)
 
 
 def fetch(root: Path, remotes: Sequence[Remote] = REMOTES) -> None:

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from fl_engine.core.errors import ClientError, ModelError
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
+    HEAD,
     Algorithm,
     ClientFailure,
     ClientUpdate,
-    Data,
     Device,
     LocalTask,
     ModelFamily,
@@ -140,7 +141,7 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcom
     """Trains works of equal kind side by side. A failure is an outcome."""
     started = time.monotonic()
     try:
-        trained = list(local.train(site.family, list(_jobs(works, site, device)), site.numerics))
+        trained = list(local.train(site.family, site.data.task, list(_jobs(works, site, device)), site.numerics))
     except (ModelError, MemoryError, torch.OutOfMemoryError) as error:
         if len(works) > 1:  # what one cannot do is no reason for the others to fail
             return [outcome for work in works for outcome in train([work], site, device)]
@@ -154,11 +155,11 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcom
 def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]:
     sizes = [len(work.indices) for work in works]
     chosen = torch.from_numpy(np.concatenate([work.indices for work in works]))
-    images = torch.split(site.data.normalise(site.data.train_x[chosen].to(device)), sizes)
-    labels = torch.split(site.data.train_y[chosen].to(device), sizes)
-    for work, x_nchw, y_n in zip(works, images, labels, strict=True):
+    samples = torch.split(site.data.normalise(site.data.train_x[chosen].to(device)), sizes)
+    targets = torch.split(site.data.train_y[chosen].to(device), sizes)
+    for work, x, y in zip(works, samples, targets, strict=True):
         linear = {name: tensor for name, tensor in work.order.memory.items() if name in work.start}
-        yield local.Job(work.task, work.start, x_nchw, y_n, linear)
+        yield local.Job(work.task, work.start, x, y, linear)
 
 
 def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float, macs: float) -> Outcome:
@@ -176,7 +177,7 @@ def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float, mac
     spec, payload = task.spec, faults.lie(site.befalls(order), work.start, trained.params)
     if task.mask_labels:  # the rows of classes that the client does not hold were not trained
         held = torch.unique(site.data.train_y[work.indices]).tolist()
-        spec = SubmodelSpec.of({**task.spec.kept, "classes": held}, task.spec.blocks)
+        spec = SubmodelSpec.of({**task.spec.kept, HEAD: held}, task.spec.blocks)
         payload = take(payload, site.layout, spec, have=task.spec)
     return ClientUpdate(order.round, order.client, spec, payload, len(work.indices), metrics)
 

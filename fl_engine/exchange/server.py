@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from fl_engine.core.errors import ConfigError, ModelError
-from fl_engine.core.types import Data, LocalTask, Params, SubmodelSpec
+from fl_engine.core.samples import Data
+from fl_engine.core.types import LocalTask, Params, SubmodelSpec
 from fl_engine.exchange.client import Site
 from fl_engine.training import local
 from fl_engine.training.evaluation import evaluate
@@ -42,11 +43,11 @@ class ServerSite:
         """Raises ModelError where training diverges."""
         x, y = self.data.train_x.to(self.device), self.data.train_y.to(self.device)
         job = local.Job(task, params, self.data.normalise(x), y)
-        (trained,) = local.train(self.site.family, [job], self.site.numerics)
+        (trained,) = local.train(self.site.family, self.data.task, [job], self.site.numerics)
         if not trained.finite:
             raise ModelError(f"training on the server diverged (learning rate {task.optimizer.lr:g})")
         return {name: tensor.cpu() for name, tensor in trained.params.items()}
 
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
         data = self.data
-        return evaluate(self.site.family, params, spec, data, data.test_x, data.test_y, self.device).accuracy
+        return evaluate(self.site.family, params, spec, data, data.test_x, data.test_y, self.device).value

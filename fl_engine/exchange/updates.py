@@ -36,6 +36,7 @@ from fl_engine.core import workload
 from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief, printable
 from fl_engine.core.slicing import contains, is_statistic, largest, shapes, take
 from fl_engine.core.types import (
+    HEAD,
     Algorithm,
     ClientFailure,
     ClientUpdate,
@@ -295,7 +296,7 @@ def _check_made(spec: SubmodelSpec, order: WorkOrder, metrics: Mapping[str, floa
 
 
 def _but_classes(spec: SubmodelSpec) -> SubmodelSpec:
-    return SubmodelSpec.of({group: kept for group, kept in spec.kept.items() if group != "classes"}, spec.blocks)
+    return SubmodelSpec.of({group: kept for group, kept in spec.kept.items() if group != HEAD}, spec.blocks)
 
 
 Expected = dict[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -14,10 +14,13 @@ from fl_engine.core.registry import check_names, kind_of
 from fl_engine.core.types import ModelFamily
 from fl_engine.models import MODELS
 
+FROM_DATA = ("input_shape", "outputs")
+"""The fields of a network that are no options: they follow from the data."""
 
-def build_model(model: Mapping[str, Any], input_chw: tuple[int, int, int], classes: int) -> ModelFamily:
-    """The network of a `model` section, for these images. Raises ConfigError or ModelError."""
-    values = {**{k: v for k, v in model.items() if k != "name"}, "input_chw": input_chw, "classes": classes}
+
+def build_model(model: Mapping[str, Any], input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
+    """The network of a `model` section, for such samples and with such a head. Raises ConfigError or ModelError."""
+    values = {**{k: v for k, v in model.items() if k != "name"}, "input_shape": input_shape, "outputs": outputs}
     try:
         family: ModelFamily = TypeAdapter(model_kind(model)).validate_json(json.dumps(values), strict=True)
         return family
@@ -30,11 +33,11 @@ def build_model(model: Mapping[str, Any], input_chw: tuple[int, int, int], class
 
 
 def model_kind(section: Mapping[str, Any]) -> type[ModelFamily]:
-    return kind_of(MODELS, section, "model", ("min_hw", "layout", "module", "prunable"))
+    return kind_of(MODELS, section, "model", ("layout", "module", "prunable"))
 
 
 def check_options(model: Mapping[str, Any]) -> None:
     """Raises ConfigError for an option that the named network has not."""
     kind: Any = model_kind(model)
-    known = [f.name for f in fields(kind) if f.name not in ("input_chw", "classes")]
+    known = [f.name for f in fields(kind) if f.name not in FROM_DATA]
     check_names("model", {k: v for k, v in model.items() if k != "name"}, known)

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.types import Axis, ParamLayout, Slot, SubmodelSpec
+from fl_engine.core.types import HEAD, Axis, ParamLayout, Slot, SubmodelSpec
 from fl_engine.core.widths import exit_name
 from fl_engine.models.layers import linear_slots
 from fl_engine.training import lanes
@@ -45,7 +45,7 @@ def slots_with_exits(slots: Mapping[str, Slot], exits: tuple[str, ...]) -> dict[
         if block in exits:
             # In each network the last parameter of a block has the block's output as its first axis.
             channels = next(reversed(out.values())).axes[0]
-            out |= linear_slots(exit_name(block), exit_name(block), channels, Axis("classes"))
+            out |= linear_slots(exit_name(block), exit_name(block), channels, Axis(HEAD))
     return out
 
 

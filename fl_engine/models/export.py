@@ -21,9 +21,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import runnable
-from fl_engine.core.types import FULL, Data, ModelFamily, Params, PoolModel, SubmodelSpec
-from fl_engine.models.build import build_model
+from fl_engine.core.types import FULL, ModelFamily, Params, PoolModel, SubmodelSpec
+from fl_engine.models.build import FROM_DATA, build_model
 from fl_engine.storage.store import FolderStore, decode, encode, sha256
 from fl_engine.training.evaluation import collect_statistics, score, weights_of
 
@@ -46,7 +47,7 @@ class About(BaseModel):
     """As in `model.name`."""
     options: dict[str, Any]
     """Of the network, the `model` section of a configuration less its name."""
-    input_chw: tuple[int, int, int]
+    input_chw: tuple[int, ...]
     """Images are uint8; mean and std normalise x / 255."""
     classes: int
     mean: tuple[float, ...]
@@ -111,15 +112,15 @@ def export(
         level=member.name,
         dataset=data.name,
         model=model_name,
-        options={k: v for k, v in own.items() if k not in ("input_chw", "classes")},
-        input_chw=data.input_chw,
-        classes=data.classes,
+        options={k: v for k, v in own.items() if k not in FROM_DATA},
+        input_chw=data.input_shape,
+        classes=data.task.outputs,
         mean=data.mean,
         std=data.std,
         spec=member.spec.to_json(),
         ensemble=member.ensemble,
         accuracy_trained=trained,
-        accuracy_exported=score(network, data, member.ensemble).accuracy,
+        accuracy_exported=score(network, data, member.ensemble).value,
         weights_sha256=sha256(weights),
     )
     store = FolderStore(out)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.types import Axis, ModelFamily, ParamLayout, Slot, SubmodelSpec
+from fl_engine.core.types import Axis, ModelFamily, ParamLayout, Slot, SubmodelSpec, TakesImages
 from fl_engine.core.widths import exit_name
 from fl_engine.training import lanes
 
@@ -96,24 +96,28 @@ def linear_slots(name: str, block: str, inside: Axis, out: Axis) -> dict[str, Sl
     return {f"{name}.weight": Slot(block, (out, inside)), f"{name}.bias": Slot(block, (out,))}
 
 
-def check_options(family: ModelFamily, width: float, norm: str) -> None:
+class ImageFamily(ModelFamily, TakesImages, Protocol):
+    """A network for images of a smallest side."""
+
+
+def check_options(family: ImageFamily, width: float, norm: str) -> None:
     """Raises ModelError for what no network here can be built from."""
-    name, chw, least = type(family).__name__, family.input_chw, family.min_hw
+    name, chw, least = type(family).__name__, family.input_shape, family.min_hw
     if not are_sizes(chw, 3):
-        raise ModelError(f"{name}: input_chw is a tuple of three positive integers (C, H, W), got {chw!r}")
+        raise ModelError(f"{name}: input_shape is a tuple of three positive integers (C, H, W), got {chw!r}")
     if min(chw[1:]) < least:
         raise ModelError(
             f"{name} takes images of at least {least}x{least} pixels, got {chw[1]}x{chw[2]}: enlarge or pad "
             "the images, or choose a network for smaller ones (small_cnn takes 8x8)"
         )
-    if not isinstance(family.classes, int) or family.classes < 2:
-        raise ModelError(f"{name}: classes is an integer of at least 2, got {family.classes!r}")
+    if not isinstance(family.outputs, int) or family.outputs < 1:
+        raise ModelError(f"{name}: outputs is an integer of at least 1, got {family.outputs!r}")
     if not isinstance(width, int | float) or not 0 < width < math.inf:
         raise ModelError(f"{name}: width multiplies all channels and is a number above 0, got {width!r}")
-    if width > WIDEST or max(*chw, family.classes) > LARGEST:
+    if width > WIDEST or max(*chw, family.outputs) > LARGEST:
         raise ModelError(
-            f"{name}: at most {WIDEST} times as wide, {LARGEST} pixels a side and {LARGEST} classes, "
-            f"got width {width}, input_chw {chw} and {family.classes} classes"
+            f"{name}: at most {WIDEST} times as wide, {LARGEST} pixels a side and {LARGEST} outputs, "
+            f"got width {width}, input_shape {chw} and {family.outputs} outputs"
         )
     if norm not in get_args(Norm):
         raise ModelError(f"{name}: norm is one of {', '.join(get_args(Norm))}, got {norm!r}")

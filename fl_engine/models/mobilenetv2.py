@@ -73,8 +73,8 @@ def _block_slots(name: str, inside: str, out: str, t: int, norm: Norm) -> dict[s
 
 @dataclass(frozen=True)
 class MobileNetV2:
-    input_chw: tuple[int, int, int]
-    classes: int
+    input_shape: tuple[int, int, int]
+    outputs: int
     width: float = 1.0
     """Multiplies the channels of the stem, of every stage and of the head."""
     norm: Norm = "batch"
@@ -100,7 +100,7 @@ class MobileNetV2:
         slots |= conv_bn_slots("head", "head", Axis(inside), Axis("head"), self.norm)
         slots["classifier.weight"] = Slot("classifier", (Axis("classes"), Axis("head"), FREE, FREE))
         slots["classifier.bias"] = Slot("classifier", (Axis("classes"),))
-        return ParamLayout(groups | {"classes": self.classes}, slots_with_exits(slots, self.exits))
+        return ParamLayout(groups | {"classes": self.outputs}, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
@@ -109,7 +109,7 @@ class MobileNetV2:
         check_spec(layout, spec, skippable=identities, exits=self.exits)
         c_in = layout.width(spec, "stem")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        layers["stem"] = conv_bn(self.input_chw[0], c_in, 3, self.norm, relu=nn.ReLU6())
+        layers["stem"] = conv_bn(self.input_shape[0], c_in, 3, self.norm, relu=nn.ReLU6())
         for name, (t, _, depth, stride) in STAGES.items():
             c_out = layout.width(spec, name)
             blocks: OrderedDict[str, nn.Module] = OrderedDict()

@@ -85,8 +85,8 @@ def _projects(stage: str, b: int) -> bool:
 
 @dataclass(frozen=True)
 class PreResNet18:
-    input_chw: tuple[int, int, int]
-    classes: int
+    input_shape: tuple[int, int, int]
+    outputs: int
     width: float = 1.0
     """Multiplies the channels of every stage."""
     norm: Norm = "batch"
@@ -111,7 +111,7 @@ class PreResNet18:
                 inside = out
         slots |= batch_norm_slots("norm.bn", "norm", inside, self.norm)
         slots |= linear_slots("classifier", "classifier", inside, Axis("classes"))
-        return ParamLayout(groups | {"classes": self.classes}, slots_with_exits(slots, self.exits))
+        return ParamLayout(groups | {"classes": self.outputs}, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
@@ -120,7 +120,7 @@ class PreResNet18:
         check_spec(layout, spec, skippable=identities, exits=self.exits)
         c_in = layout.width(spec, "stage1")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        layers["stem"] = _conv(self.input_chw[0], c_in, 3)
+        layers["stem"] = _conv(self.input_shape[0], c_in, 3)
         for stage, stride in STRIDES.items():
             c_out = layout.width(spec, stage)
             blocks: OrderedDict[str, nn.Module] = OrderedDict()

@@ -63,8 +63,8 @@ def _block_slots(name: str, inside: Axis, out: Axis, norm: Norm, project: bool) 
 
 @dataclass(frozen=True)
 class _ResNet:
-    input_chw: tuple[int, int, int]
-    classes: int
+    input_shape: tuple[int, int, int]
+    outputs: int
     width: float = 1.0
     """Multiplies the channels of the stem and of every stage."""
     norm: Norm = "batch"
@@ -90,7 +90,7 @@ class _ResNet:
                 slots |= _block_slots(f"stage{stage}.{b}", inside, out, self.norm, project=b == 0)
                 inside = out
         slots |= linear_slots("classifier", "classifier", inside, Axis("classes"))
-        return ParamLayout(groups | {"classes": self.classes}, slots_with_exits(slots, self.exits))
+        return ParamLayout(groups | {"classes": self.outputs}, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
@@ -99,7 +99,7 @@ class _ResNet:
         check_spec(layout, spec, skippable=identities, exits=self.exits)
         c_in = layout.width(spec, "stem")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        layers["stem"] = conv_bn(self.input_chw[0], c_in, 3, self.norm, bias=False, relu=nn.ReLU())
+        layers["stem"] = conv_bn(self.input_shape[0], c_in, 3, self.norm, bias=False, relu=nn.ReLU())
         for stage, (depth, stride) in enumerate(zip(self.depths, STRIDES, strict=True), 1):
             c_out = layout.width(spec, f"stage{stage}")
             blocks: OrderedDict[str, nn.Module] = OrderedDict()

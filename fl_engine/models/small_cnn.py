@@ -33,8 +33,8 @@ CHANNELS = {"conv1": 16, "conv2": 32, "conv3": 64, "fc1": 64}
 
 @dataclass(frozen=True)
 class SmallCNN:
-    input_chw: tuple[int, int, int]
-    classes: int
+    input_shape: tuple[int, int, int]
+    outputs: int
     width: float = 1.0
     """Multiplies the channels of every convolution and the hidden units."""
     norm: Norm = "batch"
@@ -54,7 +54,7 @@ class SmallCNN:
         slots |= conv_bn_slots("conv3", "conv3", Axis("conv2"), Axis("conv3"), self.norm)
         slots |= linear_slots("fc1.linear", "fc1", Axis("conv3", self._last_map()), Axis("fc1"))
         slots |= linear_slots("classifier", "classifier", Axis("fc1"), Axis("classes"))
-        return ParamLayout(groups | {"classes": self.classes}, slots_with_exits(slots, self.exits))
+        return ParamLayout(groups | {"classes": self.outputs}, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
@@ -63,7 +63,7 @@ class SmallCNN:
         c1, c2, c3, hidden, classes = (layout.width(spec, group) for group in (*CHANNELS, "classes"))
         fc1 = OrderedDict(linear=nn.Linear(c3 * self._last_map(), hidden), relu=nn.ReLU())
         layers: OrderedDict[str, nn.Module] = OrderedDict(
-            conv1=conv_bn(self.input_chw[0], c1, 3, self.norm, relu=nn.ReLU()),
+            conv1=conv_bn(self.input_shape[0], c1, 3, self.norm, relu=nn.ReLU()),
             pool1=nn.MaxPool2d(2),
             conv2=conv_bn(c1, c2, 3, self.norm, relu=nn.ReLU()),
             pool2=nn.MaxPool2d(2),
@@ -83,5 +83,5 @@ class SmallCNN:
 
     def _last_map(self) -> int:
         """Pixels of one channel where the flatten is."""
-        _, h, w = self.input_chw
+        _, h, w = self.input_shape
         return (h // 4) * (w // 4)

@@ -39,8 +39,8 @@ POOL_AFTER = (2, 4, 7, 10, 13)
 
 @dataclass(frozen=True)
 class VGG16:
-    input_chw: tuple[int, int, int]
-    classes: int
+    input_shape: tuple[int, int, int]
+    outputs: int
     fc: tuple[int, int] = (4096, 4096)
     """Units of the two hidden layers, before `width`."""
     width: float = 1.0
@@ -69,14 +69,14 @@ class VGG16:
         slots |= linear_slots("fc1.linear", "fc1", Axis("conv13", self._last_map()), Axis("fc1"))
         slots |= linear_slots("fc2.linear", "fc2", Axis("fc1"), Axis("fc2"))
         slots |= linear_slots("classifier", "classifier", Axis("fc2"), Axis("classes"))
-        return ParamLayout(groups | {"classes": self.classes}, slots_with_exits(slots, self.exits))
+        return ParamLayout(groups | {"classes": self.outputs}, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
         layout = self.layout()
         check_spec(layout, spec, exits=self.exits)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        c_in = self.input_chw[0]
+        c_in = self.input_shape[0]
         for i in range(1, len(CHANNELS) + 1):
             c_out = layout.width(spec, f"conv{i}")
             layers[f"conv{i}"] = conv_bn(c_in, c_out, 3, self.norm, relu=nn.ReLU())
@@ -102,5 +102,5 @@ class VGG16:
 
     def _last_map(self) -> int:
         """Pixels of one channel where the flatten is."""
-        _, h, w = self.input_chw
+        _, h, w = self.input_shape
         return (h // 32) * (w // 32)

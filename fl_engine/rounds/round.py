@@ -12,7 +12,7 @@ from fl_engine.rounds.collect import Clients, collect
 from fl_engine.rounds.recorder import recorded
 from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import Row
-from fl_engine.training.evaluation import average_accuracy, evaluate_pool, published
+from fl_engine.training.evaluation import average, evaluate_pool, published
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
 
 def _scores(run: Run, state: Any) -> dict[str, float]:
     scores = evaluate_pool(run.site.family, published(state), run.site.pool, run.site.data, run.devices)
-    found = {"avg": average_accuracy(scores), "full": scores[run.site.pool[-1].name].accuracy}
+    found = {"avg": average(scores), "full": scores[run.site.pool[-1].name].value}
     for name, score in scores.items():
-        found |= {f"accuracy/{name}": score.accuracy, f"loss/{name}": score.loss}
+        found |= {f"{metric}/{name}": value for metric, value in score.metrics.items()}
+        found[f"loss/{name}"] = score.loss
     return found

@@ -29,7 +29,8 @@ from fl_engine.aggregation.privacy import LEARN_NOTHING, Private
 from fl_engine.aggregation.rules import Aggregation, Mean, Median, TrimmedMean
 from fl_engine.aggregation.server_opt import Average
 from fl_engine.backends import InProcess
-from fl_engine.core.errors import ClientError
+from fl_engine.core.errors import ClientError, ModelError, PoolError
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import contains, count_params, full_shapes, initial_params, shapes, take
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import (
@@ -54,6 +55,8 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Uniform
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage.store import FolderStore, decode, encode
+from fl_engine.tasks import Classification
+from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.models import kept_mask
 from fl_engine.testing.tiny import (
     SEED,
@@ -68,6 +71,7 @@ from fl_engine.testing.tiny import (
     update_of,
 )
 from fl_engine.testing.tracker import Memory
+from fl_engine.training import strategy
 from fl_engine.training.evaluation import evaluate, published, weights_of
 
 # Sites and states are immutable, so sharing them between examples is safe.
@@ -430,20 +434,45 @@ class AlgorithmSuite:
     def test_a_resumed_run_equals_one_that_was_not_stopped(
         self, algorithm: Algorithm, site: Site, tmp_path: Path, keep_updates: bool
     ) -> None:
-        def federate(folder: str, stop: int) -> Params:
-            config = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=keep_updates)
-            ledger, backend = ledger_in(FolderStore(tmp_path / folder)), InProcess(site)
-            start = start_of(algorithm, site)
-            final = rounds.federate(Run(algorithm, site, config), start, backend, ledger, Memory())
-            return dict(published(final))
-
-        whole = federate("whole", 3)
+        whole = _federated(algorithm, site, tmp_path / "whole", 3, keep_updates)
         for stop in (1, 2):
-            federate("stopped", stop)
-        assert_same_bits(federate("stopped", 3), whole)
+            _federated(algorithm, site, tmp_path / "stopped", stop, keep_updates)
+        assert_same_bits(_federated(algorithm, site, tmp_path / "stopped", 3, keep_updates), whole)
+
+    @pytest.mark.parametrize("kind", sorted(KINDS))
+    def test_other_samples_and_tasks_learn_and_go_on(self, algorithm: Algorithm, kind: str, tmp_path: Path) -> None:
+        """Side by side where the network can, after a stop with the same bits."""
+        family, data = KINDS[kind]
+        algorithm = _for_task(algorithm, data)
+        try:
+            site = tiny_site(algorithm, family, data=data)
+        except (ModelError, PoolError) as refused:
+            pytest.skip(str(refused))
+        numerics = strategy.choose(family, data.task, 4, 5, "fp32")
+        site = replace(site, numerics=numerics)
+        final = _run(algorithm, site, start_of(algorithm, site), rounds=4)[0]
+        assert _train_loss(site, final) < _train_loss(site, start_of(algorithm, site))
+        whole = _federated(algorithm, site, tmp_path / "whole", 3, keep_updates=True)
+        _federated(algorithm, site, tmp_path / "stopped", 1, keep_updates=True)
+        assert_same_bits(_federated(algorithm, site, tmp_path / "stopped", 3, keep_updates=True), whole)
 
 
 # -------------------------------------------------------------------------------------------------- helpers
+def _federated(algorithm: Algorithm, site: Site, folder: Path, stop: int, keep_updates: bool) -> Params:
+    """What a run (or the rest of it) in this folder ends with."""
+    config = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=keep_updates)
+    ledger, backend, start = ledger_in(FolderStore(folder)), InProcess(site), start_of(algorithm, site)
+    final = rounds.federate(Run(algorithm, site, config), start, backend, ledger, Memory())
+    return dict(published(final))
+
+
+def _for_task(algorithm: Algorithm, data: Data) -> Algorithm:
+    """Without the label masks of HeteroFL where the outputs are no classes."""
+    options: Any = algorithm
+    masks = getattr(algorithm, "mask_labels", False) and not isinstance(data.task, Classification)
+    return replace(options, mask_labels=False) if masks else algorithm
+
+
 def _copy(params: Params) -> Params:
     return {name: t.clone() for name, t in params.items()}
 

@@ -32,6 +32,7 @@ from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
@@ -44,6 +45,8 @@ from fl_engine.testing.tiny import (
     tiny_fleet,
     tiny_site,
 )
+from fl_engine.training.lanes import can_run
+from fl_engine.training.numerics import SINGLE, Numerics
 
 Make = Callable[[Site, Sequence[str]], Backend]
 
@@ -77,6 +80,19 @@ class BackendSuite:
         algorithm = FlexFL(training=TRAINING)
         site, plan = _work(algorithm, FAMILIES[family])
         found = _sorted(make(site, devices).run(algorithm, plan))
+        assert_same_outcomes(found, _sorted(execute(algorithm, order, site) for order in plan.orders))
+        assert all(isinstance(o, ClientUpdate) for o in found)
+
+    @pytest.mark.parametrize("numerics", [SINGLE, Numerics("batched", 2)], ids=["single", "batched"])
+    @pytest.mark.parametrize("kind", sorted(KINDS))
+    def test_equal_bits_for_other_samples_and_tasks(self, make: Make, kind: str, numerics: Numerics) -> None:
+        family, data = KINDS[kind]
+        if not can_run(family.module()):
+            numerics = SINGLE
+        algorithm = FlexFL(training=TRAINING)
+        site = replace(tiny_site(algorithm, family, data=data), numerics=numerics)
+        plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
+        found = _sorted(make(site, ("cpu", "cpu")).run(algorithm, plan))
         assert_same_outcomes(found, _sorted(execute(algorithm, order, site) for order in plan.orders))
         assert all(isinstance(o, ClientUpdate) for o in found)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fl_engine.core import slicing
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import take
-from fl_engine.core.types import FULL, ModelFamily, ParamLayout, Params, Prunable, SubmodelSpec
+from fl_engine.core.types import FULL, HEAD, ModelFamily, ParamLayout, Params, Prunable, SubmodelSpec, TakesImages
 
 # A family is immutable, so sharing it between examples is safe, whatever the scope of the fixture.
 law = settings(
@@ -97,8 +97,8 @@ def random_params(family: ModelFamily) -> Params:
     return params
 
 
-def images(family: ModelFamily, count: int) -> Tensor:
-    return torch.randn(count, *family.input_chw, generator=torch.Generator().manual_seed(11))
+def samples(family: ModelFamily, count: int) -> Tensor:
+    return slicing.made_up(family, count, torch.Generator().manual_seed(11))
 
 
 def kept_mask(layout: ParamLayout, spec: SubmodelSpec, name: str, shape: torch.Size) -> Tensor:
@@ -138,32 +138,33 @@ class ModelSuite:
                 for size, axis in zip(state[name], slot.axes, strict=True):
                     assert axis.group is None or size == layout.groups[axis.group] * axis.repeat, name
 
-    def test_the_classes_are_a_group(self, family: ModelFamily) -> None:
-        assert family.layout().groups["classes"] == family.classes
+    def test_the_outputs_are_a_group(self, family: ModelFamily) -> None:
+        assert family.layout().groups[HEAD] == family.outputs
 
     def test_a_family_is_a_value(self, family: ModelFamily) -> None:
         assert _replaced(family) == family
         assert hash(_replaced(family)) == hash(family)
-        assert min(family.input_chw[1:]) >= family.min_hw
+        if isinstance(family, TakesImages):
+            assert min(family.input_shape[1:]) >= family.min_hw
 
-    def test_forward_gives_one_logit_per_class_that_depends_on_the_image(self, family: ModelFamily) -> None:
+    def test_forward_gives_outputs_that_depend_on_the_sample(self, family: ModelFamily) -> None:
         with torch.no_grad():
-            logits = family.module().eval()(images(family, 3))
-        assert logits.shape == (3, family.classes)
-        assert torch.isfinite(logits).all()
-        assert not torch.equal(logits[0], logits[1])
+            outputs = family.module().eval()(samples(family, 3))
+        assert outputs.shape == (3, family.outputs)
+        assert torch.isfinite(outputs).all()
+        assert not torch.equal(outputs[0], outputs[1])
 
     def test_gradients_reach_every_parameter(self, family: ModelFamily) -> None:
         module = family.module().train()
-        module(images(family, 4)).square().sum().backward()
+        module(samples(family, 4)).square().sum().backward()
         assert [name for name, p in module.named_parameters() if p.grad is None] == []
 
     def test_static_statistics_move_in_training_only(self, family: ModelFamily) -> None:
         module = self.static(family).module()
         before = {name: b.clone() for name, b in module.named_buffers()}
-        module.eval()(images(family, 4))
+        module.eval()(samples(family, 4))
         assert_same(before, dict(module.named_buffers()))
-        module.train()(images(family, 4))
+        module.train()(samples(family, 4))
         assert all(not torch.equal(before[name], b) for name, b in module.named_buffers())
 
     def test_a_batch_normalised_network_keeps_no_statistics(self, family: ModelFamily) -> None:
@@ -210,7 +211,7 @@ class ModelSuite:
     ) -> None:
         static = self.static(family)
         spec = data.draw(specs(static))
-        layout, params, x = static.layout(), random_params(static), images(static, 2).double()
+        layout, params, x = static.layout(), random_params(static), _in_double(samples(static, 2))
         buffers = {name for name, _ in static.module().named_buffers()}
         zeroed = {
             name: t if name in buffers else t * kept_mask(layout, spec, name, t.shape) for name, t in params.items()
@@ -218,11 +219,11 @@ class ModelSuite:
         with torch.no_grad():
             sub = slicing.runnable(static, spec, take(params, layout, spec)).eval()(x)
             full = slicing.runnable(static, FULL, zeroed).eval()(x)
-        torch.testing.assert_close(sub, full[:, _channels(layout, spec, "classes")], rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(sub, full[:, _channels(layout, spec, HEAD)], rtol=1e-7, atol=1e-9)
 
     def test_a_smaller_network_costs_less(self, family: ModelFamily) -> None:
         layout = family.layout()
-        half = SubmodelSpec.of({g: max(1, n // 2) for g, n in layout.groups.items() if g != "classes"})
+        half = SubmodelSpec.of({g: max(1, n // 2) for g, n in layout.groups.items() if g != HEAD})
         assert 0 < slicing.count_params(family, half) < slicing.count_params(family)
         assert 0 < slicing.count_macs(family, half) < slicing.count_macs(family)
 
@@ -235,7 +236,7 @@ class ModelSuite:
                     family.module(spec)
                 continue
             with torch.no_grad():
-                assert family.module(spec).eval()(images(family, 2)).shape == (2, family.classes)
+                assert family.module(spec).eval()(samples(family, 2)).shape == (2, family.outputs)
 
     def test_a_slice_out_of_range_is_an_error(self, family: ModelFamily) -> None:
         layout, params = family.layout(), random_params(family)
@@ -252,7 +253,7 @@ class ModelSuite:
         groups = [layer.group for layer in family.prunable()]
         assert groups
         assert groups == [g for g in family.layout().groups if g in groups], "unknown, twice, or out of order"
-        assert "classes" not in groups
+        assert HEAD not in groups
 
     def test_prunable_parameters_are_disjoint_and_leave_the_classifier_out(self, family: ModelFamily) -> None:
         layout = family.layout()
@@ -264,7 +265,7 @@ class ModelSuite:
             assert unused == []
             governing = {axis.group for name in names for axis in layout.slots[name].axes}
             assert layer.group in governing
-            assert "classes" not in governing
+            assert HEAD not in governing
 
     def test_prunable_activations_are_all_relus_of_the_layer(self, family: ModelFamily) -> None:
         relus = [name for name, m in family.module().named_modules() if isinstance(m, nn.ReLU | nn.ReLU6)]
@@ -283,8 +284,12 @@ class ModelSuite:
         for name in names:
             module.get_submodule(name).register_forward_hook(lambda *_, name=name: count(name))
         with torch.no_grad():
-            module(images(family, 2))
+            module(samples(family, 2))
         assert runs == dict.fromkeys(names, 1)
+
+
+def _in_double(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
 
 
 def _replaced(family: Any, **changes: Any) -> ModelFamily:

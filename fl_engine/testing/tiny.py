@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core import seeds
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import index_of, initial_params
 from fl_engine.core.types import (
     FULL,
@@ -25,7 +26,6 @@ from fl_engine.core.types import (
     ChoosesNetwork,
     ClientFailure,
     ClientUpdate,
-    Data,
     Device,
     ModelFamily,
     Outcome,
@@ -43,13 +43,14 @@ from fl_engine.core.types import (
     Tables,
     WorkOrder,
 )
-from fl_engine.data.partitioning import Partition
+from fl_engine.data.partitioning import Partition, labels_of
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import FREE, check_spec, linear_slots
+from fl_engine.tasks import Classification
 
 CHW = (1, 4, 4)
 CLASSES = 4
@@ -81,8 +82,8 @@ class TinyNet:
     exit may sit behind conv and fc.
     """
 
-    input_chw: tuple[int, int, int] = CHW
-    classes: int = CLASSES
+    input_shape: tuple[int, int, int] = CHW
+    outputs: int = CLASSES
     dropout: float = 0.0
     """Before the classifier, 0 for none."""
     conv: int = 8
@@ -104,7 +105,7 @@ class TinyNet:
         slots |= linear_slots("fc.linear", "fc", Axis("conv", self._last_map()), hidden)
         slots |= linear_slots("extra.linear", "extra", hidden, hidden)
         slots |= linear_slots("classifier", "classifier", hidden, Axis("classes"))
-        groups = {"conv": self.conv, "hidden": self.hidden, "classes": self.classes}
+        groups = {"conv": self.conv, "hidden": self.hidden, "classes": self.outputs}
         return ParamLayout(groups, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
@@ -113,7 +114,7 @@ class TinyNet:
         check_spec(layout, spec, skippable=("extra",), exits=self.exits)
         conv, hidden, classes = (layout.width(spec, group) for group in layout.groups)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        first = nn.Conv2d(self.input_chw[0], conv, 3, padding=1)
+        first = nn.Conv2d(self.input_shape[0], conv, 3, padding=1)
         layers["conv"] = nn.Sequential(OrderedDict(conv=first, relu=nn.ReLU()))
         layers["pool"] = nn.MaxPool2d(2)
         layers["flatten"] = nn.Flatten()
@@ -138,7 +139,7 @@ class TinyNet:
 
     def _last_map(self) -> int:
         """Pixels of one channel where the flatten is."""
-        _, h, w = self.input_chw
+        _, h, w = self.input_shape
         return (h // 2) * (w // 2)
 
 
@@ -156,14 +157,17 @@ def tiny_data(chw: tuple[int, int, int] = CHW, classes: int = CLASSES, clients: 
     train_x, train_y = images(SAMPLES * clients)
     test_x, test_y = images(40)
     channels = chw[0]
-    return Data("tiny", classes, train_x, train_y, test_x, test_y, (0.5,) * channels, (0.25,) * channels)
+    return Data(
+        "tiny", Classification(classes), train_x, train_y, test_x, test_y, (0.5,) * channels, (0.25,) * channels
+    )
 
 
 def tiny_partition(data: Data, sizes: Sequence[int]) -> Partition:
     """The first `sizes[0]` samples to client 0, the next `sizes[1]` to client 1, and so on; no proxy."""
     ends = np.cumsum(sizes)
     parts = tuple(np.arange(end - size, end, dtype=np.int64) for size, end in zip(sizes, ends, strict=True))
-    counts = np.stack([np.bincount(data.train_y.numpy()[p], minlength=data.classes) for p in parts], axis=1)
+    labels, kinds = labels_of(data), max(1, data.task.label_count)
+    counts = np.stack([np.bincount(labels[p], minlength=kinds) for p in parts], axis=1)
     nobody = np.zeros(0, dtype=np.int64)
     return Partition(nobody, nobody, parts, "by hand", {}, data.name, counts.astype(np.int64))
 
@@ -204,13 +208,17 @@ def tiny_site(
     *,
     sizes: Sequence[int] | None = None,
     fleet: tuple[Device, ...] | None = None,
+    data: Data | None = None,
 ) -> Site:
-    """Clients with data, for `algorithm`: as many as the fleet has devices, `sizes[c]` samples at client c."""
+    """Clients with data, for `algorithm`: as many as the fleet has devices, `sizes[c]` samples at client c. Without
+    `data` they hold images."""
     family = TinyNet() if family is None else family
     if isinstance(algorithm, ChoosesNetwork):
         family = algorithm.network(family)
     fleet = tiny_fleet() if fleet is None else fleet
-    data = tiny_data(family.input_chw, family.classes, len(fleet))
+    if data is None:
+        c, h, w = family.input_shape
+        data = tiny_data((c, h, w), family.outputs, len(fleet))
     partition = tiny_partition(data, (SAMPLES,) * len(fleet) if sizes is None else sizes)
     return Site(family, tiny_pool(algorithm, family), fleet, data, partition, SEED)
 

@@ -1,4 +1,4 @@
-"""Accuracy and loss of each pool model on held-out data."""
+"""The task's metrics and the loss of each pool model on held-out data."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_engine.core import seeds
+from fl_engine.core.samples import Data, batch_layout
 from fl_engine.core.slicing import runnable, take
-from fl_engine.core.types import Data, ModelFamily, ParamLayout, Params, Pool, PoolModel, SubmodelSpec
+from fl_engine.core.types import ModelFamily, ParamLayout, Params, Pool, PoolModel, SubmodelSpec
 
 
 @dataclass(frozen=True)
 class Score:
-    """`accuracy` in [0, 1], `loss` the mean cross entropy; `confusion` (classes, classes) int64: how many images of a
-    class (row) were taken for which (column)."""
+    """`value` is that of the task's deciding metric (accuracy, in [0, 1]; R2), `loss` the mean over the samples,
+    `metrics` all that the task measures, by name, and `confusion` what `Measured` says."""
 
-    accuracy: float
+    value: float
     loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     confusion: Tensor = field(default_factory=lambda: torch.empty(0, 0), compare=False, repr=False)
 
 
@@ -32,24 +33,24 @@ def evaluate(
     params: Params,
     spec: SubmodelSpec,
     data: Data,
-    x_nchw: Tensor,
-    y_n: Tensor,
+    x: Tensor,
+    y: Tensor,
     device: str = "cpu",
     batch_size: int = 128,
     *,
     ensemble: bool = False,
     static_bn: bool = False,
 ) -> Score:
-    """Scores one sub-model, whose weights are `params`, on uint8 images.
+    """Scores one sub-model, whose weights are `params`, on samples `x` and their targets.
 
     Networks without running statistics normalise by the batch at hand in evaluation too, as the authors do; so
-    that the figure is defined, batches have a fixed size and a fixed permutation. A last batch of one image
+    that the figure is defined, batches have a fixed size and a fixed permutation. A last batch of one sample
     joins the batch before it. With `static_bn`, statistics come from one pass over the training data instead
-    (HeteroFL, ICLR 2021, Sec. 3). A network with early exits answers with its last, or with the mean of the logits
+    (HeteroFL, ICLR 2021, Sec. 3). A network with early exits answers with its last, or with the mean of the outputs
     of all (`ensemble`).
     """
     network = _network(family, params, spec, data, device, batch_size, static_bn)
-    return _one_pass([(network, ensemble)], data, x_nchw, y_n, device, batch_size)[0]
+    return _one_pass([(network, ensemble)], data, x, y, device, batch_size)[0]
 
 
 def _network(
@@ -63,28 +64,27 @@ def _network(
 
 
 def _one_pass(
-    networks: Sequence[tuple[nn.Module, bool]], data: Data, x_nchw: Tensor, y_n: Tensor, device: str, batch_size: int
+    networks: Sequence[tuple[nn.Module, bool]], data: Data, x: Tensor, y: Tensor, device: str, batch_size: int
 ) -> list[Score]:
-    """Every network (and whether its exits vote) on each batch in turn: images are gathered and normalised once."""
-    classes = data.classes
-    taken: list[list[Tensor]] = [[] for _ in networks]
+    """Every network (and whether its exits vote) on each batch in turn: samples are gathered and normalised once."""
+    goal = data.task
+    observed: list[list[Tensor]] = [[] for _ in networks]
     loss = torch.zeros(len(networks), dtype=torch.float64, device=device)
     with torch.no_grad():
-        for chunk in _batches(len(y_n), batch_size):
-            x, y = _images(data, x_nchw, chunk, device), y_n[chunk].to(device)
+        for chunk in _batches(len(y), batch_size):
+            inputs, wanted = _inputs(data, x, chunk, device), y[chunk].to(device)
             for i, (network, ensemble) in enumerate(networks):
-                out = network(x)
+                out = network(inputs)
                 exits: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
-                logits = torch.stack(exits).mean(0) if ensemble else exits[-1]
-                taken[i].append(y * classes + logits.argmax(1))
-                loss[i] += F.cross_entropy(logits, y, reduction="sum")
-    matrices = [torch.bincount(torch.cat(t), minlength=classes**2).view(classes, classes).cpu() for t in taken]
-    totals = zip(matrices, loss.tolist(), strict=True)
-    return [Score(int(m.trace()) / len(y_n), lost / len(y_n), m) for m, lost in totals]
+                outputs = torch.stack(exits).mean(0) if ensemble else exits[-1]
+                observed[i].append(goal.observe(outputs, wanted))
+                loss[i] += goal.loss(outputs, wanted, "sum")
+    totals = zip((goal.measure(batches) for batches in observed), loss.tolist(), strict=True)
+    return [Score(values[goal.metric.name], lost / len(y), values, confusion) for (values, confusion), lost in totals]
 
 
-def _images(data: Data, x_nchw: Tensor, chunk: Tensor, device: str) -> Tensor:
-    return data.normalise(x_nchw[chunk].to(device)).contiguous(memory_format=torch.channels_last)
+def _inputs(data: Data, x: Tensor, chunk: Tensor, device: str) -> Tensor:
+    return batch_layout(data.normalise(x[chunk].to(device)))
 
 
 def _batches(count: int, batch_size: int) -> list[Tensor]:
@@ -96,12 +96,12 @@ def _batches(count: int, batch_size: int) -> list[Tensor]:
 
 
 def score(network: nn.Module, data: Data, ensemble: bool, device: str = "cpu", batch_size: int = 128) -> Score:
-    """Scores a network as it is on the test images, which are normalised for it."""
+    """Scores a network as it is on the test samples, which are normalised for it."""
     return _one_pass([(network, ensemble)], data, data.test_x, data.test_y, device, batch_size)[0]
 
 
-def collect_statistics(module: nn.Module, data: Data, x_nchw: Tensor, device: str, batch_size: int) -> None:
-    """Gives every batch norm the mean over all batches of these images of their mean and variance.
+def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, batch_size: int) -> None:
+    """Gives every batch norm the mean over all batches of these samples of their mean and variance.
 
     In the rounds' figures (HeteroFL, FedRolex) these are all training data, the server's proxy included. Where clients
     hold the data, that is a pass in which each of them answers with sums of activations, for every level: more than the
@@ -117,8 +117,8 @@ def collect_statistics(module: nn.Module, data: Data, x_nchw: Tensor, device: st
         norm.forward = partial(nn.BatchNorm2d.forward, norm)  # type: ignore[method-assign]
         norm.train()
     with torch.no_grad():
-        for chunk in _batches(len(x_nchw), batch_size):
-            module(_images(data, x_nchw, chunk, device))
+        for chunk in _batches(len(x), batch_size):
+            module(_inputs(data, x, chunk, device))
     for norm in norms:
         norm.eval()
 
@@ -147,7 +147,7 @@ def evaluate_pool(
     devices: Sequence[str] = ("cpu",),
     batch_size: int = 128,
 ) -> dict[str, Score]:
-    """Every reported pool model on the test images, by name, smallest first; spread over the devices. `params` is what
+    """Every reported pool model on the test samples, by name, smallest first; spread over the devices. `params` is what
     `published` gave."""
     layout = family.layout()
     reported = [m for m in pool if m.reported]
@@ -165,7 +165,7 @@ def evaluate_pool(
     return {m.name: found[i % len(devices)][i // len(devices)] for i, m in enumerate(reported)}
 
 
-def average_accuracy(scores: Mapping[str, Score]) -> float:
-    """`avg` of the papers' tables: the mean over the reported models."""
-    values: Sequence[float] = [s.accuracy for s in scores.values()]
+def average(scores: Mapping[str, Score]) -> float:
+    """`avg` of the papers' tables: the mean over the reported models of the metric that decides."""
+    values: Sequence[float] = [s.value for s in scores.values()]
     return sum(values) / len(values)

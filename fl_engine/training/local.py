@@ -12,15 +12,15 @@ from itertools import accumulate
 from operator import attrgetter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import ModelError
+from fl_engine.core.samples import Task, batch_layout
 from fl_engine.core.slicing import is_statistic, largest, take
-from fl_engine.core.types import SGD, LocalTask, ModelFamily, ParamLayout, Params
+from fl_engine.core.types import HEAD, SGD, LocalTask, ModelFamily, ParamLayout, Params
 from fl_engine.core.workload import batches
 from fl_engine.training import lanes, losses
 from fl_engine.training.lanes import Network
@@ -32,14 +32,14 @@ from fl_engine.training.shared_layers import Seen, shared
 class Job:
     """One client's work: what to do, from which weights (the sub-model `task.spec`), on which samples.
 
-    `x_nchw` is float32 and normalised, `y_n` int64, both on the torch device that trains. `linear` holds, by parameter,
-    what FedDyn subtracts from the gradient (shapes of the weights; a parameter without one: nothing).
+    `x` (N, ...) is normalised, `y` (N, ...) are its targets, both on the torch device that trains. `linear` holds, by
+    parameter, what FedDyn subtracts from the gradient (shapes of the weights; a parameter without one: nothing).
     """
 
     task: LocalTask
     start: Params
-    x_nchw: Tensor
-    y_n: Tensor
+    x: Tensor
+    y: Tensor
     linear: Params = field(default_factory=dict)
 
 
@@ -56,21 +56,21 @@ class Trained:
     samples: int
 
 
-def train(family: ModelFamily, jobs: Sequence[Job], numerics: Numerics = SINGLE) -> list[Trained]:
-    """Trains each job from its own copy of the weights: side by side, which takes jobs of equal `kind`, or one after
-    the other with `single` numerics.
+def train(family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics = SINGLE) -> list[Trained]:
+    """Trains each job towards the goal from its own copy of the weights: side by side, which takes jobs of equal
+    `kind`, or one after the other with `single` numerics.
 
     A last batch smaller than `batch_size` is dropped with `drop_last`, unless it is the only one: a client with
     few samples would train nothing (the authors' loader yields no batch at all there).
     Bits depend on the job and the numerics alone: order, dropout and initial weights come from `task.seed` and `start`.
     """
-    if any(len(job.y_n) == 0 for job in jobs):
+    if any(len(job.y) == 0 for job in jobs):
         raise ModelError("a client without samples cannot train")
     if numerics.strategy == "single" or not can_share(jobs[0].task):
-        return [trained for job in jobs for trained in _train(family, [job], numerics)]
+        return [trained for job in jobs for trained in _train(family, goal, [job], numerics)]
     if len(jobs) == 1:  # a lane on its own would have other bits: a copy runs beside it
-        return _train(family, [*jobs, *jobs], numerics)[:1]
-    return _train(family, jobs, numerics)
+        return _train(family, goal, [*jobs, *jobs], numerics)[:1]
+    return _train(family, goal, jobs, numerics)
 
 
 def can_share(task: LocalTask) -> bool:
@@ -89,23 +89,23 @@ def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozens
 _rest = attrgetter(*(f.name for f in fields(LocalTask) if f.name not in ("spec", "seed")))
 
 
-def _train(family: ModelFamily, jobs: Sequence[Job], numerics: Numerics) -> list[Trained]:
-    task, device = jobs[0].task, jobs[0].x_nchw.device
+def _train(family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics) -> list[Trained]:
+    task, device = jobs[0].task, jobs[0].x.device
     state = lanes.stack([job.start for job in jobs], device)
     weights = [t.requires_grad_() for name, t in state.items() if not is_statistic(name)]
-    images = torch.cat([job.x_nchw for job in jobs])
-    labels = torch.cat([job.y_n for job in jobs])
+    samples_of_all = torch.cat([job.x for job in jobs])
+    targets = torch.cat([job.y for job in jobs])
     step = _stepper(task, weights)
     correct = _gradient_terms(jobs, state)
 
     total = torch.zeros(len(jobs), dtype=torch.float64, device=device)
     steps = samples = 0
     with ExitStack() as borrowed:
-        objective = _objective(family, jobs, state, numerics, borrowed)
+        objective = _objective(family, goal, jobs, state, numerics, borrowed)
         for chosen_bn in _order(jobs):
             chosen = chosen_bn.to(device)
-            x = images[chosen.flatten()].view(len(chosen), -1, *images.shape[2:])
-            loss_n = objective(x.contiguous(memory_format=torch.channels_last), labels[chosen])
+            x = samples_of_all[chosen.flatten()].view(len(chosen), -1, *samples_of_all.shape[2:])
+            loss_n = objective(batch_layout(x), targets[chosen])
             for weight in weights:
                 weight.grad = None
             loss_n.sum().backward()  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ def _within(params: Params) -> bool:
 
 def _order(jobs: Sequence[Job]) -> Iterator[Tensor]:
     """For each step, int64 (B, n): which samples of the concatenated data each lane sees."""
-    task, counts = jobs[0].task, [len(job.y_n) for job in jobs]
+    task, counts = jobs[0].task, [len(job.y) for job in jobs]
     sizes, first = list(batches(task, counts[0])), torch.tensor([0, *accumulate(counts[:-1])])
     used, generator = sum(sizes), torch.Generator()
     drawn: list[Tensor] = []  # lane by lane, all epochs of each
@@ -144,25 +144,25 @@ def _order(jobs: Sequence[Job]) -> Iterator[Tensor]:
 
 # ---------------------------------------------------------------------------------------------- the objective
 Objective = Callable[[Tensor, Tensor], Tensor]
-"""A batch (B, n*C, H, W) and its labels (B, n) to the loss of each lane (n,)."""
+"""A batch (B, n*C, ...) and its targets (B, n, ...) to the loss of each lane (n,)."""
 
 
 def _objective(
-    family: ModelFamily, jobs: Sequence[Job], state: Params, numerics: Numerics, borrowed: ExitStack
+    family: ModelFamily, goal: Task, jobs: Sequence[Job], state: Params, numerics: Numerics, borrowed: ExitStack
 ) -> Objective:
-    """Cross entropy, and whatever the task asks for besides: rows of logits are (B*n, classes), the mean over a lane's
-    rows is its loss. Good as long as the networks are `borrowed`."""
-    task, n, device = jobs[0].task, len(jobs), jobs[0].x_nchw.device
+    """The goal's loss, and whatever the task asks for besides: rows of outputs are (B*n, outputs), the mean over a
+    lane's rows is its loss. Good as long as the networks are `borrowed`."""
+    task, n, device = jobs[0].task, len(jobs), jobs[0].x.device
     layout = lanes.layout_of(family.layout())
     forward = _student(family, layout, jobs, state, borrowed)
     teachers = _teachers(family, layout, jobs, state, borrowed)
     seen = Seen()
     if isinstance(forward, Network) and teachers and task.scaler == 1:
         seen = borrowed.enter_context(shared(forward, teachers))
-    present = _present(family, jobs) if task.mask_labels else None
+    present = torch.stack([goal.present(job.y) for job in jobs]) if task.mask_labels else None
 
-    def rows(logits: Tensor) -> Tensor:
-        return logits.float().reshape(len(logits) * n, -1)
+    def rows(outputs: Tensor) -> Tensor:
+        return outputs.float().reshape(len(outputs) * n, -1)
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
         with numerics.autocast(device):
@@ -170,21 +170,21 @@ def _objective(
             with torch.no_grad():
                 soft = [rows(_last(teacher(x))).detach() for teacher in teachers]
         seen.clear()
-        logits = tuple(rows(each) for each in out) if isinstance(out, tuple) else (rows(out),)
+        outputs = tuple(rows(each) for each in out) if isinstance(out, tuple) else (rows(out),)
         if present is not None:
-            logits = tuple(losses.mask_absent(each, present.repeat(len(x), 1)) for each in logits)
-        labels = y.flatten()
+            outputs = tuple(losses.mask_absent(each, present.repeat(len(x), 1)) for each in outputs)
+        wanted = y.flatten(0, 1)
         if task.exits is not None:
             e = task.exits
-            loss = losses.exits_cross_entropy(logits, labels, e.weights)
-            if e.kd_weight > 0 and len(logits) > 1:
+            loss = losses.of_exits(goal, outputs, wanted, e.weights)
+            if e.kd_weight > 0 and len(outputs) > 1:
                 distil = losses.distil_from_last if e.teachers == "last" else losses.distil_mutually
-                loss = loss + e.kd_weight * distil(logits, e.temperature)
+                loss = loss + e.kd_weight * distil(goal, outputs, e.temperature)
         else:
-            loss = F.cross_entropy(logits[-1], labels, reduction="none")
+            loss = goal.loss(outputs[-1], wanted)
             if task.distillation is not None and soft:
                 d = task.distillation
-                loss = loss + d.weight * losses.self_distillation(logits[-1], soft, d.temperature)
+                loss = loss + d.weight * losses.self_distillation(goal, outputs[-1], soft, d.temperature)
         return loss.view(len(x), n).T.contiguous().mean(1)  # a row's sum depends on nothing but the row
 
     return objective
@@ -192,11 +192,6 @@ def _objective(
 
 def _last(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     return out[-1] if isinstance(out, tuple) else out
-
-
-def _present(family: ModelFamily, jobs: Sequence[Job]) -> Tensor:
-    """bool (n, classes): the labels that occur."""
-    return torch.stack([torch.bincount(job.y_n, minlength=family.classes) > 0 for job in jobs])
 
 
 def _student(
@@ -211,7 +206,7 @@ def _student(
 
 
 def _generators(jobs: Sequence[Job], purpose: str) -> lanes.Generators:
-    device, of = jobs[0].x_nchw.device, [job.task.seed for job in jobs]
+    device, of = jobs[0].x.device, [job.task.seed for job in jobs]
     return lambda: [torch.Generator(device=device).manual_seed(seeds.derive(seed, purpose)) for seed in of]
 
 
@@ -223,7 +218,7 @@ _free: dict[object, list[Network]] = {}
 @contextmanager
 def _network(family: ModelFamily, task: LocalTask) -> Iterator[Network]:
     """The sub-network `task.spec`, in training, until the context ends."""
-    what = (family, family.layout().form(task.spec), task.spec.kept.get("classes"), task.scaler)
+    what = (family, family.layout().form(task.spec), task.spec.kept.get(HEAD), task.scaler)
     free = _free.setdefault(what, [])
     try:
         network = free.pop()
@@ -243,7 +238,7 @@ def _built(family: ModelFamily, task: LocalTask) -> Network:
     if task.scaler != 1:
         slots = family.layout().slots
         for name, layer in network.weighted.items():
-            if slots[f"{name}.weight"].axes[0].group != "classes":
+            if slots[f"{name}.weight"].axes[0].group != HEAD:
                 layer.register_forward_hook(lambda _, __, out: out / task.scaler)
     return network
 
@@ -327,7 +322,7 @@ def _stepper(task: LocalTask, weights: Sequence[Tensor]) -> Callable[[], None]:
 def _gradient_terms(jobs: Sequence[Job], state: Params) -> Callable[[], None]:
     """What is added to the gradient after the backward pass: mu * (theta - theta_received) (FedProx), minus the linear
     term (FedDyn); then the norm is clipped."""
-    task, device = jobs[0].task, jobs[0].x_nchw.device
+    task, device = jobs[0].task, jobs[0].x.device
     mu, limit = task.proximal, task.clip_norm
     trained = {name: t for name, t in state.items() if t.requires_grad}
     received = lanes.stack([job.start for job in jobs], device) if mu > 0 else {}

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from fl_engine.core.errors import EnvironmentFailure
-from fl_engine.core.slicing import initial_params
+from fl_engine.core.samples import Task
+from fl_engine.core.slicing import initial_params, made_up
 from fl_engine.core.types import FULL, SGD, LocalTask, ModelFamily, Pool
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics
@@ -30,10 +31,12 @@ NO_LIMIT = 2**60
 """What version 1 of the cgroup file system says for "none" is near 2^63."""
 
 
-def training_peak(family: ModelFamily, batch_size: int, numerics: Numerics) -> tuple[int, int]:
+def training_peak(family: ModelFamily, goal: Task, batch_size: int, numerics: Numerics) -> tuple[int, int]:
     """(base, peak) in bytes, measured in a process of its own that trains three batches."""
     here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_measure, args=(there, family, batch_size, numerics))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_measure, args=(there, family, goal, batch_size, numerics)
+    )
     process.start()
     there.close()
     try:
@@ -47,12 +50,12 @@ def training_peak(family: ModelFamily, batch_size: int, numerics: Numerics) -> t
     return int(base), int(peak)
 
 
-def _measure(answer: Connection, family: ModelFamily, batch_size: int, numerics: Numerics) -> None:
+def _measure(answer: Connection, family: ModelFamily, goal: Task, batch_size: int, numerics: Numerics) -> None:
     torch.set_num_threads(1)
     base = resident_peak()
     task = LocalTask(FULL, SGD(0.01, 0.5), epochs=1, batch_size=batch_size, drop_last=True, seed=0)
-    x = torch.zeros(3 * batch_size, *family.input_chw)
-    train(family, [Job(task, initial_params(family, 0), x, torch.arange(len(x)) % family.classes)], numerics)
+    x, y = made_up(family, 3 * batch_size), goal.examples(3 * batch_size, torch.Generator().manual_seed(0))
+    train(family, goal, [Job(task, initial_params(family, 0), x, y)], numerics)
     answer.send((base, resident_peak()))
 
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 
 from fl_engine.core import seeds
-from fl_engine.core.slicing import count_macs, initial_params
+from fl_engine.core.samples import Task
+from fl_engine.core.slicing import count_macs, initial_params, made_up
 from fl_engine.core.types import FULL, SGD, LocalTask, ModelFamily
 from fl_engine.training import local
 from fl_engine.training.lanes import can_run
@@ -31,7 +32,12 @@ WORTH_A_THREAD = 1e8
 
 
 def choose(
-    family: ModelFamily, batch_size: int, clients: int, precision: Precision, devices: Sequence[str] = ("cpu",)
+    family: ModelFamily,
+    goal: Task,
+    batch_size: int,
+    clients: int,
+    precision: Precision,
+    devices: Sequence[str] = ("cpu",),
 ) -> Numerics:
     """Numerics for rounds of `clients` clients on `devices`."""
     single = Numerics(precision=precision)
@@ -39,7 +45,7 @@ def choose(
         capable = can_run(family.module(FULL))
     if not capable or 3 * count_macs(family) * batch_size > SMALL_STEP:
         return single
-    if not _agrees(family, batch_size, precision, devices[0]):
+    if not _agrees(family, goal, batch_size, precision, devices[0]):
         log.warning("%s mixes channels where it has no weights: clients train one at a time", type(family).__name__)
         return single
     return batched(family, batch_size, clients, precision, devices)
@@ -56,15 +62,15 @@ def batched(
     return Numerics("batched", max(2, lanes), precision)
 
 
-def _agrees(family: ModelFamily, batch_size: int, precision: Precision, device: str) -> bool:
+def _agrees(family: ModelFamily, goal: Task, batch_size: int, precision: Precision, device: str) -> bool:
     """Whether a step of two clients side by side is the step of each alone, but for rounding: on made-up samples."""
     generator = torch.Generator().manual_seed(seeds.derive(0, "strategy"))
-    x = torch.randn(batch_size, *family.input_chw, generator=generator).to(device)
-    y = torch.randint(0, family.classes, (batch_size,), generator=generator).to(device)
+    x = made_up(family, batch_size, generator).to(device)
+    y = goal.examples(batch_size, generator).to(device)
     task = LocalTask(FULL, SGD(0.01), epochs=1, batch_size=batch_size, drop_last=True, seed=0)
     jobs = [local.Job(replace(task, seed=i), initial_params(family, i), x, y) for i in range(2)]
-    together = local.train(family, jobs, Numerics("batched", 2, precision))
-    alone = local.train(family, jobs, Numerics(precision=precision))
+    together = local.train(family, goal, jobs, Numerics("batched", 2, precision))
+    alone = local.train(family, goal, jobs, Numerics(precision=precision))
     close = 1e-3 if precision == "fp32" else 3e-2
     pairs = [(a.params[name], b.params[name]) for a, b in zip(together, alone, strict=True) for name in a.params]
     return all(torch.allclose(a, b, rtol=close, atol=close / 10) for a, b in pairs)

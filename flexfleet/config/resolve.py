@@ -42,11 +42,11 @@ def algorithm(config: Config) -> Algorithm:
     return found
 
 
-def model(config: Config, input_chw: tuple[int, int, int], classes: int) -> ModelFamily:
-    """The configured network for these images, with what the configured algorithm changes in it (early exits). Raises
-    ConfigError, ModelError or PoolError."""
+def model(config: Config, input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
+    """The configured network for such samples and with such a head, with what the configured algorithm changes in it
+    (early exits). Raises ConfigError, ModelError or PoolError."""
     chosen = algorithm(config)
-    family = build_model(config.model, input_chw, classes)
+    family = build_model(config.model, input_shape, outputs)
     return chosen.network(family) if isinstance(chosen, ChoosesNetwork) else family
 
 
@@ -56,5 +56,5 @@ def cut_seed(config: Config) -> int:
 
 
 def min_side(config: Config) -> int:
-    """The smallest image side that the configured network takes."""
-    return model_kind(config.model).min_hw
+    """The smallest image side that the configured network takes; 0: it says none."""
+    return getattr(model_kind(config.model), "min_hw", 0)

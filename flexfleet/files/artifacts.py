@@ -92,8 +92,10 @@ class PoolFile(Artifact):
 
     algorithm: str
     model: str
-    input_chw: tuple[int, int, int]
+    input_chw: tuple[int, ...]
+    """The shape of a sample; the key is older than samples that are no images."""
     classes: int
+    """Outputs of the network."""
     groups: dict[str, int]
     """Widths of the full model's prunable layers, in network order."""
     levels: tuple[Level, ...] = Field(min_length=1)

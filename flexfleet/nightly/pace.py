@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from fl_engine.backends import InProcess
 from fl_engine.core.slicing import runnable
@@ -62,10 +61,10 @@ def _by_hand(config: Config, site: Site) -> float:
         for order in algorithm.plan(state, run.context(round, 0.0)).orders
         if isinstance(work := accept(algorithm, order, site), Work)
     ]
-    images = site.data.normalise(site.data.train_x)
+    samples = site.data.normalise(site.data.train_x)
     started = time.perf_counter()
     for work in works:
-        _train(config, site, work, images[torch.from_numpy(work.indices)], site.data.train_y[work.indices])
+        _train(config, site, work, samples[torch.from_numpy(work.indices)], site.data.train_y[work.indices])
     return time.perf_counter() - started
 
 
@@ -78,7 +77,7 @@ def _train(config: Config, site: Site, work: Work, x: torch.Tensor, y: torch.Ten
             if len(batch) < t.batch_size and t.drop_last:
                 continue
             out = network(x[batch])
-            loss = F.cross_entropy(out[-1] if isinstance(out, tuple) else out, y[batch])
+            loss = site.data.task.loss(out[-1] if isinstance(out, tuple) else out, y[batch]).mean()
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             optimizer.step()

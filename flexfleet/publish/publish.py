@@ -24,7 +24,7 @@ import torch
 
 import fl_engine
 from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.core.types import Data
+from fl_engine.core.samples import Data
 from fl_engine.data import partitioning as partitions
 from fl_engine.models import export as exports
 from fl_engine.models.export import About
@@ -139,10 +139,10 @@ def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
     from mlflow.pyfunc import save_model
     from mlflow.types import DataType, ParamSchema, ParamSpec, Schema, TensorSpec
 
-    images = TensorSpec(np.dtype(np.uint8), (-1, *data.input_chw))
+    images = TensorSpec(np.dtype(np.uint8), (-1, *data.input_shape))
     signature = ModelSignature(
         Schema([images]),
-        Schema([TensorSpec(np.dtype(np.float32), (-1, data.classes))]),
+        Schema([TensorSpec(np.dtype(np.float32), (-1, data.task.outputs))]),
         ParamSchema([ParamSpec("level", DataType.string, largest.level)]),
     )
     code = scratch / "fl_engine"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fl_engine.core.errors import IntegrityError
 from fl_engine.storage.store import FolderStore, decode, sha256
-from fl_engine.training.evaluation import Score, average_accuracy, evaluate_pool
+from fl_engine.training.evaluation import Score, average, evaluate_pool
 from flexfleet.config import Config
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, LevelScore, PoolFile
@@ -32,15 +32,15 @@ def evaluate(config: Config, run: Path, pool_dir: Path, out: Path) -> Path:
     return EvaluationFile(
         rounds=len(history.rounds),
         test_samples=len(data.test_y),
-        avg=average_accuracy(scores),
-        full=scores[pool[-1].name].accuracy,
+        avg=average(scores),
+        full=scores[pool[-1].name].value,
         levels={n: told(s, sizes[n]) for n, s in scores.items()},
     ).write(out / "evaluation.json")
 
 
 def told(score: Score, params: int) -> LevelScore:
     """What evaluation.json says of a level; a loss that is no number is left out, as JSON has no word for it."""
-    return LevelScore(accuracy=score.accuracy, loss=score.loss if isfinite(score.loss) else None, params=params)
+    return LevelScore(accuracy=score.value, loss=score.loss if isfinite(score.loss) else None, params=params)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

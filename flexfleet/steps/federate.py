@@ -23,6 +23,7 @@ from fl_engine.backends.in_process import prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Replaced, Stopped
 from fl_engine.core.fields import Moves
+from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import ModelFamily, Tracker
 from fl_engine.data import partitioning as partition
@@ -220,7 +221,7 @@ def site_of(config: Config, partition_dir: Path, pool_dir: Path) -> Site:
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     prepare_process(config.run.devices)
     struck = faults.parse(config.rounds.faults)
-    return Site(family, pool, fleet, data, parts, config.seed, _numerics(config, family), faults=struck)
+    return Site(family, pool, fleet, data, parts, config.seed, _numerics(config, family, data.task), faults=struck)
 
 
 def initial_state(config: Config, site: Site) -> Any:
@@ -229,21 +230,23 @@ def initial_state(config: Config, site: Site) -> Any:
     return configs.algorithm(config).init(params, site.layout, site.fleet, site.pool, ServerSite(site))
 
 
-def _numerics(config: Config, family: ModelFamily) -> Numerics:
+def _numerics(config: Config, family: ModelFamily, goal: Task) -> Numerics:
     """As configured, or as suits the network."""
     run, per_round = config.run, round_size(config.training.fraction, config.partition.clients)
     if run.strategy == "single":
         return Numerics(precision=run.precision)
     if run.strategy == "batched":
         return strategy.batched(family, config.training.batch_size, per_round, run.precision, run.devices)
-    return strategy.choose(family, config.training.batch_size, per_round, run.precision, run.devices)
+    return strategy.choose(family, goal, config.training.batch_size, per_round, run.precision, run.devices)
 
 
 def _surroundings(
     config: Config, site: Site, mailbox: Mailbox, run_id: str, should_stop: Callable[[], bool]
 ) -> Surroundings:
     in_pods = config.run.backend == "kubernetes" and config.kubernetes.observe == "cgroup"
-    memory = training_peak(site.family, config.training.batch_size, site.numerics) if in_pods else None
+    memory = None
+    if in_pods:
+        memory = training_peak(site.family, site.data.task, config.training.batch_size, site.numerics)
     return Surroundings(site, mailbox, config.run.devices, run_id, config.kubernetes, memory, should_stop)
 
 

@@ -30,8 +30,8 @@ def build(config: Config, algorithm: Algorithm, family: ModelFamily, apoz: Apoz)
     return PoolFile(
         algorithm=config.algorithm["name"],
         model=config.model["name"],
-        input_chw=family.input_chw,
-        classes=family.classes,
+        input_chw=family.input_shape,
+        classes=family.outputs,
         groups={g: layout.groups[g] for g in groups},
         levels=tuple(
             Level(

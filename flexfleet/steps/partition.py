@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_engine.core.types import Data
+from fl_engine.core.samples import Data
 from fl_engine.data import partitioning as partitions
 from fl_engine.data.partitioning import Partition
 from flexfleet.config import Config, cut_seed

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ import torch
 from fl_engine.backends.in_process import check_device
 from fl_engine.core import pool, seeds
 from fl_engine.core.errors import PartitionError
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL, Adam, Data, LocalTask, ModelFamily, Params
+from fl_engine.core.types import FULL, Adam, LocalTask, ModelFamily, Params
 from fl_engine.data import partitioning as partitions
 from fl_engine.training import local
 from fl_engine.training.evaluation import evaluate
@@ -57,7 +59,7 @@ def pretrain(config: Config, partition: Path, out: Path) -> Path:
         layers=tuple(ApozLayer(group=p.group, size=n, apoz=a, adjustment=w) for p, n, a, w in layers),
         reference=reference,
         proxy_samples=len(parts.proxy_train) + len(parts.proxy_test),
-        proxy_accuracy=score.accuracy,
+        proxy_accuracy=score.value if isfinite(score.value) else None,
         seconds=round(time.monotonic() - started, 3),
     ).write(out / "apoz.json")
 
@@ -87,7 +89,7 @@ def _scores(
     chosen = torch.from_numpy(np.sort(train))
     x, y = data.normalise(data.train_x[chosen].to(device)), data.train_y[chosen].to(device)
     log.info("pretrain: %d samples, %d epochs", len(y), task.epochs)
-    trained = local.train(family, [local.Job(task, start, x, y)])[0]
+    trained = local.train(family, data.task, [local.Job(task, start, x, y)])[0]
     x_held_out = data.normalise(data.train_x[torch.from_numpy(np.sort(held_out))].to(device))
     return trained.params, pool.measure_apoz(family, trained.params, x_held_out)
 

@@ -386,7 +386,7 @@ def test_bytes_and_multiply_adds_of_every_level(kind: Any, family: Any) -> None:
         params = sum(math.prod(t.shape) for t in module.state_dict().values())
         assert (m.params, m.bytes) == (params, 4 * params)
         assert m.share == pytest.approx(params / count_params(family))
-        assert m.macs == forward_macs(module, family.input_chw)
+        assert m.macs == forward_macs(module, family.input_shape)
 
 
 def forward_macs(module: torch.nn.Module, chw: tuple[int, int, int]) -> int:

@@ -38,12 +38,14 @@ from fl_engine.core.types import (
     WorkOrder,
 )
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, context_of, paper_pool, start_of, tiny_site
 from fl_engine.training.local import Job, Trained, train
 from fl_engine.training.losses import self_distillation
 
 CIFAR = (3, 32, 32)
 TINY = TinyNet()
+THREE = Classification(3)
 law = settings(max_examples=20, deadline=None)
 
 
@@ -133,27 +135,27 @@ OTHER = [[0.5, 0.25, 2.0], [3.0, 1.0, 1.0]]
 
 @pytest.mark.parametrize("tau", [1.0, 3.0, 10.0])
 def test_the_distillation_loss_by_hand(tau: float) -> None:
-    found = self_distillation(torch.tensor(STUDENT), [torch.tensor(TEACHER)], tau).mean()
+    found = self_distillation(THREE, torch.tensor(STUDENT), [torch.tensor(TEACHER)], tau).mean()
     assert float(found) == pytest.approx(kl_by_hand(STUDENT, TEACHER, tau), rel=1e-5)
     assert float(found) > 0
 
 
 def test_the_distillation_loss_is_the_mean_over_teachers() -> None:
-    found = self_distillation(torch.tensor(STUDENT), [torch.tensor(TEACHER), torch.tensor(OTHER)], 3.0).mean()
+    found = self_distillation(THREE, torch.tensor(STUDENT), [torch.tensor(TEACHER), torch.tensor(OTHER)], 3.0).mean()
     both = kl_by_hand(STUDENT, TEACHER, 3.0) + kl_by_hand(STUDENT, OTHER, 3.0)
     assert float(found) == pytest.approx(both / 2, rel=1e-5)
 
 
 def test_agreement_costs_nothing_and_direction_matters() -> None:
     s, t = torch.tensor(STUDENT), torch.tensor(TEACHER)
-    assert float(self_distillation(s, [s + 5.0], 3.0).mean()) == pytest.approx(0, abs=1e-7)
-    forth, back = (float(self_distillation(a, [b], 1.0).mean()) for a, b in ((s, t), (t, s)))
+    assert float(self_distillation(THREE, s, [s + 5.0], 3.0).mean()) == pytest.approx(0, abs=1e-7)
+    forth, back = (float(self_distillation(THREE, a, [b], 1.0).mean()) for a, b in ((s, t), (t, s)))
     assert forth != pytest.approx(back, rel=1e-3)
 
 
 def test_no_gradient_reaches_the_teacher() -> None:
     s, t = torch.tensor(STUDENT, requires_grad=True), torch.tensor(TEACHER, requires_grad=True)
-    self_distillation(s, [t], 3.0).mean().backward()
+    self_distillation(THREE, s, [t], 3.0).mean().backward()
     assert t.grad is None
     # d/ds of tau^2 * mean(t log(t/s)) is tau * (softmax(s/tau) - softmax(t/tau)) / (batch * classes).
     expected = [
@@ -166,8 +168,8 @@ def test_no_gradient_reaches_the_teacher() -> None:
 # ---------------------------------------------------------------------------------- teachers during training
 def samples(family: ModelFamily, count: int = 12) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
-    x = torch.randn(count, *family.input_chw, generator=generator)
-    return x, torch.randint(0, family.classes, (count,), generator=generator)
+    x = torch.randn(count, *family.input_shape, generator=generator)
+    return x, torch.randint(0, family.outputs, (count,), generator=generator)
 
 
 def prefix_slice(family: ModelFamily, params: Params, spec: SubmodelSpec) -> Params:
@@ -228,7 +230,7 @@ def test_teachers_are_current_at_every_step(family: ModelFamily, level: int) -> 
     sgd = SGD(0.3, 0.5, 1e-4)
     task = LocalTask(student, sgd, 4, 12, True, 9, Distillation(teachers, 10.0, 3.0))
     job = job_of(family, task)
-    (found,) = train(family, [job])
+    (found,) = train(family, Classification(family.outputs), [job])
     expected, losses = reference(family, job.start, student, teachers, sgd, 4, 10.0, 3.0)
     stale, _ = reference(family, job.start, student, teachers, sgd, 4, 10.0, 3.0, stale=True)
     assert found.steps == 4
@@ -246,7 +248,7 @@ class Counting:
         self.inner = inner
         self.runs: Counter[SubmodelSpec] = Counter()
         self.modes: set[bool] = set()
-        self.min_hw, self.input_chw, self.classes = inner.min_hw, inner.input_chw, inner.classes
+        self.input_shape, self.outputs = inner.input_shape, inner.outputs
 
     def layout(self) -> ParamLayout:
         return self.inner.layout()
@@ -269,7 +271,7 @@ def run_counted(algorithm: FlexFL, received: str, free: float) -> tuple[Counting
     (sent,) = (m for m in pool if m.name == received)
     order = WorkOrder(0, 0, sent.spec, {}, 1, NAMES.index(received))
     task = algorithm.task(order, TaskContext(TINY.layout(), pool, Device(0, "any", 110.0, 8.0), free))
-    (found,) = train(counting, [job_of(TINY, task)])  # type: ignore[arg-type]
+    (found,) = train(counting, Classification(counting.outputs), [job_of(TINY, task)])  # type: ignore[arg-type]
     return counting, pool, found
 
 
@@ -293,8 +295,8 @@ def test_without_weight_no_teacher_runs() -> None:
     assert counting.runs == {pool[-1].spec: found.steps}
     counting = Counting(TINY)
     task = LocalTask(FULL, SGD(0.1), 1, 4, True, 1, Distillation((pool[0].spec,), 0.0, 3.0))
-    (plain,) = train(TINY, [job_of(TINY, replace(task, distillation=None))])
-    (found,) = train(counting, [job_of(TINY, task)])  # type: ignore[arg-type]
+    (plain,) = train(TINY, Classification(TINY.outputs), [job_of(TINY, replace(task, distillation=None))])
+    (found,) = train(counting, Classification(counting.outputs), [job_of(TINY, task)])  # type: ignore[arg-type]
     assert counting.runs == {FULL: 3}
     assert_same_bits(found.params, plain.params)
 
@@ -303,8 +305,8 @@ def test_teachers_drop_units_too() -> None:
     """Sheet: "in train mode, dropout on". Another mask for the teacher than for the student."""
     family = TinyNet(dropout=0.5)
     task = LocalTask(FULL, SGD(1e-30), 1, 12, True, 1, Distillation((FULL,), 1.0, 1.0))
-    (alone,) = train(family, [job_of(family, replace(task, distillation=None))])
-    (taught,) = train(family, [job_of(family, task)])
+    (alone,) = train(family, Classification(family.outputs), [job_of(family, replace(task, distillation=None))])
+    (taught,) = train(family, Classification(family.outputs), [job_of(family, task)])
     assert taught.loss > alone.loss + 1e-4, "a twin with the student's own mask would agree with it"
 
 

@@ -53,8 +53,8 @@ class TwoLayers:
     """Two inputs -> two units (one layer) -> a block of two layers with two units each -> two classes."""
 
     relu: str = "relu"
-    input_chw: tuple[int, int, int] = (1, 1, 2)
-    classes: int = 2
+    input_shape: tuple[int, int, int] = (1, 1, 2)
+    outputs: int = 2
     min_hw = 1
 
     def layout(self) -> ParamLayout:

@@ -17,6 +17,7 @@ from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import ClientUpdate, Params, WorkOrder
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.server import ServerSite
+from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import context_of
 from fl_engine.training.losses import self_distillation
 from fl_engine.training.numerics import Numerics
@@ -91,7 +92,9 @@ def test_the_naive_loop_distils_like_ours() -> None:
     logits = nets[-1](x)
     soft = [net(x) for net in nets[:-1]]
     found = client.distil(nets[-1], nets[:-1], logits, x)
-    torch.testing.assert_close(found, self_distillation(logits, soft, naive.TEMPERATURE).mean())
+    torch.testing.assert_close(
+        found, self_distillation(Classification(logits.shape[1]), logits, soft, naive.TEMPERATURE).mean()
+    )
 
 
 def test_the_harness_lets_them_take_turns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

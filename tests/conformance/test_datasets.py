@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from fl_engine.core.types import Data
+from fl_engine.core.samples import Data
 from fl_engine.datasets import DATASETS, data_root
 from fl_engine.testing.datasets import DatasetSuite
 

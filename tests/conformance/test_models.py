@@ -14,6 +14,7 @@ from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.models import ModelSuite
 
 # VGG16 is not square, and larger than it must be, so that its flatten has a repeat.
@@ -39,3 +40,9 @@ class TestModels(ModelSuite):
     @pytest.fixture(params=sorted(MODELS))
     def family(self, request: pytest.FixtureRequest) -> ModelFamily:
         return SMALL[request.param]
+
+
+class TestModelsOfOtherSamples(ModelSuite):
+    @pytest.fixture(params=sorted(KINDS))
+    def family(self, request: pytest.FixtureRequest) -> ModelFamily:
+        return KINDS[request.param][0]

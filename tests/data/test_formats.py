@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.types import Data
+from fl_engine.core.samples import Data
 from fl_engine.data import files
 from fl_engine.data.files import Remote
 from fl_engine.datasets import DATASETS, cifar10, data_root, digits, fashion_mnist, fingerprint, pad, subset
+from fl_engine.tasks import Classification
 
 RECORDS = 20
 
@@ -33,7 +34,7 @@ def tiny(samples: int = 100, side: int = 5, natural: bool = False) -> Data:
     x = (torch.arange(samples) % 250 + 1).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, side, side).contiguous()
     y = torch.arange(samples) % 4
     groups = torch.arange(samples) // 10 if natural else None
-    return Data("tiny", 4, x, y, x[:40].clone(), y[:40].clone(), (0.5,), (0.25,), groups)
+    return Data("tiny", Classification(4), x, y, x[:40].clone(), y[:40].clone(), (0.5,), (0.25,), groups)
 
 
 # ------------------------------------------------------------------------------------------- Fashion-MNIST
@@ -333,7 +334,7 @@ def test_the_registry_knows_what_is_missing(tmp_path: Path) -> None:
 def test_pad_centres_on_black() -> None:
     data = tiny(side=5)
     padded = pad(data, 8)
-    assert padded.input_chw == (1, 8, 8)
+    assert padded.input_shape == (1, 8, 8)
     assert torch.equal(padded.train_x[:, :, 1:6, 1:6], data.train_x)
     assert int(padded.test_x.long().sum()) == int(data.test_x.long().sum())
     assert fingerprint(pad(data, 5)) == fingerprint(data)
@@ -381,7 +382,7 @@ def test_fingerprint_sees_everything_that_counts() -> None:
         replace(data, test_x=flipped),
         replace(data, natural_client=None),
         replace(data, mean=(0.4,)),
-        replace(data, classes=5),
+        replace(data, task=Classification(5)),
         replace(data, train_x=data.train_x.view(100, 1, 1, 25), test_x=data.test_x.view(40, 1, 1, 25)),
     ]
     assert len({fingerprint(each) for each in [data, *others]}) == 6

@@ -58,7 +58,7 @@ def test_the_file_in_the_repository_names_every_parameter() -> None:
     lines = (ROOT / "params.yaml").read_text().splitlines()
     named = {line.strip().removeprefix("# ").split(":")[0] for line in lines}
     parameters = {key.split(".")[-1] for key in flatten(Config())}
-    options = {f.name for kind in (FlexFL, SmallCNN) for f in fields(kind)} - {"training", "input_chw", "classes"}
+    options = {f.name for kind in (FlexFL, SmallCNN) for f in fields(kind)} - {"training", "input_shape", "outputs"}
     assert parameters | options <= named
 
 
@@ -334,7 +334,9 @@ from fl_engine.algorithms import AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.datasets import Source
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.core.types import FULL, Data
+from fl_engine.core.types import FULL
+from fl_engine.core.samples import Data
+from fl_engine.tasks import Classification
 
 
 @dataclass(frozen=True)
@@ -367,26 +369,26 @@ class Mine:
 
 @dataclass(frozen=True)
 class Net:
-    input_chw: tuple[int, int, int]
-    classes: int
+    input_shape: tuple[int, int, int]
+    outputs: int
     size: float = 0.5
 
     min_hw = 8
 
     def layout(self):
-        return SmallCNN(self.input_chw, self.classes, self.size).layout()
+        return SmallCNN(self.input_shape, self.outputs, self.size).layout()
 
     def module(self, spec=FULL):
-        return SmallCNN(self.input_chw, self.classes, self.size).module(spec)
+        return SmallCNN(self.input_shape, self.outputs, self.size).module(spec)
 
     def prunable(self):
-        return SmallCNN(self.input_chw, self.classes, self.size).prunable()
+        return SmallCNN(self.input_shape, self.outputs, self.size).prunable()
 
 
 def load(root):
     x = torch.arange(60 * 64, dtype=torch.int64).view(60, 1, 8, 8).remainder(256).to(torch.uint8)
     y = torch.arange(60) % 3
-    return Data("mine", 3, x, y, x[:12], y[:12], (0.5,), (0.3,))
+    return Data("mine", Classification(3), x, y, x[:12], y[:12], (0.5,), (0.3,))
 
 
 DATA = Source("sixty made-up images", load)

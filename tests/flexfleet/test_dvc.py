@@ -46,7 +46,7 @@ def test_options_in_comments_are_the_defaults_too(section: str, kind: Any) -> No
     part = re.search(rf"^{section}:\n(?:  .*\n)+", text, re.MULTILINE)
     assert part is not None
     listed = yaml.safe_load(re.sub(r"^  # (?=\w+: )", "  ", part[0], flags=re.MULTILINE))[section]
-    own = [f for f in fields(kind) if f.name not in ("training", "input_chw", "classes")]
+    own = [f for f in fields(kind) if f.name not in ("training", "input_shape", "outputs")]
     assert list(listed) == ["name", *(f.name for f in own)]
     for f in own:
         found = listed[f.name]

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from fl_engine.core.errors import ConfigError, DataError, IntegrityError
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL, Data
+from fl_engine.core.types import FULL
 from fl_engine.models import SmallCNN, export
 from fl_engine.storage.store import FolderStore, decode
 from fl_engine.training.evaluation import weights_of

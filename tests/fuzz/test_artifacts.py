@@ -169,7 +169,7 @@ def sound(found: partition.Partition) -> None:
     every = np.concatenate([found.proxy_train, found.proxy_test, *found.clients])
     assert every.dtype == np.int64 and len(np.unique(every)) == len(every)
     assert every.min() >= 0 and every.max() < samples
-    assert found.counts.shape == (SITE.data.classes, len(found.clients))
+    assert found.counts.shape == (SITE.data.task.label_count, len(found.clients))
     assert found.counts.sum(0).tolist() == [len(part) for part in found.clients]
 
 

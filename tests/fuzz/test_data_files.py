@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fl_engine.core.errors import DataError, EnvironmentFailure
-from fl_engine.core.types import Data
+from fl_engine.core.samples import Data
 from fl_engine.data.files import extract, parse_idx, read
 from fl_engine.datasets import cifar10, digits, fashion_mnist
 from fl_engine.storage.store import sha256
@@ -43,7 +43,7 @@ CIFAR = bytes((3, *([7] * 3072))) * RECORDS
 def whole(data: Data) -> None:
     for x, y in ((data.train_x, data.train_y), (data.test_x, data.test_y)):
         assert len(x) == len(y) > 0
-        assert int(y.min()) >= 0 and int(y.max()) < data.classes
+        assert int(y.min()) >= 0 and int(y.max()) < data.task.label_count
 
 
 @law(60)

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from fl_engine.core import seeds
 from fl_engine.core.pool import member
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, runnable, take
-from fl_engine.core.types import FULL, Data, ModelFamily, ParamLayout, Params, Prunable, SubmodelSpec
+from fl_engine.core.types import FULL, ModelFamily, ParamLayout, Params, Prunable, SubmodelSpec
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, tiny_data
 from fl_engine.training.evaluation import (
     Score,
-    average_accuracy,
+    average,
     collect_statistics,
     evaluate,
     evaluate_pool,
@@ -35,7 +37,7 @@ class Watched:
     def __init__(self, inner: ModelFamily) -> None:
         self.inner = inner
         self.batches: list[Tensor] = []
-        self.min_hw, self.input_chw, self.classes = inner.min_hw, inner.input_chw, inner.classes
+        self.input_shape, self.outputs = inner.input_shape, inner.outputs
 
     def layout(self) -> ParamLayout:
         return self.inner.layout()
@@ -54,7 +56,7 @@ def data_of(count: int, chw: tuple[int, int, int] = (1, 4, 4), classes: int = 4)
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (count, *chw), generator=generator, dtype=torch.uint8)
     y = torch.randint(0, classes, (count,), generator=generator)
-    return Data("made", classes, x, y, x, y, (0.4,) * chw[0], (0.3,) * chw[0])
+    return Data("made", Classification(classes), x, y, x, y, (0.4,) * chw[0], (0.3,) * chw[0])
 
 
 def slow(params: Params, spec: SubmodelSpec, data: Data) -> Score:
@@ -77,7 +79,7 @@ def test_scores_are_those_of_a_loop(spec: SubmodelSpec, count: int, batch: int) 
         FAMILY, take(params, FAMILY.layout(), spec), spec, data, data.test_x, data.test_y, batch_size=batch
     )
     expected = slow(params, spec, data)
-    assert found.accuracy == expected.accuracy
+    assert found.value == expected.value
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
 
 
@@ -141,7 +143,7 @@ def test_the_pool_is_scored_by_its_reported_members(devices: tuple[str, ...]) ->
         assert score == evaluate(
             FAMILY, take(params, FAMILY.layout(), specs[name]), specs[name], data, data.test_x, data.test_y
         )
-    assert average_accuracy(scores) == pytest.approx((scores["M1"].accuracy + scores["M2"].accuracy) / 2)
+    assert average(scores) == pytest.approx((scores["M1"].value + scores["M2"].value) / 2)
 
 
 def test_it_is_the_test_images_that_are_scored() -> None:
@@ -160,7 +162,7 @@ def test_an_ensemble_answers_with_the_mean_of_its_exits() -> None:
         exits = runnable(family, FULL, params).eval()(data.normalise(data.test_x))
     for ensemble, logits in ((False, exits[-1]), (True, (exits[0] + exits[1] + exits[2]) / 3)):
         score = evaluate(family, params, FULL, data, data.test_x, data.test_y, ensemble=ensemble)
-        assert score.accuracy == (logits.argmax(1) == data.test_y).float().mean().item()
+        assert score.value == (logits.argmax(1) == data.test_y).float().mean().item()
         assert score.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, data.test_y).item(), rel=1e-5)
 
 

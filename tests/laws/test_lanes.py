@@ -33,6 +33,7 @@ from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from fl_engine.training import lanes, strategy
 from fl_engine.training.local import Job, kind, train
@@ -50,14 +51,15 @@ FAMILIES: dict[str, ModelFamily] = {
     "mobile": MobileNetV2((3, 17, 17), 4, width=0.2),
 }
 
+TEN = Classification(10)
 TASK = LocalTask(FULL, SGD(0.05, 0.5, 1e-3), epochs=2, batch_size=5, drop_last=False, seed=0)
 
 
 def job(family: ModelFamily, task: LocalTask, i: int, samples: int = 12, remembered: bool = False) -> Job:
     """Client i: weights, samples, labels and seed of its own."""
     generator = torch.Generator().manual_seed(100 + i)
-    x = torch.randn(samples, *family.input_chw, generator=generator)
-    y = torch.randint(0, family.classes, (samples,), generator=generator)
+    x = torch.randn(samples, *family.input_shape, generator=generator)
+    y = torch.randint(0, family.outputs, (samples,), generator=generator)
     start = take(initial_params(family, i), family.layout(), task.spec)
     start = {name: t.clone() for name, t in start.items()}
     linear = {name: 0.01 * t for name, t in list(start.items())[:2]} if remembered else {}
@@ -78,12 +80,12 @@ def terms(family: ModelFamily) -> dict[str, LocalTask]:
 
 def assert_same(family: ModelFamily, jobs: list[Job], others: int) -> None:
     """Each job alone, and in groups of every size from two to all: the same bits, the same loss."""
-    together = train(family, jobs, BATCHED)
+    together = train(family, Classification(family.outputs), jobs, BATCHED)
     for i in (0, len(jobs) - 1):
-        alone = train(family, [jobs[i]], BATCHED)[0]
+        alone = train(family, Classification(family.outputs), [jobs[i]], BATCHED)[0]
         assert_same_bits(alone.params, together[i].params)
         assert (alone.loss, alone.steps, alone.samples) == (together[i].loss, together[i].steps, together[i].samples)
-    some = train(family, jobs[1 : 1 + others], BATCHED)
+    some = train(family, Classification(family.outputs), jobs[1 : 1 + others], BATCHED)
     for a, b in zip(some, together[1 : 1 + others], strict=True):
         assert_same_bits(a.params, b.params)
         assert a.loss == b.loss
@@ -129,7 +131,11 @@ def test_side_by_side_is_one_at_a_time_but_for_rounding(name: str) -> None:
     for task in terms(family).values():
         task = replace(task, optimizer=SGD(0.01), epochs=1, batch_size=12)
         jobs = [job(family, task, i) for i in range(3)]
-        for a, b in zip(train(family, jobs, BATCHED), train(family, jobs, SINGLE), strict=True):
+        for a, b in zip(
+            train(family, Classification(family.outputs), jobs, BATCHED),
+            train(family, Classification(family.outputs), jobs, SINGLE),
+            strict=True,
+        ):
             assert a.loss == pytest.approx(b.loss, rel=1e-4)
             for key in a.params:
                 torch.testing.assert_close(a.params[key], b.params[key], rtol=1e-3, atol=1e-4)
@@ -138,9 +144,9 @@ def test_side_by_side_is_one_at_a_time_but_for_rounding(name: str) -> None:
 def test_one_diverged_lane_leaves_the_others_alone() -> None:
     family = FAMILIES["small"]
     jobs = [job(family, TASK, i) for i in range(3)]
-    expected = train(family, jobs, BATCHED)
+    expected = train(family, Classification(family.outputs), jobs, BATCHED)
     sick = replace(jobs[1], start={k: t * float("nan") for k, t in jobs[1].start.items()})
-    found = train(family, [jobs[0], sick, jobs[2]], BATCHED)
+    found = train(family, Classification(family.outputs), [jobs[0], sick, jobs[2]], BATCHED)
     assert [t.finite for t in found] == [True, False, True]
     for i in (0, 2):
         assert_same_bits(found[i].params, expected[i].params)
@@ -150,7 +156,11 @@ def test_ordered_dropout_draws_widths_for_each_client_so_it_trains_alone() -> No
     family = FAMILIES["tiny"]
     task = replace(TASK, widths=(prefix(family.layout(), 0.5), FULL))
     jobs = [job(family, task, i) for i in range(3)]
-    for a, b in zip(train(family, jobs, BATCHED), train(family, jobs, SINGLE), strict=True):
+    for a, b in zip(
+        train(family, Classification(family.outputs), jobs, BATCHED),
+        train(family, Classification(family.outputs), jobs, SINGLE),
+        strict=True,
+    ):
         assert_same_bits(a.params, b.params)
 
 
@@ -179,8 +189,8 @@ class Odd:
 
     grouped: bool = False
     mixing: bool = False
-    input_chw: tuple[int, int, int] = (1, 2, 2)
-    classes: int = 3
+    input_shape: tuple[int, int, int] = (1, 2, 2)
+    outputs: int = 3
     min_hw = 1
 
     def layout(self) -> ParamLayout:
@@ -218,31 +228,31 @@ def test_a_layer_of_ones_own_says_how_it_runs() -> None:
 
 def test_a_layer_that_cannot_trains_alone() -> None:
     family: ModelFamily = Odd(grouped=True)  # type: ignore[assignment]
-    found = train(family, [job(family, TASK, i) for i in range(2)])
-    x, y = (job(family, TASK, 1).x_nchw, job(family, TASK, 1).y_n)
+    found = train(family, Classification(family.outputs), [job(family, TASK, i) for i in range(2)])
+    x, y = (job(family, TASK, 1).x, job(family, TASK, 1).y)
     assert torch.isfinite(family.module()(x)).all() and len(y) == 12
     start = initial_params(family, 1)
     assert all(not torch.equal(found[1].params[name], start[name]) for name in start)
     with pytest.raises(ModelError, match=r"LayerNorm cannot train clients side by side.*run\.strategy"):
-        train(family, [job(family, TASK, i) for i in range(2)], BATCHED)
-    assert strategy.choose(family, 5, 10, "fp32").strategy == "single"
+        train(family, Classification(family.outputs), [job(family, TASK, i) for i in range(2)], BATCHED)
+    assert strategy.choose(family, Classification(3), 5, 10, "fp32").strategy == "single"
 
 
 def test_a_network_that_mixes_channels_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
     family: ModelFamily = Odd(mixing=True)  # type: ignore[assignment]
-    assert strategy.choose(family, 5, 10, "fp32").strategy == "single"
+    assert strategy.choose(family, Classification(3), 5, 10, "fp32").strategy == "single"
     assert "mixes channels" in caplog.text
 
 
 def test_the_strategy_follows_from_the_size() -> None:
     """A step of the small CNN at 8x8 has 3 * 145,000 * 10 multiply-adds; VGG16's at 32x32 has 3 * 333 million * 50."""
-    assert strategy.choose(VGG16((3, 32, 32), 10), 50, 10, "fp32") == SINGLE
-    assert strategy.choose(SmallCNN((1, 8, 8), 10), 10, 6, "fp32") == Numerics("batched", 6)
+    assert strategy.choose(VGG16((3, 32, 32), 10), TEN, 50, 10, "fp32") == SINGLE
+    assert strategy.choose(SmallCNN((1, 8, 8), 10), TEN, 10, 6, "fp32") == Numerics("batched", 6)
     large = SmallCNN((3, 32, 32), 10)
     step = 3 * count_macs(large) * 20
     assert step < strategy.SMALL_STEP
-    assert strategy.choose(large, 20, 100, "fp32") == Numerics("batched", int(strategy.AT_ONCE // step))
-    assert strategy.choose(large, 20, 6, "bf16", ("cpu", "cpu")) == Numerics("batched", 3, "bf16")
+    assert strategy.choose(large, TEN, 20, 100, "fp32") == Numerics("batched", int(strategy.AT_ONCE // step))
+    assert strategy.choose(large, TEN, 20, 6, "bf16", ("cpu", "cpu")) == Numerics("batched", 3, "bf16")
     assert strategy.batched(FAMILIES["tiny"], 1, 1, "fp32").lanes == 2, "one client has a copy beside it"
 
 

@@ -32,6 +32,7 @@ from fl_engine.core.types import (
 )
 from fl_engine.exchange.client import execute
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, context_of, start_of, tiny_fleet, tiny_site
 from fl_engine.training.lanes import Dropout
 from fl_engine.training.local import Job, Trained, train
@@ -53,7 +54,7 @@ class Watched:
     def __init__(self, inner: ModelFamily) -> None:
         self.inner = inner
         self.batches: list[Tensor] = []
-        self.min_hw, self.input_chw, self.classes = inner.min_hw, inner.input_chw, inner.classes
+        self.input_shape, self.outputs = inner.input_shape, inner.outputs
 
     def layout(self) -> ParamLayout:
         return self.inner.layout()
@@ -80,7 +81,7 @@ def task_of(count: int = 8, **changes: object) -> LocalTask:
 
 def trained(task: LocalTask, count: int = 8, family: ModelFamily = FAMILY, start: Params | None = None) -> Trained:
     start = initial_params(family, 1) if start is None else start
-    (found,) = train(family, [Job(task, start, *samples(count, family.input_chw))])
+    (found,) = train(family, Classification(family.outputs), [Job(task, start, *samples(count, family.input_shape))])
     return found
 
 
@@ -178,15 +179,15 @@ def test_the_loss_is_the_mean_over_steps() -> None:
 # --------------------------------------------------------------------------------------------- determinism
 @pytest.mark.parametrize("family", [FAMILY, TinyNet(dropout=0.5), SmallCNN((1, 8, 8), 4, width=0.25)], ids=str)
 def test_bits_depend_on_the_job_alone(family: ModelFamily) -> None:
-    start, (x, y) = initial_params(family, 1), samples(20, family.input_chw)
+    start, (x, y) = initial_params(family, 1), samples(20, family.input_shape)
     jobs = [Job(task_of(batch_size=6, epochs=2, seed=seed), start, x, y) for seed in (1, 2, 3)]
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    together = [found.params for found in train(family, jobs)]
+    together = [found.params for found in train(family, Classification(family.outputs), jobs)]
     assert torch.equal(torch.get_rng_state(), before), "the global generator was moved"
     torch.manual_seed(2)
     for params, job in zip(together, jobs, strict=True):
-        (alone,) = train(family, [job])
+        (alone,) = train(family, Classification(family.outputs), [job])
         assert_same_bits(alone.params, params)
     assert not torch.equal(together[0]["classifier.weight"], together[1]["classifier.weight"])
 

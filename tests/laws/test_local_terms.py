@@ -30,11 +30,13 @@ from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_site
 from fl_engine.training.local import Job, Trained, train
-from fl_engine.training.losses import distil_from_last, distil_mutually, exits_cross_entropy, mask_absent
+from fl_engine.training.losses import distil_from_last, distil_mutually, mask_absent, of_exits
 
 FAMILY = TinyNet()
+FOUR, TWO = Classification(4), Classification(2)
 START = initial_params(FAMILY, 1)
 
 
@@ -55,7 +57,7 @@ def one_step(
     family: ModelFamily = FAMILY, start: Params = START, linear: Params | None = None, **changes: object
 ) -> Trained:
     task = replace(LocalTask(FULL, SGD(1.0), epochs=1, batch_size=8, drop_last=True, seed=11), **changes)  # type: ignore[arg-type]
-    (found,) = train(family, [Job(task, start, *samples(), linear or {})])
+    (found,) = train(family, Classification(family.outputs), [Job(task, start, *samples(), linear or {})])
     return found
 
 
@@ -172,7 +174,7 @@ def test_all_exits_are_trained(teachers: str, kd: float) -> None:
         rows = [F.cross_entropy(each, y, reduction="none") for each in out]
         total = rows[0] / 6 + rows[1] * 2 / 6 + rows[2] * 3 / 6
         distil = distil_from_last if teachers == "last" else distil_mutually
-        return torch.as_tensor(total + kd * distil(out, 3.0)).mean()
+        return torch.as_tensor(total + kd * distil(FOUR, out, 3.0)).mean()
 
     found = moved(one_step(EXITS, EXITS_START, exits=exit_loss(kd, teachers)), EXITS_START)
     assert_close(found, gradient_of(loss, EXITS, EXITS_START))
@@ -182,20 +184,20 @@ def test_exit_losses_by_hand() -> None:
     """Two classes; logits (0, 0), (0, ln 3), (0, ln 9): shares 1/2, 1/4 : 3/4, 1/10 : 9/10. One sample of class 1."""
     logits = [torch.tensor([[0.0, math.log(k)]]) for k in (1.0, 3.0, 9.0)]
     y = torch.tensor([1])
-    weighted = exits_cross_entropy(logits, y, (1.0, 2.0, 4.0)).mean()
+    weighted = of_exits(TWO, logits, y, (1.0, 2.0, 4.0)).mean()
     assert float(weighted) == pytest.approx(math.log(2) + 2 * math.log(4 / 3) + 4 * math.log(10 / 9))
 
     def kl(t: float, s: float) -> float:
         """KL(teacher || student) of two-class distributions by the share of class 0."""
         return t * math.log(t / s) + (1 - t) * math.log((1 - t) / (1 - s))
 
-    last = distil_from_last(logits, 1.0).mean()  # mean over the two classes, too
+    last = distil_from_last(TWO, logits, 1.0).mean()  # mean over the two classes, too
     assert float(last) == pytest.approx((1 * kl(0.1, 0.5) + 2 * kl(0.1, 0.25)) / 6 / 2, rel=1e-5)
     pairs = [kl(t, s) for s in (0.5, 0.25, 0.1) for t in (0.5, 0.25, 0.1) if s != t]
-    assert float(distil_mutually(logits, 1.0).mean()) == pytest.approx(sum(pairs) / 2, rel=1e-5)
+    assert float(distil_mutually(TWO, logits, 1.0).mean()) == pytest.approx(sum(pairs) / 2, rel=1e-5)
     # At tau = 2 the logits are halved and the result is multiplied by four.
     halved = [0.5 * each for each in logits]
-    soft, plain = float(distil_mutually(logits, 2.0).mean()), float(distil_mutually(halved, 1.0).mean())
+    soft, plain = float(distil_mutually(TWO, logits, 2.0).mean()), float(distil_mutually(TWO, halved, 1.0).mean())
     assert soft == pytest.approx(4 * plain, rel=1e-5)
 
 
@@ -206,12 +208,12 @@ def test_who_learns_from_whom() -> None:
         return [torch.tensor([[0.0, v]], requires_grad=True) for v in (0.3, 1.0, 2.0)]
 
     one = leaves()
-    distil_from_last(one, 1.0).mean().backward()  # type: ignore[no-untyped-call]
+    distil_from_last(TWO, one, 1.0).mean().backward()  # type: ignore[no-untyped-call]
     assert one[2].grad is not None and one[2].grad.any()
     two = leaves()
-    distil_mutually(two[:1] + [t.detach() for t in two[1:]], 1.0).mean().backward()  # type: ignore[no-untyped-call]
+    distil_mutually(TWO, two[:1] + [t.detach() for t in two[1:]], 1.0).mean().backward()  # type: ignore[no-untyped-call]
     three = leaves()
-    distil_mutually(three, 1.0).mean().backward()  # type: ignore[no-untyped-call]
+    distil_mutually(TWO, three, 1.0).mean().backward()  # type: ignore[no-untyped-call]
     assert two[0].grad is not None and three[0].grad is not None
     torch.testing.assert_close(two[0].grad, three[0].grad)
 
@@ -249,7 +251,13 @@ def test_ordered_dropout_keeps_no_running_statistics() -> None:
     task = LocalTask(FULL, SGD(0.1), 1, 4, True, 0, widths=(FULL,))
     x = torch.randn(4, 1, 8, 8)
     with pytest.raises(ModelError, match="norm=batch"):
-        list(train(family, [Job(task, initial_params(family, 0), x, torch.tensor([0, 1, 2, 3]))]))
+        list(
+            train(
+                family,
+                Classification(family.outputs),
+                [Job(task, initial_params(family, 0), x, torch.tensor([0, 1, 2, 3]))],
+            )
+        )
 
 
 # ------------------------------------------------------------------------------------------- what it costs

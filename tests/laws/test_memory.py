@@ -11,6 +11,7 @@ import pytest
 from fl_engine.algorithms import FlexFL
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TRAINING, tiny_site
 from fl_engine.training import memory
 from fl_engine.training.numerics import SINGLE
@@ -48,12 +49,13 @@ def test_no_limit_is_said(tmp_path: Path, text: str) -> None:
 
 def test_the_peak_is_that_of_training_and_not_of_the_process_that_asks() -> None:
     held = bytearray(600 * 2**20)  # what a coordinator holds does not count
-    base, peak = memory.training_peak(VGG16((3, 32, 32), 10, width=0.25), 10, SINGLE)
+    base, peak = memory.training_peak(VGG16((3, 32, 32), 10, width=0.25), Classification(10), 10, SINGLE)
     assert len(held) and base < 600 * 2**20
     assert peak > base + 8 * 2**20, "weights and their gradients at least"
 
 
 COUNTED = """
+from fl_engine.tasks import Classification
 from fl_engine.training import memory
 gone = b"x" * 300_000_000
 del gone

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError
-from fl_engine.core.types import Data
+from fl_engine.core.samples import Data
 from fl_engine.data import partitioning as p
+from fl_engine.tasks import Classification
 
 law = settings(max_examples=60, deadline=None)
 
@@ -30,7 +31,7 @@ def data_of(labels: np.ndarray[Any, np.dtype[np.int64]], classes: int = 10, writ
     y = torch.from_numpy(labels)
     x = torch.zeros(len(labels), 1, 1, 1, dtype=torch.uint8)
     natural = None if writers is None else torch.arange(len(labels)) % writers
-    return Data("made", classes, x, y, x[:1], y[:1], (0.0,), (1.0,), natural)
+    return Data("made", Classification(classes), x, y, x[:1], y[:1], (0.0,), (1.0,), natural)
 
 
 TEN = data_of(np.arange(1000) % 10, writers=25)

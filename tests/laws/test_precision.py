@@ -11,6 +11,7 @@ from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, Distillation, LocalTask
 from fl_engine.core.widths import prefix
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import SINGLE, Numerics
@@ -31,7 +32,10 @@ def jobs(task: LocalTask, count: int = 3) -> list[Job]:
 
 @pytest.mark.parametrize("numerics", [HALF, HALF_BATCHED], ids=["single", "batched"])
 def test_it_learns_as_well_and_keeps_float32(numerics: Numerics) -> None:
-    plain, half = train(FAMILY, jobs(TASK), SINGLE), train(FAMILY, jobs(TASK), numerics)
+    plain, half = (
+        train(FAMILY, Classification(FAMILY.outputs), jobs(TASK), SINGLE),
+        train(FAMILY, Classification(FAMILY.outputs), jobs(TASK), numerics),
+    )
     for a, b in zip(plain, half, strict=True):
         assert b.loss == pytest.approx(a.loss, rel=0.05)
         assert {t.dtype for t in b.params.values()} == {torch.float32}
@@ -43,6 +47,8 @@ def test_it_learns_as_well_and_keeps_float32(numerics: Numerics) -> None:
 def test_a_lane_has_the_same_bits_alone() -> None:
     teachers = Distillation((prefix(FAMILY.layout(), 0.5),), 10.0, 3.0)
     for task in (TASK, replace(TASK, distillation=teachers)):
-        together = train(FAMILY, jobs(task, 5), HALF_BATCHED)
+        together = train(FAMILY, Classification(FAMILY.outputs), jobs(task, 5), HALF_BATCHED)
         for job, expected in zip(jobs(task, 5), together, strict=True):
-            assert_same_bits(train(FAMILY, [job], HALF_BATCHED)[0].params, expected.params)
+            assert_same_bits(
+                train(FAMILY, Classification(FAMILY.outputs), [job], HALF_BATCHED)[0].params, expected.params
+            )

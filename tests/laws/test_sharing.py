@@ -14,6 +14,7 @@ from fl_engine.core.types import FULL, SGD, Distillation, LocalTask, ModelFamily
 from fl_engine.core.widths import prefix
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from fl_engine.training import local
 from fl_engine.training.lanes import Network
@@ -38,8 +39,8 @@ def jobs(family: ModelFamily, task: LocalTask, count: int) -> list[Job]:
     out = []
     for i in range(count):
         generator = torch.Generator().manual_seed(i)
-        x = torch.randn(9, *family.input_chw, generator=generator)
-        y = torch.randint(0, family.classes, (9,), generator=generator)
+        x = torch.randn(9, *family.input_shape, generator=generator)
+        y = torch.randint(0, family.outputs, (9,), generator=generator)
         start = take(initial_params(family, i), family.layout(), task.spec)
         out.append(Job(replace(task, seed=i), {k: t.clone() for k, t in start.items()}, x, y))
     return out
@@ -64,9 +65,11 @@ CASES = {
 def test_no_bit_moves(name: str, numerics: Numerics, monkeypatch: pytest.MonkeyPatch) -> None:
     family, teacher = CASES[name]
     task = replace(TASK, distillation=Distillation((teacher, prefix(family.layout(), 0.5)), 10.0, 3.0))
-    with_sharing = train(family, jobs(family, task, 2), numerics)
+    with_sharing = train(family, Classification(family.outputs), jobs(family, task, 2), numerics)
     monkeypatch.setattr(local, "shared", nothing_shared)
-    for a, b in zip(with_sharing, train(family, jobs(family, task, 2), numerics), strict=True):
+    for a, b in zip(
+        with_sharing, train(family, Classification(family.outputs), jobs(family, task, 2), numerics), strict=True
+    ):
         assert_same_bits(a.params, b.params)
         assert a.loss == b.loss
 

@@ -339,7 +339,7 @@ def sizes_at(family: ModelFamily, width: Fraction) -> list[int]:
     """Of a level that ends behind each point, with its head: one weight per channel and class, one bias per class."""
     points = exit_points(family)
     found = blocks_at(family, width)
-    return [total + outputs * family.classes + family.classes for block, total, outputs in found if block in points]
+    return [total + outputs * family.outputs + family.outputs for block, total, outputs in found if block in points]
 
 
 def whole(family: ModelFamily) -> int:

@@ -23,7 +23,7 @@ from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.testing.models import assert_same, images, kept_mask, random_params
+from fl_engine.testing.models import assert_same, kept_mask, random_params, samples
 from fl_engine.testing.tiny import TinyNet
 
 # Two exits each: the first block of a stage and the last, behind a map and behind a vector, before a pool and not.
@@ -98,8 +98,8 @@ def test_an_exit_may_sit_behind_every_exit_point_at_once(family: Any) -> None:
     everywhere = dataclasses.replace(family, exits=family.exit_points())
     assert list(full_shapes(everywhere)) == list(everywhere.layout().slots)
     with torch.no_grad():
-        logits = everywhere.module()(images(everywhere, 2))
-    assert [tuple(x.shape) for x in logits] == [(2, family.classes)] * (len(family.exit_points()) + 1)
+        logits = everywhere.module()(samples(everywhere, 2))
+    assert [tuple(x.shape) for x in logits] == [(2, family.outputs)] * (len(family.exit_points()) + 1)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_the_state_is_that_of_the_layout(family: Any) -> None:
 
 
 def test_one_tensor_of_logits_for_each_output_kept(family: Any) -> None:
-    params, x = initial_params(family, 0), images(family, 3)
+    params, x = initial_params(family, 0), samples(family, 3)
     for spec in specs(family):
         logits = run(family, spec, take(params, family.layout(), spec), x)
         assert isinstance(logits, tuple)
@@ -163,7 +163,7 @@ def test_one_tensor_of_logits_for_each_output_kept(family: Any) -> None:
 
 
 def test_a_truncated_network_computes_the_full_ones_logits(family: Any) -> None:
-    params, x = initial_params(family, 1), images(family, 4)
+    params, x = initial_params(family, 1), samples(family, 4)
     full = run(family, FULL, params, x)
     assert len({tuple(out.flatten().tolist()) for out in full}) == 3, "exits that answer alike would prove nothing"
     for blocks in truncations(family):
@@ -174,7 +174,7 @@ def test_a_truncated_network_computes_the_full_ones_logits(family: Any) -> None:
 
 
 def test_without_its_heads_it_is_the_network_without_exits(family: Any) -> None:
-    plain, params, x = dataclasses.replace(family, exits=()), initial_params(family, 1), images(family, 4)
+    plain, params, x = dataclasses.replace(family, exits=()), initial_params(family, 1), samples(family, 4)
     with torch.no_grad():
         bare = {name: t for name, t in params.items() if not name.startswith("exit_")}
         expected = runnable(plain, FULL, bare).eval()(x)
@@ -184,10 +184,10 @@ def test_without_its_heads_it_is_the_network_without_exits(family: Any) -> None:
 
 def test_a_slice_runs_like_the_full_network_with_the_rest_zeroed(family: Any) -> None:
     static = dataclasses.replace(family, norm="static") if hasattr(family, "norm") else family
-    layout, params, x = static.layout(), random_params(static), images(static, 2).double()
+    layout, params, x = static.layout(), random_params(static), samples(static, 2).double()
     buffers = {name for name, _ in static.module().named_buffers()}
     for keep in narrowings(static):
-        narrow, rows = SubmodelSpec.of(keep), list(keep.get("classes", range(static.classes)))
+        narrow, rows = SubmodelSpec.of(keep), list(keep.get("classes", range(static.outputs)))
         zeroed = {n: t if n in buffers else t * kept_mask(layout, narrow, n, t.shape) for n, t in params.items()}
         full = run(static, FULL, zeroed, x)
         for blocks in truncations(static):
@@ -218,7 +218,7 @@ def test_a_longer_network_cannot_be_taken_out_of_a_shorter_one(family: Any) -> N
 def test_gradients_come_back_through_all_exits(family: Any) -> None:
     for spec in (FULL, *(SubmodelSpec.of({}, up_to(family, block)) for block in family.exits)):
         module = family.module(spec).train()
-        sum(logits.square().sum() for logits in module(images(family, 4))).backward()
+        sum(logits.square().sum() for logits in module(samples(family, 4))).backward()
         assert [name for name, p in module.named_parameters() if p.grad is None] == []
 
 
@@ -229,12 +229,12 @@ def test_a_shorter_network_costs_less(family: Any) -> None:
     assert 0 < count_macs(family, ends[0]) < count_macs(family, ends[1]) < count_macs(family, ends[2])
     heads = [shape.numel() for name, shape in full_shapes(family).items() if re.match(r"exit_.*weight", name)]
     assert count_macs(family) == count_macs(plain) + sum(heads)
-    assert count_params(family) == count_params(plain) + sum(heads) + 2 * family.classes
+    assert count_params(family) == count_params(plain) + sum(heads) + 2 * family.outputs
 
 
 def test_a_head_averages_the_map_behind_its_block() -> None:
     family = TinyNet(exits=("conv", "fc"))
-    params, x = initial_params(family, 4), images(family, 3)
+    params, x = initial_params(family, 4), samples(family, 3)
     map_bchw = F.conv2d(x, params["conv.conv.weight"], params["conv.conv.bias"], padding=1).relu()
     expected = map_bchw.mean((2, 3)) @ params["exit_conv.weight"].T + params["exit_conv.bias"]
     torch.testing.assert_close(run(family, FULL, params, x)[0], expected)
@@ -251,7 +251,7 @@ def test_a_head_averages_the_map_behind_its_block() -> None:
 )
 def test_a_block_before_an_exit_can_be_skipped_still(name: str, dropped: list[str]) -> None:
     family = FAMILIES[name]
-    params, x = initial_params(family, 3), images(family, 2)
+    params, x = initial_params(family, 3), samples(family, 2)
     for blocks in (up_to(family, family.exits[1]), up_to(family, None)):
         spec = SubmodelSpec.of({}, [b for b in blocks if b not in dropped])
         part = take(params, family.layout(), spec)

@@ -174,17 +174,17 @@ def test_width_multiplies_every_channel_and_keeps_at_least_one() -> None:
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (VGG16, {"input_chw": (1, 28, 28)}, "VGG16 takes images of at least 32x32 pixels, got 28x28"),
-        (VGG16, {"input_chw": (3, 32, 31)}, "at least 32x32 pixels, got 32x31"),
-        (ResNet18, {"input_chw": DIGITS}, "ResNet18 takes images of at least 9x9 pixels, got 8x8"),
-        (ResNet34, {"input_chw": DIGITS}, "ResNet34 takes images of at least 9x9 pixels, got 8x8"),
-        (PreResNet18, {"input_chw": DIGITS}, "PreResNet18 takes images of at least 9x9 pixels, got 8x8"),
-        (MobileNetV2, {"input_chw": (3, 16, 16)}, "at least 17x17 pixels, got 16x16"),
-        (SmallCNN, {"input_chw": (1, 7, 8)}, "SmallCNN takes images of at least 8x8 pixels, got 7x8"),
-        (SmallCNN, {"input_chw": (8, 8)}, "a tuple of three positive integers (C, H, W), got (8, 8)"),
-        (SmallCNN, {"input_chw": (0, 8, 8)}, "three positive integers (C, H, W), got (0, 8, 8)"),
-        (SmallCNN, {"input_chw": [1, 8, 8]}, "a tuple of three positive integers (C, H, W), got [1, 8, 8]"),
-        (SmallCNN, {"classes": 1}, "classes is an integer of at least 2, got 1"),
+        (VGG16, {"input_shape": (1, 28, 28)}, "VGG16 takes images of at least 32x32 pixels, got 28x28"),
+        (VGG16, {"input_shape": (3, 32, 31)}, "at least 32x32 pixels, got 32x31"),
+        (ResNet18, {"input_shape": DIGITS}, "ResNet18 takes images of at least 9x9 pixels, got 8x8"),
+        (ResNet34, {"input_shape": DIGITS}, "ResNet34 takes images of at least 9x9 pixels, got 8x8"),
+        (PreResNet18, {"input_shape": DIGITS}, "PreResNet18 takes images of at least 9x9 pixels, got 8x8"),
+        (MobileNetV2, {"input_shape": (3, 16, 16)}, "at least 17x17 pixels, got 16x16"),
+        (SmallCNN, {"input_shape": (1, 7, 8)}, "SmallCNN takes images of at least 8x8 pixels, got 7x8"),
+        (SmallCNN, {"input_shape": (8, 8)}, "a tuple of three positive integers (C, H, W), got (8, 8)"),
+        (SmallCNN, {"input_shape": (0, 8, 8)}, "three positive integers (C, H, W), got (0, 8, 8)"),
+        (SmallCNN, {"input_shape": [1, 8, 8]}, "a tuple of three positive integers (C, H, W), got [1, 8, 8]"),
+        (SmallCNN, {"outputs": 0}, "outputs is an integer of at least 1, got 0"),
         (ResNet34, {"width": 0}, "width multiplies all channels and is a number above 0, got 0"),
         (ResNet34, {"width": float("nan")}, "a number above 0, got nan"),
         (MobileNetV2, {"norm": "group"}, "norm is one of batch, static, got 'group'"),
@@ -196,7 +196,7 @@ def test_bad_options_say_what_arrived_and_what_was_expected(
     model: Callable[..., ModelFamily], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=re.escape(message)):
-        model(**({"input_chw": CIFAR, "classes": 10} | options))
+        model(**({"input_shape": CIFAR, "outputs": 10} | options))
 
 
 @pytest.mark.parametrize(

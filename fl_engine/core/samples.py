@@ -1,0 +1,288 @@
+"""Data of any kind, and what is learnt from them: samples, targets, and the task that owns loss and metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_engine.core.errors import DataError
+
+
+# ----------------------------------------------------------------------------------------------------- tasks
+@dataclass(frozen=True)
+class Metric:
+    """A figure of merit: its key in histories and artifacts, and which direction is the better one."""
+
+    name: str
+    higher_is_better: bool = True
+
+
+class Measured(NamedTuple):
+    """What a task says of a whole data set."""
+
+    values: Mapping[str, float]
+    """By the metric's name, `Task.metric` among them."""
+    confusion: Tensor = torch.empty(0, 0)
+    """int64 (classes, classes): how many samples of a class (row) were taken for which (column); empty without classes.
+    """
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What a network learns from data. Implementations are frozen dataclasses in `fl_engine.tasks`.
+
+    `outputs_bo` is float32 (batch, outputs); `y` holds as many targets, as `check` returned them.
+    """
+
+    name: ClassVar[str]
+    metric: ClassVar[Metric]
+    """The metric that decides: `avg` and `full` are means and values of it."""
+
+    @property
+    def outputs(self) -> int:
+        """The head's size."""
+
+    @property
+    def label_count(self) -> int:
+        """How many labels `labels` tells apart; 0: the task has none."""
+
+    @property
+    def identity(self) -> object:
+        """What a data set's fingerprint has of the task."""
+
+    def check(self, y: Tensor, what: str) -> Tensor:
+        """The targets in the form that the other functions take. Raises DataError, which begins with `what`."""
+
+    def labels(self, y: Tensor) -> NDArray[np.int64]:
+        """What partition rules and stratified subsets deal by: (N,) in 0 .. label_count - 1."""
+
+    def present(self, y: Tensor) -> Tensor:
+        """bool (outputs,): the outputs that occur as targets. Raises ModelError where outputs are no classes."""
+
+    def examples(self, count: int, generator: torch.Generator) -> Tensor:
+        """Made-up targets, for measurements without data."""
+
+    def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
+        """One value for each sample, (batch,), or their sum."""
+
+    def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
+        """A student's outputs as `divergence` takes them, (batch, outputs)."""
+
+    def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
+        """How far a softened student is from a teacher, for each output: (batch, outputs). Distillation sums it or
+        takes its mean, times temperature^2."""
+
+    def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
+        """What `measure` has to know of a batch."""
+
+    def measure(self, observed: Sequence[Tensor]) -> Measured:
+        """The metrics over all batches: exactly those of the whole data set, however it was cut into batches."""
+
+
+# ------------------------------------------------------------------------------------------------------ data
+IMAGE_AXES = 4
+"""(N, C, H, W)"""
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set in memory: samples, targets, the task, and how samples are normalised.
+
+    Samples (N, ...) are one of three kinds:
+
+        images    uint8 (N, C, H, W); a network is fed `(x / 255 - mean) / std`, per channel (in units of 255)
+        floats    of any shape: vectors (N, F), series (N, T, F), maps (N, C, H, W); a network is fed `(x - mean) / std`,
+                  per feature (the last axis; the channel, of maps), or x itself where no mean and std are given
+        tokens    integers from 0 on, of any shape; a network is fed them as they are
+
+    NumPy arrays are taken, and become tensors. What targets look like is the task's to say. `natural_client`
+    (N_train,) names the source of each training sample where the data set knows it (a writer, a user), for the
+    natural partition. Raises DataError for everything that cannot be meant.
+    """
+
+    name: str
+    task: Task
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    natural_client: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise DataError(f"a data set's name is a word, got {self.name!r}")
+        if isinstance(self.task, type) or not isinstance(self.task, Task):
+            raise DataError(
+                f"{self.name}: task is one of fl_engine.tasks, for example Classification(10) or Regression(), "
+                f"got {self.task!r}"
+            )
+        checked: dict[str, Any] = {"mean": _numbers(self.mean, f"{self.name}: mean")}
+        checked["std"] = _numbers(self.std, f"{self.name}: std")
+        for part in ("train", "test"):
+            x, y = (_tensor(getattr(self, f"{part}_{of}"), f"{self.name}: {part}_{of}") for of in "xy")
+            x = _samples(x, f"{self.name}: {part}_x")
+            if not len(x):
+                raise DataError(f"{self.name}: the {part} part has no samples; at least one is needed")
+            if y.dim() == 0 or len(x) != len(y):
+                raise DataError(
+                    f"{self.name}: {part}_x has {len(x)} samples, {part}_y has {len(y) if y.dim() else 'none'}; "
+                    "one target is needed for each sample"
+                )
+            checked |= {f"{part}_x": x, f"{part}_y": self.task.check(y, f"{self.name}: {part}_y")}
+        train, test = checked["train_x"], checked["test_x"]
+        if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
+            raise DataError(
+                f"{self.name}: training samples are {_said(train)}, test samples {_said(test)}; they have to be alike"
+            )
+        _check_normalisation(self.name, train, checked["mean"], checked["std"])
+        if self.natural_client is not None:
+            checked["natural_client"] = _sources(self.name, self.natural_client, len(train))
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one sample."""
+        return tuple(self.train_x.shape[1:])
+
+    @property
+    def has_images(self) -> bool:
+        return self.train_x.dtype == torch.uint8
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.train_x.dtype == torch.int64
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """Samples (B, ...) as a network takes them, on the device where they lie: float32, or int64 tokens."""
+        if not self.mean:
+            return x
+        shape = _feature_view(x)
+        mean = torch.tensor(self.mean, device=x.device).view(shape)
+        std = torch.tensor(self.std, device=x.device).view(shape)
+        return ((x.float() / 255 if x.dtype == torch.uint8 else x) - mean) / std
+
+
+def batch_layout(x: Tensor) -> Tensor:
+    """A batch as networks take it in memory: maps channels last, anything else row by row."""
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == IMAGE_AXES else torch.contiguous_format)
+
+
+def _features(x: Tensor) -> int:
+    """The length of the axis that mean and std are per."""
+    return x.shape[1] if x.dim() == IMAGE_AXES else x.shape[-1]
+
+
+def _feature_view(x: Tensor) -> tuple[int, ...]:
+    """The shape in which a value per feature is broadcast over samples."""
+    return (1, -1, 1, 1) if x.dim() == IMAGE_AXES else (*[1] * (x.dim() - 1), -1)
+
+
+# --------------------------------------------------------------------------------------------------- checking
+def _said(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape[1:])}"
+
+
+def _tensor(value: object, what: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if not isinstance(value, np.ndarray):
+        raise DataError(f"{what} is a tensor or a NumPy array, got {type(value).__name__}")
+    if value.dtype.kind not in "iuf":
+        raise DataError(f"{what}: numbers are expected, got a NumPy array of {value.dtype}")
+    if value.dtype != np.uint8:
+        with np.errstate(over="ignore"):  # what becomes infinite is refused later, by its sample
+            value = value.astype(np.float32 if value.dtype.kind == "f" else np.int64, copy=False)
+    # torch has neither negative strides nor tensors that must not be written.
+    return torch.from_numpy(np.require(value, requirements=("C", "W")))
+
+
+def _samples(x: Tensor, what: str) -> Tensor:
+    if x.dim() < 2:
+        raise DataError(f"{what}: samples have at least one axis besides their number, (N, F); got {tuple(x.shape)}")
+    if len(x) and not x.numel():
+        raise DataError(f"{what}: a sample has no entries, shape {tuple(x.shape)}")
+    if x.dtype == torch.uint8:
+        if x.dim() != IMAGE_AXES:
+            raise DataError(
+                f"{what}: uint8 samples are images (N, C, H, W), got {tuple(x.shape)}; give grey images a channel, "
+                "x[:, None], measurements as float32, tokens as int64"
+            )
+        return x
+    if x.dtype == torch.bool or x.is_complex():
+        raise DataError(f"{what}: samples are uint8, float or integers, got {str(x.dtype).removeprefix('torch.')}")
+    if x.is_floating_point():
+        x = x.float()
+        if not bool(torch.isfinite(x).all()):
+            where = (~torch.isfinite(x)).flatten(1).any(1).nonzero().flatten()
+            raise DataError(
+                f"{what}: sample {int(where[0])} holds NaN, infinity or more than float32 can hold ({len(where)} such "
+                "samples); fill in or leave out what is missing"
+            )
+        return x
+    if x.dim() == IMAGE_AXES:
+        raise DataError(
+            f"{what}: images of integers, {tuple(x.shape)}, are given as uint8 in 0..255: x.to(torch.uint8)"
+        )
+    if x.numel() and int(x.min()) < 0:
+        raise DataError(f"{what}: integers are tokens from 0 on, found {int(x.min())}; give measurements as float32")
+    return x.long()
+
+
+def _numbers(value: object, what: str) -> tuple[float, ...]:
+    """A list, an array or a tensor of numbers as a tuple."""
+    listed = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
+    if not isinstance(listed, Sequence) or not all(_is_number(n) for n in listed):
+        raise DataError(f"{what} is a tuple with a number for each channel or feature, e.g. (0.5,), got {value!r}")
+    numbers = tuple(float(n) for n in listed)
+    if not all(map(math.isfinite, numbers)):
+        raise DataError(f"{what} is a tuple of finite numbers, got {numbers!r}")
+    return numbers
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def _check_normalisation(name: str, x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    images, tokens = x.dtype == torch.uint8, x.dtype == torch.int64
+    if tokens:
+        if mean or std:
+            raise DataError(f"{name}: integer samples are tokens, which are not normalised: leave out mean and std")
+        return
+    unit = "channel" if x.dim() == IMAGE_AXES else "feature"
+    wanted = _features(x)
+    for what, values in (("mean", mean), ("std", std)):
+        if len(values) != wanted and (images or mean or std):
+            hint = "" if images else ", or give neither mean nor std"
+            raise DataError(f"{name}: {what} has {len(values)} values for {wanted} {unit}s; give one for each{hint}")
+        if images and any(abs(value) > 1 for value in values):
+            raise DataError(f"{name}: {what} of images is in units of 255, so at most 1; got {values}: divide by 255")
+    if any(value <= 0 for value in std):
+        raise DataError(f"{name}: std is positive, got {min(std):g}; leave out {unit}s that never change")
+    if not images and not mean and x.dim() == IMAGE_AXES and float(x.min()) >= 0 and float(x.max()) <= 1:
+        raise DataError(
+            f"{name}: float samples {tuple(x.shape[1:])} in 0..1 look like images divided by 255: give them as uint8 "
+            "((x * 255).round().to(torch.uint8)), or with their mean and std where they are measurements"
+        )
+
+
+def _sources(name: str, value: object, samples: int) -> Tensor:
+    sources = _tensor(value, f"{name}: natural_client")
+    if sources.is_floating_point() or sources.is_complex() or sources.dtype == torch.bool:
+        raise DataError(f"{name}: natural_client holds integers, got {str(sources.dtype).removeprefix('torch.')}")
+    if sources.shape != (samples,):
+        raise DataError(
+            f"{name}: natural_client names the source of each of {samples} training samples, (N,); got the shape "
+            f"{tuple(sources.shape)}"
+        )
+    return sources.long()

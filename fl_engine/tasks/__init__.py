@@ -1,0 +1,8 @@
+"""The tasks: what can be learnt from data. A new one is a file here, with a `fl_engine.core.samples.Task` in it."""
+
+from __future__ import annotations
+
+from fl_engine.tasks.classification import Classification
+from fl_engine.tasks.regression import Regression
+
+__all__ = ["Classification", "Regression"]

@@ -1,0 +1,91 @@
+"""One class out of several: cross entropy, and the share of samples that are recognised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Measured, Metric
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Targets are int64 (N,), the numbers of the classes; the network gives a logit for each class."""
+
+    classes: int
+
+    name: ClassVar[str] = "classification"
+    metric: ClassVar[Metric] = Metric("accuracy")
+
+    def __post_init__(self) -> None:
+        if type(self.classes) is not int or self.classes < 2:
+            raise DataError(f"classification takes at least 2 classes, got {self.classes!r}")
+
+    @property
+    def outputs(self) -> int:
+        return self.classes
+
+    @property
+    def label_count(self) -> int:
+        return self.classes
+
+    @property
+    def identity(self) -> object:
+        """The number alone: fingerprints of data sets are older than tasks."""
+        return self.classes
+
+    def check(self, y: Tensor, what: str) -> Tensor:
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            kind = str(y.dtype).removeprefix("torch.")
+            raise DataError(f"{what}: classes are integers 0..{self.classes - 1}, got {kind}: y.long() or Regression()")
+        if y.dim() != 1:
+            raise DataError(
+                f"{what}: one class for each sample, (N,), got the shape {tuple(y.shape)}; of one-hot rows take "
+                "y.argmax(1), of a column y[:, 0]"
+            )
+        y = y.long()
+        wrong = ((y < 0) | (y >= self.classes)).nonzero().flatten()
+        if len(wrong):
+            raise DataError(
+                f"{what}: expected classes 0..{self.classes - 1}, found {int(y[wrong[0]])} at sample {int(wrong[0])} "
+                f"({len(wrong)} such samples)"
+            )
+        return y
+
+    def labels(self, y: Tensor) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = y.numpy()
+        return found
+
+    def present(self, y: Tensor) -> Tensor:
+        return torch.bincount(y, minlength=self.classes) > 0
+
+    def examples(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.randint(0, self.classes, (count,), generator=generator)
+
+    def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
+        return F.cross_entropy(outputs_bo, y, reduction=reduction)
+
+    def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
+        """Logarithms of probabilities."""
+        return F.log_softmax(outputs_bo / temperature, dim=1)
+
+    def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
+        """The terms of KL(softmax(teacher / temperature) || student), whose sum over the classes it is."""
+        return F.kl_div(softened_bo, F.softmax(teacher_bo / temperature, dim=1), reduction="none")
+
+    def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
+        """int64 (batch,): class * classes + what it was taken for."""
+        return y * self.classes + outputs_bo.argmax(1)
+
+    def measure(self, observed: Sequence[Tensor]) -> Measured:
+        taken = torch.cat(list(observed))
+        confusion = torch.bincount(taken, minlength=self.classes**2).view(self.classes, self.classes).cpu()
+        return Measured({self.metric.name: int(confusion.trace()) / len(taken)}, confusion)

@@ -1,0 +1,106 @@
+"""Numbers: the mean squared error, the coefficient of determination R2, and the mean absolute error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_engine.core.errors import DataError, ModelError
+from fl_engine.core.samples import Measured, Metric
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Targets are float32 (N, outputs); (N,) is taken for one output. The network gives the numbers themselves."""
+
+    outputs: int = 1
+    bins: int = 10
+    """Quantile bins of the first target, which stand for labels where a partition rule deals by labels; 0: none."""
+
+    name: ClassVar[str] = "regression"
+    metric: ClassVar[Metric] = Metric("r2")
+    error: ClassVar[Metric] = Metric("mae", higher_is_better=False)
+
+    def __post_init__(self) -> None:
+        if type(self.outputs) is not int or self.outputs < 1:
+            raise DataError(f"regression takes at least 1 output, got {self.outputs!r}")
+        if type(self.bins) is not int or self.bins < 0 or self.bins == 1:
+            raise DataError(f"regression takes at least 2 quantile bins, or 0 for none, got {self.bins!r}")
+
+    @property
+    def label_count(self) -> int:
+        return self.bins
+
+    @property
+    def identity(self) -> object:
+        return self.name, self.outputs, self.bins
+
+    def check(self, y: Tensor, what: str) -> Tensor:
+        if y.is_complex() or y.dtype == torch.bool:
+            raise DataError(f"{what}: targets are numbers, got {str(y.dtype).removeprefix('torch.')}")
+        if y.dim() == 1 and self.outputs == 1:
+            y = y[:, None]
+        if y.dim() != 2 or y.shape[1] != self.outputs:
+            raise DataError(
+                f"{what}: targets of {self.outputs} numbers, (N, {self.outputs}), are expected, got the shape "
+                f"{tuple(y.shape)}; say how many with Regression(outputs=...)"
+            )
+        y = y.float()
+        wrong = (~torch.isfinite(y)).any(1).nonzero().flatten()
+        if len(wrong):
+            raise DataError(
+                f"{what}: the target of sample {int(wrong[0])} is NaN, infinite or more than float32 can hold "
+                f"({len(wrong)} such samples); leave out what is missing"
+            )
+        if bool((y == y[:1]).all(0).any()):
+            raise DataError(f"{what}: all targets of an output are equal, so nothing can be learnt and R2 is undefined")
+        return y
+
+    def labels(self, y: Tensor) -> NDArray[np.int64]:
+        """The bin of each sample. A bin's edges are targets that occur, so every machine agrees; equal targets are in
+        one bin, which leaves others empty where many are equal."""
+        first = y[:, 0].numpy()
+        ordered = np.sort(first)
+        edges = ordered[[i * len(ordered) // self.bins for i in range(1, self.bins)]]
+        return np.searchsorted(edges, first, side="right").astype(np.int64)
+
+    def present(self, y: Tensor) -> Tensor:
+        raise ModelError("regression has no classes whose outputs could be masked: set algorithm.mask_labels=false")
+
+    def examples(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(count, self.outputs, generator=generator)
+
+    def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
+        """The squared error, mean over the outputs."""
+        of_each = (outputs_bo - y).square().mean(1)
+        return of_each.sum() if reduction == "sum" else of_each
+
+    def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
+        """Over the temperature, so that its square, which distillation multiplies by, cancels: numbers need no
+        softening."""
+        return outputs_bo / temperature
+
+    def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
+        """The squared error to the teacher; a softmax over one output would silently be nothing."""
+        return (softened_bo - teacher_bo / temperature).square()
+
+    def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
+        """float64 (5, outputs): how many samples, and the sums of y, y^2, squared and absolute errors."""
+        found, wanted = outputs_bo.double(), y.double()
+        errors = found - wanted
+        parts = (torch.ones_like(wanted), wanted, wanted.square(), errors.square(), errors.abs())
+        return torch.stack([part.sum(0) for part in parts])
+
+    def measure(self, observed: Sequence[Tensor]) -> Measured:
+        """R2 = 1 - sum (y - f)^2 / sum (y - mean y)^2 and the mean absolute error, each the mean over the outputs. R2
+        is NaN where all targets are equal."""
+        count, total, squares, errors, absolute = torch.stack(list(observed)).sum(0).cpu()
+        spread = squares - total.square() / count
+        r2 = torch.where(spread > 0, 1 - errors / spread, torch.nan)
+        return Measured({self.metric.name: float(r2.mean()), self.error.name: float((absolute / count).mean())})

@@ -1,0 +1,129 @@
+"""Data are checked where they are made: whatever cannot be meant is one clear line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+from fl_engine.tasks import Classification, Regression
+
+IMAGES = {
+    "name": "made", "task": Classification(3), "train_x": torch.zeros(6, 1, 2, 2, dtype=torch.uint8),
+    "train_y": torch.arange(6) % 3, "test_x": torch.zeros(3, 1, 2, 2, dtype=torch.uint8), "test_y": torch.arange(3),
+    "mean": (0.5,), "std": (0.25,),
+}  # fmt: skip
+TABLE = {
+    "name": "made", "task": Regression(), "train_x": torch.arange(12.0).view(6, 2), "train_y": torch.arange(6.0),
+    "test_x": torch.arange(6.0).view(3, 2), "test_y": torch.arange(3.0),
+}  # fmt: skip
+TOKENS = {
+    **IMAGES, "train_x": torch.arange(12).view(6, 2), "test_x": torch.arange(6).view(3, 2), "mean": (), "std": (),
+}  # fmt: skip
+HOLED = TABLE["train_x"].clone()  # type: ignore[attr-defined]
+HOLED[4, 1] = float("nan")
+
+MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no name": (IMAGES, {"name": ""}, "a data set's name is a word, got ''"),
+    "a number of classes": (IMAGES, {"task": 3}, "task is one of fl_engine.tasks, for example Classification(10)"),
+    "a task's type": (IMAGES, {"task": Regression}, "task is one of fl_engine.tasks"),
+    "a list of samples": (IMAGES, {"train_x": [[1, 2]]}, "train_x is a tensor or a NumPy array, got list"),
+    "words": (IMAGES, {"train_x": np.array(["a"] * 6)}, "train_x: numbers are expected, got a NumPy array of <U1"),
+    "objects": (TABLE, {"train_y": np.array([None] * 6)}, "train_y: numbers are expected, got a NumPy array of object"),
+    "truth values": (TABLE, {"train_x": torch.ones(6, 2, dtype=torch.bool)}, "samples are uint8, float or integers"),
+    "no axis": (TABLE, {"train_x": torch.ones(6)}, "at least one axis besides their number, (N, F); got (6,)"),
+    "no entries": (TABLE, {"train_x": torch.ones(6, 0)}, "a sample has no entries, shape (6, 0)"),
+    "grey without a channel": (IMAGES, {"train_x": torch.zeros(6, 2, 2, dtype=torch.uint8)}, "give grey images a"),
+    "images of integers": (IMAGES, {"train_x": torch.zeros(6, 1, 2, 2, dtype=torch.int64)}, "x.to(torch.uint8)"),
+    "images in 0..1": (
+        {**IMAGES, "mean": (), "std": ()},
+        {"train_x": torch.rand(6, 1, 2, 2), "test_x": torch.rand(3, 1, 2, 2)},
+        "in 0..1 look like images divided by 255: give them as uint8 ((x * 255).round().to(torch.uint8))",
+    ),
+    "negative tokens": (TOKENS, {"train_x": torch.full((6, 2), -1)}, "integers are tokens from 0 on, found -1"),
+    "normalised tokens": (TOKENS, {"mean": (0.5, 0.5)}, "tokens, which are not normalised: leave out mean and std"),
+    "NaN": (TABLE, {"train_x": HOLED}, "train_x: sample 4 holds NaN, infinity or more than float32 can hold (1 such"),
+    "infinity": (TABLE, {"test_x": torch.full((3, 2), float("inf"))}, "test_x: sample 0 holds NaN, infinity"),
+    "beyond float32": (TABLE, {"train_x": np.full((6, 2), 1e300)}, "more than float32 can hold (6 such samples)"),
+    "no training samples": (TABLE, {"train_x": torch.ones(0, 2), "train_y": torch.ones(0)}, "the train part has no"),
+    "no test samples": (IMAGES, {"test_x": IMAGES["test_x"][:0], "test_y": torch.ones(0).long()}, "test part has no"),  # type: ignore[index]
+    "fewer targets": (IMAGES, {"train_y": torch.zeros(5).long()}, "train_x has 6 samples, train_y has 5"),
+    "a single target": (IMAGES, {"train_y": torch.tensor(1)}, "train_x has 6 samples, train_y has none"),
+    "other test images": (IMAGES, {"test_x": torch.zeros(3, 1, 4, 4, dtype=torch.uint8)}, "(1, 2, 2), test samples"),
+    "another kind of test": (TABLE, {"test_x": torch.ones(3, 2).long()}, "are float32 (2,), test samples int64 (2,)"),
+    "labels as floats": (IMAGES, {"train_y": torch.zeros(6)}, "classes are integers 0..2, got float32: y.long() or"),
+    "one-hot labels": (IMAGES, {"train_y": torch.eye(6).long()}, "got the shape (6, 6); of one-hot rows take"),
+    "a label too high": (IMAGES, {"train_y": torch.arange(6)}, "expected classes 0..2, found 3 at sample 3 (3 such"),
+    "a label below 0": (IMAGES, {"test_y": torch.tensor([0, -1, 1])}, "test_y: expected classes 0..2, found -1"),
+    "one class": (IMAGES, {"task": lambda: Classification(1)}, "classification takes at least 2 classes, got 1"),
+    "no output": (TABLE, {"task": lambda: Regression(0)}, "regression takes at least 1 output, got 0"),
+    "one bin": (TABLE, {"task": lambda: Regression(bins=1)}, "at least 2 quantile bins, or 0 for none, got 1"),
+    "two targets": (TABLE, {"train_y": torch.rand(6, 2)}, "targets of 1 numbers, (N, 1), are expected, got the shape"),
+    "a target of NaN": (TABLE, {"train_y": HOLED[:, 1]}, "the target of sample 4 is NaN, infinite or more"),
+    "equal targets": (TABLE, {"test_y": torch.ones(3)}, "test_y: all targets of an output are equal"),
+    "a mean alone": (IMAGES, {"mean": 0.5}, "mean is a tuple with a number for each channel or feature, e.g. (0.5,)"),
+    "a mean of words": (IMAGES, {"mean": ("a",)}, "mean is a tuple with a number for each channel"),
+    "a mean of NaN": (IMAGES, {"mean": (float("nan"),)}, "mean is a tuple of finite numbers"),
+    "no mean of images": (IMAGES, {"mean": ()}, "mean has 0 values for 1 channels; give one for each"),
+    "three channels' mean": (IMAGES, {"mean": (0.1, 0.2, 0.3)}, "mean has 3 values for 1 channels"),
+    "a mean in 0..255": (IMAGES, {"mean": (125.3,)}, "mean of images is in units of 255, so at most 1; got (125.3,)"),
+    "a std in 0..255": (IMAGES, {"std": (63.0,)}, "std of images is in units of 255"),
+    "std 0": (IMAGES, {"std": (0.0,)}, "std is positive, got 0; leave out channels that never change"),
+    "a negative std": (TABLE, {"mean": (0, 0), "std": (1, -1)}, "std is positive, got -1; leave out features"),
+    "a mean without std": (TABLE, {"mean": (0, 0)}, "std has 0 values for 2 features; give one for each, or"),
+    "too few writers": (IMAGES, {"natural_client": torch.arange(5)}, "natural_client names the source of each of 6"),
+    "writers as floats": (IMAGES, {"natural_client": torch.ones(6)}, "natural_client holds integers, got float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_clear_line(mistake: str) -> None:
+    right, wrong, message = MISTAKES[mistake]
+    Data(**{"std": (), "mean": (), **right} if mistake != "images in 0..1" else IMAGES)
+    with pytest.raises(DataError, match=re.escape(message)) as raised:
+        Data(
+            **{
+                **right,
+                **{key: value() if isinstance(value, type(lambda: 0)) else value for key, value in wrong.items()},
+            }
+        )
+    assert "\n" not in str(raised.value)
+
+
+def test_numpy_arrays_become_tensors_of_the_same_values() -> None:
+    for right in (IMAGES, TABLE, TOKENS):
+        plain = Data(**right)  # type: ignore[arg-type]
+        arrays = {k: v.numpy()[::-1] if isinstance(v, torch.Tensor) else v for k, v in right.items()}
+        wide = {k: v.astype(np.float64) if k.endswith("x") and v.dtype == np.float32 else v for k, v in arrays.items()}  # type: ignore[union-attr]
+        for found in (Data(**arrays), Data(**wide)):  # type: ignore[arg-type]
+            for part in ("train_x", "train_y", "test_x", "test_y"):
+                assert torch.equal(getattr(found, part), getattr(plain, part).flip(0)), part
+                assert getattr(found, part).dtype == getattr(plain, part).dtype
+    frozen = np.arange(12.0).reshape(6, 2)
+    frozen.setflags(write=False)
+    assert Data(**{**TABLE, "train_x": frozen, "mean": np.zeros(2), "std": [1, 2]}).mean == (0.0, 0.0)  # type: ignore[arg-type]
+
+
+def test_each_kind_is_normalised_in_its_own_way() -> None:
+    pixels = torch.arange(24, dtype=torch.uint8).view(6, 1, 2, 2)
+    data = Data(**{**IMAGES, "train_x": pixels})  # type: ignore[arg-type]
+    assert torch.equal(data.normalise(pixels), (pixels.float() / 255 - 0.5) / 0.25)
+    table = Data(**TABLE)  # type: ignore[arg-type]
+    assert table.normalise(table.train_x) is table.train_x
+    series = torch.arange(36.0).view(6, 3, 2)
+    windows = Data(**{**TABLE, "train_x": series, "test_x": series[:3], "mean": (1, 2), "std": (1, 4)})  # type: ignore[arg-type]
+    assert windows.normalise(series)[0].tolist() == [[-1.0, -0.25], [1.0, 0.25], [3.0, 0.75]], "per feature"
+    tokens = Data(**TOKENS)  # type: ignore[arg-type]
+    assert torch.equal(tokens.normalise(tokens.train_x), tokens.train_x)
+    assert (tokens.input_shape, tokens.has_tokens, data.has_images) == ((2,), True, True)
+
+
+def test_measurements_in_0_to_1_are_taken_with_mean_and_std() -> None:
+    maps = {"train_x": torch.rand(6, 1, 2, 2), "test_x": torch.rand(3, 1, 2, 2)}
+    found = Data(**{**IMAGES, **maps})  # type: ignore[arg-type]
+    assert torch.equal(found.normalise(maps["train_x"]), (maps["train_x"] - 0.5) / 0.25)

@@ -1,0 +1,129 @@
+"""What a task owns: its loss, its metrics, its labels, its distillation; by hand, and however batches are cut."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine.core.errors import ModelError, PartitionError
+from fl_engine.core.samples import Data, Task
+from fl_engine.data import partitioning as p
+from fl_engine.data.files import fingerprint, subset
+from fl_engine.tasks import Classification, Regression
+from fl_engine.testing.kinds import tiny_table
+from fl_engine.training.losses import self_distillation
+
+TASKS = (Classification(4), Regression(), Regression(outputs=3))
+
+
+def test_r2_and_the_mean_absolute_error_by_hand() -> None:
+    """Targets 1, 2, 3, 6 (mean 3, squares about it 14), errors 1, 0, -1, 2: squares 6, absolute 4."""
+    y = torch.tensor([[1.0], [2.0], [3.0], [6.0]])
+    f = y + torch.tensor([[1.0], [0.0], [-1.0], [2.0]])
+    task = Regression()
+    found = task.measure([task.observe(f[:3], y[:3]), task.observe(f[3:], y[3:])]).values
+    assert found == {"r2": pytest.approx(1 - 6 / 14), "mae": 1.0}
+    assert task.loss(f, y).tolist() == [1.0, 0.0, 1.0, 4.0] and float(task.loss(f, y, "sum")) == 6.0
+    assert task.metric.higher_is_better and not task.error.higher_is_better
+
+
+@pytest.mark.parametrize("task", TASKS, ids=str)
+@given(cuts=st.lists(st.integers(1, 29), max_size=4), seed=st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_metrics_do_not_depend_on_how_batches_are_cut(task: Task, cuts: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    y, outputs = task.examples(30, generator), torch.randn(30, task.outputs, generator=generator)
+    ends = [0, *sorted(set(cuts)), 30]
+    parts = [task.observe(outputs[a:b], y[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    whole, cut = task.measure([task.observe(outputs, y)]), task.measure(parts)
+    assert cut.values == pytest.approx(dict(whole.values), rel=1e-12, abs=1e-12)
+    assert torch.equal(whole.confusion, cut.confusion)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=str)
+def test_a_student_that_agrees_with_its_teacher_learns_nothing_from_it(task: Task) -> None:
+    outputs = torch.randn(5, task.outputs, generator=torch.Generator().manual_seed(1))
+    assert self_distillation(task, outputs, [outputs], 3.0).abs().max() < 1e-6
+    assert (self_distillation(task, outputs, [outputs + torch.arange(5.0)[:, None] ** 2], 3.0) >= -1e-6).all()
+
+
+def test_a_number_is_distilled_by_its_squared_error_at_every_temperature() -> None:
+    student, teacher = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [2.5]])
+    for temperature in (1.0, 3.0, 10.0):
+        found = self_distillation(Regression(), student, [teacher], temperature)
+        torch.testing.assert_close(found, torch.tensor([4.0, 0.25]))
+
+
+def test_quantile_bins_are_equally_full_and_keep_equal_targets_together() -> None:
+    y = torch.from_numpy(np.random.default_rng(1).permutation(100)).float()[:, None]
+    labels = Regression(bins=5).labels(y)
+    assert np.bincount(labels).tolist() == [20] * 5
+    assert (labels == y[:, 0].numpy() // 20).all()
+    same = Regression(bins=5).labels(torch.tensor([[0.0]] * 8 + [[1.0], [2.0]]))
+    assert len(set(same[:8].tolist())) == 1 and same.max() == 4
+
+
+def test_numbers_have_no_classes_to_mask() -> None:
+    with pytest.raises(ModelError, match="no classes whose outputs could be masked: set algorithm.mask_labels=false"):
+        Regression().present(torch.ones(2, 1))
+
+
+# ---------------------------------------------------------------------------------------------- partitions
+def without_bins() -> Data:
+    data = tiny_table()
+    return Data("numbers", Regression(bins=0), data.train_x, data.train_y, data.test_x, data.test_y)
+
+
+@pytest.mark.parametrize("rule", ["iid", "dirichlet", "quantity", "disjoint_labels"])
+def test_rules_deal_numbers_by_their_bins(rule: str, tmp_path: object) -> None:
+    data = tiny_table()
+    cut = p.partition(data, rule, 8, 0.1, 3, alpha=0.3, labels_per_client=4)
+    assert cut.counts.shape == (10, 8) and cut.counts.sum() == 144
+    bins = data.task.labels(data.train_y)
+    assert [np.bincount(bins[part], minlength=10).tolist() for part in cut.clients] == cut.counts.T.tolist()
+    if rule == "disjoint_labels":
+        assert ((cut.counts > 0).sum(axis=0) == 4).all()
+
+
+def test_a_rule_that_needs_labels_says_so_where_there_are_none(tmp_path: object) -> None:
+    for rule in ("dirichlet", "disjoint_labels"):
+        with pytest.raises(
+            PartitionError, match=f"the rule {rule} deals by labels, and the targets of numbers have none"
+        ):
+            p.partition(without_bins(), rule, 8, 0.1, 3, alpha=0.3, labels_per_client=2)
+    assert p.partition(without_bins(), "quantity", 8, 0.1, 3, alpha=0.3).counts.shape == (1, 8)
+
+
+def test_a_partition_of_numbers_is_stored_and_found_again(tmp_path: object) -> None:
+    for data in (tiny_table(), without_bins()):
+        cut = p.partition(data, "iid", 8, 0.1, 3)
+        p.save(cut, tmp_path)  # type: ignore[arg-type]
+        found = p.load(tmp_path, data)  # type: ignore[arg-type]
+        assert found.counts.tolist() == cut.counts.tolist()
+
+
+def test_a_subset_of_numbers_has_all_bins() -> None:
+    small = subset(tiny_table(), 50, 20, 1)
+    everywhere = Regression().labels(tiny_table().train_y)
+    assert (len(small.train_y), len(small.test_y)) == (50, 20)
+    chosen = [int((tiny_table().train_y == y).nonzero()[0, 0]) for y in small.train_y]
+    assert np.bincount(everywhere[chosen], minlength=10).min() >= 4
+    assert len(subset(without_bins(), 50, 20, 1).train_y) == 50
+
+
+def test_the_fingerprint_of_a_classification_is_the_one_from_before_there_were_tasks() -> None:
+    x, y = torch.zeros(4, 1, 1, 1, dtype=torch.uint8), torch.tensor([0, 1, 1, 0])
+    data = Data("made", Classification(2), x, y, x, y, (0.5,), (0.25,))
+    digest = hashlib.sha256(repr((2, (0.5,), (0.25,))).encode())
+    for tensor in (x, y, x, y):
+        digest.update(repr((str(tensor.dtype), tuple(tensor.shape))).encode())
+        digest.update(tensor.numpy().tobytes())
+    digest.update(b"none")
+    assert fingerprint(data) == digest.hexdigest()
+    numbers = tiny_table()
+    assert fingerprint(numbers) != fingerprint(Data(**{**vars(numbers), "task": Regression(bins=5)}))
