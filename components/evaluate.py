@@ -30,6 +30,8 @@ def evaluate(
         metrics.log_metric("avg", found.avg)
         metrics.log_metric("full", found.full)
         for name, score in found.levels.items():
-            metrics.log_metric(f"accuracy/{name}", score.accuracy)
-        *_, rows = ConfusionFile.read(Path(evaluation.path) / "confusion.json").levels.values()  # of the full model
-        matrix.log_confusion_matrix([str(c) for c in range(len(rows))], [list(row) for row in rows])
+            for metric, value in score.metrics.items():
+                metrics.log_metric(f"{metric}/{name}", value)
+        for rows in list(ConfusionFile.read(Path(evaluation.path) / "confusion.json").levels.values())[-1:]:
+            # Of the full model; a task without classes has none.
+            matrix.log_confusion_matrix([str(c) for c in range(len(rows))], [list(row) for row in rows])

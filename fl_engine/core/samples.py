@@ -43,7 +43,8 @@ class Task(Protocol):
 
     name: ClassVar[str]
     metric: ClassVar[Metric]
-    """The metric that decides: `avg` and `full` are means and values of it."""
+    """The metric that decides, the first that `measure` gives: `avg` and `full` are means and values of it. The best
+    round, gates and studies look for its highest value, so it is one that is better when higher."""
 
     @property
     def outputs(self) -> int:
@@ -98,8 +99,9 @@ class Data:
     Samples (N, ...) are one of three kinds:
 
         images    uint8 (N, C, H, W); a network is fed `(x / 255 - mean) / std`, per channel (in units of 255)
-        floats    of any shape: vectors (N, F), series (N, T, F), maps (N, C, H, W); a network is fed `(x - mean) / std`,
-                  per feature (the last axis; the channel, of maps), or x itself where no mean and std are given
+        floats    of any shape: vectors (N, F), series (N, T, F), maps (N, C, H, W); a network is fed
+                  `(x - mean) / std`, per feature (the last axis; the channel, of maps), or x itself where neither
+                  is given
         tokens    integers from 0 on, of any shape; a network is fed them as they are
 
     NumPy arrays are taken, and become tensors. What targets look like is the task's to say. `natural_client`
@@ -124,6 +126,11 @@ class Data:
             raise DataError(
                 f"{self.name}: task is one of fl_engine.tasks, for example Classification(10) or Regression(), "
                 f"got {self.task!r}"
+            )
+        if not self.task.metric.higher_is_better:
+            raise DataError(
+                f"{self.name}: {self.task.metric.name} decides and is better when lower; let a task decide by a metric "
+                "that is better when higher (R2, a negative error), and measure this one besides"
             )
         checked: dict[str, Any] = {"mean": _numbers(self.mean, f"{self.name}: mean")}
         checked["std"] = _numbers(self.std, f"{self.name}: std")

@@ -29,6 +29,11 @@ def build_model(model: Mapping[str, Any], input_shape: tuple[int, ...], outputs:
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, FlexfleetError):
             raise cause from error
+        if first["loc"][0] == "input_shape":
+            shape = "x".join(map(str, input_shape))
+            raise ConfigError(
+                f"{model['name']} takes no samples of the shape {shape}: choose another network"
+            ) from error
         raise ConfigError(f"model.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from error
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fl_engine.core import seeds
 from fl_engine.core.samples import Data
 from fl_engine.core.types import FULL, HEAD, Axis, ModelFamily, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.datasets import Source
 from fl_engine.models.layers import FREE, check_spec, linear_slots
 from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.tiny import CLIENTS, SAMPLES
@@ -119,6 +120,9 @@ def tiny_sequences(clients: int = CLIENTS) -> Data:
     y = torch.from_numpy(labels)
     return Data("tiny_sequences", Classification(classes), x[:cut], y[:cut], x[cut:], y[cut:])
 
+
+TABLE = Source("a made-up table with a number to predict", lambda root: tiny_table())
+SEQUENCES = Source("made-up sequences of tokens in three classes", lambda root: tiny_sequences())
 
 KINDS: dict[str, tuple[ModelFamily, Data]] = {
     "regression": (TinyMLP(), tiny_table()),

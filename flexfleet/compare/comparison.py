@@ -1,8 +1,8 @@
 """Several algorithms and seeds in figures: read from finished run folders, nothing measured again.
 
-avg is the mean accuracy over the reported levels, full that of the largest model; an algorithm of one level has no
-avg. Every figure is a mean over the seeds with the sample standard deviation (n - 1); with one seed there is none.
-Runs that differ in more than their algorithm are refused, not tabulated.
+avg is the mean of the metric that decides (accuracy, R2) over the reported levels, full that of the largest model; an
+algorithm of one level has no avg. Every figure is a mean over the seeds with the sample standard deviation (n - 1);
+with one seed there is none. Runs that differ in more than their algorithm are refused, not tabulated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Spread(_Part):
 
 
 class Score(_Part):
-    """Accuracies after one round of each run; avg is null for an algorithm that reports one level."""
+    """The metric after one round of each run; avg is null for an algorithm that reports one level."""
 
     round: Spread
     """Counted from 1."""
@@ -112,6 +112,8 @@ class Comparison(Artifact):
     labels: tuple[str, ...]
     seeds: tuple[int, ...]
     rounds: int
+    metric: str = "accuracy"
+    """The one that decides, of which avg and full are."""
     settings: dict[str, Any]
     """What all runs have in common, by dotted names."""
     results: dict[str, Summary]
@@ -170,6 +172,7 @@ def summarise(id: str, seeds: Sequence[int], runs: Runs, to: Sequence[float] = (
         labels=tuple(runs),
         seeds=tuple(seeds),
         rounds=len(any_run.rows),
+        metric=any_run.evaluation.metric,
         settings={k: v for k, v in any_run.config.items() if _shared(k) and not k.startswith("algorithm")},
         results={label: _summary(seeds, of_label, targets) for label, of_label in runs.items()},
         notes=tuple(notes),

@@ -15,6 +15,7 @@ from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.storage.store import FolderStore
 from flexfleet.compare.comparison import Comparison, Runs, Spread, Summary, curve, read, summarise
 from flexfleet.config.entries import Entry
+from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.reports.report import NONE, plain
 from flexfleet.tracking.trackers import MLflow, log_outcome
@@ -53,16 +54,19 @@ def tabulate(
 
 # ------------------------------------------------------------------------------------------------- tables
 def tables(c: Comparison) -> list[Table]:
-    """Accuracy, cost, and what it took to reach accuracies."""
-    results = c.results.items()
-    accuracy = Table(
-        "Test accuracy, %",
+    """The metric that decides, cost, and what it took to reach some of its values."""
+    results, measure = c.results.items(), Measure(c.metric)
+    metric = Table(
+        f"Test {measure.name}, {measure.unit}".removesuffix(", "),
         ("algorithm", "levels %", "avg last", "full last", "avg at best", "full at best", "best round"),
         tuple(
             (
                 label,
                 " / ".join(f"{size:.0f}" for size in r.levels),
-                *(cell(score, 100) for score in (r.last.avg, r.last.full, r.best.avg, r.best.full)),
+                *(
+                    cell(score, measure.scale, 2 if measure.unit else 4)
+                    for score in (r.last.avg, r.last.full, r.best.avg, r.best.full)
+                ),
                 cell(r.best.round, digits=1),
             )
             for label, r in results
@@ -78,14 +82,14 @@ def tables(c: Comparison) -> list[Table]:
     )
     targets = [one.accuracy for one in next(iter(c.results.values())).reached]
     if not targets:
-        return [accuracy, cost]
+        return [metric, cost]
     clock = "simulated s" if simulated(c) else "real s"
     reach = Table(
-        f"To reach an accuracy with the full model: rounds / MB / {clock}",
-        ("algorithm", *(f"{100 * target:g} %" for target in targets)),
+        f"To reach {'an accuracy' if c.metric == 'accuracy' else c.metric} with the full model: rounds / MB / {clock}",
+        ("algorithm", *(f"{measure.scale * target:g} {measure.unit}".rstrip() for target in targets)),
         tuple((label, *_reached(c, r)) for label, r in results),
     )
-    return [accuracy, cost, reach]
+    return [metric, cost, reach]
 
 
 def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
@@ -136,7 +140,8 @@ def notes(c: Comparison) -> list[str]:
     if any(r.last.avg is None for r in c.results.values()):
         lines.append(f"avg {NONE}: the algorithm reports one level alone.")
     if any(r.reached for r in c.results.values()):
-        lines.append(f"To reach: up to the first evaluated round in which full is that accurate; {NONE}: not reached.")
+        far = "that accurate" if c.metric == "accuracy" else "that high"
+        lines.append(f"To reach: up to the first evaluated round in which full is {far}; {NONE}: not reached.")
     if any(len(one.seeds) not in (0, len(c.seeds)) for r in c.results.values() for one in r.reached):
         lines.append("(2/3): the mean over the seeds that reach it; the others would make it longer.")
     if any(r.seconds_simulated is not None for r in c.results.values()):
@@ -185,7 +190,8 @@ def escaped(words: str) -> str:
 # ------------------------------------------------------------------------------------------ curves and page
 def draw(runs: Runs) -> str:
     return plots.comparison(
-        [(label, [] if each[0].single else curve(each, "avg"), curve(each, "full")) for label, each in runs.items()]
+        [(label, [] if each[0].single else curve(each, "avg"), curve(each, "full")) for label, each in runs.items()],
+        measure=next(iter(runs.values()))[0].measure,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_serializer, model_validator
 
 from fl_engine.core.errors import FlexfleetError, IntegrityError, brief
 from fl_engine.core.types import Pool, PoolModel, SubmodelSpec
@@ -175,25 +175,60 @@ def row_of(value: dict[str, Any]) -> Row:
 
 
 class LevelScore(BaseModel):
+    """In the file the metrics stand beside loss and params: `{"accuracy": 0.93, "loss": 0.2, "params": 97}`."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    accuracy: float
+    metrics: dict[str, float] = Field(min_length=1)
+    """All that the task measures, by name; the first is the one that decides."""
     loss: float | None
     """Null where the model has diverged."""
     params: int
 
+    @property
+    def value(self) -> float:
+        """Of the metric that decides."""
+        return next(iter(self.metrics.values()))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gathered(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or "metrics" in given:
+            return given
+        beside = {name: value for name, value in given.items() if name in ("loss", "params")}
+        return {"metrics": {name: value for name, value in given.items() if name not in beside}, **beside}
+
+    @model_serializer
+    def _beside(self) -> dict[str, Any]:
+        return {**self.metrics, "loss": self.loss, "params": self.params}
+
 
 class EvaluationFile(Artifact):
-    """evaluation.json: the final model on the whole test set. `full` is the largest model's accuracy."""
+    """evaluation.json: the final model on the whole test set. `avg` is the mean over the levels of the metric that
+    decides, `full` the largest model's."""
 
     rounds: int
     test_samples: int
     avg: float
     full: float
-    levels: dict[str, LevelScore]
+    levels: dict[str, LevelScore] = Field(min_length=1)
+
+    @property
+    def metric(self) -> str:
+        """The name of the one that decides."""
+        return next(iter(next(iter(self.levels.values())).metrics))
+
+    @field_validator("levels")
+    @classmethod
+    def _of_one_task(cls, value: dict[str, LevelScore]) -> dict[str, LevelScore]:
+        names = {tuple(level.metrics) for level in value.values()}
+        if len(names) > 1:
+            raise ValueError(f"the levels have different metrics: {sorted(names)}")
+        return value
 
 
 class ConfusionFile(Artifact):
-    """confusion.json: by level, how many test images of a class (row) the final model took for which (column)."""
+    """confusion.json: by level, how many test samples of a class (row) the final model took for which (column). It
+    has no levels where the task has no classes."""
 
     levels: dict[str, tuple[tuple[int, ...], ...]]
 
@@ -204,7 +239,7 @@ class Result(Artifact):
     run_id: str
     status: Literal["finished"]
     metrics: dict[str, Any]
-    """avg, full, levels{name: accuracy}, best{round, avg, full}: the round with the best avg."""
+    """avg, full, levels{name: value}, best{round, avg, full}: the round with the best avg."""
     bytes: dict[str, int]
     """down, up."""
     waste: float

@@ -34,7 +34,7 @@ def of_pool(folder: Path) -> dict[str, Any]:
 
 
 def of_model(folder: Path, evaluation: Path | None = None) -> dict[str, Any]:
-    """Of a run's outcome; its accuracies where it is evaluated."""
+    """Of a run's outcome; its metrics where it is evaluated."""
     run, history = RunFile.read(folder / "run.json"), History.read(folder / "history.json")
     told: dict[str, Any] = {
         "run_id": run.run_id, "algorithm": run.config["algorithm"]["name"], "dataset": run.config["dataset"]["name"],
@@ -44,5 +44,6 @@ def of_model(folder: Path, evaluation: Path | None = None) -> dict[str, Any]:
     if evaluation is not None:
         found = EvaluationFile.read(evaluation / "evaluation.json")
         told |= {"avg": found.avg, "full": found.full}
-        told |= {f"accuracy/{name}": score.accuracy for name, score in found.levels.items()}
+        for name, score in found.levels.items():
+            told |= {f"{metric}/{name}": value for metric, value in score.metrics.items()}
     return told

@@ -70,7 +70,7 @@ def export(config: Config, out: Path, to: Path) -> tuple[Data, list[About]]:
     levels = []
     for member in PoolFile.read(out / "pool" / "pool.json").pool():
         if member.reported:
-            folder, trained = to / member.name, scores[member.name].accuracy
+            folder, trained = to / member.name, scores[member.name].value
             made = exports.export(config.model["name"], family, params, member, data, proxy, trained, folder)
             if config.publish.onnx:
                 exports.to_onnx(made, data, folder / exports.ONNX)

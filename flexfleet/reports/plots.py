@@ -2,7 +2,7 @@
 
 Every function returns one `<svg>` element. Its ids start with the `name` given, so that several drawings share a page
 without clashing; the same measurements give the same bytes. Texts stay texts: they take the page's font, and can be
-searched and read aloud. Accuracies are drawn in %, a MB is 1e6 bytes, rounds count from 1.
+searched and read aloud. Accuracies are drawn in %, other metrics as they are; a MB is 1e6 bytes, rounds count from 1.
 
 Raises EnvironmentFailure where matplotlib is not installed.
 """
@@ -26,6 +26,7 @@ from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.data import partitioning as partition
 from fl_engine.storage.checkpoints import Row
 from flexfleet.files.artifacts import Apoz, PoolFile
+from flexfleet.files.measure import ACCURACY, Measure
 
 Series = tuple[str, Sequence[Row]]
 """A run's label and its rounds."""
@@ -67,7 +68,7 @@ STYLE = PLAIN | {
 
 
 # ------------------------------------------------------------------------------------------- several runs
-def learning_curves(runs: Sequence[Series], name: str = "learning-curves") -> str:
+def learning_curves(runs: Sequence[Series], name: str = "learning-curves", measure: Measure = ACCURACY) -> str:
     """avg as a line in a band from the lowest to the highest level, full dashed. A run of one level has no avg."""
 
     def paint(figure: Any) -> None:
@@ -75,20 +76,20 @@ def learning_curves(runs: Sequence[Series], name: str = "learning-curves") -> st
         for i, (_, rows) in enumerate(runs):
             scored = _scored(rows)
             x, look = [r.round + 1 for r in scored], _look(i, len(scored))
-            axes.plot(x, _percent(scored, "full"), linestyle="--", **look | {"linewidth": _thin(len(x)) - 0.5})
-            if not single(scored):
-                axes.plot(x, _percent(scored, "avg"), **look)
+            axes.plot(x, _values(scored, "full", measure), linestyle="--", **look | {"linewidth": _thin(len(x)) - 0.5})
+            if not single(scored, measure):
+                axes.plot(x, _values(scored, "avg", measure), **look)
                 if len(runs) <= MOST_BANDS:
-                    levels = [_levels(r).values() for r in scored]
-                    low, high = ([100 * f(v) for v in levels] for f in (min, max))
+                    levels = [_levels(r, measure).values() for r in scored]
+                    low, high = ([measure.scale * f(v) for v in levels] for f in (min, max))
                     axes.fill_between(x, low, high, color=look["color"], alpha=0.14, linewidth=0)
-        _axes(axes, "round", "test accuracy (%)", whole_x=True)
+        _axes(axes, "round", measure.title, whole_x=True)
         _legend(figure, runs, band=len(runs) <= MOST_BANDS)
 
-    return _drawing(name, "Test accuracy over the rounds, a line for each run", _height(runs), paint)
+    return _drawing(name, f"Test {measure.name} over the rounds, a line for each run", _height(runs), paint)
 
 
-def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-accuracy") -> str:
+def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-accuracy", measure: Measure = ACCURACY) -> str:
     """avg against all MB sent down and up so far; full, dashed, for a run of one level."""
 
     def paint(figure: Any) -> None:
@@ -97,21 +98,25 @@ def bytes_to_accuracy(runs: Sequence[Series], name: str = "bytes-to-accuracy") -
             sent = accumulate(r.metrics["bytes_down"] + r.metrics["bytes_up"] for r in rows)
             points = [(total / 1e6, r) for total, r in zip(sent, rows, strict=True) if "avg" in r.metrics]
             scored = [r for _, r in points]
-            dash = "--" if single(scored) else "-"
-            axes.plot([mb for mb, _ in points], _percent(scored, "avg"), linestyle=dash, **_look(i, len(points)))
-        _axes(axes, "MB sent, down + up", "test accuracy (%)")
+            dash = "--" if single(scored, measure) else "-"
+            axes.plot(
+                [mb for mb, _ in points], _values(scored, "avg", measure), linestyle=dash, **_look(i, len(points))
+            )
+        _axes(axes, "MB sent, down + up", measure.title)
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(_mb)
         _legend(figure, runs, band=False)
 
-    return _drawing(name, "Test accuracy against the megabytes sent, a line for each run", _height(runs), paint)
+    return _drawing(name, f"Test {measure.name} against the megabytes sent, a line for each run", _height(runs), paint)
 
 
 Points = Sequence[tuple[int, float, Sequence[float]]]
-"""A round from 1, the mean MB sent so far, and every seed's accuracy."""
+"""A round from 1, the mean MB sent so far, and every seed's value of the metric."""
 
 
-def comparison(curves: Sequence[tuple[str, Points, Points]], name: str = "comparison") -> str:
+def comparison(
+    curves: Sequence[tuple[str, Points, Points]], name: str = "comparison", measure: Measure = ACCURACY
+) -> str:
     """Of each algorithm avg (no points: it has none) and full, as means over the seeds in a band from the lowest to
     the highest: on the left over the rounds, on the right full against all MB sent so far."""
 
@@ -123,14 +128,14 @@ def comparison(curves: Sequence[tuple[str, Points, Points]], name: str = "compar
             for axes, points, across, dash in ((left, avg, 0, "-"), (left, full, 0, "--"), (right, full, 1, "--")):
                 if not points:
                     continue
-                x, seeds = [point[across] for point in points], 100 * np.array([point[2] for point in points])
+                x, seeds = [point[across] for point in points], measure.scale * np.array([point[2] for point in points])
                 look = _look(i, len(x))
                 thin = {"linewidth": look["linewidth"] - (0.5 if dash == "--" else 0)}
                 axes.plot(x, seeds.mean(axis=1), linestyle=dash, **look | thin)
                 if seeds.shape[1] > 1:
                     low, high = seeds.min(axis=1), seeds.max(axis=1)
                     axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
-        _axes(left, "round", "test accuracy (%)", whole_x=True)
+        _axes(left, "round", measure.title, whole_x=True)
         _axes(right, "MB sent, down + up", "")
         right.set_xlim(left=0)
         right.xaxis.set_major_formatter(_mb)
@@ -141,8 +146,8 @@ def comparison(curves: Sequence[tuple[str, Points, Points]], name: str = "compar
             handles, names = [*handles, Patch(color=GREY, alpha=0.25, linewidth=0)], [*names, "range of seeds"]
         _put_legend(figure, handles, names)
 
-    return _drawing(name, "Test accuracy over the rounds and against the megabytes sent, a line for each algorithm",
-                    3.9 + 0.1 * len(curves), paint, width=10.5)  # fmt: skip
+    alt = f"Test {measure.name} over the rounds and against the megabytes sent, a line for each algorithm"
+    return _drawing(name, alt, 3.9 + 0.1 * len(curves), paint, width=10.5)
 
 
 def study(
@@ -150,19 +155,21 @@ def study(
     importances: Mapping[str, float],
     logarithmic: Sequence[str],
     name: str = "study",
+    measure: Measure = ACCURACY,
 ) -> list[str]:
     """Of complete trials (number, value, parameters) a drawing each: in the order in which they ran, with the best so
     far; what each parameter mattered (shares that add up to 1); and the values over each parameter, the one that
     mattered most first."""
     names = sorted(importances, key=lambda path: -importances[path])
     labels = {path: path.removeprefix("algorithm.") for path in names}
+    value = f"value ({measure.unit})" if measure.unit else "value"
 
     def history(figure: Any) -> None:
         axes = figure.add_subplot()
-        numbers, values = [t[0] for t in trials], [100 * t[1] for t in trials]
+        numbers, values = [t[0] for t in trials], [measure.scale * t[1] for t in trials]
         axes.plot(numbers, values, linestyle="", marker="o", color=PALETTE[0], alpha=0.7)
         axes.step(numbers, list(accumulate(values, max)), where="post", color=PALETTE[1])
-        _axes(axes, "trial", "value (%); line: the best so far", whole_x=True)
+        _axes(axes, "trial", f"{value}; line: the best so far", whole_x=True)
 
     def shares(figure: Any) -> None:
         axes = figure.add_subplot()
@@ -175,14 +182,14 @@ def study(
     def slice(path: str) -> Callable[[Any], None]:
         def paint(figure: Any) -> None:
             axes = figure.add_subplot()
-            known = [(t[2][path], 100 * t[1]) for t in trials if path in t[2]]
+            known = [(t[2][path], measure.scale * t[1]) for t in trials if path in t[2]]
             xs = [x if isinstance(x, int | float) else str(x) for x, _ in known]
             axes.plot(xs, [y for _, y in known], linestyle="", marker="o", color=PALETTE[0], alpha=0.7)
             if path in logarithmic:
                 axes.set_xscale("log")
                 axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")  # its own writes formulas
                 axes.xaxis.set_minor_formatter(lambda x, _: "")
-            _axes(axes, labels[path], "value (%)")
+            _axes(axes, labels[path], value)
 
         return paint
 
@@ -237,24 +244,24 @@ def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") ->
     return _drawing(name, alt, 4.6 if scores else 3.4, paint)
 
 
-def level_accuracy(rows: Sequence[Row], levels: Sequence[str], name: str = "levels") -> str:
-    """Accuracy of each level over the rounds. `levels`: the whole pool, smallest first, coloured as in its drawing."""
+def of_levels(rows: Sequence[Row], levels: Sequence[str], name: str = "levels", measure: Measure = ACCURACY) -> str:
+    """Each level's metric over the rounds. `levels`: the whole pool, smallest first, coloured as in its drawing."""
     colours = level_colours(levels)
 
     def paint(figure: Any) -> None:
         axes, scored = figure.add_subplot(), _scored(rows)
-        shown = [level for level in reversed(levels) if any(level in _levels(r) for r in scored)]
+        shown = [level for level in reversed(levels) if any(level in _levels(r, measure) for r in scored)]
         handles = []
         for level in shown:
-            having = [r for r in scored if level in _levels(r)]
+            having = [r for r in scored if level in _levels(r, measure)]
             few = "o" if len(having) < 8 else ""
             look = {"color": colours[level], "marker": few, "linewidth": _thin(len(having))}
-            axes.plot([r.round + 1 for r in having], _percent(having, f"accuracy/{level}"), **look)
+            axes.plot([r.round + 1 for r in having], _values(having, f"{measure.name}/{level}", measure), **look)
             handles.append(_line(**look))
-        _axes(axes, "round", "test accuracy (%)", whole_x=True)
+        _axes(axes, "round", measure.title, whole_x=True)
         _put_legend(figure, handles, shown)
 
-    return _drawing(name, "Test accuracy over the rounds, a line for each level", 3.2, paint)
+    return _drawing(name, f"Test {measure.name} over the rounds, a line for each level", 3.2, paint)
 
 
 def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
@@ -299,9 +306,9 @@ def partition_map(counts: Sequence[Sequence[int]], name: str = "partition") -> s
 
 
 # ---------------------------------------------------------------------------------------- what they share
-def single(rows: Sequence[Row]) -> bool:
+def single(rows: Sequence[Row], measure: Measure) -> bool:
     """Whether one level alone is scored, so that avg says nothing."""
-    return all(len(_levels(r)) <= 1 for r in rows)
+    return all(len(_levels(r, measure)) <= 1 for r in rows)
 
 
 def level_colours(levels: Sequence[str]) -> dict[str, str]:
@@ -313,16 +320,17 @@ def level_colours(levels: Sequence[str]) -> dict[str, str]:
     return dict(zip(levels, map(to_hex, colormaps["viridis"](places)), strict=True))
 
 
-def _levels(row: Row) -> Mapping[str, float]:
-    return {k.removeprefix("accuracy/"): v for k, v in row.metrics.items() if k.startswith("accuracy/")}
+def _levels(row: Row, measure: Measure) -> Mapping[str, float]:
+    prefix = f"{measure.name}/"
+    return {k.removeprefix(prefix): v for k, v in row.metrics.items() if k.startswith(prefix)}
 
 
 def _scored(rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if "avg" in r.metrics]
 
 
-def _percent(rows: Sequence[Row], key: str) -> list[float]:
-    return [100 * r.metrics[key] for r in rows]
+def _values(rows: Sequence[Row], key: str, measure: Measure) -> list[float]:
+    return [measure.scale * r.metrics[key] for r in rows]
 
 
 def _look(i: int, points: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """One self-contained HTML page, and one table for the terminal, about one or more finished runs.
 
-avg is the mean accuracy over the reported levels, full that of the largest model. Where one level alone is reported
-the papers print no avg, and neither does this. `best` is the round with the best avg, as in the papers; it is chosen
-on the test data, so the last round is given beside it.
+avg is the mean of the metric that decides (accuracy, R2) over the reported levels, full that of the largest model.
+Where one level alone is reported the papers print no avg, and neither does this. `best` is the round with the best avg,
+as in the papers; it is chosen on the test data, so the last round is given beside it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config import moves
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, row_of
+from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 
 NEEDED = {
@@ -68,6 +69,10 @@ class Run:
     @property
     def single(self) -> bool:
         return len(self.evaluation.levels) == 1
+
+    @property
+    def measure(self) -> Measure:
+        return Measure(self.evaluation.metric)
 
     @property
     def waste(self) -> float:
@@ -136,7 +141,18 @@ def _load_all(folders: Sequence[Path]) -> list[Run]:
     twice = [str(f) for f, n in Counter(f.resolve() for f in folders).items() if n > 1]
     if twice:
         raise ConfigError(f"given more than once: {', '.join(twice)}")
-    return [load(folder) for folder in folders]
+    runs = [load(folder) for folder in folders]
+    measure_of(runs)
+    return runs
+
+
+def measure_of(runs: Sequence[Run]) -> Measure:
+    """The metric that the runs have in common. Raises ConfigError where they have not one."""
+    found = {run.evaluation.metric: run.file.run_id for run in runs}
+    if len(found) > 1:
+        told = ", ".join(f"{metric} ({run_id})" for metric, run_id in found.items())
+        raise ConfigError(f"the runs have different metrics, {told}: they cannot be put side by side")
+    return runs[0].measure
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -181,10 +197,12 @@ def differences(runs: Sequence[Run]) -> list[str]:
 def table(runs: Sequence[Path]) -> str:
     """The runs in aligned columns. Raises as `load` does."""
     found = _load_all(runs)
-    head = ("run", "algorithm", "rounds", "avg %", "full %", "best avg/full % (round)", "MB", "waste %", "seconds")
+    unit = f" {found[0].measure.unit}".rstrip()
+    scored = (f"avg{unit}", f"full{unit}", f"best avg/full{unit} (round)")
+    head = ("run", "algorithm", "rounds", *scored, "MB", "waste %", "seconds")
     lines = [head]
     for r in found:
-        scores = (_avg(r, r.evaluation.avg), percent(r.evaluation.full), _best(r))
+        scores = (_avg(r, r.evaluation.avg), r.measure.said(r.evaluation.full), _best(r))
         costs = (mb(r.bytes_down + r.bytes_up), percent(r.waste), f"{r.history.seconds:,.1f}")
         lines.append((r.file.run_id, r.pool.algorithm, str(len(r.rows)), *scores, *costs))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -211,12 +229,12 @@ def plain(value: Any) -> str:
 
 
 def _avg(run: Run, value: float) -> str:
-    return NONE if run.single else percent(value)
+    return NONE if run.single else run.measure.said(value)
 
 
 def _best(run: Run) -> str:
     m = run.best.metrics
-    return f"{_avg(run, m['avg'])}/{percent(m['full'])} ({run.best.round + 1})"
+    return f"{_avg(run, m['avg'])}/{run.measure.said(m['full'])} ({run.best.round + 1})"
 
 
 # ----------------------------------------------------------------------------------------------- the page
@@ -237,7 +255,7 @@ def _page(runs: Sequence[Run]) -> str:
         from markupsafe import Markup
     except ImportError as error:
         raise EnvironmentFailure("the report needs jinja2: pip install 'flexfleet[tracking]'") from error
-    names = labels(runs)
+    names, measure = labels(runs), measure_of(runs)
     series = [(name, run.rows) for name, run in zip(names, runs, strict=True)]
     first_with: dict[str, str] = {}
     parts = []
@@ -248,7 +266,7 @@ def _page(runs: Sequence[Run]) -> str:
         counts = run.partition.class_counts
         drawings = {
             "pool": None if alone else plots.pool_widths(run.pool, run.apoz, f"pool-{i}"),
-            "levels": plots.level_accuracy(run.rows, levels, f"levels-{i}"),
+            "levels": plots.of_levels(run.rows, levels, f"levels-{i}", run.measure),
             "clients": plots.clients_per_round(run.rows, f"clients-{i}"),
             "partition": plots.partition_map(counts, f"partition-{i}") if owner == name else None,
         }
@@ -260,7 +278,9 @@ def _page(runs: Sequence[Run]) -> str:
                 "avg": _avg(run, run.evaluation.avg),
                 "best": _best(run),
                 "level_colours": plots.level_colours(levels),
-                "best_of_level": {level: _best_of(run.rows, level) for level in run.evaluation.levels},
+                "best_of_level": {
+                    level: _best_of(run.rows, f"{run.measure.name}/{level}") for level in run.evaluation.levels
+                },
                 "confusion": _confusion(run),
                 "apoz": {layer.group: layer for layer in run.apoz.layers},
                 "partition_of": None if owner == name else owner,
@@ -273,10 +293,11 @@ def _page(runs: Sequence[Run]) -> str:
     titles = dict.fromkeys(f"{r.config.get('dataset.name', '?')} · {r.pool.model}" for r in runs)
     return environment.from_string(source).render(
         title=", ".join(titles),
+        measure=measure,
         parts=parts,
         differences=differences(runs),
-        curves=Markup(plots.learning_curves(series)),
-        costs=Markup(plots.bytes_to_accuracy(series)),
+        curves=Markup(plots.learning_curves(series, measure=measure)),
+        costs=Markup(plots.bytes_to_accuracy(series, f"bytes-to-{measure.name}", measure)),
         by_algorithm=names == [r.pool.algorithm for r in runs],
         any_single=any(r.single for r in runs),
         dash=NONE,
@@ -292,10 +313,9 @@ def _confusion(run: Run) -> list[tuple[str, list[list[tuple[int, float]]]]]:
     ]
 
 
-def _best_of(rows: Sequence[Row], level: str) -> Row | None:
-    """The first round in which a level was at its best; None where no round scored it."""
-    scored = [r for r in rows if f"accuracy/{level}" in r.metrics]
-    return max(scored, key=lambda r: r.metrics[f"accuracy/{level}"], default=None)
+def _best_of(rows: Sequence[Row], key: str) -> Row | None:
+    """The first round in which a level's metric was at its best; None where no round scored it."""
+    return max((r for r in rows if key in r.metrics), key=lambda r: r.metrics[key], default=None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

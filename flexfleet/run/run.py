@@ -124,7 +124,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
         metrics={
             "avg": evaluation.avg,
             "full": evaluation.full,
-            "levels": {name: score.accuracy for name, score in evaluation.levels.items()},
+            "levels": {name: score.value for name, score in evaluation.levels.items()},
             "best": {k: best[k] for k in ("round", "avg", "full")},
         },
         bytes={"down": int(down), "up": int(up)},

@@ -27,7 +27,7 @@ def evaluate(config: Config, run: Path, pool_dir: Path, out: Path) -> Path:
     params = decode(value, str(run / "model.safetensors"))
     scores = evaluate_pool(family, params, pool, data, config.run.devices)
     sizes = {m.name: m.params for m in pool}
-    matrices = {n: tuple(map(tuple, s.confusion.tolist())) for n, s in scores.items()}
+    matrices = {n: tuple(map(tuple, s.confusion.tolist())) for n, s in scores.items() if s.confusion.numel()}
     ConfusionFile(levels=matrices).write(out / "confusion.json")
     return EvaluationFile(
         rounds=len(history.rounds),
@@ -40,7 +40,7 @@ def evaluate(config: Config, run: Path, pool_dir: Path, out: Path) -> Path:
 
 def told(score: Score, params: int) -> LevelScore:
     """What evaluation.json says of a level; a loss that is no number is left out, as JSON has no word for it."""
-    return LevelScore(accuracy=score.value, loss=score.loss if isfinite(score.loss) else None, params=params)
+    return LevelScore(metrics=dict(score.metrics), loss=score.loss if isfinite(score.loss) else None, params=params)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

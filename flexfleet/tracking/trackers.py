@@ -25,6 +25,7 @@ from fl_engine.core.errors import (
 )
 from fl_engine.core.types import Tracker
 from flexfleet.config.platform import platform_uri
+from flexfleet.files.measure import measure_in
 
 log = logging.getLogger("flexfleet")
 
@@ -79,7 +80,9 @@ class Console:
 
 def brief(values: Mapping[str, float]) -> str:
     """A round's measurements in a few words."""
-    parts = [f"{k} {100 * values[k]:.1f} %" for k in ("avg", "full") if k in values]
+    m = measure_in(values)
+    digits = 1 if m.unit else 3
+    parts = [f"{k} {m.scale * values[k]:.{digits}f} {m.unit}".rstrip() for k in ("avg", "full") if k in values]
     parts.append(f"loss {values['train_loss']:.3f}" if "train_loss" in values else "no client trained")
     counts = {kind: int(values[f"clients_{kind}"]) for kind in ("trained", "pruned", "failed")}
     # Viewers of logs paint a line red that speaks of failures.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from fl_engine.core.errors import DataError
-from fl_engine.core.samples import Data
+from fl_engine.core.samples import Data, Metric
 from fl_engine.tasks import Classification, Regression
 
 IMAGES = {
@@ -28,10 +28,18 @@ TOKENS = {
 HOLED = TABLE["train_x"].clone()  # type: ignore[attr-defined]
 HOLED[4, 1] = float("nan")
 
+
+class ByError(Regression):
+    """A task that decides by an error."""
+
+    metric: ClassVar[Metric] = Regression.error
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no name": (IMAGES, {"name": ""}, "a data set's name is a word, got ''"),
     "a number of classes": (IMAGES, {"task": 3}, "task is one of fl_engine.tasks, for example Classification(10)"),
     "a task's type": (IMAGES, {"task": Regression}, "task is one of fl_engine.tasks"),
+    "an error that decides": (TABLE, {"task": ByError()}, "mae decides and is better when lower; let a task decide by"),
     "a list of samples": (IMAGES, {"train_x": [[1, 2]]}, "train_x is a tensor or a NumPy array, got list"),
     "words": (IMAGES, {"train_x": np.array(["a"] * 6)}, "train_x: numbers are expected, got a NumPy array of <U1"),
     "objects": (TABLE, {"train_y": np.array([None] * 6)}, "train_y: numbers are expected, got a NumPy array of object"),

@@ -77,7 +77,7 @@ def test_both_accuracies_of_a_level_are_what_is_measured(ran: Ran) -> None:
         network = export.load(ran.out / "export" / name)
         with torch.no_grad():
             right = (network(ran.data.test_x).argmax(1) == ran.data.test_y).double().mean().item()
-        assert about.accuracy_trained == scores[name].accuracy
+        assert about.accuracy_trained == scores[name].value
         assert right == pytest.approx(about.accuracy_exported, abs=1 / len(ran.data.test_y))
         assert run_of.data.metrics[f"exported/{name}"] == about.accuracy_exported
 

@@ -147,10 +147,10 @@ def test_an_artifact_that_is_a_folder_is_named(tmp_path: Path, name: str) -> Non
 
 def test_a_model_that_diverged_is_evaluated_all_the_same(tmp_path: Path) -> None:
     """JSON has no word for what is not a number; the figure is lost, and nothing else."""
-    score = told(Score(0.1, math.nan, torch.zeros(2, 2)), 40)
+    score = told(Score(0.1, math.nan, {"accuracy": 0.1}), 40)
     written = EvaluationFile(rounds=1, test_samples=9, avg=0.1, full=0.1, levels={"M1": score})
     found = EvaluationFile.read(written.write(tmp_path / "evaluation.json"))
-    assert found.levels["M1"].accuracy == 0.1 and found.levels["M1"].loss is None
+    assert found.levels["M1"].value == 0.1 and found.levels["M1"].loss is None
 
 
 # --------------------------------------------------------------------------------------------------- partition

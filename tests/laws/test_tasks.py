@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def test_metrics_do_not_depend_on_how_batches_are_cut(task: Task, cuts: list[int
     generator = torch.Generator().manual_seed(seed)
     y, outputs = task.examples(30, generator), torch.randn(30, task.outputs, generator=generator)
     ends = [0, *sorted(set(cuts)), 30]
-    parts = [task.observe(outputs[a:b], y[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    parts = [task.observe(outputs[a:b], y[a:b]) for a, b in pairwise(ends)]
     whole, cut = task.measure([task.observe(outputs, y)]), task.measure(parts)
     assert cut.values == pytest.approx(dict(whole.values), rel=1e-12, abs=1e-12)
     assert torch.equal(whole.confusion, cut.confusion)
@@ -69,7 +70,7 @@ def test_quantile_bins_are_equally_full_and_keep_equal_targets_together() -> Non
 
 
 def test_numbers_have_no_classes_to_mask() -> None:
-    with pytest.raises(ModelError, match="no classes whose outputs could be masked: set algorithm.mask_labels=false"):
+    with pytest.raises(ModelError, match=r"no classes whose outputs could be masked: set algorithm\.mask_labels=false"):
         Regression().present(torch.ones(2, 1))
 
 

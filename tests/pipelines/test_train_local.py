@@ -85,10 +85,10 @@ def test_evaluation_and_its_metrics(ran: Ran) -> None:
     for name, score in direct.levels.items():
         # A loss is a sum over the test set, and may be summed by another number of threads.
         loss = pytest.approx(score.loss, rel=1e-5)
-        assert (found.levels[name].accuracy, found.levels[name].loss) == (score.accuracy, loss)
+        assert (found.levels[name].value, found.levels[name].loss) == (score.value, loss)
     told = json.loads((ran.tasks / "evaluate" / "executor_output.json").read_text())
     metrics = told["artifacts"]["metrics"]["artifacts"][0]["metadata"]
-    levels = {f"accuracy/{name}": score.accuracy for name, score in found.levels.items()}
+    levels = {f"accuracy/{name}": score.value for name, score in found.levels.items()}
     assert metrics == {"avg": found.avg, "full": found.full} | levels
 
 

@@ -1,0 +1,42 @@
+"""How the metric that decides is told to people: accuracy as ever in %, any other as the number that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric by its name in histories, and what its values are multiplied by where they are told."""
+
+    name: str = "accuracy"
+
+    @property
+    def scale(self) -> float:
+        return 100 if self.name == "accuracy" else 1
+
+    @property
+    def unit(self) -> str:
+        return "%" if self.name == "accuracy" else ""
+
+    @property
+    def title(self) -> str:
+        """Of an axis: `test accuracy (%)`."""
+        return f"test {self.name} ({self.unit})" if self.unit else f"test {self.name}"
+
+    def said(self, value: float) -> str:
+        """Without the unit: `58.60`, or `0.5860`."""
+        return f"{self.scale * value:.{2 if self.unit else 4}f}"
+
+    def with_unit(self, value: float) -> str:
+        return f"{self.said(value)} {self.unit}".rstrip()
+
+
+ACCURACY = Measure()
+
+
+def measure_in(values: Mapping[str, float]) -> Measure:
+    """Of a round's measurements: where levels were evaluated and none has an accuracy, another metric decides."""
+    scored, accurate = (any(name.startswith(kind) for name in values) for kind in ("loss/", "accuracy/"))
+    return Measure("") if scored and not accurate else ACCURACY

@@ -1,0 +1,135 @@
+"""Tables of numbers and sequences of tokens through the whole of `flexfleet run`: every backend, killed, reported."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.testing.kinds import VOCABULARY
+from flexfleet.files.artifacts import EvaluationFile, History, RunFile
+from flexfleet.reports.report import table
+
+HERE = "fl_engine.testing.kinds"
+KINDS = {
+    "regression": (f"dataset.name={HERE}:TABLE", f"model.name={HERE}:TinyMLP", "algorithm.epsilon=40.0"),
+    "tokens": (f"dataset.name={HERE}:SEQUENCES", f"model.name={HERE}:TinyTokens", "algorithm.epsilon=40.0"),
+}
+METRICS = {"regression": ["r2", "mae"], "tokens": ["accuracy"]}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def sets(quick: Sequence[str], request: pytest.FixtureRequest) -> list[str]:
+    kept = [each for each in quick if not each.startswith(("dataset.", "model."))]
+    return [*kept, *KINDS[request.param]]
+
+
+@pytest.mark.parametrize(("sets", "kind"), [(kind, kind) for kind in KINDS], indirect=["sets"])
+def test_every_backend_and_a_resumed_run_give_the_same_model(
+    flexfleet: Any, sets: list[str], kind: str, tmp_path: Path, no_drawings: None
+) -> None:
+    ways = {"one": (), "threads": ("run.devices=[cpu, cpu]",), "processes": ("run.backend=processes",)}
+    done = {name: flexfleet("run", "--json", "--run-id", name, sets=[*sets, *more]) for name, more in ways.items()}
+    assert {name: each.code for name, each in done.items()} == dict.fromkeys(ways, 0), done["one"].err
+    assert flexfleet("run", "--run-id", "again", sets=[*sets, "rounds.stop=1"]).code == 0
+    done["again"] = flexfleet("run", "--json", "--run-id", "again", "--resume", sets=sets)
+    assert len({each.json["model_sha256"] for each in done.values()}) == 1
+    strategy = RunFile.read(tmp_path / "runs" / "one" / "run.json").numerics["strategy"]
+    assert strategy == {"regression": "batched", "tokens": "single"}[kind]
+
+
+@pytest.mark.parametrize(("sets", "kind"), [(kind, kind) for kind in KINDS], indirect=["sets"])
+def test_what_is_told_speaks_of_the_tasks_metric(flexfleet: Any, sets: list[str], kind: str, tmp_path: Path) -> None:
+    done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
+    assert done.code == 0, done.err
+    run = tmp_path / "runs" / "a"
+    evaluation = EvaluationFile.read(run / "evaluation.json")
+    assert [list(level.metrics) for level in evaluation.levels.values()] == [METRICS[kind]] * len(evaluation.levels)
+    assert done.json["metrics"]["levels"] == {name: level.value for name, level in evaluation.levels.items()}
+    last = History.read(run / "history.json").rounds[-1]["metrics"]
+    for name, level in evaluation.levels.items():
+        assert {metric: last[f"{metric}/{name}"] for metric in METRICS[kind]} == level.metrics
+    page, words = (run / "report.html").read_text(), table([run])
+    figures = (
+        (f"{evaluation.full:.4f}", "test r2") if kind == "regression" else (f"{100 * evaluation.full:.2f}", "avg %")
+    )
+    assert figures[0] in page and figures[0] in words
+    assert figures[1] in (page if kind == "regression" else words)
+    assert ("ccuracy" in page) == (kind == "tokens")
+    confusion = json.loads((run / "confusion.json").read_text())["levels"]
+    assert list(confusion) == ([] if kind == "regression" else list(evaluation.levels))
+
+
+@pytest.mark.parametrize("sets", ["regression"], indirect=True)
+def test_numbers_are_compared(flexfleet: Any, sets: list[str]) -> None:
+    own = [each for each in sets if not each.startswith("algorithm.")]
+    done = flexfleet("compare", "--json", "--id", "c", "--algorithms", "all_large,fedprox", sets=own)
+    assert done.code == 0, done.err
+    assert done.json["metric"] == "r2"
+    assert "**Test r2**" in (Path("runs") / "c" / "comparison.md").read_text()
+
+
+@pytest.mark.parametrize("sets", list(KINDS), indirect=True)
+def test_a_run_that_is_killed_ends_with_the_same_model(nursery: Any, sets: list[str], tmp_path: Path) -> None:
+    long = [*sets, "rounds.stop=8", "rounds.commit_every=1", "training.epochs=20", "rounds.keep_updates=true"]
+
+    def start(name: str, *more: str) -> Any:
+        return nursery.start("flexfleet", "run", "--json", "--run-id", name, *more, cwd=tmp_path, sets=long)
+
+    whole = start("whole").wait()
+    assert whole.code == 0, whole.err
+    child = start("cut")
+    until = time.monotonic() + 60
+    while not list((tmp_path / "runs" / "cut" / "rounds").glob("00002/updates/*")):
+        assert time.monotonic() < until and child.poll() is None, child.err
+        time.sleep(0.002)
+    child.kill()
+    assert child.wait().code == -9
+    assert start("cut", "--resume").wait().json["model_sha256"] == whole.json["model_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "wrong", "message"),
+    [
+        ("regression", ("algorithm.name=heterofl",), "no classes whose outputs could be masked: set algorithm.mask_la"),
+        ("regression", ("dataset.pad=16",), "tiny_table holds no images, which alone are padded: set dataset.pad=none"),
+        ("regression", (f"model.name={HERE}:TinyTokens",), "TinyTokens takes tokens and tiny_table holds numbers"),
+        ("tokens", (f"model.name={HERE}:TinyMLP",), "TinyMLP takes numbers and tiny_sequences holds tokens: choose a"),
+        (
+            "tokens",
+            ("model.vocabulary=5",),
+            f"TinyTokens knows the tokens 0 to 4, tiny_sequences holds {VOCABULARY - 1}",
+        ),
+        ("tokens", ("model.name=small_cnn",), "small_cnn takes no samples of the shape 5: choose another network"),
+    ],
+    indirect=["sets"],
+)
+def test_what_does_not_fit_is_one_clear_line(
+    flexfleet: Any, sets: list[str], wrong: Sequence[str], message: str
+) -> None:
+    names = {each.partition(".")[0] for each in wrong if each.startswith("algorithm.name")}
+    kept = [each for each in sets if each.partition(".")[0] not in names]
+    done = flexfleet("check", sets=[*kept, *wrong])
+    assert done.code == 2 and message in done.err
+    assert "Traceback" not in done.err and len(done.err.strip().splitlines()) == 1
+
+
+def test_the_pool_of_a_network_for_other_samples_is_told(flexfleet: Any) -> None:
+    for shape, told in (("18", [18]), ("7", [7])):
+        argv = ("pool", "--json", "--algorithm", "all_large", "--model", f"{HERE}:TinyMLP", "--input", shape)
+        done = flexfleet(*argv, "--classes", "1")
+        assert done.code == 0, done.err
+        assert (done.json["input_chw"], done.json["classes"]) == (told, 1)
+        assert done.json["levels"][0]["params"] == 16 * told[0] + 16 + 16 * 16 + 16 + 16 + 1
+    for wrong in ("18x", "0", "axb", "-3", "3 x 2"):
+        refused = flexfleet("pool", "--model", f"{HERE}:TinyMLP", f"--input={wrong}", "--classes", "1")
+        assert refused.code == 2 and "an input is the shape of a sample" in refused.err, wrong
