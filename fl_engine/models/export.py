@@ -102,6 +102,7 @@ def export(
 
     Raises ConfigError where statistics are wanted and there is no proxy, or the network cannot keep any.
     """
+    _check_samples(data)
     params = weights_of(published, family.layout(), member)
     family, params = with_statistics(family, params, member.spec, data, proxy)
     network = runnable(family, member.spec, params).eval()
@@ -137,7 +138,7 @@ def with_statistics(
     module = runnable(family, spec, dict(params)).eval()
     if not _by_batch(module):
         return family, params
-    check(family, len(proxy))
+    check(family, data, len(proxy))
     images = data.train_x[proxy]
     collect_statistics(module, data, images, "cpu", min(128, len(images)))
     found = dict(params)
@@ -148,8 +149,10 @@ def with_statistics(
     return replace(cast(Any, family), norm="static"), found
 
 
-def check(family: ModelFamily, proxy: float) -> None:
-    """Raises ConfigError where statistics are wanted and there is no proxy (its size), or the network keeps none."""
+def check(family: ModelFamily, data: Data, proxy: float) -> None:
+    """Raises ConfigError where samples are no images, which an exported network takes; and where statistics are wanted
+    and there is no proxy (its size), or the network keeps none."""
+    _check_samples(data)
     if not _by_batch(family.module(FULL)):
         return
     if not proxy:
@@ -159,6 +162,11 @@ def check(family: ModelFamily, proxy: float) -> None:
         )
     if "norm" not in {f.name for f in fields(cast(Any, family))}:
         raise ConfigError(f"{type(family).__name__} has no option norm=static: it cannot be exported")
+
+
+def _check_samples(data: Data) -> None:
+    if not data.has_images:
+        raise ConfigError(f"exported networks take images, and {data.name} holds none: set publish.models=false")
 
 
 def _by_batch(module: nn.Module) -> bool:

@@ -25,9 +25,9 @@ class Measure:
         """Of an axis: `test accuracy (%)`."""
         return f"test {self.name} ({self.unit})" if self.unit else f"test {self.name}"
 
-    def said(self, value: float) -> str:
-        """Without the unit: `58.60`, or `0.5860`."""
-        return f"{self.scale * value:.{2 if self.unit else 4}f}"
+    def said(self, value: float, sign: str = "") -> str:
+        """Without the unit: `58.60`, or `0.5860`; with the sign `+` a gain is `+1.20`."""
+        return f"{self.scale * value:{sign}.{2 if self.unit else 4}f}"
 
     def with_unit(self, value: float) -> str:
         return f"{self.said(value)} {self.unit}".rstrip()

@@ -26,7 +26,7 @@ def check(config: Config) -> dict[str, Any]:
         check_device(device)
     parts = cut(config, data)
     if config.publish.models:
-        exports.check(family, config.partition.proxy)
+        exports.check(family, data, config.partition.proxy)
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     _check_rates(config)
     algorithm = configs.algorithm(config)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from fl_engine.core.errors import EnvironmentFailure
 from flexfleet.compare.tabulate import escaped
 from flexfleet.files.artifacts import Artifact
+from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.reports.report import NONE
 
@@ -23,6 +24,8 @@ class Tuned(Artifact):
 
     id: str
     metric: Literal["avg", "full"]
+    measured: str = "accuracy"
+    """The task's metric, of which it is the mean over the levels or the largest model's."""
     trials: dict[str, int]
     """How many by outcome: complete, pruned, infeasible."""
     space: dict[str, dict[str, Any]]
@@ -39,6 +42,10 @@ class Tuned(Artifact):
     gain: float
     """Mean of best - default over the held-out seeds."""
 
+    @property
+    def measure(self) -> Measure:
+        return Measure(self.measured)
+
 
 # -------------------------------------------------------------------------------------------------------- words
 def headline(found: Tuned) -> str:
@@ -50,11 +57,17 @@ def gained(found: Tuned) -> str:
     if found.best == found.default:
         return "No trial was better than the default"
     if found.held_out["seeds"]:
-        points = 100 * found.gain
-        return f"{points:+.2f} points over the default" if points > 0 else f"No gain over the default ({points:+.2f})"
+        if found.gain > 0:
+            return f"{points(found, found.gain)} over the default"
+        return f"No gain over the default ({found.measure.said(found.gain, '+')})"
     if found.default_value is None:
-        return f"{found.metric} {100 * found.best_value:.2f} %"
-    return f"{100 * (found.best_value - found.default_value):+.2f} points over the default, on the trials' own seeds"
+        return f"{found.metric} {found.measure.with_unit(found.best_value)}"
+    return f"{points(found, found.best_value - found.default_value)} over the default, on the trials' own seeds"
+
+
+def points(found: Tuned, gain: float) -> str:
+    """`+2.50 points` of an accuracy, `+0.0250` of any other metric."""
+    return found.measure.said(gain, "+") + (" points" if found.measure.unit else "")
 
 
 def told(found: Tuned, folder: Path) -> str:
@@ -63,19 +76,21 @@ def told(found: Tuned, folder: Path) -> str:
 
 
 def _lines(found: Tuned) -> list[str]:
-    t = found.trials
+    t, measure = found.trials, found.measure
     lines = [
         f"{t['complete']} trials complete, {t['pruned']} pruned, {t['infeasible']} impossible",
-        f"best, trial {found.best_trial}: {found.metric} {100 * found.best_value:.2f} % with {said(found.best)}",
+        f"best, trial {found.best_trial}: {found.metric} {measure.with_unit(found.best_value)} with {said(found.best)}",
     ]
     if found.default_value is not None:
-        lines.append(f"default: {100 * found.default_value:.2f} % with {said(found.default)}")
+        lines.append(f"default: {found.measure.with_unit(found.default_value)} with {said(found.default)}")
     if found.held_out["seeds"]:
         b, d = found.held_out["best"], found.held_out["default"]
         spread = stdev(x - y for x, y in zip(b, d, strict=True)) if len(b) > 1 else 0.0
         seeds = ", ".join(str(int(s)) for s in found.held_out["seeds"])
-        against = f"{100 * mean(b):.2f} % against {100 * mean(d):.2f} %"
-        lines.append(f"held-out seeds {seeds}: {against}, {100 * found.gain:+.2f} points (+- {100 * spread:.2f})")
+        against = f"{found.measure.with_unit(mean(b))} against {found.measure.with_unit(mean(d))}"
+        lines.append(
+            f"held-out seeds {seeds}: {against}, {points(found, found.gain)} (+- {found.measure.said(spread)})"
+        )
     return lines
 
 
@@ -113,7 +128,8 @@ def held_out(found: Tuned) -> list[tuple[str, ...]]:
     rows = [(str(int(s)), d, b) for s, d, b in zip(h["seeds"], h["default"], h["best"], strict=True)]
     if len(rows) > 1:
         rows.append(("mean", mean(h["default"]), mean(h["best"])))
-    return [(name, f"{100 * d:.2f}", f"{100 * b:.2f}", f"{100 * (b - d):+.2f}") for name, d, b in rows]
+    m = found.measure
+    return [(name, m.said(d), m.said(b), m.said(b - d, "+")) for name, d, b in rows]
 
 
 def said(values: Mapping[str, Any]) -> str:
@@ -158,5 +174,5 @@ def page(found: Tuned, trials: Trials) -> str:
         head=PARAMETERS,
         parameters=parameters(found),
         held_out=held_out(found),
-        drawings=[Markup(drawing) for drawing in plots.study(trials, found.importance, wide)],
+        drawings=[Markup(drawing) for drawing in plots.study(trials, found.importance, wide, measure=found.measure)],
     )

@@ -35,6 +35,7 @@ from flexfleet.run.check import check
 from flexfleet.run.run import need_packages
 from flexfleet.steps.federate import alone, federate
 from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.prepare import prepare as data_and_network
 from flexfleet.steps.share import adopt, fits, share
 from flexfleet.tracking.record import of_job, tracker
 from flexfleet.tracking.trackers import MLflow, log_outcome
@@ -304,6 +305,7 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
     found = Tuned(
         id=study.study_name,
         metric=config.tune.metric,
+        measured=data_and_network(config)[0].task.metric.name,
         trials={
             "complete": len(complete),
             "pruned": sum(t.state == TrialState.PRUNED and "infeasible" not in t.user_attrs for t in done),

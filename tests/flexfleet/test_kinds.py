@@ -102,6 +102,11 @@ def test_a_run_that_is_killed_ends_with_the_same_model(nursery: Any, sets: list[
     [
         ("regression", ("algorithm.name=heterofl",), "no classes whose outputs could be masked: set algorithm.mask_la"),
         ("regression", ("dataset.pad=16",), "tiny_table holds no images, which alone are padded: set dataset.pad=none"),
+        (
+            "regression",
+            ("publish.models=true",),
+            "exported networks take images, and tiny_table holds none: set publish",
+        ),
         ("regression", (f"model.name={HERE}:TinyTokens",), "TinyTokens takes tokens and tiny_table holds numbers"),
         ("tokens", (f"model.name={HERE}:TinyMLP",), "TinyMLP takes numbers and tiny_sequences holds tokens: choose a"),
         (

@@ -491,6 +491,16 @@ def test_the_headline_says_what_the_best_setting_gains_over_the_default() -> Non
     assert gained(unseen.model_copy(update={"default_value": None})) == "avg 84.00 %"
 
 
+def test_a_study_of_another_metric_speaks_of_it_as_a_number() -> None:
+    numbers = FOUND.model_copy(update={"measured": "r2"})
+    lines = told(numbers, Path("runs/a")).splitlines()
+    assert lines[0] == "+0.0250 over the default: kd_weight 31.42, training.nesterov a|b"
+    assert lines[-2] == "held-out seeds 7, 8: 0.8350 against 0.8100, +0.0250 (+- 0.0071)"
+    html = page(numbers, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
+    assert "<td>0.8100</td><td>0.8350</td><td>+0.0250</td>" in html and "seen: avg</h2>" in html
+    assert "value (%)" not in html and "value (%)" in page(FOUND, [(0, 0.8, {"algorithm.kd_weight": 10.0})])
+
+
 def test_parameters_are_a_table_on_the_page_and_in_markdown() -> None:
     trials = [(i, 0.8 + i / 50, {"algorithm.kd_weight": 10.0 + i, "training.nesterov": "a|b"}) for i in range(3)]
     html = page(FOUND, trials)
