@@ -252,6 +252,8 @@ def pool(args: argparse.Namespace) -> int:
     if args.input or args.classes:
         if not (args.input and args.classes):
             raise ConfigError("--input and --classes go together: they stand in for a data set")
+        if args.classes < 1:
+            raise ConfigError(f"--classes says how many outputs the network has, at least 1; got {args.classes}")
         family = configs.model(config, parse_input(args.input), args.classes)
     else:
         _, family = prepare(config)
