@@ -31,11 +31,10 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.testing.tracker import Memory
-from flexfleet import config
-from flexfleet.config import Config
 from flexfleet.steps.federate import initial_state, site_of
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
+from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 
 STORE = Path("runs/bound")
@@ -118,9 +117,9 @@ class Bad:
         return replace(update, payload=payload)
 
 
-def prepared(name: str, settings: tuple[str, ...]) -> tuple[Config, Path]:
-    """A run's configuration, and its folder with partition and pool."""
-    found = config.load_config(None, ("tracking.mlflow=null", "rounds.evaluate_every=100", *settings))
+def prepared(name: str, settings: tuple[str, ...]) -> tuple[Resolved, Path]:
+    """A run's configuration with what it names, and its folder with partition and pool."""
+    found = Resolved.load(None, ("tracking.mlflow=null", "rounds.evaluate_every=100", *settings))
     out = STORE / name
     if not (out / "pool/pool.json").exists():
         partition(found, out / "partition")
@@ -134,8 +133,9 @@ def measured(name: str, settings: tuple[str, ...], bound: float | None, attack: 
     kept = STORE / name / f"{'off' if bound is None else f'{bound:g}'}, {attack or 'honest'}.json"
     with suppress(FileNotFoundError):
         return dict(json.loads(kept.read_text()))
-    found, out = prepared(name, settings)
-    site, algorithm = site_of(found, out / "partition", out / "pool"), config.algorithm(found)
+    resolved, out = prepared(name, settings)
+    found, algorithm = resolved.config, resolved.algorithm
+    site = site_of(resolved, out / "partition", out / "pool")
     backend: Backend = InProcess(site)
     clients, one = len(site.fleet), faults.parse("flip=0.05,always")
     bad = next(c for c in range(clients) if faults.befalls(one, found.seed, 0, c, clients))
@@ -144,7 +144,7 @@ def measured(name: str, settings: tuple[str, ...], bound: float | None, attack: 
     terms = found.rounds.model_copy(update={"norm_bound": bound})
     ledger = ledger_in(FolderStore(kept.with_suffix("")))
     run = Run(algorithm, site, terms, found.run.devices)
-    rounds.federate(run, initial_state(found, site), backend, ledger, Memory())
+    rounds.federate(run, initial_state(resolved, site), backend, ledger, Memory())
     rows = ledger.checkpoints.rows()
     refused = [line["client"] for row in rows for line in row.clients if "validate" in line.get("failure", "")]
     result = {

@@ -19,13 +19,13 @@ def evaluate(
 ) -> None:
     from pathlib import Path
 
-    from flexfleet.config import load_config
     from flexfleet.files.artifacts import ConfusionFile, EvaluationFile
     from flexfleet.kubeflow.in_pod import ending
     from flexfleet.steps.evaluate import evaluate as step
+    from flexfleet.steps.prepare import Resolved
 
     with ending("run_id"):
-        step(load_config(config.path), Path(run.path), Path(pool.path), Path(evaluation.path))
+        step(Resolved.load(config.path), Path(run.path), Path(pool.path), Path(evaluation.path))
         found = EvaluationFile.read(Path(evaluation.path) / "evaluation.json")
         metrics.log_metric("avg", found.avg)
         metrics.log_metric("full", found.full)

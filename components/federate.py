@@ -19,17 +19,17 @@ def federate(
 ) -> None:
     from pathlib import Path
 
-    from flexfleet.config import load_config
     from flexfleet.config.overrides import run_folder
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.in_pod import ending, patiently
     from flexfleet.run.resumable import federate_in
+    from flexfleet.steps.prepare import Resolved
     from flexfleet.tracking import record as track
 
     with ending("run_id"):
-        resolved = load_config(config.path)
-        folder = run_folder(resolved, names["run"])
-        tags = track.of_job(resolved, job_id)
+        resolved = Resolved.load(config.path)
+        folder = run_folder(resolved.config, names["run"])
+        tags = track.of_job(resolved.config, job_id)
         paths = (Path(parts.path), Path(pool.path), Path(run.path))
         patiently(lambda: federate_in(folder, resolved, *paths, tags, names["mlflow"] or None))
         run.metadata.update(metadata.of_model(Path(run.path)))

@@ -17,14 +17,14 @@ def model_pool(
 ) -> None:
     from pathlib import Path
 
-    from flexfleet.config import load_config
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.in_pod import ending
     from flexfleet.steps.model_pool import model_pool as step
+    from flexfleet.steps.prepare import Resolved
     from flexfleet.tracking import versioned
 
     with ending("run_id"):
-        resolved = load_config(config.path)
+        resolved = Resolved.load(config.path)
         step(resolved, Path(apoz.path), Path(pool.path))
         pool.metadata.update(metadata.of_pool(Path(pool.path)))
-        versioned.hand_on(Path(pool.path), "pool", resolved.publish.dvc, Path(pointer.path))
+        versioned.hand_on(Path(pool.path), "pool", resolved.config.publish.dvc, Path(pointer.path))

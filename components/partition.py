@@ -41,19 +41,21 @@ def partition(
     from flexfleet.run import check
     from flexfleet.steps.federate import store_of
     from flexfleet.steps.partition import partition as step
+    from flexfleet.steps.prepare import Resolved
     from flexfleet.tracking import record as track
     from flexfleet.tracking import versioned
 
     with ending("run_id"):
         given = locals()
-        resolved = overrides.config_from({name: given[name] for name in overrides.PARAMETERS}, advanced)
-        name = overrides.run_name(run_id, job_id, resolved)
-        store = store_of(resolved, name, overrides.run_folder(resolved, name))
+        asked = overrides.config_from({name: given[name] for name in overrides.PARAMETERS}, advanced)
+        name = overrides.run_name(run_id, job_id, asked)
+        store = store_of(asked, name, overrides.run_folder(asked, name))
+        resolved = Resolved.of(asked)
         check.check(resolved)
-        overrides.write_config(resolved, Path(config.path))
-        mlflow_run = track.begin(resolved, name, store, track.of_job(resolved, job_id))
-        Path(started.path).write_text(track.card(resolved, name, store.uri(), mlflow_run))
+        overrides.write_config(asked, Path(config.path))
+        mlflow_run = track.begin(asked, name, store, track.of_job(asked, job_id))
+        Path(started.path).write_text(track.card(asked, name, store.uri(), mlflow_run))
         step(resolved, Path(parts.path))
         parts.metadata.update(metadata.of_partition(Path(parts.path)))
-        versioned.hand_on(Path(parts.path), "partition", resolved.publish.dvc, Path(pointer.path))
+        versioned.hand_on(Path(parts.path), "partition", asked.publish.dvc, Path(pointer.path))
         return {"run": name, "mlflow": mlflow_run}

@@ -12,9 +12,9 @@ Artifact = dsl.Artifact
 def pretrain(config: dsl.Input[Artifact], parts: dsl.Input[Artifact], apoz: dsl.Output[Artifact]) -> None:
     from pathlib import Path
 
-    from flexfleet.config import load_config
     from flexfleet.kubeflow.in_pod import ending
+    from flexfleet.steps.prepare import Resolved
     from flexfleet.steps.pretrain import pretrain as step
 
     with ending("run_id"):
-        step(load_config(config.path), Path(parts.path), Path(apoz.path))
+        step(Resolved.load(config.path), Path(parts.path), Path(apoz.path))

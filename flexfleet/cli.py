@@ -44,13 +44,13 @@ partition, fleet and training. Each is a run like any other, <run.store>/<id>/<l
 
 def run(args: argparse.Namespace) -> int:
     from flexfleet.run.run import run as run_all
-    from flexfleet.steps.prepare import config_of
+    from flexfleet.steps.prepare import resolved_of
 
-    config = config_of(args)
-
+    resolved = resolved_of(args)
+    config = resolved.config
     run_id = args.run_id or f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     found = run_all(
-        config,
+        resolved,
         run_id,
         resume=args.resume,
         discard_damaged=args.discard_damaged,
@@ -237,26 +237,25 @@ def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
 
 
 def pool(args: argparse.Namespace) -> int:
-    from flexfleet.steps.prepare import config_of, parse_input, prepare
+    from flexfleet.steps.prepare import parse_input, resolved_of
 
     if args.algorithm:
         args.set.append(f"algorithm.name={args.algorithm}")
     if args.model:
         args.set.append(f"model.name={args.model}")
-    from flexfleet import config as configs
     from flexfleet.files.artifacts import Apoz
     from flexfleet.steps import model_pool, partition, pretrain
 
-    config = config_of(args)
-    algorithm = configs.algorithm(config)
+    resolved = resolved_of(args)
+    config, algorithm = resolved.config, resolved.algorithm
     if args.input or args.classes:
         if not (args.input and args.classes):
             raise ConfigError("--input and --classes go together: they stand in for a data set")
         if args.classes < 1:
             raise ConfigError(f"--classes says how many outputs the network has, at least 1; got {args.classes}")
-        family = configs.model(config, parse_input(args.input), args.classes)
+        family = resolved.network(parse_input(args.input), args.classes)
     else:
-        _, family = prepare(config)
+        family = resolved.family
     if args.apoz:
         apoz = Apoz.read(args.apoz)
     elif not algorithm.needs_apoz:
@@ -268,8 +267,8 @@ def pool(args: argparse.Namespace) -> int:
         )
     else:
         with tempfile.TemporaryDirectory() as scratch:
-            partition.partition(config, Path(scratch))
-            apoz = Apoz.read(pretrain.pretrain(config, Path(scratch), Path(scratch)))
+            partition.partition(resolved, Path(scratch))
+            apoz = Apoz.read(pretrain.pretrain(resolved, Path(scratch), Path(scratch)))
     built = model_pool.build(config, algorithm, family, apoz)
     if args.json:
         print(built.model_dump_json())
@@ -356,9 +355,9 @@ def status(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     from flexfleet.run.check import check as examine
-    from flexfleet.steps.prepare import config_of
+    from flexfleet.steps.prepare import resolved_of
 
-    answer = examine(config_of(args))
+    answer = examine(resolved_of(args))
     print(json.dumps(answer) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in answer.items() if k != "ok"))
     return 0
 

@@ -26,6 +26,7 @@ from flexfleet.files.artifacts import History, Result, RunFile
 from flexfleet.run.check import check
 from flexfleet.run.run import need_packages, run
 from flexfleet.steps.federate import alone, known_run, store_of
+from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.share import fits, share
 from flexfleet.tracking import record as track
 from flexfleet.tracking.trackers import PARENT, TOKEN, MLflow, ending
@@ -65,7 +66,7 @@ def compare(
     if folder.exists() and not resume:
         raise ConfigError(f"{folder} exists already: go on with --resume, or choose another --id")
     check_all(runs)
-    need_packages(runs[0].config)
+    need_packages(Resolved.of(runs[0].config))
     track.prepare(runs[0].config)
     with alone(folder):
         mlflow = begin(runs, id, {PARENT: night} if night else {})
@@ -104,7 +105,7 @@ def check_all(runs: Sequence[Entry]) -> None:
         out = folder_of(runs) / entry.name
         try:
             if known_run(entry.config, out, resume=True) is None:
-                check(entry.config)
+                check(Resolved.of(entry.config))
         except FlexfleetError as error:
             raise type(error)(f"{entry.label}, seed {entry.seed}: {error}".replace("--run-id", "--id")) from error
 
@@ -148,7 +149,7 @@ def _shares(left: Sequence[Entry], folder: Path, given: Mapping[str, tuple[str, 
         if not fresh:
             continue
         first = _to_share(fresh)
-        if fits(first.config, out):
+        if fits(Resolved.of(first.config), out):
             continue
         config, stdin = given[first.name]
         argv = ("--config", config, "--out", str(out))
@@ -203,10 +204,11 @@ def pairs_of(runs: Sequence[Entry], id: str, out: Path) -> list[dict[str, str]]:
     """Checks all runs and writes what those of a seed have in common into `out`/<id>; gives what the other tasks want
     to know of each run. Values are texts: a graph may make floats of numbers."""
     check_all(runs)
-    need_packages(runs[0].config)
+    need_packages(Resolved.of(runs[0].config))
     track.prepare(runs[0].config)
     for seed in dict.fromkeys(entry.seed for entry in runs):
-        share(_to_share([e for e in runs if e.seed == seed]).config, out / id / shared_name(seed))
+        first = _to_share([e for e in runs if e.seed == seed])
+        share(Resolved.of(first.config), out / id / shared_name(seed))
     return [{"comparison": id, "label": e.label, "run": e.name, "config": e.config.model_dump_json()} for e in runs]
 
 
@@ -214,7 +216,7 @@ def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> R
     """Makes or goes on with one run in its folder of the store, and copies what a finished run is into `out`."""
     entry, id = entry_of(pair), pair["comparison"]
     found = run(
-        entry.config,
+        Resolved.of(entry.config),
         entry.name,
         resume=True,
         shared=shared / id / shared_name(entry.seed),

@@ -17,6 +17,7 @@ from fl_engine.algorithms import ALGORITHMS
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.plain import check_plain, read_yaml
 from fl_engine.core.registry import resolve
+from fl_engine.core.types import Algorithm
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS
@@ -31,6 +32,11 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
     The order of overrides does not matter: a model's or an algorithm's name counts before its options.
     """
+    return load_with_algorithm(path, overrides)[0]
+
+
+def load_with_algorithm(path: str | Path | None = None, overrides: Sequence[str] = ()) -> tuple[Config, Algorithm]:
+    """`load_config`, and the algorithm that was built to check it."""
     values: Any = {}
     if path is not None:
         try:
@@ -47,7 +53,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     pairs = [pair_of(override) for override in overrides]
     for key, value in sorted(pairs, key=lambda pair: pair[0] not in ("model.name", "algorithm.name")):
         set_path(values, key, value)
-    return parse(values)
+    return parse_with_algorithm(values)
 
 
 def pair_of(override: str) -> tuple[str, Any]:
@@ -78,6 +84,11 @@ def set_path(values: dict[str, Any], path: str, value: Any) -> None:
 def parse(values: Mapping[str, Any]) -> Config:
     """The defaults with `values` on top, section by section. Raises ConfigError for what is wrong: what arrived, what
     was expected, what to do."""
+    return parse_with_algorithm(values)[0]
+
+
+def parse_with_algorithm(values: Mapping[str, Any]) -> tuple[Config, Algorithm]:
+    """`parse`, and the algorithm that was built to check the configuration."""
     try:
         check_plain(values)
         values = _merge(Config().model_dump(mode="json"), values)
@@ -87,16 +98,20 @@ def parse(values: Mapping[str, Any]) -> Config:
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the configuration holds a value that is not plain data: {error}") from error
     wrong = _unknown_names(values)
-    for look in (algorithm, lambda config: check_options(config.model)):
-        try:
-            look(config)
-        except ConfigError as error:
-            wrong.append(str(error))
+    built: Algorithm | None = None
+    try:
+        built = algorithm(config)
+    except ConfigError as error:
+        wrong.append(str(error))
+    try:
+        check_options(config.model)
+    except ConfigError as error:
+        wrong.append(str(error))
     if not config.run.devices:
         wrong.append("run.devices is empty: name at least one torch device, e.g. [cpu]")
-    if wrong:
+    if wrong or built is None:
         raise ConfigError("; ".join(dict.fromkeys(wrong)))
-    return config
+    return config, built
 
 
 def _unknown_names(values: Mapping[str, Any]) -> list[str]:

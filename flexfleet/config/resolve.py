@@ -1,4 +1,4 @@
-"""What a configuration names: its algorithm, its network."""
+"""What a configuration names: its algorithm, the seed of its partition, the least side of its images."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fl_engine.algorithms import ALGORITHMS
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import check_names, kind_of
-from fl_engine.core.types import Algorithm, ChoosesNetwork, ModelFamily
-from fl_engine.models.build import build_model, model_kind
+from fl_engine.core.types import Algorithm
+from fl_engine.models.build import model_kind
 from flexfleet.config.explain import explain
 from flexfleet.config.schema import Config
 
@@ -40,14 +40,6 @@ def algorithm(config: Config) -> Algorithm:
     stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None
     privacy.check_run(found, known=ours, reference=config.pretrain.reference, ambient=ambient, stranded=stranded)
     return found
-
-
-def model(config: Config, input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
-    """The configured network for such samples and with such a head, with what the configured algorithm changes in it
-    (early exits). Raises ConfigError, ModelError or PoolError."""
-    chosen = algorithm(config)
-    family = build_model(config.model, input_shape, outputs)
-    return chosen.network(family) if isinstance(chosen, ChoosesNetwork) else family
 
 
 def cut_seed(config: Config) -> int:

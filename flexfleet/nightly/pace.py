@@ -21,9 +21,9 @@ from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.storage.store import FolderStore
-from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.steps.federate import initial_state, site_of
+from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.trackers import Several
 
 ROUNDS = 1
@@ -32,19 +32,20 @@ ROUNDS = 1
 def pace(config: Config, run: Path, turns: int) -> list[float]:
     """Seconds of ROUNDS rounds by those of the loop on the same clients and sub-models, one ratio for each turn. `run`:
     folder of a run of this configuration, for its partition and pool."""
-    site = site_of(config, run / "partition", run / "pool")
+    resolved = Resolved.of(config)
+    site = site_of(resolved, run / "partition", run / "pool")
     ratios = []
     for turn in range(turns + 1):
-        ours, by_hand = _rounds(config, site), _by_hand(config, site)
+        ours, by_hand = _rounds(resolved, site), _by_hand(resolved, site)
         if turn:  # the first warms up both
             ratios.append(ours / by_hand)
     return ratios
 
 
-def _rounds(config: Config, site: Site) -> float:
-    state = initial_state(config, site)
+def _rounds(resolved: Resolved, site: Site) -> float:
+    config, state = resolved.config, initial_state(resolved, site)
     terms = config.rounds.model_copy(update={"stop": ROUNDS, "evaluate_every": ROUNDS})
-    run = Run(configs.algorithm(config), site, terms, config.run.devices)
+    run = Run(resolved.algorithm, site, terms, config.run.devices)
     with tempfile.TemporaryDirectory() as folder:
         ledger, backend = ledger_in(FolderStore(Path(folder))), InProcess(site, config.run.devices)
         started = time.perf_counter()
@@ -52,8 +53,8 @@ def _rounds(config: Config, site: Site) -> float:
         return time.perf_counter() - started
 
 
-def _by_hand(config: Config, site: Site) -> float:
-    algorithm, state = configs.algorithm(config), initial_state(config, site)
+def _by_hand(resolved: Resolved, site: Site) -> float:
+    config, algorithm, state = resolved.config, resolved.algorithm, initial_state(resolved, site)
     run = Run(algorithm, site, config.rounds)
     works = [
         work

@@ -33,6 +33,7 @@ from flexfleet.reports import plots
 from flexfleet.reports.report import Run, load
 from flexfleet.run.check import check
 from flexfleet.run.run import need_packages
+from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import record as track
 from flexfleet.tracking.trackers import TOKEN, MLflow, address, client_of, ending, log_outcome
 
@@ -115,8 +116,9 @@ def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) 
         for entry in (each[0] for each in night.runs.values()):
             publishing = entry.config.publish.model_copy(update={"models": True})
             config = entry.config.model_copy(update={"publish": publishing})
-            need_packages(config)
-            check(config)
+            resolved = Resolved.of(config)
+            need_packages(resolved)
+            check(resolved)
     if not update and champion_of(night) is None and reference_of(night) is None:
         raise ConfigError(
             f"nothing to compare with: {path.with_suffix('.json')} does not exist and MLflow has no champion; make the "
@@ -394,7 +396,7 @@ def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow
                 continue
             name = entry.config.publish.model_copy(update={"name": _model(night, case, entry.label)})
             config = entry.config.model_copy(update={"publish": name})
-            publish.publish(config, folder, run_id, out / "export" / case / entry.label)
+            publish.publish(Resolved.of(config), folder, run_id, out / "export" / case / entry.label)
             for version in client.search_model_versions(f"run_id = '{run_id}'"):
                 client.set_model_version_tag(version.name, version.version, NIGHT, mlflow.run_id)
             made.append((run_id, model.model_sha256))

@@ -31,7 +31,7 @@ from fl_engine.models.export import About
 from fl_engine.storage.store import FolderStore, decode, sha256
 from flexfleet.config import Config
 from flexfleet.files.artifacts import EvaluationFile, History, PoolFile
-from flexfleet.steps.prepare import prepare
+from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.record import experiment
 from flexfleet.tracking.trackers import client_of
 
@@ -45,19 +45,20 @@ NEEDED = ("torch", "numpy", "safetensors", "pydantic", "pyyaml")
 log = logging.getLogger("flexfleet")
 
 
-def publish(config: Config, out: Path, mlflow_run_id: str | None, to: Path) -> list[About]:
+def publish(resolved: Resolved, out: Path, mlflow_run_id: str | None, to: Path) -> list[About]:
     """Exports the reported levels of the run in `out` into `to`, and registers them where the run is tracked. Done
     again, it makes no second version. Raises as `fl_engine.models.export` does."""
-    data, levels = export(config, out, to)
+    config = resolved.config
+    data, levels = export(resolved, out, to)
     if mlflow_run_id is not None and config.tracking.mlflow is not None:
         model = History.read(out / "history.json").model_sha256
         register(config.tracking.mlflow, mlflow_run_id, name_of(config), data, to, levels, model)
     return levels
 
 
-def export(config: Config, out: Path, to: Path) -> tuple[Data, list[About]]:
+def export(resolved: Resolved, out: Path, to: Path) -> tuple[Data, list[About]]:
     """A folder for each reported level, smallest first."""
-    data, family = prepare(config)
+    config, data, family = resolved.config, resolved.data, resolved.family
     history = History.read(out / "history.json")
     value = FolderStore(out).get("model.safetensors")
     if sha256(value) != history.model_sha256:

@@ -12,24 +12,22 @@ from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices
 from fl_engine.models import export as exports
 from fl_engine.rounds.run import Run
-from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.steps.partition import cut
-from flexfleet.steps.prepare import prepare
+from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import need_proxy
 
 
-def check(config: Config) -> dict[str, Any]:
+def check(resolved: Resolved) -> dict[str, Any]:
     """What would run, in a few words. Raises BadInput for whatever could not; trains nothing, writes nothing."""
-    data, family = prepare(config)
+    config, algorithm, data, family = resolved.config, resolved.algorithm, resolved.data, resolved.family
     for device in config.run.devices:
         check_device(device)
-    parts = cut(config, data)
+    parts = cut(resolved)
     if config.publish.models:
         exports.check(family, data, config.partition.proxy)
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     _check_rates(config)
-    algorithm = configs.algorithm(config)
     if algorithm.needs_apoz:
         need_proxy(parts)
     # Without measured scores every layer counts alike; targets, Gamma and nesting are checked all the same.

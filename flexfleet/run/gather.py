@@ -15,7 +15,7 @@ from flexfleet.files.artifacts import Result, RunFile
 from flexfleet.reports.report import table
 from flexfleet.run.run import conclude
 from flexfleet.steps.federate import store_of
-from flexfleet.steps.prepare import config_of
+from flexfleet.steps.prepare import Resolved, config_of
 
 
 def gather(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path) -> Path:
@@ -37,7 +37,7 @@ def finish(
     file = RunFile.read(out / "run.json")
     config = _with_passwords(parse(file.config), given)
     folder = Path(config.run.store) / file.run_id
-    return conclude(config, out, store_of(config, file.run_id, folder if folder.is_dir() else out))
+    return conclude(Resolved.of(config), out, store_of(config, file.run_id, folder if folder.is_dir() else out))
 
 
 def _with_passwords(config: Config, given: Config) -> Config:

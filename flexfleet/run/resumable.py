@@ -21,14 +21,14 @@ from fl_engine.training.numerics import Numerics, describe
 from flexfleet.config import Config, flatten, moves
 from flexfleet.files import terminal as common
 from flexfleet.steps.federate import federate
-from flexfleet.steps.prepare import config_of
+from flexfleet.steps.prepare import Resolved, resolved_of
 
 OUTCOME = ("run.json", "history.json", "model.safetensors")
 
 
 def federate_in(
     folder: Path,
-    config: Config,
+    resolved: Resolved,
     partition: Path,
     pool: Path,
     out: Path,
@@ -37,18 +37,18 @@ def federate_in(
 ) -> Path:
     """Runs the rounds in `folder`, going on with what is there, and copies the outcome into `out`. The run's name is
     the folder's. Raises as `federate` does."""
-    federate(config, partition, pool, folder, resume=True, tags=tags, mlflow_run_id=mlflow_run_id)
+    federate(resolved, partition, pool, folder, resume=True, tags=tags, mlflow_run_id=mlflow_run_id)
     out.mkdir(parents=True, exist_ok=True)
     for name in OUTCOME:
         shutil.copyfile(folder / name, out / name)
     return out
 
 
-def federate_for_dvc(config: Config, partition: Path, pool: Path, out: Path) -> Path:
+def federate_for_dvc(resolved: Resolved, partition: Path, pool: Path, out: Path) -> Path:
     """Writes run.json, history.json and model.safetensors into `out`; an interrupted run goes on."""
     unfinished = out.with_name(f"{out.name}.unfinished")
-    folder = unfinished / identity(config, partition, pool)
-    federate_in(folder, config, partition, pool, out)
+    folder = unfinished / identity(resolved.config, partition, pool)
+    federate_in(folder, resolved, partition, pool, out)
     shutil.rmtree(folder)
     if not any(unfinished.iterdir()):
         unfinished.rmdir()
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
     p.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = p.parse_args(argv)
-    print(federate_for_dvc(config_of(args), args.partition, args.pool, args.out))
+    print(federate_for_dvc(resolved_of(args), args.partition, args.pool, args.out))
     return 0
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from fl_engine.aggregation import privacy
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.storage.store import Store
-from flexfleet import config as configs
-from flexfleet.config import Config
 from flexfleet.config.names import plain
 from flexfleet.files.artifacts import EvaluationFile, History, Result, RunFile
 from flexfleet.files.terminal import missing
@@ -21,13 +19,14 @@ from flexfleet.steps.evaluate import evaluate
 from flexfleet.steps.federate import federate, known_run, store_of
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
+from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 from flexfleet.steps.share import adopt
 from flexfleet.tracking import versioned
 
 
 def run(
-    config: Config,
+    resolved: Resolved,
     run_id: str,
     *,
     resume: bool = False,
@@ -40,22 +39,23 @@ def run(
 
     `shared`: the folder of a `share` step; what is there is taken over, not computed again. `tags`: of the MLflow run.
     """
-    need_packages(config)
+    config = resolved.config
+    need_packages(resolved)
     out = Path(config.run.store) / plain(run_id, "run_id")
     if out.exists() and not resume:
         raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")
     if (out / "run.json").exists():
         known_run(config, out, resume)
     else:  # the steps before the rounds are quick, and pure: done again after a kill
-        check(config)
+        check(resolved)
         if shared is not None:
-            adopt(config, shared, out)
+            adopt(resolved, shared, out)
         else:
-            partition(config, out / "partition")
-            pretrain(config, out / "partition", out / "pretrain")
-        model_pool(config, out / "pretrain", out / "pool")
+            partition(resolved, out / "partition")
+            pretrain(resolved, out / "partition", out / "pretrain")
+        model_pool(resolved, out / "pretrain", out / "pool")
     federate(
-        config,
+        resolved,
         out / "partition",
         out / "pool",
         out,
@@ -65,18 +65,18 @@ def run(
         accept_numerics=accept_numerics,
         tags=tags,
     )
-    evaluate(config, out, out / "pool", out)
-    return conclude(config, out, store_of(config, run_id, out))
+    evaluate(resolved, out, out / "pool", out)
+    return conclude(resolved, out, store_of(config, run_id, out))
 
 
-def need_packages(config: Config) -> None:
+def need_packages(resolved: Resolved) -> None:
     """Raises EnvironmentFailure for what is not installed: now, not after hours of training."""
-    wanted = {"matplotlib": "", "jinja2": ""}
+    config, wanted = resolved.config, {"matplotlib": "", "jinja2": ""}
     if config.tracking.mlflow:
         wanted["mlflow"] = ", or --set tracking.mlflow=null"
     if config.publish.models and config.publish.onnx:
         wanted |= dict.fromkeys(("onnx", "onnxruntime"), ", or --set publish.onnx=false")
-    if privacy.is_private(configs.algorithm(config)):
+    if privacy.is_private(resolved.algorithm):
         wanted["dp_accounting"] = ""
     if config.publish.dvc:
         wanted["dvc"] = ", or --set publish.dvc=null"
@@ -85,13 +85,14 @@ def need_packages(config: Config) -> None:
             raise EnvironmentFailure(missing(package) + hint)
 
 
-def conclude(config: Config, out: Path, store: Store) -> Result:
+def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
     """Report and result.json of a run whose steps are done; the report becomes an MLflow artifact. Where the run's
     ledger is in another `store` than `out`, they go there too: a pod's folder is gone with it."""
+    config = resolved.config
     page = report([out], out / "report.html")
     found = result(out, page, store.uri())
     if config.publish.models:
-        publish(config, out, found.mlflow_run_id, out / "export")
+        publish(resolved, out, found.mlflow_run_id, out / "export")
     tags = {"model_sha256": found.model_sha256}
     if config.publish.dvc is not None:
         tags |= versioned.push_run(out, config.publish.dvc)

@@ -24,7 +24,7 @@ from fl_engine.training import memory
 from fl_engine.training.numerics import Numerics, deciding, describe
 from flexfleet import config as configs
 from flexfleet.files.artifacts import PoolFile, RunFile
-from flexfleet.steps.prepare import prepare
+from flexfleet.steps.prepare import Resolved
 
 log = logging.getLogger("flexfleet")
 
@@ -50,8 +50,9 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
         for file in SITE_FILES:
             (folder / file).write_bytes(store.get(f"site/{file}"))
         run = RunFile.read(folder / "run.json")
-        config = _here(configs.parse(run.config))
-        data, family = prepare(config)
+        told_config, algorithm = configs.parse_with_algorithm(run.config)
+        resolved = Resolved(_here(told_config), algorithm)
+        config, data, family = resolved.config, resolved.data, resolved.family
         parts = partition.load(folder, data)
         pool = PoolFile.read(folder / "pool.json").pool()
     prepare_process((told.device,))
@@ -70,7 +71,7 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
         log.info("the memory limit leaves room for %.1f %% of the full model (failures before: %d)", free, failures)
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     struck = faults.parse(config.rounds.faults)
-    return configs.algorithm(config), Site(family, pool, fleet, data, parts, config.seed, numerics, free, struck)
+    return algorithm, Site(family, pool, fleet, data, parts, config.seed, numerics, free, struck)
 
 
 def _numerics(run: RunFile) -> Numerics:

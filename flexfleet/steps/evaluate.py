@@ -9,23 +9,22 @@ from pathlib import Path
 from fl_engine.core.errors import IntegrityError
 from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.evaluation import Score, average, evaluate_pool
-from flexfleet.config import Config
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, LevelScore, PoolFile
-from flexfleet.steps.prepare import config_of, prepare
+from flexfleet.steps.prepare import Resolved, resolved_of
 
 
-def evaluate(config: Config, run: Path, pool_dir: Path, out: Path) -> Path:
+def evaluate(resolved: Resolved, run: Path, pool_dir: Path, out: Path) -> Path:
     """Writes confusion.json and evaluation.json into `out`. Raises IntegrityError where the model is not the one of the
     history."""
-    data, family = prepare(config)
+    data, family = resolved.data, resolved.family
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     history = History.read(run / "history.json")
     value = FolderStore(run).get("model.safetensors")
     if sha256(value) != history.model_sha256:
         raise IntegrityError(f"{run / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
     params = decode(value, str(run / "model.safetensors"))
-    scores = evaluate_pool(family, params, pool, data, config.run.devices)
+    scores = evaluate_pool(family, params, pool, data, resolved.config.run.devices)
     sizes = {m.name: m.params for m in pool}
     matrices = {n: tuple(map(tuple, s.confusion.tolist())) for n, s in scores.items() if s.confusion.numel()}
     ConfusionFile(levels=matrices).write(out / "confusion.json")
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
     p.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = p.parse_args(argv)
-    print(evaluate(config_of(args), args.run, args.pool, args.out))
+    print(evaluate(resolved_of(args), args.run, args.pool, args.out))
     return 0
 
 

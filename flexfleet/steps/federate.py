@@ -51,7 +51,7 @@ from flexfleet.config.names import plain
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import History, PoolFile, RunFile
 from flexfleet.steps import keys
-from flexfleet.steps.prepare import config_of, prepare
+from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.tracking import record as track
 from flexfleet.tracking.trackers import Console, MLflow, Several
 
@@ -59,7 +59,7 @@ log = logging.getLogger("flexfleet")
 
 
 def federate(
-    config: Config,
+    resolved: Resolved,
     partition_dir: Path,
     pool_dir: Path,
     out: Path,
@@ -79,10 +79,10 @@ def federate(
     is running; EnvironmentFailure where this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
     """
     run_id = plain(out.absolute().name if run_id is None else run_id, "run_id")
-    store = store_of(config, run_id, out)
-    with alone(out), nullcontext() if config.run.remote is None else lease.held(store) as held:
+    store = store_of(resolved.config, run_id, out)
+    with alone(out), nullcontext() if resolved.config.run.remote is None else lease.held(store) as held:
         return _federate(
-            config,
+            resolved,
             store,
             held,
             partition_dir,
@@ -128,7 +128,7 @@ def _lock_file(path: Path) -> TextIO:
 
 
 def _federate(
-    config: Config,
+    resolved: Resolved,
     store: Store,
     held: Lease | None,
     partition_dir: Path,
@@ -142,11 +142,11 @@ def _federate(
     mlflow_run_id: str | None,
     observer: Tracker | None,
 ) -> Path:
+    config, algorithm = resolved.config, resolved.algorithm
     if config.run.remote is not None:
         _fetch_run(store, out)
     known = known_run(config, out, resume)
-    site = site_of(config, partition_dir, pool_dir)
-    algorithm = configs.algorithm(config)
+    site = site_of(resolved, partition_dir, pool_dir)
     looked_at = config.run.backend == "kubernetes" and config.kubernetes.observe == "cgroup"
     rules = replace(site.rules, algorithm=algorithm, seed=None if looked_at else config.seed)
     private, in_pods = privacy.is_private(algorithm), config.run.backend == "kubernetes"
@@ -188,7 +188,7 @@ def _federate(
     done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
     tracker = Several([Console(config.rounds.stop, done), *(t for t in (mlflow, observer) if t is not None)])
     tracker.params(configs.shown(config))
-    initial = initial_state(config, site)
+    initial = initial_state(resolved, site)
     noise_key = privacy.noise_key(key, token) if private and key is not None else None
     try:
         with (
@@ -213,9 +213,9 @@ def _federate(
     return _finish(out, ledger, final, tracker, mlflow)
 
 
-def site_of(config: Config, partition_dir: Path, pool_dir: Path) -> Site:
+def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path) -> Site:
     """All that clients of this machine need to know. Prepares the process for training."""
-    data, family = prepare(config)
+    config, data, family = resolved.config, resolved.data, resolved.family
     parts = partition.load(partition_dir, data)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
@@ -224,10 +224,10 @@ def site_of(config: Config, partition_dir: Path, pool_dir: Path) -> Site:
     return Site(family, pool, fleet, data, parts, config.seed, _numerics(config, family, data.task), faults=struck)
 
 
-def initial_state(config: Config, site: Site) -> Any:
+def initial_state(resolved: Resolved, site: Site) -> Any:
     """The algorithm's state before the first round."""
-    params = initial_params(site.family, seeds.derive(config.seed, "init"))
-    return configs.algorithm(config).init(params, site.layout, site.fleet, site.pool, ServerSite(site))
+    params = initial_params(site.family, seeds.derive(resolved.config.seed, "init"))
+    return resolved.algorithm.init(params, site.layout, site.fleet, site.pool, ServerSite(site))
 
 
 def _numerics(config: Config, family: ModelFamily, goal: Task) -> Numerics:
@@ -405,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     print(
         federate(
-            config_of(args),
+            resolved_of(args),
             args.partition,
             args.pool,
             args.out,

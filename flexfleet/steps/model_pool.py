@@ -7,18 +7,16 @@ from pathlib import Path
 
 from fl_engine.core import pool as pools
 from fl_engine.core.types import Algorithm, ModelFamily
-from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, Level, PoolFile
-from flexfleet.steps.prepare import config_of, prepare
+from flexfleet.steps.prepare import Resolved, resolved_of
 
 
-def model_pool(config: Config, pretrain: Path, out: Path) -> Path:
+def model_pool(resolved: Resolved, pretrain: Path, out: Path) -> Path:
     """Writes pool.json into `out`. Raises PoolError where the targets cannot be reached."""
-    _, family = prepare(config)
     apoz = Apoz.read(pretrain / "apoz.json")
-    return build(config, configs.algorithm(config), family, apoz).write(out / "pool.json")
+    return build(resolved.config, resolved.algorithm, resolved.family, apoz).write(out / "pool.json")
 
 
 def build(config: Config, algorithm: Algorithm, family: ModelFamily, apoz: Apoz) -> PoolFile:
@@ -60,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--pretrain", type=Path, required=True, metavar="DIR", help="what the pretrain step wrote")
     p.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = p.parse_args(argv)
-    print(model_pool(config_of(args), args.pretrain, args.out))
+    print(model_pool(resolved_of(args), args.pretrain, args.out))
     return 0
 
 

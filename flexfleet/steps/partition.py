@@ -5,31 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_engine.core.samples import Data
 from fl_engine.data import partitioning as partitions
 from fl_engine.data.partitioning import Partition
-from flexfleet.config import Config, cut_seed
+from flexfleet.config import cut_seed
 from flexfleet.files import terminal as common
-from flexfleet.steps.prepare import config_of, prepare
+from flexfleet.steps.prepare import Resolved, resolved_of
 
 
-def partition(config: Config, out: Path) -> Path:
+def partition(resolved: Resolved, out: Path) -> Path:
     """Writes partition.safetensors, partition.json and partition.svg (class x client) into `out`."""
-    data, _ = prepare(config)
-    parts = cut(config, data)
+    parts = cut(resolved)
     partitions.draw(parts.counts, out / "partition.svg")
     return partitions.save(parts, out)
 
 
-def cut(config: Config, data: Data) -> Partition:
-    """The configured partition of these data. Raises PartitionError where there is none."""
-    p = config.partition
+def cut(resolved: Resolved) -> Partition:
+    """The configured partition of the data. Raises PartitionError where there is none."""
+    p = resolved.config.partition
     return partitions.partition(
-        data,
+        resolved.data,
         p.rule,
         p.clients,
         p.proxy,
-        cut_seed(config),
+        cut_seed(resolved.config),
         alpha=p.alpha,
         labels_per_client=p.labels_per_client,
         minimum=p.minimum,
@@ -40,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = common.parser(__doc__ or "")
     p.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = p.parse_args(argv)
-    print(partition(config_of(args), args.out))
+    print(partition(resolved_of(args), args.out))
     return 0
 
 

@@ -1,9 +1,12 @@
-"""What every step begins with: the configuration, and the data and the network that follow from it."""
+"""What every step begins with: the configuration, and the algorithm, the data and the network that follow from it."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -11,25 +14,71 @@ import torch
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data
-from fl_engine.core.types import ModelFamily, TakesTokens
+from fl_engine.core.types import Algorithm, ChoosesNetwork, ModelFamily, TakesTokens
 from fl_engine.datasets import DATASETS, Source, pad, subset
-from flexfleet.config import Config, algorithm, cut_seed, load_config, min_side, model
+from fl_engine.models.build import build_model
+from flexfleet import config as configs
+from flexfleet.config import Config, cut_seed, min_side
 from flexfleet.tracking import versioned
 
 log = logging.getLogger("flexfleet")
 
 
-def config_of(args: argparse.Namespace) -> Config:
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration and what it names. It is made once and handed to every step of a process: the algorithm is built
+    once, and the data are read once, when the first step asks for them."""
+
+    config: Config
+    algorithm: Algorithm
+
+    @classmethod
+    def of(cls, config: Config) -> Resolved:
+        """Of a configuration that is there already. Raises ConfigError."""
+        return cls(config, configs.algorithm(config))
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Resolved:
+        """As `load_config` reads a file and overrides. Raises ConfigError."""
+        return cls(*configs.load_with_algorithm(path, overrides))
+
+    @cached_property
+    def data(self) -> Data:
+        """The data set, cut and (where it holds images) padded as configured. Raises DataError and ConfigError."""
+        return _read(self.config)
+
+    @cached_property
+    def family(self) -> ModelFamily:
+        """The network for the data set, with what the algorithm changes in it. Raises ConfigError, ModelError or
+        PoolError, also where the algorithm does not go with the data."""
+        data = self.data
+        family = self.network(data.input_shape, data.task.outputs)
+        check_fits(data, family)
+        if getattr(self.algorithm, "mask_labels", False):
+            data.task.present(data.train_y[:1])  # refuses where there are no classes to mask
+        return family
+
+    def network(self, input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
+        """The network for such samples and with such a head. Raises ConfigError, ModelError or PoolError."""
+        family = build_model(self.config.model, input_shape, outputs)
+        return self.algorithm.network(family) if isinstance(self.algorithm, ChoosesNetwork) else family
+
+
+def resolved_of(args: argparse.Namespace) -> Resolved:
     """What the options of `terminal.add_config` say."""
     path: Path | None = args.config
     if path is None and Path("params.yaml").is_file():
         path = Path("params.yaml")
-    return load_config(path, args.set)
+    return Resolved.load(path, args.set)
 
 
-def prepare(config: Config) -> tuple[Data, ModelFamily]:
-    """The data set, cut and (where it holds images) padded as configured, and the network for it."""
-    torch.set_num_threads(1)  # in every step: the same bits on any number of cores
+def config_of(args: argparse.Namespace) -> Config:
+    """The configuration of `resolved_of` alone."""
+    return resolved_of(args).config
+
+
+def _read(config: Config) -> Data:
+    torch.set_num_threads(1)  # before any step computes: the same bits on any number of cores
     source = resolve(DATASETS, config.dataset.name, "data set")
     if not isinstance(source, Source):
         raise ConfigError(f"dataset.name = {config.dataset.name!r} is {source!r}; a Source is expected")
@@ -44,11 +93,7 @@ def prepare(config: Config) -> tuple[Data, ModelFamily]:
             data = pad(data, smallest)
     elif wanted != "none":
         data = pad(data, wanted)
-    family = model(config, data.input_shape, data.task.outputs)
-    check_fits(data, family)
-    if getattr(algorithm(config), "mask_labels", False):
-        data.task.present(data.train_y[:1])  # refuses where there are no classes to mask
-    return data, family
+    return data
 
 
 def check_fits(data: Data, family: ModelFamily) -> None:

@@ -23,24 +23,24 @@ from fl_engine.core.types import FULL, Adam, LocalTask, ModelFamily, Params
 from fl_engine.data import partitioning as partitions
 from fl_engine.training import local
 from fl_engine.training.evaluation import evaluate
-from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, ApozLayer
-from flexfleet.steps.prepare import config_of, prepare
+from flexfleet.steps.prepare import Resolved, resolved_of
 
 log = logging.getLogger("flexfleet")
 
 PROXY_TEST_SHARE = 0.2
 
 
-def pretrain(config: Config, partition: Path, out: Path) -> Path:
+def pretrain(resolved: Resolved, partition: Path, out: Path) -> Path:
     """Writes apoz.json into `out`: a score and an adjustment weight for each layer that can be pruned."""
-    if not configs.algorithm(config).needs_apoz:
+    config = resolved.config
+    if not resolved.algorithm.needs_apoz:
         log.info("pretrain: %s asks for no APoZ, nothing to do", config.algorithm["name"])
         return Apoz(layers=()).write(out / "apoz.json")
     started = time.monotonic()
-    data, family = prepare(config)
+    data, family = resolved.data, resolved.family
     parts = partitions.load(partition, data)
     need_proxy(parts)
     check_device(config.run.devices[0])
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--partition", type=Path, required=True, metavar="DIR", help="what the partition step wrote")
     p.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = p.parse_args(argv)
-    print(pretrain(config_of(args), args.partition, args.out))
+    print(pretrain(resolved_of(args), args.partition, args.out))
     return 0
 
 

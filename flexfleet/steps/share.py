@@ -18,7 +18,7 @@ from flexfleet.config import Config
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Artifact
 from flexfleet.steps.partition import partition
-from flexfleet.steps.prepare import config_of, prepare
+from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.steps.pretrain import pretrain
 
 SECTIONS = ("dataset.", "partition.", "model.", "pretrain.", "seed")
@@ -33,42 +33,42 @@ class Shared(Artifact):
     """The network that was pre-trained; null: the algorithm it was computed for asks for no APoZ."""
 
 
-def share(config: Config, out: Path) -> Path:
-    """Writes partition/, pretrain/ and shared.json into `out`. `config`: of any run of the seed, best of one whose
+def share(resolved: Resolved, out: Path) -> Path:
+    """Writes partition/, pretrain/ and shared.json into `out`. `resolved`: of any run of the seed, best of one whose
     algorithm measures APoZ, as the pre-training is left out where nobody asks for it."""
     (out / ABOUT).unlink(missing_ok=True)
-    partition(config, out / "partition")
-    pretrain(config, out / "partition", out / "pretrain")
-    return Shared(settings=settings(config), network=network(config)).write(out / ABOUT)
+    partition(resolved, out / "partition")
+    pretrain(resolved, out / "partition", out / "pretrain")
+    return Shared(settings=settings(resolved.config), network=network(resolved)).write(out / ABOUT)
 
 
-def fits(config: Config, shared: Path) -> bool:
+def fits(resolved: Resolved, shared: Path) -> bool:
     """Whether `share` is done there for such a configuration, so that nothing needs to be computed again."""
     try:
         about = Shared.read(shared / ABOUT)
     except IntegrityError:
         return False
-    wanted = network(config)
-    return about.settings == settings(config) and (wanted is None or about.network == wanted)
+    wanted = network(resolved)
+    return about.settings == settings(resolved.config) and (wanted is None or about.network == wanted)
 
 
-def adopt(config: Config, shared: Path, out: Path) -> None:
+def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
     """Copies partition/ and pretrain/ into the run folder `out`. A run whose algorithm pre-trains another network
     (one with early exits, say) takes over the partition and pre-trains its own.
 
     Raises ConfigError where the folder was computed with other settings than the run's.
     """
-    about, wanted = Shared.read(shared / ABOUT), settings(config)
+    about, wanted = Shared.read(shared / ABOUT), settings(resolved.config)
     changed = [k for k in sorted(about.settings.keys() | wanted.keys()) if about.settings.get(k) != wanted.get(k)]
     if changed:
         lines = ", ".join(f"{k}: {about.settings.get(k)!r} -> {wanted.get(k)!r}" for k in changed[:6])
         raise ConfigError(f"{shared} was computed with other settings ({lines}): give one of this run's settings")
     shutil.copytree(shared / "partition", out / "partition", dirs_exist_ok=True)
-    trained = network(config)
+    trained = network(resolved)
     if trained is not None and trained == about.network:
         shutil.copytree(shared / "pretrain", out / "pretrain", dirs_exist_ok=True)
     else:
-        pretrain(config, out / "partition", out / "pretrain")
+        pretrain(resolved, out / "partition", out / "pretrain")
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -78,18 +78,16 @@ def settings(config: Config) -> dict[str, Any]:
     }
 
 
-def network(config: Config) -> str | None:
+def network(resolved: Resolved) -> str | None:
     """The network that the algorithm pre-trains, its options included; None where it asks for no APoZ."""
-    if not configs.algorithm(config).needs_apoz:
-        return None
-    return repr(prepare(config)[1])
+    return repr(resolved.family) if resolved.algorithm.needs_apoz else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = common.parser(__doc__ or "")
     p.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = p.parse_args(argv)
-    print(share(config_of(args), args.out))
+    print(share(resolved_of(args), args.out))
     return 0
 
 

@@ -35,7 +35,7 @@ from flexfleet.run.check import check
 from flexfleet.run.run import need_packages
 from flexfleet.steps.federate import alone, federate
 from flexfleet.steps.model_pool import model_pool
-from flexfleet.steps.prepare import prepare as data_and_network
+from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.share import adopt, fits, share
 from flexfleet.tracking.record import of_job, tracker
 from flexfleet.tracking.trackers import MLflow, log_outcome
@@ -76,13 +76,14 @@ def _examine(config: Config) -> None:
         raise ConfigError(f"tune.space: {', '.join(clash)} cannot be searched")
     if set(config.tune.seeds) & set(config.tune.held_out):
         raise ConfigError("tune.held_out: these seeds are to be new, but trials run on some of them (tune.seeds)")
-    check(config)
-    need_packages(config)
+    resolved = Resolved.of(config)
+    check(resolved)
+    need_packages(resolved)
 
 
 def _prepare_default(config: Config, folder: Path) -> None:
     """The run that the first seed would have without a search: its pool says what is searched."""
-    _prepare(_with_seed(config, config.tune.seeds[0]), folder, folder / "default")
+    _prepare(_resolved(config, config.tune.seeds[0]), folder, folder / "default")
 
 
 def _space(config: Config, prepared: Path) -> tuple[dict[str, Range], dict[str, Any]]:
@@ -226,20 +227,20 @@ def _done(study: Any) -> list[Any]:
 
 def _pools(
     config: Config, folder: Path, trial: Any, values: Mapping[str, Any], prepared: Path
-) -> list[tuple[Config, Path]]:
-    """The trial's run of each seed, ready to begin: its configuration and its folder. Raises BadInput for values that
-    give no pool."""
+) -> list[tuple[Resolved, Path]]:
+    """The trial's run of each seed, ready to begin, and its folder. Raises BadInput for values that give no pool."""
     changed, ready = search.applied(config, values), []
     for seed in config.tune.seeds:
-        run = _with_seed(changed, seed)
-        out = _prepare(run, prepared, folder / "trials" / f"{trial.number}-s{seed}")
-        for name, points in search.excess(PoolFile.read(out / "pool" / "pool.json").pool(), run).items():
+        out = folder / "trials" / f"{trial.number}-s{seed}"
+        run = _resolved(changed, seed, out)
+        _prepare(run, prepared, out)
+        for name, points in search.excess(PoolFile.read(out / "pool" / "pool.json").pool(), run.config).items():
             trial.set_constraint(f"{name}/s{seed}", points)
         ready.append((run, out))
     return ready
 
 
-def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Config, Path]]) -> float:
+def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolved, Path]]) -> float:
     """The metric of the last round, over the seeds; the first seed's rounds are what a trial is pruned by."""
     found = []
     for i, (run, out) in enumerate(ready):
@@ -249,33 +250,35 @@ def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Config,
     return mean(found)
 
 
-def _with_seed(config: Config, seed: int) -> Config:
-    return config.model_copy(update={"seed": seed})
+def _resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
+    """The run of a seed; where ledgers are in `run.remote`, its own is below the names of the study and of its folder
+    `out`."""
+    own: dict[str, Any] = {"seed": seed}
+    if out is not None and config.run.remote is not None:
+        where = f"{config.run.remote.rstrip('/')}/{out.parent.parent.name}/{out.parent.name}"
+        own["run"] = config.run.model_copy(update={"remote": where})
+    return Resolved.of(config.model_copy(update=own))
 
 
-def _prepare(config: Config, prepared: Path, out: Path) -> Path:
+def _prepare(resolved: Resolved, prepared: Path, out: Path) -> None:
     """Partition, pre-training and pool of a run, in `out`; what runs of a seed have in common is computed once, in
     `prepared`, where the search does not touch it."""
-    shared = prepared / f"shared-s{config.seed}"
+    shared = prepared / f"shared-s{resolved.config.seed}"
     if not (shared / "shared.json").exists():
-        share(config, shared)
-    if fits(config, shared):
-        adopt(config, shared, out)
+        share(resolved, shared)
+    if fits(resolved, shared):
+        adopt(resolved, shared, out)
     else:
-        share(config, out)
-    model_pool(config, out / "pretrain", out / "pool")
-    return out
+        share(resolved, out)
+    model_pool(resolved, out / "pretrain", out / "pool")
 
 
-def _rounds(config: Config, out: Path, tags: Mapping[str, str], observer: Any = None) -> float:
+def _rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any = None) -> float:
     """Runs the rounds that are not done; the observer is told of all."""
-    if config.run.remote is not None:
-        where = f"{config.run.remote.rstrip('/')}/{out.parent.parent.name}/{out.parent.name}"
-        config = config.model_copy(update={"run": config.run.model_copy(update={"remote": where})})
     if not (out / "history.json").exists():
-        federate(config, out / "partition", out / "pool", out, resume=True, tags=dict(tags), observer=observer)
+        federate(resolved, out / "partition", out / "pool", out, resume=True, tags=dict(tags), observer=observer)
     last = History.read(out / "history.json").rounds[-1]["metrics"]
-    return float(last[config.tune.metric])
+    return float(last[resolved.config.tune.metric])
 
 
 # ------------------------------------------------------------------------------------------------------ outcome
@@ -298,14 +301,15 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         held[name] = []
         for seed in config.tune.held_out:
             out = folder / "held-out" / f"{name}-s{seed}"
+            run = _resolved(setting, seed, out)
             if not (out / "history.json").exists():
-                _prepare(_with_seed(setting, seed), folder, out)
-            held[name].append(_rounds(_with_seed(setting, seed), out, _tags(study, held_out=name)))
+                _prepare(run, folder, out)
+            held[name].append(_rounds(run, out, _tags(study, held_out=name)))
     started = next((t.value for t in complete if first.items() <= t.params.items()), None)
     found = Tuned(
         id=study.study_name,
         metric=config.tune.metric,
-        measured=data_and_network(config)[0].task.metric.name,
+        measured=Resolved.of(config).data.task.metric.name,
         trials={
             "complete": len(complete),
             "pruned": sum(t.state == TrialState.PRUNED and "infeasible" not in t.user_attrs for t in done),
@@ -355,7 +359,7 @@ def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, s
     _examine(config)
     write_config(config, out / "config.yaml")
     for seed in config.tune.seeds:
-        share(_with_seed(config, seed), out / f"shared-s{seed}")
+        share(_resolved(config, seed), out / f"shared-s{seed}")
     _prepare_default(config, out)
     if search.address(config) is not None:
         _begin(config, out, id, out, of_job(config, job_id))

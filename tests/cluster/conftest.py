@@ -31,6 +31,7 @@ from flexfleet.config import Config, load_config
 from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
+from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 
 NAMESPACE = f"flexfleet-test-{uuid.uuid4().hex[:6]}"
@@ -158,9 +159,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Config], Pat
         key = config.model_dump_json(include={"dataset", "partition", "model", "seed"})
         if key not in known:
             out = known[key] = tmp_path_factory.mktemp("prepared")
-            partition(config, out / "partition")
-            pretrain(config, out / "partition", out / "pretrain")
-            model_pool(config, out / "pretrain", out / "pool")
+            resolved = Resolved.of(config)
+            partition(resolved, out / "partition")
+            pretrain(resolved, out / "partition", out / "pretrain")
+            model_pool(resolved, out / "pretrain", out / "pool")
         return known[key]
 
     return of
@@ -174,7 +176,7 @@ def expected(settings: tuple[str, ...], prepared: Callable[[Config], Path], tmp_
         own = (s for s in settings if not s.startswith(("run.", "kubernetes.")))
         config = load_config(None, (*own, *sets))
         inputs, out = prepared(config), tmp_path / "expected"
-        federate(config, inputs / "partition", inputs / "pool", out)
+        federate(Resolved.of(config), inputs / "partition", inputs / "pool", out)
         return (out / "model.safetensors").read_bytes()
 
     return of
@@ -187,7 +189,7 @@ def rounds(settings: tuple[str, ...], prepared: Callable[[Config], Path], tmp_pa
     def run(name: str, *sets: str, resume: bool = False, **more: Any) -> Path:
         config = load_config(None, (*settings, *sets))
         inputs, out = prepared(config), tmp_path / name
-        federate(config, inputs / "partition", inputs / "pool", out, run_id=name, resume=resume, **more)
+        federate(Resolved.of(config), inputs / "partition", inputs / "pool", out, run_id=name, resume=resume, **more)
         return out
 
     return run

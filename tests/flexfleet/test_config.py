@@ -24,6 +24,7 @@ from fl_engine.models.vgg16 import VGG16
 from fl_engine.selection import Curiosity
 from flexfleet import config as configs
 from flexfleet.config import Config, flatten, load_config, parse
+from flexfleet.steps.prepare import Resolved
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,13 +194,13 @@ def test_a_value_of_the_wrong_type_is_an_error_that_says_where_and_what(given: s
 )
 def test_a_wrong_option_of_the_network_is_an_error(given: str, path: str) -> None:
     with pytest.raises((ConfigError, ModelError), match=path):
-        configs.model(load_config(None, [given]), (1, 8, 8), 10)
+        Resolved.load(None, [given]).network((1, 8, 8), 10)
 
 
 def test_a_list_of_a_network_is_checked_too() -> None:
     for wrong in ('["64", 64]', "[64.5, 64]", "64", "[true, 64]"):
         with pytest.raises((ConfigError, ModelError), match="fc"):
-            configs.model(load_config(None, ["model.name=vgg16", f"model.fc={wrong}"]), (3, 32, 32), 10)
+            Resolved.load(None, ["model.name=vgg16", f"model.fc={wrong}"]).network((3, 32, 32), 10)
 
 
 # ------------------------------------------------------------------------------------------------------- YAML
@@ -471,14 +472,14 @@ def test_the_configured_things_are_what_was_configured() -> None:
     assert config.training == Training(fraction=0.3, epochs=5, batch_size=10, lr=0.1)
     other = load_config(None, ["algorithm.name=all_large", "algorithm.eligible=all"])
     assert configs.algorithm(other) == AllLarge(other.training, "all")
-    vgg = load_config(None, ["model.name=vgg16", "model.fc=[64, 64]", "model.width=0.25"])
-    assert configs.model(vgg, (3, 32, 32), 10) == VGG16((3, 32, 32), 10, fc=(64, 64), width=0.25)
+    vgg = Resolved.load(None, ["model.name=vgg16", "model.fc=[64, 64]", "model.width=0.25"])
+    assert vgg.network((3, 32, 32), 10) == VGG16((3, 32, 32), 10, fc=(64, 64), width=0.25)
     assert config.fleet.tiers[0] == Tier("weak", 0.4, 35.0, (5.0, 8.0, 10.0), speed=2.0)
 
 
 def test_an_input_that_the_network_cannot_take_is_a_model_error() -> None:
     with pytest.raises(ModelError):
-        configs.model(load_config(None, ["model.name=vgg16"]), (3, 8, 8), 10)
+        Resolved.load(None, ["model.name=vgg16"]).network((3, 8, 8), 10)
 
 
 def test_flatten_gives_dotted_names_that_tell_configurations_apart() -> None:
@@ -542,9 +543,9 @@ def test_a_fleet_by_name_is_written_out() -> None:
 
 
 def test_an_algorithm_that_wants_early_exits_gets_them() -> None:
-    config = load_config(None, ["algorithm.name=scalefl", "algorithm.exits=[conv2, conv3]"])
-    assert configs.model(config, (1, 8, 8), 10).exits == ("conv2", "conv3")  # type: ignore[attr-defined]
-    assert configs.model(load_config(None), (1, 8, 8), 10).exits == ()  # type: ignore[attr-defined]
+    resolved = Resolved.load(None, ["algorithm.name=scalefl", "algorithm.exits=[conv2, conv3]"])
+    assert resolved.network((1, 8, 8), 10).exits == ("conv2", "conv3")  # type: ignore[attr-defined]
+    assert Resolved.load().network((1, 8, 8), 10).exits == ()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from flexfleet.config import Config, load_config
 from flexfleet.files.artifacts import History
 from flexfleet.run import resumable
 from flexfleet.steps import model_pool, partition, pretrain
+from flexfleet.steps.prepare import Resolved
 
 ROOT = Path(__file__).parents[2]
 STAGES = ["partition", "pretrain", "model_pool", "federate", "evaluate", "report"]
@@ -103,11 +104,11 @@ def test_repro_runs_what_a_change_concerns(checkout: Repo) -> None:
 @pytest.fixture
 def job(tmp_path: Path, quick: Sequence[str]) -> tuple[Config, Path, Path]:
     """A configuration, its partition and its pool."""
-    config = load_config(ROOT / "params.yaml", quick)
-    partition.partition(config, tmp_path / "partition")
-    pretrain.pretrain(config, tmp_path / "partition", tmp_path / "pretrain")
-    model_pool.model_pool(config, tmp_path / "pretrain", tmp_path / "pool")
-    return config, tmp_path / "partition", tmp_path / "pool"
+    resolved = Resolved.load(ROOT / "params.yaml", quick)
+    partition.partition(resolved, tmp_path / "partition")
+    pretrain.pretrain(resolved, tmp_path / "partition", tmp_path / "pretrain")
+    model_pool.model_pool(resolved, tmp_path / "pretrain", tmp_path / "pool")
+    return resolved.config, tmp_path / "partition", tmp_path / "pool"
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
@@ -130,26 +131,28 @@ def test_an_interrupted_run_goes_on_and_another_configuration_does_not_meet_it(
 ) -> None:
     config, parts, pool = job
     out, unfinished = tmp_path / "federate", tmp_path / "federate.unfinished"
-    whole = History.read(resumable.federate_for_dvc(config, parts, pool, tmp_path / "whole") / "history.json")
+    whole = History.read(
+        resumable.federate_for_dvc(Resolved.of(config), parts, pool, tmp_path / "whole") / "history.json"
+    )
 
     with monkeypatch.context() as patch:
         interrupt_after(patch, 2)
         with pytest.raises(Stopped):
-            resumable.federate_for_dvc(config, parts, pool, out)
+            resumable.federate_for_dvc(Resolved.of(config), parts, pool, out)
     (left,) = unfinished.iterdir()
     assert not out.exists() and not (left / "history.json").exists()
 
     other = config.model_copy(update={"training": Training(fraction=0.5, epochs=1, lr=0.02)})
     lower = config.model_copy(update={"rounds": config.rounds.model_copy(update={"stop": 1})})
     for changed_config, stop in ((other, 3), (lower, 1)):
-        found = resumable.federate_for_dvc(changed_config, parts, pool, tmp_path / "federate")
+        found = resumable.federate_for_dvc(Resolved.of(changed_config), parts, pool, tmp_path / "federate")
         assert len(History.read(found / "history.json").rounds) == stop
         assert list(unfinished.iterdir()) == [left]
         shutil.rmtree(out)  # as DVC does before it runs a stage
 
     with monkeypatch.context() as patch:
         interrupt_after(patch, 1)  # one is all that is missing
-        found = resumable.federate_for_dvc(config, parts, pool, out)
+        found = resumable.federate_for_dvc(Resolved.of(config), parts, pool, out)
     assert History.read(found / "history.json").model_sha256 == whole.model_sha256
     assert not unfinished.exists()
     assert sorted(p.name for p in out.iterdir()) == sorted(resumable.OUTCOME)

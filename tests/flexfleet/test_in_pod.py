@@ -11,13 +11,13 @@ import pytest
 from fl_engine.core import errors
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, GateFailed, IntegrityError, Stopped, Unreachable
 from fl_engine.storage.store import FolderStore
-from flexfleet.config import load_config
 from flexfleet.files.artifacts import History
 from flexfleet.kubeflow import in_pod
 from flexfleet.kubeflow.in_pod import ending, patiently
 from flexfleet.run.resumable import federate_in
 from flexfleet.run.run import run
 from flexfleet.steps import federate as federate_module
+from flexfleet.steps.prepare import Resolved
 
 RETRY = "Retry of this run in Kubeflow's UI, or another run with the same run_id"
 
@@ -126,11 +126,11 @@ def test_rounds_go_on_from_the_last_commit_when_their_store_is_back(
     quick: Sequence[str], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, no_drawings: None
 ) -> None:
     sets = [*quick, f"run.store={tmp_path}/runs", "tracking.mlflow=null", "rounds.stop=4", "rounds.commit_every=1"]
-    whole = run(load_config(None, sets), "whole")
-    config = load_config(None, [*sets, f"run.remote=file://{tmp_path}/there"])
+    whole = run(Resolved.load(None, sets), "whole")
+    resolved = Resolved.load(None, [*sets, f"run.remote=file://{tmp_path}/there"])
     monkeypatch.setattr(Outage, "clock", clock, raising=False)
     monkeypatch.setattr(federate_module, "open_store", lambda uri: Outage(tmp_path / "there"))
     steps = [tmp_path / "runs" / "whole" / name for name in ("partition", "pool")]
-    out = patiently(lambda: federate_in(tmp_path / "pod" / "a", config, *steps, tmp_path / "out"))
+    out = patiently(lambda: federate_in(tmp_path / "pod" / "a", resolved, *steps, tmp_path / "out"))
     assert clock.slept == list(in_pod.WAITS_S[:2]), "gone for two tries"
     assert History.read(out / "history.json").model_sha256 == whole.model_sha256

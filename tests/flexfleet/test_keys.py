@@ -28,6 +28,7 @@ from flexfleet.steps import model_pool as model_pool_module
 from flexfleet.steps import partition as partition_module
 from flexfleet.steps import pretrain as pretrain_module
 from flexfleet.steps.keys import BEFORE, SIZE, InSecret, InStore
+from flexfleet.steps.prepare import Resolved
 from tests.k8s import fake
 
 OLD = bytes(range(SIZE))
@@ -237,10 +238,10 @@ def test_a_bucket_of_that_name_on_another_server_is_another(monkeypatch: pytest.
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, quick: Sequence[str]) -> Path:
     out = tmp_path_factory.mktemp("prepared")
-    config = load_config(None, quick)
-    partition_module.partition(config, out / "partition")
-    pretrain_module.pretrain(config, out / "partition", out / "pretrain")
-    model_pool_module.model_pool(config, out / "pretrain", out / "pool")
+    resolved = Resolved.load(None, quick)
+    partition_module.partition(resolved, out / "partition")
+    pretrain_module.pretrain(resolved, out / "partition", out / "pretrain")
+    model_pool_module.model_pool(resolved, out / "pretrain", out / "pool")
     return out
 
 

@@ -16,6 +16,7 @@ from flexfleet.config.overrides import run_name
 from flexfleet.nightly.regress import prepare
 from flexfleet.run.run import run
 from flexfleet.steps import federate
+from flexfleet.steps.prepare import Resolved
 from flexfleet.tune.study import tune
 
 GOOD = ("a", "flexfl-s0-20261122-101010", "my run", "größe", "package.module:NAME-s0", "a" * LONGEST, "_x", "a.b")
@@ -38,8 +39,8 @@ def test_what_is_no_plain_name_is_refused_in_one_short_line(name: str) -> None:
 
 
 NAMED: dict[str, Callable[[str, Path], object]] = {
-    "run": lambda name, _: run(Config(), name),
-    "federate": lambda name, out: federate.federate(Config(), out, out, out / "run", run_id=name),
+    "run": lambda name, _: run(Resolved.of(Config()), name),
+    "federate": lambda name, out: federate.federate(Resolved.of(Config()), out, out, out / "run", run_id=name),
     "form": lambda name, _: run_name(name, "job", Config()),
     "comparison": lambda name, _: entries({"flexfl": "flexfl"}, [0], lambda *_: Config(), name),
     "study": lambda name, _: tune(Config(), name),

@@ -19,6 +19,7 @@ from flexfleet.config.overrides import (
     write_config,
 )
 from flexfleet.run.check import check
+from flexfleet.steps.prepare import Resolved
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,12 +92,12 @@ def test_run_names_and_folders() -> None:
 
 
 def test_check_finds_what_only_data_can_tell() -> None:
-    assert check(Config())["train"] == 1438
+    assert check(Resolved.of(Config()))["train"] == 1438
     with pytest.raises(PartitionError):
-        check(config_from({"clients": 5000}, {}))
+        check(Resolved.of(config_from({"clients": 5000}, {})))
     weak = {"fleet.tiers": [{"name": "weak", "share": 1.0, "memory": 35.0, "sigma": [5.0]}]}
     with pytest.raises(ConfigError, match="no device of the fleet can hold the full model"):
-        check(config_from({"algorithm": "all_large"}, weak))
+        check(Resolved.of(config_from({"algorithm": "all_large"}, weak)))
 
 
 @pytest.mark.parametrize(

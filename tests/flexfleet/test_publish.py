@@ -22,12 +22,11 @@ from fl_engine.core.types import FULL
 from fl_engine.models import SmallCNN, export
 from fl_engine.storage.store import FolderStore, decode
 from fl_engine.training.evaluation import weights_of
-from flexfleet import config as configs
 from flexfleet.config import Config, load_config
 from flexfleet.files.artifacts import EvaluationFile, PoolFile, Result
 from flexfleet.publish import publish
 from flexfleet.run.run import conclude, run
-from flexfleet.steps.prepare import prepare
+from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import versioned
 
 
@@ -41,7 +40,7 @@ class Ran:
 
     @property
     def data(self) -> Data:
-        return prepare(self.config)[0]
+        return Resolved.of(self.config).data
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, quick: tuple[str, ...]) -> Ran
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)  # artifacts of an SQLite MLflow go to ./mlruns
         config = load_config(None, sets)
-        found = run(config, "mine")
+        found = run(Resolved.of(config), "mine")
     return Ran(config, folder / "runs" / "mine", found, mlflow.MlflowClient(tracking_uri=uri), uri)
 
 
@@ -84,8 +83,7 @@ def test_both_accuracies_of_a_level_are_what_is_measured(ran: Ran) -> None:
 
 def test_the_statistics_are_those_of_the_proxy_by_hand() -> None:
     family = SmallCNN((1, 8, 8), 10)
-    config = load_config(None, ["dataset.train_samples=200"])
-    data, _ = prepare(config)
+    data = Resolved.load(None, ["dataset.train_samples=200"]).data
     params, proxy = initial_params(family, 0), torch.arange(30, 70)
     static, found = export.with_statistics(family, params, FULL, data, proxy)
     x = data.normalise(data.train_x[proxy])
@@ -100,9 +98,9 @@ def test_the_statistics_are_those_of_the_proxy_by_hand() -> None:
 
 
 def test_a_network_with_exits_is_exported_as_it_is_used(tmp_path: Path) -> None:
-    config = load_config(None, ["algorithm.name=depthfl", "dataset.train_samples=200"])
-    data, family = prepare(config)
-    member = configs.algorithm(config).pool(family, ())[-1]
+    resolved = Resolved.load(None, ["algorithm.name=depthfl", "dataset.train_samples=200"])
+    data, family = resolved.data, resolved.family
+    member = resolved.algorithm.pool(family, ())[-1]
     assert member.ensemble
     params = initial_params(family, 3)
     made = export.export("small_cnn", family, params, member, data, torch.arange(100), 0.1, tmp_path)
@@ -212,10 +210,10 @@ def test_one_model_answers_for_any_level_in_a_process_without_this_package(ran: 
 def test_done_again_it_makes_no_second_version_and_another_run_makes_one(ran: Ran) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ran.out.parents[1])
-        again = conclude(ran.config, ran.out, FolderStore(ran.out))
+        again = conclude(Resolved.of(ran.config), ran.out, FolderStore(ran.out))
         assert len(ran.client.search_model_versions(f"name = '{NAME}'")) == 1
         other = ran.config.model_copy(update={"seed": 9})
-        second = run(other, "second")
+        second = run(Resolved.of(other), "second")
     assert again.mlflow_run_id == ran.result.mlflow_run_id
 
     def promote(result: Result) -> list[str]:
@@ -330,15 +328,15 @@ def test_a_run_reads_its_data_from_there(repository: Path, tmp_path: Path, monke
 
     monkeypatch.setitem(DATASETS, "digits", replace(DATASETS["digits"], load=lambda root: seen.append(root)))
     with pytest.raises(AttributeError):  # nothing was loaded
-        prepare(load_config(None, [f"dataset.root={repository}@v1:set"]))
+        _ = Resolved.load(None, [f"dataset.root={repository}@v1:set"]).data
     assert (seen[0] / "a.txt").read_text() == "one"
 
 
 def test_decoupled_levels_are_exported_with_their_own_weights(tmp_path: Path, quick: tuple[str, ...]) -> None:
     sets = [*quick, "algorithm.name=decoupled", "tracking.mlflow=null", f"run.store={tmp_path}", "rounds.stop=2"]
-    config = load_config(None, [*sets, "publish.models=true", "publish.onnx=false"])
-    run(config, "own")
-    _, family = prepare(config)
+    resolved = Resolved.load(None, [*sets, "publish.models=true", "publish.onnx=false"])
+    run(resolved, "own")
+    family = resolved.family
     params = decode((tmp_path / "own" / "model.safetensors").read_bytes(), "model")
     pool = PoolFile.read(tmp_path / "own" / "pool" / "pool.json").pool()
     for member in pool:

@@ -26,6 +26,7 @@ from flexfleet.steps import federate as federate_module
 from flexfleet.steps import model_pool as model_pool_module
 from flexfleet.steps import partition as partition_module
 from flexfleet.steps import pretrain as pretrain_module
+from flexfleet.steps.prepare import Resolved
 
 Step = Callable[..., Any]
 
@@ -307,11 +308,11 @@ def test_the_configuration_of_a_run_file_is_whole(folder: Path, chained: dict[st
 def test_runs_of_several_seeds_can_have_one_partition(tmp_path: Path) -> None:
     cuts = []
     for seed in (1, 2):
-        config = load_config(None, [f"seed={seed}", "partition.seed=5", "dataset.train_samples=600"])
-        partition_module.partition(config, tmp_path / str(seed))
+        resolved = Resolved.load(None, [f"seed={seed}", "partition.seed=5", "dataset.train_samples=600"])
+        partition_module.partition(resolved, tmp_path / str(seed))
         cuts.append((tmp_path / str(seed) / "partition.json").read_bytes())
     assert cuts[0] == cuts[1], "the samples too are chosen by partition.seed"
-    partition_module.partition(load_config(None, ["seed=5", "dataset.train_samples=600"]), tmp_path / "plain")
+    partition_module.partition(Resolved.load(None, ["seed=5", "dataset.train_samples=600"]), tmp_path / "plain")
     assert (tmp_path / "plain" / "partition.json").read_bytes() == cuts[0]
 
 

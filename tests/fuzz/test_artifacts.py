@@ -52,7 +52,7 @@ from flexfleet.run import gather, status
 from flexfleet.steps import federate
 from flexfleet.steps.evaluate import told
 from flexfleet.steps.model_pool import build
-from flexfleet.steps.prepare import prepare
+from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.share import Shared
 from tests.fuzz.mutations import altered, answer, damaged, json_like, law
 
@@ -267,10 +267,10 @@ def test_an_assignment_is_one_that_can_be_carried_out_or_its_file_is_named(
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exported")
-    config = load_config(None, ("model.width=0.25",))
-    data, family = prepare(config)
+    resolved = Resolved.load(None, ("model.width=0.25",))
+    data, family = resolved.data, resolved.family
     params = initial_params(family, 0)
-    pool = algorithm(config).pool(family, (0.5,) * len(family.prunable()))
+    pool = resolved.algorithm.pool(family, (0.5,) * len(family.prunable()))
     export.export("small_cnn", family, params, pool[-1], data, torch.arange(20), 0.5, out)
     return out
 

@@ -20,11 +20,11 @@ from moto.server import ThreadedMotoServer
 from fl_engine.exchange.assignment import Assignment
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.places import open_store
-from flexfleet.config import load_config
 from flexfleet.steps.answer import answer
 from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
+from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 
 
@@ -111,10 +111,10 @@ def quick_cluster(cluster: Any) -> Any:
 def prepared(tiny: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Partition and pool of the run."""
     out = tmp_path_factory.mktemp("prepared")
-    config = load_config(None, tiny)
-    partition(config, out / "partition")
-    pretrain(config, out / "partition", out / "pretrain")
-    model_pool(config, out / "pretrain", out / "pool")
+    resolved = Resolved.load(None, tiny)
+    partition(resolved, out / "partition")
+    pretrain(resolved, out / "partition", out / "pretrain")
+    model_pool(resolved, out / "pretrain", out / "pool")
     return out
 
 
@@ -126,9 +126,9 @@ def rounds(tiny: tuple[str, ...], prepared: Path, tmp_path: Path) -> Rounds:
     """`rounds("name", "a.b=c", ..., resume=False)`: the rounds of a run of that name; gives its folder."""
 
     def run(name: str, *sets: str, resume: bool = False) -> Path:
-        config = load_config(None, (*tiny, *sets))
+        resolved = Resolved.load(None, (*tiny, *sets))
         out = tmp_path / "runs" / name
-        federate(config, prepared / "partition", prepared / "pool", out, run_id=name, resume=resume)
+        federate(resolved, prepared / "partition", prepared / "pool", out, run_id=name, resume=resume)
         return out
 
     return run
@@ -141,8 +141,8 @@ def expected(tiny: tuple[str, ...], prepared: Path, tmp_path_factory: pytest.Tem
     @cache
     def after(rounds: int) -> bytes:
         out = tmp_path_factory.mktemp("expected")
-        config = load_config(None, (*tiny, f"rounds.stop={rounds}"))
-        federate(config, prepared / "partition", prepared / "pool", out)
+        resolved = Resolved.load(None, (*tiny, f"rounds.stop={rounds}"))
+        federate(resolved, prepared / "partition", prepared / "pool", out)
         return (out / "model.safetensors").read_bytes()
 
     return after

@@ -14,6 +14,7 @@ import pytest
 
 from flexfleet.config.overrides import config_from
 from flexfleet.run.run import run
+from flexfleet.steps.prepare import Resolved
 
 IMAGE = os.environ.get("FLEXFLEET_TEST_IMAGE", "")
 
@@ -44,7 +45,7 @@ def docker(*argv: str) -> str:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the same settings give in this process."""
     given = PARAMETERS | {"mlflow_uri": "", "store_uri": str(tmp_path_factory.mktemp("plain"))}
-    return run(config_from(given, ADVANCED), "same")
+    return run(Resolved.of(config_from(given, ADVANCED)), "same")
 
 
 def test_the_image_is_for_nobody_in_particular_and_brings_what_the_steps_need() -> None:

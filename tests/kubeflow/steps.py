@@ -30,6 +30,7 @@ from flexfleet.publish.publish import CHAMPION
 from flexfleet.steps.federate import federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.partition import partition
+from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import pretrain
 
 T = TypeVar("T")
@@ -250,11 +251,11 @@ def expected_sha256(parameters: dict[str, Any], out: Path) -> str:
     """Of the model that one process makes here without an interruption, of the same parameters."""
     given = {name: value for name, value in parameters.items() if name in PARAMETERS}
     here = {**given, "mlflow_uri": "", "store_uri": str(out / "runs")}
-    config = config_from(here, parameters.get("advanced", {}))
-    partition(config, out / "partition")
-    pretrain(config, out / "partition", out / "pretrain")
-    model_pool(config, out / "pretrain", out / "pool")
-    federate(config, out / "partition", out / "pool", out / "run")
+    resolved = Resolved.of(config_from(here, parameters.get("advanced", {})))
+    partition(resolved, out / "partition")
+    pretrain(resolved, out / "partition", out / "pretrain")
+    model_pool(resolved, out / "pretrain", out / "pool")
+    federate(resolved, out / "partition", out / "pool", out / "run")
     return hashlib.sha256((out / "run" / "model.safetensors").read_bytes()).hexdigest()
 
 

@@ -209,12 +209,12 @@ def test_the_command_line_answers_without_torch() -> None:
 ROUNDS = """\
 from pathlib import Path
 from flexfleet.steps import federate, model_pool, partition, pretrain
-from flexfleet.config import load_config
-config, here = load_config(None, {sets!r}), Path({here!r})
-partition.partition(config, here / "partition")
-pretrain.pretrain(config, here / "partition", here / "pretrain")
-model_pool.model_pool(config, here / "pretrain", here / "pool")
-federate.federate(config, here / "partition", here / "pool", here / "run")
+from flexfleet.steps.prepare import Resolved
+resolved, here = Resolved.load(None, {sets!r}), Path({here!r})
+partition.partition(resolved, here / "partition")
+pretrain.pretrain(resolved, here / "partition", here / "pretrain")
+model_pool.model_pool(resolved, here / "pretrain", here / "pool")
+federate.federate(resolved, here / "partition", here / "pool", here / "run")
 """
 
 

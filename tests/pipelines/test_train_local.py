@@ -20,6 +20,7 @@ from flexfleet.config.overrides import config_from
 from flexfleet.files.artifacts import EvaluationFile, History, Result
 from flexfleet.run.run import run
 from flexfleet.steps.federate import federate
+from flexfleet.steps.prepare import Resolved
 from pipelines.compile import COMPILED
 from pipelines.train import train
 
@@ -46,9 +47,10 @@ class Ran:
 @pytest.fixture(scope="module")
 def ran(scratch: Path, mlflow_with_password: str) -> Ran:
     given = PARAMETERS | {"mlflow_uri": "", "store_uri": str(scratch / "direct")}
-    run(config_from(given, ADVANCED), "same")
+    run(Resolved.of(config_from(given, ADVANCED)), "same")
     direct, store = scratch / "direct" / "same", scratch / "store" / "same"
-    federate(config_from(given | {"rounds": 1}, ADVANCED), direct / "partition", direct / "pool", store)
+    once = Resolved.of(config_from(given | {"rounds": 1}, ADVANCED))
+    federate(once, direct / "partition", direct / "pool", store)
     interrupted = History.read(store / "history.json")
     mlflow = mlflow_with_password
     advanced = ADVANCED | {"publish.dvc": str(scratch / "remote"), "publish.models": True, "publish.onnx": False}

@@ -17,8 +17,8 @@ import pytest
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.storage import lease, s3
 from fl_engine.storage.s3 import S3Store, UrlStore
-from flexfleet.config import load_config
 from flexfleet.run.run import run
+from flexfleet.steps.prepare import Resolved
 
 BUCKET = "runs"
 
@@ -214,10 +214,10 @@ def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
 ) -> None:
     """And what it has come to is there too: the machine that it ran on may go."""
     monkeypatch.chdir(tmp_path)
-    folder = run(load_config(None, quick), "folder")
+    folder = run(Resolved.load(None, quick), "folder")
     remote = (f"run.remote=s3://{BUCKET}/{server}", "rounds.keep_updates=true")
     remote += ("tune.storage=postgresql://me:planted-secret@host/db",)
-    bucket = run(load_config(None, (*quick, *remote)), "bucket")
+    bucket = run(Resolved.load(None, (*quick, *remote)), "bucket")
     assert folder.model_sha256 == bucket.model_sha256
     store = S3Store(f"s3://{BUCKET}/{server}/bucket")
     assert bucket.store_uri == store.uri()
@@ -229,7 +229,7 @@ def test_a_run_whose_ledger_is_on_s3_has_the_bits_of_one_in_a_folder(
     assert "rounds/00002/1-COMMITTED" in kept and not any("updates" in key or "orders" in key for key in kept)
     # On another machine, with nothing but the store.
     Path("runs/bucket").rename("gone")
-    assert run(load_config(None, (*quick, *remote)), "bucket", resume=True).model_sha256 == bucket.model_sha256
+    assert run(Resolved.load(None, (*quick, *remote)), "bucket", resume=True).model_sha256 == bucket.model_sha256
 
 
 def test_a_run_that_another_coordinator_is_at_is_refused_and_says_who_it_is(
@@ -237,12 +237,12 @@ def test_a_run_that_another_coordinator_is_at_is_refused_and_says_who_it_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(lease, "BEAT_S", 0.05)
-    config = load_config(None, (*quick, f"run.remote=s3://{BUCKET}/{server}-held"))
+    resolved = Resolved.load(None, (*quick, f"run.remote=s3://{BUCKET}/{server}-held"))
     with lease.held(S3Store(f"s3://{BUCKET}/{server}-held/a")), monkeypatch.context() as patch:
         patch.setattr(lease, "_machine", lambda: "another")
         with pytest.raises(ConfigError, match=rf"{server}-held/a is being run by process {os.getpid()} on"):
-            run(config, "a", resume=True)
-    assert run(config, "a", resume=True).status == "finished"
+            run(resolved, "a", resume=True)
+    assert run(resolved, "a", resume=True).status == "finished"
     assert S3Store(f"s3://{BUCKET}/{server}-held/a").list("lease/") == ["lease/00002.json"]
 
 

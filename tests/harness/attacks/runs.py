@@ -28,8 +28,8 @@ from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.testing.tiny import SEED, context_of, start_of, tiny_site
 from fl_engine.testing.tracker import Memory
-from flexfleet import config as configs
 from flexfleet.steps import federate, model_pool, partition, pretrain
+from flexfleet.steps.prepare import Resolved
 from tests.harness.attacks.scene import InMemory
 from tests.harness.attacks.table import Attack
 
@@ -151,14 +151,15 @@ def job(name: Name, where: Where) -> Job:
 
 
 def _digits(name: Name) -> Job:
-    config = configs.load_config(None, ("tracking.mlflow=null", f"algorithm.name={name}"))
+    resolved = Resolved.load(None, ("tracking.mlflow=null", f"algorithm.name={name}"))
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
-        partition.partition(config, here / "partition")
-        pretrain.pretrain(config, here / "partition", here / "pretrain")
-        model_pool.model_pool(config, here / "pretrain", here / "pool")
-        site = federate.site_of(config, here / "partition", here / "pool")
-    return Job(configs.algorithm(config), site, federate.initial_state(config, site), 20, config.seed)
+        partition.partition(resolved, here / "partition")
+        pretrain.pretrain(resolved, here / "partition", here / "pretrain")
+        model_pool.model_pool(resolved, here / "pretrain", here / "pool")
+        site = federate.site_of(resolved, here / "partition", here / "pool")
+    state = federate.initial_state(resolved, site)
+    return Job(resolved.algorithm, site, state, 20, resolved.config.seed)
 
 
 def run(of: Job, liar: Liar | None) -> Run:

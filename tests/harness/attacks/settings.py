@@ -22,6 +22,7 @@ from flexfleet import cli
 from flexfleet.config import load_config
 from flexfleet.run import check
 from flexfleet.steps import federate
+from flexfleet.steps.prepare import Resolved
 from tests.harness.attacks.scene import ALGORITHM
 from tests.harness.attacks.table import Attack
 from tests.harness.processes import QUICK
@@ -46,7 +47,7 @@ def elsewhere() -> Iterator[Path]:
 
 def control() -> None:
     """What is refused below is fine without what makes it wrong."""
-    check.check(load_config(None, [*PRIVATE, *IN_PODS]))
+    check.check(Resolved.load(None, [*PRIVATE, *IN_PODS]))
     load_config(None, [f"kubernetes.deadline_s={WEEK_S // 2}"])
 
 
@@ -73,7 +74,7 @@ def a_lock_that_is_a_link() -> str | None:
 
 def configured(*sets: str) -> str | None:
     try:
-        check.check(load_config(None, list(sets)))
+        check.check(Resolved.load(None, list(sets)))
     except BadInput:
         return None
     return f"taken: {', '.join(sets[-2:])}"
