@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export DVC_NO_ANALYTICS ?= 1
 
-.PHONY: setup run test soak lint docs evidence bench bench-peers image e2e-containers lock sbom pin-digests \
+.PHONY: setup run test soak lint generated docs evidence bench bench-peers image e2e-containers lock sbom pin-digests \
         test-kubernetes-clients
 
 setup: $(VENV)/.ready
@@ -44,6 +44,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+
+# What the schema says, in the files that others read: params.yaml, the pipelines' forms, the compiled pipelines.
+generated: setup
+	$(BIN)/python -m components.describe
+	$(BIN)/python -m pipelines.compile
 
 # The documentation as a site, in site/; `.venv/bin/mkdocs serve` shows it while it is being written.
 docs: setup

@@ -1,13 +1,11 @@
-"""What the site takes from the code when it is built: every command's help, params.yaml, and the algorithms' files."""
+"""What the site takes from the code when it is built: every command's help, the schema of params.yaml, and the
+algorithms' files."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).parents[1]
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -28,7 +26,9 @@ def commands() -> str:
 
 
 def parameters() -> str:
-    return f"```yaml\n{(ROOT / 'params.yaml').read_text()}```"
+    from flexfleet.config.document import params_yaml
+
+    return f"```yaml\n{params_yaml()}```"
 
 
 def algorithms() -> str:

@@ -1,7 +1,8 @@
 """Writes the pipelines as the YAML that Kubeflow runs: `python -m pipelines.compile`.
 
-The files are checked in, with the defaults; variables of the environment (FLEXFLEET_IMAGE, ...) set what a cluster has
-otherwise, for an upload in the UI. `--check` says whether the files are current, and changes nothing.
+The forms are the schema's, by form.json (`python -m components.describe`). The files are checked in, with the
+defaults; variables of the environment (FLEXFLEET_IMAGE, ...) set what a cluster has otherwise, for an upload in the UI.
+`--check` says whether the files are current, and changes nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +20,13 @@ from kfp import compiler
 
 from flexfleet.kubeflow.retarget import retarget
 from pipelines.compare import comparison
+from pipelines.form import FIELDS
 from pipelines.nightly import nightly
 from pipelines.train import train
 from pipelines.tune import tuning
 
 PIPELINES: dict[str, Any] = {"train": train, "compare": comparison, "tune": tuning, "nightly": nightly}
 COMPILED = Path(__file__).parent / "compiled"
-
-
-CHOICES = {"partition_rule": ("iid", "dirichlet", "quantity", "disjoint_labels", "natural")}
-"""Parameters of which the form offers a list. The SDK takes no `Literal`, but the specification knows `literals`. Data
-sets, networks and algorithms have none: they may also be package.module:NAME."""
 
 
 def compiled(name: str) -> str:
@@ -40,9 +37,11 @@ def compiled(name: str) -> str:
         text = path.read_text()
     spec, *platform = yaml.safe_load_all(text)
     form = spec["root"]["inputDefinitions"]["parameters"]
-    for parameter, choices in CHOICES.items():
-        if parameter in form:
-            form[parameter]["literals"] = list(choices)
+    for name, about in form.items():
+        if (
+            name in FIELDS and FIELDS[name].choices
+        ):  # the SDK takes no `Literal`, but the specification knows `literals`
+            about["literals"] = list(FIELDS[name].choices)
     told = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
     return told + yaml.safe_dump_all([spec, *platform], sort_keys=True, allow_unicode=True)
 

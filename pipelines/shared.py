@@ -7,6 +7,7 @@ from kfp import dsl, kubernetes
 
 from fl_engine import PARAMETER_TABLE
 from flexfleet.kubeflow.retarget import DEFAULT_IMAGE, SECRETS, SIZES
+from pipelines.form import NAMES
 
 S3_SECRET = SECRETS["FLEXFLEET_S3_SECRET"]
 """Its keys are the variables that boto3 reads. Tasks have them with FLEXFLEET_ in front: Kubeflow's launcher, in the
@@ -31,20 +32,13 @@ TUNE_SECRET, TUNE_KEY = SECRETS["FLEXFLEET_TUNE_SECRET"], "FLEXFLEET_TUNE_STORAG
 WEBHOOK_SECRET, WEBHOOK_KEY = SECRETS["FLEXFLEET_WEBHOOK_SECRET"], "FLEXFLEET_WEBHOOK"
 """The address that a failed night calls."""
 
-ALGORITHMS = (
-    "adaptivefl, all_large, decoupled, depthfl, federated_dropout, fedopt, fedprox, fedrolex, fjord, flexfl, heterofl, "
-    "scalefl"
-)
-DATASETS = "cifar10, digits, fashion_mnist"
-NETWORKS = "mobilenetv2, preresnet18, resnet18, resnet34, small_cnn, vgg16"
-"""Named here, since compiling imports no torch; a test holds them against the registries."""
-
 
 def described(what: str, first: str, example: str = '{"algorithm.kd_weight": 5, "rounds.evaluate_every": 5}') -> str:
     """A pipeline's description, which the form shows above its fields; of those it shows names and defaults alone.
     `first` is what a newcomer changes before anything else."""
     return (
-        f"{what} Change first: {first}. Algorithms: {ALGORITHMS}. Data sets: {DATASETS}. Networks: {NETWORKS}. "
+        f"{what} Change first: {first}. Algorithms: {', '.join(NAMES['algorithms'])}. Data sets: "
+        f"{', '.join(NAMES['datasets'])}. Networks: {', '.join(NAMES['models'])}. "
         "Your own: package.module:NAME. Everything else goes into `advanced`, as one JSON object of dotted names: "
         f"{example}. All of them: {PARAMETER_TABLE}"
     )

@@ -26,6 +26,7 @@ from components.model_pool import model_pool
 from components.partition import partition
 from components.pretrain import pretrain
 from components.report import report
+from pipelines.form import Field, form
 from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
@@ -39,61 +40,15 @@ from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
         "algorithm, dataset, rounds, store_uri (where the run is kept) and mlflow_uri (where its curves go)",
     ),
 )
-def train(
-    dataset: str = "digits",
-    model: str = "small_cnn",
-    algorithm: str = "flexfl",
-    clients: int = 20,
-    partition_rule: str = "dirichlet",
-    dirichlet_alpha: float = 0.6,
-    rounds: int = 40,
-    client_fraction: float = 0.3,
-    local_epochs: int = 5,
-    learning_rate: float = 0.05,
-    seed: int = 0,
-    mlflow_uri: str = "",
-    store_uri: str = "runs",
-    run_id: str = "",
-    advanced: dict[str, Any] = {},  # noqa: B006 - kfp writes it into the specification, nobody holds it
-) -> None:
-    """The defaults are `flexfleet run`'s, but for MLflow.
-
-    Args:
-        dataset: digits, fashion_mnist, cifar10, or package.module:NAME.
-        model: small_cnn, vgg16, resnet18, resnet34, preresnet18, mobilenetv2, or package.module:NAME.
-        algorithm: flexfl, adaptivefl, heterofl, ... (fl_engine/algorithms), or package.module:NAME.
-        clients: Number of devices.
-        partition_rule: iid, dirichlet, quantity, disjoint_labels or natural.
-        dirichlet_alpha: Concentration of dirichlet and quantity; smaller is more heterogeneous.
-        rounds: Rounds in all.
-        client_fraction: Share of all clients selected per round, above 0, at most 1.
-        local_epochs: Epochs that a client trains per round.
-        learning_rate: Of the clients' SGD, in the first round.
-        seed: Everything random follows from it.
-        mlflow_uri: Tracking URI of an MLflow server; empty: the one that Kubeflow gives tasks, else no tracking.
-        store_uri: s3://bucket/prefix of all runs, or a folder that outlives a pod.
-        run_id: Name of the run's folder; the same name goes on with the run. Empty: algorithm, seed and job.
-        advanced: Any other parameter of params.yaml by its dotted name, e.g. {"algorithm.kd_weight": 5}.
-    """
+@form(
+    without=["trials"],
+    run_id=Field("", "Name of the run's folder; the same name goes on with the run. Empty: algorithm, seed and job."),
+    advanced=Field({}, 'Any other parameter of params.yaml by its dotted name, e.g. {"algorithm.kd_weight": 5}.'),
+)
+def train(**given: Any) -> None:
+    """The defaults are `flexfleet run`'s, but for MLflow."""
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
-    start = partition(
-        dataset=dataset,
-        model=model,
-        algorithm=algorithm,
-        clients=clients,
-        partition_rule=partition_rule,
-        dirichlet_alpha=dirichlet_alpha,
-        rounds=rounds,
-        client_fraction=client_fraction,
-        local_epochs=local_epochs,
-        learning_rate=learning_rate,
-        seed=seed,
-        mlflow_uri=mlflow_uri,
-        store_uri=store_uri,
-        run_id=run_id,
-        job_id=job_id,
-        advanced=advanced,
-    )
+    start = partition(**given, job_id=job_id)
     config, parts = start.outputs["config"], start.outputs["parts"]
     scores = pretrain(config=config, parts=parts)
     built = model_pool(config=config, apoz=scores.outputs["apoz"])

@@ -17,6 +17,7 @@ from kfp import dsl, kubernetes
 from components.prepare_study import prepare
 from components.report_study import report
 from components.search import search
+from pipelines.form import FIELDS, Field, form
 from pipelines.shared import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described, on_cluster, pipeline
 
 # No `from __future__ import annotations` here: kfp reads the annotations themselves.
@@ -31,62 +32,26 @@ from pipelines.shared import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described,
         '{"tune.space": {"training.lr": {"low": 0.01, "high": 0.1, "log": true}}}',
     ),
 )
-def tuning(
-    dataset: str = "digits",
-    model: str = "small_cnn",
-    algorithm: str = "flexfl",
-    clients: int = 20,
-    partition_rule: str = "dirichlet",
-    dirichlet_alpha: float = 0.6,
-    rounds: int = 40,
-    client_fraction: float = 0.3,
-    local_epochs: int = 5,
-    learning_rate: float = 0.05,
-    mlflow_uri: str = "",
-    store_uri: str = "runs",
-    study_id: str = "",
-    trials: int = 30,
-    advanced: dict[str, Any] = {},  # noqa: B006 - kfp writes it into the specification, nobody holds it
-) -> None:
-    """The defaults are `flexfleet tune`'s, without MLflow.
-
-    Args:
-        dataset: digits, fashion_mnist, cifar10, or package.module:NAME.
-        model: small_cnn, vgg16, resnet18, resnet34, preresnet18, mobilenetv2, or package.module:NAME.
-        algorithm: flexfl, adaptivefl, heterofl, ... (fl_engine/algorithms), or package.module:NAME.
-        clients: Number of devices.
-        partition_rule: iid, dirichlet, quantity, disjoint_labels or natural.
-        dirichlet_alpha: Concentration of dirichlet and quantity; smaller is more heterogeneous.
-        rounds: Rounds of each trial.
-        client_fraction: Share of all clients selected per round, above 0, at most 1.
-        local_epochs: Epochs that a client trains per round.
-        learning_rate: Of the clients' SGD, in the first round.
-        mlflow_uri: Tracking URI of an MLflow server; empty: the one that Kubeflow gives tasks, else no tracking.
-        store_uri: Folder of all studies, of a volume that outlives a pod; or s3://bucket/prefix for the trials' rounds.
-        study_id: Name of the study's folder; the same name goes on with the study. Empty: algorithm, seed and job.
-        trials: Complete and pruned ones together, of all workers.
-        advanced: Any other parameter of params.yaml by its dotted name, e.g. {"tune.workers": 4}; the space as
-            {"tune.space": {"training.lr": {"low": 0.01, "high": 0.1, "log": true}}}.
-    """
+@form(
+    without=["seed"],
+    rounds=FIELDS["rounds"]._replace(meaning="Rounds of each trial."),
+    store_uri=Field(
+        "runs",
+        "Folder of all studies, of a volume that outlives a pod; or s3://bucket/prefix for the trials' rounds.",
+    ),
+    study_id=Field(
+        "", "Name of the study's folder; the same name goes on with the study. Empty: algorithm, seed and job."
+    ),
+    advanced=Field(
+        {},
+        'Any other parameter of params.yaml by its dotted name, e.g. {"tune.workers": 4}; the space as {"tune.space": '
+        '{"training.lr": {"low": 0.01, "high": 0.1, "log": true}}}.',
+    ),
+)
+def tuning(**given: Any) -> None:
+    """The defaults are `flexfleet tune`'s, without MLflow."""
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
-    start = prepare(
-        dataset=dataset,
-        model=model,
-        algorithm=algorithm,
-        clients=clients,
-        partition_rule=partition_rule,
-        dirichlet_alpha=dirichlet_alpha,
-        rounds=rounds,
-        client_fraction=client_fraction,
-        local_epochs=local_epochs,
-        learning_rate=learning_rate,
-        mlflow_uri=mlflow_uri,
-        store_uri=store_uri,
-        study_id=study_id,
-        job_id=job_id,
-        trials=trials,
-        advanced=advanced,
-    )
+    start = prepare(**given, job_id=job_id)
     workers = start.outputs["Output"]
     with dsl.ParallelFor(workers, name="workers") as worker:
         one = search(worker=worker, prepared=start.outputs["prepared"], job_id=job_id)

@@ -59,12 +59,17 @@ class Training:
     weight decay, learning-rate decay and the dropped last batch."""
 
     fraction: Fraction = 0.1
-    """Share of all clients selected per round (f)."""
+    """Share of all clients selected per round (f), above 0, at most 1."""
     epochs: Count = 5
+    """Epochs that a client trains per round."""
     batch_size: Count = 50
+    """Samples."""
     lr: Positive = 0.01
+    """Learning rate of the clients' SGD in the first round."""
     momentum: NotNegative = 0.5
+    """Of the clients' SGD."""
     weight_decay: NotNegative = 1e-4
+    """Of the clients' SGD."""
     lr_decay: Positive = 0.998
     """The learning rate of round r is lr * lr_decay^r."""
     lr_steps: tuple[Count, ...] = ()
@@ -72,6 +77,7 @@ class Training:
     clip_norm: Positive | None = None
     """Largest norm of a step's gradient (HeteroFL's code: 1); null: no limit."""
     drop_last: bool = True
+    """Leave out a last batch that is not full."""
 
     def sgd(self, round: int) -> SGD:
         rate = self.lr * self.lr_decay**round / 10 ** sum(round >= step for step in self.lr_steps)

@@ -38,6 +38,7 @@ class SmallCNN:
     width: float = 1.0
     """Multiplies the channels of every convolution and the hidden units."""
     norm: Norm = "batch"
+    """batch: statistics of the batch at hand; static: kept ones."""
     exits: tuple[str, ...] = ()
     """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
 

@@ -15,6 +15,7 @@ class RoundsConfig(Section):
     stop: Annotated[Count, Moves.LENGTH] = 40
     """Rounds in all; may be raised to go on with a finished run."""
     evaluate_every: Count = 1
+    """Rounds between two evaluations."""
     commit_every: Annotated[Literal["auto"] | Count, Moves.EXECUTION] = "auto"
     """Rounds between two commits; auto: at most one every two seconds."""
     keep_every: Annotated[Count | None, Moves.EXECUTION] = None

@@ -22,7 +22,7 @@ from fl_engine.training.numerics import Precision, Strategy
 
 class DatasetConfig(Section):
     name: str = "digits"
-    """A registered data set, or package.module:NAME."""
+    """A data set of `fl_engine.datasets`, or package.module:NAME."""
     root: Annotated[str | None, Moves.PLACE] = None
     """Folder of the data files; `repo@rev:path`, or a .dvc file, of a DVC repository; null: FLEXFLEET_DATA, else
     ~/.cache/flexfleet/data."""
@@ -31,16 +31,17 @@ class DatasetConfig(Section):
     test_samples: Count | None = None
     """Use this many test samples; null: all."""
     pad: Literal["auto", "none"] | Count = "auto"
-    """Pad images with zeros to this side; auto: up to the smallest side that the network takes."""
+    """Pad images with zeros to this side in pixels; auto: up to the smallest side that the network takes; none: not."""
 
 
 class PartitionConfig(Section):
     rule: Literal["iid", "dirichlet", "quantity", "disjoint_labels", "natural"] = "dirichlet"
     clients: Count = 20
+    """Number of devices."""
     alpha: float = 0.6
-    """Concentration of dirichlet and quantity; smaller is more heterogeneous."""
+    """Concentration of dirichlet and quantity, above 0; smaller is more heterogeneous."""
     labels_per_client: Count = 2
-    """For disjoint_labels."""
+    """Labels that each client holds (disjoint_labels)."""
     minimum: Count = 20
     """Samples that each client gets at least (dirichlet, quantity)."""
     proxy: float = 0.05
@@ -51,15 +52,20 @@ class PartitionConfig(Section):
 
 class FleetConfig(Section):
     tiers: tuple[Tier, ...] = FLEETS["4:3:3"]
-    """A list of tiers (share of the fleet, memory r_M in % of the full model, spreads sigma, ...), or the name of one
-    of `fl_engine.fleet.devices.FLEETS`; the default is FlexFL's Table I."""
+    """Kinds of devices. share: of the fleet, adding up to 1. memory: capacity r_M in % of the full model's parameters.
+    sigma: a device draws one of these spreads, in the same unit; what it has free is r_M - |N(0, sigma)|. limits: null,
+    or [low, high], and what it has free is N(r_M, sigma) clipped to them. speed (10^9 multiply-adds per second) and
+    bandwidth (10^6 bits per second) drive the simulated clock; the defaults are assumed. Or the name of a fleet of
+    `fl_engine.fleet.devices`, where each is explained; 4:3:3 is the default, FlexFL's Table I (weak:medium:strong)."""
 
 
 class PretrainConfig(Section):
     epochs: Count = 100
+    """On the proxy."""
     lr: Positive = 1e-3
-    """Adam."""
+    """Learning rate of Adam."""
     batch_size: Count = 50
+    """Samples."""
     reference: bool = False
     """Also pre-train on all training data, to report how alike the pool is (FlexFL Sec. IV-C1). Costs 1/proxy times
     as much, and is for studies only: a server does not see its clients' data."""
@@ -134,6 +140,7 @@ class TuneConfig(Section):
     """For `flexfleet tune`."""
 
     trials: Count = 30
+    """Complete and pruned ones together, of all workers."""
     metric: Literal["avg", "full"] = "avg"
     """Of the last round, over all `seeds`."""
     seeds: tuple[int, ...] = (0,)
@@ -159,6 +166,7 @@ class PublishConfig(Section):
     name: str | None = None
     """Of the registered models; null: <experiment>-<algorithm>."""
     onnx: bool = True
+    """Export the levels as ONNX too, where `models` is true."""
     dvc: str | None = None
     """Remote (s3://bucket/prefix, or a folder) to which DVC pushes partition, pool, model and report; null: none."""
 
@@ -166,6 +174,7 @@ class PublishConfig(Section):
 class Config(Section):
     schema_version: Literal[1] = 1
     seed: int = 0
+    """Everything random follows from it."""
     dataset: DatasetConfig = DatasetConfig()
     partition: PartitionConfig = PartitionConfig()
     model: dict[str, Any] = Field(default={"name": "small_cnn"})

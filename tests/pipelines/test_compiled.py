@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -17,15 +19,16 @@ from kfp import dsl
 from kfp.components import load_component_from_text
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec
 
+from components import describe
 from fl_engine import PARAMETER_TABLE
 from fl_engine.algorithms import ALGORITHMS
 from fl_engine.core.errors import ConfigError
 from fl_engine.datasets import DATASETS
 from fl_engine.models import MODELS
-from flexfleet.config import Config, PartitionConfig
+from flexfleet.config import Config, PartitionConfig, flatten
+from flexfleet.config.document import about
 from flexfleet.config.overrides import PARAMETERS, STUDY, comparison_from, config_from
 from flexfleet.kubeflow.retarget import retarget, shipped
-from pipelines import shared
 from pipelines.compile import COMPILED, PIPELINES
 from pipelines.shared import COORDINATOR_KEYS, S3_KEYS
 
@@ -88,6 +91,35 @@ def test_choices_are_offered_as_such_and_parse(name: str) -> None:
     assert load_component_from_text(text).name == name
     info = spec.pipeline_info
     assert info.display_name and info.description.endswith(PARAMETER_TABLE), "where the form's `advanced` is explained"
+
+
+# ------------------------------------------------------------------------------------------------- the schema's
+def test_what_is_made_of_the_schema_is_current() -> None:
+    """params.yaml and the forms' file, from which the pipelines are compiled."""
+    assert describe.main(["--check"]) == 0
+
+
+def test_a_new_name_or_default_makes_the_files_old_and_one_command_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("PARAMS", "FORM"):
+        path = getattr(describe, name)
+        shutil.copyfile(path, tmp_path / path.name)
+        monkeypatch.setattr(describe, name, tmp_path / path.name)
+    assert describe.main([]) == 0
+    assert capsys.readouterr().out == "", "what is current is not written again"
+    monkeypatch.setitem(ALGORITHMS, "another", ALGORITHMS["fedprox"])
+    assert describe.main(["--check"]) == 2
+    assert "run `python -m components.describe`" in capsys.readouterr().err
+    assert describe.main([]) == 0 == describe.main(["--check"])
+    assert all("another" in (tmp_path / name).read_text() for name in ("params.yaml", "form.json"))
+
+
+def test_a_form_says_defaults_and_meanings_of_its_parameters(root: dict[str, Any]) -> None:
+    defaults, form = flatten(Config()), root["inputDefinitions"]["parameters"]
+    for name in PARAMETERS.keys() - {"mlflow_uri", "store_uri"}:
+        assert form[name]["defaultValue"] == defaults[PARAMETERS[name]]
+        assert " ".join(form[name]["description"].split()) == about(PARAMETERS[name])
 
 
 # ------------------------------------------------------------------------------------------------------- train
@@ -163,11 +195,10 @@ def test_what_tasks_take_of_a_node_is_chosen_for_a_cluster() -> None:
 
 
 def test_a_description_names_what_there_is() -> None:
-    for names, registry in ((shared.ALGORITHMS, ALGORITHMS), (shared.DATASETS, DATASETS), (shared.NETWORKS, MODELS)):
-        assert names.split(", ") == sorted(registry)
     for name in PIPELINES:
         text = next(yaml.safe_load_all((COMPILED / f"{name}.yaml").read_text()))["pipelineInfo"]["description"]
-        assert shared.ALGORITHMS in text and "Change first: " in text
+        assert all(", ".join(sorted(each)) in text for each in (ALGORITHMS, DATASETS, MODELS))
+        assert "Change first: " in text
         example = json.loads(re.search(r"dotted names: (\{.*\})\. All", text)[1])  # type: ignore[index]
         if name == "compare":
             assert comparison_from({"mlflow_uri": ""}, example, "flexfl,all_large", "0", "a")

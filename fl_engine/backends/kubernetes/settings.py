@@ -39,6 +39,7 @@ class KubernetesConfig(Section):
     process runs in, else KUBECONFIG's."""
 
     namespace: str = "flexfleet-clients"
+    """Of the clients' Jobs."""
     image: str | None = None
     """null: that of the environment variable FLEXFLEET_IMAGE, which the pipelines set to the one that tasks run in."""
     template: str | None = None
@@ -85,6 +86,7 @@ class KubernetesConfig(Section):
     """A pod that has not started after so many seconds counts as failed (no node fits, the image cannot be pulled). For
     one that waits for room or quota alone they begin anew whenever a pod of the round starts or ends."""
     poll_s: Positive = 1.0
+    """Seconds between two looks at Jobs, pods and answers."""
 
     @model_validator(mode="after")
     def _urls_live_as_long(self) -> KubernetesConfig:

@@ -1,0 +1,51 @@
+"""Writes what the schema says into the files that others read: `python -m components.describe`.
+
+params.yaml is for people, pipelines/form.json for the forms of the pipelines. `--check` says whether the files are
+current, and changes nothing. `python -m pipelines.compile` comes after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexfleet.config import Config, flatten
+from flexfleet.config.document import NAMES, about, choices, params_yaml
+from flexfleet.config.overrides import PARAMETERS, STUDY
+
+ROOT = Path(__file__).parents[1]
+PARAMS, FORM = ROOT / "params.yaml", ROOT / "pipelines" / "form.json"
+
+
+def form_json() -> str:
+    """Default, meaning and choices of each parameter that a form asks for, and the names of what there is."""
+    defaults = flatten(Config())
+    fields = {
+        name: {"default": defaults[path], "meaning": about(path), "choices": choices(path)}
+        for name, path in (PARAMETERS | STUDY).items()
+    }
+    names = {f"{path.partition('.')[0]}s": sorted(registry) for path, registry in NAMES.items()}
+    return json.dumps({"names": names, "fields": fields}, indent=1) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m components.describe", description=__doc__)
+    p.add_argument("--check", action="store_true", help="exit with 2 where a file is not current")
+    args = p.parse_args(argv)
+    wanted = {PARAMS: params_yaml(), FORM: form_json()}
+    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
+    if args.check and stale:
+        names = ", ".join(map(str, stale))
+        print(f"error: not what the schema says: {names}; run `python -m components.describe`", file=sys.stderr)
+        return 2
+    for path in stale:
+        path.write_text(wanted[path])
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

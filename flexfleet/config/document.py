@@ -1,0 +1,184 @@
+"""What the schema says of itself: `params.yaml` with every parameter, its default and its meaning.
+
+The meaning of a parameter is the text below its field; what it may be called is read from its type or from the
+registry. `python -m components.describe` writes the file, the site shows it, and a test holds both to the schema.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import BaseModel
+
+from fl_engine.algorithms import ALGORITHMS
+from fl_engine.datasets import DATASETS
+from fl_engine.fleet.devices import FLEETS
+from fl_engine.models import MODELS
+from flexfleet.config.schema import Config
+
+WIDTH = 120
+NAMES: dict[str, Mapping[str, Any]] = {"dataset.name": DATASETS, "model.name": MODELS, "algorithm.name": ALGORITHMS}
+"""Parameters that take one of one's own too, as package.module:NAME."""
+HEAD = """\
+All parameters with their defaults: the embedded job, FlexFL on scikit-learn's handwritten digits. `flexfleet run`,
+`dvc repro` and `python -m flexfleet.steps.<step>` read this file; `--set a.b=value` goes on top of it, and an unknown
+name is an error. The schema is flexfleet/config/schema.py: `make generated` writes this file from it."""
+
+
+def params_yaml() -> str:
+    """The text of params.yaml."""
+    return "\n".join([*(f"# {line}" for line in HEAD.splitlines()), *_section(Config(), "", "")]) + "\n"
+
+
+def about(path: str) -> str:
+    """What a parameter of this dotted name means, and which values it can have where they are few."""
+    if path in NAMES:
+        return f"{', '.join(sorted(NAMES[path]))}, or package.module:NAME."
+    here: Any = Config
+    *parents, last = path.split(".")
+    for part in parents:
+        here = _bare(_hints(here)[part])
+    return _about(here, last, path)
+
+
+def choices(path: str) -> tuple[str, ...]:
+    """The values that a parameter can have, where its type lists them."""
+    here: Any = Config
+    for part in path.split(".") if path not in ("model.name", "algorithm.name") else ():
+        here = _hints(_bare(here))[part]
+    return _choices(here)
+
+
+# ------------------------------------------------------------------------------------------------- params.yaml
+def _section(value: Any, prefix: str, indent: str) -> Iterator[str]:
+    """The lines of a section of which `value` holds the defaults; `prefix` is its dotted name with a dot behind it."""
+    kind: Any = type(value)
+    for name in _hints(kind):
+        path, default = f"{prefix}{name}", getattr(value, name)
+        if path in ("model", "algorithm"):
+            yield from ("", f"{name}:", *_named(path, default["name"]))
+        elif isinstance(default, BaseModel) or name == "training":
+            yield from ("", *_line(f"{name}:", _class_text(type(default)), indent))
+            yield from _section(default, f"{path}.", f"{indent}  ")
+        elif path == "fleet.tiers":
+            yield from _line(f"{name}:", _about(kind, name, path), indent, above=True)
+            for tier in default:
+                yield f"{indent}  - {_value({f.name: getattr(tier, f.name) for f in fields(tier)})}"
+        else:
+            yield from _line(f"{name}: {_value(default)}", _about(kind, name, path), indent)
+
+
+def _named(section: str, name: str) -> Iterator[str]:
+    """A network's or an algorithm's name, and as comments the options that the default one has."""
+    yield from _line(f"name: {name}", about(f"{section}.name"), "  ", above=True)
+    kind: Any = NAMES[f"{section}.name"][name]
+    yield f"  # The options of {name}; those of another are the fields of its class, in fl_engine/{section}s/."
+    for field in fields(kind):
+        if field.name not in ("training", "input_chw", "classes"):
+            default = {"name": field.default.name} if is_dataclass(field.default) else field.default  # type: ignore[union-attr]
+            yield from _line(f"{field.name}: {_value(default)}", _about(kind, field.name, ""), "  # ")
+
+
+def _line(text: str, meaning: str, indent: str, above: bool = False) -> list[str]:
+    """`key: value # meaning`; a long meaning stands in lines of its own above it."""
+    short = f"{indent}{text} # {meaning}" if meaning else f"{indent}{text}"
+    if len(short) <= WIDTH and not above:
+        return [short]
+    # Two more blanks behind the # of an option that is a comment itself: its key stays the only one.
+    lead = f"{indent}  " if indent.endswith("# ") else f"{indent}# "
+    return [*textwrap.wrap(meaning, WIDTH, initial_indent=lead, subsequent_indent=lead), f"{indent}{text}"]
+
+
+def _value(value: Any) -> str:
+    """In one line, as YAML."""
+    if isinstance(value, tuple):
+        value = list(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_value(inner)}' for key, inner in value.items())}}}"
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+
+
+# ------------------------------------------------------------------------------------------------- the meaning
+def _about(kind: type, name: str, path: str) -> str:
+    """The text below a field, after what its type says of its values."""
+    if path in NAMES:
+        return about(path)
+    hint, text = _hints(kind)[name], _texts(kind).get(name, "")
+    if path == "fleet.tiers":
+        return f"{text} The names: {', '.join(FLEETS)}."
+    listed = _choices(hint)
+    if not all(word in text for word in listed):
+        return f"{_listed(listed, 'or')}. {text}".strip()
+    if get_origin(_bare(hint)) is dict and issubclass(each := get_args(_bare(hint))[1], BaseModel):
+        return f"{text} Each: {{{', '.join(each.model_fields)}}}."
+    if members := [member for member in get_args(_bare(hint)) if is_dataclass(member)]:
+        by_name = [f"{_own_name(member)}{_options(member)}" for member in members]
+        return f"{_listed(by_name, 'or')}. {text}".strip()
+    return text
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    """Of Literal["a", "b"], also inside of a union with other Literals or None."""
+    bare = _bare(hint)
+    if get_origin(bare) is Literal:
+        return tuple(get_args(bare)) if len(get_args(bare)) > 1 and isinstance(get_args(bare)[0], str) else ()
+    members = [m for m in get_args(bare) if m is not type(None)] if get_origin(bare) in (Union, UnionType) else []
+    if not members or any(get_origin(_bare(member)) is not Literal for member in members):
+        return ()
+    return tuple(word for member in members for word in get_args(_bare(member)))
+
+
+def _bare(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _own_name(member: Any) -> str:
+    return str(next(field.default for field in fields(member) if field.name == "name"))
+
+
+def _options(member: Any) -> str:
+    names = [field.name for field in fields(member) if field.name != "name"]
+    return f" ({', '.join(names)})" if names else ""
+
+
+def _listed(words: Sequence[str], last: str) -> str:
+    return f"{', '.join(words[:-1])} {last} {words[-1]}" if len(words) > 1 else words[0]
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """The types of the fields, in their order."""
+    hints = get_type_hints(kind, include_extras=True)
+    known = kind.model_fields if issubclass(kind, BaseModel) else [field.name for field in fields(kind)]
+    return {name: hints[name] for name in known}
+
+
+def _class_text(kind: type) -> str:
+    return " ".join((ast.get_docstring(_tree(kind)) or "").split())
+
+
+@cache
+def _texts(kind: type) -> dict[str, str]:
+    """The text below each field of a class, in one line. Python forgets it: it is read from the source."""
+    found = {}
+    for pair in pairwise(_tree(kind).body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found
+
+
+@cache
+def _tree(kind: type) -> ast.ClassDef:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    return tree

@@ -1,0 +1,60 @@
+"""What the forms of the pipelines ask for: the parameters of form.json, which `components.describe` takes from the
+schema. So compiling reads defaults, meanings and names, and imports no torch."""
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Field(NamedTuple):
+    """One line of a form."""
+
+    default: Any
+    meaning: str
+    choices: tuple[str, ...] = ()
+    """Of which the form offers a list."""
+
+
+FILE = Path(__file__).with_name("form.json")
+KNOWN = json.loads(FILE.read_text())
+NAMES: dict[str, list[str]] = KNOWN["names"]
+"""What there is of each: algorithms, datasets, models."""
+FIELDS = {name: Field(**about) for name, about in KNOWN["fields"].items()} | {
+    "mlflow_uri": Field(
+        "", "Tracking URI of an MLflow server; empty: the one that Kubeflow gives tasks, else no tracking."
+    ),
+    "store_uri": Field("runs", "s3://bucket/prefix of all runs, or a folder that outlives a pod."),
+}
+"""By their names in the forms. The two have another meaning there than their parameters: no task writes files of this
+machine."""
+
+
+def form(without: Sequence[str] = (), **own: Field) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a graph the form of FIELDS, less what it is `without`, with its own fields added or put in their place: the
+    graph is called with all of them by name."""
+
+    def decorate(graph: Callable[..., None]) -> Callable[..., None]:
+        fields = {name: field for name, field in (FIELDS | own).items() if name not in without}
+
+        def called(*given: Any) -> None:
+            graph(**dict(zip(fields, given, strict=True)))
+
+        # kfp reads the form from a function's signature, and the meanings from its docstring.
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=field.default,
+                annotation=dict[str, Any] if isinstance(field.default, dict) else type(field.default),
+            )
+            for name, field in fields.items()
+        ]
+        lines = "".join(f"    {name}: {field.meaning}\n" for name, field in fields.items())
+        called.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        called.__name__, called.__module__ = graph.__name__, graph.__module__
+        called.__doc__ = f"{inspect.getdoc(graph)}\n\nArgs:\n{lines}"
+        return called
+
+    return decorate
