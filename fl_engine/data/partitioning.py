@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,8 @@ from fl_engine.data.files import fingerprint, replacing
 
 Ints = NDArray[np.int64]
 
-RULES = ("iid", "dirichlet", "quantity", "disjoint_labels", "natural")
+Rule = Literal["iid", "dirichlet", "quantity", "disjoint_labels", "natural"]
+RULES: tuple[str, ...] = get_args(Rule)
 BY_LABEL = ("dirichlet", "disjoint_labels")
 TENSORS = "partition.safetensors"
 MANIFEST = "partition.json"

@@ -15,6 +15,7 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.errors import masked
 from fl_engine.core.fields import Count, Moves, Positive, Section, Unseen
+from fl_engine.data.partitioning import Rule
 from fl_engine.fleet.devices import FLEETS, Tier
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.training.numerics import Precision, Strategy
@@ -35,7 +36,7 @@ class DatasetConfig(Section):
 
 
 class PartitionConfig(Section):
-    rule: Literal["iid", "dirichlet", "quantity", "disjoint_labels", "natural"] = "dirichlet"
+    rule: Rule = "dirichlet"
     clients: Count = 20
     """Number of devices."""
     alpha: float = 0.6

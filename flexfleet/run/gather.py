@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexfleet.config import PRIVATE, Config, parse, public
+from flexfleet.config import PRIVATE, Config, parse_with_algorithm, public
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Result, RunFile
 from flexfleet.reports.report import table
@@ -35,9 +35,10 @@ def finish(
     run's own record keeps without."""
     gather(run, partition, pretrain, pool, evaluation, out)
     file = RunFile.read(out / "run.json")
-    config = _with_passwords(parse(file.config), given)
+    told, algorithm = parse_with_algorithm(file.config)
+    config = _with_passwords(told, given)
     folder = Path(config.run.store) / file.run_id
-    return conclude(Resolved.of(config), out, store_of(config, file.run_id, folder if folder.is_dir() else out))
+    return conclude(Resolved(config, algorithm), out, store_of(config, file.run_id, folder if folder.is_dir() else out))
 
 
 def _with_passwords(config: Config, given: Config) -> Config:
