@@ -83,7 +83,7 @@ def _named(section: str, name: str) -> Iterator[str]:
     kind: Any = NAMES[f"{section}.name"][name]
     yield f"  # The options of {name}; those of another are the fields of its class, in fl_engine/{section}s/."
     for field in fields(kind):
-        if field.name not in ("training", "input_chw", "classes"):
+        if field.name not in ("training", "input_shape", "outputs"):
             default = {"name": field.default.name} if is_dataclass(field.default) else field.default  # type: ignore[union-attr]
             yield from _line(f"{field.name}: {_value(default)}", _about(kind, field.name, ""), "  # ")
 
