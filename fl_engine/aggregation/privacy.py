@@ -233,11 +233,12 @@ LEARN_NOTHING = (Uniform, ResourceTable)
 def check_selection(aggregation: object, selection: Selector) -> None:
     """Raises ConfigError where what single clients bring back, or that they fail, decides who is asked next: no noise
     hides that."""
-    if isinstance(aggregation, Private) and not isinstance(selection, LEARN_NOTHING):
+    # A subclass may learn, so it is none of those that are known to learn nothing.
+    if isinstance(aggregation, Private) and type(selection) not in LEARN_NOTHING:
         raise ConfigError(
             f"algorithm.aggregation is private, but the selection {type(selection).__name__} learns from single "
-            "clients' answers, which the next rounds would show: set algorithm.selection={name: uniform} or "
-            "{name: resource_table}"
+            "clients' answers, or is not known to learn nothing, which the next rounds would show: set "
+            "algorithm.selection={name: uniform} or {name: resource_table}"
         )
 
 
@@ -251,6 +252,11 @@ def check_run(algorithm: Algorithm, *, known: bool, reference: bool, ambient: bo
         raise ConfigError(
             "algorithm.aggregation is private, but what an algorithm of your own learns from single clients is not "
             "known: add it to fl_engine.algorithms.ALGORITHMS, whose tests look at that, or take another aggregation"
+        )
+    if type(_private(algorithm)) is not Private:
+        raise ConfigError(
+            f"algorithm.aggregation is {type(_private(algorithm)).__name__}, which builds on private aggregation, but "
+            "what it adds is not known to hide single clients: set algorithm.aggregation.name=private"
         )
     if reference:
         raise ConfigError(
@@ -305,7 +311,7 @@ def epsilon(algorithm: Algorithm, fleet: Sequence[Device], pool: Pool, rounds: i
 
 def _sampled(algorithm: Any, fleet: Sequence[Device], pool: Pool) -> tuple[int, int] | None:
     """(k, N) where the selection draws k of N clients uniformly; None: it does not, or is not known to."""
-    if not isinstance(getattr(algorithm, "selection", None), Uniform):
+    if type(getattr(algorithm, "selection", None)) is not Uniform:
         return None
     least = pool[dispatched(pool)[0]].share
     able = [d for d in fleet if algorithm.selection.model != "capacity" or holds(d, least)]

@@ -23,8 +23,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fl_engine.core.fields import STRICT, Positive
+from fl_engine.core.registry import Contract
 from fl_engine.core.slicing import is_statistic
-from fl_engine.core.types import Params
+from fl_engine.core.types import Params, ServerOptimizer
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -95,10 +96,6 @@ class Yogi:
         return v - (1 - self.b2) * delta**2 * torch.sign(v - delta**2)
 
 
-Server = Annotated[Average | Adagrad | Adam | Yogi, Field(discriminator="name")]
-"""For an algorithm's field: chosen by name in a configuration."""
-
-
 def _step(
     rule: Adagrad | Adam | Yogi, moments: Params, old: Params, mean: Params, trained: Params
 ) -> tuple[Params, Params]:
@@ -115,3 +112,9 @@ def _step(
         kept[f"m/{name}"], kept[f"v/{name}"] = m, v
         new[name] = torch.where(mask, before + rule.lr * m / (v.sqrt() + rule.tau), before)
     return kept, new
+
+
+SERVERS: dict[str, type[ServerOptimizer]] = {"average": Average, "adagrad": Adagrad, "adam": Adam, "yogi": Yogi}
+
+Server = Annotated[ServerOptimizer, Contract("server optimiser", SERVERS, ServerOptimizer)]
+"""For an algorithm's field: chosen by name in a configuration, or one's own as `package.module:NAME`."""

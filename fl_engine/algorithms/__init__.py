@@ -10,7 +10,8 @@ from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.algorithms.full_model import AllLarge, FedOpt, FedProx
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.algorithms.scalefl import ScaleFL
-from fl_engine.core.types import Algorithm
+from fl_engine.core.registry import Contract
+from fl_engine.core.types import Algorithm, ChoosesNetwork
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "adaptivefl": AdaptiveFL,
@@ -27,8 +28,12 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "scalefl": ScaleFL,
 }
 
+CONTRACT = Contract("algorithm", ALGORITHMS, Algorithm, needs=("training",), optional=(ChoosesNetwork,))
+"""What an algorithm must have, and what it may have."""
+
 __all__ = [
     "ALGORITHMS",
+    "CONTRACT",
     "AdaptiveFL",
     "AllLarge",
     "Decoupled",

@@ -106,10 +106,10 @@ class DepthFL:
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
     ) -> DepthState:
-        if self.alpha > 0 and not isinstance(self.aggregation, Mean):
+        if self.alpha > 0 and type(self.aggregation) is not Mean:
             raise ConfigError(
-                f"algorithm.aggregation is {self.aggregation.name}, but FedDyn adds up what clients change as it is: "
-                "set algorithm.alpha=0, or take algorithm.aggregation.name=mean (which may clip)"
+                f"algorithm.aggregation is {type(self.aggregation).__name__}, but FedDyn adds up what clients change "
+                "as it is: set algorithm.alpha=0, or take algorithm.aggregation.name=mean (which may clip)"
             )
         return DepthState(**vars(pooled.init(self, params, layout, fleet, pool, server)), memory={}, h={})
 
@@ -141,7 +141,7 @@ class DepthFL:
         def remembering() -> Iterator[Outcome]:
             for answer in answers:
                 if isinstance(answer, ClientUpdate):
-                    clip = self.aggregation.clip
+                    clip = self.aggregation.clip if isinstance(self.aggregation, Mean) else None
                     kept = limited(answer.payload, answer.spec, state.params, regions, clip)
                     answer = replace(answer, payload=kept)
                     for name, tensor in answer.payload.items():

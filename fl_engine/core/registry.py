@@ -1,17 +1,31 @@
-"""Things by their names: registered ones, and one's own as `package.module:NAME`."""
+"""Things that a configuration chooses by name: registered ones, and one's own as `package.module:NAME`.
+
+A `Contract` says for one such choice (the algorithm, the selection, ...) what is registered, and what a class must have
+to be chosen: the attributes and methods of a protocol. What does not fit is refused with the reason.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from fl_engine.core.errors import ConfigError, nearest
 
 T = TypeVar("T")
+
+COMPLETE = "complete"
+"""Type of a pydantic error whose message says by itself what arrived."""
+UNKNOWN = "unknown_option"
+"""Type of a pydantic error of an option that there is not; `known` in its context has those that there are."""
 
 
 def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
@@ -20,8 +34,10 @@ def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
         return registry[name]
     module, sign, attribute = name.partition(":")
     if not sign:
-        hint = nearest(name, registry)
-        raise ConfigError(f"no {what} named {name!r}{hint}; your own is given as package.module:NAME")
+        raise ConfigError(
+            f"no {what} named {name!r}{nearest(name, registry)}; there are {', '.join(registry)}; your own is given as "
+            "package.module:NAME"
+        )
     if os.getcwd() not in sys.path:  # a module of one's own lies where the command is typed
         sys.path.append(os.getcwd())
     try:
@@ -30,25 +46,144 @@ def resolve(registry: Mapping[str, T], name: str, what: str) -> T:
         raise ConfigError(f"{what} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def kind_of(registry: Mapping[str, T], section: Mapping[str, Any], what: str, wanted: Sequence[str]) -> T:
-    """What a section names. Raises ConfigError unless it has what is asked of it."""
-    kind = resolve(registry, name_in(section, what), what)
-    if not (isinstance(kind, type) and is_dataclass(kind) and all(hasattr(kind, name) for name in wanted)):
-        raise ConfigError(
-            f"{what}.name = {section['name']!r} is {kind!r}; a dataclass is expected, with the options as its fields "
-            f"and with {', '.join(wanted)}"
-        )
-    return kind
-
-
-def name_in(section: Mapping[str, Any], what: str) -> str:
-    name = section.get("name")
-    if not isinstance(name, str):
-        raise ConfigError(f"{what}.name is missing: name one, e.g. {what}: {{name: ...}}")
-    return name
-
-
 def check_names(section: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in options:
         if key not in known:
             raise ConfigError(f"unknown parameter {f'{section}.{key}'!r}{nearest(key, known)}")
+
+
+# ------------------------------------------------------------------------------------------------------ contracts
+@dataclass(frozen=True, eq=False)
+class Contract(Generic[T]):
+    """What one choice in a configuration may name. As the annotation of a dataclass's field it makes pydantic build the
+    chosen object: `Annotated[Selector, Contract("selection", SELECTIONS, Selector)]` takes `{name: uniform, model:
+    largest}`, and `{name: my.module:Mine, ...}` with the fields of `Mine` as options."""
+
+    what: str
+    """In errors."""
+    registry: Mapping[str, type[T]]
+    protocol: type
+    """Every method and attribute of it is required."""
+    needs: tuple[str, ...] = ()
+    """Fields that the dataclass must have besides."""
+    optional: tuple[type, ...] = ()
+    """Protocols that it may have; a method of theirs must take their arguments."""
+
+    def kind(self, name: str) -> type[T]:
+        """The named class. Raises ConfigError unless there is one that fits."""
+        kind = resolve(self.registry, name, self.what)
+        if not (isinstance(kind, type) and is_dataclass(kind)):
+            wanted = ", ".join([each for each, _ in _members(self.protocol)] + list(self.needs))
+            raise ConfigError(
+                f"{self.what} {name!r} is {kind!r}; a dataclass is expected, with the options as its fields and with "
+                f"{wanted}"
+            )
+        if wrong := self.misfits(kind):
+            raise ConfigError(f"{self.what} {name!r} does not fit: {', and '.join(wrong)}")
+        return kind
+
+    def misfits(self, kind: type) -> list[str]:
+        """What a dataclass lacks of the contract, a clause for each thing."""
+        own = {field.name for field in fields(kind)}
+        wrong = [f"it has no field {name!r}" for name in self.needs if name not in own]
+        for protocol in (self.protocol, *self.optional):
+            for name, member in _members(protocol):
+                if name not in own and not hasattr(kind, name):
+                    if protocol is self.protocol:
+                        wrong.append(f"it has no {_call(name, member) if callable(member) else repr(name)}")
+                elif callable(member) and (said := _refuses(kind, name, member)):
+                    wrong.append(said)
+        return wrong
+
+    def of_section(self, section: Mapping[str, Any]) -> type[T]:
+        """The class that `name` in a section of the configuration names. Raises ConfigError."""
+        name = section.get("name")
+        if not isinstance(name, str):
+            raise ConfigError(f"{self.what}.name is missing: name one, e.g. {self.what}: {{name: ...}}")
+        return self.kind(name)
+
+    # ------------------------------------------------------------------------------------ in a dataclass's field
+    def parse(self, section: Any) -> T:
+        """The object of a section: the class that `name` names, with the other entries as its fields. Raises pydantic's
+        ValidationError, with the names of the entries as locations."""
+        if not isinstance(section, Mapping):
+            raise PydanticCustomError(
+                "section", "a section with a name is expected, {example}", {"example": "{name: ...}"}
+            )
+        name = section.get("name")
+        if not isinstance(name, str):
+            names = ", ".join(self.registry)
+            raise _at(
+                "name", section, f"no {self.what} is named; there are {names}; your own is given as package.module:NAME"
+            )
+        try:
+            kind = self.kind(name)
+        except ConfigError as error:
+            raise _at("name", name, str(error)) from error
+        options = {key: value for key, value in section.items() if key != "name"}
+        known = [field.name for field in fields(kind) if field.init and field.name != "name"]  # type: ignore[arg-type]
+        wrong: list[InitErrorDetails] = []
+        for key, value in options.items():
+            if key not in known:
+                said = PydanticCustomError(UNKNOWN, "unknown parameter", {"known": known})
+                wrong.append({"type": said, "loc": (key,), "input": value})
+        try:
+            found: T = TypeAdapter(kind).validate_json(json.dumps({k: v for k, v in options.items() if k in known}))
+        except ValidationError as error:
+            wrong += [_again(each) for each in error.errors()]
+        if wrong:
+            raise ValidationError.from_exception_data(self.what, wrong)
+        return found
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Its JSON schema lists what is registered, with the options."""
+        registered = {name: handler.generate_schema(kind) for name, kind in self.registry.items()}
+        listed = core_schema.tagged_union_schema(registered, discriminator="name")
+        return core_schema.no_info_plain_validator_function(self.parse, json_schema_input_schema=listed)
+
+
+def _at(key: str, value: Any, said: str) -> ValidationError:
+    error = PydanticCustomError(COMPLETE, "{said}", {"said": said})
+    return ValidationError.from_exception_data(key, [{"type": error, "loc": (key,), "input": value}])
+
+
+def _again(error: Any) -> InitErrorDetails:
+    """An error that pydantic has told, to be raised from a validator of ours."""
+    said = PydanticCustomError(error["type"], "{said}", {**error.get("ctx", {}), "said": error["msg"]})
+    return {"type": said, "loc": error["loc"], "input": error["input"]}
+
+
+def _members(protocol: type) -> Iterator[tuple[str, Any]]:
+    """Names and values of a protocol's methods and attributes, those of the protocols that it extends first."""
+    found: dict[str, Any] = {}
+    for base in reversed(protocol.__mro__):
+        if base not in (object, Protocol, Generic):
+            found |= dict.fromkeys(inspect.get_annotations(base))
+            found |= {
+                name: value for name, value in vars(base).items() if callable(value) or isinstance(value, property)
+            }
+    return ((name, value) for name, value in found.items() if not name.startswith("_"))
+
+
+def _call(name: str, method: Any) -> str:
+    """`plan(state, round, seed)`"""
+    return f"{name}({', '.join(list(inspect.signature(method).parameters)[1:])})"
+
+
+def _refuses(kind: type, name: str, method: Any) -> str | None:
+    """Why a class's method cannot be called with the arguments of the protocol's; None: it can."""
+    own = inspect.getattr_static(kind, name)
+    if isinstance(own, property) or not callable(getattr(kind, name)):
+        return f"its {name!r} is no method, {_call(name, method)} is expected"
+    try:
+        signature = inspect.signature(getattr(kind, name))
+    except ValueError:  # of compiled code
+        return None
+    _, *wanted = inspect.signature(method).parameters.values()
+    places = [each for each in wanted if each.kind is not each.KEYWORD_ONLY]
+    itself = 0 if isinstance(own, staticmethod | classmethod) else 1
+    try:
+        signature.bind(*[None] * (itself + len(places)), **{p.name: None for p in wanted if p.kind is p.KEYWORD_ONLY})
+    except TypeError as error:
+        return f"its {name}{signature} is called as {_call(name, method)}: {error}"
+    return None

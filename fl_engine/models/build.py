@@ -10,9 +10,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fl_engine.core.errors import ConfigError, FlexfleetError
-from fl_engine.core.registry import check_names, kind_of
+from fl_engine.core.registry import Contract, check_names
 from fl_engine.core.types import ModelFamily
 from fl_engine.models import MODELS
+
+CONTRACT = Contract("model", MODELS, ModelFamily)
 
 FROM_DATA = ("input_shape", "outputs")
 """The fields of a network that are no options: they follow from the data."""
@@ -38,7 +40,7 @@ def build_model(model: Mapping[str, Any], input_shape: tuple[int, ...], outputs:
 
 
 def model_kind(section: Mapping[str, Any]) -> type[ModelFamily]:
-    return kind_of(MODELS, section, "model", ("layout", "module", "prunable"))
+    return CONTRACT.of_section(section)
 
 
 def check_options(model: Mapping[str, Any]) -> None:

@@ -6,13 +6,15 @@ them. What a selector learns from the models that come back lies in tables, in t
 
 from typing import Annotated
 
-from pydantic import Field
-
+from fl_engine.core.registry import Contract
+from fl_engine.core.types import Selector
 from fl_engine.selection.curiosity import Curiosity
 from fl_engine.selection.resource_table import ResourceTable
 from fl_engine.selection.uniform import Uniform
 
-Selection = Annotated[Uniform | ResourceTable | Curiosity, Field(discriminator="name")]
-"""For an algorithm's field: chosen by name in a configuration."""
+SELECTIONS: dict[str, type[Selector]] = {"uniform": Uniform, "resource_table": ResourceTable, "curiosity": Curiosity}
 
-__all__ = ["Curiosity", "ResourceTable", "Selection", "Uniform"]
+Selection = Annotated[Selector, Contract("selection", SELECTIONS, Selector)]
+"""For an algorithm's field: chosen by name in a configuration, or one's own as `package.module:NAME`."""
+
+__all__ = ["SELECTIONS", "Curiosity", "ResourceTable", "Selection", "Uniform"]

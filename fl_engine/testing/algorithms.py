@@ -28,6 +28,7 @@ from fl_engine.aggregation.averaging import Kind, Regions
 from fl_engine.aggregation.privacy import LEARN_NOTHING, Private
 from fl_engine.aggregation.rules import Aggregation, Mean, Median, TrimmedMean
 from fl_engine.aggregation.server_opt import Average
+from fl_engine.algorithms import CONTRACT
 from fl_engine.backends import InProcess
 from fl_engine.core.errors import ClientError, ModelError, PoolError
 from fl_engine.core.samples import Data
@@ -134,6 +135,9 @@ class AlgorithmSuite:
         return round_size(fraction, len(site.fleet))
 
     # --- before the rounds
+    def test_it_has_what_an_algorithm_must_have(self, algorithm: Algorithm) -> None:
+        assert CONTRACT.misfits(type(algorithm)) == []
+
     def test_the_pool_ascends_to_the_full_model(self, site: Site) -> None:
         layout, whole = site.family.layout(), count_params(site.family)
         for model in site.pool:

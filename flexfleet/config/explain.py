@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ValidationError
 
 from fl_engine.core.errors import masked, nearest
+from fl_engine.core.registry import COMPLETE, UNKNOWN
 
 
 def explain(error: ValidationError, root: Any, prefix: str = "") -> str:
@@ -20,11 +21,10 @@ def explain(error: ValidationError, root: Any, prefix: str = "") -> str:
         path = prefix + ".".join([*names, str(last)])
         if e["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             lines.append(f"unknown parameter {path!r}{nearest(str(last), known)}")
-        elif e["type"] == "union_tag_not_found":
-            lines.append(f"{path}.name is missing: say which one, got {short(e['input'])}")
-        elif e["type"] == "union_tag_invalid":
-            tag, tags = e["ctx"]["tag"], e["ctx"]["expected_tags"].replace("'", "")
-            lines.append(f"{path}.name: no {tag!r}{nearest(tag, tags.split(', '))}; there are {tags}")
+        elif e["type"] == UNKNOWN:
+            lines.append(f"unknown parameter {path!r}{nearest(str(last), e['ctx']['known'])}")
+        elif e["type"] == COMPLETE:
+            lines.append(f"{path}: {e['msg']}")
         else:
             lines.append(f"{path}: {e['msg'][:1].lower()}{e['msg'][1:]}, got {short(e['input'])}")
     return "; ".join(dict.fromkeys(lines))
@@ -36,18 +36,12 @@ def short(value: Any) -> str:
 
 
 def _walk(root: Any, location: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """The dotted name of a place in a configuration, and the parameters that exist there. A union's tag (the `name` of
-    a selection) is a step of pydantic's path, and none of what a person writes."""
+    """The dotted name of a place in a configuration, and the parameters that exist there."""
     here, names = root, []
     for part in location:
-        members = [m for m in get_args(here) if is_dataclass(m)]
-        tagged = [m for m in members if getattr(m, "name", None) == part]
-        if tagged:
-            here = tagged[0]
-            continue
         names.append(str(part))
         if isinstance(part, int):
-            here = next(iter(members), None)
+            here = next((m for m in get_args(here) if is_dataclass(m)), None)
         elif isinstance(here, type) and (is_dataclass(here) or issubclass(here, BaseModel)):
             here = get_type_hints(here).get(str(part))
         else:

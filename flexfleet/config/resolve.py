@@ -8,10 +8,10 @@ from dataclasses import fields
 from pydantic import TypeAdapter, ValidationError
 
 from fl_engine.aggregation import privacy
-from fl_engine.algorithms import ALGORITHMS
+from fl_engine.algorithms import ALGORITHMS, CONTRACT
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.registry import check_names, kind_of
+from fl_engine.core.registry import check_names
 from fl_engine.core.types import Algorithm
 from fl_engine.models.build import model_kind
 from flexfleet.config.explain import explain
@@ -20,7 +20,7 @@ from flexfleet.config.schema import Config
 
 def algorithm(config: Config) -> Algorithm:
     """The configured algorithm with its hyper-parameters checked."""
-    kind = kind_of(ALGORITHMS, config.algorithm, "algorithm", ("pool", "init", "plan", "task", "merge"))
+    kind = CONTRACT.of_section(config.algorithm)
     options = {k: v for k, v in config.algorithm.items() if k != "name"}
     known = [f.name for f in fields(kind) if f.name != "training"]  # type: ignore[arg-type]
     check_names("algorithm", options, known)

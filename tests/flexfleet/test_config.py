@@ -512,12 +512,15 @@ def test_a_configuration_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["algorithm.selection.name=curosity"], r"algorithm\.selection\.name: no 'curosity' \(did you mean 'curio"),
+        (
+            ["algorithm.selection.name=curosity"],
+            r"algorithm\.selection\.name: no selection named 'curosity' \(did you mean 'curio",
+        ),
         (
             ["algorithm.selection.name=curiosity", "algorithm.selection.scor=c"],
             r"unknown parameter 'algorithm\.selection\.scor' \(did you mean 'score'\?\)",
         ),
-        (["algorithm.selection.score=c"], r"algorithm\.selection\.name is missing"),
+        (["algorithm.selection.score=c"], r"algorithm\.selection\.name: no selection is named; there are uniform, "),
         (["algorithm.server={name: yogi, lr: -1}"], r"algorithm\.server\.lr: input should be greater than 0, got -1"),
         (["algorithm.server=5"], r"algorithm\.server: .*got 5"),
         (["fleet.tiers=8:1:2"], r"no fleet named '8:1:2' \(did you mean '8:1:1'\?\)"),

@@ -146,7 +146,7 @@ def test_extras_are_imported_where_they_are_used(path: Path) -> None:
 FROM = {"dp_accounting": "dp-accounting", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 """Packages whose modules have another name."""
 BROUGHT = {"botocore": "boto3", "urllib3": "boto3", "sqlalchemy": "optuna", "markupsafe": "jinja2"}
-BROUGHT |= {"certifi": "kubernetes", "requests": "kubernetes", "kfp_server_api": "kfp"}
+BROUGHT |= {"pydantic_core": "pydantic", "certifi": "kubernetes", "requests": "kubernetes", "kfp_server_api": "kfp"}
 """What comes with others."""
 
 

@@ -1,0 +1,261 @@
+"""What a configuration chooses by name: registered things and one's own, and why something is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from fl_engine.aggregation.middle import Middle
+from fl_engine.aggregation.privacy import Private, Public
+from fl_engine.aggregation.protocol import Aggregate
+from fl_engine.aggregation.rules import AGGREGATIONS, Mean
+from fl_engine.aggregation.server_opt import SERVERS, Average
+from fl_engine.algorithms import ALGORITHMS, CONTRACT, FedOpt, HeteroFL
+from fl_engine.algorithms.full_model import full_pool
+from fl_engine.algorithms.pooled import PooledState, Training, local_task, plan_pool, start
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.fields import STRICT, Positive
+from fl_engine.core.types import (
+    Device,
+    LocalTask,
+    ModelFamily,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    RoundPlan,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.selection import SELECTIONS, Uniform
+from fl_engine.testing.tiny import TRAINING, assert_same_bits, start_of, tiny_site, update_of
+from flexfleet import config as configs
+from flexfleet.config import load_config
+
+HERE = __name__
+
+
+# ------------------------------------------------------------------------------------------- somebody's own things
+@dataclass(frozen=True)
+class Trimmed:
+    """An aggregation of one's own. It has no `name`, and does not refuse unknown options by itself."""
+
+    share: float = 0.1
+    bounds: tuple[float, ...] = ()
+
+    def start(self, old: Params, layout: ParamLayout, public: Public) -> Aggregate:
+        return Middle(old, layout, self.share)
+
+
+@dataclass(frozen=True)
+class Half:
+    """A server optimiser of one's own: half of the way."""
+
+    __pydantic_config__: ClassVar = STRICT
+    share: Positive = 0.5
+
+    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
+        return {}, {name: torch.lerp(old[name], mean[name], self.share) for name in old}
+
+
+@dataclass(frozen=True)
+class Everybody(Uniform):
+    """A selection of one's own, on top of one of the package's."""
+
+    extra: int = 0
+
+
+@dataclass(frozen=True)
+class HalfAverage(Average):
+    """On top of one that the engine need not ask which elements were trained."""
+
+    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
+        return Half().step(moments, old, mean, trained)
+
+
+@dataclass(frozen=True)
+class Quiet(Private):
+    """Says that it is private, and adds no noise."""
+
+    def start(self, old: Params, layout: ParamLayout, public: Public) -> Any:
+        return Middle(old, layout, 0.0)
+
+
+@dataclass(frozen=True)
+class NoStart:
+    share: float = 0.1
+
+
+@dataclass(frozen=True)
+class OtherStart:
+    def start(self, old: Params) -> Aggregate:
+        raise NotImplementedError
+
+
+def function(old: Params) -> Params:
+    return old
+
+
+def configured(*sets: str, name: str = "heterofl") -> Any:
+    return configs.algorithm(load_config(None, [f"algorithm.name={name}", *sets]))
+
+
+# ------------------------------------------------------------------------------------------------- it is found
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_takes_ones_own(name: str) -> None:
+    found = configured(
+        f"algorithm.aggregation.name={HERE}:Trimmed",
+        "algorithm.aggregation.share=0.3",
+        "algorithm.aggregation.bounds=[0.5, 1.0]",
+        f"algorithm.server={{name: {HERE}:Half, share: 0.25}}",
+        f"algorithm.selection={{name: {HERE}:Everybody, model: largest, extra: 3}}",
+        name=name,
+    )
+    assert found.aggregation == Trimmed(share=0.3, bounds=(0.5, 1.0))
+    assert found.server == Half(share=0.25)
+    assert found.selection == Everybody(model="largest", extra=3)
+
+
+def test_what_is_plugged_in_is_what_merges() -> None:
+    """A trimmed mean that trims nothing is the plain mean of the updates; the server then goes half of the way."""
+    algorithm = configured(f"algorithm.aggregation={{name: {HERE}:Trimmed, share: 0.0}}", name="fedopt")
+    algorithm = FedOpt(training=TRAINING, eligible="all", aggregation=algorithm.aggregation, server=Average())
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = algorithm.plan(state, 0, 7)
+    updates = [update_of(o, o.spec, {n: t + o.client for n, t in o.payload.items()}) for o in plan.orders]
+    whole = algorithm.merge(state, plan, updates)
+    for server in (Half(), HalfAverage()):
+        half = FedOpt(training=TRAINING, eligible="all", aggregation=Trimmed(share=0.0), server=server).merge(
+            state, plan, updates
+        )
+        assert_same_bits(half.params, {n: torch.lerp(t, whole.params[n], 0.5) for n, t in state.params.items()})
+
+
+@pytest.mark.parametrize("registry", [AGGREGATIONS, SERVERS, SELECTIONS], ids=["aggregation", "server", "selection"])
+def test_a_registered_name_is_that_of_the_class(registry: dict[str, Any]) -> None:
+    assert {name: kind().name for name, kind in registry.items()} == {name: name for name in registry}
+
+
+def test_the_schema_lists_what_is_registered_with_its_options() -> None:
+    """For every reference of the parameters that is made from it."""
+    listed = TypeAdapter(HeteroFL).json_schema()
+    for field_name, registry in (("aggregation", AGGREGATIONS), ("server", SERVERS), ("selection", SELECTIONS)):
+        assert set(listed["properties"][field_name]["discriminator"]["mapping"]) == set(registry)
+    assert "trim" in listed["$defs"]["TrimmedMean"]["properties"]
+
+
+# ------------------------------------------------------------------------------------------------ it is refused
+WRONG = [
+    ("{name: NoStart}", r"algorithm\.aggregation\.name: aggregation '.*:NoStart' does not fit: it has no start\(old,"),
+    ("{name: OtherStart}", r"its start\(self, old.*\).* is called as start\(old, layout, public\): too many"),
+    ("{name: function}", r"algorithm\.aggregation\.name: .* is <function .*>; a dataclass is expected, .* with start"),
+    ("{name: Nothing}", r"aggregation '.*:Nothing' cannot be imported: AttributeError"),
+    ("{name: Trimmed, shore: 1}", r"unknown parameter 'algorithm\.aggregation\.shore' \(did you mean 'share'\?\)"),
+    ("{name: Trimmed, share: much}", r"algorithm\.aggregation\.share: .*number.*, got 'much'"),
+    ("{name: Trimmed, bounds: [1.0, x]}", r"algorithm\.aggregation\.bounds\.1: .*number.*, got 'x'"),
+]
+
+
+@pytest.mark.parametrize(("section", "said"), WRONG, ids=[section for section, _ in WRONG])
+def test_what_does_not_fit_is_refused_in_one_line(section: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        configured(f"algorithm.aggregation={section.replace('name: ', f'name: {HERE}:')}")
+    assert "\n" not in str(error.value)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        configured(f"algorithm.aggregation={{name: {HERE}:Trimmed, shore: 1, share: much}}", "algorithm.server.name=x")
+    for said in ("aggregation.shore'", "aggregation.share: ", "algorithm.server.name: no server optimiser named 'x'"):
+        assert said in str(error.value)
+
+
+PRIVATE = ("algorithm.aggregation={name: private}", "rounds.norm_bound=null")
+
+
+def test_a_selection_of_ones_own_is_refused_with_private_aggregation() -> None:
+    """It may learn, though it builds on one that does not."""
+    algorithm = HeteroFL(training=TRAINING, aggregation=Private(), static_bn=False, selection=Everybody())
+    with pytest.raises(ConfigError, match=r"Everybody .* algorithm\.selection=\{name: uniform\}"):
+        start_of(algorithm, tiny_site(algorithm))
+    assert configured(*PRIVATE, "algorithm.static_bn=false").aggregation == Private()
+
+
+def test_what_builds_on_private_aggregation_is_not_taken_for_private() -> None:
+    with pytest.raises(ConfigError, match=r"Quiet.*not known to hide.*algorithm\.aggregation\.name=private"):
+        configured(f"algorithm.aggregation={{name: {HERE}:Quiet}}", "rounds.norm_bound=null")
+
+
+# ------------------------------------------------------------------------------------------ an algorithm's contract
+@dataclass(frozen=True)
+class Own:
+    """An algorithm of one's own with all that it must have."""
+
+    needs_apoz: ClassVar[bool] = False
+    training: Training = Training()
+    selection: Uniform = field(default=Uniform(model="largest"))
+
+    def pool(self, family: ModelFamily, apoz: Any, *more: Any) -> Pool:
+        return full_pool(family)
+
+    def init(
+        self, params: Params, layout: ParamLayout, fleet: tuple[Device, ...], pool: Pool, *more: Any
+    ) -> PooledState:
+        return start(params, layout, fleet, pool, self.selection, Mean())
+
+    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
+        return plan_pool(state, self.selection, self.training, round, seed)
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        return local_task(self.training, order, order.spec)
+
+    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome], *more: Any) -> PooledState:
+        return state
+
+
+def made(**members: Any) -> type:
+    """`Own` with other members; None takes one away."""
+    own = {
+        name: value
+        for name, value in vars(Own).items()
+        if not name.startswith("__") and name not in Own.__annotations__
+    }
+    own |= {"needs_apoz": False, "training": Training(), "selection": Uniform()}
+    types = {"training": Training, "selection": Uniform}
+    kept = {name: value for name, value in (own | members).items() if value is not None}
+    body = {**kept, "__annotations__": {name: kind for name, kind in types.items() if name in kept}}
+    return dataclass(frozen=True)(type("Own", (), body))
+
+
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"training": None}, "it has no field 'training'"),
+    ({"merge": None}, "it has no merge(state, plan, outcomes"),
+    ({"needs_apoz": None}, "it has no 'needs_apoz'"),
+    ({"plan": lambda self, state: None}, "its plan(self, state) is called as plan(state, round, seed)"),
+    ({"plan": 3}, "its 'plan' is no method"),
+    ({"network": lambda self: None}, "its network(self) is called as network(family)"),
+]
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_the_algorithms_fit_their_contract(name: str) -> None:
+    assert CONTRACT.kind(name) is ALGORITHMS[name]
+    assert CONTRACT.misfits(Own) == CONTRACT.misfits(made()) == []
+
+
+@pytest.mark.parametrize(("members", "said"), MISFITS, ids=[next(iter(members)) for members, _ in MISFITS])
+def test_an_algorithm_that_does_not_fit_is_told_why(
+    members: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Misfit", made(**members))
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [f"algorithm.name={HERE}:Misfit"])
+    assert "does not fit: " in str(error.value)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
