@@ -36,9 +36,11 @@ COMPARE = """Several algorithms on the same task, with several seeds, side by si
 
   flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2 --jobs 2
   flexfleet compare --algorithms flexfl,no_kd=flexfl --set no_kd:algorithm.kd_weight=0
+  flexfleet compare --algorithms even=flexfl,skewed=flexfl --set skewed:partition.alpha=0.1
 
---set a.b=value is for all runs, --set LABEL:algorithm.x=value for one algorithm. All runs of a seed have the same data,
-partition, fleet and training. Each is a run like any other, <run.store>/<id>/<label>-s<seed>/.
+--set a.b=value is for all runs, --set LABEL:a.b=value for one label (LABEL:algorithm.x=value for its algorithm). What
+labels do not vary is the same in all runs of a seed: data, partition, fleet, training. Each is a run like any other,
+<run.store>/<id>/<label>-s<seed>/.
 """
 
 

@@ -1,8 +1,9 @@
 """Several algorithms on the same task, with several seeds: every run of its own, then one table and one page of all.
 
 A comparison is a folder `<run.store>/<id>/`: a run folder for each label and seed (what `flexfleet run` makes), beside
-it the run's configuration and log, `shared-s<seed>/` with what all runs of the seed start from, and in the end
-comparison.json, .md, .svg and .html.
+it the run's configuration and log, `shared-s<seed>/` with the partition and pre-training from which the runs of the
+seed start, and in the end comparison.json, .md, .svg and .html. Where labels have other settings of these, there is a
+folder `shared-s<seed>-<digest>/` for each other setting.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, Stopped
 from fl_engine.storage.places import open_store
-from fl_engine.storage.store import FolderStore, Store
+from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.compare.comparison import Comparison
 from flexfleet.compare.side_by_side import Job, last_words, side_by_side
 from flexfleet.compare.tabulate import tabulate
@@ -27,9 +29,9 @@ from flexfleet.run.check import check
 from flexfleet.run.run import need_packages, run
 from flexfleet.steps.federate import alone, known_run, store_of
 from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.share import fits, share
+from flexfleet.steps.share import fits, settings, share
 from flexfleet.tracking import record as track
-from flexfleet.tracking.trackers import PARENT, TOKEN, MLflow, ending
+from flexfleet.tracking.trackers import PARENT, TOKEN, MLflow, ending, platform_of
 
 log = logging.getLogger("flexfleet")
 
@@ -66,7 +68,7 @@ def compare(
     if folder.exists() and not resume:
         raise ConfigError(f"{folder} exists already: go on with --resume, or choose another --id")
     check_all(runs)
-    need_packages(Resolved.of(runs[0].config))
+    runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
     with alone(folder):
         mlflow = begin(runs, id, {PARENT: night} if night else {})
@@ -79,6 +81,21 @@ def compare(
             log.warning("interrupted: %s", _go_on(id))
             raise
         return tabulate(id, runs, {entry.name: folder / entry.name for entry in runs}, folder, to, mlflow)
+
+
+def in_one_experiment(runs: Sequence[Entry]) -> list[Entry]:
+    """The runs, all tracked in the MLflow experiment of the first one: labels may have other data sets, networks and
+    partitions, by which experiments are called, and MLflow shows no run below one of another experiment."""
+    first = runs[0].config.tracking
+    if first.mlflow is None:
+        return list(runs)
+    at = platform_of(first.mlflow)
+    names = [track.experiment(entry.config, at) for entry in runs]
+    tracking = first.model_copy(update={"experiment": names[0]})
+    return [
+        entry if name == names[0] else replace(entry, config=entry.config.model_copy(update={"tracking": tracking}))
+        for entry, name in zip(runs, names, strict=True)
+    ]
 
 
 def begin(runs: Sequence[Entry], id: str, given: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
@@ -104,8 +121,10 @@ def check_all(runs: Sequence[Entry]) -> None:
     for entry in runs:
         out = folder_of(runs) / entry.name
         try:
+            resolved = Resolved.of(entry.config)
             if known_run(entry.config, out, resume=True) is None:
-                check(Resolved.of(entry.config))
+                check(resolved)
+            need_packages(resolved)
         except FlexfleetError as error:
             raise type(error)(f"{entry.label}, seed {entry.seed}: {error}".replace("--run-id", "--id")) from error
 
@@ -121,10 +140,15 @@ def _run(
     for name in ("json", "md", "svg", "html"):  # would be of other runs than the folder has in the end
         (folder / f"comparison.{name}").unlink(missing_ok=True)
     given = {entry.name: hand_over(entry.config, folder / f"{entry.name}.yaml") for entry in left}
-    shares = _shares(left, folder, given)
+    groups = sharing(runs)
+    shared = {entry.name: name for name, group in groups.items() for entry in group}
+    shares = _shares({name: [e for e in group if e in left] for name, group in groups.items()}, folder, given)
     codes = side_by_side(shares, at_once)
-    ready = [entry for entry in left if codes.get(shared_name(entry.seed), 0) == 0]
-    jobs = [_job(entry, tags(entry, id, parent), folder, options, *given[entry.name]) for entry in ready]
+    ready = [entry for entry in left if codes.get(shared[entry.name], 0) == 0]
+    jobs = [
+        _job(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
+        for entry in ready
+    ]
     codes |= side_by_side(jobs, at_once)
     failed = [(name, code) for name, code in codes.items() if code]
     if failed:
@@ -140,12 +164,26 @@ def _run(
         )
 
 
-def _shares(left: Sequence[Entry], folder: Path, given: Mapping[str, tuple[str, str]]) -> list[Job]:
-    """For each seed whose partition and pre-training are still to be computed for runs that have not begun."""
+def sharing(runs: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """By the name of a folder the runs that share what is in it: those of one seed with the same settings of partition
+    and pre-training. The folder of a seed's first setting is `shared-s<seed>`."""
+    out: dict[str, list[Entry]] = {}
+    for seed in dict.fromkeys(entry.seed for entry in runs):
+        groups: dict[str, list[Entry]] = {}
+        for entry in (e for e in runs if e.seed == seed):
+            groups.setdefault(json.dumps(settings(entry.config), sort_keys=True), []).append(entry)
+        for i, (text, group) in enumerate(groups.items()):
+            digest = f"-{sha256(text.encode())[:8]}" if i else ""
+            out[f"shared-s{seed}{digest}"] = group
+    return out
+
+
+def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[str, tuple[str, str]]) -> list[Job]:
+    """For each group whose partition and pre-training are still to be computed for runs that have not begun."""
     jobs = []
-    for seed in dict.fromkeys(entry.seed for entry in left):
-        fresh = [e for e in left if e.seed == seed and not (folder / e.name / "run.json").exists()]
-        out = folder / shared_name(seed)
+    for name, group in groups.items():
+        fresh = [e for e in group if not (folder / e.name / "run.json").exists()]
+        out = folder / name
         if not fresh:
             continue
         first = _to_share(fresh)
@@ -158,13 +196,20 @@ def _shares(left: Sequence[Entry], folder: Path, given: Mapping[str, tuple[str, 
 
 
 def _to_share(runs: Sequence[Entry]) -> Entry:
-    """Of these runs of one seed the first that measures APoZ: then the pre-training is there for all that do."""
+    """Of runs that share the first that measures APoZ: then the pre-training is there for all that do."""
     return next((e for e in runs if algorithm(e.config).needs_apoz), runs[0])
 
 
-def _job(entry: Entry, given: Mapping[str, str], folder: Path, options: Sequence[str], config: str, stdin: str) -> Job:
-    argv = ["run", "--config", config, "--run-id", entry.name, "--resume", *options]
-    argv += ["--shared", str(folder / shared_name(entry.seed))]
+def _job(
+    entry: Entry,
+    shared: Path,
+    given: Mapping[str, str],
+    folder: Path,
+    options: Sequence[str],
+    config: str,
+    stdin: str,
+) -> Job:
+    argv = ["run", "--config", config, "--run-id", entry.name, "--resume", *options, "--shared", str(shared)]
     argv += [word for key, value in given.items() for word in ("--tag", f"{key}={value}")]
     return Job(entry.name, "flexfleet.cli", tuple(argv), folder / f"{entry.name}.log", stdin)
 
@@ -172,10 +217,6 @@ def _job(entry: Entry, given: Mapping[str, str], folder: Path, options: Sequence
 def tags(entry: Entry, id: str, parent: str | None) -> dict[str, str]:
     """Of a run's MLflow run: by these the UI groups the runs of a comparison. `parent`: the one that it is below."""
     return {"flexfleet.comparison": id, "algorithm": entry.label, **({PARENT: parent} if parent else {})}
-
-
-def shared_name(seed: int) -> str:
-    return f"shared-s{seed}"
 
 
 def finished(config: Config, out: Path) -> bool:
@@ -190,6 +231,7 @@ def finished(config: Config, out: Path) -> bool:
 # --------------------------------------------------------------------------------------- as tasks of a graph
 def prepare(runs: Sequence[Entry], id: str, out: Path, job_id: str) -> list[dict[str, str]]:
     """`pairs_of` the comparison, whose own MLflow run is begun."""
+    runs = in_one_experiment(runs)
     pairs = pairs_of(runs, id, out)
     return below(pairs, begin(runs, id, track.of_job(runs[0].config, job_id)))
 
@@ -201,15 +243,24 @@ def below(pairs: Sequence[Mapping[str, str]], mlflow: MLflow | None) -> list[dic
 
 
 def pairs_of(runs: Sequence[Entry], id: str, out: Path) -> list[dict[str, str]]:
-    """Checks all runs and writes what those of a seed have in common into `out`/<id>; gives what the other tasks want
-    to know of each run. Values are texts: a graph may make floats of numbers."""
+    """Checks all runs and writes what they share into `out`/<id>; gives what the other tasks want to know of each run.
+    Values are texts: a graph may make floats of numbers."""
     check_all(runs)
-    need_packages(Resolved.of(runs[0].config))
     track.prepare(runs[0].config)
-    for seed in dict.fromkeys(entry.seed for entry in runs):
-        first = _to_share([e for e in runs if e.seed == seed])
-        share(Resolved.of(first.config), out / id / shared_name(seed))
-    return [{"comparison": id, "label": e.label, "run": e.name, "config": e.config.model_dump_json()} for e in runs]
+    shared: dict[str, str] = {}
+    for name, group in sharing(runs).items():
+        share(Resolved.of(_to_share(group).config), out / id / name)
+        shared |= {entry.name: name for entry in group}
+    return [
+        {
+            "comparison": id,
+            "label": e.label,
+            "run": e.name,
+            "shared": shared[e.name],
+            "config": e.config.model_dump_json(),
+        }
+        for e in runs
+    ]
 
 
 def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> Result:
@@ -219,7 +270,7 @@ def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> R
         Resolved.of(entry.config),
         entry.name,
         resume=True,
-        shared=shared / id / shared_name(entry.seed),
+        shared=shared / id / pair["shared"],
         tags={**tags(entry, id, pair["parent"]), **track.of_job(entry.config, job_id)},
     )
     ledger = shutil.ignore_patterns("rounds", ".lock")

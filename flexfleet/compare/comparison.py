@@ -2,7 +2,8 @@
 
 avg is the mean of the metric that decides (accuracy, R2) over the reported levels, full that of the largest model; an
 algorithm of one level has no avg. Every figure is a mean over the seeds with the sample standard deviation (n - 1);
-with one seed there is none. Runs that differ in more than their algorithm are refused, not tabulated.
+with one seed there is none. Runs that differ in more than their algorithm, and what the comparison varies besides, are
+refused, not tabulated.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from fl_engine.training.numerics import deciding
 from flexfleet.config import moves
 from flexfleet.config.entries import run_name
 from flexfleet.files.artifacts import Artifact
-from flexfleet.reports.report import Run, differences, load, plain
+from flexfleet.reports.report import Run, load, plain
+from flexfleet.steps import share
 
 MB = 1e6
 STEPS = 20
@@ -89,6 +91,8 @@ class Summary(_Part):
     algorithm: str
     settings: dict[str, Any]
     """The algorithm's own, where they were set."""
+    varied: dict[str, Any] = {}
+    """What the label has of the comparison's `varied`."""
     levels: tuple[float, ...]
     """Sizes of the reported models in % of the full one, mean over the seeds."""
     last: Score
@@ -116,6 +120,8 @@ class Comparison(Artifact):
     """The one that decides, of which avg and full are."""
     settings: dict[str, Any]
     """What all runs have in common, by dotted names."""
+    varied: tuple[str, ...] = ()
+    """Parameters in which labels differ, those of the algorithm apart, by dotted names."""
     results: dict[str, Summary]
     """By label."""
     notes: tuple[str, ...] = ()
@@ -123,20 +129,20 @@ class Comparison(Artifact):
 
 
 # ------------------------------------------------------------------------------------------------ reading
-def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path]) -> Runs:
-    """Loads the runs; `folders` by run id. Raises as `report.load` does, and ConfigError for runs that cannot be
-    compared."""
+def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path], varied: Sequence[str] = ()) -> Runs:
+    """Loads the runs; `folders` by run id, `varied`: parameters in which labels are to differ. Raises as `report.load`
+    does, and ConfigError for runs that cannot be compared."""
     runs = {label: [load(folders[run_name(label, seed)]) for seed in seeds] for label in labels}
     for i, seed in enumerate(seeds):
         of_seed = {label: of_label[i] for label, of_label in runs.items()}
         wrong = [run.file.run_id for run in of_seed.values() if run.config.get("seed") != seed]
         if wrong:
             raise ConfigError(f"not of seed {seed}, though the name says so: {', '.join(wrong)}")
-        # `unequal` knows more parameters: other intervals of evaluation, say, would shift rounds to an accuracy.
-        if lines := differences(list(of_seed.values())) or unequal(of_seed):
-            raise ConfigError(f"the runs of seed {seed} differ in more than the algorithm: {'; '.join(lines)}")
+        if lines := unequal(of_seed, varied) or other_partitions(of_seed):
+            known = ", ".join(("the algorithm", *own(varied)))
+            raise ConfigError(f"the runs of seed {seed} differ in more than {known}: {'; '.join(lines)}")
     for label, of_label in runs.items():
-        if lines := unequal(dict(zip(map("seed {}".format, seeds), of_label, strict=True)), algorithm=True):
+        if lines := unequal(dict(zip(map("seed {}".format, seeds), of_label, strict=True)), algorithm=False):
             raise ConfigError(f"the runs of {label} differ in more than the seed: {'; '.join(lines)}")
     return runs
 
@@ -146,11 +152,16 @@ def _shared(key: str) -> bool:
     return key != "seed" and moves(key) in (Moves.RESULT, Moves.LENGTH, Moves.ANSWERS)
 
 
-def unequal(runs: Mapping[str, Run], algorithm: bool = False) -> list[str]:
-    """Parameters in which runs differ though they should not, a line for each: all but the algorithm's (`algorithm`:
-    these too), the seed, and what moves no more than last bits."""
-    shared = (key for run in runs.values() for key in run.config if _shared(key))
-    keys = dict.fromkeys(key for key in shared if algorithm or not key.startswith("algorithm"))
+def own(varied: Sequence[str]) -> list[str]:
+    """Of the parameters that labels vary those that are not the algorithm's."""
+    return [key for key in varied if not key.startswith("algorithm.")]
+
+
+def unequal(runs: Mapping[str, Run], varied: Sequence[str] = (), *, algorithm: bool = True) -> list[str]:
+    """Parameters in which runs differ though they should not, a line for each: all but those that are `varied`, the
+    algorithm's (unless `algorithm` is false), the seed, and what moves no more than last bits."""
+    shared = (key for run in runs.values() for key in run.config if _shared(key) and key not in varied)
+    keys = dict.fromkeys(key for key in shared if not (algorithm and key.startswith("algorithm")))
     lines = []
     for key in keys:
         values = {name: plain(run.config.get(key)) for name, run in runs.items()}
@@ -159,8 +170,24 @@ def unequal(runs: Mapping[str, Run], algorithm: bool = False) -> list[str]:
     return lines
 
 
-def summarise(id: str, seeds: Sequence[int], runs: Runs, to: Sequence[float] = ()) -> Comparison:
-    """The figures. `to`: accuracies to reach, default `default_targets`."""
+def other_partitions(runs: Mapping[str, Run]) -> list[str]:
+    """Runs that were cut by the same settings and still have other partitions, a line for each such settings."""
+    groups: dict[str, dict[str, str]] = {}
+    for name, run in runs.items():
+        settings = repr({key: run.config[key] for key in sorted(run.config) if share.decides(key)})
+        groups.setdefault(settings, {})[name] = run.file.partition_sha256[:12]
+    return [
+        "the partition itself (sha256): " + ", ".join(f"{sha} ({name})" for name, sha in group.items())
+        for group in groups.values()
+        if len(set(group.values())) > 1
+    ]
+
+
+def summarise(
+    id: str, seeds: Sequence[int], runs: Runs, to: Sequence[float] = (), varied: Sequence[str] = ()
+) -> Comparison:
+    """The figures. `to`: accuracies to reach, default `default_targets`; `varied`: parameters in which labels are to
+    differ."""
     any_run = next(iter(runs.values()))[0]
     targets = tuple(to) or default_targets(runs)
     numerics = [deciding(run.file.numerics) for of_label in runs.values() for run in of_label]
@@ -173,13 +200,16 @@ def summarise(id: str, seeds: Sequence[int], runs: Runs, to: Sequence[float] = (
         seeds=tuple(seeds),
         rounds=len(any_run.rows),
         metric=any_run.evaluation.metric,
-        settings={k: v for k, v in any_run.config.items() if _shared(k) and not k.startswith("algorithm")},
-        results={label: _summary(seeds, of_label, targets) for label, of_label in runs.items()},
+        settings={
+            k: v for k, v in any_run.config.items() if _shared(k) and k not in varied and not k.startswith("algorithm")
+        },
+        varied=tuple(own(varied)),
+        results={label: _summary(seeds, of_label, targets, own(varied)) for label, of_label in runs.items()},
         notes=tuple(notes),
     )
 
 
-def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float]) -> Summary:
+def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float], varied: Sequence[str]) -> Summary:
     each = [_one(seed, run) for seed, run in zip(seeds, runs, strict=True)]
     best = [one.best for one in each]
     prefix = "algorithm."
@@ -187,6 +217,7 @@ def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float]
     return Summary(
         algorithm=runs[0].pool.algorithm,
         settings={k: v for k, v in settings.items() if k != "name"},
+        varied={key: runs[0].config.get(key) for key in varied},
         levels=tuple(statistics.fmean(sizes) for sizes in zip(*map(_sizes, runs), strict=True)),
         last=Score(
             round=_sure([len(run.rows) for run in runs]),

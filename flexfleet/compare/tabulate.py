@@ -14,7 +14,7 @@ from pathlib import Path
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.storage.store import FolderStore
 from flexfleet.compare.comparison import Comparison, Runs, Spread, Summary, curve, read, summarise
-from flexfleet.config.entries import Entry
+from flexfleet.config.entries import Entry, varied
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.reports.report import NONE, plain
@@ -42,8 +42,9 @@ def tabulate(
     """Writes FILES into `out`, from the entries' finished run folders by run id; then logs them to the comparison's
     MLflow run, if there is one. Raises as `comparison.read` does."""
     labels, seeds = list(dict.fromkeys(e.label for e in entries)), list(dict.fromkeys(e.seed for e in entries))
-    runs = read(labels, seeds, folders)
-    found = summarise(id, seeds, runs, to)
+    differ = varied(entries)
+    runs = read(labels, seeds, folders, differ)
+    found = summarise(id, seeds, runs, to, differ)
     store, drawing = FolderStore(out), draw(runs)
     store.put("comparison.md", markdown(found).encode())
     store.put("comparison.svg", (drawing + "\n").encode())
@@ -126,8 +127,24 @@ def bare(s: Spread | None) -> Spread | None:
 
 
 def title(c: Comparison) -> str:
-    dataset, model, rule, clients = (plain(c.settings.get(key, NONE)) for key in BRIEF)
+    dataset, model, rule, clients = (
+        " or ".join(dict.fromkeys(plain(r.varied[key]) for r in c.results.values()))
+        if key in c.varied
+        else plain(c.settings.get(key, NONE))
+        for key in BRIEF
+    )
     return f"{c.id}: {model} on {dataset}, {clients} clients ({rule}), {c.rounds} rounds"
+
+
+def common(c: Comparison) -> str:
+    """What the runs of a seed share."""
+    if not c.varied:
+        return "All runs of a seed have the same data, partition, fleet and training."
+    return (
+        f"The labels differ in {', '.join(c.varied)}, as said with each; besides, all runs of a seed have the same "
+        "settings. Those with the same data, partition, network and pre-training settings start from one partition "
+        "and one pre-training."
+    )
 
 
 def notes(c: Comparison) -> list[str]:
@@ -137,6 +154,8 @@ def notes(c: Comparison) -> list[str]:
     lines = [f"Mean ± sample standard deviation over the seeds {seeds}." if many else f"One seed, {seeds}: no spread."]
     lines.append("levels: sizes of the models that avg is the mean of; full: the largest of them. best: the round with "
                  "the highest avg, a choice made on test data.")  # fmt: skip
+    if c.varied:
+        lines.append(common(c))
     if any(r.last.avg is None for r in c.results.values()):
         lines.append(f"avg {NONE}: the algorithm reports one level alone.")
     if any(r.reached for r in c.results.values()):
@@ -151,11 +170,11 @@ def notes(c: Comparison) -> list[str]:
 
 
 def variants(c: Comparison) -> list[str]:
-    """What each label stands for, where that is not its algorithm as it is."""
+    """What each label stands for, where that is not its algorithm as it is, in the settings of all."""
     lines = []
     for label, r in c.results.items():
-        if r.settings or label != r.algorithm:
-            given = ", ".join(f"{k} = {plain(v)}" for k, v in r.settings.items()) or "as it is"
+        if r.settings or r.varied or label != r.algorithm:
+            given = ", ".join(f"{k} = {plain(v)}" for k, v in (r.settings | r.varied).items()) or "as it is"
             lines.append(f"{label}: {r.algorithm}, {given}")
     return lines
 
@@ -211,6 +230,7 @@ def page(c: Comparison, drawing: str) -> str:
         tables=tables(c),
         notes=notes(c),
         variants=variants(c),
+        common=common(c),
         drawing=Markup(drawing),
         colours={label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)},
         dash=NONE,

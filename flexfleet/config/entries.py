@@ -1,7 +1,7 @@
 """From what a comparison is asked for - algorithms, seeds, settings - to one configuration for each run.
 
-Everything but the algorithm is the same in all runs of a seed: a setting for one label alone may only be one of its
-algorithm's own.
+A setting for one label alone may be any parameter. How far the runs go, and where they are kept and told, is the same
+for all of them: figures of one round are put side by side, and a comparison is one folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from fl_engine.core.errors import ConfigError, nearest
-from flexfleet.config import Config
+from fl_engine.core.fields import Moves
+from flexfleet.config import Config, flatten, moves
 from flexfleet.config.names import plain
 
 V = TypeVar("V")
@@ -27,6 +28,8 @@ FIXED = {
     "algorithm.name": "the algorithms are given as a list of their own (--algorithms), a variant as label=name there",
     "seed": "the seeds are given as a list of their own (--seeds)",
 }
+SAME = (Moves.LENGTH, Moves.PLACE)
+"""What all runs of a comparison have in common, whatever its labels vary."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def _listed(text: str, what: str, example: str) -> list[str]:
 def by_label(settings: Iterable[tuple[str, V]], labels: Iterable[str]) -> dict[str | None, list[tuple[str, V]]]:
     """Settings of all runs (None), and of each label: `label:a.b` is `a.b` of that label.
 
-    Raises ConfigError for an unknown label, and for what runs of a comparison cannot have each for itself.
+    Raises ConfigError for an unknown label, and for what is not given as a setting.
     """
     out: dict[str | None, list[tuple[str, V]]] = {None: [], **{label: [] for label in labels}}
     for key, value in settings:
@@ -112,11 +115,6 @@ def by_label(settings: Iterable[tuple[str, V]], labels: Iterable[str]) -> dict[s
             raise ConfigError(f"{key}: no algorithm of this comparison is labelled {label!r}{known}")
         if path in FIXED:
             raise ConfigError(f"{key}: {FIXED[path]}")
-        if owner is not None and not path.startswith("algorithm."):
-            raise ConfigError(
-                f"{key}: one label alone can have other settings of its algorithm (algorithm.*), nothing else: "
-                "the runs would not be comparable. For all labels, leave out the label"
-            )
         out[owner].append((path, value))
     return out
 
@@ -142,7 +140,22 @@ def entries(
             out.append(Entry(label, seed, config.model_copy(update={"run": config.run.model_copy(update=where)})))
     if wrong:
         raise ConfigError("; ".join(f"{', '.join(told)}: {what}" for what, told in wrong.items()))
+    if apart := [key for key in varied(out) if moves(key) in SAME]:
+        raise ConfigError(
+            f"{', '.join(apart)}: all labels of a comparison have the same, as it says how far the runs go or where "
+            "they are kept. Leave out the label, so that the setting is for all of them"
+        )
     return out
+
+
+def varied(runs: Sequence[Entry]) -> tuple[str, ...]:
+    """Dotted names of the parameters in which runs of the same seed differ."""
+    found: dict[str, None] = {}
+    for seed in dict.fromkeys(entry.seed for entry in runs):
+        flat = [flatten(entry.config) for entry in runs if entry.seed == seed]
+        keys = dict.fromkeys(key for each in flat for key in each)
+        found |= dict.fromkeys(k for k in keys if any(k not in each or each[k] != flat[0].get(k) for each in flat))
+    return tuple(found)
 
 
 def entries_for(

@@ -133,14 +133,17 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def comparison_from(
     parameters: Mapping[str, Any], advanced: Mapping[str, Any], algorithms: str, seeds: str, id: str
 ) -> list[Entry]:
-    """The runs of a comparison: `config_from` for each algorithm and seed, where `advanced` may also hold
-    `label:algorithm.x` for one algorithm alone. Raises ConfigError."""
+    """The runs of a comparison: `config_from` for each algorithm and seed, where `advanced` may also hold `label:a.b`
+    for one label alone, also of what the form asks for. Raises ConfigError."""
     labels = labels_of(algorithms)
     given = by_label(advanced.items(), labels)
+    names = {path: name for name, path in PARAMETERS.items()}
 
     def configure(label: str, seed: int) -> Config:
-        own = {"algorithm": labels[label], "seed": seed}
-        return config_from({**parameters, **own}, {**dict(given[None]), **dict(given[label])})
+        own = {names[path]: value for path, value in given[label] if path in names}
+        rest = {path: value for path, value in given[label] if path not in names}
+        asked = {"algorithm": labels[label], "seed": seed}
+        return config_from({**parameters, **own, **asked}, {**dict(given[None]), **rest})
 
     return entries(labels, seeds_of(seeds), configure, id)
 

@@ -235,7 +235,7 @@ def measure(night: Night, folders: Folders, turns: int, runs_in: str = PROCESSES
             runs = [load(folders[case, entry.name]) for entry in own]
             values = {**_values(runs, night.suite.cases[case].to), "pace": tuple(pace(own[0].config, first, turns))}
             labels[f"{case}/{label}"] = OfLabel(
-                task=suite.task_of(night.suite, case),
+                task=suite.task_of(night.suite, case, label),
                 values=values,
                 curve=_curve(runs),
                 mlflow_runs=tuple(run.file.mlflow_run_id for run in runs if run.file.mlflow_run_id),
@@ -282,8 +282,9 @@ def reference_of(night: Night) -> Figures | None:
         return None
     found = Figures.read(path)
     for case in night.runs:
-        for label, of_label in found.labels.items():
-            if label.startswith(f"{case}/") and of_label.task != suite.task_of(night.suite, case):
+        for name, of_label in found.labels.items():
+            of_case, _, label = name.partition("/")
+            if of_case == case and of_label.task != suite.task_of(night.suite, case, label):
                 raise ConfigError(f"{path} is of other settings than {night.path} has now: make it again with --update")
     return found
 

@@ -37,7 +37,7 @@ class Case(BaseModel):
     to: float = Field(gt=0, le=1)
     """Accuracy of the full model to which rounds and MB are counted."""
     settings: dict[str, Any] = {}
-    """Dotted names; `label:algorithm.x` for one label alone."""
+    """Dotted names; `label:a.b` for one label alone."""
 
 
 class Suite(BaseModel):
@@ -63,7 +63,8 @@ class OfLabel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     task: str
-    """Digest of what was asked, one label's own settings apart: figures of other tasks are not compared."""
+    """Digest of what was asked, the label's own settings of its algorithm apart: figures of other tasks are not
+    compared."""
     values: dict[str, Annotated[tuple[float, ...], Field(min_length=2)]]
     """Of one value nobody knows how it spreads."""
     curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
@@ -133,7 +134,13 @@ def runs_of(suite: Suite, name: str, seeds: tuple[int, ...], sets: list[str], id
     return out
 
 
-def task_of(suite: Suite, case: str) -> str:
-    shared = {key: value for key, value in (suite.settings | suite.cases[case].settings).items() if ":" not in key}
-    own = {"settings": shared, "to": suite.cases[case].to}
+def task_of(suite: Suite, case: str, label: str) -> str:
+    settings = {}
+    for key, value in (suite.settings | suite.cases[case].settings).items():
+        owner, sign, path = key.partition(":")
+        if not sign:
+            settings[key] = value
+        elif owner.strip() == label and not path.strip().startswith("algorithm."):
+            settings[path.strip()] = value
+    own = {"settings": settings, "to": suite.cases[case].to}
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]

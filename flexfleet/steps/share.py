@@ -73,9 +73,12 @@ def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
 
 def settings(config: Config) -> dict[str, Any]:
     """All that partition and pre-training depend on, the network that an algorithm makes of the model apart."""
-    return {
-        k: v for k, v in configs.flatten(config).items() if k.startswith(SECTIONS) and configs.moves(k) is Moves.RESULT
-    }
+    return {key: value for key, value in configs.flatten(config).items() if decides(key)}
+
+
+def decides(key: str) -> bool:
+    """Whether partition and pre-training depend on the parameter of this dotted name."""
+    return key.startswith(SECTIONS) and configs.moves(key) is Moves.RESULT
 
 
 def network(resolved: Resolved) -> str | None:

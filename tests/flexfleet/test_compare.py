@@ -26,13 +26,13 @@ from flexfleet import cli
 from flexfleet.compare import compare as compare_module
 from flexfleet.compare import comparison, side_by_side, tabulate
 from flexfleet.compare.comparison import Comparison
-from flexfleet.config import entries
+from flexfleet.config import Config, entries, load_config
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, Result, RunFile
 from flexfleet.reports import report
 from flexfleet.run import run as run_module
 from flexfleet.steps import share
-from flexfleet.tracking.record import token_of
+from flexfleet.tracking.record import experiment, token_of
 from flexfleet.tracking.trackers import PARENT, TOKEN
 from tests.harness import platform
 
@@ -157,7 +157,9 @@ BAD = {
     "an id that is a path": (["--id", "a/b"], ("'a/b'",)),
     "a resume of what": (["--resume"], ("--resume needs --id",)),
     "a label that does not exist": (["--set", "flexfi:algorithm.epsilon=3"], ("'flexfi'", "did you mean 'flexfl'")),
-    "a setting of one label": (["--set", "flexfl:training.lr=0.1"], ("flexfl:training.lr", "comparable")),
+    "a length of one label": (["--set", "flexfl:rounds.stop=9"], ("rounds.stop", "all labels", "Leave out the label")),
+    "a place of one label": (["--set", "flexfl:run={store: there}"], ("run.store", "Leave out the label")),
+    "an unknown setting of one label": (["--set", "flexfl:training.lrr=0.1"], ("flexfl: ", "lrr", "did you mean 'lr'")),
     "a seed as a setting": (["--set", "seed=3"], ("seed", "--seeds")),
     "an algorithm as a setting": (["--set", "all_large:algorithm.name=flexfl"], ("algorithm.name", "--algorithms")),
     "an unknown setting": (["--set", "flexfl:algorithm.kd_wight=0"], ("flexfl: ", "kd_wight", "did you mean")),
@@ -487,6 +489,63 @@ def test_variants_of_one_algorithm(flexfleet: Any, sets: list[str]) -> None:
     shas = [results[label]["runs"][0]["model_sha256"] for label in ("flexfl", "no_kd")]
     assert shas[1] == plain.json["model_sha256"] != shas[0]
     assert "no_kd: flexfl, kd_weight = 0" in tabulate.text(Comparison.model_validate(found))
+
+
+def test_labels_may_vary_any_parameter(flexfleet: Any, sets: list[str]) -> None:
+    """One algorithm at two alphas, and with another precision at the second one, with two seeds."""
+    argv = ("--algorithms", "even=flexfl,skewed=flexfl,rough=flexfl", "--seeds", "0,1", "--id", "a", "--json")
+    own = ["skewed:partition.alpha=0.1", "rough:partition.alpha=0.1", "rough:run.precision=bf16"]
+    done = flexfleet("compare", *argv, sets=[*sets, "rounds.stop=2", *own])
+    assert done.code == 0, done.err
+    found, folder = Comparison.model_validate(done.json), Path("runs/a")
+    assert found.varied == ("partition.alpha", "run.precision")
+    assert "partition.alpha" not in found.settings and found.settings["partition.clients"] > 0
+    alphas = {"even": 0.6, "skewed": 0.1, "rough": 0.1}
+    assert {label: r.varied["partition.alpha"] for label, r in found.results.items()} == alphas
+    # What depends on alpha is computed once for each alpha and seed, and taken over by all runs that have it.
+    for seed in (0, 1):
+        first, second = sorted(path for path in folder.glob(f"shared-s{seed}*") if path.is_dir())
+        for label, shared in (("even", first), ("skewed", second), ("rough", second)):
+            run = folder / f"{label}-s{seed}"
+            for name in ("partition/partition.json", "partition/partition.safetensors", "pretrain/apoz.json"):
+                assert (run / name).read_bytes() == (shared / name).read_bytes(), (label, name)
+        assert (first / "partition/partition.json").read_bytes() != (second / "partition/partition.json").read_bytes()
+    # Each is the plain run of its settings.
+    own = ["algorithm.name=flexfl", "seed=1", "partition.alpha=0.1", "run.store=plain"]
+    plain = flexfleet("run", "--json", "--run-id", "plain", sets=[*sets, "rounds.stop=2", *own])
+    shas = {label: r.runs[1].model_sha256 for label, r in found.results.items()}
+    assert shas["skewed"] == plain.json["model_sha256"] and len(set(shas.values())) == 3
+    # The terminal, the table and the page name what differs.
+    for said in (tabulate.text(found), (folder / "comparison.md").read_text().replace("\\_", "_")):
+        assert "even: flexfl, partition.alpha = 0.6, run.precision = fp32" in said
+        assert "The labels differ in partition.alpha, run.precision, as said with each" in said
+    page = (folder / "comparison.html").read_text()
+    assert "The labels differ in partition.alpha, run.precision" in page and "same data, partition, fleet" not in page
+    # Another alpha than the label's is still no run of this comparison.
+    text = refused(flexfleet("compare", *argv[:-1], "--resume", sets=[*sets, "rounds.stop=2", *own[:1]]))
+    assert "partition.alpha" in text or "algorithm.name" in text
+
+
+def test_runs_of_other_networks_are_tracked_in_one_experiment() -> None:
+    def configure(label: str, seed: int) -> Config:
+        mlflow = "tracking.mlflow=sqlite:///mlflow.db"
+        return load_config(None, [f"seed={seed}", f"model.name={label}", "dataset.pad=32", mlflow])
+
+    runs = entries.entries({"small_cnn": "flexfl", "vgg16": "flexfl"}, [0], configure, "a")
+    assert entries.varied(runs) == ("model.name",)
+    found = [experiment(entry.config) for entry in compare_module.in_one_experiment(runs)]
+    assert found == ["digits-small_cnn-dirichlet"] * 2
+
+
+def test_a_title_names_the_data_sets_that_labels_have(ran: Ran) -> None:
+    found = Comparison.read(ran.folder / "comparison.json")
+    results = {
+        label: r.model_copy(update={"varied": {"model.name": name}})
+        for (label, r), name in zip(found.results.items(), ("small_cnn", "vgg16"), strict=True)
+    }
+    settings = {k: v for k, v in found.settings.items() if k != "model.name"}
+    found = found.model_copy(update={"varied": ("model.name",), "results": results, "settings": settings})
+    assert "small_cnn or vgg16 on digits" in tabulate.title(found)
 
 
 # ---------------------------------------------------------------------------------------------------- failures

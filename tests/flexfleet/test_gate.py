@@ -98,6 +98,18 @@ def test_a_slow_decline_stops_at_the_reference() -> None:
 
 
 # -------------------------------------------------------------------------------------------- the digits suite
+def test_a_label_with_another_partition_has_another_task() -> None:
+    """Its figures are not compared with those of before; what an algorithm is set to is what is measured."""
+    asked = suite.load(DIGITS)
+    before = suite.task_of(asked, "uneven", "all_large")
+    for key, same in (("all_large:training.lr", False), ("all_large:algorithm.eligible", True)):
+        case = asked.cases["uneven"]
+        changed = case.model_copy(update={"settings": {**case.settings, key: "another"}})
+        cases = asked.model_copy(update={"cases": {"uneven": changed}})
+        assert (suite.task_of(cases, "uneven", "all_large") == before) is same
+        assert suite.task_of(cases, "uneven", "flexfl") == before
+
+
 @pytest.fixture(scope="module")
 def reference() -> Figures:
     return Figures.read(DIGITS.with_suffix(".json"))
@@ -109,7 +121,7 @@ def test_the_reference_is_of_this_suite_and_of_20_seeds(reference: Figures) -> N
     labels = {f"{case}/{entry.label}" for case, entries in runs.items() for entry in entries}
     assert labels == set(reference.labels) and len(reference.seeds) >= 20
     for label, of in reference.labels.items():
-        assert of.task == suite.task_of(asked, label.partition("/")[0])
+        assert of.task == suite.task_of(asked, *label.split("/", 1))
         assert all(len(values) >= 20 for values in of.values.values())
 
 

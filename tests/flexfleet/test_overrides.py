@@ -76,6 +76,15 @@ def test_the_resolved_configuration_survives_the_file(tmp_path: Path) -> None:
     assert load_config(write_config(config, tmp_path / "new" / "config")) == config
 
 
+def test_a_label_of_a_comparison_may_have_its_own_value_of_what_the_form_asks_for() -> None:
+    advanced = {"b:partition.alpha": 0.1, "b:algorithm.kd_weight": 0, "training.momentum": 0.9}
+    runs = comparison_from({"dirichlet_alpha": 0.3}, advanced, "a=flexfl,b=flexfl", "0", "x")
+    assert [run.config.partition.alpha for run in runs] == [0.3, 0.1]
+    assert [run.config.training.momentum for run in runs] == [0.9, 0.9]
+    with pytest.raises(ConfigError, match="'dirichlet_alpha', set it there"):
+        comparison_from({}, {"partition.alpha": 0.1}, "a=flexfl", "0", "x")
+
+
 def test_run_names_and_folders() -> None:
     config = config_from({"store_uri": "/mnt/runs", "seed": 3}, {})
     assert run_name("", "8d1f", config) == "flexfl-s3-8d1f"

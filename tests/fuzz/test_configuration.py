@@ -225,7 +225,7 @@ def test_a_suite_is_read_or_named(tmp_path: Path, content: bytes) -> None:
         named = (*words(*settings), "--set", "algorithms", "seeds", "id", "label", "mine", *settings)
         runs = answer(lambda: suite.runs_of(found, "mine", found.seeds, [], "night"), *named, kind=ConfigError)
         for case in runs or ():
-            assert len(suite.task_of(found, case)) == 16
+            assert len(suite.task_of(found, case, "flexfl")) == 16
 
 
 # ---------------------------------------------------------------------------------------------------- pointers

@@ -142,6 +142,7 @@ def test_mlflow_groups_the_runs_of_the_graph(ran: Ran, scratch: Path) -> None:
     [
         ({"algorithms": "flexfl,fedavgg"}, "fedavgg: no algorithm named 'fedavgg'"),
         ({"advanced": {"no_kd:algorithm.kd_weight": 0}}, "no algorithm of this comparison is labelled 'no_kd'"),
+        ({"advanced": {"all_large:rounds.stop": 3}}, "rounds.stop: all labels of a comparison have the same"),
         ({"store_uri": "runs", "advanced": {"run.remote": "s3://bucket/runs"}}, "is the parameter 'store_uri'"),
     ],
 )
