@@ -11,6 +11,7 @@ from fl_engine.algorithms.full_model import AllLarge, FedOpt, FedProx
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.algorithms.scalefl import ScaleFL
 from fl_engine.core.registry import Contract
+from fl_engine.core.search import Searched
 from fl_engine.core.types import Algorithm, ChoosesNetwork
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
@@ -28,7 +29,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "scalefl": ScaleFL,
 }
 
-CONTRACT = Contract("algorithm", ALGORITHMS, Algorithm, needs=("training",), optional=(ChoosesNetwork,))
+CONTRACT = Contract("algorithm", ALGORITHMS, Algorithm, needs=("training",), optional=(ChoosesNetwork, Searched))
 """What an algorithm must have, and what it may have."""
 
 __all__ = [

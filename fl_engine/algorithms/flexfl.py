@@ -17,6 +17,7 @@ Departs from the paper:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,6 +35,7 @@ from fl_engine.algorithms.pooled import (
 from fl_engine.core import pool as pools
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, NotNegative, Positive
+from fl_engine.core.search import Interval
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import (
     FULL,
@@ -140,6 +142,16 @@ class FlexFL:
 
     merge = pooled.merge
     """Sec. III-E: the mean of each element over the clients that trained it."""
+
+    # ---------------------------------------------------------------------------------------------- a search
+    def search_space(self, pool: Pool) -> dict[str, Interval]:
+        """gamma of each dispatched model below the full one, up to a fifth from what its target size gives and never
+        across to the next one's; lambda; Gamma."""
+        solved, found = [m.gamma for m in pool if m.dispatched and m.gamma is not None], dict[str, Interval]()
+        middles = [math.sqrt(a * b) for a, b in pairwise(solved)]
+        for i, (gamma, low, high) in enumerate(zip(solved, [0.0, *middles], [*middles, math.inf], strict=True)):
+            found[f"gammas.{i}"] = Interval(max(gamma / 1.2, low), min(gamma * 1.2, high), log=True, start=gamma)
+        return found | {"kd_weight": Interval(0.1, 100.0, log=True), "adaptive_size": Interval(2.0, 20.0)}
 
 
 def _check_adaptive(adaptive_size: float, sizes: Sequence[float]) -> None:

@@ -7,18 +7,18 @@ the caller's (`flexfleet.tune.study`); this module draws values, sets them, judg
 from __future__ import annotations
 
 import logging
-import math
 import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, Stopped, Unreachable, first_line, masked
+from fl_engine.core.search import Interval, Searched
 from fl_engine.core.types import Pool
 from flexfleet.config import Config, Range, algorithm, parse, set_path
 
@@ -50,41 +50,42 @@ class Taken(Stopped):
 
 # ------------------------------------------------------------------------------------------------------ the space
 def space_of(config: Config, pool: Pool) -> dict[str, Range]:
-    """`tune.space`; for flexfl without one: gamma of each dispatched level below the full model, up to a fifth from
-    what its target size gives and never across to the next level's (`pool` is the default's), lambda and Gamma.
-
-    Raises ConfigError where there is none.
-    """
+    """`tune.space`; without one what the algorithm declares (`pool` is the default's). Raises ConfigError where there
+    is none."""
     if config.tune.space:
         return dict(config.tune.space)
-    if config.algorithm["name"] != "flexfl":
-        raise ConfigError(f"tune.space is empty: say what of {config.algorithm['name']} to search, a.b: {{low, high}}")
-    solved, found = gammas(pool), dict[str, Range]()
-    middles = [math.sqrt(a * b) for a, b in pairwise(solved)]
-    for i, (gamma, low, high) in enumerate(zip(solved, [0.0, *middles], [*middles, math.inf], strict=True)):
-        found[f"algorithm.gammas.{i}"] = Range(low=max(gamma / 1.2, low), high=min(gamma * 1.2, high), log=True)
-    found["algorithm.kd_weight"] = Range(low=0.1, high=100.0, log=True)
-    found["algorithm.adaptive_size"] = Range(low=2.0, high=20.0)
+    found = {
+        path: Range(low=each.low, high=each.high, log=each.log, whole=each.whole)
+        for path, each in _declared(config, pool).items()
+    }
+    if not found:
+        raise ConfigError(
+            f"tune.space is empty, and {config.algorithm['name']} declares no search space of its own: say what to "
+            "search, a.b: {low, high}"
+        )
     return found
 
 
-def gammas(pool: Pool) -> list[float]:
-    return [m.gamma for m in pool if m.dispatched and m.gamma is not None]
+def _declared(config: Config, pool: Pool) -> dict[str, Interval]:
+    """What the algorithm says is worth a search, by dotted names; empty where it says nothing."""
+    chosen = algorithm(config)
+    space = chosen.search_space(pool) if isinstance(chosen, Searched) else {}
+    return {f"algorithm.{path}": interval for path, interval in space.items()}
 
 
 def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str, Any]:
-    """What the configuration has where the space varies it: the first trial. A gamma that its target size gives is
-    taken from `pool`. A value outside the space is left out, and drawn."""
+    """What the configuration has where the space varies it: the first trial. Where it has null, the algorithm may say
+    what it makes of that (`pool` is the default's). A value outside the space is left out, and drawn."""
     values = config.model_dump(mode="json")
-    own = vars(algorithm(config))
+    own, declared = vars(algorithm(config)), _declared(config, pool)
     found = {}
     for path, range in space.items():
         section, *rest = path.split(".")
         here: Any = own if section == "algorithm" else values[section]
-        if path.startswith("algorithm.gammas.") and own.get("gammas") is None:
-            here = {"gammas": gammas(pool)}
         for part in rest:
             here = _inside(here, part)
+        if here is None and path in declared:
+            here = declared[path].start
         if here is not None and (here in range.choices if range.choices else _within(here, range)):
             found[path] = here
     return found

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -16,7 +17,9 @@ import optuna
 import pytest
 import yaml
 
+from fl_engine.algorithms import HeteroFL
 from fl_engine.core.errors import ConfigError, Stopped, Unreachable
+from fl_engine.core.search import Interval
 from fl_engine.core.types import FULL, Pool, PoolModel
 from flexfleet import cli
 from flexfleet.compare.side_by_side import Job
@@ -57,8 +60,30 @@ def test_flexfl_is_searched_in_gamma_lambda_and_big_gamma_without_being_told() -
 
 def test_other_algorithms_have_to_be_told() -> None:
     config = load_config(None, ("algorithm.name=heterofl",))
-    with pytest.raises(ConfigError, match=r"tune\.space is empty: say what of heterofl"):
+    with pytest.raises(ConfigError, match=r"tune\.space is empty, and heterofl declares no search space"):
         search.space_of(config, POOL)
+
+
+@dataclass(frozen=True)
+class Swept(HeteroFL):
+    """An algorithm of one's own that says what is worth a search."""
+
+    rate: float | None = None
+
+    def search_space(self, pool: Pool) -> dict[str, Interval]:
+        return {"rate": Interval(0.1, 1.0, log=True, start=float(len(pool)) / 10), "widths.0": Interval(0.3, 0.6)}
+
+
+def test_an_algorithm_of_ones_own_declares_its_search_space() -> None:
+    """`widths` is (0.5, 0.71, 1.0); `rate` is null, and the algorithm then makes 0.3 of a pool of three."""
+    config = load_config(None, (f"algorithm.name={__name__}:Swept",))
+    found = search.space_of(config, POOL)
+    assert found == {
+        "algorithm.rate": Range(low=0.1, high=1.0, log=True), "algorithm.widths.0": Range(low=0.3, high=0.6)
+    }  # fmt: skip
+    assert search.defaults(config, found, POOL) == pytest.approx({"algorithm.rate": 0.3, "algorithm.widths.0": 0.5})
+    given = load_config(None, (f"algorithm.name={__name__}:Swept", "algorithm.rate=0.7", "algorithm.widths=[0.2,1.0]"))
+    assert search.defaults(given, found, POOL) == {"algorithm.rate": 0.7}, "0.2 is not in the space"
 
 
 def test_any_dotted_name_can_be_searched_and_defaults_outside_the_space_are_drawn() -> None:

@@ -1,0 +1,32 @@
+"""What an algorithm says of a search over its hyper-parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from fl_engine.core.types import Pool
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A search draws the values of one hyper-parameter from `low` to `high`."""
+
+    low: float
+    high: float
+    log: bool = False
+    """As likely between 1 and 10 as between 10 and 100."""
+    whole: bool = False
+    """Whole numbers only."""
+    start: float | None = None
+    """What the algorithm computes by itself where its field is null: the first trial has that value."""
+
+
+@runtime_checkable
+class Searched(Protocol):
+    """An algorithm that has a search space of its own."""
+
+    def search_space(self, pool: Pool) -> Mapping[str, Interval]:
+        """By the path of a field: `kd_weight`, or `gammas.0` for the first entry of a list. `pool` is that of the
+        algorithm as it is configured."""
