@@ -23,6 +23,7 @@ from fl_engine.algorithms import ALGORITHMS
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import FLEETS
 from fl_engine.models import MODELS
+from fl_engine.models.build import FROM_DATA
 from flexfleet.config.schema import Config
 
 WIDTH = 120
@@ -83,7 +84,7 @@ def _named(section: str, name: str) -> Iterator[str]:
     kind: Any = NAMES[f"{section}.name"][name]
     yield f"  # The options of {name}; those of another are the fields of its class, in fl_engine/{section}s/."
     for field in fields(kind):
-        if field.name not in ("training", "input_shape", "outputs"):
+        if field.name not in ("training", *FROM_DATA):
             default = {"name": field.default.name} if is_dataclass(field.default) else field.default  # type: ignore[union-attr]
             yield from _line(f"{field.name}: {_value(default)}", _about(kind, field.name, ""), "  # ")
 
