@@ -20,6 +20,7 @@ import yaml
 from pydantic import BaseModel
 
 from fl_engine.algorithms import ALGORITHMS
+from fl_engine.core.registry import Contract
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import FLEETS
 from fl_engine.models import MODELS
@@ -121,10 +122,17 @@ def _about(kind: type, name: str, path: str) -> str:
         return f"{_listed(listed, 'or')}. {text}".strip()
     if get_origin(_bare(hint)) is dict and issubclass(each := get_args(_bare(hint))[1], BaseModel):
         return f"{text} Each: {{{', '.join(each.model_fields)}}}."
-    if members := [member for member in get_args(_bare(hint)) if is_dataclass(member)]:
-        by_name = [f"{_own_name(member)}{_options(member)}" for member in members]
-        return f"{_listed(by_name, 'or')}. {text}".strip()
+    if registry := _registered(hint):
+        by_name = [f"{own}{_options(member)}" for own, member in registry.items()]
+        return f"{', '.join(by_name)}, or one of your own (package.module:NAME). {text}".strip()
     return text
+
+
+def _registered(hint: Any) -> Mapping[str, type]:
+    """What a field may name whose annotation has a contract, also beside None."""
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    noted = (note for member in members if get_origin(member) is Annotated for note in get_args(member)[1:])
+    return next((note.registry for note in noted if isinstance(note, Contract)), {})
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
@@ -140,10 +148,6 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 def _bare(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
-
-
-def _own_name(member: Any) -> str:
-    return str(next(field.default for field in fields(member) if field.name == "name"))
 
 
 def _options(member: Any) -> str:

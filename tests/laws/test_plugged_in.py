@@ -13,15 +13,13 @@ from pydantic import TypeAdapter
 from fl_engine.aggregation.middle import Middle
 from fl_engine.aggregation.privacy import Private, Public
 from fl_engine.aggregation.protocol import Aggregate
-from fl_engine.aggregation.rules import AGGREGATIONS, Mean
-from fl_engine.aggregation.server_opt import SERVERS, Average
-from fl_engine.algorithms import ALGORITHMS, CONTRACT, FedOpt, HeteroFL
-from fl_engine.algorithms.full_model import full_pool
-from fl_engine.algorithms.pooled import PooledState, Training, local_task, plan_pool, start
+from fl_engine.aggregation.rules import AGGREGATIONS, Aggregation, Mean
+from fl_engine.aggregation.server_opt import SERVERS, Average, Server
+from fl_engine.algorithms import ALGORITHMS, CONTRACT, AllLarge, FedOpt, HeteroFL, pooled
+from fl_engine.algorithms.pooled import PooledState, Training, local_task
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.types import (
-    Device,
     LocalTask,
     ModelFamily,
     Outcome,
@@ -29,11 +27,13 @@ from fl_engine.core.types import (
     Params,
     Pool,
     RoundPlan,
+    ServerContext,
     TaskContext,
     WorkOrder,
 )
+from fl_engine.exchange.server import ServerSite
 from fl_engine.selection import SELECTIONS, Uniform
-from fl_engine.testing.tiny import TRAINING, assert_same_bits, start_of, tiny_site, update_of
+from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, start_of, tiny_site, update_of
 from flexfleet import config as configs
 from flexfleet.config import load_config
 
@@ -127,12 +127,12 @@ def test_what_is_plugged_in_is_what_merges() -> None:
     algorithm = FedOpt(training=TRAINING, eligible="all", aggregation=algorithm.aggregation, server=Average())
     site = tiny_site(algorithm)
     state = start_of(algorithm, site)
-    plan = algorithm.plan(state, 0, 7)
+    plan = algorithm.plan(state, context_of(site, 0, 7))
     updates = [update_of(o, o.spec, {n: t + o.client for n, t in o.payload.items()}) for o in plan.orders]
-    whole = algorithm.merge(state, plan, updates)
+    whole = algorithm.merge(state, plan, updates, ServerSite(site))
     for server in (Half(), HalfAverage()):
         half = FedOpt(training=TRAINING, eligible="all", aggregation=Trimmed(share=0.0), server=server).merge(
-            state, plan, updates
+            state, plan, updates, ServerSite(site)
         )
         assert_same_bits(half.params, {n: torch.lerp(t, whole.params[n], 0.5) for n, t in state.params.items()})
 
@@ -200,22 +200,20 @@ class Own:
     needs_apoz: ClassVar[bool] = False
     training: Training = Training()
     selection: Uniform = field(default=Uniform(model="largest"))
+    aggregation: ClassVar[Aggregation] = Mean()
+    server: ClassVar[Server] = Average()
 
     def pool(self, family: ModelFamily, apoz: Any, *more: Any) -> Pool:
-        return full_pool(family)
+        return AllLarge().pool(family, apoz)
 
-    def init(
-        self, params: Params, layout: ParamLayout, fleet: tuple[Device, ...], pool: Pool, *more: Any
-    ) -> PooledState:
-        return start(params, layout, fleet, pool, self.selection, Mean())
-
-    def plan(self, state: PooledState, round: int, seed: int) -> RoundPlan:
-        return plan_pool(state, self.selection, self.training, round, seed)
+    selector, init, plan = pooled.selector, pooled.init, pooled.plan
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         return local_task(self.training, order, order.spec)
 
-    def merge(self, state: PooledState, plan: RoundPlan, outcomes: Iterable[Outcome], *more: Any) -> PooledState:
+    def merge(
+        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext, *more: Any
+    ) -> PooledState:
         return state
 
 
@@ -224,7 +222,7 @@ def made(**members: Any) -> type:
     own = {
         name: value
         for name, value in vars(Own).items()
-        if not name.startswith("__") and name not in Own.__annotations__
+        if not name.startswith("__") and name not in ("training", "selection", "needs_apoz")
     }
     own |= {"needs_apoz": False, "training": Training(), "selection": Uniform()}
     types = {"training": Training, "selection": Uniform}
@@ -235,9 +233,9 @@ def made(**members: Any) -> type:
 
 MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"training": None}, "it has no field 'training'"),
-    ({"merge": None}, "it has no merge(state, plan, outcomes"),
+    ({"merge": None}, "it has no merge(state, plan, answers, server)"),
     ({"needs_apoz": None}, "it has no 'needs_apoz'"),
-    ({"plan": lambda self, state: None}, "its plan(self, state) is called as plan(state, round, seed)"),
+    ({"plan": lambda self, state: None}, "its plan(self, state) is called as plan(state, context)"),
     ({"plan": 3}, "its 'plan' is no method"),
     ({"network": lambda self: None}, "its network(self) is called as network(family)"),
 ]
