@@ -22,7 +22,7 @@ from flexfleet.compare.comparison import Comparison
 from flexfleet.compare.side_by_side import Job, last_words, side_by_side
 from flexfleet.compare.tabulate import tabulate
 from flexfleet.config import Config, algorithm, parse
-from flexfleet.config.entries import Entry, folder_of
+from flexfleet.config.entries import Entry, folder_of, varied
 from flexfleet.config.overrides import hand_over
 from flexfleet.files.artifacts import History, Result, RunFile
 from flexfleet.run.check import check
@@ -117,7 +117,9 @@ def stores_of(runs: Sequence[Entry]) -> list[Store]:
 
 
 def check_all(runs: Sequence[Entry]) -> None:
-    """Raises what `check` does for the first run that could not be made; a begun one must have the same settings."""
+    """Raises what `check` does for the first run that could not be made; a begun one must have the same settings, and
+    all of them are measured alike."""
+    _check_metric(runs)
     for entry in runs:
         out = folder_of(runs) / entry.name
         try:
@@ -127,6 +129,18 @@ def check_all(runs: Sequence[Entry]) -> None:
             need_packages(resolved)
         except FlexfleetError as error:
             raise type(error)(f"{entry.label}, seed {entry.seed}: {error}".replace("--run-id", "--id")) from error
+
+
+def _check_metric(runs: Sequence[Entry]) -> None:
+    """Raises ConfigError where labels have data sets whose figures mean other things."""
+    if "dataset.name" not in varied(runs):
+        return
+    seen = {e.label: Resolved.of(e.config).data.task.metric.name for e in runs if e.seed == runs[0].seed}
+    if len(set(seen.values())) > 1:
+        said = ", ".join(f"{label}: {metric}" for label, metric in seen.items())
+        raise ConfigError(
+            f"figures of different metrics do not go into one table ({said}): compare each kind by itself"
+        )
 
 
 def _run(

@@ -537,6 +537,19 @@ def test_runs_of_other_networks_are_tracked_in_one_experiment() -> None:
     assert found == ["digits-small_cnn-dirichlet"] * 2
 
 
+def test_labels_that_are_measured_by_different_metrics_are_refused() -> None:
+    kinds = "fl_engine.testing.kinds"
+
+    def configure(label: str, seed: int) -> Config:
+        data, network = {"table": ("TABLE", "TinyMLP"), "tokens": ("SEQUENCES", "TinyTokens")}[label]
+        names = (f"dataset.name={kinds}:{data}", f"model.name={kinds}:{network}", "tracking.mlflow=null")
+        return load_config(None, [f"seed={seed}", *names])
+
+    runs = entries.entries({"table": "flexfl", "tokens": "flexfl"}, [0], configure, "a")
+    with pytest.raises(ConfigError, match=r"\(table: r2, tokens: accuracy\): compare each kind by itself"):
+        compare_module.check_all(runs)
+
+
 def test_a_title_names_the_data_sets_that_labels_have(ran: Ran) -> None:
     found = Comparison.read(ran.folder / "comparison.json")
     results = {
