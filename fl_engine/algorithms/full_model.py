@@ -54,14 +54,14 @@ class AllLarge:
     needs_apoz: ClassVar[bool] = False
 
     training: Training = Training()
-    mu: NotNegative = 0.0
-    """Weight of FedProx's proximal term; 0 is FedAvg."""
     eligible: Literal["all", "capable"] = "capable"
     """`all` ignores what devices can hold; `capable` keeps to it."""
     selection: Selection | None = None
     """null: uniform among the eligible."""
     aggregation: Aggregation = Mean()
     server: Server = Average()
+    mu: NotNegative = 0.0
+    """Weight of FedProx's proximal term; 0 is FedAvg."""
 
     def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
         return (pools.member(family, "full", FULL, dispatched=True, reported=True),)

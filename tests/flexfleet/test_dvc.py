@@ -113,7 +113,7 @@ def job(tmp_path: Path, quick: Sequence[str]) -> tuple[Config, Path, Path]:
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     """Every run stops when it has committed this many rounds more."""
-    original = loop._round
+    original = loop.play
     left = rounds
 
     def stopping(*args: Any) -> Any:
@@ -123,7 +123,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
         left -= 1
         return original(*args)
 
-    monkeypatch.setattr(loop, "_round", stopping)
+    monkeypatch.setattr(loop, "play", stopping)
 
 
 def test_an_interrupted_run_goes_on_and_another_configuration_does_not_meet_it(

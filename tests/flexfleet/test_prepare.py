@@ -21,17 +21,18 @@ from flexfleet.steps.prepare import Resolved
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often an algorithm was built from a section, and how often the digits were read."""
     found: Counter[str] = Counter()
-    kind_of, digits = resolve.kind_of, DATASETS["digits"]
+    contract, digits = resolve.CONTRACT, DATASETS["digits"]
 
-    def counting(*args: Any) -> Any:
-        found["algorithm"] += 1
-        return kind_of(*args)
+    class Counting:
+        def of_section(self, section: Any) -> Any:
+            found["algorithm"] += 1
+            return contract.of_section(section)
 
     def load(root: Path) -> Any:
         found["data"] += 1
         return digits.load(root)
 
-    monkeypatch.setattr(resolve, "kind_of", counting)
+    monkeypatch.setattr(resolve, "CONTRACT", Counting())
     monkeypatch.setitem(DATASETS, "digits", replace(digits, load=load))
     return found
 

@@ -319,7 +319,7 @@ def test_a_run_folder_is_told_of_or_the_file_is_named(
             lambda: report.differences([report.load(folder)]),
             lambda: status.describe(folder),
             lambda: federate.known_run(Config(), folder, resume=True),
-            lambda: gather.parse(RunFile.read(folder / "run.json").config),
+            lambda: gather.parse_with_algorithm(RunFile.read(folder / "run.json").config),
         )
         named = (str(folder), name, "run.json", *Config.model_fields, "unknown parameter", "the configuration")
         for one in tell:

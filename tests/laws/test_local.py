@@ -259,7 +259,7 @@ PLAIN = AllLarge(training=Training(fraction=1.0, epochs=2, batch_size=4, lr=0.05
 
 def outcome(algorithm: AllLarge | FlexFL, client: int = 0, **site: object) -> ClientUpdate | ClientFailure:
     place = tiny_site(algorithm, fleet=tiny_fleet(4), **site)  # type: ignore[arg-type]
-    plan = algorithm.plan(start_of(algorithm, place), context_of(site, 2, SEED))
+    plan = algorithm.plan(start_of(algorithm, place), context_of(place, 2, SEED))
     (order,) = (o for o in plan.orders if o.client == client)
     return execute(algorithm, order, place)
 

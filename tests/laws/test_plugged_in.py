@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -227,8 +227,8 @@ def made(**members: Any) -> type:
     own |= {"needs_apoz": False, "training": Training(), "selection": Uniform()}
     types = {"training": Training, "selection": Uniform}
     kept = {name: value for name, value in (own | members).items() if value is not None}
-    body = {**kept, "__annotations__": {name: kind for name, kind in types.items() if name in kept}}
-    return dataclass(frozen=True)(type("Own", (), body))
+    options = [(name, kind, field(default=kept.pop(name))) for name, kind in types.items() if name in kept]
+    return make_dataclass("Own", options, namespace=kept, frozen=True)
 
 
 MISFITS: list[tuple[dict[str, Any], str]] = [

@@ -199,7 +199,7 @@ def test_the_server_evaluates_on_its_own_samples() -> None:
     server, params = ServerSite(site), start_of(algorithm, site).params
     own = torch.from_numpy(site.partition.proxy_train)
     x, y = site.data.train_x[own], site.data.train_y[own]
-    assert server.evaluate(FULL, params) == evaluate(site.family, params, FULL, server.data, x, y).accuracy
+    assert server.evaluate(FULL, params) == evaluate(site.family, params, FULL, server.data, x, y).value
     assert (len(server.data.train_y), server.samples[0], server.samples[1]) == (6, 2, 8)
 
 

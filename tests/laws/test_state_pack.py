@@ -83,7 +83,7 @@ def test_constants_are_not_stored_and_come_from_init() -> None:
     tensors, rest = pack(rich(fixed=("stored", "long ago")))
     assert "fixed" not in rest
     assert unpack(rich(fixed=("now",)), tensors, rest).fixed == ("now",)
-    start = PooledState(params={"w": torch.ones(1)}, tables={}, moments={}, layout=None, fleet=(), pool=())  # type: ignore[arg-type]
+    start = PooledState(params={"w": torch.ones(1)}, tables={}, moments={}, layout=None, pool=())  # type: ignore[arg-type]
     assert pack(start)[1] == {"tables": {}}
 
 
