@@ -135,7 +135,7 @@ def test_a_pod_that_cannot_start_is_given_up_and_the_log_says_what_its_tier_wait
         return fate if job["metadata"]["labels"]["flexfleet.io/tier"] == stuck[0] else "run"
 
     cluster.script = script
-    rounds("stuck", *remote, "kubernetes.quorum=0.1", "kubernetes.pending_s=1")
+    rounds("stuck", *remote, "kubernetes.quorum=0.1", "kubernetes.pending_s=4")
     found = failures(rows(remote, "stuck")[0])
     assert found and all(said in failure and stuck[0] in failure for failure in found)
     assert f"tier {stuck[0]} waits for" in caplog.text and said in caplog.text
