@@ -19,8 +19,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from fl_engine.backends import InProcess
+from fl_engine.core.contracts import Algorithm, Backend
 from fl_engine.core.slicing import is_statistic, take
-from fl_engine.core.types import Algorithm, Backend, ClientUpdate, Outcome, ParamLayout, RoundPlan
+from fl_engine.core.types import ClientUpdate, Outcome, ParamLayout, RoundPlan
 from fl_engine.exchange import acceptance
 from fl_engine.exchange.acceptance import History
 from fl_engine.exchange.updates import movement, size_of

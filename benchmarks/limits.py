@@ -32,7 +32,8 @@ from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
 from fl_engine.backends.in_process import prepare_process
-from fl_engine.core.types import Algorithm, ClientUpdate, Outcome, Pool, RoundPlan
+from fl_engine.core.contracts import Algorithm
+from fl_engine.core.types import ClientUpdate, Outcome, Pool, RoundPlan
 from fl_engine.exchange.client import Site
 from fl_engine.fleet import devices
 from fl_engine.rounds import loop as rounds

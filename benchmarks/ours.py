@@ -21,9 +21,10 @@ from benchmarks.workloads import MEAN, STD, Workload, chosen
 from fl_engine.algorithms import AdaptiveFL, AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
+from fl_engine.core.contracts import Algorithm, Backend, ModelFamily
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import Algorithm, Backend, ModelFamily, Outcome, RoundPlan
+from fl_engine.core.types import Outcome, RoundPlan
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite

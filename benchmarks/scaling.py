@@ -26,9 +26,9 @@ from benchmarks.workloads import MEAN, STD, WORKLOADS
 from fl_engine.algorithms import AdaptiveFL, AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
+from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import count_params, initial_params
-from fl_engine.core.types import Algorithm, ModelFamily
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite

@@ -23,10 +23,11 @@ from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
 from fl_engine.core import seeds
+from fl_engine.core.contracts import Algorithm, Tracker
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import Algorithm, Outcome, RoundPlan, Tracker
+from fl_engine.core.types import Outcome, RoundPlan
 from fl_engine.data import partitioning as partitions
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite

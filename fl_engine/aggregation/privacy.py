@@ -38,10 +38,11 @@ from pydantic import Field
 from torch import Tensor
 
 from fl_engine.aggregation.averaging import Kind, Regions, change_of
+from fl_engine.core.contracts import Algorithm, Selector
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.slicing import is_statistic
-from fl_engine.core.types import Algorithm, Device, ParamLayout, Params, Pool, RoundPlan, Selector, SubmodelSpec
+from fl_engine.core.types import Device, ParamLayout, Params, Pool, RoundPlan, SubmodelSpec
 from fl_engine.exchange.acceptance import Terms
 from fl_engine.selection import ResourceTable, Uniform
 from fl_engine.selection.capacity import dispatched, holds, round_size

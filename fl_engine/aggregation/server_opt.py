@@ -22,10 +22,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fl_engine.core.contracts import ServerOptimizer
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.registry import Contract
 from fl_engine.core.slicing import is_statistic
-from fl_engine.core.types import Params, ServerOptimizer
+from fl_engine.core.types import Params
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

@@ -10,9 +10,9 @@ from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.algorithms.full_model import AllLarge, FedOpt, FedProx
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.algorithms.scalefl import ScaleFL
+from fl_engine.core.contracts import Algorithm, ChoosesNetwork
 from fl_engine.core.registry import Contract
 from fl_engine.core.search import Searched
-from fl_engine.core.types import Algorithm, ChoosesNetwork
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "adaptivefl": AdaptiveFL,

@@ -27,19 +27,11 @@ from fl_engine.algorithms.pooled import (
     local_task,
 )
 from fl_engine.core import pool as pools
+from fl_engine.core.contracts import ModelFamily, Selector
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, Count, Fraction, Index
 from fl_engine.core.slicing import contains, count_params
-from fl_engine.core.types import (
-    FULL,
-    LocalTask,
-    ModelFamily,
-    Pool,
-    PoolModel,
-    Selector,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import FULL, LocalTask, Pool, PoolModel, TaskContext, WorkOrder
 from fl_engine.core.widths import from_layer
 from fl_engine.selection import Curiosity, Selection, Uniform
 

@@ -33,6 +33,7 @@ from fl_engine.algorithms.pooled import (
     wanted,
 )
 from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.slicing import take
@@ -40,7 +41,6 @@ from fl_engine.core.types import (
     ClientUpdate,
     Device,
     LocalTask,
-    ModelFamily,
     Outcome,
     ParamLayout,
     Params,
@@ -49,7 +49,6 @@ from fl_engine.core.types import (
     PoolModel,
     RoundContext,
     RoundPlan,
-    ServerContext,
     TaskContext,
     WorkOrder,
 )

@@ -36,6 +36,7 @@ from fl_engine.algorithms.pooled import (
     local_task,
     weight_of,
 )
+from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Count, NotNegative, Positive
 from fl_engine.core.slicing import is_statistic
@@ -44,14 +45,12 @@ from fl_engine.core.types import (
     Device,
     ExitLoss,
     LocalTask,
-    ModelFamily,
     Outcome,
     ParamLayout,
     Params,
     Pool,
     RoundContext,
     RoundPlan,
-    ServerContext,
     TaskContext,
     WorkOrder,
 )

@@ -30,19 +30,10 @@ from fl_engine.algorithms.pooled import (
     weight_of,
 )
 from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.slicing import take
-from fl_engine.core.types import (
-    LocalTask,
-    ModelFamily,
-    Outcome,
-    Pool,
-    RoundContext,
-    RoundPlan,
-    ServerContext,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import LocalTask, Outcome, Pool, RoundContext, RoundPlan, TaskContext, WorkOrder
 from fl_engine.core.widths import random_drop
 from fl_engine.selection import Selection, Uniform
 

@@ -38,19 +38,18 @@ from fl_engine.algorithms.pooled import (
     select,
     wanted,
 )
+from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.types import (
     HEAD,
     ClientUpdate,
     LocalTask,
-    ModelFamily,
     Outcome,
     ParamLayout,
     Params,
     Pool,
     RoundContext,
     RoundPlan,
-    ServerContext,
     TaskContext,
     WorkOrder,
 )

@@ -30,19 +30,11 @@ from fl_engine.algorithms.pooled import (
     prefix_pool,
     weight_of,
 )
+from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.slicing import is_statistic
-from fl_engine.core.types import (
-    LocalTask,
-    ModelFamily,
-    Outcome,
-    Pool,
-    RoundPlan,
-    ServerContext,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import LocalTask, Outcome, Pool, RoundPlan, TaskContext, WorkOrder
 from fl_engine.selection import Selection, Uniform
 
 

@@ -33,20 +33,12 @@ from fl_engine.algorithms.pooled import (
     local_task,
 )
 from fl_engine.core import pool as pools
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, NotNegative, Positive
 from fl_engine.core.search import Interval
 from fl_engine.core.slicing import count_params
-from fl_engine.core.types import (
-    FULL,
-    Distillation,
-    LocalTask,
-    ModelFamily,
-    Pool,
-    PoolModel,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import FULL, Distillation, LocalTask, Pool, PoolModel, TaskContext, WorkOrder
 from fl_engine.selection import ResourceTable, Selection
 
 

@@ -29,21 +29,10 @@ from fl_engine.aggregation.server_opt import Adam, Average, Server
 from fl_engine.algorithms import pooled
 from fl_engine.algorithms.pooled import PooledState, Training, local_task, needs_room
 from fl_engine.core import pool as pools
+from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, NotNegative
-from fl_engine.core.types import (
-    FULL,
-    Device,
-    LocalTask,
-    ModelFamily,
-    ParamLayout,
-    Params,
-    Pool,
-    Selector,
-    ServerContext,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import FULL, Device, LocalTask, ParamLayout, Params, Pool, TaskContext, WorkOrder
 from fl_engine.selection import Selection, Uniform
 from fl_engine.selection.capacity import holds
 

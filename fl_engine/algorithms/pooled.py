@@ -16,6 +16,7 @@ from fl_engine.aggregation.rules import Aggregate, Aggregation
 from fl_engine.aggregation.server_opt import Average
 from fl_engine.core import pool as pools
 from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily, Selector, ServerContext, ServerOptimizer
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.fields import Count, Fraction, NotNegative, Positive
 from fl_engine.core.slicing import take
@@ -26,7 +27,6 @@ from fl_engine.core.types import (
     ClientUpdate,
     Device,
     LocalTask,
-    ModelFamily,
     Outcome,
     ParamLayout,
     Params,
@@ -34,9 +34,6 @@ from fl_engine.core.types import (
     Pool,
     RoundContext,
     RoundPlan,
-    Selector,
-    ServerContext,
-    ServerOptimizer,
     SubmodelSpec,
     Tables,
     TaskContext,

@@ -33,18 +33,9 @@ from fl_engine.algorithms.pooled import (
     local_task,
     weight_of,
 )
+from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction, Index, NotNegative, Positive
-from fl_engine.core.types import (
-    ExitLoss,
-    LocalTask,
-    ModelFamily,
-    Outcome,
-    Pool,
-    RoundPlan,
-    ServerContext,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import ExitLoss, LocalTask, Outcome, Pool, RoundPlan, TaskContext, WorkOrder
 from fl_engine.core.widths import choose_exits, with_exits
 from fl_engine.selection import Selection, Uniform
 

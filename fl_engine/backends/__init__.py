@@ -11,8 +11,8 @@ from fl_engine.backends.in_process import InProcess
 from fl_engine.backends.kubernetes.backend import Kubernetes
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.backends.processes import Processes
+from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import EnvironmentFailure, Replaced, Stopped
-from fl_engine.core.types import Backend
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 

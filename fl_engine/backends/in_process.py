@@ -10,8 +10,9 @@ from types import MappingProxyType
 
 import torch
 
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import EnvironmentFailure
-from fl_engine.core.types import Algorithm, Outcome, RoundPlan
+from fl_engine.core.types import Outcome, RoundPlan
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import Site, Work, accept_all, delivered, train
 

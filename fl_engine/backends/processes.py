@@ -22,8 +22,9 @@ from typing import Any
 import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shared memory
 
 from fl_engine.backends.in_process import by_cost, check_device, prepare_process
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import FlexfleetError
-from fl_engine.core.types import Algorithm, ClientFailure, ClientUpdate, Outcome, RoundPlan
+from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange.client import Site, Work, accept_all, train
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.fleet import faults

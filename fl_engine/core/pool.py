@@ -22,9 +22,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import PoolError
 from fl_engine.core.slicing import contains, count_macs, count_params, full_shapes, runnable, shapes
-from fl_engine.core.types import FULL, ModelFamily, Params, Pool, PoolModel, SubmodelSpec
+from fl_engine.core.types import FULL, Params, Pool, PoolModel, SubmodelSpec
 
 Rule = Literal["closest", "authors"]
 

@@ -9,8 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from fl_engine.core.contracts import ModelFamily, TakesTokens
 from fl_engine.core.errors import ModelError
-from fl_engine.core.types import FULL, Axis, Keep, ModelFamily, ParamLayout, Params, Pool, SubmodelSpec, TakesTokens
+from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Pool, SubmodelSpec
 
 
 def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: SubmodelSpec = FULL) -> Params:

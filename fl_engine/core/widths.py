@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.slicing import count_params
-from fl_engine.core.types import FULL, HEAD, ModelFamily, ParamLayout, SubmodelSpec
+from fl_engine.core.types import FULL, HEAD, ParamLayout, SubmodelSpec
 
 Rounding = Literal["ceil", "floor"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.slicing import count_macs
-from fl_engine.core.types import LocalTask, ModelFamily, SubmodelSpec
+from fl_engine.core.types import LocalTask, SubmodelSpec
 
 
 def batches(task: LocalTask, samples: int) -> tuple[int, ...]:

@@ -10,17 +10,16 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ClientError, ModelError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
     HEAD,
-    Algorithm,
     ClientFailure,
     ClientUpdate,
     Device,
     LocalTask,
-    ModelFamily,
     Outcome,
     ParamLayout,
     Params,

@@ -33,16 +33,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from fl_engine.core import workload
+from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief, printable
 from fl_engine.core.slicing import contains, is_statistic, largest, shapes, take
 from fl_engine.core.types import (
     HEAD,
-    Algorithm,
     ClientFailure,
     ClientUpdate,
     Code,
     Device,
-    ModelFamily,
     Outcome,
     ParamLayout,
     Params,

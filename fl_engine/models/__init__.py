@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fl_engine.core.types import ModelFamily
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, FlexfleetError
 from fl_engine.core.registry import Contract, check_names
-from fl_engine.core.types import ModelFamily
 from fl_engine.models import MODELS
 
 CONTRACT = Contract("model", MODELS, ModelFamily)

@@ -20,10 +20,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import runnable
-from fl_engine.core.types import FULL, ModelFamily, Params, PoolModel, SubmodelSpec
+from fl_engine.core.types import FULL, Params, PoolModel, SubmodelSpec
 from fl_engine.models.build import FROM_DATA, build_model
 from fl_engine.storage.store import FolderStore, decode, encode, sha256
 from fl_engine.training.evaluation import collect_statistics, score, weights_of

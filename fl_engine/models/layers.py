@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fl_engine.core.contracts import ModelFamily, TakesImages
 from fl_engine.core.errors import ModelError
-from fl_engine.core.types import Axis, ModelFamily, ParamLayout, Slot, SubmodelSpec, TakesImages
+from fl_engine.core.types import Axis, ParamLayout, Slot, SubmodelSpec
 from fl_engine.core.widths import exit_name
 from fl_engine.training import lanes
 

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import Stopped
 from fl_engine.core.slicing import index_of
-from fl_engine.core.types import Backend, ClientFailure, ClientUpdate, Outcome, RoundPlan
+from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange import acceptance
 from fl_engine.exchange.acceptance import Arrival, History, Moved
 from fl_engine.exchange.mailbox import Mailbox

@@ -16,9 +16,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from fl_engine.core.contracts import Backend, Tracker
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped, brief
 from fl_engine.core.state import pack, unpack
-from fl_engine.core.types import Backend, Params, Tracker
+from fl_engine.core.types import Params
 from fl_engine.exchange.acceptance import History
 from fl_engine.rounds.collect import Clients
 from fl_engine.rounds.ledger import Ledger

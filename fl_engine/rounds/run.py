@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fl_engine.aggregation import privacy
-from fl_engine.core.types import Algorithm, ClientUpdate, RoundContext, WorkOrder
+from fl_engine.core.contracts import Algorithm
+from fl_engine.core.types import ClientUpdate, RoundContext, WorkOrder
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import faults

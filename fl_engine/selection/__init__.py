@@ -1,13 +1,13 @@
 """Which clients take part in a round, and which pool model each is sent.
 
-A selector is a frozen dataclass with `init`, `pick` and `learn` (see `types.Selector`); any algorithm takes any of
+A selector is a frozen dataclass with `init`, `pick` and `learn` (see `contracts.Selector`); any algorithm takes any of
 them. What a selector learns from the models that come back lies in tables, in the algorithm's state.
 """
 
 from typing import Annotated
 
+from fl_engine.core.contracts import Selector
 from fl_engine.core.registry import Contract
-from fl_engine.core.types import Selector
 from fl_engine.selection.curiosity import Curiosity
 from fl_engine.selection.resource_table import ResourceTable
 from fl_engine.selection.uniform import Uniform

@@ -9,16 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from fl_engine.core.fields import STRICT, Count
-from fl_engine.core.types import (
-    ClientFailure,
-    Device,
-    Outcome,
-    Pick,
-    Pool,
-    RoundContext,
-    Tables,
-    WorkOrder,
-)
+from fl_engine.core.types import ClientFailure, Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
 from fl_engine.selection.capacity import dispatched
 
 

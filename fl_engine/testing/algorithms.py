@@ -30,15 +30,14 @@ from fl_engine.aggregation.rules import Aggregation, Mean, Median, TrimmedMean
 from fl_engine.aggregation.server_opt import Average
 from fl_engine.algorithms import CONTRACT
 from fl_engine.backends import InProcess
+from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ClientError, ModelError, PoolError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import contains, count_params, full_shapes, initial_params, shapes, take
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import (
     FULL,
-    Algorithm,
     ClientUpdate,
-    ModelFamily,
     Outcome,
     ParamLayout,
     Params,

@@ -18,16 +18,8 @@ import torch
 
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
-from fl_engine.core.types import (
-    Algorithm,
-    Backend,
-    ClientFailure,
-    ClientUpdate,
-    Device,
-    ModelFamily,
-    Outcome,
-    RoundPlan,
-)
+from fl_engine.core.contracts import Algorithm, Backend, ModelFamily
+from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.samples import Data
-from fl_engine.core.types import FULL, HEAD, Axis, ModelFamily, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.datasets import Source
 from fl_engine.models.layers import FREE, check_spec, linear_slots
 from fl_engine.tasks import Classification, Regression

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fl_engine.core import slicing
+from fl_engine.core.contracts import ModelFamily, TakesImages
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import take
-from fl_engine.core.types import FULL, HEAD, ModelFamily, ParamLayout, Params, Prunable, SubmodelSpec, TakesImages
+from fl_engine.core.types import FULL, HEAD, ParamLayout, Params, Prunable, SubmodelSpec
 
 # A family is immutable, so sharing it between examples is safe, whatever the scope of the fixture.
 law = settings(

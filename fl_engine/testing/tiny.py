@@ -17,17 +17,15 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core import seeds
+from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, Selector
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import index_of, initial_params
 from fl_engine.core.types import (
     FULL,
-    Algorithm,
     Axis,
-    ChoosesNetwork,
     ClientFailure,
     ClientUpdate,
     Device,
-    ModelFamily,
     Outcome,
     ParamLayout,
     Params,
@@ -37,7 +35,6 @@ from fl_engine.core.types import (
     Prunable,
     RoundContext,
     RoundPlan,
-    Selector,
     Slot,
     SubmodelSpec,
     Tables,

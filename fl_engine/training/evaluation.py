@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.samples import Data, batch_layout
 from fl_engine.core.slicing import runnable, take
-from fl_engine.core.types import ModelFamily, ParamLayout, Params, Pool, PoolModel, SubmodelSpec
+from fl_engine.core.types import ParamLayout, Params, Pool, PoolModel, SubmodelSpec
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import Task, batch_layout
 from fl_engine.core.slicing import is_statistic, largest, take
-from fl_engine.core.types import HEAD, SGD, LocalTask, ModelFamily, ParamLayout, Params
+from fl_engine.core.types import HEAD, SGD, LocalTask, ParamLayout, Params
 from fl_engine.core.workload import batches
 from fl_engine.training import lanes, losses
 from fl_engine.training.lanes import Network

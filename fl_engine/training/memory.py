@@ -20,10 +20,11 @@ from pathlib import Path
 
 import torch
 
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params, made_up
-from fl_engine.core.types import FULL, SGD, LocalTask, ModelFamily, Pool
+from fl_engine.core.types import FULL, SGD, LocalTask, Pool
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics
 

@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 
 from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import count_macs, initial_params, made_up
-from fl_engine.core.types import FULL, SGD, LocalTask, ModelFamily
+from fl_engine.core.types import FULL, SGD, LocalTask
 from fl_engine.training import local
 from fl_engine.training.lanes import can_run
 from fl_engine.training.numerics import Numerics, Precision

@@ -14,10 +14,10 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from fl_engine.algorithms import ALGORITHMS
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.plain import check_plain, read_yaml
 from fl_engine.core.registry import resolve
-from fl_engine.core.types import Algorithm
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS

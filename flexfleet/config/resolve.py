@@ -10,9 +10,9 @@ from pydantic import TypeAdapter, ValidationError
 from fl_engine.aggregation import privacy
 from fl_engine.algorithms import ALGORITHMS, CONTRACT
 from fl_engine.algorithms.pooled import Training
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import check_names
-from fl_engine.core.types import Algorithm
 from fl_engine.models.build import model_kind
 from flexfleet.config.explain import explain
 from flexfleet.config.schema import Config

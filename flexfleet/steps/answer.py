@@ -12,8 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.backends.processes import carry_out
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief
-from fl_engine.core.types import Algorithm
 from fl_engine.data import partitioning as partition
 from fl_engine.exchange.assignment import SITE_FILES, Assignment
 from fl_engine.exchange.client import Site

@@ -21,11 +21,11 @@ from fl_engine.aggregation import privacy
 from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily, Tracker
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Replaced, Stopped
 from fl_engine.core.fields import Moves
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import ModelFamily, Tracker
 from fl_engine.data import partitioning as partition
 from fl_engine.exchange.assignment import SITE_FILES
 from fl_engine.exchange.client import Site

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_engine.core import pool as pools
-from fl_engine.core.types import Algorithm, ModelFamily
+from fl_engine.core.contracts import Algorithm, ModelFamily
 from flexfleet.config import Config
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, Level, PoolFile

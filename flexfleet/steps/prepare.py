@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
+from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, TakesTokens
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data
-from fl_engine.core.types import Algorithm, ChoosesNetwork, ModelFamily, TakesTokens
 from fl_engine.datasets import DATASETS, Source, pad, subset
 from fl_engine.models.build import build_model
 from flexfleet import config as configs

@@ -16,10 +16,11 @@ import torch
 
 from fl_engine.backends.in_process import check_device
 from fl_engine.core import pool, seeds
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL, Adam, LocalTask, ModelFamily, Params
+from fl_engine.core.types import FULL, Adam, LocalTask, Params
 from fl_engine.data import partitioning as partitions
 from fl_engine.training import local
 from fl_engine.training.evaluation import evaluate

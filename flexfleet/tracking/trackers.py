@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fl_engine.core.contracts import Tracker
 from fl_engine.core.errors import (
     ConfigError,
     EnvironmentFailure,
@@ -23,7 +24,6 @@ from fl_engine.core.errors import (
     first_line,
     masked,
 )
-from fl_engine.core.types import Tracker
 from flexfleet.config.platform import platform_uri
 from flexfleet.files.measure import measure_in
 

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms import AdaptiveFL
 from fl_engine.algorithms.adaptivefl import Variant
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ClientError, PoolError
-from fl_engine.core.types import FULL, Device, ModelFamily, Pool, TaskContext, WorkOrder
+from fl_engine.core.types import FULL, Device, Pool, TaskContext, WorkOrder
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN

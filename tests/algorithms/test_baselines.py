@@ -22,9 +22,10 @@ from fl_engine.algorithms import (
     HeteroFL,
     ScaleFL,
 )
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.slicing import contains, count_params, take
-from fl_engine.core.types import FULL, Algorithm, ClientUpdate, Device, Params, TaskContext, WorkOrder
+from fl_engine.core.types import FULL, ClientUpdate, Device, Params, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models.resnet import ResNet18

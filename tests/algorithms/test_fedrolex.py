@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fl_engine.algorithms import FederatedDropout, FedRolex
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
     FULL,
     ClientUpdate,
     Device,
-    ModelFamily,
     ParamLayout,
     Params,
     RoundPlan,

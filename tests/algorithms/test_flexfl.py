@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.pooled import Training
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ClientError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import (
@@ -28,7 +29,6 @@ from fl_engine.core.types import (
     Device,
     Distillation,
     LocalTask,
-    ModelFamily,
     ParamLayout,
     Params,
     Pool,

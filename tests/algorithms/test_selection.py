@@ -13,12 +13,7 @@ from hypothesis import settings
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.errors import ClientError, ConfigError
-from fl_engine.core.types import (
-    FULL,
-    Device,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import FULL, Device, TaskContext, WorkOrder
 from fl_engine.selection import ResourceTable
 from fl_engine.selection.capacity import round_size
 from fl_engine.testing.tiny import SEED, TinyNet, context_of, paper_pool, picked, start_of, tiny_fleet, tiny_site

@@ -19,7 +19,7 @@ from fl_engine.algorithms import (
     FedRolex,
     HeteroFL,
 )
-from fl_engine.core.types import Algorithm
+from fl_engine.core.contracts import Algorithm
 from fl_engine.exchange.client import Site
 from fl_engine.testing.algorithms import AlgorithmSuite
 from fl_engine.testing.tiny import TRAINING

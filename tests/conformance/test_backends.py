@@ -15,8 +15,9 @@ import torch
 
 from fl_engine.algorithms import FlexFL
 from fl_engine.backends import BACKENDS, InProcess, Processes, Surroundings
+from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import EnvironmentFailure, IntegrityError
-from fl_engine.core.types import Backend, ClientFailure, ClientUpdate, LocalTask, RoundPlan, TaskContext, WorkOrder
+from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, RoundPlan, TaskContext, WorkOrder
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.server import ServerSite

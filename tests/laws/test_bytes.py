@@ -13,8 +13,9 @@ import torch
 
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.backends import InProcess
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import Algorithm, ClientFailure, Device, Outcome, RoundPlan
+from fl_engine.core.types import ClientFailure, Device, Outcome, RoundPlan
 from fl_engine.exchange.client import Site
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import Ledger, ledger_in

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.pool import member
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, runnable, take
-from fl_engine.core.types import FULL, ModelFamily, ParamLayout, Params, Prunable, SubmodelSpec
+from fl_engine.core.types import FULL, ParamLayout, Params, Prunable, SubmodelSpec
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, tiny_data

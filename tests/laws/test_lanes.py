@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import count_macs, initial_params, take
 from fl_engine.core.types import (
@@ -20,7 +21,6 @@ from fl_engine.core.types import (
     Distillation,
     ExitLoss,
     LocalTask,
-    ModelFamily,
     ParamLayout,
     Params,
     Prunable,

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from fl_engine.core.contracts import Tracker
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped
-from fl_engine.core.types import Tracker
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run

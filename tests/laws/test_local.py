@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import (
@@ -24,7 +25,6 @@ from fl_engine.core.types import (
     Device,
     Distillation,
     LocalTask,
-    ModelFamily,
     ParamLayout,
     Params,
     Prunable,

@@ -13,19 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fl_engine.algorithms import HeteroFL
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import (
-    FULL,
-    SGD,
-    ClientUpdate,
-    Distillation,
-    ExitLoss,
-    LocalTask,
-    ModelFamily,
-    Params,
-    SubmodelSpec,
-)
+from fl_engine.core.types import FULL, SGD, ClientUpdate, Distillation, ExitLoss, LocalTask, Params, SubmodelSpec
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.server import ServerSite

@@ -17,20 +17,10 @@ from fl_engine.aggregation.rules import AGGREGATIONS, Aggregation, Mean
 from fl_engine.aggregation.server_opt import SERVERS, Average, Server
 from fl_engine.algorithms import ALGORITHMS, CONTRACT, AllLarge, FedOpt, HeteroFL, pooled
 from fl_engine.algorithms.pooled import PooledState, Training, local_task
+from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Positive
-from fl_engine.core.types import (
-    LocalTask,
-    ModelFamily,
-    Outcome,
-    ParamLayout,
-    Params,
-    Pool,
-    RoundPlan,
-    ServerContext,
-    TaskContext,
-    WorkOrder,
-)
+from fl_engine.core.types import LocalTask, Outcome, ParamLayout, Params, Pool, RoundPlan, TaskContext, WorkOrder
 from fl_engine.exchange.server import ServerSite
 from fl_engine.selection import SELECTIONS, Uniform
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, start_of, tiny_site, update_of

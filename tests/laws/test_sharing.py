@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import FULL, SGD, Distillation, LocalTask, ModelFamily, SubmodelSpec
+from fl_engine.core.types import FULL, SGD, Distillation, LocalTask, SubmodelSpec
 from fl_engine.core.widths import prefix
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.vgg16 import VGG16

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import (
     contains,
@@ -23,7 +24,7 @@ from fl_engine.core.slicing import (
     shapes,
     take,
 )
-from fl_engine.core.types import FULL, Axis, ModelFamily, ParamLayout, Params, Slot, SubmodelSpec
+from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.testing.models import ModelSuite
 from fl_engine.testing.tiny import TinyNet, assert_same_bits

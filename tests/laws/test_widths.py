@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms import DepthFL, ScaleFL
 from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import FlexfleetError, ModelError, PoolError
 from fl_engine.core.slicing import contains
-from fl_engine.core.types import FULL, Axis, ModelFamily, ParamLayout, Slot, SubmodelSpec
+from fl_engine.core.types import FULL, Axis, ParamLayout, Slot, SubmodelSpec
 from fl_engine.core.widths import (
     Rounding,
     choose_exits,

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import count_macs, count_params, full_shapes, initial_params, runnable, shapes, take
-from fl_engine.core.types import FULL, ModelFamily, SubmodelSpec
+from fl_engine.core.types import FULL, SubmodelSpec
 from fl_engine.core.widths import exit_name, up_to
 from fl_engine.models import MODELS
 from fl_engine.models.mobilenetv2 import MobileNetV2

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import count_macs, count_params, full_shapes
-from fl_engine.core.types import FULL, ModelFamily, SubmodelSpec
+from fl_engine.core.types import FULL, SubmodelSpec
 from fl_engine.models import MODELS
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18

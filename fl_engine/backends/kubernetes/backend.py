@@ -22,8 +22,9 @@ from fl_engine.backends.kubernetes.cluster import Cluster, Resource
 from fl_engine.backends.kubernetes.jobs import Group
 from fl_engine.backends.kubernetes.settings import GRACE_S, KubernetesConfig, NodePool
 from fl_engine.backends.kubernetes.waiting import Live
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
-from fl_engine.core.types import Algorithm, ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
+from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
 from fl_engine.exchange.assignment import SITE_FILES, URLS, Assignment
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import manifest_bytes, payload_bytes

@@ -18,8 +18,9 @@ from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import FlexFL, HeteroFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import InProcess
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import take
-from fl_engine.core.types import Algorithm, ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
+from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, RoundPlan, WorkOrder
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.updates import Rejected, packed, update_of
 from fl_engine.rounds import loop as rounds

@@ -1,0 +1,173 @@
+"""What can be plugged in: the protocols that the engine's parts keep to each other.
+
+A network, an algorithm, a selection, a server optimiser, a backend and a tracker are any objects with these methods.
+What passes between them are the values of `core.types`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+from torch import nn
+
+from fl_engine.core.samples import Data
+from fl_engine.core.types import (
+    FULL,
+    Device,
+    LocalTask,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pick,
+    Pool,
+    Prunable,
+    RoundContext,
+    RoundPlan,
+    SubmodelSpec,
+    Tables,
+    TaskContext,
+    WorkOrder,
+)
+
+
+class ModelFamily(Protocol):
+    """A network and all its sub-networks. Implementations are frozen dataclasses whose fields are the options, and the
+    first two of these: they follow from the data."""
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one sample; (C, H, W) of an image."""
+
+    @property
+    def outputs(self) -> int:
+        """The head's size, as the task says."""
+
+    def __hash__(self) -> int: ...
+
+    def layout(self) -> ParamLayout: ...
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        """The sub-network, freshly initialised (or without storage under `torch.device("meta")`)."""
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        """The layers whose width may shrink, in network order; the head's output is never one."""
+
+
+@runtime_checkable
+class TakesImages(Protocol):
+    """A network that no smaller image fits into."""
+
+    min_hw: ClassVar[int]
+    """The smallest image side that the architecture can take."""
+
+
+@runtime_checkable
+class TakesTokens(Protocol):
+    """A network whose samples are integers, tokens 0 .. vocabulary - 1."""
+
+    @property
+    def vocabulary(self) -> int: ...
+
+
+class ServerContext(Protocol):
+    """What a server can do besides averaging, for algorithms that fine-tune, distil or search on it."""
+
+    @property
+    def samples(self) -> Mapping[int, int]:
+        """How many training samples each client holds."""
+
+    @property
+    def data(self) -> Data:
+        """The server's own samples (the proxy): they are both the training and the test samples of this data set.
+        Raises ConfigError where the server holds none."""
+
+    def train(self, task: LocalTask, params: Params) -> Params:
+        """What the task makes of these weights (of `task.spec`) on the server's data: a function of its arguments."""
+
+    def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
+        """The task's metric of this sub-model on the server's data."""
+
+
+class Algorithm(Protocol):
+    """A federated algorithm: a frozen dataclass of hyper-parameters with five functions.
+
+    `S`, its state, is a frozen dataclass with at least `params`; state goes in, new state comes out. Where levels
+    have weights of their own, `S.published` (Params) adds them as `<level>/<name>` (see `evaluation.weights_of`).
+    One that changes the network (early exits) is a `ChoosesNetwork` too.
+    """
+
+    @property
+    def needs_apoz(self) -> bool:
+        """Whether `pool` asks for activation statistics, so that the proxy pre-training has to run."""
+
+    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool: ...
+
+    def init(
+        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
+    ) -> Any: ...
+
+    def plan(self, state: Any, context: RoundContext) -> RoundPlan:
+        """Pure: the same state and context give the same orders, before and after a crash."""
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        """Pure, on the client: which sub-model really, which loss, which optimiser."""
+
+    def merge(self, state: Any, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> Any:
+        """The state after the round. `answers` are all there, in client order, and may be read several times; each
+        reading fetches one update at a time."""
+
+
+@runtime_checkable
+class ChoosesNetwork(Protocol):
+    def network(self, family: ModelFamily) -> ModelFamily:
+        """The network that this algorithm trains where `family` is configured."""
+
+
+class Selector(Protocol):
+    """Which clients take part, and which pool model each is sent. A frozen dataclass; what it learns lies in tables,
+    part of the algorithm's state."""
+
+    def init(self, fleet: Sequence[Device], pool: Pool) -> Tables: ...
+
+    def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
+        """At most `count` distinct available clients, in client order."""
+
+    def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
+        """After each order, in client order, failures included. `seconds`: what it took on the simulated clock; 0 where
+        there is none, or nothing came."""
+
+
+class ServerOptimizer(Protocol):
+    """How the global model moves towards the clients' mean. A frozen dataclass; its moments are part of the state."""
+
+    def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
+        """(new moments, new parameters). `trained` marks the elements that some client trained (bool, same shapes);
+        the others keep their value. Empty `moments` are those before the first round."""
+
+
+class Backend(Protocol):
+    """One function: a plan in, outcomes out as they finish, in any order, one for each order."""
+
+    @property
+    def durable(self) -> bool:
+        """Whether an update is in the ledger when it comes out."""
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """What the last round's waiting was for, in seconds; empty where there is nothing to tell apart."""
+
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]: ...
+
+
+class Tracker(Protocol):
+    """Receives what a run measures. `step` is the round, counted from 1."""
+
+    def params(self, values: Mapping[str, Any]) -> None: ...
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None: ...
+
+    def artifact(self, path: str) -> None: ...
+
+    def finish(self, status: str) -> None: ...
