@@ -28,11 +28,11 @@ Kind = tuple[SubmodelSpec, tuple[str, ...]]
 """What updates hold: a sub-model, and the names that they bring of it."""
 
 HELD_BYTES = 2**20
-"""Small updates of one kind are held back until there are so many, and added at once."""
+"""Bytes. Small updates of one kind are held back until together they are this large, then added at once."""
 
 
 class Regions:
-    """Where updates lie in the tensors of `old`, and what shapes they have there; worked out once for each kind."""
+    """Where updates lie in the tensors of `old`, and their shapes there; computed once for each kind of update."""
 
     def __init__(self, old: Params, layout: ParamLayout) -> None:
         self._old = old
@@ -75,7 +75,7 @@ class Regions:
         self._shapes[kind] = {name: shape for name, (_, shape) in found.items()}
 
     def _region(self, name: str, spec: SubmodelSpec) -> tuple[Region, tuple[int, ...]]:
-        """The region, and the shape that an update has there."""
+        """The region, and the shape of an update's tensor there."""
         slot = self._layout.slots.get(name)
         if slot is None or not self._layout.has_block(spec, slot.block):
             raise ModelError(f"the update brings {name!r}, which its sub-model does not have")
@@ -99,14 +99,14 @@ class Regions:
 
 
 def change_of(payload: Params, kind: Kind, old: Params, regions: Regions) -> tuple[Params, float]:
-    """How far an update moved from what it was sent, float64, on the CPU; and the L2 norm of that, over all of it."""
+    """An update's change (float64, on the CPU) from what the client was sent, and the L2 norm of the whole change."""
     at = regions.of(kind)
     change = {n: t.to("cpu", torch.float64, copy=True).sub_(old[n][at[n]]) for n, t in payload.items()}
     return change, math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in change.values()))
 
 
 def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, clip: float | None) -> Params:
-    """The update; nearer to what it was sent, in the same direction, where it moved by more than `clip`.
+    """The update, its change scaled down to an L2 norm of `clip` where it is larger.
 
     Raises ModelError for an update that does not fit.
     """
@@ -156,7 +156,7 @@ class Mean:
         return not any(names for _, names in self._weight)
 
     def trained(self) -> Params:
-        """bool, shaped like the model: which elements some update held."""
+        """bool, shaped like the model: the elements that at least one update held."""
         return {name: self._weights(name).cpu() > 0 for name in self._old}
 
     def result(self) -> Params:
@@ -174,7 +174,7 @@ class Mean:
         return max(1, HELD_BYTES // max(1, size))
 
     def _flush(self) -> None:
-        """Adds what is held: in one pass over the sum for each update, or for all of them where they are small."""
+        """Adds what is held back: large updates one by one, small ones all in one pass over the sum."""
         if self._held_kind is None:
             return
         regions, self._held_kind = self._regions.of(self._held_kind), None

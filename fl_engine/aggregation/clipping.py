@@ -1,5 +1,5 @@
-"""Clipping bounds how far one update moves the global model: its change, all of its tensors together, is scaled down to
-an L2 norm of at most `clip`. It goes before any aggregation."""
+"""Clipping bounds how far one update can move the global model: the update's change, over all tensors together, is
+scaled down to an L2 norm of at most `clip`. It comes before any aggregation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
 
 
 def clipped(aggregate: Aggregate, old: Params, layout: ParamLayout, clip: float | None) -> Aggregate:
-    """The aggregate, of clipped updates; with None, of updates as they are."""
+    """The aggregate, fed with clipped updates; with None, with updates as they are."""
     return aggregate if clip is None else Clipped(aggregate, old, layout, clip)
 
 
 class Clipped:
-    """Another aggregate, of updates that move by no more than `clip`."""
+    """Feeds another aggregate with updates whose change is at most `clip`."""
 
     def __init__(self, inner: Aggregate, old: Params, layout: ParamLayout, clip: float) -> None:
         self._inner = inner

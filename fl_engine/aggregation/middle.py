@@ -4,13 +4,13 @@
     trimmed_mean  the mean of p_m without the floor(trim * n) smallest and as many of the largest
 
 for each element p of the global model by itself, over the n updates m that hold it; where no update holds it, p keeps
-its old value. Yin et al., Byzantine-Robust Distributed Learning, ICML 2018, Definitions 1 and 2; all clients count
-alike.
+its old value. Yin et al., Byzantine-Robust Distributed Learning, ICML 2018, Definitions 1 and 2; all clients have the
+same weight.
 
-Departs from the paper: it has one model for all; here an element is safe where the bad clients are few enough of those
-that hold it, and what only the largest models have, few hold. Where they are so few that no value is left out at either
-end (two for the median, floor(trim * n) < 1), the element moves by the smallest of their changes if all go in one
-direction, else it keeps its old value, as it does where a single one holds it.
+Departs from the paper: it has one model for all. Here an element is safe where the bad clients are few among those that
+hold it, and few clients hold the elements that only the largest models have. Where there are so few holders that no
+value is left out at either end (two for the median, floor(trim * n) < 1), the element moves by the smallest of their
+changes if all have the same sign; else it keeps its old value. It also keeps it where a single client holds it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
 
 CHUNK_BYTES = 32 * 2**20
-"""So much of the clients' values is looked at together: as many rows of a tensor as that makes, one at least."""
+"""Bytes of the clients' values that are in memory at a time: as many rows of a tensor as fit, at least one."""
 
 
 @dataclass(frozen=True)
 class Median:
-    """Withstands bad clients that are fewer than half of an element's holders."""
+    """The median: withstands bad clients as long as they are fewer than half of an element's holders."""
 
     __pydantic_config__: ClassVar = STRICT
     name: Literal["median"] = "median"
@@ -49,7 +49,7 @@ class Median:
 
 @dataclass(frozen=True)
 class TrimmedMean:
-    """Withstands bad clients that are at most the share `trim` of an element's holders."""
+    """The trimmed mean: withstands bad clients that are at most the share `trim` of an element's holders."""
 
     __pydantic_config__: ClassVar = STRICT
     name: Literal["trimmed_mean"] = "trimmed_mean"
@@ -63,11 +63,12 @@ class TrimmedMean:
 
 # --------------------------------------------------------------------------------------- median, trimmed mean
 class Middle:
-    """The mean of an element's values without a share `trim` of them at either end; of 0.5, one or two are left. With
-    0 it is the plain mean; else, where nobody is left out, the smallest change on which all agree.
+    """The mean of an element's values without a share `trim` of them at either end; with 0.5, one or two values remain.
+    With 0 it is the plain mean. With another share, where no value is left out, it is the smallest change that all
+    holders agree on.
 
-    All updates are kept until the end, beyond `spool.HELD_BYTES` in a file, and looked at in chunks of rows. Values are
-    sorted before they are added, so the order in which updates come does not matter, to the bit.
+    All updates are kept until the end (beyond `spool.HELD_BYTES` in a file), and are read in chunks of rows. Values are
+    sorted before they are added, so the result does not depend on the order of the updates, to the bit.
     """
 
     def __init__(self, old: Params, layout: ParamLayout, trim: float) -> None:
@@ -118,7 +119,7 @@ class Middle:
 
 
 def _rows(region: Region, first: int, last: int) -> tuple[int, int, Region]:
-    """Which of an update's rows lie in the global rows `first` to `last`, and where in those."""
+    """Which of an update's rows lie in the global rows `first` to `last`, and where among those rows."""
     head, *rest = region
     if isinstance(head, slice):  # a prefix, of every axis
         high = max(first, min(last, head.stop))

@@ -7,18 +7,18 @@ Algorithm 1 with the fixed-denominator estimator). With every client counting al
 
 element by element. Neighbours are two fleets of which one has a client whose updates change nothing. What a sub-model
 changes is a change of the global model with zeros where the sub-model has nothing, and zeros add nothing to a norm: the
-sums of neighbours differ by at most `clip`, whatever the client trained. Noise goes on every element, as who held which
-is not to be seen. What the sum is divided by follows from what is public (`Public`), and so tells nothing.
+sums of neighbours differ by at most `clip`, whatever the client trained. Every element gets noise, because who held an
+element must stay hidden. The divisor follows from public facts (`Public`), so it reveals nothing.
 
 Rounds compose by Renyi differential privacy (Mironov, CSF 2017), accounted by the library dp-accounting. Where who
 takes part is secret and drawn uniformly, k of N without replacement, epsilon is smaller (Wang et al., AISTATS 2019,
-Theorem 27; its neighbours have another client in one place, whose sums differ by 2 * clip: one that changes nothing is
-another).
+Theorem 27; there, neighbours are two fleets that differ in one client, so that their sums differ by 2 * clip; a client
+that changes nothing is such a replacement).
 
 All randomness follows from the run's key by HMAC-SHA256, and nothing of it from the run's `seed`, which clients know:
 who takes part (`plan_seed`), and the noise (`noise_seed`, `noise`), whose bits are those of SHAKE-256 (FIPS 202).
 
-docs/guides/privacy.md says what all that promises, and what not.
+docs/guides/privacy.md says what this promises, and what it does not.
 """
 
 from __future__ import annotations
@@ -50,17 +50,18 @@ from fl_engine.selection.capacity import dispatched, holds, round_size
 
 @dataclass(frozen=True)
 class Public:
-    """What is known of a round by those who know no client's data: all that a private aggregate uses besides the noisy
-    sum."""
+    """What one knows of a round without knowing any client's data. A private aggregate uses this and the noisy sum, and
+    nothing else."""
 
     clients: int
     """How many were asked."""
     models: tuple[SubmodelSpec, ...]
     """The sub-models that each of them may have been sent. Each is assumed to be equally likely."""
     noise_seed: bytes | None
-    """Secret: 256 bits, for nothing but this round's noise of this part."""
+    """Secret: 256 bits, used for this round's noise of this part alone."""
     moving: bool = False
-    """The models say sizes; where in the network they lie is another matter (FedRolex, Federated Dropout)."""
+    """The models say sizes alone: where in the network they lie changes from round to round (FedRolex, Federated
+    Dropout)."""
 
     @staticmethod
     def of(plan: RoundPlan, pool: Pool, *, moving: bool = False, part: str = "") -> Public:
@@ -71,14 +72,14 @@ class Public:
 
 # -------------------------------------------------------------------------------------------------- the noise
 STREAM = "shake256-box-muller-1"
-"""Names how noise follows from a key. A run keeps the one that it began with: a round that were computed again with
-another would be released twice."""
+"""Names the rule by which noise follows from a key. A run keeps the rule that it began with: a round that is computed
+again with another rule would be released twice, with two different noises."""
 BLOCK = 2**18
-"""Values that are drawn at once: 2 MB of SHAKE-256's output."""
+"""Values that are drawn at a time: 2 MB of SHAKE-256's output."""
 
 
 def noise_key(key: bytes, run: str) -> bytes:
-    """Of one run: should another one ever find the same key, `run`, which is unique and no secret, tells them apart."""
+    """The key of one run. `run`, unique and not secret, tells it from another run that is given the same key."""
     return _derived(key, f"flexfleet noise {run}")
 
 
@@ -121,7 +122,7 @@ def _derived(key: bytes, purpose: str) -> bytes:
 # -------------------------------------------------------------------------------------------------- the sum
 @dataclass(frozen=True)
 class Private:
-    """Hides whether any one client's data had a part in the global model. All clients count alike."""
+    """Hides whether any one client's data had a part in the global model. All clients have the same weight."""
 
     __pydantic_config__: ClassVar = STRICT
     name: Literal["private"] = "private"
@@ -130,9 +131,9 @@ class Private:
     noise_multiplier: Positive = 1.0
     """z: standard deviation of the noise, over C."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """For which epsilon is told; well below one over the number of clients."""
+    """The delta for which epsilon is reported; well below one over the number of clients."""
     secret_selection: bool = False
-    """Who takes part in a round stays secret: a uniform selection then makes epsilon less."""
+    """Who takes part in a round stays secret: with a uniform selection, epsilon is then smaller."""
 
     def start(self, old: Params, layout: ParamLayout, public: Public) -> NoisySum:
         return NoisySum(old, layout, public, self.clip, self.noise_multiplier)
@@ -157,7 +158,7 @@ class NoisySum:
         self._clip = clip
         self._noise_multiplier = noise_multiplier
         self.sum = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in old.items()}
-        """Before the noise: not to be shown to anybody."""
+        """The sum before the noise: nobody may see it."""
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
         """Adds one update's change; every weight counts as 1. Raises ModelError for one that does not fit."""
@@ -169,7 +170,7 @@ class NoisySum:
 
     @property
     def empty(self) -> bool:
-        """Whether nobody was asked. Where all have failed there is noise all the same."""
+        """Whether nobody was asked. Where all clients have failed, the noise is added all the same."""
         return self._public.clients == 0
 
     def trained(self) -> Params:
@@ -184,7 +185,7 @@ class NoisySum:
         return out
 
     def _kinds(self) -> dict[Kind, float]:
-        """The models that clients may have been sent, and how many were sent each on average."""
+        """The models that clients may have been sent, and how many clients were sent each on average."""
         kinds = {}
         for spec in self._public.models:
             names = tuple(n for n in self._old if self._layout.has_block(spec, self._layout.slots[n].block))
@@ -206,13 +207,13 @@ def is_private(algorithm: Algorithm) -> bool:
 
 
 def _private(algorithm: Algorithm) -> Private | None:
-    """Its aggregation, where that is private. Somebody's own algorithm need not have any."""
+    """The algorithm's aggregation, where that is private; None: it is not, or the algorithm has none."""
     found = getattr(algorithm, "aggregation", None)
     return found if isinstance(found, Private) else None
 
 
 def check_model(aggregation: object, layout: ParamLayout, pool: Pool) -> None:
-    """Raises ConfigError where a private aggregation would not be private, or no use, with this network."""
+    """Raises ConfigError where a private aggregation would not be private, or would be useless, with this network."""
     if not isinstance(aggregation, Private):
         return
     if any(m.static_bn for m in pool):
@@ -232,9 +233,8 @@ LEARN_NOTHING = (Uniform, ResourceTable)
 
 
 def check_selection(aggregation: object, selection: Selector) -> None:
-    """Raises ConfigError where what single clients bring back, or that they fail, decides who is asked next: no noise
-    hides that."""
-    # A subclass may learn, so it is none of those that are known to learn nothing.
+    """Raises ConfigError where a single client's update or failure decides who is asked next: no noise hides that."""
+    # A subclass may learn, so the type must be one of these exactly.
     if isinstance(aggregation, Private) and type(selection) not in LEARN_NOTHING:
         raise ConfigError(
             f"algorithm.aggregation is private, but the selection {type(selection).__name__} learns from single "
@@ -297,7 +297,7 @@ def check_terms(algorithm: Algorithm, terms: Terms) -> None:
 
 # ------------------------------------------------------------------------------------------------- accounting
 def epsilon(algorithm: Algorithm, fleet: Sequence[Device], pool: Pool, rounds: int) -> float | None:
-    """What so many rounds have spent, for the aggregation's delta; None: it is not private.
+    """The epsilon that this many rounds have spent, at the aggregation's delta; None: it is not private.
 
     Without secret selection each client counts as taking part in every round. Raises EnvironmentFailure where the
     accounting library is not installed.

@@ -10,7 +10,8 @@ Adaptive Federated Optimization (Reddi et al., ICLR 2021), Algorithm 2. With the
     new = old + lr * m / (sqrt(v) + tau)          m starts at 0, v at tau^2; no bias correction
 
 Departs from the paper: it has one model for all; here an element that no client trained in a round has no
-pseudo-gradient, so neither it nor its moments move. Running statistics of batch norm are no parameters: averaged.
+pseudo-gradient, so neither it nor its moments move. Running statistics of batch norm are averaged: they are no
+parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tensors that wait for others to arrive: in memory while they are few, beyond that in an unnamed temporary file.
 
-What decides about a round needs all of its updates - the norm bound its median, a median each element's values - and
-their number must not decide how much memory that takes. The file goes with the process, whatever ends it.
+Some decisions need all updates of a round: the norm bound takes a median over them, the median aggregation takes one of
+every element's values. Memory must not grow with their number. The operating system removes the file when the process
+ends, however it ends.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import Params
 
 HELD_BYTES = 256 * 2**20
-"""So much stays in memory."""
+"""Bytes that stay in memory."""
 
 
 @dataclass(frozen=True)
@@ -99,5 +100,5 @@ class Spool:
 
 
 def _bytes_of(whole: Tensor) -> memoryview:
-    """Its memory, without a copy."""
+    """The tensor's memory, without a copy."""
     return whole.view(-1).view(torch.uint8).numpy().data

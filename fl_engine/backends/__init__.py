@@ -21,7 +21,7 @@ log = logging.getLogger("flexfleet")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What backends are made of; each takes its part."""
+    """What backends are made from; each takes what it needs."""
 
     site: Site
     mailbox: Mailbox
@@ -29,19 +29,19 @@ class Surroundings:
     run_id: str = ""
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     memory: tuple[int, int] | None = None
-    """What `memory.training_peak` found, for kubernetes.observe=cgroup."""
+    """The result of `memory.training_peak`, for kubernetes.observe=cgroup."""
     should_stop: Callable[[], bool] = lambda: False
 
 
 @contextmanager
 def _in_pods(of: Surroundings) -> Iterator[Backend]:
-    """The cluster is tidied when the run is over; after a failure its objects stay to be looked at."""
+    """Removes the run's objects from the cluster at the end; after a failure they stay, to be looked at."""
     pods = Kubernetes(of.kubernetes, of.run_id, of.site.fleet, of.mailbox, of.memory, should_stop=of.should_stop)
     try:
         yield pods
         pods.finish()
     except Replaced:
-        raise  # what is there is the other coordinator's
+        raise  # the objects belong to the other coordinator now
     except (Stopped, EnvironmentFailure, KeyboardInterrupt):
         log.warning(pods.what_is_left())
         raise
@@ -52,6 +52,6 @@ BACKENDS: dict[str, Callable[[Surroundings], AbstractContextManager[Backend]]] =
     "processes": lambda of: closing(Processes(of.site, of.devices, of.mailbox)),
     "kubernetes": _in_pods,
 }
-"""By the name that `run.backend` takes: what is entered for the time of a run."""
+"""By the name that `run.backend` takes: a context manager that gives the backend for one run."""
 
 __all__ = ["BACKENDS", "InProcess", "Kubernetes", "Processes", "Surroundings"]

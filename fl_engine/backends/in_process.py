@@ -18,8 +18,8 @@ from fl_engine.exchange.client import Site, Work, accept_all, delivered, train
 
 
 class InProcess:
-    """Outcomes come as clients finish, those of a group that trained side by side together. Each device takes the
-    next group when it is free."""
+    """Outcomes come as clients finish; those of clients that trained side by side come together. Each device takes
+    the next group when it is free."""
 
     durable = False
     phases: Mapping[str, float] = MappingProxyType({})
@@ -68,7 +68,7 @@ class InProcess:
 
 
 def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
-    """The longest last: who pops them has no long one left over at the end."""
+    """Sorted so that the longest group is last: popping from the end starts long groups first."""
 
     def cost(group: list[Work]) -> float:
         task = group[0].task
@@ -78,7 +78,7 @@ def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
 
 
 def prepare_process(devices: Sequence[str]) -> None:
-    """The same bits whatever the machine's core count: a client is one thread (torch's own included)."""
+    """Sets torch to one thread, so that bits do not depend on the number of cores."""
     torch.set_num_threads(1)
     if any(name.startswith("cuda") for name in devices):
         torch.backends.cudnn.benchmark = False
@@ -87,8 +87,8 @@ def prepare_process(devices: Sequence[str]) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep what is freed: every step asks for the same large blocks again, and getting them from the kernel
-    anew costs a page fault per 4 kB, up to a fifth of a step. Other C libraries stay as they are."""
+    """Lets glibc keep freed memory: every step asks for the same large blocks again, and each block that the kernel
+    gives anew costs a page fault per 4 kB, up to a fifth of a step's time. Does nothing with other C libraries."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):

@@ -1,7 +1,7 @@
 """Clients in worker processes of this machine: one per entry of `run.devices`, for as long as the run lasts.
 
 Orders and updates go through the run store, as they do between a coordinator and pods: the worker reads an order,
-writes the update, then its manifest. What a worker is told directly is only which orders are its own.
+writes the update, then its manifest. The coordinator tells a worker directly only which orders to take.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fl_engine.fleet import faults
 log = logging.getLogger("flexfleet")
 
 ATTEMPTS = 2
-"""A worker that dies takes its orders with it: they are given to another one so many times in all."""
+"""When a worker dies, its orders go to another one, at most this many times."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Processes:
         self._mailbox = mailbox
         for name in devices:
             check_device(name)
-        # Workers start from a small process that has torch loaded: quick, and safe whatever threads this one has.
+        # Workers are forked from a small process that has loaded torch: quick, and safe while this one has threads.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._workers = [self._start(device) for device in devices]
@@ -74,7 +74,7 @@ class Processes:
                 group, worker.group = worker.group or [], None
                 answer = _answer(worker.link)
                 if isinstance(answer, FlexfleetError):
-                    raise answer  # of the store: no client has failed
+                    raise answer  # the store failed, no client
                 if answer is not None:
                     for work in group:
                         yield self._mailbox.receive(plan, work.order.client)
@@ -92,7 +92,7 @@ class Processes:
                         yield ClientFailure(plan.round, work.order.client, "train", reason)
 
     def close(self) -> None:
-        """Ends the workers; what they are at is lost."""
+        """Ends the workers, and drops the orders that they are working on."""
         for worker in self._workers:
             worker.link.close()
             worker.process.terminate()
@@ -114,7 +114,7 @@ class Processes:
 
 
 def _tell(link: Connection, what: Any) -> None:
-    with suppress(BrokenPipeError, ConnectionResetError):  # it died meanwhile: seen when its answer is asked for
+    with suppress(BrokenPipeError, ConnectionResetError):  # it has died: the next read of its answer notices
         link.send(what)
 
 
@@ -131,8 +131,10 @@ def _said(exit_code: int | None) -> str:
 
 
 def _serve(site: Site, mailbox: Mailbox, device: str, link: Connection) -> None:
-    """A worker's life: until the coordinator closes the line, or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the coordinator decides
+    """What a worker process runs, until the coordinator closes the connection or is gone."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal: only the coordinator acts on it
     prepare_process((device,))
     while True:
         try:
@@ -156,8 +158,8 @@ def carry_out(
     device: str,
     really_slow: bool = False,
 ) -> None:
-    """What these clients do in this round: orders from the mailbox, side by side where they can, outcomes into it.
-    `really_slow`: those that a fault makes slow take their time."""
+    """Reads these clients' orders from the mailbox, trains them (side by side where possible), and writes their
+    outcomes. `really_slow`: a client that a fault makes slow really waits."""
     orders = {client: mailbox.order(round, client) for client in clients}
     groups, failures = accept_all(algorithm, orders.values(), site)
     trained = (outcome for group in groups for outcome in train(group, site, device))

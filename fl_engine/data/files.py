@@ -33,7 +33,7 @@ from fl_engine.core.samples import Data
 DEFAULT_ROOT = "~/.cache/flexfleet/data"
 CHUNK = 1 << 20
 LARGEST_SIDE = 1024
-"""Of padded images."""
+"""Pixels, the largest side of a padded image."""
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 # --------------------------------------------------------------------------------------- finding and checking
 def data_root(argument: str | os.PathLike[str] | None = None) -> Path:
     """Where data sets lie: the argument, else the variable FLEXFLEET_DATA, else ~/.cache/flexfleet/data. Raises
-    DataError for the home of nobody."""
+    DataError for the home folder (~name) of a user that does not exist."""
     root = Path(argument or os.environ.get("FLEXFLEET_DATA") or DEFAULT_ROOT)
     try:
         return root.expanduser()

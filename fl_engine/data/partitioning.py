@@ -13,8 +13,8 @@ Rules, each a pure function from labels (or groups) to one ascending index array
     disjoint_labels  every client holds L labels ("quantity-based label imbalance", #C = L, of Li et al.)
     natural          by the writer or user whom the data set names
 
-Labels are what the task says: the class, or a quantile bin of a number. A task without labels has neither `dirichlet`
-nor `disjoint_labels`; where a class is spoken of below, it is a label.
+The task says what a label is: the class, or a quantile bin of a number. A task without labels has neither `dirichlet`
+nor `disjoint_labels`. Below, "class" means label.
 
 Every sample ends in exactly one place. Randomness comes from `seeds.rng(seed, "proxy")` and `seeds.rng(seed,
 "partition")` alone.

@@ -8,23 +8,25 @@ Refused, in this order:
     straggle  later than as many others as the plan wants, where more were asked (`over_provision`)
     quorum    all, where fewer than `quorum` of those that were wanted are left: the model is carried forward unchanged
 
-All of it follows from what the updates are, not from when this machine had them: the same in every backend. A cluster's
-own deadline, quorum and first-come rule (`kubernetes`) come before.
+These rules look at the updates alone, not at when they arrived, so every backend refuses the same. A cluster's own
+deadline, quorum and first-come rule (`kubernetes`) come before.
 
-Usual, for an update of s steps, is the larger of two medians: of how far updates moved, and sqrt(s) times that of how
-far they moved over the square root of their own steps. Who holds most of the data takes most of the steps, and moves
-further than most: about as the square root, as a random walk does. Steps are those that the order makes (`updates`).
+What is usual for an update of s steps is the larger of two medians: that of how far updates moved, and sqrt(s) times
+that of how far they moved divided by the square root of their own steps. A client that holds more data takes more
+steps, and moves further: about with the square root, as a random walk does. The steps are those that the order makes
+(`updates`).
 
-The medians are over the round's updates and those of the rounds before it, as many whole rounds as hold REMEMBERED of
-them, those of refused updates too: were they left out, a run whose honest updates come to move further would refuse all
-of them for good. Who is fewer than half of the clients shifts it by some ranks, whichever way. Where
-there are fewer than FIRST_ONES of the rounds before, the places are taken by a FIRST part of how large the sent weights
-are. Weights and batch norm's running statistics, which no gradient moves, are compared each with their own.
+The medians are over the round's updates and those of earlier rounds: as many whole rounds as hold REMEMBERED updates.
+Refused updates count too; without them, a run whose honest updates begin to move further would refuse all of them for
+good. Bad clients that are fewer than half shift a median by some ranks, no more. Where there are fewer than FIRST_ONES
+earlier updates, each missing one is replaced by FIRST times the size of the weights that were sent. Weights are
+compared with weights, and batch norm's running statistics, which no gradient moves, with running statistics.
 
-A single honest update may be several times as long as most; the same client's are not again and again. So an update
-that moved further than half of the bound is taken where the client's last AVERAGED ones, it included, did not on
-average: a client that stays just below the bound in every round is refused from its second update on. What is
-remembered of each client is how many times the usual its updates were then: movements shrink while a run learns.
+One honest update may move several times as far as most, but the same client's updates do not do so again and again. So
+an update that moved further than half of the bound is taken only where the client's last AVERAGED updates, this one
+included, moved less on average. A client that stays just below the bound in every round is refused from its second
+update on. Of each client the run remembers how many times the usual its updates moved in their own rounds, because
+movements shrink while a run learns.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from fl_engine.core.types import ClientFailure, Code, RoundPlan, Stage
 
 
 class Terms(Protocol):
-    """The part of `rounds` in a configuration that this is about."""
+    """The part of the section `rounds` of a configuration that these rules need."""
 
     @property
     def norm_bound(self) -> float | None: ...
@@ -68,10 +70,10 @@ class Usual(NamedTuple):
 
     far: Moved
     rooted: Moved
-    """Each divided by the square root of its steps."""
+    """The median of each movement divided by the square root of its steps."""
 
     def after(self, steps: float) -> Moved:
-        """How far an update of so many steps usually moves."""
+        """How far an update of this many steps usually moves."""
         root = math.sqrt(steps)
         weights = max(self.far.weights, root * self.rooted.weights)
         return Moved(weights, max(self.far.statistics, root * self.rooted.statistics), steps)
@@ -99,7 +101,7 @@ FIRST = Moved(0.25, 0.5)
 
 @dataclass(frozen=True)
 class Arrival:
-    """An update, as far as it matters here: how far it moved, and its seconds on the simulated clock."""
+    """What these rules know of an update: how far it moved, and its seconds on the simulated clock."""
 
     moved: Moved
     seconds: float
@@ -153,7 +155,7 @@ def refused(
     history: History = History(),
     size: Moved = NOTHING,
 ) -> dict[int, ClientFailure]:
-    """By client, why not. `size` as in `middle`."""
+    """By client, why its update is not taken. `size` as in `middle`."""
     found: dict[int, ClientFailure] = {}
 
     def refuse(client: int, stage: Stage, reason: str, code: Code | None = None) -> None:
@@ -184,8 +186,8 @@ def refused(
 
 
 def _too_far(moved: Moved, usual: Moved, before: Sequence[Moved], bound: float) -> tuple[Code, str] | None:
-    """What is wrong with how far an update moved. `usual`: of one of so many steps. `before`: how many
-    times the usual the client's earlier updates moved."""
+    """Why an update moved too far; None: it did not. `usual`: for its number of steps. `before`: how many times the
+    usual the client's earlier updates moved."""
     now = _times(moved, usual)
     last = [*before, now]
     kinds: tuple[tuple[Code, int], ...] = (("norm", 0), ("statistics", 1))

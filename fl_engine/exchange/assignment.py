@@ -1,7 +1,7 @@
 """What a client's pod is told, as one JSON file: which orders are its own, and how it gets at them.
 
-The file is a secret: it holds the keys that sign the answers, and URLs that let anybody who has them read an order or
-write an update until they expire. What all pods of a Job may read stands in a second file beside it.
+The file is a secret: it holds the keys that sign the answers, and URLs. Until a URL expires, whoever has it can read an
+order or write an update. A second file beside it holds what all pods of a Job may read.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
     corrupt=0.01    a damaged file
     always          the same clients in every round, as many as the shares say; else drawn anew for each order
 
-An order is struck by one fault at most. Which, follows from seed, round and client alone: the same in every backend and
-after every kill. All but `drop` happens after honest training, on the client's side, and is met with what meets real
-clients: validation, deadlines, robust aggregation.
+At most one fault strikes an order. Seed, round and client alone decide which one, so it is the same in every backend
+and after every kill. All faults but `drop` happen on the client's side after honest training, and meet the same
+validation, deadlines and aggregation as real clients do.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def lie(fault: Fault | None, received: Params, trained: Params) -> Params:
 
 
 def damaged(value: bytes) -> bytes:
-    """The file with its last bit turned."""
+    """The file with its last bit flipped."""
     return value[:-1] + bytes([value[-1] ^ 1])
 
 
 def slowness(fault: Fault | None) -> float:
-    """So many times longer than without a fault."""
+    """How many times longer the order takes than without a fault."""
     return fault.times if fault is not None and fault.kind == "slow" else 1.0

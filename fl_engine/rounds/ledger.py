@@ -31,5 +31,5 @@ def ledger_in(
     own: KeyOf | None = None,
     lease: Lease | None = None,
 ) -> Ledger:
-    """For the meaning of each see `Checkpoints` and `Mailbox`."""
+    """`Checkpoints` and `Mailbox` say what each argument means."""
     return Ledger(Checkpoints(store, keep_every, lease), Mailbox(store, rules, key, own))

@@ -34,7 +34,7 @@ log = logging.getLogger("flexfleet")
 AUTO_COMMIT_S = 2.0
 
 HISTORY, CLOCK = "rounds/moved", "rounds/clock"
-"""In a commit's JSON, beside the fields of the algorithm's state, none of which can have such names."""
+"""Keys of a commit's JSON, beside the fields of the algorithm's state; no field can have such a name."""
 HISTORIES = TypeAdapter(History)
 
 
@@ -95,14 +95,14 @@ def _told_how_to_go_on(ledger: Ledger) -> Iterator[None]:
     try:
         yield
     except IntegrityError:
-        ledger.checkpoints.check_lease()  # what is missing may have been tidied away by the one that has taken over
+        ledger.checkpoints.check_lease()  # the coordinator that has taken over may have removed what is missing here
         raise
     except EnvironmentFailure as error:
         raise type(error)(f"{error}. What was committed stays: mend the cause, then go on with --resume") from error
 
 
 def _tell_cost(rows: Sequence[Row]) -> None:
-    """Where a backend tells phases apart, what they took."""
+    """Logs the median seconds of each phase, where the backend measures phases."""
     measured = rows[-1].metrics if rows else {}
     names = [name for name in measured if name.startswith("seconds_") and name != "seconds_simulated"]
     if any("/" in name for name in names):
@@ -124,7 +124,7 @@ def _resume(initial: Any, ledger: Ledger, terms: RoundsConfig, discard_damaged: 
     tensors, rest = ({}, {}) if last is None else ledger.checkpoints.read(last)
     state = initial if last is None else unpack(initial, tensors, rest)
     history, clock = _history(rest), _clock(rest, rows)
-    ledger.checkpoints.tidy()  # after everything was seen to be whole: without leave, damage stays as it is
+    ledger.checkpoints.tidy()  # only after all was checked: without `discard_damaged`, damaged files stay as they are
     if last is None:
         return Progress(state), 0
     log.info("resuming after round %d", last + 1)

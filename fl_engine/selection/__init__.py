@@ -1,7 +1,7 @@
 """Which clients take part in a round, and which pool model each is sent.
 
-A selector is a frozen dataclass with `init`, `pick` and `learn` (see `contracts.Selector`); any algorithm takes any of
-them. What a selector learns from the models that come back lies in tables, in the algorithm's state.
+A selector is a frozen dataclass with `init`, `pick` and `learn` (see `contracts.Selector`); every algorithm
+takes every selector. What a selector learns from answers is kept in tables, which are part of the algorithm's state.
 """
 
 from typing import Annotated

@@ -49,7 +49,7 @@ class Curiosity:
         while len(picks) < min(count, len(clients)):
             level = int(rng.choice([i for i in levels if weights[i][~chosen].sum() > 0] or levels))
             left = np.where(chosen, 0.0, weights[level])
-            if left.sum() == 0:  # nobody has any reward for anything: all alike
+            if left.sum() == 0:  # no client has any reward for any model: all have the same chance
                 left = np.where(chosen, 0.0, 1.0)
             place = int(rng.choice(len(clients), p=left / left.sum()))
             chosen[place] = True

@@ -6,12 +6,14 @@
     rounds/00012/COMMITTED              last, with the checksums of the three files above
     metrics/00000-00099-<sha256>.json   the measurements of rounds whose folders are gone
 
-A round is over when its COMMITTED exists; everything before that is done again, or adopted. Committing round r
-deletes what rounds up to r left (plans, orders, updates: `exchange.mailbox`) and the states before the previous commit,
-and packs the measurements of PACKED commits into one file: however many rounds a run has, its files stay some hundreds.
+A round is over when its COMMITTED exists. After a kill, whatever is not committed is computed again, or adopted.
+Committing round r deletes what rounds up to r left (plans, orders, updates: `exchange.mailbox`) and the states before
+the previous commit, and packs the measurements of PACKED commits into one file. So a run keeps a few hundred files,
+however many rounds it has.
 
-Where several machines can reach the store, the coordinator holds a lease. State files then carry its number in front
-of their names: one that was replaced without knowing it damages nothing that its successor has committed.
+Where several machines can reach the store, the coordinator holds a lease, and the names of its state files begin with
+the lease's number. A coordinator that was replaced and does not know it yet thus cannot damage what its successor has
+committed.
 """
 
 from __future__ import annotations
@@ -39,17 +41,17 @@ PACK = re.compile(r"metrics/([0-9]{5,})-([0-9]{5,})-[0-9a-f]{16}\.json")
 
 STATE_FILES = ("state.safetensors", "state.json", "metrics.json")
 PACKED = 100
-"""So many commits' measurements go into one file, or some more."""
+"""A packed file holds the measurements of at least this many commits."""
 LOOK_EVERY = 10
-"""How often, in commits, their number is compared with PACKED."""
+"""The number of unpacked commits is compared with PACKED once in this many commits."""
 LINES = 2000
-"""A packed file keeps so many lines about single clients; where there are more, those of every n-th round."""
+"""The most lines about single clients in a packed file; where there are more, those of every n-th round are kept."""
 
 
 class Row(Record):
     """One round's measurements. `clients` has a line per order: client, sent, trained, loss, seconds, failure.
 
-    A metric that is not finite (a model that diverged) is left out: JSON cannot say it, and nothing can draw it.
+    A metric that is not finite (a model that diverged) is left out: JSON has no word for it, and no plot can show it.
     """
 
     round: int
@@ -109,7 +111,7 @@ class Checkpoints:
             self.store.put(f"{round_folder(round)}{name}", value)
         sums = Committed(round=round, files={name: sha256(value) for name, value in files.items()})
         mark, value = f"{round_folder(round)}{self._own('COMMITTED')}", sums.model_dump_json().encode()
-        # One that is there already is this very one, whose answer was lost; or somebody else's.
+        # A mark that is there already is ours, and the store's answer to writing it was lost; or it is somebody else's.
         if not self.store.create(mark, value) and self.store.get(mark) != value:
             raise Stopped(f"{self.store.uri(mark)}: another coordinator has committed this round. Nothing is lost")
         self._here.add(round)
@@ -123,7 +125,7 @@ class Checkpoints:
         return name if self.lease is None else f"{self.lease.number}-{name}"
 
     def _may_delete(self, name: str) -> bool:
-        """Not what a coordinator has written that has taken over since."""
+        """Whether the file is not one of a coordinator that has taken over since."""
         return self.lease is None or _writer(name) <= self.lease.number
 
     def check_lease(self) -> None:
@@ -231,7 +233,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------------------------------------ checked files
     def _mark_key(self, round: int) -> str:
-        """Of several coordinators' marks that of the last."""
+        """By round, the mark; where several coordinators left one, that of the last."""
         folder = round_folder(round)
         names = [key.removeprefix(folder) for key in self.store.list(folder)]
         return folder + max((n for n in names if _plain(n) == "COMMITTED"), key=_writer, default="COMMITTED")
@@ -295,7 +297,7 @@ class Checkpoints:
             done_with = old and (name in ("state.safetensors", "state.json") or folder <= packed)
             if (unfinished or done_with) and self._may_delete(own):
                 gone.append(key)
-        # The mark first: without it, what is left of a folder is nothing that anybody reads.
+        # The mark goes first: nobody reads a folder that has none.
         self.store.delete(*sorted(gone, key=lambda key: not key.endswith("COMMITTED")))
 
 
@@ -306,7 +308,7 @@ def _plain(name: str) -> str:
 
 
 def _writer(name: str) -> int:
-    """The number of the coordinator that wrote a state file or a mark; 0: it says none."""
+    """The number of the coordinator that wrote a state file or a mark; 0: the name has no number."""
     number, _, rest = name.partition("-")
     return int(number) if WRITER.fullmatch(number) and rest in (*STATE_FILES, "COMMITTED") else 0
 

@@ -1,14 +1,16 @@
 """Who runs a run whose ledger several machines can reach: one coordinator at a time.
 
-    lease/00003.json    the third coordinator's: who it is, and a count that it raises every BEAT_S seconds
+    lease/00003.json    the third coordinator: who it is, and a count that it raises every BEAT_S seconds
 
-To take over is to create the file of the next number, which one alone can. That is allowed when the holder has let go,
-is a process of this machine that is gone, or has not raised its count for TTL_S seconds by the watch of the one that
-waits (clocks are not compared). Otherwise the newcomer says who holds the run.
+A coordinator takes over by creating the file with the next number; only one can succeed. It may do so when the holder
+has let go, when the holder is a process of this machine that has ended, or when the holder has not raised its count for
+TTL_S seconds, measured on the clock of the one that waits (the two clocks are never compared). Otherwise the newcomer
+stops, and its error names the holder.
 
-A holder that was paused or cut off and was replaced meanwhile is fenced off: it sees a higher number before whatever it
-commits, and stops. Should it be paused right after it looked, it still harms nothing: a commit and the files that it
-vouches for carry their writer's number, the highest counts, and nobody deletes those of a higher one (`ledger`).
+A holder that was paused or cut off, and was replaced meanwhile, is fenced off: before each commit it looks for a higher
+number, and stops where there is one. If it is paused right after it looked, it still does no harm: a commit and its
+files carry their writer's number, the highest number counts, and nobody deletes files with a higher number than its own
+(`storage.checkpoints`).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ POLL_S = 0.5
 
 
 class Holder(BaseModel):
-    """`machine` is the same for processes that see each other's process numbers."""
+    """`machine` is equal for two processes that see each other's process numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: Literal[1] = 1

@@ -1,12 +1,13 @@
-"""What an S3 server makes of the URLs and forms that strangers get, seen before any is handed out.
+"""Whether an S3 server enforces what presigned URLs and forms say; tried out before a client gets one.
 
-A signature that holds for a key alone is an open door on many servers: its bearer adds headers that copy another object
-into its own, or show its own to the world. So a scratch object is written as a client would, with every such trick; a
-server may refuse it, or may take it and leave it without effect. POST policies come first, since they name a largest
-size; then PUT, signed for one exact size. Nothing but scratch objects is read or written, and none is left.
+On many servers a signature that covers the key alone is an open door: whoever holds it can add headers that copy
+another object into its own, or that make its own public. So the probe writes a scratch object as a client would, with
+each of these tricks. The server passes if it refuses the request, or takes it and the trick has no effect. POST
+policies come first, since they name a largest size; then PUT, signed for one exact size. The probe reads and writes
+scratch objects only, and leaves none behind.
 
-Seen to hold: POST on Ceph radosgw 16, POST and PUT on SeaweedFS 4.34. By their makers' word: POST on Amazon S3, PUT on
-SeaweedFS since 4.20.
+Tried: POST on Ceph radosgw 16, POST and PUT on SeaweedFS 4.34. According to the documentation: POST on Amazon S3, PUT
+on SeaweedFS since 4.20.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from fl_engine.storage.s3 import S3Store, Upload, Verb, patient_pool, send
 log = logging.getLogger("flexfleet")
 
 SCRATCH = "rounds/probe/"
-"""Laid out as a round is, for signing credentials that may do no more than clients must; no round has this name."""
+"""Where scratch objects lie. The path looks like a round's, so that signing credentials which are limited to what
+clients need can write here; no round has this name."""
 VALUE = bytes(range(64))
 SECONDS = 600
 VERBS: tuple[Verb, ...] = ("POST", "PUT")
@@ -74,7 +76,7 @@ class _Scratch:
         return self.pool.request("GET", url).status < 400
 
     def found(self) -> bytes | None:
-        """What the coordinator reads where something was uploaded; None: it cannot."""
+        """What the coordinator reads where something was uploaded; None: it cannot read it."""
         try:
             return self.store.get(self.target, len(VALUE))
         except (IntegrityError, Refused):
@@ -130,7 +132,7 @@ def _refused(scratch: _Scratch, verb: Verb) -> str | None:
 
 
 def _tricks(scratch: _Scratch, verb: Verb) -> Iterator[str]:
-    """What a client gets away with."""
+    """The tricks that the server lets a client do."""
     honest = scratch.upload(verb)
     if verb == "POST":
         elsewhere = _with(honest, {"key": f"{honest.fields['key']}-other"})

@@ -37,25 +37,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PART = 64 * 2**20
-"""Larger values go up in parts of so many bytes."""
+"""Bytes. Larger values are uploaded in parts of this size."""
 ATTEMPTS = 6
-"""So often a request is made that the server does not answer, or answers with 429 or 5xx."""
+"""Tries of a request that the server does not answer, or answers with 429 or 5xx."""
 READS = 4
-"""A body that breaks off is asked for so many times."""
+"""Tries of a download that breaks off."""
 SENDS = 3
-"""A value that arrives damaged is uploaded so many times."""
+"""Tries of an upload that arrives damaged."""
 PIECE = 2**20
-"""A body is read in pieces of so many bytes."""
+"""Bytes that are read of a body at a time."""
 PAGE = 1000
-"""Keys of one listing or deletion."""
+"""The most keys of one listing or deletion."""
 OWN = "FLEXFLEET_"
-"""In front of a variable that boto3 reads: for this alone, where something else of the process reads the other."""
+"""Prefix of a variable that boto3 reads: the value for the run store alone, where another part of the process needs
+another value."""
 SIGNING = "FLEXFLEET_SIGNING_"
-"""The same: for what clients get alone, which then can do no more than these credentials."""
+"""Prefix likewise: credentials that sign what clients get, so that clients can do no more than these may."""
 MISSING = ("NoSuchKey", "404", "NotFound")
 FIXED = {
-    # As good as private, and the one ACL that Amazon's buckets take since ACLs are off by default. The bucket's owner
-    # can read it where other credentials have signed.
+    # As good as private, and the only ACL that Amazon's buckets accept now that ACLs are off by default. It lets the
+    # bucket's owner read the object where other credentials have signed.
     "acl": "bucket-owner-full-control",
     "Content-Type": "application/octet-stream",
     # The answer then has the ETag, with every server.
@@ -383,7 +384,7 @@ def endpoint_of(settings: str = OWN) -> str | None:
 
 
 def _again(read: Callable[[], T]) -> T:
-    """Repeats a read whose body broke off. What is whole, but too large or damaged, is so on every try."""
+    """Repeats a read whose body broke off, and no other: a body that is too large or damaged is so on every try."""
     from botocore.exceptions import BotoCoreError
 
     for attempt in range(READS - 1):
@@ -395,7 +396,7 @@ def _again(read: Callable[[], T]) -> T:
 
 
 def _whole(body: Any, name: str, limit: int | None) -> bytes:
-    """Never reads more than a byte beyond the limit, whatever length the server has announced."""
+    """Reads at most one byte beyond the limit, whatever length the server has announced."""
     value = bytearray()
     while piece := body.read(PIECE if limit is None else min(PIECE, limit + 1 - len(value))):
         value += piece

@@ -23,12 +23,12 @@ from fl_engine.core.types import Params
 
 
 class Store(Protocol):
-    """All raise EnvironmentFailure where the store does not do it: no space, no access, no answer."""
+    """Every method raises EnvironmentFailure where the store fails: no space, no access, no answer."""
 
     def put(self, key: str, value: bytes) -> None: ...
 
     def create(self, key: str, value: bytes) -> bool:
-        """Puts what is not there yet; False where something of that key is. Of several at once, one succeeds."""
+        """Writes the value unless the key exists; False where it does. Of several writers at once, one succeeds."""
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         """Raises IntegrityError where the key does not exist, or holds more than `limit` bytes."""
@@ -40,7 +40,7 @@ class Store(Protocol):
         """Deleting what does not exist is no error: a kill may have come between two deletions."""
 
     def sweep(self, prefix: str) -> None:
-        """Removes what writes under `prefix` left that a kill cut off. Only while nobody else writes there."""
+        """Removes what writes under `prefix` left that a kill cut off. Only for times when nobody else writes there."""
 
     def uri(self, key: str = "") -> str: ...
 
@@ -62,7 +62,7 @@ class FolderStore:
         return True
 
     def _write(self, key: str, value: bytes, name: Callable[[Path, Path], None]) -> None:
-        """Writes a file beside the one that is meant, then gives it its name."""
+        """Writes a temporary file beside the target, then renames it."""
         path = self.root / key
         part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
         with self._explained(key):
@@ -146,7 +146,7 @@ def check_size(name: str, size: int, limit: int | None) -> None:
 
 
 def canonical(value: Any) -> bytes:
-    """JSON, the same for equal values. Raises ValueError for a number that is not finite."""
+    """JSON that is equal for equal values. Raises ValueError for a number that is not finite."""
     return json.dumps(value, sort_keys=True, allow_nan=False).encode()
 
 
@@ -160,7 +160,7 @@ def encode(tensors: Params, metadata: Mapping[str, str] | None = None) -> bytes:
     seen: set[int] = set()
     for name, tensor in tensors.items():
         whole = tensor.contiguous()
-        # safetensors refuses two names for one memory, which is how a state may remember the model before.
+        # safetensors refuses two names for one memory, and a state may hold the previous model under a second name.
         own[name] = whole.clone() if whole.untyped_storage().data_ptr() in seen else whole
         seen.add(whole.untyped_storage().data_ptr())
     value: bytes = safetensors.torch.save(own, dict(metadata or {}))
@@ -168,7 +168,7 @@ def encode(tensors: Params, metadata: Mapping[str, str] | None = None) -> bytes:
 
 
 MOST_HEADER = 100_000_000
-"""Bytes of a header: safetensors reads none that is longer."""
+"""The most bytes of a header that safetensors reads."""
 
 
 def padded(value: bytes, length: int) -> bytes:
@@ -195,5 +195,5 @@ def decode(value: bytes, name: str) -> Params:
 
 
 def tensor_bytes(tensors: Params) -> int:
-    """What a transfer of these tensors costs, headers apart."""
+    """The bytes of these tensors, without a file's header."""
     return sum(t.numel() * t.element_size() for t in tensors.values())

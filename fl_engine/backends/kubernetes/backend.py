@@ -1,9 +1,9 @@
 """Clients as pods: one Indexed Job per round and device tier.
 
-Orders go into the run's store, a Secret tells a Job's pods which are theirs, and updates come back through the store.
-What lies there counts as answered, whatever a Job says. A coordinator that starts again finds the round's Jobs by their
-labels and waits for them; which clients they are for is written on them. Each Job is for its clients alone: one that is
-asked again, because its pod failed or its node was lost, has a later Job, and the first valid answer counts.
+Orders go into the run's store, a Secret tells a Job's pods which orders are theirs, and updates come back through the
+store. An update in the store is an answer, whatever the Job's status says. A coordinator that starts again finds the
+round's Jobs by their labels and waits for them; an annotation of each Job names its clients. A client that is asked
+again, because its pod failed or its node was lost, gets a later Job, and its first valid answer counts.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ log = logging.getLogger("flexfleet")
 DATA_FOLDER = "/data"
 SAY_EVERY_S = 30.0
 EVENTS_EVERY_S = 2.0
-"""While pods are missing, the events that say why are read so often."""
+"""Seconds between two readings of the events that say why pods are missing."""
 GONE_S = 60.0
-"""So long the pods of Jobs that were given up may take to go."""
+"""Seconds that the pods of Jobs that were given up may take to end."""
 LOST_NODES = 3
-"""So many times in a round a client is asked again because its node was lost."""
+"""How often in a round a client is asked again because its node was lost."""
 PHASES = ("upload", "create", "first_answer", "others", "tidy")
 """Writing the orders, making Jobs, waiting for the first answer and for the others, deleting what is done."""
 LOST: Literal["pod"] = "pod"
-"""The stage at which a client fails whose pod does: it may be asked again."""
+"""The stage of the failure of a client whose pod failed; such a client may be asked again."""
 
 
 @dataclass
@@ -58,13 +58,13 @@ class _Round:
     """Clients that have not answered."""
     live: list[Live] = field(default_factory=list)
     attempt: int = 0
-    """Of the next Jobs: their names end with it."""
+    """The attempt of the next Jobs: their names end with it."""
     moved: float = 0.0
     """When a pod last started or ended."""
     nodes: Counter[int] = field(default_factory=Counter)
     """By client: how many of its nodes were lost."""
     said: set[tuple[str, str]] = field(default_factory=set)
-    """Tiers, and kinds of reasons that the log has of them."""
+    """Tiers, and the kinds of reasons that were logged for them."""
 
     @property
     def awaited(self) -> set[int]:
@@ -142,7 +142,7 @@ class Kubernetes:
         self._phase, self._entered = phase, now
 
     def _outcomes(self, plan: RoundPlan) -> Iterator[Outcome]:
-        if not plan.orders:  # all were adopted; an earlier coordinator's Jobs may be there
+        if not plan.orders:  # all answers were adopted; Jobs of an earlier coordinator may still be there
             self._enter("tidy")
             self._tidy(plan.round, set())
             return
@@ -194,11 +194,11 @@ class Kubernetes:
             yield lost.get(client, late)
 
     def finish(self) -> None:
-        """The run is over: everything of it in the cluster goes."""
+        """Deletes everything of this run in the cluster, when the run is over."""
         self._cluster.delete("configmaps", self._run)
 
     def what_is_left(self) -> str:
-        """How to remove what a run that has stopped leaves in the cluster."""
+        """The command that removes what a stopped run leaves in the cluster."""
         return (
             "pods that are under way go on by themselves, and --resume finds them. To remove what is left: "
             f"kubectl -n {self._options.namespace} delete jobs,configmaps -l {jobs.RUN}={self._run}"
@@ -222,7 +222,7 @@ class Kubernetes:
                 other.add(name)
             elif clients & r.open_:
                 if self._cluster.get("secrets", name) is None:  # a coordinator was killed before it was made
-                    if not clients <= r.open_:  # what those are told that have answered otherwise is gone
+                    if not clients <= r.open_:  # the Secrets of clients that have answered through another Job are gone
                         other.add(name)
                         continue
                     self._cluster.create("secrets", self._secret(r, job))
@@ -255,7 +255,7 @@ class Kubernetes:
                 self._template, self._options, self._run, r.plan.round, group, r.attempt, owner, DATA_FOLDER
             )
             body["spec"]["parallelism"] = most
-            # One may be left of a Job of that name that is gone; its pods must not read it.
+            # A Secret may be left of a deleted Job of that name; the new pods must not read it.
             self._cluster.delete("secrets", body["metadata"]["name"])
             job = self._cluster.create("jobs", body)
             if job is None:  # the answer to an earlier try was lost
@@ -269,14 +269,14 @@ class Kubernetes:
         r.attempt += bool(made)
 
     def _secret(self, r: _Round, job: Resource) -> Resource:
-        """What the pods of a Job that is there already are told."""
+        """The Secret for the pods of a Job that is there already."""
         pods = tuple(tuple(clients) for clients in jobs.pods_of(job))
         group = Group(self._fleet[pods[0][0]].tier, pods, 0)
         return jobs.secret(job, *self._told(r.plan, group, r.names))
 
     def _withdraw(self, r: _Round, names: set[str]) -> None:
-        """Deletes these Jobs and waits until their pods are gone: others must not queue behind them. One on a lost node
-        takes no room."""
+        """Deletes these Jobs and waits until their pods are gone, so that others do not queue behind them. A pod on a
+        lost node takes no room."""
         for name in sorted(names):
             self._cluster.delete("jobs", name)
         until = time.monotonic() + GONE_S
@@ -292,7 +292,7 @@ class Kubernetes:
             time.sleep(self._options.poll_s)
 
     def _ensure_owner(self) -> Resource:
-        """A reference to the run's ConfigMap, which everything belongs to and goes with."""
+        """A reference to the run's ConfigMap, which owns all objects of the run: they are deleted with it."""
         if self._owner is None:
             kept = {jobs.RUN: self._run, "app.kubernetes.io/part-of": "flexfleet"}
             body = {
@@ -363,7 +363,7 @@ class Kubernetes:
             self._check_stop()
             found = {job["metadata"]["name"]: job for job in self._cluster.select("jobs", self._labels(r.plan.round))}
             pods = self._cluster.select("pods", self._labels(r.plan.round))
-            # Looked at after the Jobs: a pod writes its answer before its Job counts it.
+            # Read after the Jobs' status: a pod writes its answer before its Job counts it.
             for client in sorted(self._mailbox.answered(r.plan.round) & r.awaited):
                 answered = True
                 self._enter("others")
@@ -378,7 +378,7 @@ class Kubernetes:
                 events = self._refusals()
                 for job in r.live:
                     waiting.hear_refusals(job, events)
-            # Before anything is given up, so that what it waited for is told.
+            # Before any client is given up, so that the log says what its pod waited for.
             self._say_new(r)
             if now - said > SAY_EVERY_S:
                 said = now
@@ -401,7 +401,7 @@ class Kubernetes:
                 time.sleep(self._options.poll_s)
 
     def _say_new(self, r: _Round) -> None:
-        """What a tier's pods wait for or failed of, once for each kind of reason."""
+        """Logs what a tier's pods wait for, or why they failed, once for each kind of reason."""
         for tier, counts in waiting.reasons(r.live).items():
             new = {waiting.kind(reason) for reason in counts} - {kind for said, kind in r.said if said == tier}
             if new:
@@ -409,7 +409,7 @@ class Kubernetes:
                 r.said |= {(tier, kind) for kind in new}
 
     def _say(self, r: _Round) -> None:
-        """Which tier waits for what."""
+        """Logs what each tier waits for."""
         reasons = waiting.reasons(r.live)
         for tier, (pods, idle) in waiting.waiting_pods(r.live).items():
             why = f": {waiting.told(reasons[tier])}" if reasons[tier] else ""

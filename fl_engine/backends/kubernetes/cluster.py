@@ -1,7 +1,7 @@
 """The few calls of the Kubernetes API that running clients takes; `k8s/base/role.yaml` grants exactly these.
 
-An API server that is busy or restarting (429, 5xx, a broken connection) is asked again for a minute or so. Nothing is
-watched: a list that is asked for again cannot be dropped.
+A request to an API server that is busy or restarting (429, 5xx, a broken connection) is repeated for about a minute.
+Lists are polled, not watched: a watch can be dropped, a list that is asked for again cannot.
 
 Of the package `kubernetes` only the loading of configuration is used (KUBECONFIG, a pod's account, plug-ins that fetch
 credentials): its calls differ between versions. Requests go through urllib3.
@@ -53,14 +53,14 @@ class Cluster:
         self._warned: set[str] = set()
 
     def create(self, kind: str, body: Resource) -> Resource | None:
-        """None: something of that name is there already."""
+        """None where an object of that name is there already."""
         return self._ask("POST", kind, body=body, missing=409)
 
     def get(self, kind: str, name: str) -> Resource | None:
         return self._ask("GET", kind, name, missing=404)
 
     def delete(self, kind: str, name: str) -> None:
-        """With all that it owns. That nothing is there is no error."""
+        """Deletes the object and all that it owns; an object that is not there is no error."""
         self._ask("DELETE", kind, name, body={"propagationPolicy": "Background"}, missing=404)
 
     def select(
@@ -102,7 +102,7 @@ class Cluster:
                 if answer.status == 401 and not renewed:  # credentials may have run out since they were loaded
                     self._made, renewed = None, True
                     continue
-                # A create that was cut off may have succeeded: the next try says 409, which is what it means.
+                # A create that was cut off may have succeeded; the next try then answers 409, as it should.
                 if answer.status != 429 and answer.status < 500:
                     raise EnvironmentFailure(_why(answer, method, kind, name, self.namespace))
                 said = f"HTTP {answer.status}"
@@ -134,7 +134,7 @@ class Cluster:
         )
 
     def _log_warnings(self, answer: urllib3.BaseHTTPResponse) -> None:
-        """What the server warns of (a field that it does not know, a pod that Pod Security would refuse), each once."""
+        """Logs each of the server's warnings once (an unknown field, a pod that Pod Security would refuse)."""
         for header in answer.headers.getlist("Warning"):
             for text in (re.sub(r"\\(.)", r"\1", said) for said in WARNING.findall(header)):
                 if text not in self._warned:
@@ -153,7 +153,7 @@ def _connect() -> tuple[urllib3.PoolManager, Any]:
         if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
             kubernetes.config.load_incluster_config(config)
         else:
-            # The package looks at KUBECONFIG when it is imported; what counts is what it says now.
+            # The package reads KUBECONFIG when it is imported; its value may have changed since.
             kubernetes.config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=config)
     except kubernetes.config.ConfigException as error:
         raise EnvironmentFailure(

@@ -25,7 +25,7 @@ TEMPLATE = Path(__file__).with_name("client-job.yaml")
 RUN, ROUND, TIER = "flexfleet.io/run", "flexfleet.io/round", "flexfleet.io/tier"
 CLIENTS, ATTEMPT, SETTINGS = "flexfleet.io/clients", "flexfleet.io/attempt", "flexfleet.io/settings"
 SECRET_BYTES = 3 * 2**18
-"""What a Job's pods are told is no more: a Secret holds 1 MiB, and base64 makes four bytes of three on the way."""
+"""The most bytes that a Job's pods can be told: a Secret holds 1 MiB, and base64 makes four bytes of three."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Group:
     tier: str
     pods: tuple[tuple[int, ...], ...]
     part: int
-    """A tier that needs more than one Job numbers them."""
+    """Numbers a tier's Jobs, where it needs more than one."""
     host: str | None = None
 
 
@@ -76,8 +76,8 @@ def parts(group: Group, told: Sequence[str], common: str) -> list[tuple[Group, S
 
 
 def shares(sizes: Sequence[int], most: int | None) -> list[int]:
-    """How many pods each of several Jobs of these sizes has at a time: in all at most `most` (None: all), divided by
-    size, but one for each Job at least."""
+    """How many pods each of several Jobs of these sizes runs at a time: together at most `most` (None: all), shared
+    in proportion to size, at least one for each Job."""
     if most is None or most >= sum(sizes):
         return list(sizes)
     found = [1] * len(sizes)
@@ -118,7 +118,7 @@ def template(path: str | None) -> Resource:
 
 
 WHEN = {"quorum", "attempts", "parallelism", "deadline_s", "pending_s", "poll_s"}
-"""Settings that say how long and how many pods are waited for, not what they are."""
+"""Settings that say how long to wait and for how many pods, and not what a pod is."""
 
 
 def settings_sum(of: Resource, options: KubernetesConfig) -> str:
@@ -239,7 +239,7 @@ def reference(job: Resource) -> Resource:
 
 
 def wanted(job: Resource) -> str:
-    """What the Job's pods ask of a node."""
+    """The resources that the Job's pods ask a node for."""
     pod = job["spec"]["template"]["spec"]
     container = next(c for c in pod["containers"] if c["name"] == "client")
     asked = [f"{name} {amount}" for name, amount in container["resources"].get("requests", {}).items()]
@@ -268,17 +268,17 @@ def ended(job: Resource) -> str | None:
 
 @dataclass(frozen=True)
 class PodState:
-    """What a pod is at: `reason` says why it failed, or what it waits for."""
+    """The state of a pod: `reason` says why it failed, or what it waits for."""
 
     index: int
     phase: str
     reason: str
     started: bool
     queued: bool = False
-    """It waits for room: on some node it would fit, were there less on it; or a queue does not admit it yet."""
+    """It waits for room: it would fit on some node if that node were emptier, or a queue does not admit it yet."""
     unreachable: bool = False
-    """It runs on a node of which nothing is heard: the node's controller calls the pod not ready, while the last that
-    the node itself said is that its containers are."""
+    """It runs on a node that does not answer: the node's controller calls the pod not ready, while the node itself last
+    said that its containers are ready."""
     ends: tuple[str, float] | None = None
     """Of one that is being deleted: its uid, and the seconds that it was given for it."""
 
@@ -288,7 +288,7 @@ class PodState:
 
 
 ROOM = re.compile(r"Insufficient |Too many pods")
-"""What the scheduler says of a node that would do, but is full."""
+"""What the scheduler says of a node that fits, but is full."""
 
 
 def newest(pods: Iterable[Resource], job: str) -> list[PodState]:

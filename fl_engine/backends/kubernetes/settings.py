@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from fl_engine.core.fields import Count, Fraction, Moves, Positive, Section
 
 GRACE_S = 30
-"""A client Job that outlives its deadline by so many seconds is deleted by the coordinator."""
+"""Seconds after its deadline at which the coordinator deletes a client Job that is still there."""
 URL_S = 604_800
 """Seconds that a presigned URL can live (AWS Signature Version 4)."""
 
@@ -77,11 +77,11 @@ class KubernetesConfig(Section):
     """Share of the wanted clients whose answers are there when a round can end though nothing more is to be had; with
     fewer, those that are missing are asked again, and then the run stops, to be resumed."""
     attempts: Count = 2
-    """How often a client is asked in a round where the quorum is missed. A lost node does not count."""
+    """How often a client is asked in a round that misses the quorum. Lost nodes do not count."""
     parallelism: Count | None = None
     """Pods of a round at a time, divided over its Jobs, at least one for each; null: all at once."""
     deadline_s: Count = 3600
-    """A round's pods end after so many seconds."""
+    """Seconds after which a round's pods are ended."""
     pending_s: Count = 600
     """A pod that has not started after so many seconds counts as failed (no node fits, the image cannot be pulled). For
     one that waits for room or quota alone they begin anew whenever a pod of the round starts or ends."""

@@ -1,14 +1,14 @@
-"""A round's Jobs while they are waited for: what was heard of their pods, and which clients are given up, and why.
+"""A round's Jobs while the coordinator waits for them: the state of their pods, and which clients are given up and why.
 
-Nothing is asked here: Jobs, pods and events are given, and so is the time (seconds of a clock that only goes forward).
+Nothing here asks the cluster: the caller gives Jobs, pods, events, and the time (seconds of a monotonic clock).
 
 A pod that has not started is either stuck (no node matches, the image cannot be pulled) or queues: for room on a node,
-for its namespace's quota, for its turn in its Job. What is stuck is given up after `pending_s`. What queues is given
-up when for so long no pod of the round has started or ended: then nothing moves.
+for its namespace's quota, or for its turn in its Job. A stuck pod is given up after `pending_s`. A pod that queues is
+given up when no pod of the round has started or ended for `pending_s`: then nothing moves.
 
-A node that is lost says nothing any more, so neither do its pods, and their Job makes no others. Either the node's
-controller calls a pod not ready whose containers were, or the pod is to be deleted and nobody confirms it. Where a Job
-may have so few pods at a time that all of them are on lost nodes, no other index has its turn either.
+A lost node sends no status any more, so its pods' status stands still, and their Job starts no other pods. One sees it
+in one of two ways: the node's controller calls a pod not ready whose containers were ready, or the pod is being deleted
+and nobody confirms it. Where all pods that a Job may run at a time are on lost nodes, no other index gets its turn.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fl_engine.backends.kubernetes.jobs import PodState, Resource
 from fl_engine.core.errors import printable
 
 TERMINATING_S = 60.0
-"""A pod that is still there so long after the time that it had to end is on a lost node."""
+"""Seconds after its grace period from which on a pod that is still there counts as lost with its node."""
 REFUSED_FOR_GOOD = "violates PodSecurity"
-"""What an event says of pods that no waiting helps; a quota does."""
+"""What events say of pods that will never start, however long one waits (a full quota is none of these)."""
 QUOTA = "exceeded quota"
 
 
 @dataclass
 class Live:
-    """A Job that is being waited for, and what was last heard of each of its pods."""
+    """A Job that the coordinator waits for, and the last known state of each of its pods."""
 
     name: str
     uid: str
@@ -39,25 +39,25 @@ class Live:
     pods: list[list[int]]
     """Clients by index."""
     wanted: str
-    """What its pods ask of a node."""
+    """The resources that its pods ask a node for."""
     at_once: int
-    """Pods that it has at a time."""
+    """How many pods it runs at a time."""
     until: float
     clients: dict[int, int]
-    """Those that are still waited for, with their index; a client that is asked again belongs to the later Job."""
+    """Clients that have not answered, with their index; a client that is asked again belongs to the later Job."""
     since: dict[int, float]
-    """Of each index whose pod has not started: since when it waits for what it waits for."""
+    """By index whose pod has not started: since when it waits for its present reason."""
     states: dict[int, PodState] = field(default_factory=dict)
     ending: dict[str, float] = field(default_factory=dict)
-    """Pods that are being deleted, by uid: when that was first seen."""
+    """By uid of a pod that is being deleted: when that was first seen."""
     refused: str = ""
-    """Why pods are not made, as the last event says."""
+    """Why pods are not created, as the last event says."""
     old: str | None = None
     """Events up to this time do not count, since what they say may have been mended before this Job was waited for;
     None: all do."""
 
     def lacks_pods(self) -> bool:
-        """Whether a pod should be there that is not."""
+        """Whether a pod is missing that should be there."""
         here = sum(not state.over for state in self.states.values())
         return len(self.states) < len(self.pods) and here < self.at_once
 
@@ -67,7 +67,7 @@ class Live:
         return not self.lacks_pods() or QUOTA in self.refused
 
     def reason(self, index: int) -> str:
-        """Why the index's pod failed, or what it waits for; empty: nothing that has to be told."""
+        """Why the index's pod failed, or what it waits for; empty: nothing to report."""
         state = self.states.get(index)
         if state is None:
             return f"no pod was made: {self.refused}" if self.refused and self.lacks_pods() else ""
@@ -76,7 +76,7 @@ class Live:
 
 
 def live(job: Resource, now: float, until: float) -> Live:
-    """Nothing has been heard yet of its pods."""
+    """Before the first state of its pods is known."""
     meta, pods = job["metadata"], jobs.pods_of(job)
     return Live(
         name=meta["name"],
@@ -92,12 +92,12 @@ def live(job: Resource, now: float, until: float) -> Live:
 
 
 def hear(job: Live, pods: Iterable[Resource], now: float) -> bool:
-    """Takes down what the Job's pods are at; whether one has started or ended since it was last heard of."""
+    """Records the state of the Job's pods; returns whether one has started or ended since the last time."""
     moved = False
     queued = {index for index in job.since if job.queues(index)}
     ending, here = {}, jobs.newest(pods, job.name)
     for index in [i for i, state in job.states.items() if not state.over and i not in {s.index for s in here}]:
-        # Its pod is gone, and nobody has seen it end.
+        # Its pod is gone, and no status said that it ended.
         del job.states[index]
         job.since[index], moved = now, True
     for state in here:
@@ -118,14 +118,14 @@ def hear(job: Live, pods: Iterable[Resource], now: float) -> bool:
 
 
 def hear_refusals(job: Live, events: Iterable[Resource]) -> None:
-    """Takes down why no pods are made."""
+    """Records why no pods are created."""
     last = max(_events_of(job, events), key=_time, default=None)
     if last is not None and (job.old is None or _time(last) > job.old):
         job.refused = printable(last.get("message") or "")[:500]
 
 
 def forget_refusals(job: Live, events: Iterable[Resource]) -> None:
-    """Only what is said from now on counts."""
+    """Forgets the events so far: only later ones count."""
     job.old = max(map(_time, _events_of(job, events)), default=None)
 
 
@@ -138,11 +138,11 @@ def _time(event: Resource) -> str:
 
 
 class Loss(NamedTuple):
-    """Of a client that will not answer through this Job."""
+    """A client that will not answer through this Job."""
 
     reason: str
     node: bool
-    """It is its node that is lost: on another one it can be asked again."""
+    """Its node is lost: the client can be asked again on another node."""
 
 
 def lost(job: Live, found: Resource | None, now: float, moved: float, pending_s: float) -> dict[int, Loss]:
@@ -186,7 +186,7 @@ def _loss(
 
 
 def _silent(job: Live, index: int, now: float) -> str:
-    """Why the index's pod says nothing any more: its node is lost; else empty."""
+    """Says that the index's pod is on a lost node; empty where it is not."""
     state = job.states.get(index)
     if state is None:
         return ""
@@ -201,12 +201,12 @@ def _silent(job: Live, index: int, now: float) -> str:
 
 
 def kind(reason: str) -> str:
-    """What reasons of many pods have in common."""
+    """A reason without the parts that differ from pod to pod."""
     return reason.partition(":")[0]
 
 
 def reasons(live: Iterable[Live]) -> dict[str, Counter[str]]:
-    """By tier: how many of the pods that are waited for say which reason; of those that are alike the first."""
+    """By tier: the reasons of the pods that it waits for, and how many have each; of similar reasons, the first."""
     found: dict[str, Counter[str]] = {}
     for job in live:
         tier = found.setdefault(job.tier, Counter())
@@ -218,13 +218,13 @@ def reasons(live: Iterable[Live]) -> dict[str, Counter[str]]:
 
 
 def told(counts: Mapping[str, int], kinds: Collection[str] | None = None) -> str:
-    """The three most frequent reasons; with `kinds`, of these kinds alone."""
+    """The three most frequent reasons; with `kinds`, only those of these kinds."""
     chosen = [(reason, n) for reason, n in counts.items() if kinds is None or kind(reason) in kinds]
     return "; ".join(f"{n} x {reason}" for reason, n in sorted(chosen, key=lambda pair: -pair[1])[:3])
 
 
 def waiting_pods(live: Iterable[Live]) -> dict[str, tuple[int, int]]:
-    """By tier: pods that are waited for, and how many of them have not started."""
+    """By tier: how many pods have not answered, and how many of them have not started."""
     found: dict[str, tuple[int, int]] = {}
     for job in live:
         left = set(job.clients.values())
