@@ -82,15 +82,12 @@ class Regions:
         full = self._old[name].shape
         index: list[slice | Tensor] = []
         shape: list[int] = []
-        for dim, axis in enumerate(slot.axes):
-            keep = full[dim] if axis.group is None else self._layout.indices(spec, axis.group)
-            repeat = 1 if axis.group is None else axis.repeat
-            if isinstance(keep, int):
-                index.append(slice(0, keep * repeat))
-                shape.append(keep * repeat)
-            else:
-                index.append(entries(keep, repeat))
-                shape.append(len(keep) * repeat)
+        for size, axis in zip(full, slot.axes, strict=True):
+            at: slice | Tensor = slice(0, size)
+            if axis.group is not None:
+                at = entries(self._layout.indices(spec, axis.group), axis, size)
+            index.append(at)
+            shape.append(at.stop if isinstance(at, slice) else len(at))
         if all(isinstance(i, slice) for i in index):
             return tuple(index), tuple(shape)
         rows = [torch.arange(i.stop) if isinstance(i, slice) else i for i in index]

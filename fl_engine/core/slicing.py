@@ -17,7 +17,8 @@ from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Pool, Su
 def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: SubmodelSpec = FULL) -> Params:
     """The slice `want` of `params`, which are the sub-model `have` of the network (default: all of it).
 
-    Prefixes come back as views, anything else as copies. A name that `have` contains but `params` lacks was
+    Prefixes come back as views, anything else as copies; so does a prefix of an axis with `copies`, whose entries do
+    not lie together. A name that `have` contains but `params` lacks was
     not trained and stays absent. Raises ModelError, naming group and indices, where `want` is not within `have`.
     """
     if want is have or want == have:
@@ -64,19 +65,25 @@ def _local(layout: ParamLayout, group: str, want: SubmodelSpec, have: SubmodelSp
 def _cut(tensor: Tensor, dim: int, axis: Axis, local: dict[str, Keep]) -> Tensor:
     if axis.group is None:
         return tensor
-    keep = local[axis.group]
-    if isinstance(keep, int):
-        size = keep * axis.repeat
-        return tensor if tensor.shape[dim] == size else tensor.narrow(dim, 0, size)
-    return tensor.index_select(dim, entries(keep, axis.repeat).to(tensor.device))
+    kept = entries(local[axis.group], axis, tensor.shape[dim])
+    if isinstance(kept, slice):
+        return tensor if tensor.shape[dim] == kept.stop else tensor.narrow(dim, 0, kept.stop)
+    return tensor.index_select(dim, kept.to(tensor.device))
 
 
-def entries(keep: Keep, repeat: int) -> Tensor:
-    """Channel indices to entries of an axis, int64: [1, 3] with repeat 2 -> [2, 3, 6, 7]."""
-    channels = torch.arange(keep) if isinstance(keep, int) else torch.tensor(keep)
-    if repeat == 1:
-        return channels
-    return (channels[:, None] * repeat + torch.arange(repeat)).flatten()
+def entries(keep: Keep, axis: Axis, size: int) -> slice | Tensor:
+    """Where kept channels lie on an axis of `size` entries: a slice from 0 where they are its first entries, else
+    ascending indices, int64. [1, 3] with repeat 2 -> [2, 3, 6, 7]; the first 2 of 5 with 3 copies -> [0, 1, 5, 6, 10,
+    11]."""
+    run = size // axis.copies
+    if isinstance(keep, int) and (axis.copies == 1 or keep * axis.repeat == run):
+        return slice(0, keep * axis.repeat * axis.copies)
+    found = torch.arange(keep) if isinstance(keep, int) else torch.tensor(keep)
+    if axis.repeat > 1:
+        found = (found[:, None] * axis.repeat + torch.arange(axis.repeat)).flatten()
+    if axis.copies > 1:
+        found = (torch.arange(axis.copies)[:, None] * run + found).flatten()
+    return found
 
 
 def contains(layout: ParamLayout, outer: SubmodelSpec, inner: SubmodelSpec) -> bool:
@@ -113,7 +120,7 @@ def shapes(layout: ParamLayout, spec: SubmodelSpec, full: Mapping[str, torch.Siz
     for name, slot in layout.slots.items():
         if layout.has_block(spec, slot.block):
             dims = zip(slot.axes, full[name], strict=True)
-            out[name] = tuple(n if a.group is None else layout.width(spec, a.group) * a.repeat for a, n in dims)
+            out[name] = tuple(n if a.group is None else layout.width(spec, a.group) * a.each for a, n in dims)
     return out
 
 
@@ -135,14 +142,15 @@ def count_params(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
 
 def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
     """Multiply-adds per sample as the papers' tables count them (the thop convention): convolutions and linear
-    layers without bias, 4*C*H*W per batch norm; ReLU, pooling and dropout count 0.
+    layers without bias, 4*C*H*W per batch norm; ReLU, pooling and dropout count 0. Recurrent layers count each weight
+    matrix once a step.
 
     Runs one sample of nothing through weights of nothing: on torch's meta device the first convolution would import its
     compiler and sympy, seconds in every client's pod.
     """
     total = 0
 
-    def count(module: nn.Module, _: object, output: Tensor) -> None:
+    def count(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
         nonlocal total
         if isinstance(module, nn.Conv2d):
             per_output = module.in_channels // module.groups * math.prod(module.kernel_size)
@@ -151,6 +159,9 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
             total += output.numel() * module.in_features
         elif isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d):
             total += 4 * output.numel()
+        elif isinstance(module, nn.RNNBase):
+            steps = given[0].numel() // given[0].shape[-1]
+            total += steps * sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
 
     nothing = shapes(family.layout(), spec, full_shapes(family))
     module = runnable(family, spec, {name: torch.empty(shape) for name, shape in nothing.items()}).eval()

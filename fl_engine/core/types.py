@@ -27,13 +27,29 @@ Keep = int | tuple[int, ...]
 # ---------------------------------------------------------------------------------------------- sub-models
 @dataclass(frozen=True)
 class Axis:
-    """One axis of one tensor: its channel group (None: never sliced) and entries per channel.
+    """One axis of one tensor: its channel group (None: never sliced) and which entries belong to one channel.
 
-    A flatten of C x H x W has `repeat = H*W`; an inverted residual that expands six times has `repeat = 6`.
+    The axis is `copies` runs over all channels, one after the other; in each run a channel has `repeat` consecutive
+    entries. A flatten of C x H x W has `repeat = H*W`; an inverted residual that expands six times has `repeat = 6`.
+    The weights of an LSTM hold its four gates one after the other, `copies = 4`; a flatten of T x C, a window of a
+    series, has `copies = T`; an output that joins two directions has `copies = 2`.
     """
 
     group: str | None
     repeat: int = 1
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        if self.repeat < 1 or self.copies < 1:
+            raise ModelError(
+                f"an axis of group {self.group!r} has at least one entry per channel and one run over the channels, "
+                f"got repeat={self.repeat}, copies={self.copies}"
+            )
+
+    @property
+    def each(self) -> int:
+        """How many entries one channel has."""
+        return self.repeat * self.copies
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The smallest data sets and networks that are no images: a table with a number to predict, and sequences of tokens."""
+"""The smallest data sets and networks that are no images: a table with a number to predict, sequences of tokens, and
+series of measurements."""
 
 from __future__ import annotations
 
@@ -98,6 +99,64 @@ class TinyTokens:
         return (Prunable("fc", ("fc.",), ("fc.relu",)),)
 
 
+STEPS, SENSORS = 5, 2
+
+
+class _GatedUnits(nn.Module):
+    """Series (B, T, F) -> what each unit of an LSTM puts out at each step, in [0, 1): (B, T, hidden).
+
+    torch's LSTM has no form for training side by side: such clients train one at a time."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(features, hidden, batch_first=True)
+        self.relu = nn.ReLU()
+
+    def forward(self, x_btf: Tensor) -> Tensor:
+        out: Tensor = self.relu(self.cells(x_btf)[0])
+        return out
+
+
+@dataclass(frozen=True)
+class TinyLSTM:
+    """Series (B, T, F) -> an LSTM -> all steps' outputs, flattened -> (B, outputs).
+
+    A hidden unit owns a row of each of the four gates, `copies=4`, and an entry in each step of the flattened window,
+    `copies=T`. Groups: lstm, the outputs. Blocks: lstm, head.
+    """
+
+    input_shape: tuple[int, int] = (STEPS, SENSORS)
+    outputs: int = 3
+    hidden: int = 12
+
+    def layout(self) -> ParamLayout:
+        unit, gates = Axis("lstm"), Axis("lstm", copies=4)
+        slots = {
+            "lstm.cells.weight_ih_l0": Slot("lstm", (gates, FREE)),
+            "lstm.cells.weight_hh_l0": Slot("lstm", (gates, unit)),
+            "lstm.cells.bias_ih_l0": Slot("lstm", (gates,)),
+            "lstm.cells.bias_hh_l0": Slot("lstm", (gates,)),
+        }
+        slots |= linear_slots("head", "head", Axis("lstm", copies=self.input_shape[0]), Axis(HEAD))
+        return ParamLayout({"lstm": self.hidden, HEAD: self.outputs}, slots)
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        layout = self.layout()
+        check_spec(layout, spec)
+        hidden, outputs = (layout.width(spec, group) for group in layout.groups)
+        steps, features = self.input_shape
+        return nn.Sequential(
+            OrderedDict(
+                lstm=_GatedUnits(features, hidden),
+                flatten=nn.Flatten(),
+                head=nn.Linear(steps * hidden, outputs),
+            )
+        )
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        return (Prunable("lstm", ("lstm.",), ("lstm.relu",)),)
+
+
 def tiny_table(clients: int = CLIENTS) -> Data:
     """A number that is a smooth function of six features, which are not normalised, and some noise."""
     rng = seeds.rng(0, "tiny table")
@@ -122,11 +181,25 @@ def tiny_sequences(clients: int = CLIENTS) -> Data:
     return Data("tiny_sequences", Classification(classes), x[:cut], y[:cut], x[cut:], y[cut:])
 
 
+def tiny_series(clients: int = CLIENTS) -> Data:
+    """Two sensors over five steps: what they measure falls, stays or rises, which is the sample's class, the second by
+    twice as much. And some noise."""
+    rng = seeds.rng(0, "tiny series")
+    classes, cut = 3, SAMPLES * clients
+    labels = rng.permutation(np.arange(cut + 40) % classes)
+    rise = (labels - 1)[:, None, None] * np.arange(1, STEPS + 1)[:, None] * np.array([0.5, 1.0])
+    x = rise + rng.normal(0, 0.5, (len(labels), STEPS, SENSORS))
+    samples, y = torch.from_numpy(x.astype(np.float32)), torch.from_numpy(labels)
+    return Data("tiny_series", Classification(classes), samples[:cut], y[:cut], samples[cut:], y[cut:])
+
+
 TABLE = Source("a made-up table with a number to predict", lambda root: tiny_table())
 SEQUENCES = Source("made-up sequences of tokens in three classes", lambda root: tiny_sequences())
+SERIES = Source("made-up series of two sensors in three classes", lambda root: tiny_series())
 
 KINDS: dict[str, tuple[ModelFamily, Data]] = {
     "regression": (TinyMLP(), tiny_table()),
     "tokens": (TinyTokens(), tiny_sequences()),
+    "series": (TinyLSTM(), tiny_series()),
 }
 """A network and data for it, of each kind that is no image."""

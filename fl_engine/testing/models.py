@@ -108,7 +108,7 @@ def kept_mask(layout: ParamLayout, spec: SubmodelSpec, name: str, shape: torch.S
     mask = torch.full(shape, layout.has_block(spec, slot.block))
     for dim, axis in enumerate(slot.axes):
         if axis.group is not None:
-            channel = torch.arange(shape[dim]) // axis.repeat
+            channel = torch.arange(shape[dim]) % (shape[dim] // axis.copies) // axis.repeat
             kept = torch.isin(channel, torch.tensor(_channels(layout, spec, axis.group)))
             mask &= kept.view([-1 if d == dim else 1 for d in range(len(shape))])
     return mask
@@ -137,7 +137,7 @@ class ModelSuite:
             for name, slot in layout.slots.items():
                 assert len(slot.axes) == len(state[name]), name
                 for size, axis in zip(state[name], slot.axes, strict=True):
-                    assert axis.group is None or size == layout.groups[axis.group] * axis.repeat, name
+                    assert axis.group is None or size == layout.groups[axis.group] * axis.each, name
 
     def test_the_outputs_are_a_group(self, family: ModelFamily) -> None:
         assert family.layout().groups[HEAD] == family.outputs

@@ -21,7 +21,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import Task, batch_layout
 from fl_engine.core.slicing import is_statistic, largest, take
-from fl_engine.core.types import HEAD, SGD, LocalTask, ParamLayout, Params
+from fl_engine.core.types import HEAD, SGD, LocalTask, ParamLayout, Params, SubmodelSpec
 from fl_engine.core.workload import batches
 from fl_engine.training import lanes, losses
 from fl_engine.training.lanes import Network
@@ -156,7 +156,7 @@ def _objective(
     task, n, device = jobs[0].task, len(jobs), jobs[0].x.device
     layout = lanes.layout_of(family.layout())
     forward = _student(family, layout, jobs, state, borrowed)
-    teachers = _teachers(family, layout, jobs, state, borrowed)
+    teachers, fetch = _teachers(family, layout, jobs, state, borrowed)
     seen = Seen()
     if isinstance(forward, Network) and teachers and task.scaler == 1:
         seen = borrowed.enter_context(shared(forward, teachers))
@@ -166,6 +166,7 @@ def _objective(
         return outputs.float().reshape(len(outputs) * n, -1)
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
+        fetch()
         with numerics.autocast(device):
             out = forward(x)
             with torch.no_grad():
@@ -267,23 +268,38 @@ def _one_of_widths(
 
 def _teachers(
     family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], state: Params, borrowed: ExitStack
-) -> list[Network]:
-    """Sub-networks whose weights are views of the weights in training, so they are current at every step."""
+) -> tuple[list[Network], Callable[[], None]]:
+    """Sub-networks whose weights are views of the weights in training, so they are current at every step; and what
+    fetches the others before a step: on an axis with copies, leading channels do not lie together."""
     task = jobs[0].task
     if task.distillation is None or task.distillation.weight == 0:
-        return []
-    out = []
+        return [], lambda: None
+    weights = {name: tensor.detach() for name, tensor in state.items()}
+    out, copied = [], list[tuple[SubmodelSpec, Params]]()
     for i, spec in enumerate(task.distillation.teachers):
-        views = take({k: v.detach() for k, v in state.items()}, layout, spec, have=task.spec)
-        for name, view in views.items():
-            if view.untyped_storage().data_ptr() != state[name].untyped_storage().data_ptr():
-                raise ModelError(f"a teacher must be made of leading channels of the student; in {name} it is not")
         # A teacher's forward pass must not write the running statistics of the network in training.
-        own = {name: view.clone() if is_statistic(name) else view for name, view in views.items()}
+        own = {n: t.clone() if is_statistic(n) else t for n, t in take(weights, layout, spec, have=task.spec).items()}
+        apart = {n: t for n, t in own.items() if not is_statistic(n) and not _lies_in(t, state[n])}
+        for name in apart:
+            if all(axis.copies == 1 for axis in layout.slots[name].axes):
+                raise ModelError(f"a teacher must be made of leading channels of the student; in {name} it is not")
+        copied.append((spec, apart))
         teacher = borrowed.enter_context(_network(family, replace(task, spec=spec, scaler=1.0)))
         teacher.bind(own, _generators(jobs, f"teacher{i}"))
         out.append(teacher)
-    return out
+
+    def fetch() -> None:
+        for spec, apart in copied:
+            if apart:
+                now = take({name: weights[name] for name in apart}, layout, spec, have=task.spec)
+                for name, tensor in apart.items():
+                    tensor.copy_(now[name])
+
+    return out, fetch
+
+
+def _lies_in(part: Tensor, whole: Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 # --------------------------------------------------------------------------------------------- the step

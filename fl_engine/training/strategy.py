@@ -70,8 +70,11 @@ def _agrees(family: ModelFamily, goal: Task, batch_size: int, precision: Precisi
     y = goal.examples(batch_size, generator).to(device)
     task = LocalTask(FULL, SGD(0.01), epochs=1, batch_size=batch_size, drop_last=True, seed=0)
     jobs = [local.Job(replace(task, seed=i), initial_params(family, i), x, y) for i in range(2)]
-    together = local.train(family, goal, jobs, Numerics("batched", 2, precision))
     alone = local.train(family, goal, jobs, Numerics(precision=precision))
+    try:
+        together = local.train(family, goal, jobs, Numerics("batched", 2, precision))
+    except (RuntimeError, ValueError, IndexError):  # it takes a batch apart, which has more channels with two clients
+        return False
     close = 1e-3 if precision == "fp32" else 3e-2
     pairs = [(a.params[name], b.params[name]) for a, b in zip(together, alone, strict=True) for name in a.params]
     return all(torch.allclose(a, b, rtol=close, atol=close / 10) for a, b in pairs)

@@ -52,11 +52,12 @@ LAYOUT = ParamLayout(
         "one": Slot("first", (Axis("a"), Axis(None))),
         "two": Slot("second", (Axis("b"), Axis("a", 2))),
         "tied": Slot("second", (Axis("b", 3), Axis("b"))),
+        "gates": Slot("second", (Axis("b", 2, copies=2), Axis("a", copies=3))),
         "free": Slot("third", (Axis(None),)),
         "scale": Slot("third", ()),
     },
 )
-SHAPES = {"one": (5, 2), "two": (3, 10), "tied": (9, 3), "free": (4,), "scale": ()}
+SHAPES = {"one": (5, 2), "two": (3, 10), "tied": (9, 3), "gates": (12, 15), "free": (4,), "scale": ()}
 NOTHING = Public(0, (FULL,), None)
 """What aggregates that are not private know of a round: nothing that they need."""
 

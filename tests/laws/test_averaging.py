@@ -29,10 +29,15 @@ LAYOUT = ParamLayout(
         "two": Slot("second", (Axis("b"), Axis("a", 2))),
         "tied": Slot("second", (Axis("b", 3), Axis("b"))),
         "cube": Slot("third", (Axis("c"), Axis("b"), Axis("a"))),
+        "gates": Slot("second", (Axis("a", copies=4), Axis("b"))),
+        "window": Slot("third", (Axis("c"), Axis("b", 2, copies=3))),
+        "joined": Slot("first", (Axis("c", copies=2), Axis("c", copies=2))),
         "free": Slot("third", (Axis(None),)),
     },
 )
 SHAPES = {"one": (4, 2), "two": (3, 8), "tied": (9, 3), "cube": (2, 3, 4), "free": (5,)}
+SHAPES |= {"gates": (16, 3), "window": (2, 18), "joined": (4, 4)}
+SHAPES = {name: SHAPES[name] for name in LAYOUT.slots}
 
 
 @dataclass
@@ -60,14 +65,16 @@ def positions(spec: SubmodelSpec, name: str) -> list[tuple[int, ...]]:
         if axis.group is None:
             axes.append(list(range(size)))
         else:
-            axes.append([c * axis.repeat + r for c in channels(spec, axis.group) for r in range(axis.repeat)])
+            run = [c * axis.repeat + r for c in channels(spec, axis.group) for r in range(axis.repeat)]
+            first = range(0, size, size // axis.copies)
+            axes.append([start + entry for start in first for entry in run])
     return list(itertools.product(*axes))
 
 
 def local_shape(spec: SubmodelSpec, name: str) -> tuple[int, ...]:
     slot, shape = LAYOUT.slots[name], SHAPES[name]
     pairs = zip(slot.axes, shape, strict=True)
-    return tuple(n if a.group is None else len(channels(spec, a.group)) * a.repeat for a, n in pairs)
+    return tuple(n if a.group is None else len(channels(spec, a.group)) * a.repeat * a.copies for a, n in pairs)
 
 
 def slow_mean(old: Params, updates: list[Update]) -> Params:
@@ -181,6 +188,15 @@ def test_a_repeat_moves_as_one() -> None:
     mean = Mean({"w": torch.zeros(1, 6)}, layout)
     mean.add({"w": torch.tensor([[1.0, 2.0, 3.0, 4.0]])}, SubmodelSpec.of({"g": [0, 2]}), 1)
     assert mean.result()["w"].tolist() == [[1.0, 2.0, 0.0, 0.0, 3.0, 4.0]]
+
+
+def test_all_copies_of_a_channel_are_averaged_in_their_places() -> None:
+    """Two copies of three channels; one client holds the first two channels, one the first and the last."""
+    layout = ParamLayout({"g": 3}, {"w": Slot("b", (Axis("g", copies=2),))})
+    mean = Mean({"w": torch.zeros(6)}, layout)
+    mean.add({"w": torch.tensor([1.0, 2.0, 4.0, 5.0])}, SubmodelSpec.of({"g": 2}), 1)
+    mean.add({"w": torch.tensor([3.0, 6.0, 8.0, 7.0])}, SubmodelSpec.of({"g": [0, 2]}), 1)
+    assert mean.result()["w"].tolist() == [2.0, 2.0, 6.0, 6.0, 5.0, 7.0]
 
 
 # -------------------------------------------------------------------------------------- what it leaves alone

@@ -34,6 +34,7 @@ from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.tasks import Classification
+from fl_engine.testing.kinds import TinyLSTM
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from fl_engine.training import lanes, strategy
 from fl_engine.training.local import Job, kind, train
@@ -185,10 +186,11 @@ def test_kinds() -> None:
 @dataclass(frozen=True)
 class Odd:
     """One hidden layer; with `grouped`, a layer norm whose weights know nothing of lanes; with `mixing`, a softmax over
-    the features, which mixes lanes."""
+    the features, which mixes lanes; with `parting`, taken apart into two threes, of which two clients have four."""
 
     grouped: bool = False
     mixing: bool = False
+    parting: bool = False
     input_shape: tuple[int, int, int] = (1, 2, 2)
     outputs: int = 3
     min_hw = 1
@@ -204,6 +206,7 @@ class Odd:
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         width = self.layout().width(spec, "h")
         middle = nn.LayerNorm(width) if self.grouped else nn.Softmax(1) if self.mixing else nn.ReLU()
+        middle = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Flatten()) if self.parting else middle
         return nn.Sequential(_Flat(4, width), middle, nn.Linear(width, 3))
 
     def prunable(self) -> tuple[Prunable, ...]:
@@ -238,10 +241,18 @@ def test_a_layer_that_cannot_trains_alone() -> None:
     assert strategy.choose(family, Classification(3), 5, 10, "fp32").strategy == "single"
 
 
-def test_a_network_that_mixes_channels_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
-    family: ModelFamily = Odd(mixing=True)  # type: ignore[assignment]
+@pytest.mark.parametrize("odd", [Odd(mixing=True), Odd(parting=True)], ids=["mixing", "parting"])
+def test_a_network_that_mixes_channels_is_found_out(odd: Odd, caplog: pytest.LogCaptureFixture) -> None:
+    family: ModelFamily = odd  # type: ignore[assignment]
     assert strategy.choose(family, Classification(3), 5, 10, "fp32").strategy == "single"
     assert "mixes channels" in caplog.text
+
+
+def test_an_lstm_trains_one_client_at_a_time() -> None:
+    family, goal = TinyLSTM(), Classification(3)
+    assert strategy.choose(family, goal, 5, 10, "fp32") == SINGLE
+    with pytest.raises(ModelError, match=r"LSTM cannot train clients side by side: use run\.strategy=single"):
+        train(family, goal, [job(family, TASK, i) for i in range(2)], BATCHED)
 
 
 def test_the_strategy_follows_from_the_size() -> None:

@@ -33,6 +33,7 @@ from fl_engine.core.types import (
 from fl_engine.exchange.client import execute
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Classification
+from fl_engine.testing.kinds import TinyLSTM
 from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, context_of, start_of, tiny_fleet, tiny_site
 from fl_engine.training.lanes import Dropout
 from fl_engine.training.local import Job, Trained, train
@@ -234,6 +235,24 @@ def test_a_teacher_inside_scattered_channels_is_current_or_refused() -> None:
     except ModelError:
         return
     assert_same_bits(found.params, expected.params)
+
+
+def test_a_teachers_copied_weights_are_those_of_the_step() -> None:
+    """Leading units of an LSTM do not lie together, so a teacher has copies: two steps are one step, and another one
+    that fetches its teacher from what the first made."""
+    family = TinyLSTM()
+    job = Job(
+        task_of(1, epochs=2, optimizer=SGD(0.3), distillation=Distillation((SubmodelSpec.of({"lstm": 5}),), 10.0, 3.0)),
+        initial_params(family, 1),
+        torch.randn(1, *family.input_shape, generator=torch.Generator().manual_seed(1)),
+        torch.tensor([1]),
+    )
+    (expected,) = train(family, Classification(3), [job])
+    one = replace(job, task=replace(job.task, epochs=1))
+    (first,) = train(family, Classification(3), [one])
+    (second,) = train(family, Classification(3), [replace(one, start=first.params)])
+    assert_same_bits(second.params, expected.params)
+    assert not any(torch.equal(first.params[name], tensor) for name, tensor in job.start.items())
 
 
 # -------------------------------------------------------------------------------------- static batch norm

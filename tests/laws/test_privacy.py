@@ -69,11 +69,12 @@ LAYOUT = ParamLayout(
     {
         "one": Slot("first", (Axis("a"), Axis(None))),
         "two": Slot("second", (Axis("b"), Axis("a", 2))),
+        "gates": Slot("second", (Axis("b", copies=4),)),
         "free": Slot("third", (Axis(None),)),
     },
 )
-SHAPES = {"one": (6, 3), "two": (4, 12), "free": (5,)}
-SIZE = 6 * 3 + 4 * 12 + 5
+SHAPES = {"one": (6, 3), "two": (4, 12), "gates": (16,), "free": (5,)}
+SIZE = 6 * 3 + 4 * 12 + 16 + 5
 SECRET, OTHER = bytes(32), bytes([1] + [0] * 31)
 
 

@@ -24,14 +24,16 @@ from fl_engine.core.slicing import (
     shapes,
     take,
 )
-from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
+from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Slot, SubmodelSpec
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.testing.kinds import TinyLSTM
 from fl_engine.testing.models import ModelSuite
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 
 law = settings(max_examples=60, deadline=None)
 
-# One of each: a free axis, a repeat on either axis, a group twice in one tensor, a tensor with no group at all.
+# One of each: a free axis, a repeat or copies on either axis, both at once, a group twice in one tensor, a tensor with
+# no group at all.
 LAYOUT = ParamLayout(
     {"a": 4, "b": 3, "c": 2},
     {
@@ -39,10 +41,15 @@ LAYOUT = ParamLayout(
         "two": Slot("second", (Axis("b"), Axis("a", 2))),
         "tied": Slot("second", (Axis("b", 3), Axis("b"))),
         "cube": Slot("third", (Axis("c"), Axis("b"), Axis("a"))),
+        "gates": Slot("second", (Axis("a", copies=4), Axis("b"))),
+        "window": Slot("third", (Axis("c"), Axis("b", 2, copies=3))),
+        "joined": Slot("first", (Axis("c", copies=2), Axis("c", copies=2))),
         "free": Slot("third", (Axis(None),)),
     },
 )
 SHAPES = {"one": (4, 2), "two": (3, 8), "tied": (9, 3), "cube": (2, 3, 4), "free": (5,)}
+SHAPES |= {"gates": (16, 3), "window": (2, 18), "joined": (4, 4)}
+SHAPES = {name: SHAPES[name] for name in LAYOUT.slots}
 TOTAL = sum(torch.Size(s).numel() for s in SHAPES.values())
 
 
@@ -61,6 +68,12 @@ def kept_channels(spec: SubmodelSpec, group: str) -> set[int]:
     return set(range(keep)) if isinstance(keep, int) else set(keep)
 
 
+def channel_of(entry: int, axis: Axis) -> int:
+    """Whose entry it is, by the definition: runs over all channels, and in them consecutive entries of one."""
+    assert axis.group is not None
+    return entry % (LAYOUT.groups[axis.group] * axis.repeat) // axis.repeat
+
+
 def slow_take(params: Params, spec: SubmodelSpec) -> dict[str, list[float]]:
     """Visits every element of the full model and asks of each axis whether its channel is kept."""
     out = {}
@@ -70,7 +83,7 @@ def slow_take(params: Params, spec: SubmodelSpec) -> dict[str, list[float]]:
         values = []
         for index in itertools.product(*map(range, SHAPES[name])):
             kept = (
-                axis.group is None or i // axis.repeat in kept_channels(spec, axis.group)
+                axis.group is None or channel_of(i, axis) in kept_channels(spec, axis.group)
                 for i, axis in zip(index, slot.axes, strict=True)
             )
             if all(kept):
@@ -233,9 +246,33 @@ def test_one_sub_model_is_written_in_one_way() -> None:
 
 
 def test_entries_by_hand() -> None:
-    assert entries((1, 3), 2).tolist() == [2, 3, 6, 7]
-    assert entries(2, 3).tolist() == [0, 1, 2, 3, 4, 5]
-    assert entries((0, 4), 1).tolist() == [0, 4]
+    def listed(keep: Keep, axis: Axis, size: int) -> list[int]:
+        found = entries(keep, axis, size)
+        return found.tolist() if isinstance(found, torch.Tensor) else list(range(found.stop))
+
+    assert listed((1, 3), Axis("g", 2), 8) == [2, 3, 6, 7]
+    assert listed(2, Axis("g", 3), 12) == [0, 1, 2, 3, 4, 5]
+    assert listed((0, 4), Axis("g"), 5) == [0, 4]
+    assert listed(2, Axis("g", copies=3), 15) == [0, 1, 5, 6, 10, 11]
+    assert listed((0, 2), Axis("g", 2, copies=2), 12) == [0, 1, 4, 5, 6, 7, 10, 11]
+    assert isinstance(entries(5, Axis("g", copies=3), 15), slice), "all of it needs no copy"
+    assert isinstance(entries(2, Axis("g", 3), 12), slice), "a prefix of a single run lies together"
+
+
+def test_a_slice_of_the_gates_by_hand() -> None:
+    """Three units of an LSTM with one input: input, forget, cell and output gates one after the other."""
+    layout = ParamLayout({"hidden": 3}, {"weight_ih": Slot("lstm", (Axis("hidden", copies=4), Axis(None)))})
+    gates = {"weight_ih": torch.arange(12)[:, None]}
+    assert take(gates, layout, SubmodelSpec.of({"hidden": 2}))["weight_ih"].flatten().tolist() == [
+        0, 1, 3, 4, 6, 7, 9, 10,
+    ]  # fmt: skip
+    assert take(gates, layout, SubmodelSpec.of({"hidden": [2]}))["weight_ih"].flatten().tolist() == [2, 5, 8, 11]
+
+
+@pytest.mark.parametrize(("repeat", "copies"), [(0, 1), (1, 0), (1, -2)])
+def test_an_axis_without_entries_is_an_error(repeat: int, copies: int) -> None:
+    with pytest.raises(ModelError, match=f"'g'.*repeat={repeat}, copies={copies}"):
+        Axis("g", repeat, copies)
 
 
 # -------------------------------------------------------------------------------------------------- counts
@@ -254,6 +291,15 @@ def test_batch_norm_counts_as_the_papers_count_it() -> None:
     family = SmallCNN((1, 8, 8), 10)
     convs = 64 * 16 * (9 * 1 + 4) + 16 * 32 * (9 * 16 + 4) + 4 * 64 * (9 * 32 + 4)
     assert count_macs(family) == convs + 256 * 64 + 64 * 10
+
+
+def test_an_lstm_counts_each_matrix_once_a_step() -> None:
+    """Five steps of two numbers; twelve units, then seven of them, each with four gates."""
+    family = TinyLSTM()
+    for hidden in (12, 7):
+        spec = SubmodelSpec.of({"lstm": hidden})
+        assert count_macs(family, spec) == 5 * 4 * hidden * (2 + hidden) + 5 * hidden * 3
+        assert count_params(family, spec) == 4 * hidden * (2 + hidden + 2) + 5 * hidden * 3 + 3
 
 
 def test_shapes_are_worked_out_once() -> None:
