@@ -5,6 +5,10 @@ gives a map, then one linear layer. A head is a block of its own, `exit_conv2` (
 the parameters `exit_conv2.weight` (classes, channels) and `exit_conv2.bias` (classes,); in the layout it follows
 its block. The network gives a tuple of logits, one per output kept, in network order.
 
+With `exit_convs=(("conv2", 2), ...)` so many 3x3 convolutions of stride 1, each with batch norm and ReLU, come before
+the pool of that block's head. They keep the block's channels, one group. The head's parameters are then
+`exit_conv2.conv1.conv.weight`, `exit_conv2.conv1.bn.weight`, ..., `exit_conv2.linear.weight`, `exit_conv2.linear.bias`.
+
 A sub-model may end at any exit and leave out any head: `layers.check_spec` has the rule,
 `widths.up_to` lists the blocks.
 """
@@ -19,14 +23,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError
+from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import HEAD, Axis, ParamLayout, Slot, SubmodelSpec
 from fl_engine.core.widths import exit_name
-from fl_engine.models.layers import linear_slots
+from fl_engine.models.layers import Norm, conv_bn, conv_bn_slots, linear_slots
 from fl_engine.training import lanes
 
+Convs = tuple[tuple[str, int], ...]
+"""Blocks, and how many convolutions the head of an exit behind each has; those not named have none."""
 
-def check_exits(name: str, exits: tuple[str, ...], points: tuple[str, ...]) -> None:
-    """Raises ModelError unless `exits` are some of `points`, the blocks behind which one may sit, in their order."""
+MOST_CONVS = 8
+"""Of a head: with more it would be a network of its own."""
+
+
+def check_exits(name: str, exits: tuple[str, ...], points: tuple[str, ...], convs: Convs = ()) -> None:
+    """Raises ModelError unless `exits` are some of `points`, the blocks behind which one may sit, in their order, and
+    `convs` says how many convolutions their heads have."""
     if not isinstance(exits, tuple) or not all(isinstance(block, str) for block in exits):
         raise ModelError(f"{name}: exits is a tuple of names of blocks, got {exits!r}")
     unknown = [block for block in exits if block not in points]
@@ -35,17 +47,37 @@ def check_exits(name: str, exits: tuple[str, ...], points: tuple[str, ...]) -> N
     ordered = tuple(block for block in points if block in exits)
     if exits != ordered:
         raise ModelError(f"{name}: exits are distinct and in network order, {ordered!r}; got {exits!r}")
+    if not isinstance(convs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in convs):
+        raise ModelError(f"{name}: exit_convs is a tuple of pairs (block, convolutions), got {convs!r}")
+    unknown = [block for block, _ in convs if block not in points]
+    if unknown:
+        raise ModelError(f"{name}: no exit can sit behind {unknown[0]!r}, which exit_convs names")
+    if len(dict(convs)) != len(convs):
+        raise ModelError(f"{name}: exit_convs names a block once, got {convs!r}")
+    if not all(type(count) is int and 0 <= count <= MOST_CONVS for _, count in convs):
+        raise ModelError(f"{name}: a head has 0 to {MOST_CONVS} convolutions, got exit_convs={convs!r}")
 
 
-def slots_with_exits(slots: Mapping[str, Slot], exits: tuple[str, ...]) -> dict[str, Slot]:
-    """The slots of the trunk, and behind those of each block in `exits` the slots of its head."""
+def slots_with_exits(
+    slots: Mapping[str, Slot], exits: tuple[str, ...], convs: Convs = (), norm: Norm = "batch"
+) -> dict[str, Slot]:
+    """The slots of the trunk, and behind those of each block in `exits` the slots of its head. Raises ModelError where
+    `convs` names convolutions for a head that sees a vector."""
     out: dict[str, Slot] = {}
-    for block, parts in groupby(slots.items(), key=lambda item: item[1].block):
+    for block, found in groupby(slots.items(), key=lambda item: item[1].block):
+        parts = dict(found)
         out |= parts
         if block in exits:
             # In each network the last parameter of a block has the block's output as its first axis.
-            channels = next(reversed(out.values())).axes[0]
-            out |= linear_slots(exit_name(block), exit_name(block), channels, Axis(HEAD))
+            channels, head = next(reversed(parts.values())).axes[0], exit_name(block)
+            count = dict(convs).get(block, 0)
+            if count and not any(len(slot.axes) == 4 for slot in parts.values()):
+                raise ModelError(
+                    f"the exit behind {block!r} sees a vector, no map: its head has no convolutions, got {count}"
+                )
+            for i in range(1, count + 1):
+                out |= conv_bn_slots(f"{head}.conv{i}", head, channels, channels, norm, bias=False)
+            out |= linear_slots(f"{head}.linear" if count else head, head, channels, Axis(HEAD))
     return out
 
 
@@ -90,9 +122,7 @@ class WithExits(nn.Module):
             steps = steps[: end + 1]
         for step in steps:
             if step in heads:
-                groups = [axis.group for axis in layout.slots[f"{step}.weight"].axes]
-                classes, channels = (layout.width(spec, group) for group in groups if group is not None)
-                self.add_module(step, ExitHead(channels, classes))
+                self.add_module(step, _head(step, layout, spec))
             else:
                 layer = step.partition(".")[0]
                 self.add_module(layer, layers[layer])
@@ -110,6 +140,20 @@ class WithExits(nn.Module):
             else:
                 x = unit(x)
         return tuple(logits) if self.steps[-1] in self.heads else (*logits, x)
+
+
+def _head(block: str, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
+    """The head whose slots these are."""
+    own = [name for name, slot in layout.slots.items() if slot.block == block]
+    convs = [name.removesuffix(".conv.weight").rpartition(".")[2] for name in own if name.endswith(".conv.weight")]
+    groups = [axis.group for axis in layout.slots[f"{block}.linear.weight" if convs else f"{block}.weight"].axes]
+    classes, channels = (layout.width(spec, group) for group in groups if group is not None)
+    linear = ExitHead(channels, classes)
+    if not convs:
+        return linear
+    norm: Norm = "static" if any(map(is_statistic, own)) else "batch"
+    units = {name: conv_bn(channels, channels, 3, norm, bias=False, relu=nn.ReLU()) for name in convs}
+    return nn.Sequential(OrderedDict[str, nn.Module](units, linear=linear))
 
 
 def _steps(layers: Iterable[str], layout: ParamLayout, exits: tuple[str, ...]) -> Iterator[str]:

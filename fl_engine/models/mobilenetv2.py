@@ -24,8 +24,8 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.exits import assemble, check_exits, slots_with_exits
+from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import FREE, Norm, check_options, check_spec, conv_bn, conv_bn_slots, scaled
 
 
@@ -37,7 +37,7 @@ class Stage(NamedTuple):
     stride: int
 
 
-STEM, HEAD = 32, 1280
+STEM, LAST = 32, 1280
 STAGES = {
     "stage1": Stage(1, 16, 1, 1),
     "stage2": Stage(6, 24, 2, 2),
@@ -80,16 +80,18 @@ class MobileNetV2:
     norm: Norm = "batch"
     exits: tuple[str, ...] = ()
     """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    exit_convs: Convs = ()
+    """Pairs [block, n]: n 3x3 convolutions in the head of an exit behind it; else none."""
 
     min_hw: ClassVar[int] = 17
     """Up to 16x16 the last map is a single pixel, and one image alone has no batch statistics there."""
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
-        check_exits(type(self).__name__, self.exits, self.exit_points())
+        check_exits(type(self).__name__, self.exits, self.exit_points(), self.exit_convs)
 
     def layout(self) -> ParamLayout:
-        channels = {"stem": STEM} | {name: stage.channels for name, stage in STAGES.items()} | {"head": HEAD}
+        channels = {"stem": STEM} | {name: stage.channels for name, stage in STAGES.items()} | {"head": LAST}
         groups = {name: scaled(n, self.width) for name, n in channels.items()}
         slots = conv_bn_slots("stem", "stem", FREE, Axis("stem"), self.norm)
         inside = "stem"
@@ -98,9 +100,10 @@ class MobileNetV2:
                 slots |= _block_slots(f"{name}.{b}", inside, name, stage.t, self.norm)
                 inside = name
         slots |= conv_bn_slots("head", "head", Axis(inside), Axis("head"), self.norm)
-        slots["classifier.weight"] = Slot("classifier", (Axis("classes"), Axis("head"), FREE, FREE))
-        slots["classifier.bias"] = Slot("classifier", (Axis("classes"),))
-        return ParamLayout(groups | {"classes": self.outputs}, slots_with_exits(slots, self.exits))
+        slots["classifier.weight"] = Slot("classifier", (Axis(HEAD), Axis("head"), FREE, FREE))
+        slots["classifier.bias"] = Slot("classifier", (Axis(HEAD),))
+        slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
+        return ParamLayout(groups | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
@@ -122,7 +125,7 @@ class MobileNetV2:
         head = layout.width(spec, "head")
         layers["head"] = conv_bn(c_in, head, 1, self.norm, relu=nn.ReLU6())
         layers["pool"] = nn.AdaptiveMaxPool2d(1)
-        layers["classifier"] = nn.Conv2d(head, layout.width(spec, "classes"), 1)
+        layers["classifier"] = nn.Conv2d(head, layout.width(spec, HEAD), 1)
         layers["flatten"] = nn.Flatten()
         return assemble(layers, layout, spec, self.exits)
 

@@ -21,8 +21,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.exits import assemble, check_exits, slots_with_exits
+from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import (
     FREE,
     Norm,
@@ -70,6 +70,8 @@ class _ResNet:
     norm: Norm = "batch"
     exits: tuple[str, ...] = ()
     """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    exit_convs: Convs = ()
+    """Pairs [block, n]: n 3x3 convolutions in the head of an exit behind it; else none."""
 
     depths: ClassVar[tuple[int, int, int, int]]
     """Blocks per stage."""
@@ -78,7 +80,7 @@ class _ResNet:
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
-        check_exits(type(self).__name__, self.exits, self.exit_points())
+        check_exits(type(self).__name__, self.exits, self.exit_points(), self.exit_convs)
 
     def layout(self) -> ParamLayout:
         groups = {name: scaled(n, self.width) for name, n in CHANNELS.items()}
@@ -89,8 +91,9 @@ class _ResNet:
             for b in range(depth):
                 slots |= _block_slots(f"stage{stage}.{b}", inside, out, self.norm, project=b == 0)
                 inside = out
-        slots |= linear_slots("classifier", "classifier", inside, Axis("classes"))
-        return ParamLayout(groups | {"classes": self.outputs}, slots_with_exits(slots, self.exits))
+        slots |= linear_slots("classifier", "classifier", inside, Axis(HEAD))
+        slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
+        return ParamLayout(groups | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
@@ -111,7 +114,7 @@ class _ResNet:
             c_in = c_out
         layers["pool"] = nn.AdaptiveAvgPool2d(1)
         layers["flatten"] = nn.Flatten()
-        layers["classifier"] = nn.Linear(c_in, layout.width(spec, "classes"))
+        layers["classifier"] = nn.Linear(c_in, layout.width(spec, HEAD))
         return assemble(layers, layout, spec, self.exits)
 
     def exit_points(self) -> tuple[str, ...]:

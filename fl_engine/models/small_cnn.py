@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, SubmodelSpec
-from fl_engine.models.exits import assemble, check_exits, slots_with_exits
+from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, SubmodelSpec
+from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import (
     FREE,
     Norm,
@@ -41,12 +41,14 @@ class SmallCNN:
     """batch: statistics of the batch at hand; static: kept ones."""
     exits: tuple[str, ...] = ()
     """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    exit_convs: Convs = ()
+    """Pairs [block, n]: n 3x3 convolutions in the head of an exit behind it; else none."""
 
     min_hw: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
-        check_exits(type(self).__name__, self.exits, self.exit_points())
+        check_exits(type(self).__name__, self.exits, self.exit_points(), self.exit_convs)
 
     def layout(self) -> ParamLayout:
         groups = {name: scaled(n, self.width) for name, n in CHANNELS.items()}
@@ -54,14 +56,15 @@ class SmallCNN:
         slots |= conv_bn_slots("conv2", "conv2", Axis("conv1"), Axis("conv2"), self.norm)
         slots |= conv_bn_slots("conv3", "conv3", Axis("conv2"), Axis("conv3"), self.norm)
         slots |= linear_slots("fc1.linear", "fc1", Axis("conv3", self._last_map()), Axis("fc1"))
-        slots |= linear_slots("classifier", "classifier", Axis("fc1"), Axis("classes"))
-        return ParamLayout(groups | {"classes": self.outputs}, slots_with_exits(slots, self.exits))
+        slots |= linear_slots("classifier", "classifier", Axis("fc1"), Axis(HEAD))
+        slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
+        return ParamLayout(groups | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
         layout = self.layout()
         check_spec(layout, spec, exits=self.exits)
-        c1, c2, c3, hidden, classes = (layout.width(spec, group) for group in (*CHANNELS, "classes"))
+        c1, c2, c3, hidden, classes = (layout.width(spec, group) for group in (*CHANNELS, HEAD))
         fc1 = OrderedDict(linear=nn.Linear(c3 * self._last_map(), hidden), relu=nn.ReLU())
         layers: OrderedDict[str, nn.Module] = OrderedDict(
             conv1=conv_bn(self.input_shape[0], c1, 3, self.norm, relu=nn.ReLU()),

@@ -19,8 +19,8 @@ from typing import ClassVar
 from torch import nn
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.exits import assemble, check_exits, slots_with_exits
+from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import (
     FREE,
     Norm,
@@ -48,12 +48,14 @@ class VGG16:
     norm: Norm = "batch"
     exits: tuple[str, ...] = ()
     """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    exit_convs: Convs = ()
+    """Pairs [block, n]: n 3x3 convolutions in the head of an exit behind it; else none."""
 
     min_hw: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
-        check_exits(type(self).__name__, self.exits, self.exit_points())
+        check_exits(type(self).__name__, self.exits, self.exit_points(), self.exit_convs)
         if not are_sizes(self.fc, 2):
             raise ModelError(f"VGG16: fc is a tuple of two positive integers, got {self.fc!r}")
 
@@ -68,8 +70,9 @@ class VGG16:
             inside = out
         slots |= linear_slots("fc1.linear", "fc1", Axis("conv13", self._last_map()), Axis("fc1"))
         slots |= linear_slots("fc2.linear", "fc2", Axis("fc1"), Axis("fc2"))
-        slots |= linear_slots("classifier", "classifier", Axis("fc2"), Axis("classes"))
-        return ParamLayout(groups | {"classes": self.outputs}, slots_with_exits(slots, self.exits))
+        slots |= linear_slots("classifier", "classifier", Axis("fc2"), Axis(HEAD))
+        slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
+        return ParamLayout(groups | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
@@ -90,7 +93,7 @@ class VGG16:
             parts = OrderedDict(linear=nn.Linear(c_in, hidden), relu=nn.ReLU(), dropout=nn.Dropout(0.5))
             layers[name] = nn.Sequential(parts)
             c_in = hidden
-        layers["classifier"] = nn.Linear(c_in, layout.width(spec, "classes"))
+        layers["classifier"] = nn.Linear(c_in, layout.width(spec, HEAD))
         return assemble(layers, layout, spec, self.exits)
 
     def exit_points(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from fl_engine.core.samples import Data
 from fl_engine.core.slicing import index_of, initial_params
 from fl_engine.core.types import (
     FULL,
+    HEAD,
     Axis,
     ClientFailure,
     ClientUpdate,
@@ -101,8 +102,8 @@ class TinyNet:
         }
         slots |= linear_slots("fc.linear", "fc", Axis("conv", self._last_map()), hidden)
         slots |= linear_slots("extra.linear", "extra", hidden, hidden)
-        slots |= linear_slots("classifier", "classifier", hidden, Axis("classes"))
-        groups = {"conv": self.conv, "hidden": self.hidden, "classes": self.outputs}
+        slots |= linear_slots("classifier", "classifier", hidden, Axis(HEAD))
+        groups = {"conv": self.conv, "hidden": self.hidden, HEAD: self.outputs}
         return ParamLayout(groups, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:

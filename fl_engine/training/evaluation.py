@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.samples import Data, batch_layout
+from fl_engine.core.samples import Data, Task, batch_layout
 from fl_engine.core.slicing import runnable, take
 from fl_engine.core.types import ParamLayout, Params, Pool, PoolModel, SubmodelSpec
 
@@ -54,6 +54,31 @@ def evaluate(
     return _one_pass([(network, ensemble)], data, x, y, device, batch_size)[0]
 
 
+def evaluate_exits(
+    family: ModelFamily,
+    params: Params,
+    spec: SubmodelSpec,
+    data: Data,
+    x: Tensor,
+    y: Tensor,
+    device: str = "cpu",
+    batch_size: int = 128,
+    *,
+    static_bn: bool = False,
+) -> tuple[Score, ...]:
+    """Scores every output of one sub-model in a single pass over samples `x` and their targets: in network order, early
+    exits first. The last is what `evaluate` scores; a network without exits has no other."""
+    network = _network(family, params, spec, data, device, batch_size, static_bn)
+    tallies: list[_Tally] = []
+    with torch.no_grad():
+        for chunk in _batches(len(y), batch_size):
+            exits, wanted = _exits(network(_inputs(data, x, chunk, device))), y[chunk].to(device)
+            tallies = tallies or [_Tally(data.task, device) for _ in exits]
+            for tally, outputs in zip(tallies, exits, strict=True):
+                tally.add(outputs, wanted)
+    return tuple(tally.score() for tally in tallies)
+
+
 def _network(
     family: ModelFamily, params: Params, spec: SubmodelSpec, data: Data, device: str, batch_size: int, static_bn: bool
 ) -> nn.Module:
@@ -68,20 +93,37 @@ def _one_pass(
     networks: Sequence[tuple[nn.Module, bool]], data: Data, x: Tensor, y: Tensor, device: str, batch_size: int
 ) -> list[Score]:
     """Every network (and whether its exits vote) on each batch in turn: samples are gathered and normalised once."""
-    goal = data.task
-    observed: list[list[Tensor]] = [[] for _ in networks]
-    loss = torch.zeros(len(networks), dtype=torch.float64, device=device)
+    tallies = [_Tally(data.task, device) for _ in networks]
     with torch.no_grad():
         for chunk in _batches(len(y), batch_size):
             inputs, wanted = _inputs(data, x, chunk, device), y[chunk].to(device)
-            for i, (network, ensemble) in enumerate(networks):
-                out = network(inputs)
-                exits: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
-                outputs = torch.stack(exits).mean(0) if ensemble else exits[-1]
-                observed[i].append(goal.observe(outputs, wanted))
-                loss[i] += goal.loss(outputs, wanted, "sum")
-    totals = zip((goal.measure(batches) for batches in observed), loss.tolist(), strict=True)
-    return [Score(values[goal.metric.name], lost / len(y), values, confusion) for (values, confusion), lost in totals]
+            for tally, (network, ensemble) in zip(tallies, networks, strict=True):
+                exits = _exits(network(inputs))
+                tally.add(torch.stack(exits).mean(0) if ensemble else exits[-1], wanted)
+    return [tally.score() for tally in tallies]
+
+
+def _exits(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)
+
+
+class _Tally:
+    """What was seen of one output so far."""
+
+    def __init__(self, goal: Task, device: str) -> None:
+        self._goal = goal
+        self._observed: list[Tensor] = []
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._count = 0
+
+    def add(self, outputs: Tensor, wanted: Tensor) -> None:
+        self._observed.append(self._goal.observe(outputs, wanted))
+        self._loss += self._goal.loss(outputs, wanted, "sum")
+        self._count += len(wanted)
+
+    def score(self) -> Score:
+        values, confusion = self._goal.measure(self._observed)
+        return Score(values[self._goal.metric.name], self._loss.item() / self._count, values, confusion)
 
 
 def _inputs(data: Data, x: Tensor, chunk: Tensor, device: str) -> Tensor:

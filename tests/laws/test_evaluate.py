@@ -16,6 +16,7 @@ from fl_engine.core.pool import member
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, runnable, take
 from fl_engine.core.types import FULL, ParamLayout, Params, Prunable, SubmodelSpec
+from fl_engine.core.widths import up_to
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, tiny_data
@@ -24,6 +25,7 @@ from fl_engine.training.evaluation import (
     average,
     collect_statistics,
     evaluate,
+    evaluate_exits,
     evaluate_pool,
     weights_of,
 )
@@ -165,6 +167,33 @@ def test_an_ensemble_answers_with_the_mean_of_its_exits() -> None:
         score = evaluate(family, params, FULL, data, data.test_x, data.test_y, ensemble=ensemble)
         assert score.value == (logits.argmax(1) == data.test_y).float().mean().item()
         assert score.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, data.test_y).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("end", ["fc", None], ids=["up to an exit", "whole"])
+def test_every_exit_is_scored_in_one_pass(end: str | None) -> None:
+    """Each like a network that ends there; the last like the whole."""
+    family, data = TinyNet(exits=("conv", "fc")), data_of(50)
+    watched, params = Watched(family), initial_params(family, 5)
+    spec = SubmodelSpec.of({"hidden": 12}, up_to(family, end))
+    held = take(params, family.layout(), spec)
+    found = evaluate_exits(watched, held, spec, data, data.test_x, data.test_y, batch_size=20)  # type: ignore[arg-type]
+    assert len(watched.batches) == 3
+    ends = [blocks for exit in ("conv", "fc", None) if set(blocks := up_to(family, exit)) <= set(up_to(family, end))]
+    expected = []
+    for blocks in ends:
+        part = SubmodelSpec.of({"hidden": 12}, blocks)
+        weights = take(params, family.layout(), part)
+        expected.append(evaluate(family, weights, part, data, data.test_x, data.test_y, batch_size=20))
+    assert list(found) == expected and len({score.loss for score in found}) == len(ends) > 1
+    assert all(
+        a.metrics == b.metrics and torch.equal(a.confusion, b.confusion) for a, b in zip(found, expected, strict=True)
+    )
+
+
+def test_a_network_without_exits_has_one_score_of_all() -> None:
+    data, params = data_of(30), initial_params(FAMILY, 1)
+    given = (FAMILY, params, FULL, data, data.test_x, data.test_y)
+    assert evaluate_exits(*given) == (evaluate(*given),)
 
 
 def test_a_level_with_weights_of_its_own_is_used_with_them() -> None:

@@ -16,16 +16,20 @@ from torch import Tensor
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import count_macs, count_params, full_shapes, initial_params, runnable, shapes, take
-from fl_engine.core.types import FULL, SubmodelSpec
-from fl_engine.core.widths import exit_name, up_to
+from fl_engine.core.types import FULL, SGD, ExitLoss, LocalTask, SubmodelSpec
+from fl_engine.core.widths import choose_exits, exit_name, up_to
 from fl_engine.models import MODELS
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.tasks import Classification
 from fl_engine.testing.models import assert_same, kept_mask, random_params, samples
-from fl_engine.testing.tiny import TinyNet
+from fl_engine.testing.tiny import TinyNet, assert_same_bits
+from fl_engine.training import strategy
+from fl_engine.training.local import Job, train
+from fl_engine.training.numerics import Numerics
 
 # Two exits each: the first block of a stage and the last, behind a map and behind a vector, before a pool and not.
 FAMILIES: dict[str, Any] = {
@@ -37,6 +41,13 @@ FAMILIES: dict[str, Any] = {
     "mobilenetv2": MobileNetV2((2, 17, 20), 6, width=0.15, exits=("stage2.0", "stage5.1")),
     "tiny": TinyNet(exits=("conv", "fc")),
 }
+# Heads with convolutions: of some exits, and of one that may sit elsewhere.
+CONVS: dict[str, Any] = {
+    "resnet18, convs": dataclasses.replace(FAMILIES["resnet18"], exit_convs=(("stage1.0", 2), ("stage3.1", 1))),
+    "mobilenetv2, convs": dataclasses.replace(FAMILIES["mobilenetv2"], exit_convs=(("stage5.1", 1),)),
+    "small_cnn, convs": dataclasses.replace(FAMILIES["small_cnn"], exit_convs=(("conv3", 1), ("conv2", 2))),
+}
+FAMILIES |= CONVS
 
 
 @pytest.fixture(params=sorted(FAMILIES))
@@ -82,7 +93,7 @@ def run(family: ModelFamily, spec: SubmodelSpec, params: dict[str, Tensor], x: T
 
 
 def test_every_network_is_tested_here() -> None:
-    assert set(FAMILIES) == {*MODELS, "tiny"}
+    assert set(FAMILIES) == {*MODELS, *CONVS, "tiny"}
 
 
 # -------------------------------------------------------------------------------------------- where exits sit
@@ -228,9 +239,91 @@ def test_a_shorter_network_costs_less(family: Any) -> None:
     ends = [SubmodelSpec.of({}, up_to(family, block)) for block in (*family.exits, None)]
     assert 0 < count_params(family, ends[0]) < count_params(family, ends[1]) < count_params(family, ends[2])
     assert 0 < count_macs(family, ends[0]) < count_macs(family, ends[1]) < count_macs(family, ends[2])
-    heads = [shape.numel() for name, shape in full_shapes(family).items() if re.match(r"exit_.*weight", name)]
-    assert count_macs(family) == count_macs(plain) + sum(heads)
-    assert count_params(family) == count_params(plain) + sum(heads) + 2 * family.outputs
+    own = {name: shape.numel() for name, shape in full_shapes(family).items() if name.startswith("exit_")}
+    assert count_params(family) == count_params(plain) + sum(own.values())
+    if not getattr(family, "exit_convs", ()):
+        heads = [size for name, size in own.items() if name.endswith("weight")]
+        assert count_macs(family) == count_macs(plain) + sum(heads)
+        assert sum(own.values()) == sum(heads) + 2 * family.outputs
+
+
+def test_a_head_with_convolutions_counts_them() -> None:
+    """16 channels at 4x4 behind conv2: two convolutions without bias, each with batch norm, then pool and linear."""
+    plain, family = FAMILIES["small_cnn"], CONVS["small_cnn, convs"]
+    assert count_params(family) == count_params(plain) + 2 * (16 * 16 * 9 + 2 * 16)
+    assert count_macs(family) == count_macs(plain) + 2 * 16 * 16 * (16 * 9 + 4)
+    half = SubmodelSpec.of({"conv2": [0, 3, 5]})
+    trunk = count_params(dataclasses.replace(family, exits=()), half)
+    assert count_params(family, half) == trunk + 2 * (3 * 3 * 9 + 2 * 3) + (3 + 1) * 10 + (32 + 1) * 10
+    assert set(full_shapes(family)) - set(full_shapes(plain)) == {
+        *(f"exit_conv2.conv{i}.{rest}" for i in (1, 2) for rest in ("conv.weight", "bn.weight", "bn.bias")),
+        "exit_conv2.linear.weight",
+        "exit_conv2.linear.bias",
+    }
+
+
+def test_a_head_with_convolutions_by_hand() -> None:
+    family = SmallCNN((1, 8, 8), 4, width=0.25, norm="static", exits=("conv1",), exit_convs=(("conv1", 1),))
+    params, x = random_params(family), samples(family, 3).double()
+    spec = SubmodelSpec.of({}, up_to(family, "conv1"))
+
+    def unit(x_bchw: Tensor, name: str) -> Tensor:
+        of = {entry: params.get(f"{name}.{entry}") for entry in ("conv.weight", "conv.bias")}
+        out = F.conv2d(x_bchw, of["conv.weight"], of["conv.bias"], padding=1)  # type: ignore[arg-type]
+        mean, var, weight, bias = (params[f"{name}.bn.{e}"] for e in ("running_mean", "running_var", "weight", "bias"))
+        return F.batch_norm(out, mean, var, weight, bias).relu()
+
+    pooled = unit(unit(x, "conv1"), "exit_conv1.conv1").mean((2, 3))
+    expected = pooled @ params["exit_conv1.linear.weight"].T + params["exit_conv1.linear.bias"]
+    (found,) = run(family, spec, take(params, family.layout(), spec), x)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("convs", "message"),
+    [
+        ((("nowhere", 1),), "SmallCNN: no exit can sit behind 'nowhere', which exit_convs names"),
+        ((("conv1", 1), ("conv1", 2)), "SmallCNN: exit_convs names a block once"),
+        ((("conv1", -1),), "SmallCNN: a head has 0 to 8 convolutions, got exit_convs=(('conv1', -1),)"),
+        ((("conv1", 9),), "SmallCNN: a head has 0 to 8 convolutions"),
+        ((("conv1",),), "SmallCNN: exit_convs is a tuple of pairs (block, convolutions), got (('conv1',),)"),
+        (2, "SmallCNN: exit_convs is a tuple of pairs (block, convolutions), got 2"),
+        ((("conv1", True),), "SmallCNN: a head has 0 to 8 convolutions"),
+    ],
+)
+def test_bad_heads_are_named(convs: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        SmallCNN((1, 8, 8), 10, exit_convs=convs)
+
+
+def test_a_head_behind_a_vector_has_no_convolutions() -> None:
+    family = SmallCNN((1, 8, 8), 10, exits=("fc1",), exit_convs=(("fc1", 2),))
+    with pytest.raises(ModelError, match=r"the exit behind 'fc1' sees a vector, no map: .* got 2"):
+        family.layout()
+
+
+def test_an_algorithm_that_chooses_exits_counts_their_heads() -> None:
+    """The convolutions of a head can make a level too large for the exit that it would have."""
+    plain = SmallCNN((1, 8, 8), 10)
+    heavy = dataclasses.replace(plain, exit_convs=(("conv3", 8),))
+    assert choose_exits(plain, (1.0, 1.0), (60.0, 100.0)) == ("conv3",)
+    assert choose_exits(heavy, (1.0, 1.0), (60.0, 100.0)) == ("conv2",)
+
+
+def test_heads_with_convolutions_train_side_by_side() -> None:
+    """With the bits of a client on its own beside a copy; by the mean of all exits' losses."""
+    family = CONVS["small_cnn, convs"]
+    task = LocalTask(FULL, SGD(0.1), 1, 4, False, 0, exits=ExitLoss((0.2, 0.3, 0.5), 0.1, 3.0, "all"))
+    jobs = [
+        Job(dataclasses.replace(task, seed=i), initial_params(family, i), samples(family, 8), torch.arange(8))
+        for i in range(3)
+    ]
+    together = train(family, Classification(10), jobs, Numerics("batched", 3))
+    (alone,) = train(family, Classification(10), jobs[1:2], Numerics("batched", 3))
+    assert_same_bits(together[1].params, alone.params)
+    assert strategy.choose(family, Classification(10), 4, 3, "fp32").strategy == "batched"
+    start = jobs[1].start
+    assert [name for name, tensor in alone.params.items() if torch.equal(tensor, start[name])] == []
 
 
 def test_a_head_averages_the_map_behind_its_block() -> None:
