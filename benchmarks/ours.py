@@ -37,6 +37,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.tasks import Classification
+from fl_engine.testing.tiny import tiny_pool
 from fl_engine.testing.tracker import Memory
 from fl_engine.training import strategy
 from fl_engine.training.numerics import Numerics
@@ -75,7 +76,7 @@ def site_of(name: str, w: Workload, numerics: Numerics = Numerics()) -> tuple[Al
     partition = Partition(nobody, nobody, parts, "made up", {}, name, counts)
     mixed = w.algorithm != "fedavg"
     fleet = devices.fleet("4:3:3" if mixed else (Tier("strong", 1.0, 110.0, (0.0,)),), w.clients, SEED)
-    pool = algorithm.pool(family, (0.5,) * len(family.prunable()))
+    pool = tiny_pool(algorithm, family)
     return algorithm, Site(family, pool, fleet, data, partition, SEED, numerics)
 
 

@@ -41,6 +41,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
 from fl_engine.tasks import Classification
+from fl_engine.testing.tiny import tiny_pool
 from fl_engine.testing.tracker import Memory
 from fl_engine.training import strategy
 
@@ -72,7 +73,7 @@ def measure(
     counts = np.zeros((family.outputs, clients), dtype=np.int64)
     partition = Partition(nobody, nobody, parts, "made up", {}, data.name, counts)
     fleet = devices.fleet(tiers, clients, 0)
-    pool = algorithm.pool(family, (0.5,) * len(family.prunable()))
+    pool = tiny_pool(algorithm, family)
     training = algorithm.training  # type: ignore[attr-defined]
     per_round = max(1, round(training.fraction * clients))
     numerics = strategy.choose(family, Classification(family.outputs), training.batch_size, per_round, "fp32")
@@ -102,7 +103,7 @@ def clients_per_round() -> list[Point]:
 def pool_size() -> list[Point]:
     family = ResNet18((1, 9, 9), 10, width=0.1)
     algorithms = [AdaptiveFL(training=training(0.2), p=p) for p in (1, 2, 3, 4)]
-    return [measure(a, family, 100, 40, 20, len(a.pool(family, ())), "4:3:3") for a in algorithms]
+    return [measure(a, family, 100, 40, 20, len(tiny_pool(a, family)), "4:3:3") for a in algorithms]
 
 
 def model_size() -> list[Point]:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import fl_engine
 from fl_engine.core.errors import ConfigError, masked
@@ -245,6 +245,8 @@ def pool(args: argparse.Namespace) -> int:
         args.set.append(f"algorithm.name={args.algorithm}")
     if args.model:
         args.set.append(f"model.name={args.model}")
+    from fl_engine.exchange.server import LazyServer
+    from flexfleet.files import prepared
     from flexfleet.files.artifacts import Apoz
     from flexfleet.steps import model_pool, partition, pretrain
 
@@ -258,20 +260,27 @@ def pool(args: argparse.Namespace) -> int:
         family = resolved.network(parse_input(args.input), args.classes)
     else:
         family = resolved.family
-    if args.apoz:
-        apoz = Apoz.read(args.apoz)
-    elif not algorithm.needs_apoz:
-        apoz = Apoz(layers=())
-    elif args.input:
+    made: dict[str, Any] = {"apoz": Apoz.read(args.apoz)} if args.apoz else {}
+    missing = [name for name in algorithm.preparations if name not in made]
+    if missing and args.input:
         raise ConfigError(
-            f"{config.algorithm['name']} measures APoZ on data: give --apoz FILE (a pretrain step's apoz.json), leave "
-            "out --input and --classes, or --set algorithm.use_apoz=false"
+            f"{config.algorithm['name']} asks for {', '.join(missing)}, which takes data: leave out --input and "
+            "--classes (or for apoz give --apoz FILE, a pretrain step's apoz.json, or --set algorithm.use_apoz=false)"
         )
-    else:
+    if missing:
         with tempfile.TemporaryDirectory() as scratch:
             partition.partition(resolved, Path(scratch))
-            apoz = Apoz.read(pretrain.pretrain(resolved, Path(scratch), Path(scratch)))
-    built = model_pool.build(config, algorithm, family, apoz)
+            pretrain.pretrain(resolved, Path(scratch), Path(scratch))
+            made = {**prepared.read(Path(scratch), algorithm.preparations), **made}
+
+    def no_server() -> NoReturn:
+        raise ConfigError(
+            f"the pool of {config.algorithm['name']} asks for the server's data, and --input and --classes stand in "
+            "for a data set: leave them out"
+        )
+
+    server = LazyServer(no_server) if args.input else partition.server_of(resolved)
+    built = model_pool.build(config, algorithm, family, made, server)
     if args.json:
         print(built.model_dump_json())
         return 0

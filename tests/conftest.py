@@ -41,6 +41,7 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import Store, check_size, encode, sha256
 from fl_engine.tasks import Classification
+from fl_engine.testing.tiny import tiny_pool
 from fl_engine.testing.tracker import Memory
 from flexfleet import cli
 from flexfleet.files import terminal as common
@@ -201,7 +202,7 @@ class TinyJob:
         self.algorithm = FlexFL(
             Training(fraction=0.34, epochs=1, batch_size=5, lr=0.05), (50.0, 100.0), 30.0, epsilon=5.0, use_apoz=False
         )
-        self.pool = self.algorithm.pool(self.family, ())
+        self.pool = tiny_pool(self.algorithm, self.family)
         self.site = Site(self.family, self.pool, self.fleet, self.data, self.partition, self.seed)
         self.backend = Remembering(self.make_backend())
 

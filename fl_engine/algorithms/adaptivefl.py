@@ -27,11 +27,11 @@ from fl_engine.algorithms.pooled import (
     local_task,
 )
 from fl_engine.core import pool as pools
-from fl_engine.core.contracts import ModelFamily, Selector
+from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, Count, Fraction, Index
 from fl_engine.core.slicing import contains, count_params
-from fl_engine.core.types import FULL, LocalTask, Pool, PoolModel, TaskContext, WorkOrder
+from fl_engine.core.types import FULL, LocalTask, Pool, PoolModel, Prepared, TaskContext, WorkOrder
 from fl_engine.core.widths import from_layer
 from fl_engine.selection import Curiosity, Selection, Uniform
 
@@ -47,7 +47,7 @@ LIMITS = (30.0, 60.0)
 @dataclass(frozen=True)
 class AdaptiveFL:
     __pydantic_config__: ClassVar = STRICT
-    needs_apoz: ClassVar[bool] = False
+    preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
     widths: tuple[Fraction, Fraction] = (0.4, 0.66)
@@ -69,7 +69,7 @@ class AdaptiveFL:
     server: Server = Average()
 
     # ------------------------------------------------------------------------------------ before the rounds
-    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """S_p .. S_1, M_p .. M_1, L_1 (Sec. 3.2, Table 1). avg is the mean of S_1, M_1 and L_1."""
         if not self.widths[0] < self.widths[1] < 1:
             raise PoolError(f"algorithm.widths: S below M below 1, got {list(self.widths)}")

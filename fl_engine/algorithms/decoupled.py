@@ -47,6 +47,7 @@ from fl_engine.core.types import (
     Pick,
     Pool,
     PoolModel,
+    Prepared,
     RoundContext,
     RoundPlan,
     TaskContext,
@@ -69,7 +70,7 @@ class DecoupledState(PooledState):
 @dataclass(frozen=True)
 class Decoupled:
     __pydantic_config__: ClassVar = STRICT
-    needs_apoz: ClassVar[bool] = False
+    preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
@@ -80,7 +81,7 @@ class Decoupled:
     aggregation: Aggregation = Mean()
     server: Server = Average()
 
-    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         return prefix_pool(family, self.widths, "ceil")
 
     selector = pooled.selector

@@ -49,6 +49,7 @@ from fl_engine.core.types import (
     ParamLayout,
     Params,
     Pool,
+    Prepared,
     RoundContext,
     RoundPlan,
     TaskContext,
@@ -69,7 +70,7 @@ class DepthState(PooledState):
 @dataclass(frozen=True)
 class DepthFL:
     __pydantic_config__: ClassVar = STRICT
-    needs_apoz: ClassVar[bool] = False
+    preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
     targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
@@ -97,7 +98,7 @@ class DepthFL:
     def network(self, family: ModelFamily) -> ModelFamily:
         return with_exits(family, self._ends(family))
 
-    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         return exit_pool(family, (1.0,) * len(self.targets), self._ends(family), ensemble=True)
 
     selector = pooled.selector

@@ -9,7 +9,7 @@ width needs trains a random part of what it received.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,7 +33,7 @@ from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.slicing import take
-from fl_engine.core.types import LocalTask, Outcome, Pool, RoundContext, RoundPlan, TaskContext, WorkOrder
+from fl_engine.core.types import LocalTask, Outcome, Pool, Prepared, RoundContext, RoundPlan, TaskContext, WorkOrder
 from fl_engine.core.widths import random_drop
 from fl_engine.selection import Selection, Uniform
 
@@ -41,7 +41,7 @@ from fl_engine.selection import Selection, Uniform
 @dataclass(frozen=True)
 class FederatedDropout:
     __pydantic_config__: ClassVar = STRICT
-    needs_apoz: ClassVar[bool] = False
+    preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
@@ -56,7 +56,7 @@ class FederatedDropout:
     aggregation: Aggregation = Mean()
     server: Server = Average()
 
-    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """The sizes that clients train, and the full model; which channels, each round's orders say."""
         return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=self.static_bn)
 

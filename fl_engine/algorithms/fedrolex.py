@@ -17,7 +17,7 @@ batch norm and scaler as in HeteroFL.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -48,6 +48,7 @@ from fl_engine.core.types import (
     ParamLayout,
     Params,
     Pool,
+    Prepared,
     RoundContext,
     RoundPlan,
     TaskContext,
@@ -62,7 +63,7 @@ Weight = Literal["uniform", "model_size", "updates", "hybrid"]
 @dataclass(frozen=True)
 class FedRolex:
     __pydantic_config__: ClassVar = STRICT
-    needs_apoz: ClassVar[bool] = False
+    preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
@@ -82,7 +83,7 @@ class FedRolex:
     aggregation: Aggregation = Mean()
     server: Server = Average()
 
-    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """The sizes that clients train, and the full model; which channels, each round's orders say."""
         return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=self.static_bn)
 

@@ -13,7 +13,7 @@ running statistics here, so there are none to keep per width; its affine paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,14 +34,14 @@ from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.slicing import is_statistic
-from fl_engine.core.types import LocalTask, Outcome, Pool, RoundPlan, TaskContext, WorkOrder
+from fl_engine.core.types import LocalTask, Outcome, Pool, Prepared, RoundPlan, TaskContext, WorkOrder
 from fl_engine.selection import Selection, Uniform
 
 
 @dataclass(frozen=True)
 class FjORD:
     __pydantic_config__: ClassVar = STRICT
-    needs_apoz: ClassVar[bool] = False
+    preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
     widths: tuple[Fraction, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -53,7 +53,7 @@ class FjORD:
     aggregation: Aggregation = Mean()
     server: Server = Average()
 
-    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         if any(is_statistic(name) for name in family.layout().slots):
             raise PoolError("fjord keeps no running statistics (they differ by width): set model.norm=batch")
         return prefix_pool(family, self.widths, "ceil")

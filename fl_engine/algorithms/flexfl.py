@@ -33,12 +33,13 @@ from fl_engine.algorithms.pooled import (
     local_task,
 )
 from fl_engine.core import pool as pools
-from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, NotNegative, Positive
 from fl_engine.core.search import Interval
 from fl_engine.core.slicing import count_params
-from fl_engine.core.types import FULL, Distillation, LocalTask, Pool, PoolModel, TaskContext, WorkOrder
+from fl_engine.core.types import FULL, Distillation, LocalTask, Pool, PoolModel, Prepared, TaskContext, WorkOrder
+from fl_engine.preparation.apoz import measured
 from fl_engine.selection import ResourceTable, Selection
 
 
@@ -73,19 +74,19 @@ class FlexFL:
 
     # ------------------------------------------------------------------------------------ before the rounds
     @property
-    def needs_apoz(self) -> bool:
-        return self.use_apoz
+    def preparations(self) -> tuple[str, ...]:
+        return ("apoz",) if self.use_apoz else ()
 
-    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """M1, M2', M2, ..., each nested in the next (Alg. 1). Raises PoolError for impossible targets."""
         if list(self.targets) != sorted(set(self.targets)) or not self.targets or self.targets[-1] != 100:
             raise PoolError(f"algorithm.targets must ascend and end in 100, got {list(self.targets)}")
         if self.gammas is not None and len(self.gammas) != len(self.targets) - 1:
             raise PoolError(f"algorithm.gammas needs one value for each target below 100, got {list(self.gammas)}")
         layers = family.prunable()
-        if self.use_apoz and len(apoz) != len(layers):
-            raise PoolError(f"{len(layers)} layers can be pruned, the APoZ scores at hand are {len(apoz)}")
-        scores = tuple(apoz) if self.use_apoz else (0.5,) * len(layers)
+        scores = measured(prepared) if self.use_apoz else (0.5,) * len(layers)
+        if len(scores) != len(layers):
+            raise PoolError(f"{len(layers)} layers can be pruned, the APoZ scores at hand are {len(scores)}")
         sizes = pools.layer_sizes(family)
         adjust = pools.adjustment_weights(sizes) if self.use_adjustment else (1.0,) * len(layers)
         whole = count_params(family)

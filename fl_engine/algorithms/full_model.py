@@ -32,7 +32,7 @@ from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, NotNegative
-from fl_engine.core.types import FULL, Device, LocalTask, ParamLayout, Params, Pool, TaskContext, WorkOrder
+from fl_engine.core.types import FULL, Device, LocalTask, ParamLayout, Params, Pool, Prepared, TaskContext, WorkOrder
 from fl_engine.selection import Selection, Uniform
 from fl_engine.selection.capacity import holds
 
@@ -40,7 +40,7 @@ from fl_engine.selection.capacity import holds
 @dataclass(frozen=True)
 class AllLarge:
     __pydantic_config__: ClassVar = STRICT
-    needs_apoz: ClassVar[bool] = False
+    preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
     eligible: Literal["all", "capable"] = "capable"
@@ -52,7 +52,7 @@ class AllLarge:
     mu: NotNegative = 0.0
     """Weight of FedProx's proximal term; 0 is FedAvg."""
 
-    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         return (pools.member(family, "full", FULL, dispatched=True, reported=True),)
 
     def selector(self, pool: Pool) -> Selector:

@@ -16,7 +16,7 @@ HeteroFL's own setting: `weighting: uniform`, `training.clip_norm: 1`, learning 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,14 +35,14 @@ from fl_engine.algorithms.pooled import (
 )
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction
-from fl_engine.core.types import LocalTask, Outcome, Pool, RoundPlan, TaskContext, WorkOrder
+from fl_engine.core.types import LocalTask, Outcome, Pool, Prepared, RoundPlan, TaskContext, WorkOrder
 from fl_engine.selection import Selection, Uniform
 
 
 @dataclass(frozen=True)
 class HeteroFL:
     __pydantic_config__: ClassVar = STRICT
-    needs_apoz: ClassVar[bool] = False
+    preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
@@ -57,7 +57,7 @@ class HeteroFL:
     aggregation: Aggregation = Mean()
     server: Server = Average()
 
-    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         return prefix_pool(family, self.widths, "ceil", static_bn=self.static_bn)
 
     selector, init, plan = pooled.selector, pooled.init, pooled.plan

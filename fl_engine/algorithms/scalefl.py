@@ -16,7 +16,7 @@ level first (`selection: {name: resource_table}`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,7 +35,7 @@ from fl_engine.algorithms.pooled import (
 )
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction, Index, NotNegative, Positive
-from fl_engine.core.types import ExitLoss, LocalTask, Outcome, Pool, RoundPlan, TaskContext, WorkOrder
+from fl_engine.core.types import ExitLoss, LocalTask, Outcome, Pool, Prepared, RoundPlan, TaskContext, WorkOrder
 from fl_engine.core.widths import choose_exits, with_exits
 from fl_engine.selection import Selection, Uniform
 
@@ -43,7 +43,7 @@ from fl_engine.selection import Selection, Uniform
 @dataclass(frozen=True)
 class ScaleFL:
     __pydantic_config__: ClassVar = STRICT
-    needs_apoz: ClassVar[bool] = False
+    preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
     widths: tuple[Fraction, ...] = (0.75, 0.82, 1.0)
@@ -70,7 +70,7 @@ class ScaleFL:
     def network(self, family: ModelFamily) -> ModelFamily:
         return with_exits(family, self._ends(family))
 
-    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         return exit_pool(family, self.widths, self._ends(family))
 
     selector, init, plan = pooled.selector, pooled.init, pooled.plan

@@ -22,6 +22,7 @@ from fl_engine.core.types import (
     Params,
     Pick,
     Pool,
+    Prepared,
     Prunable,
     RoundContext,
     RoundPlan,
@@ -90,6 +91,51 @@ class ServerContext(Protocol):
         """The task's metric of this sub-model on the server's data."""
 
 
+class PreparationContext(ServerContext, Protocol):
+    """The server as a preparation finds it: part of its data is held out, so that `train` and `evaluate` (and
+    `data.train_x` and `data.test_x`) are of different samples: 80 % and 20 % of the proxy."""
+
+    @property
+    def seed(self) -> int:
+        """All that is random follows from it (`core.seeds`)."""
+
+    @property
+    def device(self) -> str:
+        """Where `train` and `evaluate` compute."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """By dotted names the parameters of `pretrain` and those that the preparation asks for, as JSON has them. It
+        gets to know no others: what it makes is kept for as long as these are the same."""
+
+    @property
+    def reference(self) -> PreparationContext | None:
+        """Where `pretrain.reference` is true a server that holds all training data, for studies; else None."""
+
+
+class Preparation(Protocol):
+    """What an algorithm wants to have computed once before round one. A frozen dataclass without options: its
+    parameters are those of the configuration that `settings` names."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Parameters of the algorithm that it depends on, besides those of `pretrain`: `algorithm.widths`, ..."""
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether it needs data on the server: a run that leaves it none is then refused before anything trains."""
+
+    @property
+    def artifact(self) -> Any:
+        """The type of what it makes, a dataclass or a pydantic model that JSON can hold: `<name>.json`."""
+
+    def prepare(self, family: ModelFamily, server: PreparationContext) -> Any:
+        """An `artifact`: a function of the network and of what the server says of itself."""
+
+    def assumed(self, family: ModelFamily) -> Any:
+        """The `artifact` that a check takes for it, before anything is computed."""
+
+
 class Algorithm(Protocol):
     """A federated algorithm: a frozen dataclass of hyper-parameters with five functions.
 
@@ -99,10 +145,11 @@ class Algorithm(Protocol):
     """
 
     @property
-    def needs_apoz(self) -> bool:
-        """Whether `pool` asks for activation statistics, so that the proxy pre-training has to run."""
+    def preparations(self) -> tuple[str, ...]:
+        """What has to be computed before `pool`: names of registered preparations, or package.module:NAME."""
 
-    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool: ...
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
+        """The sub-models there are, smallest first. `prepared`: what each of `preparations` made, by its name."""
 
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext

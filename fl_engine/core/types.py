@@ -346,6 +346,9 @@ class PoolModel:
 Pool = tuple[PoolModel, ...]
 """Members from the smallest to the largest."""
 
+Prepared = Mapping[str, Any]
+"""What an algorithm's preparations made before round one, by the preparation's name (`contracts.Preparation`)."""
+
 
 # --------------------------------------------------------------------------------------------- local training
 @dataclass(frozen=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
+from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.samples import Data
 from fl_engine.core.types import LocalTask, Params, SubmodelSpec
@@ -51,3 +54,56 @@ class ServerSite:
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
         data = self.data
         return evaluate(self.site.family, params, spec, data, data.test_x, data.test_y, self.device).value
+
+
+@dataclass(frozen=True)
+class PreparingServer(ServerSite):
+    """A `PreparationContext`: the proxy's test part is held out."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    reference: PreparingServer | None = None
+
+    @property
+    def seed(self) -> int:
+        return self.site.seed
+
+    @cached_property
+    def data(self) -> Data:
+        parts, data = self.site.partition, self.site.data
+        train, test = (torch.from_numpy(np.sort(part)) for part in (parts.proxy_train, parts.proxy_test))
+        if not len(train) or not len(test):
+            raise ConfigError(
+                "a preparation asks for data on the server, and partition.proxy leaves it none: raise partition.proxy"
+            )
+        # Not by `replace`, which checks: a part of data that were checked may be a single sample, and is as good.
+        found = copy.copy(data)
+        of = {"train_x": data.train_x[train], "train_y": data.train_y[train]}
+        of |= {"test_x": data.train_x[test], "test_y": data.train_y[test]}
+        for name, value in {**of, "natural_client": None}.items():
+            object.__setattr__(found, name, value)
+        return found
+
+
+@dataclass(frozen=True)
+class LazyServer:
+    """A `ServerContext` that is made when something of it is asked for. `make` raises where there is none."""
+
+    make: Callable[[], ServerContext]
+
+    @cached_property
+    def _server(self) -> ServerContext:
+        return self.make()
+
+    @property
+    def samples(self) -> Mapping[int, int]:
+        return self._server.samples
+
+    @property
+    def data(self) -> Data:
+        return self._server.data
+
+    def train(self, task: LocalTask, params: Params) -> Params:
+        return self._server.train(task, params)
+
+    def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
+        return self._server.evaluate(spec, params)

@@ -67,6 +67,7 @@ from fl_engine.testing.tiny import (
     context_of,
     failure_of,
     start_of,
+    tiny_pool,
     tiny_site,
     update_of,
 )
@@ -155,7 +156,7 @@ class AlgorithmSuite:
         assert len(names) == len(specs) == len(site.pool)
 
     def test_building_the_pool_again_gives_the_same(self, algorithm: Algorithm, site: Site) -> None:
-        assert algorithm.pool(site.family, (0.5,) * len(site.family.prunable())) == site.pool
+        assert tiny_pool(algorithm, site.family) == site.pool
 
     def test_init_keeps_the_parameters(self, algorithm: Algorithm, site: Site) -> None:
         params = initial_params(site.family, seed=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, Selector
+from fl_engine.core.errors import ConfigError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import index_of, initial_params
 from fl_engine.core.types import (
@@ -43,11 +44,13 @@ from fl_engine.core.types import (
 )
 from fl_engine.data.partitioning import Partition, labels_of
 from fl_engine.exchange.client import Site
-from fl_engine.exchange.server import ServerSite
+from fl_engine.exchange.server import LazyServer, ServerSite
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
 from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import FREE, check_spec, linear_slots
+from fl_engine.preparation import assumed
+from fl_engine.preparation.apoz import ApozLayer, ApozScores
 from fl_engine.tasks import Classification
 
 CHW = (1, 4, 4)
@@ -177,9 +180,17 @@ def tiny_fleet(clients: int = CLIENTS, sigma: tuple[float, ...] = (5.0, 8.0, 10.
     return devices.fleet(tiers, clients, SEED)
 
 
-def tiny_pool(algorithm: Algorithm, family: ModelFamily) -> Pool:
-    """The algorithm's pool for layers of which each is as often zero as not."""
-    return algorithm.pool(family, (0.5,) * len(family.prunable()))
+def tiny_pool(algorithm: Algorithm, family: ModelFamily, apoz: Sequence[float] | None = None) -> Pool:
+    """The algorithm's pool, where nothing was prepared but `apoz`, if given, and the server holds nothing yet."""
+
+    def nothing() -> NoReturn:
+        raise ConfigError("a tiny pool is made before there are data")
+
+    prepared = assumed(algorithm, family)
+    if apoz is not None:
+        layers = tuple(ApozLayer(group=f"layer {i}", size=2, apoz=a, adjustment=1.0) for i, a in enumerate(apoz))
+        prepared = {**prepared, "apoz": ApozScores(layers=layers)}
+    return algorithm.pool(family, prepared, LazyServer(nothing))
 
 
 def paper_pool(shares: Sequence[float] = (0.25, 0.4, 0.5, 0.9, 1.0)) -> tuple[ParamLayout, Pool]:

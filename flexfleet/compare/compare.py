@@ -210,8 +210,8 @@ def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[
 
 
 def _to_share(runs: Sequence[Entry]) -> Entry:
-    """Of runs that share the first that measures APoZ: then the pre-training is there for all that do."""
-    return next((e for e in runs if algorithm(e.config).needs_apoz), runs[0])
+    """Of runs that share the first that asks for preparations: then what it asks for is there for all that do."""
+    return next((e for e in runs if algorithm(e.config).preparations), runs[0])
 
 
 def _job(

@@ -9,8 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fl_engine.core.errors import FlexfleetError, IntegrityError, brief
 from fl_engine.core.types import Pool, PoolModel, SubmodelSpec
+from fl_engine.preparation.apoz import ApozLayer, ApozScores
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore
+
+__all__ = [
+    "Apoz", "ApozLayer", "Artifact", "ConfusionFile", "EvaluationFile", "History", "Level", "LevelScore", "PoolFile",
+    "Result", "RunFile", "row_of",
+]  # fmt: skip
 
 A = TypeVar("A", bound="Artifact")
 
@@ -44,24 +50,8 @@ class Artifact(BaseModel):
             raise IntegrityError(f"{name} is not a valid {cls.__name__} file: {brief(error)}") from error
 
 
-class ApozLayer(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    group: str
-    size: int
-    """Parameters of the layer."""
-    apoz: float
-    adjustment: float
-
-
-class Apoz(Artifact):
+class Apoz(ApozScores, Artifact):
     """pretrain/apoz.json. `layers` is empty where the algorithm does not ask for it."""
-
-    layers: tuple[ApozLayer, ...]
-    reference: tuple[float, ...] | None = None
-    """APoZ after pre-training on all training data."""
-    proxy_samples: int = 0
-    proxy_accuracy: float | None = None
-    seconds: float = 0.0
 
 
 class Level(BaseModel):

@@ -9,13 +9,15 @@ from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.slicing import initial_params
 from fl_engine.exchange.client import Site
+from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.models import export as exports
+from fl_engine.preparation import assumed, preparation
 from fl_engine.rounds.run import Run
 from flexfleet.config import Config
-from flexfleet.steps.partition import cut
+from flexfleet.steps.partition import cut, site_of
 from flexfleet.steps.prepare import Resolved
-from flexfleet.steps.pretrain import need_proxy
+from flexfleet.steps.pretrain import need_proxy, settings_of
 
 
 def check(resolved: Resolved) -> dict[str, Any]:
@@ -28,10 +30,14 @@ def check(resolved: Resolved) -> dict[str, Any]:
         exports.check(family, data, config.partition.proxy)
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     _check_rates(config)
-    if algorithm.needs_apoz:
-        need_proxy(parts)
-    # Without measured scores every layer counts alike; targets, Gamma and nesting are checked all the same.
-    pool = algorithm.pool(family, (0.5,) * len(family.prunable()))
+    for name in algorithm.preparations:
+        kind = preparation(name)
+        settings_of(resolved, name, kind)
+        need_proxy(name, kind, parts)
+    # Nothing is prepared, and without measured scores every layer counts alike; FlexFL's targets, Gamma and nesting are
+    # checked all the same.
+    server = ServerSite(site_of(resolved, parts), config.run.devices[0])
+    pool = algorithm.pool(family, assumed(algorithm, family), server)
     initial = initial_params(family, seeds.derive(config.seed, "init"))
     site = Site(family, pool, fleet, data, parts, config.seed)
     run = Run(algorithm, site, config.rounds)

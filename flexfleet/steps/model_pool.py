@@ -1,4 +1,4 @@
-"""Step 3: the pool of sub-models, from the APoZ scores or from the algorithm's own rule."""
+"""Step 3: the pool of sub-models, from what the preparations made or from the algorithm's own rule."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_engine.core import pool as pools
-from fl_engine.core.contracts import Algorithm, ModelFamily
+from fl_engine.core.contracts import Algorithm, ModelFamily, ServerContext
+from fl_engine.core.types import Prepared
+from fl_engine.preparation.apoz import ApozScores
 from flexfleet.config import Config
+from flexfleet.files import prepared
 from flexfleet.files import terminal as common
-from flexfleet.files.artifacts import Apoz, Level, PoolFile
+from flexfleet.files.artifacts import Level, PoolFile
+from flexfleet.steps.partition import server_of
 from flexfleet.steps.prepare import Resolved, resolved_of
 
 
 def model_pool(resolved: Resolved, pretrain: Path, out: Path) -> Path:
     """Writes pool.json into `out`. Raises PoolError where the targets cannot be reached."""
-    apoz = Apoz.read(pretrain / "apoz.json")
-    return build(resolved.config, resolved.algorithm, resolved.family, apoz).write(out / "pool.json")
+    algorithm = resolved.algorithm
+    made = prepared.read(pretrain, algorithm.preparations)
+    return build(resolved.config, algorithm, resolved.family, made, server_of(resolved)).write(out / "pool.json")
 
 
-def build(config: Config, algorithm: Algorithm, family: ModelFamily, apoz: Apoz) -> PoolFile:
+def build(config: Config, algorithm: Algorithm, family: ModelFamily, made: Prepared, server: ServerContext) -> PoolFile:
     """The pool, and how alike its pruning ratios are to those of the reference where there is one."""
-    pool = algorithm.pool(family, tuple(layer.apoz for layer in apoz.layers))
-    reference = algorithm.pool(family, apoz.reference) if apoz.reference else None
+    pool = algorithm.pool(family, made, server)
+    references = {name: each.as_reference() for name, each in made.items() if isinstance(each, ApozScores)}
+    reference = algorithm.pool(family, {**made, **references}, server) if any(references.values()) else None
     groups = [p.group for p in family.prunable()]
     layout = family.layout()
     return PoolFile(

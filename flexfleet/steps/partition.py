@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fl_engine.core.contracts import ServerContext
 from fl_engine.data import partitioning as partitions
 from fl_engine.data.partitioning import Partition
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.server import LazyServer, ServerSite
 from flexfleet.config import cut_seed
 from flexfleet.files import terminal as common
 from flexfleet.steps.prepare import Resolved, resolved_of
@@ -32,6 +35,17 @@ def cut(resolved: Resolved) -> Partition:
         labels_per_client=p.labels_per_client,
         minimum=p.minimum,
     )
+
+
+def site_of(resolved: Resolved, parts: Partition) -> Site:
+    """Where clients will live, before there is a pool."""
+    return Site(resolved.family, (), (), resolved.data, parts, resolved.config.seed)
+
+
+def server_of(resolved: Resolved) -> ServerContext:
+    """The server before there is a pool; its part of the data is cut when it is asked for."""
+    device = resolved.config.run.devices[0]
+    return LazyServer(lambda: ServerSite(site_of(resolved, cut(resolved)), device))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,32 +1,38 @@
-"""Step 2: pre-train the global model on the proxy and measure APoZ (FlexFL Sec. III-A, steps 1 and 2).
+"""Step 2: the algorithm's preparations, APoZ among them (`fl_engine.preparation`), and what of them is there already.
 
-The weights are thrown away: only the scores carry over. Runs for the algorithms that ask for scores.
+What a preparation made is kept for as long as its inputs are the same: the partition with the data that it was cut
+from, the network, the seed, the parameters that the preparation is given, and the file that it is written in. Not the
+machine: runs that are compared start from the same, wherever it was computed.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
-import time
 from collections.abc import Sequence
-from math import isfinite
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
+from pydantic_core import to_jsonable_python
 
 from fl_engine.backends.in_process import check_device
-from fl_engine.core import pool, seeds
-from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import PartitionError
-from fl_engine.core.samples import Data
-from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL, Adam, LocalTask, Params
+from fl_engine.core import seeds
+from fl_engine.core.contracts import Preparation
+from fl_engine.core.errors import ConfigError, PartitionError, nearest
 from fl_engine.data import partitioning as partitions
-from fl_engine.training import local
-from fl_engine.training.evaluation import evaluate
-from flexfleet.config import Config
+from fl_engine.data.partitioning import Partition
+from fl_engine.exchange.server import PreparingServer
+from fl_engine.preparation import preparation
+from fl_engine.storage.store import FolderStore, sha256
+from flexfleet import config as configs
+from flexfleet.files import prepared
 from flexfleet.files import terminal as common
-from flexfleet.files.artifacts import Apoz, ApozLayer
+from flexfleet.files.artifacts import Apoz
+from flexfleet.files.prepared import Entry, Index
+from flexfleet.steps.partition import site_of
 from flexfleet.steps.prepare import Resolved, resolved_of
 
 log = logging.getLogger("flexfleet")
@@ -34,65 +40,122 @@ log = logging.getLogger("flexfleet")
 PROXY_TEST_SHARE = 0.2
 
 
-def pretrain(resolved: Resolved, partition: Path, out: Path) -> Path:
-    """Writes apoz.json into `out`: a score and an adjustment weight for each layer that can be pruned."""
-    config = resolved.config
-    if not resolved.algorithm.needs_apoz:
-        log.info("pretrain: %s asks for no APoZ, nothing to do", config.algorithm["name"])
-        return Apoz(layers=()).write(out / "apoz.json")
-    started = time.monotonic()
-    data, family = resolved.data, resolved.family
-    parts = partitions.load(partition, data)
-    need_proxy(parts)
-    check_device(config.run.devices[0])
-    params, scores = _scores(config, data, family, parts.proxy_train, parts.proxy_test)
-    held_out = torch.from_numpy(parts.proxy_test)
+def pretrain(resolved: Resolved, partition: Path, out: Path, known: Path | None = None) -> Path:
+    """Writes `<name>.json` for each of the algorithm's preparations into `out`, and prepared.json. What is there, or in
+    the folder `known`, is taken over where its inputs are the same. Gives the path of apoz.json, which is empty where
+    the algorithm does not ask for it.
+
+    Raises IntegrityError naming a file that is damaged, PartitionError where the server holds no data to prepare with.
+    """
+    names = resolved.algorithm.preparations
+    parts = partitions.load(partition, resolved.data) if names else None
+    wanted = {name: inputs_of(resolved, name, partition) for name in names}
+    before = prepared.index(out)
+    made = {n: e for n, e in before.items() if e.inputs == wanted.get(n) and (out / prepared.file_of(n)).exists()}
+    Index(made=made).write(out / prepared.INDEX)
+    for name in before.keys() - made.keys():
+        (out / prepared.file_of(name)).unlink(missing_ok=True)
+    for name in names:
+        if name in made:
+            prepared.content(out, name, made[name])
+            _taken_over(name, out)
+            continue
+        value = _from(known, name, wanted[name])
+        if value is None:
+            assert parts is not None
+            value = _made(resolved, name, parts)
+        FolderStore(out).put(prepared.file_of(name), value)
+        made[name] = Entry(inputs=wanted[name], sha256=sha256(value))
+        Index(made=made).write(out / prepared.INDEX)
+    if not names:
+        log.info("pretrain: %s asks for no preparation, nothing to do", resolved.config.algorithm["name"])
+    if "apoz" not in names:  # the report reads it of every run
+        Apoz(layers=()).write(out / "apoz.json")
+    return out / "apoz.json"
+
+
+def is_known(resolved: Resolved, partition: Path, known: Path) -> bool:
+    """Whether all that the algorithm's preparations would make is in the folder `known`. Raises IntegrityError."""
+    there = prepared.index(known)
+    return all(
+        name in there and there[name].inputs == inputs_of(resolved, name, partition)
+        for name in resolved.algorithm.preparations
+    )
+
+
+def _from(known: Path | None, name: str, inputs: str) -> bytes | None:
+    """What is kept there of the same inputs."""
+    entry = prepared.index(known).get(name) if known is not None else None
+    if known is None or entry is None or entry.inputs != inputs:
+        return None
+    _taken_over(name, known)
+    return prepared.content(known, name, entry)
+
+
+def _taken_over(name: str, folder: Path) -> None:
+    log.info("%s is taken over from %s: its inputs are the same", name, folder)
+
+
+def _made(resolved: Resolved, name: str, parts: Partition) -> bytes:
+    config, kind = resolved.config, preparation(name)
+    need_proxy(name, kind, parts)
     device = config.run.devices[0]
-    score = evaluate(family, params, FULL, data, data.train_x[held_out], data.train_y[held_out], device)
-    reference = None
+    check_device(device)
+    settings = settings_of(resolved, name, kind)
+    site, reference = site_of(resolved, parts), None
     if config.pretrain.reference:
-        everything = seeds.rng(config.seed, "reference").permutation(len(data.train_y))
+        everything = seeds.rng(config.seed, "reference").permutation(len(resolved.data.train_y))
         cut = round(PROXY_TEST_SHARE * len(everything))
-        _, reference = _scores(config, data, family, everything[cut:], everything[:cut])
-    sizes = pool.layer_sizes(family)
-    layers = zip(family.prunable(), sizes, scores, pool.adjustment_weights(sizes), strict=True)
-    return Apoz(
-        layers=tuple(ApozLayer(group=p.group, size=n, apoz=a, adjustment=w) for p, n, a, w in layers),
-        reference=reference,
-        proxy_samples=len(parts.proxy_train) + len(parts.proxy_test),
-        proxy_accuracy=score.value if isfinite(score.value) else None,
-        seconds=round(time.monotonic() - started, 3),
-    ).write(out / "apoz.json")
+        whole = replace(parts, proxy_train=np.sort(everything[cut:]), proxy_test=np.sort(everything[:cut]))
+        reference = PreparingServer(replace(site, partition=whole), device, settings)
+    server = PreparingServer(site, device, settings, reference)
+    return prepared.encoded(kind, name, kind.prepare(resolved.family, server))
 
 
-def need_proxy(parts: partitions.Partition) -> None:
-    """Raises PartitionError where the server holds nothing to measure on."""
-    if not len(parts.proxy_train) or not len(parts.proxy_test):
+def need_proxy(name: str, kind: Preparation, parts: Partition) -> None:
+    """Raises PartitionError where the server holds nothing for a preparation that needs data."""
+    if kind.needs_data and not (len(parts.proxy_train) and len(parts.proxy_test)):
         raise PartitionError(
-            "the algorithm measures APoZ on proxy data, and partition.proxy leaves the server none: raise it, "
-            "or set algorithm.use_apoz=false"
+            f"the preparation {name} needs data on the server, and partition.proxy leaves it none: raise "
+            "partition.proxy, or choose an algorithm that does without it (for flexfl set algorithm.use_apoz=false)"
         )
 
 
-def _scores(
-    config: Config, data: Data, family: ModelFamily, train: np.ndarray, held_out: np.ndarray
-) -> tuple[Params, tuple[float, ...]]:
-    device = config.run.devices[0]
-    task = LocalTask(
-        spec=FULL,
-        optimizer=Adam(config.pretrain.lr),
-        epochs=config.pretrain.epochs,
-        batch_size=config.pretrain.batch_size,
-        drop_last=True,
-        seed=seeds.derive(config.seed, "pretrain"),
-    )
-    start = {k: v.to(device) for k, v in initial_params(family, seeds.derive(config.seed, "init")).items()}
-    chosen = torch.from_numpy(np.sort(train))
-    x, y = data.normalise(data.train_x[chosen].to(device)), data.train_y[chosen].to(device)
-    log.info("pretrain: %d samples, %d epochs", len(y), task.epochs)
-    trained = local.train(family, data.task, [local.Job(task, start, x, y)])[0]
-    x_held_out = data.normalise(data.train_x[torch.from_numpy(np.sort(held_out))].to(device))
-    return trained.params, pool.measure_apoz(family, trained.params, x_held_out)
+# ------------------------------------------------------------------------------------------------------ its inputs
+def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
+    """Digest of all that the preparation is computed from. `partition`: what the partition step wrote."""
+    kind = preparation(name)
+    parts = {
+        "preparation": name,
+        "code": _code(kind),
+        "seed": resolved.config.seed,
+        "network": repr(resolved.family),
+        "partition": sha256((partition / partitions.MANIFEST).read_bytes()),
+        "settings": settings_of(resolved, name, kind),
+    }
+    return sha256(json.dumps(parts, sort_keys=True).encode())
+
+
+def _code(kind: Preparation) -> str | None:
+    """Of the file that the preparation is written in; None where it is in none."""
+    try:
+        return sha256(Path(inspect.getfile(type(kind))).read_bytes())
+    except (TypeError, OSError):
+        return None
+
+
+def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, Any]:
+    """The parameters that the preparation is given, the algorithm's with their defaults. Raises ConfigError for one
+    that there is not."""
+    algorithm: Any = resolved.algorithm
+    own = {f"algorithm.{f.name}": f.name for f in fields(algorithm) if f.name != "training"}
+    if unknown := [each for each in kind.settings if each not in own]:
+        raise ConfigError(
+            f"the preparation {name} depends on {unknown[0]!r}, which is no parameter of "
+            f"{resolved.config.algorithm['name']}{nearest(unknown[0], own)}: correct its `settings`"
+        )
+    values = {k: v for k, v in configs.flatten(resolved.config).items() if k.startswith("pretrain.")}
+    return values | {each: to_jsonable_python(getattr(algorithm, own[each]), fallback=repr) for each in kind.settings}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,8 @@
-"""What all runs of one seed of a comparison start from, computed once: the partition, and the proxy pre-training.
+"""What all runs of one seed of a comparison start from, computed once: the partition, and what preparations make.
 
-Both follow from data set, network, partition, pre-training settings and seed; the folder says from which it was
-computed, and is taken over only by runs that have the same.
+The partition follows from data set, network, partition, pre-training settings and seed; the folder says from which it
+was computed, and is taken over only by runs that have the same. What was prepared is taken over where its own inputs
+are the same (`steps.pretrain`), and computed by the run where they are not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Artifact
 from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved, resolved_of
-from flexfleet.steps.pretrain import pretrain
+from flexfleet.steps.pretrain import is_known, pretrain
 
 SECTIONS = ("dataset.", "partition.", "model.", "pretrain.", "seed")
 ABOUT = "shared.json"
@@ -29,32 +30,29 @@ class Shared(Artifact):
     """shared.json, written last: what the folder was computed from."""
 
     settings: dict[str, Any]
-    network: str | None
-    """The network that was pre-trained; null: the algorithm it was computed for asks for no APoZ."""
 
 
 def share(resolved: Resolved, out: Path) -> Path:
     """Writes partition/, pretrain/ and shared.json into `out`. `resolved`: of any run of the seed, best of one whose
-    algorithm measures APoZ, as the pre-training is left out where nobody asks for it."""
+    algorithm asks for preparations, as they are left out where nobody asks for them."""
     (out / ABOUT).unlink(missing_ok=True)
     partition(resolved, out / "partition")
     pretrain(resolved, out / "partition", out / "pretrain")
-    return Shared(settings=settings(resolved.config), network=network(resolved)).write(out / ABOUT)
+    return Shared(settings=settings(resolved.config)).write(out / ABOUT)
 
 
 def fits(resolved: Resolved, shared: Path) -> bool:
     """Whether `share` is done there for such a configuration, so that nothing needs to be computed again."""
     try:
-        about = Shared.read(shared / ABOUT)
+        same = Shared.read(shared / ABOUT).settings == settings(resolved.config)
+        return same and is_known(resolved, shared / "partition", shared / "pretrain")
     except IntegrityError:
         return False
-    wanted = network(resolved)
-    return about.settings == settings(resolved.config) and (wanted is None or about.network == wanted)
 
 
 def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
-    """Copies partition/ and pretrain/ into the run folder `out`. A run whose algorithm pre-trains another network
-    (one with early exits, say) takes over the partition and pre-trains its own.
+    """Copies partition/ into the run folder `out`, and what it takes of pretrain/. A run whose algorithm pre-trains
+    another network (one with early exits, say) takes over the partition and pre-trains its own.
 
     Raises ConfigError where the folder was computed with other settings than the run's.
     """
@@ -64,26 +62,17 @@ def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
         lines = ", ".join(f"{k}: {about.settings.get(k)!r} -> {wanted.get(k)!r}" for k in changed[:6])
         raise ConfigError(f"{shared} was computed with other settings ({lines}): give one of this run's settings")
     shutil.copytree(shared / "partition", out / "partition", dirs_exist_ok=True)
-    trained = network(resolved)
-    if trained is not None and trained == about.network:
-        shutil.copytree(shared / "pretrain", out / "pretrain", dirs_exist_ok=True)
-    else:
-        pretrain(resolved, out / "partition", out / "pretrain")
+    pretrain(resolved, out / "partition", out / "pretrain", known=shared / "pretrain")
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """All that partition and pre-training depend on, the network that an algorithm makes of the model apart."""
+    """All that partition and pre-training depend on, the algorithm and what it makes of the model apart."""
     return {key: value for key, value in configs.flatten(config).items() if decides(key)}
 
 
 def decides(key: str) -> bool:
     """Whether partition and pre-training depend on the parameter of this dotted name."""
     return key.startswith(SECTIONS) and configs.moves(key) is Moves.RESULT
-
-
-def network(resolved: Resolved) -> str | None:
-    """The network that the algorithm pre-trains, its options included; None where it asks for no APoZ."""
-    return repr(resolved.family) if resolved.algorithm.needs_apoz else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.selection import Curiosity, Uniform
-from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, context_of, start_of, tiny_site
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, context_of, start_of, tiny_pool, tiny_site
 
 VGG = VGG16((3, 32, 32), 10)
 SMALL = SmallCNN((1, 16, 16), 4, width=0.25)
@@ -44,7 +44,7 @@ def one_thread() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def vgg_pool() -> Pool:
-    return AdaptiveFL().pool(VGG, ())
+    return tiny_pool(AdaptiveFL(), VGG)
 
 
 def names(pool: Pool) -> list[str]:
@@ -128,14 +128,14 @@ def test_the_command_prints_table_1(flexfleet: Any, tmp_path: Path, monkeypatch:
 
 def test_one_model_per_level_is_the_coarse_pool() -> None:
     """p = 1: S1, M1 and L1 of Table 1."""
-    coarse = AdaptiveFL(p=1).pool(VGG, ())
+    coarse = tiny_pool(AdaptiveFL(p=1), VGG)
     assert coarse == tuple(m for m in vgg_pool() if m.name in ("S1", "M1", "L1"))
 
 
 def test_resnet18_takes_the_papers_starts() -> None:
     """I in {4, 3, 2}, the stem counts: S1 keeps stem and stages 1 to 3 whole, S3 the stem and stage 1."""
     family = ResNet18((3, 32, 32), 10)
-    pool = {m.name: m for m in AdaptiveFL().pool(family, ())}
+    pool = {m.name: m for m in tiny_pool(AdaptiveFL(), family)}
     layout = family.layout()
     groups = ("stem", "stage1", "stage2", "stage3", "stage4")
     found = {name: [layout.width(m.spec, g) for g in groups] for name, m in pool.items()}
@@ -170,7 +170,7 @@ FIVE = ["S2", "S1", "M2", "M1", "L1"]
 )
 def test_the_default_starts_ascend(family: ModelFamily, expected: list[str]) -> None:
     """Also where the paper names none. S1 is a real saving, and M1 lies between it and the whole."""
-    pool = AdaptiveFL().pool(family, ())
+    pool = tiny_pool(AdaptiveFL(), family)
     assert names(pool) == expected
     for small, large in pairwise(pool):
         assert small.params < large.params
@@ -190,7 +190,7 @@ def test_the_default_starts_ascend(family: ModelFamily, expected: list[str]) -> 
 
 @pytest.mark.parametrize("starts", [(8, 6, 4), (9, 5, 0), (7, 2, 1)])
 def test_starts_can_be_given(starts: tuple[int, int, int]) -> None:
-    pool = AdaptiveFL(starts=starts).pool(VGG, ())
+    pool = tiny_pool(AdaptiveFL(starts=starts), VGG)
     expected = [cost_of(widths_of(r, i))[0] for r in (0.4, 0.66) for i in reversed(starts)]
     assert [m.params for m in pool] == [*expected, 33_646_666]
 
@@ -198,14 +198,14 @@ def test_starts_can_be_given(starts: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("starts", [(4, 6, 8), (8, 8, 4), (8, 6), (8, 6, 4, 2), (15, 6, 4), ()])
 def test_wrong_starts_are_an_error(starts: tuple[int, ...]) -> None:
     with pytest.raises(PoolError, match=r"algorithm\.starts: p = 3 descending numbers of layers below 15") as error:
-        AdaptiveFL(starts=starts).pool(VGG, ())
+        tiny_pool(AdaptiveFL(starts=starts), VGG)
     assert str(list(starts)) in str(error.value)
 
 
 @pytest.mark.parametrize("widths", [(0.66, 0.4), (0.4, 0.4), (0.4, 1.0), (1.0, 1.0)])
 def test_wrong_widths_are_an_error(widths: tuple[float, float]) -> None:
     with pytest.raises(PoolError, match=r"algorithm\.widths: S below M below 1") as error:
-        AdaptiveFL(widths=widths).pool(VGG, ())
+        tiny_pool(AdaptiveFL(widths=widths), VGG)
     assert str(list(widths)) in str(error.value)
 
 
@@ -218,12 +218,12 @@ def test_levels_that_overlap_are_an_error() -> None:
 @pytest.mark.parametrize("p", [4])
 def test_there_may_be_more_models_per_level_than_the_paper_has(p: int) -> None:
     expected = [f"{level}{i}" for level in "SM" for i in range(p, 0, -1)]
-    assert names(AdaptiveFL(p=p).pool(VGG, ())) == [*expected, "L1"]
+    assert names(tiny_pool(AdaptiveFL(p=p), VGG)) == [*expected, "L1"]
 
 
 def test_the_coarse_pool_of_resnet34_has_a_quarter_and_a_half() -> None:
     """What the docstring of `starts` promises for networks that the paper does not name."""
-    small, medium, _ = AdaptiveFL(p=1).pool(ResNet34((3, 32, 32), 10), ())
+    small, medium, _ = tiny_pool(AdaptiveFL(p=1), ResNet34((3, 32, 32), 10))
     assert small.share <= 0.30
     assert medium.share <= 0.55
 

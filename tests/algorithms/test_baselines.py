@@ -42,6 +42,7 @@ from fl_engine.testing.tiny import (
     failure_of,
     start_of,
     tiny_fleet,
+    tiny_pool,
     tiny_site,
     update_of,
 )
@@ -107,7 +108,7 @@ def test_heterofl_has_its_additions_as_switches() -> None:
 
 def test_heterofl_cuts_every_layer_to_the_ceiling_of_one_ratio() -> None:
     """VGG16 at 0.71: ceil(45.44) = 46, ceil(90.88) = 91, ceil(181.76) = 182, ceil(363.52), ceil(2908.16)."""
-    small, middle, full = HeteroFL().pool(VGG, ())
+    small, middle, full = tiny_pool(HeteroFL(), VGG)
     kept = VGG.layout()
     groups = ("conv1", "conv3", "conv5", "conv13", "fc1")
     assert [kept.width(middle.spec, g) for g in groups] == [46, 91, 182, 364, 2909]
@@ -123,7 +124,7 @@ def test_heterofl_cuts_every_layer_to_the_ceiling_of_one_ratio() -> None:
 @pytest.mark.parametrize("kind", [HeteroFL, FjORD, Decoupled])
 def test_widths_that_make_no_pool_are_an_error(kind: Any, widths: tuple[float, ...]) -> None:
     with pytest.raises(PoolError, match=r"algorithm\.widths: different ratios in ascending order, the last one 1"):
-        kind(widths=widths).pool(TinyNet(), ())
+        tiny_pool(kind(widths=widths), TinyNet())
 
 
 # ----------------------------------------------------------------------------------------------------- ScaleFL
@@ -173,7 +174,7 @@ def test_levels_of_scalefl_grow() -> None:
 def test_depthfl_cuts_depth_alone() -> None:
     algorithm = DepthFL()
     family = algorithm.network(VGG)
-    pool = algorithm.pool(family, ())
+    pool = tiny_pool(algorithm, family)
     assert family.exits == ("conv11", "fc1")  # type: ignore[attr-defined]
     assert [m.spec.keep for m in pool] == [()] * 3
     assert all(m.ensemble for m in pool)
@@ -281,7 +282,7 @@ def test_fjord_trains_all_widths_up_to_the_largest_that_fits() -> None:
 
 def test_fjord_refuses_running_statistics_before_anything_trains() -> None:
     with pytest.raises(PoolError, match=r"set model\.norm=batch"):
-        FjORD().pool(SmallCNN((1, 8, 8), 4, norm="static"), ())
+        tiny_pool(FjORD(), SmallCNN((1, 8, 8), 4, norm="static"))
 
 
 # --------------------------------------------------------------------------------------------------- Decoupled
@@ -381,7 +382,7 @@ def test_bytes_and_multiply_adds_of_every_level(kind: Any, family: Any) -> None:
     """Parameters from the module that is really built, multiply-adds from its layers' shapes in a forward pass."""
     algorithm = kind()
     family = algorithm.network(family) if hasattr(algorithm, "network") else family
-    for m in algorithm.pool(family, ()):
+    for m in tiny_pool(algorithm, family):
         with torch.device("meta"):
             module = family.module(m.spec)
         params = sum(math.prod(t.shape) for t in module.state_dict().values())

@@ -37,7 +37,17 @@ from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.selection import Curiosity
-from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_orders, brought, context_of, start_of, tiny_site
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    TinyNet,
+    assert_same_orders,
+    brought,
+    context_of,
+    start_of,
+    tiny_pool,
+    tiny_site,
+)
 
 law = settings(max_examples=40, deadline=None)
 TINY = TinyNet()
@@ -160,14 +170,14 @@ def test_all_channels_are_trained_alike_over_a_cycle() -> None:
 # =================================================================================================== the pool
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
 def test_the_pool_has_the_sizes_and_reports_the_full_model(kind: Any) -> None:
-    pool = kind().pool(TINY, ())
+    pool = tiny_pool(kind(), TINY)
     assert [(m.name, m.params, m.dispatched, m.reported) for m in pool] == [
         ("0.5x", 652, True, False),
         ("0.71x", 1110, True, False),
         ("1x", 2324, True, True),
     ]
     assert all(m.static_bn for m in pool)
-    assert not any(m.static_bn for m in kind(static_bn=False).pool(TINY, ()))
+    assert not any(m.static_bn for m in tiny_pool(kind(static_bn=False), TINY))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
@@ -192,7 +202,7 @@ def test_the_servers_model_may_be_larger_than_every_clients(kind: Any) -> None:
 @pytest.mark.parametrize("widths", [(), (0.71, 0.5), (0.5, 0.5, 1.0)])
 def test_wrong_widths_are_an_error(kind: Any, widths: tuple[float, ...]) -> None:
     with pytest.raises(PoolError, match=r"algorithm\.widths: different ratios in ascending order are expected, got \["):
-        kind(widths=widths).pool(TINY, ())
+        tiny_pool(kind(widths=widths), TINY)
 
 
 # ============================================================================================== on the device

@@ -39,7 +39,16 @@ from fl_engine.core.types import (
 )
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import SEED, TinyNet, assert_same_bits, context_of, paper_pool, start_of, tiny_site
+from fl_engine.testing.tiny import (
+    SEED,
+    TinyNet,
+    assert_same_bits,
+    context_of,
+    paper_pool,
+    start_of,
+    tiny_pool,
+    tiny_site,
+)
 from fl_engine.training.local import Job, Trained, train
 from fl_engine.training.losses import self_distillation
 
@@ -225,7 +234,7 @@ DISTILLED = [
 @pytest.mark.parametrize(("family", "level"), DISTILLED)
 def test_teachers_are_current_at_every_step(family: ModelFamily, level: int) -> None:
     """A large step size, so that a teacher of the step before would be another teacher altogether."""
-    pool = FlexFL().pool(family, (0.5,) * len(family.prunable()))
+    pool = tiny_pool(FlexFL(), family)
     student, teachers = pool[level].spec, tuple(m.spec for m in pool[:level])
     sgd = SGD(0.3, 0.5, 1e-4)
     task = LocalTask(student, sgd, 4, 12, True, 9, Distillation(teachers, 10.0, 3.0))
@@ -267,7 +276,7 @@ class Counting:
 
 
 def run_counted(algorithm: FlexFL, received: str, free: float) -> tuple[Counting, Pool, Trained]:
-    counting, pool = Counting(TINY), algorithm.pool(TINY, (0.5, 0.5))
+    counting, pool = Counting(TINY), tiny_pool(algorithm, TINY, (0.5, 0.5))
     (sent,) = (m for m in pool if m.name == received)
     order = WorkOrder(0, 0, sent.spec, {}, 1, NAMES.index(received))
     task = algorithm.task(order, TaskContext(TINY.layout(), pool, Device(0, "any", 110.0, 8.0), free))
@@ -337,7 +346,7 @@ def test_the_learning_rate_falls_by_two_per_mille_a_round(round: int, lr: float)
 # ==================================================================================================== ablations
 def test_without_self_distillation_only_the_loss_changes() -> None:
     plain, ablated = FlexFL(), FlexFL(kd_weight=0.0)
-    assert ablated.pool(TINY, (0.3, 0.6)) == plain.pool(TINY, (0.3, 0.6))
+    assert tiny_pool(ablated, TINY, (0.3, 0.6)) == tiny_pool(plain, TINY, (0.3, 0.6))
     for received, free in itertools.product(("M1", "M2", "M3"), (30.0, 45.0, 60.0, 95.0, 110.0)):
         with_kd, without = (task_at(a, 3, received, free) for a in (plain, ablated))
         assert without.distillation is None
@@ -347,7 +356,7 @@ def test_without_self_distillation_only_the_loss_changes() -> None:
 
 def test_without_adaptive_models_the_pool_has_three_members() -> None:
     plain, ablated = FlexFL(), FlexFL(adaptive_size=None)
-    five, three = plain.pool(TINY, (0.3, 0.6)), ablated.pool(TINY, (0.3, 0.6))
+    five, three = tiny_pool(plain, TINY, (0.3, 0.6)), tiny_pool(ablated, TINY, (0.3, 0.6))
     assert three == tuple(m for m in five if "'" not in m.name)
     layout, pool = paper_pool()
     without = tuple(m for m in pool if m.dispatched)
@@ -360,17 +369,17 @@ def test_without_adaptive_models_the_pool_has_three_members() -> None:
 
 def test_without_apoz_every_layer_counts_as_half_zero() -> None:
     plain, ablated = FlexFL(), FlexFL(use_apoz=False)
-    expected = plain.pool(TINY, (0.5, 0.5))
+    expected = tiny_pool(plain, TINY, (0.5, 0.5))
     for scores in ((0.3, 0.6), (0.9, 0.1), ()):
-        assert ablated.pool(TINY, scores) == expected
-    assert plain.pool(TINY, (0.3, 0.6)) != expected
+        assert tiny_pool(ablated, TINY, scores) == expected
+    assert tiny_pool(plain, TINY, (0.3, 0.6)) != expected
     assert task_at(plain) == task_at(ablated)
 
 
 def test_without_adjustment_every_weight_is_one() -> None:
     plain, ablated = FlexFL(), FlexFL(use_adjustment=False)
     family, scores = SmallCNN((1, 8, 8), 10), (0.3, 0.5, 0.7, 0.6)
-    both = list(zip(plain.pool(family, scores), ablated.pool(family, scores), strict=True))
+    both = list(zip(tiny_pool(plain, family, scores), tiny_pool(ablated, family, scores), strict=True))
     assert sum(with_it.ratios != without.ratios for with_it, without in both) >= 3
     for with_it, without in both:
         assert with_it.name == without.name

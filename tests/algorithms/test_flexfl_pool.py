@@ -25,7 +25,7 @@ from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.testing.tiny import TinyNet, assert_same_bits
+from fl_engine.testing.tiny import TinyNet, assert_same_bits, tiny_pool
 
 CIFAR = (3, 32, 32)
 TINY = TinyNet()
@@ -179,7 +179,7 @@ def test_widths_are_truncated_and_at_least_one(ratio: float, widths: tuple[int, 
 def test_a_printed_gamma_gives_the_model_it_stands_beside() -> None:
     family, (_, scores, _) = APOZ["resnet34"]
     adjust = pools.adjustment_weights(RESNET34_SIZES)
-    for m in FlexFL().pool(family, scores)[:-1]:
+    for m in tiny_pool(FlexFL(), family, scores)[:-1]:
         assert m.gamma == float(f"{m.gamma:.6f}")
         assert pools.spec_of(family, pools.ratios_at(m.gamma, scores, adjust)) == m.spec
 
@@ -310,7 +310,7 @@ FULL_SIZE = [("vgg16", 0), ("vgg16", 1), ("resnet34", 1), ("resnet34", 2), ("mob
 def test_a_full_size_pool_has_the_sizes_that_it_should_have(model: str, which: int) -> None:
     """Sec. IV-A3: Gamma = 10 %, targets 25, 50, 100 % -> 25, 40, 50, 90, 100 %."""
     family, scores = APOZ[model][0], APOZ[model][1][which]
-    pool = FlexFL().pool(family, scores)
+    pool = tiny_pool(FlexFL(), family, scores)
     layout, whole = family.layout(), count_params(family)
     widest = max((p.group for p in family.prunable()), key=lambda g: layout.groups[g])
     channel = whole - count_params(family, SubmodelSpec.of({widest: layout.groups[widest] - 1}))
@@ -328,7 +328,7 @@ def test_the_pool_s_ratios_are_those_of_algorithm_1() -> None:
     family, (_, scores, _) = APOZ["resnet34"]
     largest = math.log(max(RESNET34_SIZES))
     slopes = [1 - a * math.log(s) / largest for a, s in zip(scores, RESNET34_SIZES, strict=True)]
-    for m in FlexFL().pool(family, scores)[:-1]:
+    for m in tiny_pool(FlexFL(), family, scores)[:-1]:
         assert m.gamma is not None
         assert m.ratios == pytest.approx([min(max(m.gamma * s, 0.01), 1.0) for s in slopes])
         channels = {"stem": 64, "stage1": 96, "stage2": 128, "stage3": 256, "stage4": 512}
@@ -337,7 +337,7 @@ def test_the_pool_s_ratios_are_those_of_algorithm_1() -> None:
 
 
 def test_the_largest_model_is_the_whole_one() -> None:
-    full = FlexFL().pool(TINY, (0.5, 0.5))[-1]
+    full = tiny_pool(FlexFL(), TINY, (0.5, 0.5))[-1]
     assert (full.spec, full.share, full.ratios) == (FULL, 1.0, (1.0, 1.0))
     assert full.bytes == 4 * 2324
 
@@ -363,25 +363,25 @@ def test_the_largest_model_is_the_whole_one() -> None:
 )
 def test_an_impossible_pool_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PoolError, match=message):
-        FlexFL(**changes).pool(TINY, (0.5, 0.5))
+        tiny_pool(FlexFL(**changes), TINY, (0.5, 0.5))
 
 
 def test_scores_for_another_network_are_refused() -> None:
     with pytest.raises(PoolError, match="2 layers can be pruned, the APoZ scores at hand are 3"):
-        FlexFL().pool(TINY, (0.5, 0.5, 0.5))
+        tiny_pool(FlexFL(), TINY, (0.5, 0.5, 0.5))
 
 
 def test_other_targets_and_another_gamma_size() -> None:
-    pool = FlexFL(targets=(30.0, 60.0, 80.0, 100.0), adaptive_size=5.0).pool(ResNet34(CIFAR, 10), (0.5,) * 5)
+    pool = tiny_pool(FlexFL(targets=(30.0, 60.0, 80.0, 100.0), adaptive_size=5.0), ResNet34(CIFAR, 10), (0.5,) * 5)
     assert [m.name for m in pool] == ["M1", "M2'", "M2", "M3'", "M3", "M4'", "M4"]
     assert [100 * m.share for m in pool] == pytest.approx([30, 55, 60, 75, 80, 95, 100], abs=0.6)
-    only = FlexFL(targets=(100.0,)).pool(TINY, (0.5, 0.5))
+    only = tiny_pool(FlexFL(targets=(100.0,)), TINY, (0.5, 0.5))
     assert [(m.name, m.spec) for m in only] == [("M1", FULL)]
 
 
 def test_fixed_gammas_give_their_models_and_the_adaptive_ones_keep_their_distance() -> None:
     family = ResNet34(CIFAR, 10)
-    pool = FlexFL(gammas=(0.8, 1.2)).pool(family, (0.5,) * 5)
+    pool = tiny_pool(FlexFL(gammas=(0.8, 1.2)), family, (0.5,) * 5)
     adjust = pools.adjustment_weights(RESNET34_SIZES)
     assert [m.name for m in pool] == NAMES
     for name, gamma in (("M1", 0.8), ("M2", 1.2)):
@@ -397,7 +397,7 @@ def test_with_fixed_gammas_gamma_is_measured_against_the_real_gaps() -> None:
     """Sec. III-C: it "should be smaller than the smallest size of the parameter differences between any two models",
     and the models are those of the given gammas, 17 and 69 % here, not those of the targets."""
     family = ResNet34(CIFAR, 10)
-    pool = FlexFL(gammas=(0.8, 1.62), adaptive_size=26.0).pool(family, (0.5,) * 5)
+    pool = tiny_pool(FlexFL(gammas=(0.8, 1.62), adaptive_size=26.0), family, (0.5,) * 5)
     shares = {m.name: 100 * m.share for m in pool}
     assert shares["M2"] - shares["M1"] > 26
     assert shares["M3"] - shares["M2"] > 26
@@ -418,7 +418,7 @@ def test_the_authors_rule_is_the_first_hit_from_above(model: str) -> None:
         last = layout.width(spec, layers[-1].group)
         return (count_params(family, spec) - (last + 1) * 10) / prunable
 
-    for m, target in zip(FlexFL(rule="authors").pool(family, scores), TARGETS, strict=True):
+    for m, target in zip(tiny_pool(FlexFL(rule="authors"), family, scores), TARGETS, strict=True):
         if target == 100:
             continue
         assert m.gamma is not None

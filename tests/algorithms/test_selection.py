@@ -16,7 +16,17 @@ from fl_engine.core.errors import ClientError, ConfigError
 from fl_engine.core.types import FULL, Device, TaskContext, WorkOrder
 from fl_engine.selection import ResourceTable
 from fl_engine.selection.capacity import round_size
-from fl_engine.testing.tiny import SEED, TinyNet, context_of, paper_pool, picked, start_of, tiny_fleet, tiny_site
+from fl_engine.testing.tiny import (
+    SEED,
+    TinyNet,
+    context_of,
+    paper_pool,
+    picked,
+    start_of,
+    tiny_fleet,
+    tiny_pool,
+    tiny_site,
+)
 
 CIFAR = (3, 32, 32)
 TINY = TinyNet()
@@ -152,7 +162,7 @@ def test_all_large_keeps_to_the_capable_where_asked() -> None:
 
 @pytest.mark.parametrize(("free", "fits"), [(100.0, False), (99.0, False), (100.1, True), (110.0, True)])
 def test_all_large_does_not_adapt(free: float, fits: bool) -> None:
-    pool = AllLarge().pool(TINY, ())
+    pool = tiny_pool(AllLarge(), TINY)
     context = TaskContext(TINY.layout(), pool, Device(0, "strong", 110.0, 8.0), free)
     order = WorkOrder(7, 0, FULL, {}, 5, 0)
     task = AllLarge(eligible="all").task(order, context)

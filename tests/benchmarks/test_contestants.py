@@ -18,7 +18,7 @@ from fl_engine.core.types import ClientUpdate, Params, WorkOrder
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import context_of
+from fl_engine.testing.tiny import context_of, tiny_pool
 from fl_engine.training.losses import self_distillation
 from fl_engine.training.numerics import Numerics
 
@@ -79,7 +79,7 @@ def test_the_naive_loop_distils_like_ours() -> None:
     w = replace(WORKLOADS["W4"], samples=50)
     algorithm, site = ours.site_of("W4", w)
     site = replace(site, family=replace(site.family, width=0.1))
-    site = replace(site, pool=algorithm.pool(site.family, (0.5,) * 15))
+    site = replace(site, pool=tiny_pool(algorithm, site.family))
     state = algorithm.init(
         initial_params(site.family, 0), site.family.layout(), site.fleet, site.pool, ServerSite(site)
     )

@@ -347,13 +347,13 @@ class Mine:
     training: Training
     strength: float = 1.0
 
-    needs_apoz = False
+    preparations = ()
 
     def _other(self):
         return AllLarge(self.training, eligible="all")
 
-    def pool(self, family, apoz):
-        return self._other().pool(family, apoz)
+    def pool(self, family, prepared, server):
+        return self._other().pool(family, prepared, server)
 
     def init(self, params, layout, fleet, pool, server):
         return self._other().init(params, layout, fleet, pool, server)

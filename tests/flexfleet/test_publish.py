@@ -21,6 +21,7 @@ from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL
 from fl_engine.models import SmallCNN, export
 from fl_engine.storage.store import FolderStore, decode
+from fl_engine.testing.tiny import tiny_pool
 from fl_engine.training.evaluation import weights_of
 from flexfleet.config import Config, load_config
 from flexfleet.files.artifacts import EvaluationFile, PoolFile, Result
@@ -100,7 +101,7 @@ def test_the_statistics_are_those_of_the_proxy_by_hand() -> None:
 def test_a_network_with_exits_is_exported_as_it_is_used(tmp_path: Path) -> None:
     resolved = Resolved.load(None, ["algorithm.name=depthfl", "dataset.train_samples=200"])
     data, family = resolved.data, resolved.family
-    member = resolved.algorithm.pool(family, ())[-1]
+    member = tiny_pool(resolved.algorithm, family)[-1]
     assert member.ensemble
     params = initial_params(family, 3)
     made = export.export("small_cnn", family, params, member, data, torch.arange(100), 0.1, tmp_path)

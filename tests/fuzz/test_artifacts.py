@@ -24,10 +24,11 @@ from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import SubmodelSpec
 from fl_engine.data import partitioning as partition
 from fl_engine.exchange.assignment import COMMON, Assignment
+from fl_engine.exchange.server import LazyServer, ServerSite
 from fl_engine.models import export
 from fl_engine.storage.s3 import Upload
 from fl_engine.storage.store import sha256
-from fl_engine.testing.tiny import TRAINING, tiny_site
+from fl_engine.testing.tiny import TRAINING, tiny_pool, tiny_site
 from fl_engine.training.evaluation import Score
 from flexfleet.config import Config, algorithm, load_config
 from flexfleet.files.artifacts import (
@@ -44,6 +45,7 @@ from flexfleet.files.artifacts import (
     RunFile,
     row_of,
 )
+from flexfleet.files.prepared import Entry, Index
 from flexfleet.nightly.gate import Check
 from flexfleet.nightly.regress import Verdict
 from flexfleet.nightly.suite import Figures, OfLabel
@@ -71,6 +73,7 @@ LEVEL = Level(
 )  # fmt: skip
 ARTIFACTS: dict[str, Artifact] = {
     "apoz.json": Apoz(layers=(ApozLayer(group="conv", size=9, apoz=0.5, adjustment=1.0),), reference=(0.5,)),
+    "prepared.json": Index(made={"apoz": Entry(inputs="3" * 64, sha256="4" * 64)}),
     "pool.json": PoolFile(
         algorithm="flexfl", model="small_cnn", input_chw=(1, 8, 8), classes=4, groups={"conv": 8}, levels=(LEVEL,)
     ),
@@ -87,7 +90,7 @@ ARTIFACTS: dict[str, Artifact] = {
         run_id="a", status="finished", metrics={"avg": 0.5}, bytes={"down": 9, "up": 8}, waste=0.1, seconds=0.1,
         model_sha256="2" * 64, store_uri="runs/a", mlflow_run_id=None, report="runs/a/report.html",
     ),
-    "shared.json": Shared(settings={"seed": 0}, network=None),
+    "shared.json": Shared(settings={"seed": 0}),
     "figures.json": Figures(
         suite="digits", id="night", when="2026-01-01", commit=None, machine={"cpu": "x"}, seeds=(0, 1, 2),
         labels={"quick/flexfl": OfLabel(task="0", values={"full": (0.5, 0.6)}, curve=((1, 0.5, (0.5,), (0.6,)),))},
@@ -270,7 +273,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     resolved = Resolved.load(None, ("model.width=0.25",))
     data, family = resolved.data, resolved.family
     params = initial_params(family, 0)
-    pool = resolved.algorithm.pool(family, (0.5,) * len(family.prunable()))
+    pool = tiny_pool(resolved.algorithm, family)
     export.export("small_cnn", family, params, pool[-1], data, torch.arange(20), 0.5, out)
     return out
 
@@ -340,4 +343,5 @@ def test_scores_of_another_network_make_a_pool_or_are_named(tmp_path: Path, cont
     found = answer(lambda: Apoz.read(path), "apoz.json", kind=IntegrityError)
     if found is not None:
         family = SITE.family
-        answer(lambda: build(config, kind, family, found), "APoZ", "gamma", "M", "size")
+        server = LazyServer(lambda: ServerSite(SITE))
+        answer(lambda: build(config, kind, family, {"apoz": found}, server), "APoZ", "gamma", "M", "size")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"fl_engine.core"}),
     frozenset({f"fl_engine.{room}" for room in ("data", "fleet", "selection", "storage", "tasks", "training")}),
-    frozenset({f"fl_engine.{room}" for room in ("datasets", "exchange", "models")}),
+    frozenset({f"fl_engine.{room}" for room in ("datasets", "exchange", "models", "preparation")}),
     frozenset({"fl_engine.aggregation"}),
     frozenset({f"fl_engine.{room}" for room in ("algorithms", "backends", "rounds")}),
     frozenset({"fl_engine.testing"}),

@@ -187,14 +187,14 @@ def test_what_builds_on_private_aggregation_is_not_taken_for_private() -> None:
 class Own:
     """An algorithm of one's own with all that it must have."""
 
-    needs_apoz: ClassVar[bool] = False
+    preparations: ClassVar[tuple[str, ...]] = ()
     training: Training = Training()
     selection: Uniform = field(default=Uniform(model="largest"))
     aggregation: ClassVar[Aggregation] = Mean()
     server: ClassVar[Server] = Average()
 
-    def pool(self, family: ModelFamily, apoz: Any, *more: Any) -> Pool:
-        return AllLarge().pool(family, apoz)
+    def pool(self, family: ModelFamily, prepared: Any, server: Any, *more: Any) -> Pool:
+        return AllLarge().pool(family, prepared, server)
 
     selector, init, plan = pooled.selector, pooled.init, pooled.plan
 
@@ -212,9 +212,9 @@ def made(**members: Any) -> type:
     own = {
         name: value
         for name, value in vars(Own).items()
-        if not name.startswith("__") and name not in ("training", "selection", "needs_apoz")
+        if not name.startswith("__") and name not in ("training", "selection", "preparations")
     }
-    own |= {"needs_apoz": False, "training": Training(), "selection": Uniform()}
+    own |= {"preparations": (), "training": Training(), "selection": Uniform()}
     types = {"training": Training, "selection": Uniform}
     kept = {name: value for name, value in (own | members).items() if value is not None}
     options = [(name, kind, field(default=kept.pop(name))) for name, kind in types.items() if name in kept]
@@ -224,7 +224,11 @@ def made(**members: Any) -> type:
 MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"training": None}, "it has no field 'training'"),
     ({"merge": None}, "it has no merge(state, plan, answers, server)"),
-    ({"needs_apoz": None}, "it has no 'needs_apoz'"),
+    ({"preparations": None}, "it has no 'preparations'"),
+    (
+        {"pool": lambda self, family, apoz: ()},
+        "its pool(self, family, apoz) is called as pool(family, prepared, server)",
+    ),
     ({"plan": lambda self, state: None}, "its plan(self, state) is called as plan(state, context)"),
     ({"plan": 3}, "its 'plan' is no method"),
     ({"network": lambda self: None}, "its network(self) is called as network(family)"),

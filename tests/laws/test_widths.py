@@ -40,7 +40,7 @@ from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
-from fl_engine.testing.tiny import TinyNet
+from fl_engine.testing.tiny import TinyNet, tiny_pool
 
 law = settings(max_examples=60, deadline=None)
 TINY = TinyNet()
@@ -428,7 +428,7 @@ def test_widths_and_targets_that_do_not_match_are_an_error(algorithm: ScaleFL) -
 @pytest.mark.parametrize("algorithm", [ScaleFL(widths=(), targets=()), DepthFL(targets=())])
 def test_no_levels_at_all_are_an_error(algorithm: ScaleFL | DepthFL) -> None:
     with pytest.raises(FlexfleetError):
-        algorithm.pool(algorithm.network(SMALL), ())
+        tiny_pool(algorithm, algorithm.network(SMALL))
 
 
 def test_up_to_an_exit() -> None:
@@ -470,7 +470,7 @@ def test_scalefls_levels_in_flexfls_comparison(
     algorithm = ScaleFL(widths=tuple(float(w) for w in widths))
     network, layout = algorithm.network(family), algorithm.network(family).layout()
     assert network == with_exits(family, ends)
-    pool = algorithm.pool(network, ())
+    pool = tiny_pool(algorithm, network)
     assert tuple(m.params for m in pool) == sizes
     heads = [exit_name(end) for end in dict.fromkeys(ends)]
     for m, width, end in zip(pool, widths, (*ends, None), strict=True):

@@ -1,0 +1,35 @@
+"""What algorithms want to have computed before round one. A new one is a file and a line here."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from fl_engine.core.contracts import Algorithm, ModelFamily, Preparation
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.registry import Contract
+from fl_engine.core.types import Prepared
+from fl_engine.preparation.apoz import MeasureApoz
+
+PREPARATIONS: dict[str, type[Preparation]] = {"apoz": MeasureApoz}
+
+CONTRACT = Contract("preparation", PREPARATIONS, Preparation)
+"""What a preparation must have."""
+
+
+def preparation(name: str) -> Preparation:
+    """The registered one, or that of `package.module:NAME`. Raises ConfigError unless there is one that fits."""
+    kind = CONTRACT.kind(name)
+    if options := [field.name for field in fields(kind) if field.init]:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"preparation {name!r} has the fields {', '.join(options)}, and nothing sets them: make them parameters of "
+            "the algorithm, and name these in `settings`"
+        )
+    return kind()
+
+
+def assumed(algorithm: Algorithm, family: ModelFamily) -> Prepared:
+    """What `pool` is checked with before anything is computed."""
+    return {name: preparation(name).assumed(family) for name in algorithm.preparations}
+
+
+__all__ = ["CONTRACT", "PREPARATIONS", "MeasureApoz", "assumed", "preparation"]

@@ -1,0 +1,124 @@
+"""Pre-train the global model on the proxy and measure APoZ (FlexFL Sec. III-A, steps 1 and 2).
+
+The weights are thrown away: only the scores carry over.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from fl_engine.core import pool, seeds
+from fl_engine.core.contracts import ModelFamily, PreparationContext
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import FULL, Adam, LocalTask, Params, Prepared
+from fl_engine.training import local
+from fl_engine.training.evaluation import evaluate
+
+log = logging.getLogger("flexfleet")
+
+
+class ApozLayer(BaseModel):
+    """Of a layer that can be pruned."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    group: str
+    size: int
+    """Parameters of the layer."""
+    apoz: float
+    adjustment: float
+
+
+class ApozScores(BaseModel):
+    """A score and an adjustment weight for each layer that can be pruned, in network order."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    layers: tuple[ApozLayer, ...]
+    reference: tuple[float, ...] | None = None
+    """APoZ after pre-training on all training data."""
+    proxy_samples: int = 0
+    proxy_accuracy: float | None = None
+    seconds: float = 0.0
+
+    @model_validator(mode="after")
+    def _of_as_many_layers(self) -> ApozScores:
+        if self.reference and len(self.reference) != len(self.layers):
+            raise ValueError(f"reference has {len(self.reference)} scores for {len(self.layers)} layers")
+        return self
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """A_i of each layer."""
+        return tuple(layer.apoz for layer in self.layers)
+
+    def as_reference(self) -> ApozScores | None:
+        """The scores after pre-training on all training data, where they were measured."""
+        if not self.reference:
+            return None
+        pairs = zip(self.layers, self.reference, strict=True)
+        return self.model_copy(update={"layers": tuple(y.model_copy(update={"apoz": a}) for y, a in pairs)})
+
+
+@dataclass(frozen=True)
+class MeasureApoz:
+    """The preparation `apoz`."""
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    needs_data: ClassVar[bool] = True
+    artifact: ClassVar[Any] = ApozScores
+
+    def prepare(self, family: ModelFamily, server: PreparationContext) -> ApozScores:
+        started = time.monotonic()
+        params, scores = _measure(family, server)
+        data = server.data
+        score = evaluate(family, params, FULL, data, data.test_x, data.test_y, server.device)
+        reference = _measure(family, server.reference)[1] if server.reference is not None else None
+        found = of_scores(family, scores)
+        figures = {
+            "reference": reference,
+            "proxy_samples": len(data.train_y) + len(data.test_y),
+            "proxy_accuracy": score.value if isfinite(score.value) else None,
+            "seconds": round(time.monotonic() - started, 3),
+        }
+        return found.model_copy(update=figures)
+
+    def assumed(self, family: ModelFamily) -> ApozScores:
+        """Every layer is as often zero as not."""
+        return of_scores(family, (0.5,) * len(family.prunable()))
+
+
+def of_scores(family: ModelFamily, scores: Sequence[float]) -> ApozScores:
+    """With the adjustment weights that follow from the network."""
+    sizes = pool.layer_sizes(family)
+    layers = zip(family.prunable(), sizes, scores, pool.adjustment_weights(sizes), strict=True)
+    return ApozScores(layers=tuple(ApozLayer(group=p.group, size=n, apoz=a, adjustment=w) for p, n, a, w in layers))
+
+
+def measured(prepared: Prepared) -> tuple[float, ...]:
+    """A_i of each layer, as the preparation `apoz` has measured them."""
+    found: ApozScores = prepared["apoz"]
+    return found.scores
+
+
+def _measure(family: ModelFamily, server: PreparationContext) -> tuple[Params, tuple[float, ...]]:
+    """The pre-trained weights, on the server's device, and the scores. Weights that have diverged are measured too."""
+    task = LocalTask(
+        spec=FULL,
+        optimizer=Adam(server.settings["pretrain.lr"]),
+        epochs=server.settings["pretrain.epochs"],
+        batch_size=server.settings["pretrain.batch_size"],
+        drop_last=True,
+        seed=seeds.derive(server.seed, "pretrain"),
+    )
+    data = server.data
+    start = {k: v.to(server.device) for k, v in initial_params(family, seeds.derive(server.seed, "init")).items()}
+    x, y = data.normalise(data.train_x.to(server.device)), data.train_y.to(server.device)
+    log.info("pretrain: %d samples, %d epochs", len(y), task.epochs)
+    trained = local.train(family, data.task, [local.Job(task, start, x, y)])[0]
+    return trained.params, pool.measure_apoz(family, trained.params, data.normalise(data.test_x.to(server.device)))

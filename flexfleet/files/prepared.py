@@ -1,0 +1,107 @@
+"""What preparations made, in one folder: `<name>.json` for each, and prepared.json, which says what each was computed
+from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_validator
+from pydantic_core import PydanticSerializationError, to_json
+
+from fl_engine.core.contracts import Preparation
+from fl_engine.core.errors import ConfigError, IntegrityError, brief
+from fl_engine.core.types import Prepared
+from fl_engine.preparation import preparation
+from fl_engine.storage.store import sha256
+from flexfleet.files.artifacts import Artifact
+
+INDEX = "prepared.json"
+SCHEMA = {"schema_version": 1}
+
+
+class Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    inputs: str
+    """Digest of all that it was computed from."""
+    sha256: str
+    """Of its file."""
+
+
+class Index(Artifact):
+    """prepared.json: by the preparation's name."""
+
+    made: dict[str, Entry]
+
+    @field_validator("made")
+    @classmethod
+    def _beside_it(cls, value: dict[str, Entry]) -> dict[str, Entry]:
+        if wrong := [name for name in value if "/" in name]:
+            raise ValueError(f"{wrong[0]!r} is no name of a preparation")
+        return value
+
+
+def file_of(name: str) -> str:
+    """`apoz.json`, `package.module.NAME.json`."""
+    return f"{name.replace(':', '.')}.json"
+
+
+def index(folder: Path) -> dict[str, Entry]:
+    """Empty where there is none. Raises IntegrityError where it is damaged."""
+    path = folder / INDEX
+    return dict(Index.read(path).made) if path.exists() else {}
+
+
+def content(folder: Path, name: str, entry: Entry | None) -> bytes:
+    """Of the preparation's file. Raises IntegrityError where it is missing, or not what `entry` says."""
+    path = folder / file_of(name)
+    try:
+        value = path.read_bytes()
+    except FileNotFoundError:
+        raise IntegrityError(f"{path} does not exist: the step that writes it has not run") from None
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+    if entry is not None and (found := sha256(value)) != entry.sha256:
+        raise IntegrityError(
+            f"{path} is damaged: its sha256 is {found[:12]}, {folder / INDEX} says {entry.sha256[:12]}; delete it, and "
+            "it is computed again"
+        )
+    return value
+
+
+def read(folder: Path, names: Iterable[str]) -> Prepared:
+    """What the preparations of these names made. Raises IntegrityError naming the file that is missing, damaged or not
+    of its kind."""
+    known = index(folder)
+    return {
+        name: decoded(preparation(name), content(folder, name, known.get(name)), str(folder / file_of(name)))
+        for name in names
+    }
+
+
+def encoded(kind: Preparation, name: str, made: Any) -> bytes:
+    """Its file. Raises ConfigError for what is not the preparation's `artifact`, or what JSON has no word for."""
+    adapter = TypeAdapter(kind.artifact)
+    try:
+        fields = adapter.dump_python(made, mode="json", warnings="error")
+        value = to_json({**SCHEMA, **fields}, indent=1) + b"\n"
+        decoded(kind, value, file_of(name))
+    except (PydanticSerializationError, TypeError, IntegrityError) as error:
+        raise ConfigError(f"preparation {name!r} made what {file_of(name)} cannot hold: {error}") from error
+    return value
+
+
+def decoded(kind: Preparation, value: bytes, where: str) -> Any:
+    """Raises IntegrityError naming the file where it is not of this kind."""
+    wanted = getattr(kind.artifact, "__name__", "JSON")
+    try:
+        fields = json.loads(value)
+        if not isinstance(fields, dict) or fields.pop("schema_version", None) != 1:
+            raise IntegrityError(f"{where} is not a valid {wanted} file: an object with schema_version 1 is expected")
+        return TypeAdapter(kind.artifact).validate_json(json.dumps(fields))
+    except ValidationError as error:
+        raise IntegrityError(f"{where} is not a valid {wanted} file: {brief(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{where} is not a valid {wanted} file: {error}") from error

@@ -1,0 +1,455 @@
+"""Preparations through `flexfleet run`: the search of docs/guides/extending.md, word for word, kept by its inputs."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from fl_engine.algorithms import FlexFL
+from fl_engine.algorithms.pooled import prefix_pool
+from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerContext
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.types import Pool, Prepared
+from fl_engine.preparation import CONTRACT, PREPARATIONS, preparation
+from flexfleet.compare import compare
+from flexfleet.config import load_config
+from flexfleet.config.entries import Entry
+from flexfleet.files import prepared
+from flexfleet.files.artifacts import Apoz, PoolFile
+from flexfleet.run.check import check
+from flexfleet.steps import share
+from flexfleet.steps.partition import cut, partition, server_of
+from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.pretrain import pretrain
+
+HERE = __name__
+ROOT = Path(__file__).parents[2]
+MADE = "searched.Search.json"
+TABLE = ("dataset.name=fl_engine.testing.kinds:TABLE", "model.name=fl_engine.testing.kinds:TinyMLP")
+
+
+def recipe() -> str:
+    """The guide's file."""
+    guide = (ROOT / "docs/guides/extending.md").read_text()
+    (text,) = re.findall(r"```python\n# searched\.py.*?\n(.*?)```", guide, re.DOTALL)
+    return str(text)
+
+
+@pytest.fixture(autouse=True)
+def _where_the_file_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> Iterator[None]:
+    (tmp_path / "searched.py").write_text(recipe())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("searched", None)
+
+
+@pytest.fixture
+def sets(quick: Sequence[str]) -> list[str]:
+    return [*quick, "algorithm.name=searched:Searched"]
+
+
+@pytest.fixture
+def unused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on a search is a mistake."""
+
+    def refuse() -> None:
+        import searched  # type: ignore[import-not-found]
+
+        monkeypatch.setattr(searched.Search, "prepare", lambda *_: pytest.fail("what is there is computed again"))
+
+    return refuse
+
+
+def prepared_in(folder: Path, sets: Sequence[str]) -> Path:
+    """The steps before the rounds, as a run that was killed then leaves them; gives pretrain/."""
+    resolved = Resolved.load(None, sets)
+    partition(resolved, folder / "partition")
+    pretrain(resolved, folder / "partition", folder / "pretrain")
+    return folder / "pretrain"
+
+
+# ------------------------------------------------------------------------------------------------ it decides
+def test_what_is_found_decides_the_pool(flexfleet: Any, sets: list[str]) -> None:
+    sets = [*(each for each in sets if not each.startswith(("dataset.", "model."))), *TABLE, "rounds.stop=1"]
+    widths = {}
+    for tolerance in (0.0, 1e9):
+        run_id = f"t{tolerance:g}"
+        done = flexfleet("run", "--json", "--run-id", run_id, sets=[*sets, f"algorithm.tolerance={tolerance}"])
+        assert done.code == 0, done.err
+        found = json.loads(Path("runs", run_id, "pretrain", MADE).read_bytes())
+        small, full = PoolFile.read(Path("runs", run_id, "pool", "pool.json")).levels
+        assert (small.name, full.share) == (f"{found['width']:g}x", 1.0)
+        scores = {float(width): score for width, score in found["scores"].items()}
+        assert list(scores) == [0.25, 0.5, 0.75]
+        assert len(set(scores.values())) > 1, "candidates are told apart"
+        enough = [width for width in scores if scores[width] >= max(scores.values()) - tolerance]
+        widths[tolerance] = found["width"]
+        assert found["width"] == min(enough)
+        assert Apoz.read(Path("runs", run_id, "pretrain", "apoz.json")).layers == ()
+    assert widths[1e9] == 0.25
+
+
+# -------------------------------------------------------------------------------------------------- it is kept
+def test_a_run_takes_over_what_is_there_and_says_so(
+    flexfleet: Any, sets: list[str], unused: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "flexfleet")
+    whole = flexfleet("run", "--json", "--run-id", "whole", sets=sets)
+    folder = prepared_in(Path("runs/a"), sets)
+    before = (folder / MADE).read_bytes()
+    unused()
+    # What does not move the result of a preparation is no input of it.
+    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*sets, "run.devices=[cpu, cpu]"])
+    assert done.code == 0, done.err
+    said = [each.getMessage() for each in caplog.records if "taken over" in each.getMessage()]
+    assert said == ["searched:Search is taken over from runs/a/pretrain: its inputs are the same"]
+    assert (folder / MADE).read_bytes() == before
+    assert done.json["model_sha256"] == whole.json["model_sha256"]
+
+
+INPUTS = {
+    "pretrain.epochs": ["pretrain.epochs=2"],
+    "a parameter that it asks for": ["algorithm.candidates=[0.3, 0.5]"],
+    "one with its default": ["algorithm.tolerance=0.5"],
+    "the seed": ["seed=1"],
+    "the partition": ["partition.alpha=0.3"],
+    "the data": ["dataset.train_samples=241"],
+    "the network": ["model.width=0.25"],
+}
+
+
+@pytest.mark.parametrize("what", [*INPUTS, "its file"])
+def test_another_input_computes_again(tmp_path: Path, sets: list[str], what: str) -> None:
+    folder = prepared_in(tmp_path / "a", sets)
+    before = prepared.index(folder)["searched:Search"]
+    if what == "its file":
+        (tmp_path / "searched.py").write_text(recipe().replace("min(width for", "max(width for"))
+        sys.modules.pop("searched")
+    else:
+        sets = [*sets, *INPUTS[what]]
+    now = prepared.index(prepared_in(tmp_path / "a", sets))["searched:Search"]
+    assert now.inputs != before.inputs
+    # In a folder of its own it makes the same.
+    fresh = prepared_in(tmp_path / "b", sets)
+    assert (fresh / MADE).read_bytes() == (folder / MADE).read_bytes()
+    assert prepared.index(fresh)["searched:Search"] == now
+
+
+@pytest.mark.parametrize("what", ["training.lr=0.01", "rounds.stop=9", "algorithm.selection.name=uniform"])
+def test_what_is_no_input_computes_nothing(tmp_path: Path, sets: list[str], what: str, unused: Any) -> None:
+    prepared_in(tmp_path / "a", sets)
+    unused()
+    prepared_in(tmp_path / "a", [*sets, what])
+
+
+def test_an_algorithm_without_it_leaves_nothing_of_it(tmp_path: Path, quick: Sequence[str], sets: list[str]) -> None:
+    """What a step's folder holds follows from its inputs alone."""
+    folder = prepared_in(tmp_path / "a", sets)
+    prepared_in(tmp_path / "a", [*quick, "algorithm.name=all_large"])
+    assert sorted(path.name for path in folder.iterdir()) == ["apoz.json", "prepared.json"]
+    assert prepared.index(folder) == {}
+    prepared_in(tmp_path / "a", quick)
+    assert len(Apoz.read(folder / "apoz.json").layers) == 4, "APoZ again, though an empty apoz.json was there"
+
+
+# ------------------------------------------------------------------------------------------------- it is damaged
+@pytest.mark.parametrize("name", [MADE, "apoz.json"])
+@pytest.mark.parametrize("how", ["a digit", "truncated", "empty"])
+def test_a_damaged_artifact_is_one_clear_error(
+    flexfleet: Any, quick: Sequence[str], sets: list[str], name: str, how: str
+) -> None:
+    given = sets if name == MADE else list(quick)
+    path = prepared_in(Path("runs/a"), given) / name
+    value = path.read_bytes()
+    position = max(value.rfind(digit) for digit in b"123")
+    changed = {"a digit": value[:position] + b"9" + value[position + 1 :], "truncated": value[:-20], "empty": b""}
+    path.write_bytes(changed[how])
+    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=given)
+    assert done.code == 4
+    assert done.err.count("\n") <= 2 and str(path) in done.err and "delete it" in done.err
+    path.unlink()
+    assert flexfleet("run", "--run-id", "a", "--resume", sets=given).code == 0
+    kept = json.loads(path.read_bytes())
+    assert {**kept, "seconds": 0} == {**json.loads(value), "seconds": 0}
+
+
+OUTSIDE = b'{"schema_version": 1, "made": {"../../b": {"inputs": "", "sha256": ""}}}'
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", OUTSIDE])
+def test_a_damaged_index_is_one_clear_error(flexfleet: Any, sets: list[str], content: bytes) -> None:
+    folder = prepared_in(Path("runs/a"), sets)
+    (folder / prepared.INDEX).write_bytes(content)
+    done = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=sets)
+    assert done.code == 4
+    assert f"{folder / prepared.INDEX} is not a valid Index file" in done.err
+
+
+# --------------------------------------------------------------------------------------------- it is killed
+DYING = """
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from searched import Found, Searched
+
+
+def die_once(where):
+    if os.environ.get("DIES_IN") == where and not Path("died").exists():
+        Path("died").write_text("")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Last:
+    settings: ClassVar[tuple[str, ...]] = ()
+    needs_data: ClassVar[bool] = False
+    artifact: ClassVar[Any] = Found
+
+    def prepare(self, family, server):
+        die_once("preparation")
+        return Found(0.5, {str(server.seed): float(len(server.samples))})
+
+    def assumed(self, family):
+        return Found(0.5, {})
+
+
+@dataclass(frozen=True)
+class Twice(Searched):
+    preparations: ClassVar[tuple[str, ...]] = ("searched:Search", "dying:Last")
+
+    def task(self, order, ctx):
+        if order.round == 1:
+            die_once("round")
+        return super().task(order, ctx)
+"""
+
+
+@pytest.mark.parametrize("where", ["preparation", "round"])
+def test_a_killed_run_goes_on_with_what_was_prepared(nursery: Any, tmp_path: Path, sets: list[str], where: str) -> None:
+    """Killed in the second preparation the first is there; killed in a round both are."""
+    (tmp_path / "dying.py").write_text(DYING)
+    given = [*sets, "algorithm.name=dying:Twice", "rounds.commit_every=1"]
+
+    def run(run_id: str, *more: str, env: dict[str, str]) -> Any:
+        argv = ("run", "--json", "--run-id", run_id, *more)
+        return nursery.start("flexfleet", *argv, cwd=tmp_path, sets=given, env=env).wait(120)
+
+    folder = tmp_path / "runs" / "a"
+    assert run("a", env={"DIES_IN": where}).code == -signal.SIGKILL
+    known = prepared.index(folder / "pretrain")
+    assert list(known) == (["searched:Search"] if where == "preparation" else ["searched:Search", "dying:Last"])
+    assert (folder / "run.json").exists() == (where == "round")
+    done, whole = run("a", "--resume", env={"DIES_IN": where}), run("whole", env={})
+    assert (done.code, whole.code) == (0, 0), done.err + whole.err
+    assert ("searched:Search is taken over" in done.err) == (where == "preparation")
+    assert done.json["model_sha256"] == whole.json["model_sha256"]
+    assert prepared.index(folder / "pretrain") == prepared.index(tmp_path / "runs" / "whole" / "pretrain")
+    last = json.loads((folder / "pretrain" / "dying.Last.json").read_bytes())
+    assert last == {"schema_version": 1, "width": 0.5, "scores": {"0": 6.0}}
+
+
+# --------------------------------------------------------------------------------------- several runs share it
+def test_runs_share_what_has_the_same_inputs(tmp_path: Path, sets: list[str], unused: Any) -> None:
+    """By the preparation's own inputs: the algorithm may have other settings that it does not ask for."""
+    shared = tmp_path / "shared-s0"
+    first, same, other = (
+        Resolved.load(None, [*sets, more])
+        for more in ("rounds.stop=1", "algorithm.selection.name=uniform", "algorithm.tolerance=0.5")
+    )
+    share.share(first, shared)
+    assert [share.fits(each, shared) for each in (first, same, other)] == [True, True, False]
+    made = (shared / "pretrain" / MADE).read_bytes()
+    share.adopt(other, shared, tmp_path / "other")
+    assert prepared.index(tmp_path / "other" / "pretrain") != prepared.index(shared / "pretrain")
+    unused()
+    share.adopt(same, shared, tmp_path / "same")
+    assert (tmp_path / "same" / "pretrain" / MADE).read_bytes() == made
+    (shared / "pretrain" / MADE).write_bytes(made[:-20])
+    with pytest.raises(IntegrityError, match=MADE):
+        share.adopt(same, shared, tmp_path / "late")
+    (shared / "pretrain" / prepared.INDEX).write_bytes(b"")
+    assert not share.fits(same, shared), "it is computed again"
+
+
+def test_a_comparison_searches_once(sets: list[str], tmp_path: Path) -> None:
+    """As tasks of a graph, where the runs are made elsewhere than what they share."""
+    own = {"a": "training.lr=0.05", "b": "training.lr=0.01", "wide": "algorithm.candidates=[0.75]"}
+    runs = [Entry(label, 0, load_config(None, [*sets, "rounds.stop=1", more])) for label, more in own.items()]
+    inputs = {}
+    for pair in compare.below(compare.pairs_of(runs, "c", tmp_path / "shared"), None):
+        compare.run_pair(pair, tmp_path / "shared", tmp_path / "out" / pair["label"], "")
+        inputs[pair["label"]] = prepared.index(tmp_path / "out" / pair["label"] / "pretrain")["searched:Search"].inputs
+    (shared,) = (tmp_path / "shared" / "c").iterdir()
+    assert prepared.index(shared / "pretrain")["searched:Search"].inputs == inputs["a"] == inputs["b"] != inputs["wide"]
+
+
+# ------------------------------------------------------------------------------------------- what the pool gets
+@dataclass(frozen=True)
+class Counts(FlexFL):
+    """Its pool asks the server, and nothing else."""
+
+    preparations: ClassVar[tuple[str, ...]] = ()  # type: ignore[assignment, misc]
+
+    def pool(self, family: ModelFamily, made: Prepared, server: ServerContext) -> Pool:
+        assert made == {}
+        share = max(server.samples.values()) / sum(server.samples.values())
+        assert len(server.data.train_y) == 24
+        return prefix_pool(family, (share, 1.0), "ceil")
+
+
+def test_the_pool_may_ask_the_server(flexfleet: Any, quick: Sequence[str]) -> None:
+    sets = [*quick, f"algorithm.name={HERE}:Counts", "rounds.stop=1"]
+    sizes = [len(part) for part in cut(Resolved.load(None, sets)).clients]
+    done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
+    assert done.code == 0, done.err
+    pool = PoolFile.read(Path("runs/a/pool/pool.json"))
+    assert pool.levels[0].name == f"{max(sizes) / sum(sizes):g}x"
+    assert PoolFile.model_validate(flexfleet("pool", "--json", sets=sets).json) == pool
+    done = flexfleet("pool", "--input", "1x8x8", "--classes", "10", sets=sets)
+    assert done.code == 2
+    assert "asks for the server's data" in done.err and "leave them out" in done.err
+
+
+def test_the_pool_command_prepares_and_leaves_nothing(flexfleet: Any, sets: list[str], tmp_path: Path) -> None:
+    done = flexfleet("pool", "--json", sets=sets)
+    found = Resolved.load(None, sets)
+    folder = prepared_in(tmp_path / "runs" / "a", sets)
+    width = json.loads((folder / MADE).read_bytes())["width"]
+    assert done.json["levels"][0]["name"] == f"{width:g}x"
+    assert found.algorithm.preparations == ("searched:Search",)
+    done = flexfleet("pool", "--input", "1x8x8", "--classes", "10", sets=sets)
+    assert done.code == 2 and "asks for searched:Search, which takes data" in done.err
+
+
+def test_the_server_is_not_made_before_it_is_asked(quick: Sequence[str]) -> None:
+    """A pool that does not ask needs no partition: here there can be none."""
+    server = server_of(Resolved.load(None, [*quick, "partition.clients=240", "partition.minimum=5"]))
+    with pytest.raises(Exception, match="240 clients"):
+        _ = server.samples
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Says what it sees."""
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    needs_data: ClassVar[bool] = True
+    artifact: ClassVar[Any] = dict
+
+    def prepare(self, family: ModelFamily, server: PreparationContext) -> dict[str, Any]:
+        other = server.reference
+        return {
+            "train": server.data.train_x.flatten(1).sum(1).tolist(),
+            "test": server.data.test_x.flatten(1).sum(1).tolist(),
+            "settings": dict(server.settings),
+            "reference": None if other is None else [len(other.data.train_y), len(other.data.test_y)],
+        }
+
+    def assumed(self, family: ModelFamily) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Looking(Counts):
+    preparations: ClassVar[tuple[str, ...]] = (f"{HERE}:Looks",)  # type: ignore[assignment, misc]
+
+
+def test_a_preparation_sees_the_proxy_in_two_parts_and_its_own_settings(tmp_path: Path, quick: Sequence[str]) -> None:
+    sets = [*quick, f"algorithm.name={HERE}:Looking"]
+    resolved = Resolved.load(None, sets)
+    parts, x = cut(resolved), resolved.data.train_x.flatten(1).sum(1)
+    for reference in (False, True):
+        given = [*sets, f"pretrain.reference={str(reference).lower()}"]
+        (seen,) = prepared.read(prepared_in(tmp_path / "a", given), (f"{HERE}:Looks",)).values()
+        assert seen["train"] == x[parts.proxy_train].tolist()
+        assert seen["test"] == x[parts.proxy_test].tolist()
+        assert len(seen["train"]) == 19 and len(seen["test"]) == 5
+        pretrained = resolved.config.pretrain.model_dump() | {"reference": reference}
+        assert seen["settings"] == {f"pretrain.{key}": value for key, value in pretrained.items()}
+        assert seen["reference"] == ([192, 48] if reference else None)
+
+
+# --------------------------------------------------------------------------------------------- it is refused
+@dataclass(frozen=True)
+class Options:
+    """Nothing sets its field."""
+
+    width: float = 0.5
+    settings: ClassVar[tuple[str, ...]] = ()
+    needs_data: ClassVar[bool] = False
+    artifact: ClassVar[Any] = dict
+
+    def prepare(self, family: ModelFamily, server: PreparationContext) -> dict[str, Any]:
+        return {}
+
+    def assumed(self, family: ModelFamily) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Asks(Looks):
+    settings: ClassVar[tuple[str, ...]] = ("algorithm.epsilom",)
+
+
+@dataclass(frozen=True)
+class NoPrepare:
+    settings: ClassVar[tuple[str, ...]] = ()
+
+
+WRONG = {
+    "nowhere:Search": "cannot be imported",
+    "apos": "did you mean 'apoz'?",
+    f"{HERE}:NoPrepare": "does not fit: it has no 'needs_data', and it has no 'artifact', and it has no prepare(",
+    f"{HERE}:Options": "has the fields width, and nothing sets them",
+    f"{HERE}:Asks": "depends on 'algorithm.epsilom', which is no parameter of",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_preparation_is_refused_before_anything_runs(
+    name: str, quick: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Looking, "preparations", (name,))
+    resolved = Resolved.load(None, [*quick, f"algorithm.name={HERE}:Looking"])
+    with pytest.raises(ConfigError) as error:
+        check(resolved)
+    assert WRONG[name] in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_server_without_data_is_refused_where_data_are_needed(sets: list[str], tmp_path: Path) -> None:
+    resolved = Resolved.load(None, [*sets, "partition.proxy=0"])
+    for step in (lambda: check(resolved), lambda: prepared_in(tmp_path / "a", [*sets, "partition.proxy=0"])):
+        with pytest.raises(Exception, match=r"searched:Search needs data on the server, .* raise partition\.proxy"):
+            step()
+
+
+@pytest.mark.parametrize("made", [{"width": float("nan"), "scores": {}}, {"width": 0.5}, None], ids=str)
+def test_what_the_file_cannot_hold_is_refused(sets: list[str], tmp_path: Path, made: Any, monkeypatch: Any) -> None:
+    import searched
+
+    class Other:
+        width, scores = 0.5, "none"
+
+    given = Other() if made is None else made
+    monkeypatch.setattr(searched.Search, "prepare", lambda *_: given)
+    with pytest.raises(ConfigError, match=f"'searched:Search' made what {MADE} cannot hold"):
+        prepared_in(tmp_path / "a", sets)
+    assert not (tmp_path / "a" / "pretrain" / MADE).exists()
+
+
+@pytest.mark.parametrize("name", PREPARATIONS)
+def test_the_registered_ones_fit_their_contract(name: str) -> None:
+    assert CONTRACT.kind(name) is PREPARATIONS[name]
+    assert type(preparation(name)) is PREPARATIONS[name]
