@@ -10,7 +10,7 @@ from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.algorithms.full_model import AllLarge, FedOpt, FedProx
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.algorithms.scalefl import ScaleFL
-from fl_engine.core.contracts import Algorithm, ChoosesNetwork
+from fl_engine.core.contracts import Algorithm, ChoosesNetwork, MeasuresClients
 from fl_engine.core.registry import Contract
 from fl_engine.core.search import Searched
 
@@ -29,7 +29,13 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "scalefl": ScaleFL,
 }
 
-CONTRACT = Contract("algorithm", ALGORITHMS, Algorithm, needs=("training",), optional=(ChoosesNetwork, Searched))
+CONTRACT = Contract(
+    "algorithm",
+    ALGORITHMS,
+    Algorithm,
+    needs=("training",),
+    optional=(ChoosesNetwork, Searched, MeasuresClients),
+)
 """What an algorithm must have, and what it may have."""
 
 __all__ = [

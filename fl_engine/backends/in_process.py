@@ -35,7 +35,7 @@ class InProcess:
         groups, failures = accept_all(algorithm, plan.orders, self._site)
         yield from failures
         for outcome in self._trained(groups):
-            yield delivered(outcome, plan.order_of[outcome.client], self._site)
+            yield delivered(algorithm, outcome, plan.order_of[outcome.client], self._site)
 
     def _trained(self, groups: list[list[Work]]) -> Iterator[Outcome]:
         if len(self._devices) == 1 or len(groups) == 1:

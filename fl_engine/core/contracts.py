@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
-from fl_engine.core.samples import Data
+from fl_engine.core.samples import Data, Task
 from fl_engine.core.types import (
     FULL,
+    ClientMetric,
     Device,
     LocalTask,
     Outcome,
@@ -170,6 +171,53 @@ class Algorithm(Protocol):
 class ChoosesNetwork(Protocol):
     def network(self, family: ModelFamily) -> ModelFamily:
         """The network that this algorithm trains where `family` is configured."""
+
+
+class ClientContext(Protocol):
+    """A client that has trained, for what a method measures there. The tensors are copies, on the torch device that
+    has trained: what is done to them moves nothing."""
+
+    @property
+    def goal(self) -> Task:
+        """What is learnt: it owns the loss."""
+
+    @property
+    def family(self) -> ModelFamily: ...
+
+    @property
+    def order(self) -> WorkOrder: ...
+
+    @property
+    def task(self) -> LocalTask:
+        """What the client has made of its order; `task.spec` is the sub-model that was trained."""
+
+    @property
+    def received(self) -> Params:
+        """The weights of `task.spec` as they were sent."""
+
+    @property
+    def trained(self) -> Params:
+        """The weights of `task.spec` after training."""
+
+    @property
+    def x(self) -> Tensor:
+        """(N, ...): the client's samples, normalised."""
+
+    @property
+    def y(self) -> Tensor:
+        """(N, ...): their targets."""
+
+    @property
+    def losses(self) -> Tensor:
+        """float32 (N,): each sample's loss with the received weights, the network not in training, at its last exit.
+        Computed when asked for."""
+
+
+@runtime_checkable
+class MeasuresClients(Protocol):
+    """An algorithm, or a selection, that wants more of its clients than the engine's figures."""
+
+    def client_metrics(self) -> Sequence[ClientMetric]: ...
 
 
 class Selector(Protocol):

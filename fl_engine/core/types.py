@@ -8,14 +8,17 @@ follows from two values: a `ParamLayout` (which entries of which tensors belong 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from fl_engine.core.errors import ModelError, nearest
+
+if TYPE_CHECKING:
+    from fl_engine.core.contracts import ClientContext
 
 Params = dict[str, Tensor]
 """Flat `state_dict` names to tensors."""
@@ -311,6 +314,22 @@ class ClientFailure:
 
 
 Outcome = ClientUpdate | ClientFailure
+
+
+@dataclass(frozen=True)
+class ClientMetric:
+    """A figure that a method has its clients report besides the engine's own: in `ClientUpdate.metrics`, and in each
+    client's line of the history.
+
+    `measure` runs on the client after training, on copies: it moves nothing. Its value is finite and within `low` and
+    `high`, or the client fails; a client that lies can say any number between the two, and none beyond. The name is a
+    plain identifier that the engine does not use (`core.measures`).
+    """
+
+    name: str
+    low: float
+    high: float
+    measure: Callable[[ClientContext], float]
 
 
 # ---------------------------------------------------------------------------------------------- model pools

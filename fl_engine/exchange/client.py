@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,11 +12,13 @@ import torch
 
 from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ClientError, ModelError
+from fl_engine.core.measures import LARGEST_LOSS, client_metrics
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
     HEAD,
     ClientFailure,
+    ClientMetric,
     ClientUpdate,
     Device,
     LocalTask,
@@ -30,7 +32,8 @@ from fl_engine.core.types import (
 )
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.data.partitioning import Partition
-from fl_engine.exchange.updates import LARGEST_LOSS, Rejected, Rules, packed, update_of
+from fl_engine.exchange.trained import TrainedClient
+from fl_engine.exchange.updates import Rejected, Rules, packed, update_of
 from fl_engine.fleet import devices, faults
 from fl_engine.fleet.faults import Fault, Faults
 from fl_engine.training import local
@@ -71,13 +74,15 @@ class Site:
 @dataclass(frozen=True)
 class Work:
     """An order as the client understands it: its task, the weights to start from (after pruning on the device, views
-    where they can be), its samples' indices, and what it had free, in % of the full model's parameters."""
+    where they can be), its samples' indices, what it had free, in % of the full model's parameters, and what the method
+    wants measured."""
 
     order: WorkOrder
     task: LocalTask
     start: Params
     indices: np.ndarray
     free: float
+    metrics: tuple[ClientMetric, ...] = ()
 
 
 def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "cpu") -> Outcome:
@@ -104,7 +109,7 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
         return ClientFailure(order.round, order.client, "train", "a client without samples cannot train")
     # Sums over all parameters depend on their order, which a file does not keep.
     start = {name: taken[name] for name in layout.slots if name in taken}
-    return Work(order, task, start, indices, free)
+    return Work(order, task, start, indices, free, client_metrics(algorithm))
 
 
 def accept_all(
@@ -140,7 +145,8 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcom
     """Trains works of equal kind side by side. A failure is an outcome."""
     started = time.monotonic()
     try:
-        trained = list(local.train(site.family, site.data.task, list(_jobs(works, site, device)), site.numerics))
+        jobs = list(_jobs(works, site, device))
+        trained = list(local.train(site.family, site.data.task, jobs, site.numerics))
     except (ModelError, MemoryError, torch.OutOfMemoryError) as error:
         if len(works) > 1:  # what one cannot do is no reason for the others to fail
             return [outcome for work in works for outcome in train([work], site, device)]
@@ -148,7 +154,8 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcom
         return [ClientFailure(order.round, order.client, "train", str(error) or "out of memory")]
     seconds = (time.monotonic() - started) / len(works)
     macs = macs_per_sample(site.family, works[0].task)
-    return [_outcome(work, result, site, seconds, macs) for work, result in zip(works, trained, strict=True)]
+    parts = zip(works, jobs, trained, strict=True)
+    return [_outcome(work, job, result, site, seconds, macs) for work, job, result in parts]
 
 
 def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]:
@@ -161,7 +168,7 @@ def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]
         yield local.Job(work.task, work.start, x, y, linear)
 
 
-def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float, macs: float) -> Outcome:
+def _outcome(work: Work, job: local.Job, trained: local.Trained, site: Site, seconds: float, macs: float) -> Outcome:
     order, task = work.order, work.task
     if not abs(trained.loss) <= LARGEST_LOSS or not trained.finite:
         rate = task.optimizer.lr
@@ -173,6 +180,12 @@ def _outcome(work: Work, trained: local.Trained, site: Site, seconds: float, mac
         "seconds": seconds,
         "free": work.free,
     }
+    if work.metrics:
+        client = TrainedClient.of(order, task, site.family, site.data.task, job, work.start, trained.params)
+        try:
+            metrics |= client.measured(work.metrics)
+        except (ClientError, ModelError, MemoryError, torch.OutOfMemoryError) as error:
+            return ClientFailure(order.round, order.client, "train", str(error) or "out of memory")
     spec, payload = task.spec, faults.lie(site.befalls(order), work.start, trained.params)
     if task.mask_labels:  # the rows of classes that the client does not hold were not trained
         held = torch.unique(site.data.train_y[work.indices]).tolist()
@@ -185,7 +198,7 @@ SPOILS = ("nan", "scale", "corrupt")
 """Faults after which an update may fail validation."""
 
 
-def delivered(outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
+def delivered(algorithm: Algorithm, outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
     """A client's outcome where it does not travel: what a fault has spoilt fails validation here too."""
     fault = site.befalls(order)
     if isinstance(outcome, ClientFailure) or fault is None or fault.kind not in SPOILS:
@@ -194,6 +207,6 @@ def delivered(outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
     assert value is not None
     spoilt = faults.damaged(value) if fault.kind == "corrupt" else value
     try:
-        return update_of(manifest, lambda limit: spoilt, order, site.rules)
+        return update_of(manifest, lambda limit: spoilt, order, replace(site.rules, algorithm=algorithm))
     except Rejected as error:
         return ClientFailure(order.round, order.client, "validate", str(error), error.code)

@@ -16,7 +16,8 @@ tensor reaches the mean. What fails is `Rejected` with one of the codes below: a
     finite      not a number, infinite, or so large that sums overflow
     statistics  a variance below zero; or running statistics that moved much further than others
     examples    another number of samples than the client holds
-    metrics     a loss that cannot be, or not the steps, multiply-adds and memory that the order makes
+    metrics     other figures than the engine's and the declared ones, or one beyond its bounds; or not the steps,
+                multiply-adds and memory that the order makes
     norm        weights that moved much further than others
 """
 
@@ -35,10 +36,12 @@ from torch import Tensor
 from fl_engine.core import workload
 from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief, printable
+from fl_engine.core.measures import FIGURES, client_metrics
 from fl_engine.core.slicing import contains, is_statistic, largest, shapes, take
 from fl_engine.core.types import (
     HEAD,
     ClientFailure,
+    ClientMetric,
     ClientUpdate,
     Code,
     Device,
@@ -245,7 +248,7 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
         held = rules.samples[order.client]
         if manifest.num_examples != held:
             raise Rejected("examples", f"says {manifest.num_examples} samples, the client holds {held}")
-        _check_metrics(manifest.metrics)
+        _check_metrics(manifest.metrics, client_metrics(rules.algorithm))
         _check_made(spec, order, manifest.metrics, rules)
     return ClientUpdate(order.round, order.client, spec, tensors, manifest.num_examples, manifest.metrics)
 
@@ -255,17 +258,13 @@ def _most_bytes(expected: Expected) -> int:
     return tensors + HEADER_BYTES * (1 + len(expected))
 
 
-LARGEST_LOSS = 1e6
-"""Beyond it, on either side, training has diverged."""
-MOST = {"steps": 1e9, "macs": 1e18, "seconds": 7 * 86400.0, "free": 1e12}
-"""Of anything that is counted, where nothing closer is known. A pod lives for seven days at most."""
-
-
-def _check_metrics(metrics: Mapping[str, float]) -> None:
-    named = metrics.keys() == {"loss", *MOST} and abs(metrics["loss"]) <= LARGEST_LOSS
-    if not named or not all(0 <= metrics[name] <= most for name, most in MOST.items()) or metrics["steps"] < 1:
-        bounds = ", ".join(f"{name} up to {most:g}" for name, most in MOST.items())
-        raise Rejected("metrics", f"a loss up to {LARGEST_LOSS:g}, {bounds} and a step at least, got {dict(metrics)}")
+def _check_metrics(metrics: Mapping[str, float], declared: Sequence[ClientMetric]) -> None:
+    bounds = FIGURES | {metric.name: (metric.low, metric.high) for metric in declared}
+    if metrics.keys() != bounds.keys():
+        raise Rejected("metrics", f"{', '.join(bounds)} are expected, got {', '.join(metrics) or 'none'}")
+    for name, (low, high) in bounds.items():
+        if not low <= metrics[name] <= high:
+            raise Rejected("metrics", f"{name} is {metrics[name]:g}, from {low:g} to {high:g} is expected")
 
 
 def _check_made(spec: SubmodelSpec, order: WorkOrder, metrics: Mapping[str, float], rules: Rules) -> None:

@@ -6,7 +6,7 @@ takes every selector. What a selector learns from answers is kept in tables, whi
 
 from typing import Annotated
 
-from fl_engine.core.contracts import Selector
+from fl_engine.core.contracts import MeasuresClients, Selector
 from fl_engine.core.registry import Contract
 from fl_engine.selection.curiosity import Curiosity
 from fl_engine.selection.resource_table import ResourceTable
@@ -14,7 +14,7 @@ from fl_engine.selection.uniform import Uniform
 
 SELECTIONS: dict[str, type[Selector]] = {"uniform": Uniform, "resource_table": ResourceTable, "curiosity": Curiosity}
 
-Selection = Annotated[Selector, Contract("selection", SELECTIONS, Selector)]
+Selection = Annotated[Selector, Contract("selection", SELECTIONS, Selector, optional=(MeasuresClients,))]
 """For an algorithm's field: chosen by name in a configuration, or one's own as `package.module:NAME`."""
 
 __all__ = ["SELECTIONS", "Curiosity", "ResourceTable", "Selection", "Uniform"]

@@ -32,6 +32,7 @@ from fl_engine.algorithms import CONTRACT
 from fl_engine.backends import InProcess
 from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ClientError, ModelError, PoolError
+from fl_engine.core.measures import FIGURES, client_metrics
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import contains, count_params, full_shapes, initial_params, shapes, take
 from fl_engine.core.state import pack, unpack
@@ -165,6 +166,16 @@ class AlgorithmSuite:
     def test_an_algorithm_is_a_value(self, algorithm: Algorithm) -> None:
         assert copy.deepcopy(algorithm) == algorithm
         assert hash(copy.deepcopy(algorithm)) == hash(algorithm)
+
+    def test_a_client_reports_the_engines_figures_and_the_declared_ones(
+        self, algorithm: Algorithm, site: Site, state: Any
+    ) -> None:
+        bounds = FIGURES | {metric.name: (metric.low, metric.high) for metric in client_metrics(algorithm)}
+        updates = [o for o in _run(algorithm, site, state, rounds=1)[1] if isinstance(o, ClientUpdate)]
+        assert updates, "every client failed"
+        for update in updates:
+            assert update.metrics.keys() == bounds.keys()
+            assert all(low <= update.metrics[name] <= high for name, (low, high) in bounds.items())
 
     # --- plan
     @law
@@ -533,7 +544,8 @@ def _outcomes(
         if noise:
             payload = {name: t + _like(t, generator) for name, t in payload.items()}
         update = update_of(order, spec, payload, data.draw(st.integers(1, 1000), label="examples"))
-        updates.append(brought(update, site))
+        said = {m.name: data.draw(st.floats(m.low, m.high), label=m.name) for m in client_metrics(algorithm)}
+        updates.append(brought(replace(update, metrics={**update.metrics, **said}), site))
     return plan, updates
 
 

@@ -143,6 +143,20 @@ def score(network: nn.Module, data: Data, ensemble: bool, device: str = "cpu", b
     return _one_pass([(network, ensemble)], data, data.test_x, data.test_y, device, batch_size)[0]
 
 
+def losses_of(
+    family: ModelFamily, goal: Task, params: Params, spec: SubmodelSpec, x: Tensor, y: Tensor, batch_size: int = 128
+) -> Tensor:
+    """float32 (N,): the loss of each of these samples, which are normalised, at the network's last exit. In batches as
+    `evaluate` has them."""
+    module = runnable(family, spec, params).eval()
+    found = torch.empty(len(y), device=x.device)
+    with torch.no_grad():
+        for chunk in _batches(len(y), batch_size):
+            out = module(batch_layout(x[chunk]))
+            found[chunk] = goal.loss((out[-1] if isinstance(out, tuple) else out).float(), y[chunk]).float()
+    return found
+
+
 def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, batch_size: int) -> None:
     """Gives every batch norm the mean over all batches of these samples of their mean and variance.
 

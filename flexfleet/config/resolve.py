@@ -12,6 +12,7 @@ from fl_engine.algorithms import ALGORITHMS, CONTRACT
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
+from fl_engine.core.measures import client_metrics
 from fl_engine.core.registry import check_names
 from fl_engine.models.build import model_kind
 from flexfleet.config.explain import explain
@@ -34,6 +35,7 @@ def algorithm(config: Config) -> Algorithm:
         found: Algorithm = TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
     except ValidationError as error:
         raise ConfigError(explain(error, kind, "algorithm.")) from error
+    client_metrics(found)  # raises where a declaration is none
     privacy.check_terms(found, config.rounds)
     ambient = config.run.backend == "kubernetes" and config.kubernetes.access == "ambient"
     ours = kind in ALGORITHMS.values()

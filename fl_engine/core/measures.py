@@ -1,0 +1,57 @@
+"""The figures that clients report with an update: the engine's own, and those that a method declares (`ClientMetric`).
+
+A client is a stranger: each figure has bounds, which are the worst that a lie can say (`exchange.updates` holds it to
+them).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from fl_engine.core.contracts import MeasuresClients
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.types import ClientMetric
+
+LARGEST_LOSS = 1e6
+"""Beyond it, on either side, training has diverged."""
+FIGURES: dict[str, tuple[float, float]] = {
+    "loss": (-LARGEST_LOSS, LARGEST_LOSS),
+    "steps": (1, 1e9),
+    "macs": (0, 1e18),
+    "seconds": (0, 7 * 86400.0),
+    "free": (0, 1e12),
+}
+"""What every update reports, and between which ends where nothing closer is known. A pod lives for seven days at most.
+"""
+OF_A_LINE = ("round", "client", "sent", "trained", "examples", "level", "elapsed", "seconds_simulated", "failure")
+"""What a client's line in a run's history has besides, so that no metric may be called that."""
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
+MOST_METRICS = 32
+"""A method's metrics have to fit into a manifest of bounded length."""
+
+
+def client_metrics(algorithm: object) -> tuple[ClientMetric, ...]:
+    """What the algorithm and its `selection` want measured. Raises ConfigError where a declaration is none."""
+    found: dict[str, ClientMetric] = {}
+    for method in (algorithm, getattr(algorithm, "selection", None)):
+        if isinstance(method, MeasuresClients):
+            whose = type(method).__name__
+            for metric in method.client_metrics():
+                if wrong := _wrong(metric) or ("it is declared twice" if metric.name in found else ""):
+                    raise ConfigError(f"{whose} declares the client metric {metric.name!r}: {wrong}")
+                found[metric.name] = metric
+    if len(found) > MOST_METRICS:
+        raise ConfigError(f"{len(found)} client metrics are declared, an update has room for {MOST_METRICS}")
+    return tuple(found.values())
+
+
+def _wrong(metric: ClientMetric) -> str:
+    """Why a declaration is none; empty: it is one."""
+    if NAME.fullmatch(metric.name) is None:
+        return "a name is a plain identifier of at most 32 characters (letters, digits, underscores)"
+    if metric.name in FIGURES or metric.name in OF_A_LINE:
+        return "the engine has a figure of that name: take another"
+    if not (math.isfinite(metric.low) and math.isfinite(metric.high) and metric.low <= metric.high):
+        return f"its bounds are two finite numbers, low <= high, got {metric.low} and {metric.high}"
+    return ""

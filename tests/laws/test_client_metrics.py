@@ -1,0 +1,314 @@
+"""Figures that a method has its clients report: who may declare what, that measuring moves nothing, and what a lie is
+worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from fl_engine.algorithms import CONTRACT, AllLarge
+from fl_engine.backends import InProcess, Processes
+from fl_engine.core.contracts import ClientContext
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.measures import FIGURES, OF_A_LINE, client_metrics
+from fl_engine.core.slicing import runnable
+from fl_engine.core.types import ClientFailure, ClientMetric, ClientUpdate, Outcome, RoundPlan
+from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.rounds import loop
+from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.selection import Uniform
+from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.storage.store import FolderStore, encode
+from fl_engine.testing.algorithms import AlgorithmSuite
+from fl_engine.testing.tiny import (
+    CLASSES,
+    SEED,
+    TRAINING,
+    TinyNet,
+    assert_same_bits,
+    assert_same_outcomes,
+    context_of,
+    start_of,
+    tiny_site,
+)
+from fl_engine.testing.tracker import Memory
+from fl_engine.testing.utility import MOST, LargestUtility, utility
+from fl_engine.training.numerics import Numerics
+from flexfleet import config as configs
+from flexfleet.config import load_config
+
+HERE = __name__
+ASKING = AllLarge(training=TRAINING, eligible="all", selection=LargestUtility())
+
+
+class TestASelectionThatAsksItsClients(AlgorithmSuite):
+    @pytest.fixture
+    def algorithm(self) -> AllLarge:
+        return ASKING
+
+    def promises_to_fit(self, algorithm: Any) -> bool:
+        return False  # sends all the largest model
+
+
+def one(client: ClientContext) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Declares(Uniform):
+    """A selection that asks for these."""
+
+    metrics: tuple[tuple[str, float, float, Callable[[ClientContext], float]], ...] = ()
+
+    def client_metrics(self) -> tuple[ClientMetric, ...]:
+        return tuple(ClientMetric(*each) for each in self.metrics)
+
+
+def asking(*metrics: tuple[Any, ...]) -> AllLarge:
+    return AllLarge(training=TRAINING, eligible="all", selection=Declares(model="largest", metrics=metrics))
+
+
+def work(algorithm: Any, **site: Any) -> tuple[Site, RoundPlan]:
+    at = replace(tiny_site(algorithm), **site)
+    return at, algorithm.plan(start_of(algorithm, at), context_of(at, 0, SEED))
+
+
+def by_client(outcomes: Any) -> list[Outcome]:
+    return sorted(outcomes, key=lambda outcome: outcome.client)
+
+
+# ------------------------------------------------------------------------------------------------ declarations
+WRONG: list[tuple[tuple[Any, ...], str]] = [
+    (("loss", 0, 1), "the engine has a figure of that name"),
+    (("free", 0, 1), "the engine has a figure of that name"),
+    (("client", 0, 1), "the engine has a figure of that name"),
+    (("seconds_simulated", 0, 1), "the engine has a figure of that name"),
+    (("a b", 0, 1), "a plain identifier"),
+    (("", 0, 1), "a plain identifier"),
+    (("größe", 0, 1), "a plain identifier"),
+    (("a" * 33, 0, 1), "at most 32 characters"),
+    (("a\n", 0, 1), "a plain identifier"),
+    (("a", 1, 0), "low <= high, got 1 and 0"),
+    (("a", 0, math.inf), "two finite numbers"),
+    (("a", math.nan, 1), "two finite numbers"),
+]
+
+
+@pytest.mark.parametrize(("declared", "said"), WRONG, ids=[repr(declared) for declared, _ in WRONG])
+def test_what_is_no_declaration_is_refused_with_the_reason(declared: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"Declares declares the client metric .*{said}"):
+        client_metrics(asking((*declared, one)))
+
+
+def test_a_name_is_declared_once_and_an_update_has_room_for_so_many() -> None:
+    with pytest.raises(ConfigError, match="'a': it is declared twice"):
+        client_metrics(asking(("a", 0, 1, one), ("a", 0, 1, one)))
+    assert len(client_metrics(asking(*((f"a{i}", 0, 1, one) for i in range(32))))) == 32
+    with pytest.raises(ConfigError, match="33 client metrics are declared, an update has room for 32"):
+        client_metrics(asking(*((f"a{i}", 0, 1, one) for i in range(33))))
+
+
+@dataclass(frozen=True)
+class TakesMore(Uniform):
+    def client_metrics(self, pool: object) -> tuple[ClientMetric, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class DeclaresLoss(Uniform):
+    def client_metrics(self) -> tuple[ClientMetric, ...]:
+        return (ClientMetric("loss", 0, 1, one),)
+
+
+def test_a_configuration_that_names_one_is_refused() -> None:
+    for name, said in (("TakesMore", r"is called as client_metrics\(\)"), ("DeclaresLoss", "'loss': the engine has")):
+        with pytest.raises(ConfigError, match=said):
+            configs.algorithm(load_config(None, [f"algorithm.selection={{name: {HERE}:{name}}}"]))
+    assert any("client_metrics" in vars(protocol) for protocol in CONTRACT.optional), "an algorithm may declare too"
+
+
+def test_who_declares_none_has_the_engines_figures_alone() -> None:
+    assert client_metrics(AllLarge(training=TRAINING)) == ()
+    site, plan = work(AllLarge(training=TRAINING, eligible="all"))
+    outcome = execute(AllLarge(training=TRAINING, eligible="all"), plan.orders[0], site)
+    assert isinstance(outcome, ClientUpdate) and outcome.metrics.keys() == FIGURES.keys()
+
+
+# --------------------------------------------------------------------------------------------------- measuring
+def test_the_losses_are_those_of_the_received_weights() -> None:
+    site, plan = work(ASKING)
+    order = plan.orders[0]
+    outcome = execute(ASKING, order, site)
+    assert isinstance(outcome, ClientUpdate)
+    own = site.partition.clients[order.client]
+    x, y = site.data.normalise(site.data.train_x[own]), site.data.train_y[own]
+    with torch.no_grad():
+        losses = cross_entropy(runnable(TinyNet(), order.spec, dict(order.payload)).eval()(x), y, reduction="none")
+    expected = len(y) * math.sqrt(sum(float(loss) ** 2 for loss in losses) / len(y))
+    assert outcome.metrics["utility"] == pytest.approx(expected, rel=1e-6)
+    assert expected > len(y) * math.log(CLASSES) / 2, "an untrained network has losses to speak of"
+
+
+def spoil(client: ClientContext) -> float:
+    """Writes into all that it is given, and draws from the global generator."""
+    total = float(client.losses.sum()) + float(torch.randn(()))
+    for params in (client.received, client.trained):
+        for tensor in params.values():
+            tensor.fill_(7.0)
+    client.losses.zero_()
+    client.x.zero_()
+    client.y.zero_()
+    return max(-1e3, min(1e3, total))
+
+
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics("batched", 3)], ids=["single", "batched"])
+def test_measuring_moves_no_bit_of_training(numerics: Numerics) -> None:
+    plain = AllLarge(training=TRAINING, eligible="all", selection=Uniform(model="largest"))
+    site, plan = work(plain, numerics=numerics)
+    before = {name: tensor.clone() for name, tensor in plan.orders[0].payload.items()}
+    bare = by_client(InProcess(site).run(plain, plan))
+    measured = by_client(InProcess(site).run(asking(("spoilt", -1e3, 1e3, spoil)), plan))
+    assert_same_bits(plan.orders[0].payload, before)
+    for a, b in zip(bare, measured, strict=True):
+        assert isinstance(a, ClientUpdate) and isinstance(b, ClientUpdate)
+        assert_same_bits(a.payload, b.payload)
+        assert {**a.metrics, "seconds": 0} == {n: v for n, v in {**b.metrics, "seconds": 0}.items() if n != "spoilt"}
+
+
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics("batched", 3)], ids=["single", "batched"])
+def test_every_backend_measures_the_same(numerics: Numerics, tmp_path: Path) -> None:
+    site, plan = work(ASKING, numerics=numerics)
+    expected = [execute(ASKING, order, site) for order in plan.orders]
+    rules = replace(site.rules, algorithm=ASKING)
+    assert all(isinstance(outcome, ClientUpdate) and outcome.metrics["utility"] > 0 for outcome in expected)
+    with closing(Processes(site, ("cpu", "cpu"), Mailbox(FolderStore(tmp_path), rules))) as processes:
+        for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), processes):
+            assert_same_outcomes(by_client(backend.run(ASKING, plan)), expected)
+
+
+@pytest.mark.parametrize("value", [1.5, -0.5, math.nan, math.inf])
+def test_a_value_that_is_out_of_bounds_is_that_clients_failure(value: float, tmp_path: Path) -> None:
+    """The same in every backend, also where nobody checks what arrives."""
+    algorithm = asking(("a", 0, 1, {1.5: above, -0.5: below, math.inf: endless}.get(value, nothing)))
+    site, plan = work(algorithm)
+    with closing(
+        Processes(site, ("cpu",), Mailbox(FolderStore(tmp_path), replace(site.rules, algorithm=algorithm)))
+    ) as p:
+        found = [by_client(backend.run(algorithm, plan)) for backend in (InProcess(site), p)]
+    assert found[0] == found[1] and len(found[0]) == len(plan.orders)
+    for outcome in found[0]:
+        assert isinstance(outcome, ClientFailure) and outcome.stage == "train"
+        assert outcome.reason.startswith(f"the client metric a measures {value:g}, declared are 0 to 1")
+
+
+def above(client: ClientContext) -> float:
+    return 1.5
+
+
+def below(client: ClientContext) -> float:
+    return -0.5
+
+
+def endless(client: ClientContext) -> float:
+    return math.inf
+
+
+def nothing(client: ClientContext) -> float:
+    return math.nan
+
+
+# ------------------------------------------------------------------------------------------------------ lies
+def received(tmp_path: Path, **said: float | None) -> Outcome:
+    """What is made of an honest update whose client says other figures (None: leaves it out)."""
+    site, plan = work(ASKING)
+    honest = execute(ASKING, plan.orders[0], site)
+    assert isinstance(honest, ClientUpdate)
+    metrics = {name: value for name, value in {**honest.metrics, **said}.items() if value is not None}
+    mailbox = Mailbox(FolderStore(tmp_path), replace(site.rules, algorithm=ASKING), key=lambda order: b"key")
+    mailbox.put_outcome(plan, replace(honest, metrics=metrics))
+    return mailbox.receive(plan, honest.client)
+
+
+@pytest.mark.parametrize("worst", [0.0, MOST])
+def test_the_worst_lie_is_the_bound(worst: float, tmp_path: Path) -> None:
+    """It is taken: a client that says the largest value that is declared is asked again, once."""
+    lie = received(tmp_path, utility=worst)
+    assert isinstance(lie, ClientUpdate) and lie.metrics["utility"] == worst
+    site, plan = work(ASKING)
+    tables = LargestUtility().learn(start_of(ASKING, site).tables, plan.orders[0], lie, 0.0)
+    assert tables["utility"][0][lie.client] == worst
+    assert all(0 <= value <= MOST for value in tables["utility"][0])
+
+
+LIES: dict[str, dict[str, float | None]] = {
+    "one step beyond": {"utility": math.nextafter(MOST, math.inf)},
+    "one step below": {"utility": math.nextafter(0, -1)},
+    "left out": {"utility": None},
+    "one more": {"more": 0.0},
+    "the engine's left out": {"free": None},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_one_step_beyond_is_refused(lie: str, tmp_path: Path) -> None:
+    outcome = received(tmp_path, **LIES[lie])
+    assert isinstance(outcome, ClientFailure) and (outcome.stage, outcome.code) == ("validate", "metrics")
+
+
+# ------------------------------------------------------------------------------------------------------ rounds
+def federated(store: Any, rounds: int = 4) -> bytes:
+    site = tiny_site(ASKING)
+    run = Run(ASKING, site, RoundsConfig(stop=rounds, evaluate_every=1000, commit_every=1, keep_updates=True))
+    ledger = ledger_in(store, rules=replace(site.rules, algorithm=ASKING))
+    return encode(loop.federate(run, start_of(ASKING, site), InProcess(site), ledger, Memory()).params)
+
+
+def test_the_clients_with_the_largest_are_asked_and_the_history_says_what_they_said(memory_store: Any) -> None:
+    federated(memory_store, 5)
+    rows = Checkpoints(memory_store).rows()
+    known: dict[int, float] = {}
+    for row in rows[:4]:  # twenty clients, five of them a round: first all of them once
+        assert not known.keys() & {line["client"] for line in row.clients}
+        known |= {line["client"]: line["utility"] for line in row.clients}
+    largest = sorted(known, key=lambda client: -known[client])[:5]
+    assert [line["client"] for line in rows[4].clients] == sorted(largest)
+
+
+def test_a_line_of_the_history_has_no_name_that_a_metric_could_take(memory_store: Any) -> None:
+    federated(memory_store, 1)
+    names = {name for line in Checkpoints(memory_store).rows()[0].clients for name in line}
+    assert names - {"utility"} <= {*FIGURES, *OF_A_LINE}
+
+
+def test_a_run_that_is_killed_anywhere_selects_the_same_clients(
+    new_store: Any, dying: Any, killed: type[BaseException], timeless: Callable[[Any], Sequence[Any]]
+) -> None:
+    undisturbed = new_store()
+    expected = federated(undisturbed)
+    writes = dying(new_store(), 10**6)
+    federated(writes)
+    for place in range(0, 10**6 - writes.left, 7):
+        store = new_store()
+        with pytest.raises(killed):
+            federated(dying(store, place))
+        assert federated(store) == expected
+        assert timeless(store) == timeless(undisturbed)
+
+
+def test_utility_is_what_its_name_says() -> None:
+    class Client:
+        losses = torch.tensor([3.0, 4.0])
+
+    found: Any = Client()
+    assert utility(found) == pytest.approx(2 * math.sqrt(12.5))
