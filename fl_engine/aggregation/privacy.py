@@ -38,7 +38,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fl_engine.aggregation.averaging import Kind, Regions, change_of
-from fl_engine.core.contracts import Algorithm, Selector
+from fl_engine.core.contracts import Algorithm, KeepsClientState, Selector
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.fields import STRICT, Positive
 from fl_engine.core.slicing import is_statistic
@@ -243,12 +243,22 @@ def check_selection(aggregation: object, selection: Selector) -> None:
         )
 
 
+def check_state(aggregation: object, algorithm: object) -> None:
+    """Raises ConfigError where clients keep something: it leaves them, and is stored, without noise."""
+    if isinstance(aggregation, Private) and isinstance(algorithm, KeepsClientState):
+        raise ConfigError(
+            f"algorithm.aggregation is private, but {type(algorithm).__name__} has its clients' states kept by the "
+            "server, which sees each of them without noise: take another aggregation, or an algorithm that keeps none"
+        )
+
+
 def check_run(algorithm: Algorithm, *, known: bool, reference: bool, ambient: bool, stranded: bool) -> None:
     """Raises ConfigError where a run would show more of its clients than the noisy sum. `known`: the algorithm is one
     of this package; `reference`: pre-training on all data; `ambient`: pods with credentials of their own; `stranded`: a
     ledger that outlives this machine, and a key that does not."""
     if not is_private(algorithm):
         return
+    check_state(_private(algorithm), algorithm)
     if not known:
         raise ConfigError(
             "algorithm.aggregation is private, but what an algorithm of your own learns from single clients is not "

@@ -10,7 +10,7 @@ from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.algorithms.full_model import AllLarge, FedOpt, FedProx
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.algorithms.scalefl import ScaleFL
-from fl_engine.core.contracts import Algorithm, ChoosesNetwork, MeasuresClients
+from fl_engine.core.contracts import Algorithm, ChoosesNetwork, KeepsClientState, MeasuresClients
 from fl_engine.core.registry import Contract
 from fl_engine.core.search import Searched
 
@@ -34,7 +34,7 @@ CONTRACT = Contract(
     ALGORITHMS,
     Algorithm,
     needs=("training",),
-    optional=(ChoosesNetwork, Searched, MeasuresClients),
+    optional=(ChoosesNetwork, Searched, MeasuresClients, KeepsClientState),
 )
 """What an algorithm must have, and what it may have."""
 

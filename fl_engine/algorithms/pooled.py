@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
-from fl_engine.aggregation.privacy import Public, check_model, check_selection
+from fl_engine.aggregation.privacy import Public, check_model, check_selection, check_state
 from fl_engine.aggregation.rules import Aggregate, Aggregation
 from fl_engine.aggregation.server_opt import Average
 from fl_engine.core import pool as pools
@@ -179,10 +179,11 @@ def init(
     pool: Pool,
     server: ServerContext,
 ) -> PooledState:
-    """Raises ConfigError where the aggregation does not go with the network or the selection."""
+    """Raises ConfigError where the aggregation does not go with the network, the selection or what clients keep."""
     selection = method.selector(pool)
     check_model(method.aggregation, layout, pool)
     check_selection(method.aggregation, selection)
+    check_state(method.aggregation, method)
     return PooledState(params=params, tables=selection.init(fleet, pool), moments={}, layout=layout, pool=pool)
 
 

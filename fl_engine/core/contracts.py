@@ -27,6 +27,7 @@ from fl_engine.core.types import (
     Prunable,
     RoundContext,
     RoundPlan,
+    Start,
     SubmodelSpec,
     Tables,
     TaskContext,
@@ -218,6 +219,28 @@ class MeasuresClients(Protocol):
     """An algorithm, or a selection, that wants more of its clients than the engine's figures."""
 
     def client_metrics(self) -> Sequence[ClientMetric]: ...
+
+
+@runtime_checkable
+class KeepsClientState(Protocol):
+    """An algorithm whose clients keep something from one round that they take part in to the next: a head of their own
+    (FedPer), a variate (SCAFFOLD).
+
+    The engine carries it: to the client with its order, back with its update, and into the store with the round's
+    commit. Only what comes with an update that is taken is kept; `merge` never sees it. The server holds it as it is,
+    so who can read the store can read it.
+    """
+
+    def client_state(self, family: ModelFamily, pool: Pool) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of what each client keeps, float32, the same for all. A name that is a parameter's: the
+        client keeps this parameter to itself, and its updates come without it."""
+
+    def begin(self, state: Params, start: Start, order: WorkOrder, task: LocalTask, ctx: TaskContext) -> Start:
+        """Pure, on the client: what it starts from. `start`: what it would start from without a state, the received
+        weights. An empty `state` is that of a client that has not taken part yet, or whose state was lost."""
+
+    def keep(self, state: Params, client: ClientContext) -> Params:
+        """Pure, on the client after training: all that `client_state` names. `state` as in `begin`."""
 
 
 class Selector(Protocol):

@@ -235,8 +235,10 @@ class WorkOrder:
     """What one client is asked to do. `level` is the index of the pool model that it is sent, or whose size it has;
     `hints` is small JSON that the algorithm's own `task` understands.
 
-    `memory` is what a method lets its clients remember from one round to the next (FedDyn): a device keeps it by
-    itself, so it does not count as traffic; the server holds a copy, so that any process can play any client.
+    `memory` is what a method lets its clients remember from one round to the next. What the server computes by itself
+    (FedDyn) stands there under the parameters' names: a device keeps it too, so it does not count as traffic. What the
+    client has brought to be kept for it (`contracts.KeepsClientState`) stands there as `state/<name>`, put by the
+    engine, and counts.
     """
 
     round: int
@@ -277,7 +279,8 @@ class ClientUpdate:
 
     `num_examples` is the client's sample count |d|; `metrics` are floats such as `loss` and `seconds`. The server adds
     what it knows when the update is there: `level`, the index of the pool model that was trained (None: the sub-model
-    is none of the pool), and `elapsed`, the seconds that the order took on the simulated clock.
+    is none of the pool), and `elapsed`, the seconds that the order took on the simulated clock. `state` is what the
+    client wants kept for it (`contracts.KeepsClientState`): the engine takes it off before the merge.
     """
 
     round: int
@@ -288,6 +291,7 @@ class ClientUpdate:
     metrics: Mapping[str, float]
     level: int | None = None
     elapsed: float = 0.0
+    state: Params = field(default_factory=dict)
 
 
 Stage = Literal["drop", "prune", "train", "pod", "validate", "straggle", "quorum"]
@@ -426,6 +430,15 @@ class LocalTask:
     """Divides what every layer but the classifier puts out, in training only (HeteroFL)."""
     mask_labels: bool = False
     """The logits of classes that the client does not hold are 0, and their rows are not sent back (HeteroFL)."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a client's training starts from: the weights of `task.spec`; and `linear`, by parameter what is subtracted
+    from its gradient at every step (FedDyn, SCAFFOLD), shapes of the weights."""
+
+    params: Params
+    linear: Params = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

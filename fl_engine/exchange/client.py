@@ -10,7 +10,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from fl_engine.core.contracts import Algorithm, ModelFamily
+from fl_engine.core.client_state import apart, kept_by_clients
+from fl_engine.core.contracts import Algorithm, KeepsClientState, ModelFamily
 from fl_engine.core.errors import ClientError, ModelError
 from fl_engine.core.measures import LARGEST_LOSS, client_metrics
 from fl_engine.core.samples import Data
@@ -18,7 +19,6 @@ from fl_engine.core.slicing import take
 from fl_engine.core.types import (
     HEAD,
     ClientFailure,
-    ClientMetric,
     ClientUpdate,
     Device,
     LocalTask,
@@ -26,6 +26,7 @@ from fl_engine.core.types import (
     ParamLayout,
     Params,
     Pool,
+    Start,
     SubmodelSpec,
     TaskContext,
     WorkOrder,
@@ -33,7 +34,7 @@ from fl_engine.core.types import (
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.trained import TrainedClient
-from fl_engine.exchange.updates import Rejected, Rules, packed, update_of
+from fl_engine.exchange.updates import Rejected, Rules, check_state, packed, update_of
 from fl_engine.fleet import devices, faults
 from fl_engine.fleet.faults import Fault, Faults
 from fl_engine.training import local
@@ -74,15 +75,18 @@ class Site:
 @dataclass(frozen=True)
 class Work:
     """An order as the client understands it: its task, the weights to start from (after pruning on the device, views
-    where they can be), its samples' indices, what it had free, in % of the full model's parameters, and what the method
-    wants measured."""
+    where they can be), its samples' indices, and what it had free, in % of the full model's parameters. `linear` as in
+    `Start`. `received` are the weights as they were sent, `state` is what the client keeps and may start from."""
 
     order: WorkOrder
     task: LocalTask
     start: Params
     indices: np.ndarray
     free: float
-    metrics: tuple[ClientMetric, ...] = ()
+    algorithm: Algorithm
+    linear: Params
+    received: Params
+    state: Params
 
 
 def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "cpu") -> Outcome:
@@ -108,8 +112,21 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     if not len(indices):
         return ClientFailure(order.round, order.client, "train", "a client without samples cannot train")
     # Sums over all parameters depend on their order, which a file does not keep.
-    start = {name: taken[name] for name in layout.slots if name in taken}
-    return Work(order, task, start, indices, free, client_metrics(algorithm))
+    received = {name: taken[name] for name in layout.slots if name in taken}
+    memory, state = apart(order.memory)
+    start = Start(received, {name: tensor for name, tensor in memory.items() if name in received})
+    if isinstance(algorithm, KeepsClientState):
+        try:
+            began = algorithm.begin(state, start, order, task, context)
+        except (ClientError, ModelError) as error:
+            return ClientFailure(order.round, order.client, "train", str(error))
+        if began.params.keys() != received.keys():
+            odd = sorted(began.params.keys() ^ received.keys())[:4]
+            said = f"{type(algorithm).__name__}.begin gives other parameters than those of the sub-model: {odd}"
+            return ClientFailure(order.round, order.client, "train", said)
+        start = began
+    weights = {name: start.params[name] for name in received}
+    return Work(order, task, weights, indices, free, algorithm, start.linear, received, state)
 
 
 def accept_all(
@@ -138,7 +155,7 @@ def side_by_side(works: Iterable[Work], site: Site) -> list[list[Work]]:
 
 
 def _kind(work: Work, site: Site) -> object:
-    return local.kind(site.layout, work.task, len(work.indices), frozenset(work.order.memory))
+    return local.kind(site.layout, work.task, len(work.indices), frozenset(work.linear))
 
 
 def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcome]:
@@ -164,8 +181,7 @@ def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]
     samples = torch.split(site.data.normalise(site.data.train_x[chosen].to(device)), sizes)
     targets = torch.split(site.data.train_y[chosen].to(device), sizes)
     for work, x, y in zip(works, samples, targets, strict=True):
-        linear = {name: tensor for name, tensor in work.order.memory.items() if name in work.start}
-        yield local.Job(work.task, work.start, x, y, linear)
+        yield local.Job(work.task, work.start, x, y, work.linear)
 
 
 def _outcome(work: Work, job: local.Job, trained: local.Trained, site: Site, seconds: float, macs: float) -> Outcome:
@@ -180,18 +196,29 @@ def _outcome(work: Work, job: local.Job, trained: local.Trained, site: Site, sec
         "seconds": seconds,
         "free": work.free,
     }
-    if work.metrics:
-        client = TrainedClient.of(order, task, site.family, site.data.task, job, work.start, trained.params)
+    state: Params = {}
+    kept = kept_by_clients(work.algorithm, site.family, site.pool)
+    wanted = client_metrics(work.algorithm)
+    if wanted or isinstance(work.algorithm, KeepsClientState):
+        client = TrainedClient.of(order, task, site.family, site.data.task, job, work.received, trained.params)
         try:
-            metrics |= client.measured(work.metrics)
+            if isinstance(work.algorithm, KeepsClientState):  # first: what is measured may write into the copies
+                state = {n: t.detach().to("cpu", copy=True) for n, t in work.algorithm.keep(work.state, client).items()}
+                check_state(state, kept)
+            metrics |= client.measured(wanted)
+        except Rejected as error:
+            said = f"what {type(work.algorithm).__name__}.keep gives is not what it declares: {error}"
+            return ClientFailure(order.round, order.client, "train", said)
         except (ClientError, ModelError, MemoryError, torch.OutOfMemoryError) as error:
             return ClientFailure(order.round, order.client, "train", str(error) or "out of memory")
     spec, payload = task.spec, faults.lie(site.befalls(order), work.start, trained.params)
+    if kept:  # a parameter that a client keeps to itself
+        payload = {name: tensor for name, tensor in payload.items() if name not in kept}
     if task.mask_labels:  # the rows of classes that the client does not hold were not trained
         held = torch.unique(site.data.train_y[work.indices]).tolist()
         spec = SubmodelSpec.of({**task.spec.kept, HEAD: held}, task.spec.blocks)
         payload = take(payload, site.layout, spec, have=task.spec)
-    return ClientUpdate(order.round, order.client, spec, payload, len(work.indices), metrics)
+    return ClientUpdate(order.round, order.client, spec, payload, len(work.indices), metrics, state=state)
 
 
 SPOILS = ("nan", "scale", "corrupt")

@@ -11,7 +11,7 @@ tensor reaches the mean. What fails is `Rejected` with one of the codes below: a
     signature   not signed with the key that came with the order
     spec        a sub-model that is no part of what was sent, or not what a client makes of it
     checksum    other bytes than the manifest says
-    names       tensors that the sub-model does not have, or lacks
+    names       tensors that the sub-model, or what a client keeps, does not have or lacks
     dtype, shape
     finite      not a number, infinite, or so large that sums overflow
     statistics  a variance below zero; or running statistics that moved much further than others
@@ -27,6 +27,7 @@ import hmac
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -34,6 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from fl_engine.core import workload
+from fl_engine.core.client_state import STATE, Shapes, apart, kept_by_clients, travelling
 from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief, printable
 from fl_engine.core.measures import FIGURES, client_metrics
@@ -66,9 +68,10 @@ HEADER_BYTES = 2**10
 """More than safetensors writes for a tensor besides its numbers, and a manifest for a group's name."""
 
 
-def payload_bytes(order: WorkOrder) -> int:
-    """No update of this order is a larger file: at most what was sent comes back."""
-    return _most_bytes({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in order.payload.items()})
+def payload_bytes(order: WorkOrder, state: Shapes | None = None) -> int:
+    """No update of this order is a larger file: at most what was sent comes back, and the client's `state`."""
+    sent: Expected = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in order.payload.items()}
+    return _most_bytes(sent | _forms(state or {}))
 
 
 def manifest_bytes(order: WorkOrder) -> int:
@@ -118,6 +121,11 @@ class Rules:
     family: ModelFamily | None = None
     seed: int | None = None
 
+    @cached_property
+    def client_state(self) -> Shapes:
+        """What each client keeps."""
+        return {} if self.family is None else kept_by_clients(self.algorithm, self.family, self.pool)
+
 
 KeyOf = Callable[[WorkOrder], bytes]
 """The key that signs a client's answer to an order."""
@@ -142,7 +150,7 @@ def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tup
     if isinstance(outcome, ClientFailure):
         why = {"stage": outcome.stage, "reason": outcome.reason[:4096], "code": outcome.code}
         return manifest.model_copy(update=why), None
-    value = encode(outcome.payload)
+    value = encode(outcome.payload | travelling(outcome.state))
     value = value if length is None else padded(value, length)
     said = {
         "sha256": sha256(value),
@@ -230,9 +238,9 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
         spec = SubmodelSpec.from_json(manifest.spec)
     except (FlexfleetError, TypeError, ValueError, AttributeError) as error:
         raise Rejected("spec", f"not a sub-model: {error}") from error
-    expected = None if rules is None else _expected(rules.layout, spec, order)
+    expected = None if rules is None else _expected(rules, spec, order)
     # That of what was sent, also where the client has pruned: with a length that is fixed it fills its file up.
-    limit = None if expected is None else payload_bytes(order)
+    limit = None if rules is None else payload_bytes(order, rules.client_state)
     try:
         value = payload(limit)
     except IntegrityError as error:
@@ -244,13 +252,14 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
     except IntegrityError as error:
         raise Rejected("schema", str(error)) from error
     if expected is not None and rules is not None:
-        _check(tensors, expected)
+        check_tensors(tensors, expected)
         held = rules.samples[order.client]
         if manifest.num_examples != held:
             raise Rejected("examples", f"says {manifest.num_examples} samples, the client holds {held}")
         _check_metrics(manifest.metrics, client_metrics(rules.algorithm))
         _check_made(spec, order, manifest.metrics, rules)
-    return ClientUpdate(order.round, order.client, spec, tensors, manifest.num_examples, manifest.metrics)
+    weights, state = apart(tensors)
+    return ClientUpdate(order.round, order.client, spec, weights, manifest.num_examples, manifest.metrics, state=state)
 
 
 def _most_bytes(expected: Expected) -> int:
@@ -301,7 +310,12 @@ Expected = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Type and shape, by name."""
 
 
-def _expected(layout: ParamLayout, spec: SubmodelSpec, order: WorkOrder) -> Expected:
+def _forms(state: Shapes) -> Expected:
+    return {STATE + name: (torch.float32, shape) for name, shape in state.items()}
+
+
+def _expected(rules: Rules, spec: SubmodelSpec, order: WorkOrder) -> Expected:
+    layout, kept = rules.layout, rules.client_state
     try:
         layout.check(spec)
     except (ModelError, TypeError, ValueError) as error:
@@ -309,10 +323,17 @@ def _expected(layout: ParamLayout, spec: SubmodelSpec, order: WorkOrder) -> Expe
     if not contains(layout, order.spec, spec):
         raise Rejected("spec", "no part of the sub-model that was sent")
     found = shapes(layout, spec, {name: tensor.shape for name, tensor in order.payload.items()})
-    return {name: (order.payload[name].dtype, shape) for name, shape in found.items()}
+    sent: Expected = {name: (order.payload[name].dtype, shape) for name, shape in found.items() if name not in kept}
+    return sent | _forms(kept)
 
 
-def _check(tensors: Params, expected: Expected) -> None:
+def check_state(state: Params, declared: Shapes) -> None:
+    """Raises Rejected unless this is what each client keeps."""
+    check_tensors(travelling(state), _forms(declared))
+
+
+def check_tensors(tensors: Params, expected: Expected) -> None:
+    """Raises Rejected unless these are tensors of such names, types and shapes, and of numbers that can be."""
     odd, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
     if odd:
         raise Rejected("names", f"the sub-model has no {', '.join(odd[:4])}")
@@ -327,7 +348,7 @@ def _check(tensors: Params, expected: Expected) -> None:
         least, most = (float(end) for end in tensor.aminmax())  # both are NaN where one number is
         if not max(-least, most) <= largest(name):
             raise Rejected("finite", f"{name} is not finite everywhere, or beyond {largest(name):g}")
-        if least < 0 and name.endswith("running_var"):
+        if least < 0 and name.endswith("running_var") and not name.startswith(STATE):
             raise Rejected("statistics", f"{name} holds a variance below zero")
 
 

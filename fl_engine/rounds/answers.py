@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from fl_engine.aggregation.spool import HELD_BYTES, Spool
-from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome
+from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params
 from fl_engine.storage.store import tensor_bytes
 
 
@@ -19,13 +19,16 @@ class Answers:
         self._heads: dict[int, Outcome] = {}
         self._places: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
+        self._states: dict[int, int] = {}
 
     def add(self, outcome: Outcome) -> None:
         client = outcome.client
         if isinstance(outcome, ClientUpdate):
             self._places[client] = self._spool.put(outcome.payload)
             self._sizes[client] = tensor_bytes(outcome.payload)
-            outcome = replace(outcome, payload={})
+            if outcome.state:
+                self._states[client] = self._spool.put(outcome.state)
+            outcome = replace(outcome, payload={}, state={})
         self._heads[client] = outcome
 
     def refuse(self, failures: Mapping[int, ClientFailure]) -> None:
@@ -37,8 +40,14 @@ class Answers:
         for client in sorted(self._heads):
             yield self._heads[client]
 
+    def states(self) -> Iterator[tuple[int, Params]]:
+        """(client, what it wants kept for it) of the updates that are merged, in client order."""
+        for head in self.heads():
+            if isinstance(head, ClientUpdate) and head.client in self._states:
+                yield head.client, self._spool.get(self._states[head.client])
+
     def size(self, client: int) -> int:
-        """Bytes of what the client brought."""
+        """Bytes of the weights that the client brought."""
         return self._sizes[client]
 
     def __iter__(self) -> Iterator[Outcome]:

@@ -17,6 +17,7 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import movement, size_of
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.run import Run
+from fl_engine.storage.client_states import ClientStates
 
 log = logging.getLogger("flexfleet")
 
@@ -41,6 +42,8 @@ class Clients:
     mailbox: Mailbox | None
     """Where answers are kept as they arrive; None: in this process alone."""
     should_stop: Callable[[], bool] = lambda: False
+    states: ClientStates | None = None
+    """Where it is that they keep; None: they keep nothing."""
 
 
 def collect(run: Run, plan: RoundPlan, history: History, clients: Clients) -> Collected:

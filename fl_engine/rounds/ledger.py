@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import KeyOf, Rules
 from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.storage.client_states import ClientStates
 from fl_engine.storage.lease import Lease
 from fl_engine.storage.store import Store
 
@@ -17,6 +19,11 @@ class Ledger:
 
     checkpoints: Checkpoints
     mailbox: Mailbox
+
+    @cached_property
+    def states(self) -> ClientStates:
+        """What clients keep."""
+        return ClientStates(self.checkpoints)
 
     @property
     def store(self) -> Store:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from fl_engine.core.contracts import Backend, Tracker
+from fl_engine.core.contracts import Backend, KeepsClientState, Tracker
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped, brief
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import Params
@@ -27,6 +27,7 @@ from fl_engine.rounds.round import Progress, play
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Row
+from fl_engine.storage.client_states import FILES, KEY, named
 from fl_engine.training.memory import resident_peak, restart_peak
 
 log = logging.getLogger("flexfleet")
@@ -55,9 +56,14 @@ def federate(
     EnvironmentFailure where the store or the backend do not answer.
     """
     terms = run.terms
-    clients = Clients(backend, ledger.mailbox if terms.keep_updates or backend.durable else None, should_stop)
+    mailbox, states = ledger.mailbox if terms.keep_updates or backend.durable else None, None
+    if isinstance(run.algorithm, KeepsClientState):
+        states = ledger.states
+    clients = Clients(backend, mailbox, should_stop, states)
     with _told_how_to_go_on(ledger):
         progress, first = _resume(initial, ledger, terms, discard_damaged)
+        if states is not None:
+            states.prune()
         if first > terms.stop:
             raise ConfigError(f"rounds.stop = {terms.stop}, but {first} rounds are committed: a run cannot go back")
         tracker.metrics([(row.round + 1, row.metrics) for row in ledger.checkpoints.rows()])
@@ -68,6 +74,8 @@ def federate(
             nonlocal last_commit
             if pending:
                 ledger.checkpoints.commit(pending[-1].round, *_packed(progress, terms), pending)
+                if states is not None:
+                    states.prune()
                 ledger.checkpoints.check_lease()  # a successor tells the tracker what the ledger has
                 tracker.metrics([(row.round + 1, row.metrics) for row in pending])
                 pending.clear()
@@ -130,7 +138,7 @@ def _resume(initial: Any, ledger: Ledger, terms: RoundsConfig, discard_damaged: 
     log.info("resuming after round %d", last + 1)
     if terms.norm_bound is not None and HISTORY not in rest:
         log.info("an older version's commit, which does not say how far updates moved: rounds.norm_bound starts anew")
-    return Progress(state, history, clock), last + 1
+    return Progress(state, history, clock, named(rest)), last + 1
 
 
 def _packed(progress: Progress, terms: RoundsConfig) -> tuple[Params, dict[str, Any]]:
@@ -138,6 +146,8 @@ def _packed(progress: Progress, terms: RoundsConfig) -> tuple[Params, dict[str, 
     rest[CLOCK] = progress.clock
     if terms.norm_bound is not None:
         rest[HISTORY] = HISTORIES.dump_python(progress.history, mode="json")
+    if progress.states:
+        rest[KEY] = FILES.dump_python(dict(progress.states), mode="json")
     return tensors, rest
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from fl_engine.core.client_state import apart
 from fl_engine.core.slicing import index_of
 from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, Stage
 from fl_engine.rounds.answers import Answers
@@ -24,9 +28,10 @@ class Record:
 
 
 def recorded(run: Run, plan: RoundPlan, answers: Answers) -> Record:
-    """Bytes count 4 per parameter of what is sent and brought back; waste is the share that was sent in vain
-    (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent). A simulated round ends with the slowest client that it
-    takes, or at its deadline where one has not come by then; another that failed is not waited for."""
+    """Bytes count 4 per parameter of what is sent and brought back, and per number of what a client keeps; waste is the
+    share of the weights that was sent in vain (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent). A simulated
+    round ends with the slowest client that it takes, or at its deadline where one has not come by then; another that
+    failed is not waited for."""
     lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
     pruned = 0
     for head in answers.heads():
@@ -47,9 +52,11 @@ def recorded(run: Run, plan: RoundPlan, answers: Answers) -> Record:
         lines.append(line)
     down = sum(tensor_bytes(order.payload) for order in plan.orders)
     up = sum(answers.size(update.client) for update in updates)
+    held = sum(tensor_bytes(apart(order.memory)[1]) for order in plan.orders)
+    kept = sum(math.prod(shape) for shape in run.client_state.values()) * torch.float32.itemsize
     metrics = {
-        "bytes_down": float(down),
-        "bytes_up": float(up),
+        "bytes_down": float(down + held),
+        "bytes_up": float(up + kept * len(updates)),
         "waste": 1 - up / down if down else 0.0,
         "clients_trained": float(len(updates)),
         "clients_pruned": float(pruned),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fl_engine.aggregation import privacy
 from fl_engine.exchange.acceptance import History
+from fl_engine.rounds import kept
 from fl_engine.rounds.collect import Clients, collect
 from fl_engine.rounds.recorder import recorded
 from fl_engine.rounds.run import Run
@@ -25,6 +27,8 @@ class Progress:
     """How far updates of earlier rounds moved."""
     clock: float = 0.0
     """Seconds that all rounds together took on the simulated clock."""
+    states: Mapping[int, str] = field(default_factory=dict)
+    """By client, the file of what it keeps (`storage.client_states`)."""
 
 
 def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
@@ -32,9 +36,11 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     started = time.monotonic()
     plan = run.algorithm.plan(before.state, run.context(round, before.clock))
     plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, round))
+    plan = kept.handed_out(run, plan, before.states, clients.states)
     planned = time.monotonic()
     collected = collect(run, plan, before.history, clients)
     state = run.algorithm.merge(before.state, plan, collected.answers, run.server)
+    states = kept.taken_in(before.states, collected.answers, clients.states)
     merged = time.monotonic()
     record = recorded(run, plan, collected.answers)
     metrics = record.metrics
@@ -50,7 +56,8 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
         metrics["epsilon"] = spent
     metrics["seconds_round"] = time.monotonic() - started
     clock = before.clock + metrics.get("seconds_simulated", 0.0)
-    return Progress(state, collected.history, clock), Row(round=round, metrics=metrics, clients=record.clients)
+    row = Row(round=round, metrics=metrics, clients=record.clients)
+    return Progress(state, collected.history, clock, states), row
 
 
 def _scores(run: Run, state: Any) -> dict[str, float]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fl_engine.aggregation import privacy
+from fl_engine.core.client_state import Shapes, apart, kept_by_clients
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.types import ClientUpdate, RoundContext, WorkOrder
 from fl_engine.exchange.client import Site
@@ -43,11 +44,18 @@ class Run:
         )
 
     def seconds(self, update: ClientUpdate, order: WorkOrder) -> float:
-        """What the order took on the simulated clock, with the transfer of its weights there and back."""
+        """What the order took on the simulated clock, with the transfer of its weights, and of what the client keeps,
+        there and back."""
         fault = faults.befalls(self._faults, self.site.seed, order.round, order.client, len(self.site.fleet))
         moved = tensor_bytes(order.payload) + tensor_bytes(update.payload)
+        moved += tensor_bytes(apart(order.memory)[1]) + tensor_bytes(update.state)
         took = simulated_seconds(self.site.fleet[order.client], update.metrics.get("macs", 0.0), moved)
         return faults.slowness(fault) * took
+
+    @cached_property
+    def client_state(self) -> Shapes:
+        """What each client keeps."""
+        return kept_by_clients(self.algorithm, self.site.family, self.site.pool)
 
     @cached_property
     def _faults(self) -> faults.Faults:

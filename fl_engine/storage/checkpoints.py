@@ -135,10 +135,23 @@ class Checkpoints:
 
     def read(self, round: int) -> tuple[Params, dict[str, Any]]:
         """The state after a committed round. Raises IntegrityError naming the file that is not as committed."""
-        tensors = self._committed(round, "state.safetensors")
-        rest = json_of(self._committed(round, "state.json"), self.store.uri(f"{round_folder(round)}state.json"))
+        tensors, rest = self._committed(round, "state.safetensors"), self.rest(round)
         self._committed(round, "metrics.json")
         return decode(tensors, self.store.uri(f"{round_folder(round)}state.safetensors")), rest
+
+    def rest(self, round: int) -> dict[str, Any]:
+        """The part of the state that is JSON. Raises as `read` does."""
+        found: dict[str, Any] = json_of(
+            self._committed(round, "state.json"), self.store.uri(f"{round_folder(round)}state.json")
+        )
+        return found
+
+    def with_state(self) -> list[int]:
+        """Committed rounds whose state is kept, ascending."""
+        files = self._files()
+        commits = {round for round, name, _ in files if _plain(name) == "COMMITTED"} | self._here
+        last = set(sorted(commits)[-2:])
+        return sorted(last | {round for round, name, _ in files if _plain(name) == "state.json" and round in commits})
 
     def rows(self) -> list[Row]:
         """Every committed round's measurements, in round order. Raises IntegrityError naming a damaged file, or the

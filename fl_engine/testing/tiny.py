@@ -289,6 +289,7 @@ def assert_same_outcomes(left: Sequence[Outcome], right: Sequence[Outcome]) -> N
             k: v for k, v in b.metrics.items() if k != "seconds"
         }
         assert_same_bits(a.payload, b.payload)
+        assert_same_bits(a.state, b.state)
 
 
 def assert_same_bits(left: Params, right: Params) -> None:

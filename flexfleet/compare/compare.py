@@ -287,7 +287,7 @@ def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> R
         shared=shared / id / pair["shared"],
         tags={**tags(entry, id, pair["parent"]), **track.of_job(entry.config, job_id)},
     )
-    ledger = shutil.ignore_patterns("rounds", ".lock")
+    ledger = shutil.ignore_patterns("rounds", "states", ".lock")
     shutil.copytree(Path(entry.config.run.store) / entry.name, out, ignore=ledger, dirs_exist_ok=True)
     return found
 

@@ -246,7 +246,8 @@ def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolve
     for i, (run, out) in enumerate(ready):
         reporter = search.Reporter(trial, config.tune.metric) if i == 0 else None
         found.append(_rounds(run, out, _tags(study, trial=str(trial.number)), reporter))
-        shutil.rmtree(out / "rounds", ignore_errors=True)  # a trial's models are of no use to anybody
+        for folder in ("rounds", "states"):  # a trial's models are of no use to anybody
+            shutil.rmtree(out / folder, ignore_errors=True)
     return mean(found)
 
 

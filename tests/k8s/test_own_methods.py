@@ -11,14 +11,15 @@ import pytest
 
 from fl_engine.backends.kubernetes.backend import Kubernetes
 from fl_engine.storage.checkpoints import Checkpoints, Row
-from fl_engine.storage.store import FolderStore
+from fl_engine.storage.client_states import ClientStates, named
+from fl_engine.storage.places import open_store
+from fl_engine.storage.store import FolderStore, Store
+from fl_engine.testing.tiny import assert_same_bits
 
-ASKING = (
-    "algorithm.name=all_large",
-    "algorithm.eligible=all",
+OWN = (
+    "algorithm.name=fl_engine.testing.personal:PersonalHeads",
     "algorithm.selection={name: fl_engine.testing.utility:LargestUtility}",
-    "training.fraction=0.3",
-    "rounds.stop=2",
+    "training.fraction=0.7",
 )
 
 Rounds = Callable[..., Path]
@@ -29,16 +30,9 @@ class Killed(BaseException):
     """Stands for SIGKILL."""
 
 
-def killed_while_waiting(rounds: Rounds, name: str, sets: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starts a run whose coordinator is killed when the first round's pods are under way."""
-
-    def collect(*_: object) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Kubernetes, "_collect", collect)
-        with pytest.raises(Killed):
-            rounds(name, *sets)
+def killed(*_: object) -> None:
+    """What befalls a coordinator when a round's pods are under way."""
+    raise Killed
 
 
 def lines(rows: list[Row]) -> list[list[dict[str, Any]]]:
@@ -46,13 +40,30 @@ def lines(rows: list[Row]) -> list[list[dict[str, Any]]]:
     return [[{k: v for k, v in line.items() if k != "seconds"} for line in row.clients] for row in rows]
 
 
-def test_what_clients_measure_in_pods_is_what_they_measure_in_one_process(
+def heads(store: Store) -> dict[int, Any]:
+    checkpoints = Checkpoints(store)
+    files = named(checkpoints.rest(checkpoints.commits()[-1]))
+    return {client: ClientStates(checkpoints).get(name) for client, name in files.items()}
+
+
+def test_what_clients_measure_and_keep_in_pods_is_what_they_do_in_one_process(
     quick_cluster: Any, rounds: Rounds, remote: Remote, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = rounds("alone", *ASKING)
-    killed_while_waiting(rounds, "pods", (*remote, *ASKING), monkeypatch)
-    pods = rounds("pods", *remote, *ASKING, resume=True)
+    """The second coordinator is killed where clients have been handed what they kept in the round before."""
+    alone = rounds("alone", *OWN, "rounds.stop=2")
+    rounds("pods", *remote, *OWN)
+    with monkeypatch.context() as patch:
+        patch.setattr(Kubernetes, "_collect", killed)
+        with pytest.raises(Killed):
+            rounds("pods", *remote, *OWN, "rounds.stop=2", resume=True)
+    pods = rounds("pods", *remote, *OWN, "rounds.stop=2", resume=True)
     assert (pods / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
     found, expected = rows(remote, "pods"), Checkpoints(FolderStore(alone)).rows()
     assert lines(found) == lines(expected)
     assert all(0 < line["utility"] < math.inf for row in found for line in row.clients)
+    assert [row.metrics["bytes_down"] for row in found] == [row.metrics["bytes_down"] for row in expected]
+    assert len({row.metrics["bytes_down"] for row in found}) == 2, "some took part again"
+    there, here = heads(open_store(f"{remote[1].partition('=')[2]}/pods")), heads(FolderStore(alone))
+    assert there.keys() == here.keys()
+    for client, head in here.items():
+        assert_same_bits(there[client], head)

@@ -331,6 +331,7 @@ class Kubernetes:
             return [told.model_copy(update=ambient).model_dump_json() for told in assignments], "{}"
         assert isinstance(store, S3Store)
         seconds = o.deadline_s + o.pending_s + GRACE_S
+        kept = {} if self._mailbox.rules is None else self._mailbox.rules.client_state
 
         def urls(keys: Iterable[str]) -> dict[str, str]:
             return {k: store.presign(k, seconds, o.endpoint) for k in sorted(keys)}
@@ -340,10 +341,12 @@ class Kubernetes:
         texts = []
         for told, own in zip(assignments, reads, strict=True):
             writes = {
-                k: store.upload(k, most(orders[client]), seconds, self._verb, o.endpoint)
+                k: store.upload(k, most, seconds, self._verb, o.endpoint)
                 for client in told.clients
                 for k, most in zip(
-                    self._mailbox.outcome_keys(plan.round, client), (payload_bytes, manifest_bytes), strict=True
+                    self._mailbox.outcome_keys(plan.round, client),
+                    (payload_bytes(orders[client], kept), manifest_bytes(orders[client])),
+                    strict=True,
                 )
             }
             texts.append(told.model_copy(update={"reads": urls(own - same), "writes": writes}).model_dump_json())

@@ -1,0 +1,462 @@
+"""What clients keep: who may declare what, what a lie about it is worth, and that no kill and no backend changes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine.aggregation import privacy
+from fl_engine.aggregation.privacy import Private
+from fl_engine.algorithms import CONTRACT, AllLarge
+from fl_engine.backends import InProcess, Processes
+from fl_engine.core.client_state import apart, kept_by_clients, travelling
+from fl_engine.core.contracts import ClientContext
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.slicing import full_shapes, largest
+from fl_engine.core.types import (
+    ClientFailure,
+    ClientUpdate,
+    LocalTask,
+    Outcome,
+    Params,
+    RoundPlan,
+    Start,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.updates import packed, payload_bytes
+from fl_engine.fleet import faults
+from fl_engine.fleet.devices import simulated_seconds
+from fl_engine.rounds import loop
+from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage import lease
+from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.storage.client_states import KEY, ClientStates, named
+from fl_engine.storage.store import FolderStore, encode, tensor_bytes
+from fl_engine.testing.personal import PersonalHeads
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    TinyNet,
+    assert_same_bits,
+    assert_same_outcomes,
+    context_of,
+    start_of,
+    tiny_fleet,
+    tiny_site,
+)
+from fl_engine.testing.tracker import Memory
+from fl_engine.training.numerics import Numerics
+from flexfleet import config as configs
+from flexfleet.config import load_config
+
+HERE = __name__
+HEADS = PersonalHeads(training=replace(TRAINING, fraction=0.5, epochs=1))
+SITE = tiny_site(HEADS, fleet=tiny_fleet(6))
+PLAN = HEADS.plan(start_of(HEADS, SITE), context_of(SITE, 0, SEED))
+ORDER = PLAN.orders[0]
+DECLARED = kept_by_clients(HEADS, SITE.family, SITE.pool)
+
+
+def by_client(outcomes: Any) -> list[Outcome]:
+    return sorted(outcomes, key=lambda outcome: outcome.client)
+
+
+def update_of(order: WorkOrder = ORDER, algorithm: Any = HEADS) -> ClientUpdate:
+    outcome = execute(algorithm, order, SITE)
+    assert isinstance(outcome, ClientUpdate), outcome
+    return outcome
+
+
+# ------------------------------------------------------------------------------------------------ declarations
+@dataclass(frozen=True)
+class Declares(PersonalHeads):
+    shapes: tuple[tuple[str, Any], ...] = ()
+
+    def client_state(self, family: Any, pool: Any) -> Mapping[str, tuple[int, ...]]:
+        return dict(self.shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("", (1,), "a name is 1 to 256 letters"),
+        ("a b", (1,), "a name is 1 to 256 letters"),
+        ("a" * 257, (1,), "a name is 1 to 256 letters"),
+        ("a", (0,), "positive integers"),
+        ("a", (2, -1), "positive integers"),
+        ("a", (2.0,), "positive integers"),
+    ],
+)
+def test_what_is_no_declaration_is_refused_with_the_reason(name: str, shape: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"Declares declares .* as state of a client: .*{said}"):
+        kept_by_clients(Declares(shapes=((name, shape),)), SITE.family, SITE.pool)
+
+
+@dataclass(frozen=True)
+class BeginsOtherwise(PersonalHeads):
+    def begin(self, state: Params) -> Start:  # type: ignore[override]
+        return Start(state)
+
+
+def test_a_configuration_names_one_and_a_misfit_is_refused() -> None:
+    name = "fl_engine.testing.personal:PersonalHeads"
+    assert isinstance(configs.algorithm(load_config(None, [f"algorithm.name={name}"])), PersonalHeads)
+    assert CONTRACT.misfits(BeginsOtherwise)[0].startswith("its begin(self, state")
+
+
+def test_who_declares_nothing_keeps_nothing() -> None:
+    assert kept_by_clients(AllLarge(training=TRAINING), SITE.family, SITE.pool) == {}
+
+
+def test_private_aggregation_refuses_it() -> None:
+    private = replace(HEADS, aggregation=Private())
+    for refuse in (
+        lambda: start_of(private, SITE),
+        lambda: privacy.check_run(private, known=True, reference=False, ambient=False, stranded=False),
+    ):
+        with pytest.raises(ConfigError, match="private, but PersonalHeads has its clients' states kept by the server"):
+            refuse()
+
+
+# -------------------------------------------------------------------------------------------------- on a client
+def test_a_head_begins_as_it_was_left_and_is_not_sent_as_weights() -> None:
+    first = update_of()
+    assert first.state.keys() == DECLARED.keys() == {"classifier.weight", "classifier.bias"}
+    assert first.payload.keys() == ORDER.payload.keys() - DECLARED.keys()
+    bare = update_of(algorithm=AllLarge(training=HEADS.training, eligible="all"))
+    assert_same_bits({**first.payload, **first.state}, bare.payload)  # the first time it starts from the global head
+    again = update_of(replace(ORDER, memory=travelling(first.state)))
+    own = replace(ORDER, payload={**ORDER.payload, **first.state})
+    assert_same_bits({**again.payload, **again.state}, update_of(own, AllLarge(HEADS.training, eligible="all")).payload)
+
+
+@dataclass(frozen=True)
+class Pushed(PersonalHeads):
+    """What it keeps is subtracted from the gradients."""
+
+    def begin(self, state: Params, start: Start, order: WorkOrder, task: LocalTask, ctx: TaskContext) -> Start:
+        return replace(start, linear={**start.linear, **state})
+
+
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics("batched", 3)], ids=["single", "batched"])
+def test_a_variate_is_a_linear_term_as_the_servers_is(numerics: Numerics) -> None:
+    """With SCAFFOLD's kind of state as with what the server computes; clients with and without side by side."""
+    site, pushed = replace(SITE, numerics=numerics), Pushed(training=HEADS.training)
+    g = {name: torch.full(shape, 0.01) for name, shape in DECLARED.items()}
+    bare = AllLarge(training=HEADS.training, eligible="all")
+    for index in range(len(PLAN.orders)):
+        kept, told = list(PLAN.orders), list(PLAN.orders)
+        kept[index], told[index] = (replace(ORDER_OF[index], memory=memory) for memory in (travelling(g), g))
+        found = by_client(InProcess(site).run(pushed, replace(PLAN, orders=tuple(kept))))
+        expected = by_client(InProcess(site).run(bare, replace(PLAN, orders=tuple(told))))
+        for a, b in zip(found, expected, strict=True):
+            assert isinstance(a, ClientUpdate) and isinstance(b, ClientUpdate)
+            assert_same_bits({**a.payload, **a.state}, b.payload)
+    plain = by_client(InProcess(site).run(bare, PLAN))[-1]
+    assert isinstance(plain, ClientUpdate) and isinstance(b, ClientUpdate)
+    assert not plain.payload["classifier.bias"].equal(b.payload["classifier.bias"]), "it moves something"
+
+
+ORDER_OF = dict(enumerate(PLAN.orders))
+
+
+@dataclass(frozen=True)
+class KeepsOther(PersonalHeads):
+    what: str = ""
+
+    def keep(self, state: Params, client: ClientContext) -> Params:
+        kept = dict(super().keep(state, client))
+        match self.what:
+            case "lacks":
+                del kept["classifier.bias"]
+            case "shape":
+                kept["classifier.bias"] = kept["classifier.bias"][1:]
+            case "dtype":
+                kept["classifier.bias"] = kept["classifier.bias"].double()
+            case "finite":
+                kept["classifier.bias"] = kept["classifier.bias"] * math.nan
+        return kept
+
+
+@pytest.mark.parametrize("what", ["lacks", "shape", "dtype", "finite"])
+def test_a_client_that_keeps_what_is_not_declared_fails(what: str) -> None:
+    outcome = execute(KeepsOther(training=HEADS.training, what=what), ORDER, SITE)
+    assert isinstance(outcome, ClientFailure) and outcome.stage == "train"
+    assert "what KeepsOther.keep gives is not what it declares" in outcome.reason
+
+
+# ------------------------------------------------------------------------------------------------------ lies
+def received(tmp_path: Path, state: Params, payload: Params | None = None) -> Outcome:
+    honest = update_of()
+    lie = replace(honest, state=state, payload=honest.payload if payload is None else payload)
+    mailbox = Mailbox(FolderStore(tmp_path), replace(SITE.rules, algorithm=HEADS), key=lambda order: b"key")
+    mailbox.put_outcome(PLAN, lie)
+    return mailbox.receive(PLAN, lie.client)
+
+
+def test_an_honest_state_comes_back_as_it_is_and_has_room(tmp_path: Path) -> None:
+    honest = update_of()
+    assert_same_outcomes([received(tmp_path, honest.state)], [honest])
+    value = packed(honest, ORDER)[1]
+    assert value is not None and len(value) <= payload_bytes(ORDER, DECLARED)
+    grown = payload_bytes(ORDER, DECLARED) - payload_bytes(ORDER)
+    assert tensor_bytes(honest.state) < grown < tensor_bytes(honest.state) + 2**12
+
+
+def test_the_worst_state_is_the_clients_own_affair(tmp_path: Path) -> None:
+    """Numbers up to the largest are taken; they come back to the one that sent them, and are merged with nothing."""
+    worst = {name: torch.full(shape, largest(name)) for name, shape in DECLARED.items()}
+    outcome = received(tmp_path, worst)
+    assert isinstance(outcome, ClientUpdate)
+    assert_same_bits(outcome.state, worst)
+    assert_same_bits(outcome.payload, update_of().payload)
+
+
+STATE = update_of().state
+LIES: dict[str, tuple[str, Params]] = {
+    "none": ("names", {}),
+    "one too few": ("names", {"classifier.bias": STATE["classifier.bias"]}),
+    "one too many": ("names", {**STATE, "more": torch.zeros(1)}),
+    "another type": ("dtype", {n: t.double() for n, t in STATE.items()}),
+    "another shape": ("shape", {**STATE, "classifier.bias": torch.zeros(9)}),
+    "no number": ("finite", {**STATE, "classifier.bias": torch.full((4,), math.nan)}),
+    "beyond the largest": ("finite", {**STATE, "classifier.bias": torch.full((4,), 1.001e9)}),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_each_lie_about_a_state_has_its_code(lie: str, tmp_path: Path) -> None:
+    code, state = LIES[lie]
+    outcome = received(tmp_path, state)
+    assert isinstance(outcome, ClientFailure) and (outcome.stage, outcome.code) == ("validate", code)
+
+
+def test_a_head_that_comes_as_weights_is_refused_and_so_is_a_state_that_nobody_asked_for(tmp_path: Path) -> None:
+    outcome = received(tmp_path, STATE, {**update_of().payload, **STATE})
+    assert isinstance(outcome, ClientFailure) and outcome.code == "names"
+    bare = AllLarge(training=HEADS.training, eligible="all")
+    mailbox = Mailbox(FolderStore(tmp_path / "bare"), replace(SITE.rules, algorithm=bare))
+    mailbox.put_outcome(PLAN, replace(update_of(algorithm=bare), state=STATE))
+    outcome = mailbox.receive(PLAN, ORDER.client)
+    # Its file is larger than an update can be, or it has names that nobody knows.
+    assert isinstance(outcome, ClientFailure) and outcome.code in ("file", "names")
+
+
+# ---------------------------------------------------------------------------------------------------- backends
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics("batched", 2)], ids=["single", "batched"])
+def test_every_backend_carries_the_same(numerics: Numerics, tmp_path: Path) -> None:
+    site = replace(SITE, numerics=numerics)
+    memory = travelling(STATE)
+    plan = replace(PLAN, orders=tuple(replace(o, memory=memory if o.client % 2 else {}) for o in PLAN.orders))
+    expected = [execute(HEADS, order, site) for order in plan.orders]
+    assert all(isinstance(outcome, ClientUpdate) and outcome.state for outcome in expected)
+    rules = replace(site.rules, algorithm=HEADS)
+    with closing(Processes(site, ("cpu", "cpu"), Mailbox(FolderStore(tmp_path), rules))) as processes:
+        for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), processes):
+            assert_same_outcomes(by_client(backend.run(HEADS, plan)), expected)
+
+
+# ------------------------------------------------------------------------------------------------------ rounds
+def federated(store: Any, stop: int = 3, site: Site = SITE, held: Any = None, **terms: Any) -> bytes:
+    settings = RoundsConfig(**{"stop": stop, "evaluate_every": 1000, "commit_every": 1, "norm_bound": None, **terms})
+    ledger = ledger_in(store, settings.keep_every, replace(site.rules, algorithm=HEADS), lease=held)
+    final = loop.federate(Run(HEADS, site, settings), start_of(HEADS, site), InProcess(site), ledger, Memory())
+    return encode(final.params)
+
+
+def kept(store: Any) -> dict[int, str]:
+    checkpoints = Checkpoints(store)
+    return named(checkpoints.rest(checkpoints.commits()[-1]))
+
+
+def states(store: Any) -> set[str]:
+    return {key.removeprefix("states/") for key in store.list("states/")}
+
+
+@pytest.mark.parametrize("keep_updates", [False, True], ids=["in memory", "through the ledger"])
+def test_a_run_that_is_killed_anywhere_keeps_the_same(
+    new_store: Any,
+    dying: Any,
+    killed: type[BaseException],
+    timeless: Callable[[Any], Sequence[Any]],
+    keep_updates: bool,
+) -> None:
+    undisturbed = new_store()
+    expected = federated(undisturbed, keep_updates=keep_updates)
+    writes = dying(new_store(), 10**6)
+    federated(writes, keep_updates=keep_updates)
+    total = 10**6 - writes.left
+    assert total > 20
+    for place in range(0, total, 3 + 2 * keep_updates):
+        store = new_store()
+        with pytest.raises(killed):
+            federated(dying(store, place), keep_updates=keep_updates)
+        assert federated(store, keep_updates=keep_updates) == expected, place
+        assert timeless(store) == timeless(undisturbed), place
+        assert kept(store) == kept(undisturbed), place
+        assert states(store) == states(undisturbed), f"killed after {place} writes, files are left, or gone"
+
+
+def test_a_file_is_written_where_it_changed_and_deleted_when_no_commit_names_it(memory_store: Any) -> None:
+    puts: list[str] = []
+    put = memory_store.put
+
+    def counting(key: str, value: bytes) -> None:
+        if key.startswith("states/"):
+            puts.append(key)
+        put(key, value)
+
+    memory_store.put = counting
+    before: dict[int, str] = {}
+    for stop in range(1, 6):
+        count = len(puts)
+        federated(memory_store, stop)
+        now = kept(memory_store)
+        changed = {client for client in now if now[client] != before.get(client)}
+        asked = {line["client"] for line in Checkpoints(memory_store).rows()[-1].clients}
+        assert changed == asked and len(puts) - count == len(asked) == 3, "those that took part, and no other"
+        assert states(memory_store) == {*before.values(), *now.values()}, "those of the last two commits"
+        before = now
+    assert len(before) > 3
+
+
+def test_kept_checkpoints_keep_their_states(memory_store: Any) -> None:
+    federated(memory_store, 7, keep_every=3)
+    checkpoints = Checkpoints(memory_store)
+    assert checkpoints.with_state() == [2, 5, 6]
+    wanted = {name for round in (2, 5, 6) for name in named(checkpoints.rest(round)).values()}
+    assert states(memory_store) == wanted
+    for name in named(checkpoints.rest(2)).values():
+        assert ClientStates(checkpoints).get(name).keys() == DECLARED.keys()
+
+
+def test_what_has_not_changed_is_not_written_again(memory_store: Any) -> None:
+    """And a state that cannot be read, or is somebody else's, is not what its name says."""
+    kept = ClientStates(Checkpoints(memory_store))
+    name = kept.put(STATE, None)
+    memory_store.put = None
+    assert kept.put({name: tensor.clone() for name, tensor in STATE.items()}, name) == name
+    memory_store.files[f"states/{name}"] = encode({"a": torch.zeros(1)})
+    with pytest.raises(IntegrityError, match=f"states/{name} is damaged"):
+        kept.get(name)
+    with pytest.raises(IntegrityError, match="missing"):
+        kept.get("0" * 64 + ".safetensors")
+
+
+def test_a_state_of_another_form_is_lost_too(memory_store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The file is whole, but not what the algorithm declares: a commit that somebody has edited."""
+    federated(memory_store, 1)
+    other = ClientStates(Checkpoints(memory_store)).put({"a": torch.zeros(1)}, None)
+    ledger = ledger_in(memory_store)
+    tensors, rest = ledger.checkpoints.read(0)
+    rows = ledger.checkpoints.rows()
+    victim = min(named(rest))
+    rest[KEY][str(victim)] = other
+    ledger.checkpoints.discard_after(None)
+    ledger.checkpoints.commit(0, tensors, rest, rows)
+    federated(memory_store, 6)
+    assert f"client {victim}: what it keeps is lost" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [{"0": "../../secret"}, {"0": "a.safetensors"}, {"x": "0" * 64 + ".safetensors"}, []])
+def test_a_commit_that_names_no_files_is_damaged(wrong: Any) -> None:
+    with pytest.raises(IntegrityError, match="does not name files of clients"):
+        named({KEY: wrong})
+
+
+def test_a_run_of_an_algorithm_that_keeps_nothing_has_no_such_thing_in_its_store(memory_store: Any, job: Any) -> None:
+    job.federate(memory_store)
+    assert not states(memory_store)
+    assert KEY not in Checkpoints(memory_store).rest(3)
+
+
+def test_the_state_of_an_update_that_is_refused_is_not_kept(memory_store: Any) -> None:
+    """Nor is that of one that was lost on the way."""
+    terms: dict[str, Any] = {"norm_bound": 5.0, "faults": "scale=0.3x1000,corrupt=0.2"}
+    site = replace(SITE, faults=faults.parse(terms["faults"]))
+    before: dict[int, str] = {}
+    refused: set[int] = set()
+    for stop in range(1, 7):
+        federated(memory_store, stop, site, **terms)
+        lines = Checkpoints(memory_store).rows()[-1].clients
+        failed = {line["client"] for line in lines if "failure" in line}
+        now = kept(memory_store)
+        changed = {client for client in now if now[client] != before.get(client)}
+        assert changed == {line["client"] for line in lines} - failed
+        refused |= failed
+        before = now
+    assert refused
+
+
+def test_its_bytes_count_as_traffic(memory_store: Any) -> None:
+    federated(memory_store, 4)
+    whole, head = 4 * SITE.pool[-1].params, sum(4 * math.prod(shape) for shape in DECLARED.values())
+    seen: set[int] = set()
+    for row in Checkpoints(memory_store).rows():
+        asked = {line["client"] for line in row.clients}
+        assert row.metrics["bytes_down"] == len(asked) * whole + len(asked & seen) * head
+        assert row.metrics["bytes_up"] == len(asked) * whole, "the head comes as state instead of as weights"
+        for line in row.clients:
+            moved = 2 * whole + head * (line["client"] in seen)
+            expected = simulated_seconds(SITE.fleet[line["client"]], line["macs"], moved)
+            assert line["seconds_simulated"] == expected
+        seen |= asked
+    assert sum(math.prod(shape) for shape in full_shapes(TinyNet()).values()) * 4 == whole
+
+
+def test_what_the_server_computes_by_itself_is_no_traffic() -> None:
+    run = Run(HEADS, SITE, RoundsConfig())
+    update = update_of()
+    free = run.seconds(update, replace(ORDER, memory={"classifier.bias": torch.zeros(4)}))
+    paid = run.seconds(update, replace(ORDER, memory={"state/classifier.bias": torch.zeros(4)}))
+    assert free == run.seconds(update, ORDER) < paid
+
+
+def test_a_coordinator_that_was_replaced_deletes_nothing_of_its_successor(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    with lease.held(store) as first:
+        federated(store, 2, held=first)
+        assert all(name.startswith("1-") for name in states(store))
+    with lease.held(store) as second:
+        federated(store, 3, held=second)
+        newer = {name for name in states(store) if name.startswith("2-")}
+        assert newer and any(name.startswith("1-") for name in kept(store).values()), "what did not change stays"
+        old = Ledger(Checkpoints(store, lease=first), Mailbox(store))
+        store.put("states/2-" + "0" * 64 + ".safetensors", b"under way")
+        store.put("states/1-" + "0" * 64 + ".safetensors", b"left over")
+        old.states.prune()
+        assert newer <= states(store) and "2-" + "0" * 64 + ".safetensors" in states(store)
+        assert "1-" + "0" * 64 + ".safetensors" not in states(store)
+        assert set(kept(store).values()) <= states(store)
+
+
+def test_where_a_commit_cannot_be_read_no_state_is_deleted(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    federated(store, 2)
+    before = states(store)
+    store.put("rounds/00001/state.json", b"{")
+    ledger_in(store).states.prune()
+    assert states(store) == before
+
+
+def test_an_order_carries_its_own_clients_state_alone(tmp_path: Path) -> None:
+    """The server's memory and the client's state share a file, by name apart."""
+    order = replace(ORDER, memory={"classifier.bias": torch.ones(4), **travelling(STATE)})
+    mailbox = Mailbox(FolderStore(tmp_path))
+    mailbox.put_orders(RoundPlan(0, (order, *PLAN.orders[1:])))
+    theirs, own = apart(mailbox.order(0, order.client).memory)
+    assert_same_bits(theirs, {"classifier.bias": torch.ones(4)})
+    assert_same_bits(own, STATE)
+    assert all(not mailbox.order(0, other.client).memory for other in PLAN.orders[1:])
