@@ -1,12 +1,13 @@
 """What can be plugged in: the protocols that the engine's parts keep to each other.
 
 A network, an algorithm, a selection, a server optimiser, a backend and a tracker are any objects with these methods.
-What passes between them are the values of `core.types`.
+What passes between them are the values of `core.types` (a codec is one of them: orders name theirs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from fl_engine.core.samples import Data, Task
 from fl_engine.core.types import (
     FULL,
-    ClientMetric,
     Device,
     LocalTask,
     Outcome,
@@ -212,6 +212,22 @@ class ClientContext(Protocol):
     def losses(self) -> Tensor:
         """float32 (N,): each sample's loss with the received weights, the network not in training, at its last exit.
         Computed when asked for."""
+
+
+@dataclass(frozen=True)
+class ClientMetric:
+    """A figure that a method has its clients report besides the engine's own: in `ClientUpdate.metrics`, and in each
+    client's line of the history.
+
+    `measure` runs on the client after training, on copies: it moves nothing. Its value is finite and within `low` and
+    `high`, or the client fails; a client that lies can say any number between the two, and none beyond. The name is a
+    plain identifier that the engine does not use (`core.measures`).
+    """
+
+    name: str
+    low: float
+    high: float
+    measure: Callable[[ClientContext], float]
 
 
 @runtime_checkable

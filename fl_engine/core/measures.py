@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import re
 
-from fl_engine.core.contracts import MeasuresClients
+from fl_engine.core.contracts import (
+    ClientMetric,
+    MeasuresClients,
+)
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import ClientMetric
 
 LARGEST_LOSS = 1e6
 """Beyond it, on either side, training has diverged."""

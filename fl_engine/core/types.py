@@ -8,20 +8,21 @@ follows from two values: a `ParamLayout` (which entries of which tensors belong 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from fl_engine.core.errors import ModelError, nearest
 
-if TYPE_CHECKING:
-    from fl_engine.core.contracts import ClientContext
-
 Params = dict[str, Tensor]
 """Flat `state_dict` names to tensors."""
+
+Header = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Type and shape of tensors, by name: what the header of a safetensors file says."""
 
 Keep = int | tuple[int, ...]
 """Kept channels of a group: a prefix length, or ascending global indices."""
@@ -230,6 +231,35 @@ class Device:
 
 
 # ----------------------------------------------------------------------------------------- orders and updates
+class Codec(Protocol):
+    """How weights travel. A frozen dataclass of options, whose functions depend on their arguments alone.
+
+    It is given floating-point tensors, contiguous, on the CPU, sorted by name; running statistics and integers travel
+    uncoded. On the way down they are weights, on the way up the change against the weights that were received. Its own
+    names begin with that of a tensor it was given, or hold a slash, which no name of a network does.
+    """
+
+    def encode(self, tensors: Params, seed: int) -> Params:
+        """What travels instead. All that is random follows from `seed`, which is another one for each round, client and
+        direction. Raises ModelError for numbers that it cannot say."""
+
+    def decode(self, encoded: Params, header: Header) -> Params:
+        """Tensors of these types and shapes. `encoded` may come from a stranger: it has the names, types and shapes
+        that `header` says of it, and any content. Raises IntegrityError for what `encode` never makes."""
+
+    def header(self, header: Header) -> Header:
+        """What `encode` makes of tensors with this header. A flat tensor of uint8 is a stream, which may be shorter
+        than it says here. A part of the tensors, or smaller ones, never make more."""
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """What codes the weights on each way; None: they travel as they are."""
+
+    down: Codec | None = None
+    up: Codec | None = None
+
+
 @dataclass(frozen=True)
 class WorkOrder:
     """What one client is asked to do. `level` is the index of the pool model that it is sent, or whose size it has;
@@ -239,6 +269,9 @@ class WorkOrder:
     (FedDyn) stands there under the parameters' names: a device keeps it too, so it does not count as traffic. What the
     client has brought to be kept for it (`contracts.KeepsClientState`) stands there as `state/<name>`, put by the
     engine, and counts.
+
+    `codecs` are the order's own where the algorithm's `plan` gives some, else the engine fills in those of the level
+    or of the run. Where the way down is coded, `encoded` is what travels, and `payload` what a client decodes of it.
     """
 
     round: int
@@ -249,6 +282,13 @@ class WorkOrder:
     level: int
     hints: Mapping[str, Any] = field(default_factory=dict)
     memory: Params = field(default_factory=dict)
+    codecs: Codecs | None = None
+    encoded: Params | None = None
+
+    @property
+    def travels(self) -> Params:
+        """The tensors that are sent."""
+        return self.payload if self.encoded is None else self.encoded
 
 
 @dataclass(frozen=True)
@@ -281,6 +321,8 @@ class ClientUpdate:
     what it knows when the update is there: `level`, the index of the pool model that was trained (None: the sub-model
     is none of the pool), and `elapsed`, the seconds that the order took on the simulated clock. `state` is what the
     client wants kept for it (`contracts.KeepsClientState`): the engine takes it off before the merge.
+
+    Where the way up is coded, `encoded` is what travels; on the server `payload` is what was decoded of it.
     """
 
     round: int
@@ -292,6 +334,12 @@ class ClientUpdate:
     level: int | None = None
     elapsed: float = 0.0
     state: Params = field(default_factory=dict)
+    encoded: Params | None = None
+
+    @property
+    def travels(self) -> Params:
+        """The weights that are sent."""
+        return self.payload if self.encoded is None else self.encoded
 
 
 Stage = Literal["drop", "prune", "train", "pod", "validate", "straggle", "quorum"]
@@ -299,8 +347,8 @@ Stage = Literal["drop", "prune", "train", "pod", "validate", "straggle", "quorum
 trusted, came too late, or was one of too few."""
 
 Code = Literal[
-    "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "finite", "statistics",
-    "examples", "metrics", "norm", "unreadable",
+    "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "encoding", "finite",
+    "statistics", "examples", "metrics", "norm", "unreadable",
 ]  # fmt: skip
 """What was wrong with an update that was not to be trusted (see `exchange.updates`)."""
 
@@ -320,22 +368,6 @@ class ClientFailure:
 Outcome = ClientUpdate | ClientFailure
 
 
-@dataclass(frozen=True)
-class ClientMetric:
-    """A figure that a method has its clients report besides the engine's own: in `ClientUpdate.metrics`, and in each
-    client's line of the history.
-
-    `measure` runs on the client after training, on copies: it moves nothing. Its value is finite and within `low` and
-    `high`, or the client fails; a client that lies can say any number between the two, and none beyond. The name is a
-    plain identifier that the engine does not use (`core.measures`).
-    """
-
-    name: str
-    low: float
-    high: float
-    measure: Callable[[ClientContext], float]
-
-
 # ---------------------------------------------------------------------------------------------- model pools
 @dataclass(frozen=True)
 class PoolModel:
@@ -347,6 +379,9 @@ class PoolModel:
 
     How it is used: with `ensemble`, its answer is the mean of the logits of all its exits, otherwise that of the
     last; with `static_bn`, its batch norm takes statistics collected on the training data instead of the batch's.
+
+    How it travels: by `codecs` (None: those of the run). `sizes` are the bytes that its tensors then take, down and up
+    (None: 4 for each parameter); where that depends on the numbers, the most.
     """
 
     name: str
@@ -360,10 +395,18 @@ class PoolModel:
     ratios: tuple[float, ...] = ()
     ensemble: bool = False
     static_bn: bool = False
+    codecs: Codecs | None = None
+    sizes: tuple[int, int] | None = None
 
     @property
     def bytes(self) -> int:
-        return 4 * self.params
+        """On the way down."""
+        return 4 * self.params if self.sizes is None else self.sizes[0]
+
+    @property
+    def bytes_up(self) -> int:
+        """Where all of it comes back."""
+        return 4 * self.params if self.sizes is None else self.sizes[1]
 
 
 Pool = tuple[PoolModel, ...]

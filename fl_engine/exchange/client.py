@@ -33,8 +33,9 @@ from fl_engine.core.types import (
 )
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.data.partitioning import Partition
+from fl_engine.exchange import coding
 from fl_engine.exchange.trained import TrainedClient
-from fl_engine.exchange.updates import Rejected, Rules, check_state, packed, update_of
+from fl_engine.exchange.updates import Rejected, Rules, check_state, packed, received, update_of
 from fl_engine.fleet import devices, faults
 from fl_engine.fleet.faults import Fault, Faults
 from fl_engine.training import local
@@ -218,7 +219,13 @@ def _outcome(work: Work, job: local.Job, trained: local.Trained, site: Site, sec
         held = torch.unique(site.data.train_y[work.indices]).tolist()
         spec = SubmodelSpec.of({**task.spec.kept, HEAD: held}, task.spec.blocks)
         payload = take(payload, site.layout, spec, have=task.spec)
-    return ClientUpdate(order.round, order.client, spec, payload, len(work.indices), metrics, state=state)
+    try:
+        encoded = coding.answered(order, spec, payload, site.layout)
+    except ModelError as error:
+        said = f"what it has trained cannot be sent as codec.up says: {error}"
+        return ClientFailure(order.round, order.client, "train", said)
+    update = ClientUpdate(order.round, order.client, spec, payload, len(work.indices), metrics, state=state)
+    return replace(update, encoded=encoded)
 
 
 SPOILS = ("nan", "scale", "corrupt")
@@ -226,14 +233,18 @@ SPOILS = ("nan", "scale", "corrupt")
 
 
 def delivered(algorithm: Algorithm, outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
-    """A client's outcome where it does not travel: what a fault has spoilt fails validation here too."""
+    """A client's outcome where it does not travel: what is encoded is decoded, and what a fault has spoilt fails
+    validation here too."""
     fault = site.befalls(order)
-    if isinstance(outcome, ClientFailure) or fault is None or fault.kind not in SPOILS:
+    if isinstance(outcome, ClientFailure):
         return outcome
-    manifest, value = packed(outcome, order)
-    assert value is not None
-    spoilt = faults.damaged(value) if fault.kind == "corrupt" else value
     try:
-        return update_of(manifest, lambda limit: spoilt, order, replace(site.rules, algorithm=algorithm))
+        rules = replace(site.rules, algorithm=algorithm)
+        if fault is None or fault.kind not in SPOILS:
+            return outcome if outcome.encoded is None else received(outcome, order, rules)
+        manifest, value = packed(outcome, order)
+        assert value is not None
+        spoilt = faults.damaged(value) if fault.kind == "corrupt" else value
+        return update_of(manifest, lambda limit: spoilt, order, rules)
     except Rejected as error:
         return ClientFailure(order.round, order.client, "validate", str(error), error.code)

@@ -15,13 +15,18 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field
 
-from fl_engine.core.errors import EnvironmentFailure, IntegrityError, ModelError
-from fl_engine.core.types import ClientFailure, Code, Outcome, Params, RoundPlan, Stage, SubmodelSpec, WorkOrder
+from fl_engine.codecs import codecs_of, sections_of
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, ModelError
+from fl_engine.core.fields import Index
+from fl_engine.core.types import ClientFailure, Code, Header, Outcome, Params, RoundPlan, Stage, SubmodelSpec, WorkOrder
+from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import Moved
 from fl_engine.exchange.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, packed, said_of, signed, update_of
 from fl_engine.storage.records import WAY_OUT, Record, parsed, round_folder
@@ -65,7 +70,9 @@ TensorFile = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\.safetensors$")]
 
 
 class Order(Record):
-    """A `WorkOrder`. `payload` and `memory` name the files beside it with the tensors; None: there are none."""
+    """A `WorkOrder`. `payload` and `memory` name the files beside it with the tensors; None: there are none. `codecs`
+    are said where some tensors are coded, as in a configuration, and `header` where the payload is: types and shapes of
+    what it decodes to."""
 
     round: int
     client: int
@@ -75,6 +82,8 @@ class Order(Record):
     hints: dict[str, Any]
     payload: TensorFile | None
     memory: TensorFile | None
+    codecs: dict[str, dict[str, Any]] | None = None
+    header: dict[str, tuple[str, tuple[Index, ...]]] | None = None
 
 
 class Mailbox:
@@ -129,11 +138,13 @@ class Mailbox:
                 seed=o.seed,
                 level=o.level,
                 hints=dict(o.hints),
-                payload=put(o.payload),
+                payload=put(o.travels),
                 memory=put(o.memory),
+                codecs=None if o.codecs is None else sections_of(o.codecs),
+                header=None if o.encoded is None else _told(coding.header_of(o.payload)),
             )
-            folder = f"{round_folder(plan.round)}orders/"
-            self.store.put(f"{folder}{o.client}.json", order.model_dump_json().encode())
+            folder, unsaid = f"{round_folder(plan.round)}orders/", {"codecs", "header"} if o.codecs is None else None
+            self.store.put(f"{folder}{o.client}.json", order.model_dump_json(exclude=unsaid).encode())
             files = (f"{o.client}.json", order.payload, order.memory)
             keys[o.client] = [folder + file for file in files if file is not None]
         return keys
@@ -162,7 +173,7 @@ class Mailbox:
                 raise IntegrityError(f"{self.store.uri(folder + file)} is damaged: its name is not its sha256")
             return decode(value, self.store.uri(folder + file))
 
-        return WorkOrder(
+        found = WorkOrder(
             round=order.round,
             client=order.client,
             spec=spec,
@@ -172,6 +183,16 @@ class Mailbox:
             hints=order.hints,
             memory=get(order.memory),
         )
+        if order.codecs is None:
+            return found
+        try:
+            codecs = codecs_of(order.codecs)
+            if codecs.down is None:
+                return replace(found, codecs=codecs)
+            payload = coding.decoded(codecs.down, found.payload, _header(order.header or {}))
+            return replace(found, payload=payload, codecs=codecs)
+        except (ConfigError, IntegrityError) as error:
+            raise IntegrityError(f"{self.store.uri(name)} is no order: {error}") from error
 
     def outcome_keys(self, round: int, client: int) -> list[str]:
         """What a client writes."""
@@ -305,6 +326,20 @@ class Mailbox:
         except IntegrityError as error:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
         return found
+
+
+def _told(header: Header) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (str(dtype).removeprefix("torch."), shape) for name, (dtype, shape) in header.items()}
+
+
+def _header(told: Mapping[str, tuple[str, tuple[int, ...]]]) -> Header:
+    found: Header = {}
+    for name, (said, shape) in told.items():
+        dtype = getattr(torch, said, None)
+        if not isinstance(dtype, torch.dtype):
+            raise IntegrityError(f"{name} is of the type {said!r}, which torch does not have")
+        found[name] = dtype, tuple(shape)
+    return found
 
 
 def _metrics(manifest: Manifest) -> dict[str, float] | None:

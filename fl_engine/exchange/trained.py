@@ -8,10 +8,13 @@ from functools import cached_property
 
 from torch import Tensor
 
-from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.contracts import (
+    ClientMetric,
+    ModelFamily,
+)
 from fl_engine.core.errors import ClientError
 from fl_engine.core.samples import Task
-from fl_engine.core.types import ClientMetric, LocalTask, Params, WorkOrder
+from fl_engine.core.types import LocalTask, Params, WorkOrder
 from fl_engine.training.evaluation import losses_of
 from fl_engine.training.local import Job
 

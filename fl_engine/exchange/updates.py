@@ -13,6 +13,7 @@ tensor reaches the mean. What fails is `Rejected` with one of the codes below: a
     checksum    other bytes than the manifest says
     names       tensors that the sub-model, or what a client keeps, does not have or lacks
     dtype, shape
+    encoding    what no client makes of weights, where a codec codes them
     finite      not a number, infinite, or so large that sums overflow
     statistics  a variance below zero; or running statistics that moved much further than others
     examples    another number of samples than the client holds
@@ -26,7 +27,7 @@ from __future__ import annotations
 import hmac
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -34,19 +35,24 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from fl_engine.codecs import sections_of
 from fl_engine.core import workload
 from fl_engine.core.client_state import STATE, Shapes, apart, kept_by_clients, travelling
-from fl_engine.core.contracts import Algorithm, ModelFamily
+from fl_engine.core.contracts import (
+    Algorithm,
+    ClientMetric,
+    ModelFamily,
+)
 from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief, printable
 from fl_engine.core.measures import FIGURES, client_metrics
 from fl_engine.core.slicing import contains, is_statistic, largest, shapes, take
 from fl_engine.core.types import (
     HEAD,
     ClientFailure,
-    ClientMetric,
     ClientUpdate,
     Code,
     Device,
+    Header,
     Outcome,
     ParamLayout,
     Params,
@@ -56,6 +62,7 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
+from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import Moved
 from fl_engine.fleet.devices import observe
 from fl_engine.storage.store import canonical, decode, encode, padded, sha256
@@ -69,9 +76,9 @@ HEADER_BYTES = 2**10
 
 
 def payload_bytes(order: WorkOrder, state: Shapes | None = None) -> int:
-    """No update of this order is a larger file: at most what was sent comes back, and the client's `state`."""
-    sent: Expected = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in order.payload.items()}
-    return _most_bytes(sent | _forms(state or {}))
+    """No update of this order is a larger file: at most what was sent comes back, as its codec makes it, and the
+    client's `state`."""
+    return _most_bytes(coding.header(coding.codec_up(order), coding.header_of(order.payload)) | _forms(state or {}))
 
 
 def manifest_bytes(order: WorkOrder) -> int:
@@ -140,7 +147,8 @@ def key_of(secret: bytes, whose: Literal["client", "coordinator"] = "client") ->
 def order_sum(order: WorkOrder) -> str:
     """sha256 of the order, its tensors apart: they follow from the round's state."""
     told = [order.round, order.client, order.seed, order.level, order.spec.to_json(), dict(order.hints)]
-    return sha256(canonical(told))
+    coded = order.codecs is not None and order.codecs != coding.PLAIN
+    return sha256(canonical([*told, sections_of(order.codecs)] if order.codecs is not None and coded else told))
 
 
 def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tuple[Manifest, bytes | None]:
@@ -150,7 +158,7 @@ def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tup
     if isinstance(outcome, ClientFailure):
         why = {"stage": outcome.stage, "reason": outcome.reason[:4096], "code": outcome.code}
         return manifest.model_copy(update=why), None
-    value = encode(outcome.payload | travelling(outcome.state))
+    value = encode(outcome.travels | travelling(outcome.state))
     value = value if length is None else padded(value, length)
     said = {
         "sha256": sha256(value),
@@ -239,6 +247,8 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
     except (FlexfleetError, TypeError, ValueError, AttributeError) as error:
         raise Rejected("spec", f"not a sub-model: {error}") from error
     expected = None if rules is None else _expected(rules, spec, order)
+    codec = coding.codec_up(order)
+    assert codec is None or rules is not None, "what a codec codes is decoded by rules, which know the network"
     # That of what was sent, also where the client has pruned: with a length that is fixed it fills its file up.
     limit = None if rules is None else payload_bytes(order, rules.client_state)
     try:
@@ -251,20 +261,42 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
         tensors = decode(value, "the update")
     except IntegrityError as error:
         raise Rejected("schema", str(error)) from error
+    weights, state = apart(tensors)
+    encoded = None if codec is None else weights
     if expected is not None and rules is not None:
-        check_tensors(tensors, expected)
+        check_state(state, rules.client_state)
+        weights = _weights(weights, spec, order, expected, rules.layout)
         held = rules.samples[order.client]
         if manifest.num_examples != held:
             raise Rejected("examples", f"says {manifest.num_examples} samples, the client holds {held}")
         _check_metrics(manifest.metrics, client_metrics(rules.algorithm))
         _check_made(spec, order, manifest.metrics, rules)
-    weights, state = apart(tensors)
-    return ClientUpdate(order.round, order.client, spec, weights, manifest.num_examples, manifest.metrics, state=state)
+    update = ClientUpdate(order.round, order.client, spec, weights, manifest.num_examples, manifest.metrics)
+    return replace(update, state=state, encoded=encoded)
 
 
-def _most_bytes(expected: Expected) -> int:
-    tensors = sum(dtype.itemsize * math.prod(shape) for dtype, shape in expected.values())
-    return tensors + HEADER_BYTES * (1 + len(expected))
+def received(update: ClientUpdate, order: WorkOrder, rules: Rules) -> ClientUpdate:
+    """An encoded update where it does not travel, as it would arrive. Raises Rejected."""
+    expected = _expected(rules, update.spec, order)
+    return replace(update, payload=_weights(update.travels, update.spec, order, expected, rules.layout))
+
+
+def _weights(tensors: Params, spec: SubmodelSpec, order: WorkOrder, expected: Header, layout: ParamLayout) -> Params:
+    """What a client says that it has trained, decoded and checked."""
+    codec = coding.codec_up(order)
+    if wrong := coding.misfit(tensors, coding.header(codec, expected), coding.streams(codec, expected)):
+        raise Rejected(*wrong)
+    if codec is not None:
+        try:
+            tensors = coding.restored(codec, tensors, expected, order, spec, layout)
+        except IntegrityError as error:
+            raise Rejected("encoding", str(error)) from error
+    _check_numbers(tensors)
+    return tensors
+
+
+def _most_bytes(expected: Header) -> int:
+    return coding.bytes_of(expected) + HEADER_BYTES * (1 + len(expected))
 
 
 def _check_metrics(metrics: Mapping[str, float], declared: Sequence[ClientMetric]) -> None:
@@ -306,15 +338,12 @@ def _but_classes(spec: SubmodelSpec) -> SubmodelSpec:
     return SubmodelSpec.of({group: kept for group, kept in spec.kept.items() if group != HEAD}, spec.blocks)
 
 
-Expected = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Type and shape, by name."""
-
-
-def _forms(state: Shapes) -> Expected:
+def _forms(state: Shapes) -> Header:
     return {STATE + name: (torch.float32, shape) for name, shape in state.items()}
 
 
-def _expected(rules: Rules, spec: SubmodelSpec, order: WorkOrder) -> Expected:
+def _expected(rules: Rules, spec: SubmodelSpec, order: WorkOrder) -> Header:
+    """Of the weights, decoded."""
     layout, kept = rules.layout, rules.client_state
     try:
         layout.check(spec)
@@ -323,28 +352,19 @@ def _expected(rules: Rules, spec: SubmodelSpec, order: WorkOrder) -> Expected:
     if not contains(layout, order.spec, spec):
         raise Rejected("spec", "no part of the sub-model that was sent")
     found = shapes(layout, spec, {name: tensor.shape for name, tensor in order.payload.items()})
-    sent: Expected = {name: (order.payload[name].dtype, shape) for name, shape in found.items() if name not in kept}
-    return sent | _forms(kept)
+    return {name: (order.payload[name].dtype, shape) for name, shape in found.items() if name not in kept}
 
 
 def check_state(state: Params, declared: Shapes) -> None:
     """Raises Rejected unless this is what each client keeps."""
-    check_tensors(travelling(state), _forms(declared))
+    tensors = travelling(state)
+    if wrong := coding.misfit(tensors, _forms(declared)):
+        raise Rejected(*wrong)
+    _check_numbers(tensors)
 
 
-def check_tensors(tensors: Params, expected: Expected) -> None:
-    """Raises Rejected unless these are tensors of such names, types and shapes, and of numbers that can be."""
-    odd, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
-    if odd:
-        raise Rejected("names", f"the sub-model has no {', '.join(odd[:4])}")
-    if missing:
-        raise Rejected("names", f"the sub-model's {', '.join(missing[:4])} did not come")
+def _check_numbers(tensors: Params) -> None:
     for name, tensor in tensors.items():
-        dtype, shape = expected[name]
-        if tensor.dtype != dtype:
-            raise Rejected("dtype", f"{name} is {tensor.dtype}, not {dtype}")
-        if tensor.shape != shape:
-            raise Rejected("shape", f"{name} is {list(tensor.shape)}, not {list(shape)}")
         least, most = (float(end) for end in tensor.aminmax())  # both are NaN where one number is
         if not max(-least, most) <= largest(name):
             raise Rejected("finite", f"{name} is not finite everywhere, or beyond {largest(name):g}")

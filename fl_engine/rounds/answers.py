@@ -25,10 +25,10 @@ class Answers:
         client = outcome.client
         if isinstance(outcome, ClientUpdate):
             self._places[client] = self._spool.put(outcome.payload)
-            self._sizes[client] = tensor_bytes(outcome.payload)
+            self._sizes[client] = tensor_bytes(outcome.travels)
             if outcome.state:
                 self._states[client] = self._spool.put(outcome.state)
-            outcome = replace(outcome, payload={}, state={})
+            outcome = replace(outcome, payload={}, state={}, encoded=None)
         self._heads[client] = outcome
 
     def refuse(self, failures: Mapping[int, ClientFailure]) -> None:
@@ -47,7 +47,7 @@ class Answers:
                 yield head.client, self._spool.get(self._states[head.client])
 
     def size(self, client: int) -> int:
-        """Bytes of the weights that the client brought."""
+        """Bytes of the weights that the client brought, as they travelled."""
         return self._sizes[client]
 
     def __iter__(self) -> Iterator[Outcome]:

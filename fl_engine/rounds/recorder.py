@@ -28,10 +28,11 @@ class Record:
 
 
 def recorded(run: Run, plan: RoundPlan, answers: Answers) -> Record:
-    """Bytes count 4 per parameter of what is sent and brought back, and per number of what a client keeps; waste is the
-    share of the weights that was sent in vain (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent). A simulated
-    round ends with the slowest client that it takes, or at its deadline where one has not come by then; another that
-    failed is not waited for."""
+    """Bytes are those of the tensors that travel, there and back: 4 for each parameter, or what a codec makes of them,
+    and 4 for each number of what a client keeps. Waste is the share of the weights' bytes that was sent in vain
+    (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent); it is below 0 where the codec of the way up makes more
+    of them. A simulated round ends with the slowest client that it takes, or at its deadline where one has not come by
+    then; another that failed is not waited for."""
     lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
     pruned = 0
     for head in answers.heads():
@@ -50,7 +51,7 @@ def recorded(run: Run, plan: RoundPlan, answers: Answers) -> Record:
             )
             line["failure"] = f"{head.stage}: {head.reason}"
         lines.append(line)
-    down = sum(tensor_bytes(order.payload) for order in plan.orders)
+    down = sum(tensor_bytes(order.travels) for order in plan.orders)
     up = sum(answers.size(update.client) for update in updates)
     held = sum(tensor_bytes(apart(order.memory)[1]) for order in plan.orders)
     kept = sum(math.prod(shape) for shape in run.client_state.values()) * torch.float32.itemsize

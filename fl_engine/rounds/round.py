@@ -1,4 +1,4 @@
-"""One round: plan -> collect -> merge -> evaluate."""
+"""One round: plan -> encode -> collect -> merge -> evaluate."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fl_engine.aggregation import privacy
+from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import History
 from fl_engine.rounds import kept
 from fl_engine.rounds.collect import Clients, collect
@@ -35,6 +36,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     """The round's outcome, and what was measured of it. Raises Stopped."""
     started = time.monotonic()
     plan = run.algorithm.plan(before.state, run.context(round, before.clock))
+    plan = coding.sent(plan, run.site.pool, run.codecs, run.site.seed)
     plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, round))
     plan = kept.handed_out(run, plan, before.states, clients.states)
     planned = time.monotonic()

@@ -8,7 +8,7 @@ from functools import cached_property
 from fl_engine.aggregation import privacy
 from fl_engine.core.client_state import Shapes, apart, kept_by_clients
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.types import ClientUpdate, RoundContext, WorkOrder
+from fl_engine.core.types import ClientUpdate, Codecs, RoundContext, WorkOrder
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import faults
@@ -26,6 +26,8 @@ class Run:
     """Where the server trains (the first of them) and evaluates."""
     noise_key: bytes | None = None
     """A private aggregation's noise, and who takes part, come from it instead of the site's seed."""
+    codecs: Codecs = Codecs()
+    """Of orders whose level has none of its own."""
 
     @cached_property
     def server(self) -> ServerSite:
@@ -47,7 +49,7 @@ class Run:
         """What the order took on the simulated clock, with the transfer of its weights, and of what the client keeps,
         there and back."""
         fault = faults.befalls(self._faults, self.site.seed, order.round, order.client, len(self.site.fleet))
-        moved = tensor_bytes(order.payload) + tensor_bytes(update.payload)
+        moved = tensor_bytes(order.travels) + tensor_bytes(update.travels)
         moved += tensor_bytes(apart(order.memory)[1]) + tensor_bytes(update.state)
         took = simulated_seconds(self.site.fleet[order.client], update.metrics.get("macs", 0.0), moved)
         return faults.slowness(fault) * took

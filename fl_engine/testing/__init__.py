@@ -1,4 +1,4 @@
-"""Conformance suites: what every algorithm, backend, model and data set must hold to, also one of your own."""
+"""Conformance suites: what every algorithm, backend, codec, model and data set must hold to, also one of your own."""
 
 import pytest
 
@@ -7,6 +7,7 @@ pytest.register_assert_rewrite(
     "fl_engine.testing.algorithms",
     "fl_engine.testing.backends",
     "fl_engine.testing.client_state",
+    "fl_engine.testing.codecs",
     "fl_engine.testing.datasets",
     "fl_engine.testing.models",
     "fl_engine.testing.tiny",

@@ -30,6 +30,7 @@ from fl_engine.aggregation.rules import Aggregation, Mean, Median, TrimmedMean
 from fl_engine.aggregation.server_opt import Average
 from fl_engine.algorithms import CONTRACT
 from fl_engine.backends import InProcess
+from fl_engine.codecs import Half
 from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ClientError, ModelError, PoolError
 from fl_engine.core.measures import FIGURES, client_metrics
@@ -39,6 +40,7 @@ from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import (
     FULL,
     ClientUpdate,
+    Codecs,
     Outcome,
     ParamLayout,
     Params,
@@ -453,6 +455,26 @@ class AlgorithmSuite:
         for stop in (1, 2):
             _federated(algorithm, site, tmp_path / "stopped", stop, keep_updates)
         assert_same_bits(_federated(algorithm, site, tmp_path / "stopped", 3, keep_updates), whole)
+
+    def test_encoded_weights_move_half_the_bytes_and_go_on(
+        self, algorithm: Algorithm, site: Site, tmp_path: Path
+    ) -> None:
+        """In memory, through the ledger, and after a stop: the same bits."""
+        plain, half = Codecs(), Codecs(Half(), Half())
+        finals, moved = [], {}
+        for name, codecs, stops in (("plain", plain, (2,)), ("whole", half, (2,)), ("stopped", half, (1, 2))):
+            for stop in stops:
+                ledger = ledger_in(FolderStore(tmp_path / name), rules=replace(site.rules, algorithm=algorithm))
+                keep = name == "stopped"
+                terms = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=keep)
+                run = Run(algorithm, site, terms, codecs=codecs)
+                final = rounds.federate(run, start_of(algorithm, site), InProcess(site), ledger, Memory())
+            finals.append(dict(published(final)))
+            moved[name] = ledger.checkpoints.rows()[0].metrics
+        assert_same_bits(finals[1], finals[2])
+        assert any(not torch.equal(t, finals[0][name]) for name, t in finals[1].items())
+        for way in ("bytes_down", "bytes_up"):
+            assert moved["plain"][way] == 2 * moved["whole"][way] == 2 * moved["stopped"][way] > 0
 
     @pytest.mark.parametrize("kind", sorted(KINDS))
     def test_other_samples_and_tasks_learn_and_go_on(self, algorithm: Algorithm, kind: str, tmp_path: Path) -> None:

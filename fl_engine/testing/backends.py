@@ -18,12 +18,15 @@ import torch
 
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
+from fl_engine.codecs import Half
 from fl_engine.core.contracts import Algorithm, Backend, ModelFamily
-from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
-from fl_engine.exchange.client import Site, execute
+from fl_engine.core.types import ClientFailure, ClientUpdate, Codecs, Device, Outcome, RoundPlan
+from fl_engine.exchange import coding
+from fl_engine.exchange.client import Site, delivered, execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.storage.store import tensor_bytes
 from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.tiny import (
     SEED,
@@ -87,6 +90,18 @@ class BackendSuite:
         found = _sorted(make(site, ("cpu", "cpu")).run(algorithm, plan))
         assert_same_outcomes(found, _sorted(execute(algorithm, order, site) for order in plan.orders))
         assert all(isinstance(o, ClientUpdate) for o in found)
+
+    def test_equal_bits_where_weights_are_encoded(self, make: Make) -> None:
+        """A backend that keeps updates in a mailbox has to give it `site.rules`, by which they are decoded."""
+        algorithm = FlexFL(training=TRAINING)
+        site, plan = _work(algorithm, FAMILIES["batch_norm"])
+        plan = coding.sent(plan, site.pool, Codecs(Half(), Half()), SEED)
+        found = _sorted(make(site, ("cpu", "cpu")).run(algorithm, plan))
+        answers = [(execute(algorithm, order, site), order) for order in plan.orders]
+        assert_same_outcomes(found, _sorted(delivered(algorithm, answer, order, site) for answer, order in answers))
+        for outcome in found:
+            assert isinstance(outcome, ClientUpdate)
+            assert tensor_bytes(outcome.travels) < tensor_bytes(outcome.payload)
 
     def test_the_bits_hold_for_a_vgg16_with_a_single_image(self, make: Make) -> None:
         """Thirteen batch norms and two dropouts: whatever can go astray between threads."""

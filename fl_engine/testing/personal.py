@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,10 +11,10 @@ from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import pooled
 from fl_engine.algorithms.pooled import Training, local_task
 from fl_engine.core import pool as pools
-from fl_engine.core.contracts import ClientContext, ModelFamily
+from fl_engine.core.contracts import ClientContext, ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT
 from fl_engine.core.slicing import full_shapes
-from fl_engine.core.types import FULL, HEAD, LocalTask, Params, Pool, Start, TaskContext, WorkOrder
+from fl_engine.core.types import FULL, HEAD, LocalTask, Params, Pool, Prepared, Start, TaskContext, WorkOrder
 from fl_engine.selection import Selection, Uniform
 
 
@@ -27,14 +27,14 @@ class PersonalHeads:
     """
 
     __pydantic_config__: ClassVar = STRICT
-    needs_apoz: ClassVar[bool] = False
+    preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
     selection: Selection = Uniform(model="largest")
     aggregation: Aggregation = Mean()
     server: Server = Average()
 
-    def pool(self, family: ModelFamily, apoz: Sequence[float]) -> Pool:
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         return (pools.member(family, "full", FULL, dispatched=True, reported=True),)
 
     selector, init, plan, merge = pooled.selector, pooled.init, pooled.plan, pooled.merge

@@ -8,19 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from fl_engine.core.contracts import ClientContext
-from fl_engine.core.fields import STRICT
-from fl_engine.core.types import (
+from fl_engine.core.contracts import (
+    ClientContext,
     ClientMetric,
-    ClientUpdate,
-    Device,
-    Outcome,
-    Pick,
-    Pool,
-    RoundContext,
-    Tables,
-    WorkOrder,
 )
+from fl_engine.core.fields import STRICT
+from fl_engine.core.types import ClientUpdate, Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
 from fl_engine.selection.capacity import dispatched
 
 MOST = 1e6

@@ -20,6 +20,7 @@ import yaml
 from pydantic import BaseModel
 
 from fl_engine.algorithms import ALGORITHMS
+from fl_engine.codecs import CODECS
 from fl_engine.core.registry import Contract
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import FLEETS
@@ -28,7 +29,10 @@ from fl_engine.models.build import FROM_DATA
 from flexfleet.config.schema import Config
 
 WIDTH = 120
-NAMES: dict[str, Mapping[str, Any]] = {"dataset.name": DATASETS, "model.name": MODELS, "algorithm.name": ALGORITHMS}
+NAMES: dict[str, Mapping[str, Any]] = {
+    "dataset.name": DATASETS, "model.name": MODELS, "algorithm.name": ALGORITHMS, "codec.down.name": CODECS,
+    "codec.up.name": CODECS,
+}  # fmt: skip
 """Parameters that take one of one's own too, as package.module:NAME."""
 HEAD = """\
 All parameters with their defaults: the embedded job, FlexFL on scikit-learn's handwritten digits. `flexfleet run`,
@@ -55,7 +59,7 @@ def about(path: str) -> str:
 def choices(path: str) -> tuple[str, ...]:
     """The values that a parameter can have, where its type lists them."""
     here: Any = Config
-    for part in path.split(".") if path not in ("model.name", "algorithm.name") else ():
+    for part in path.split(".") if path not in NAMES else ():
         here = _hints(_bare(here))[part]
     return _choices(here)
 
@@ -122,7 +126,7 @@ def _about(kind: type, name: str, path: str) -> str:
         return f"{_listed(listed, 'or')}. {text}".strip()
     if get_origin(_bare(hint)) is dict and issubclass(each := get_args(_bare(hint))[1], BaseModel):
         return f"{text} Each: {{{', '.join(each.model_fields)}}}."
-    if registry := _registered(hint):
+    if registry := _registered(hint) or NAMES.get(f"{path}.name", {}):
         by_name = [f"{own}{_options(member)}" for own, member in registry.items()]
         return f"{', '.join(by_name)}, or one of your own (package.module:NAME). {text}".strip()
     return text

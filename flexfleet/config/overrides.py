@@ -16,6 +16,7 @@ from flexfleet.config.entries import Entry, by_label, entries, labels_of, seeds_
 from flexfleet.config.names import plain
 from flexfleet.config.passwords import no_passwords
 from flexfleet.config.platform import platform_uri
+from flexfleet.config.read import names_a_kind
 
 PARAMETERS = {
     "dataset": "dataset.name",
@@ -62,7 +63,7 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
         remote = name == "store_uri" and "://" in str(value)
         set_path(values, "run.remote" if remote else known[name], value)
     names = {path: name for name, path in known.items()} | {"run.remote": "store_uri"}
-    for path, value in advanced.items():
+    for path, value in sorted(advanced.items(), key=lambda pair: not names_a_kind(pair[0])):
         if path in names:
             wrong.append(f"advanced: {path!r} is the parameter {names[path]!r}, set it there")
         elif isinstance(value, Mapping) and path not in MAPPINGS:

@@ -23,7 +23,7 @@ from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS
 from fl_engine.models.build import check_options
 from flexfleet.config.explain import explain, short
-from flexfleet.config.resolve import algorithm
+from flexfleet.config.resolve import algorithm, codecs
 from flexfleet.config.schema import Config
 
 
@@ -51,7 +51,7 @@ def load_with_algorithm(path: str | Path | None = None, overrides: Sequence[str]
         raise ConfigError(f"{path}: a mapping of sections is expected, got {type(values).__name__}")
     values = _merge(Config().model_dump(mode="json"), values)
     pairs = [pair_of(override) for override in overrides]
-    for key, value in sorted(pairs, key=lambda pair: pair[0] not in ("model.name", "algorithm.name")):
+    for key, value in sorted(pairs, key=lambda pair: not names_a_kind(pair[0])):
         set_path(values, key, value)
     return parse_with_algorithm(values)
 
@@ -68,15 +68,25 @@ def pair_of(override: str) -> tuple[str, Any]:
         raise ConfigError(said) from error
 
 
+KINDS = ("model", "algorithm", "codec.down", "codec.up")
+"""Sections whose options are those of what they name."""
+
+
+def names_a_kind(path: str) -> bool:
+    """Whether the parameter of this dotted name decides which others there are."""
+    section, _, last = path.rpartition(".")
+    return section in KINDS and last == "name"
+
+
 def set_path(values: dict[str, Any], path: str, value: Any) -> None:
-    """Sets a dotted path in nested mappings. A new `name` of the model or algorithm drops the old one's options."""
+    """Sets a dotted path in nested mappings. A new `name` of one of KINDS drops the old one's options."""
     *parents, last = path.split(".")
     here = values
     for part in parents:
         here = here.setdefault(part, {})
         if not isinstance(here, dict):
             raise ConfigError(f"{path}: {part!r} is a value, not a section")
-    if parents in (["model"], ["algorithm"]) and last == "name" and here.get("name") != value:
+    if names_a_kind(path) and here.get("name") != value:
         here.clear()
     here[last] = value
 
@@ -101,6 +111,10 @@ def parse_with_algorithm(values: Mapping[str, Any]) -> tuple[Config, Algorithm]:
     built: Algorithm | None = None
     try:
         built = algorithm(config)
+    except ConfigError as error:
+        wrong.append(str(error))
+    try:
+        codecs(config)
     except ConfigError as error:
         wrong.append(str(error))
     try:

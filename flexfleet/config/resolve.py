@@ -10,10 +10,15 @@ from pydantic import TypeAdapter, ValidationError
 from fl_engine.aggregation import privacy
 from fl_engine.algorithms import ALGORITHMS, CONTRACT
 from fl_engine.algorithms.pooled import Training
+from fl_engine.codecs import codec_of
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.measures import client_metrics
 from fl_engine.core.registry import check_names
+from fl_engine.core.types import (
+    Codec,
+    Codecs,
+)
 from fl_engine.models.build import model_kind
 from flexfleet.config.explain import explain
 from flexfleet.config.schema import Config
@@ -42,6 +47,17 @@ def algorithm(config: Config) -> Algorithm:
     stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None
     privacy.check_run(found, known=ours, reference=config.pretrain.reference, ambient=ambient, stranded=stranded)
     return found
+
+
+def codecs(config: Config) -> Codecs:
+    """What codes the weights on both ways, with its options checked."""
+    found: dict[str, Codec | None] = {}
+    for way, section in (("down", config.codec.down), ("up", config.codec.up)):
+        try:
+            found[way] = codec_of(section)
+        except ValidationError as error:
+            raise ConfigError(explain(error, Codecs, f"codec.{way}.")) from error
+    return Codecs(**found)
 
 
 def cut_seed(config: Config) -> int:

@@ -60,6 +60,15 @@ class FleetConfig(Section):
     `fl_engine.fleet.devices`, where each is explained; 4:3:3 is the default, FlexFL's Table I (weak:medium:strong)."""
 
 
+class CodecConfig(Section):
+    """How weights travel; a level of an algorithm may have codecs of its own."""
+
+    down: dict[str, Any] = Field(default={"name": "identity"})
+    """To clients, who train from what it decodes to; identity: as they are."""
+    up: dict[str, Any] = Field(default={"name": "identity"})
+    """Back to the server, which adds the change that it decodes to what was sent; identity: the weights as they are."""
+
+
 class PretrainConfig(Section):
     epochs: Count = 100
     """On the proxy."""
@@ -185,6 +194,7 @@ class Config(Section):
     algorithm: dict[str, Any] = Field(default={"name": "flexfl"})
     """name (registered, or package.module:NAME) and the algorithm's own hyper-parameters."""
     training: Training = Training(fraction=0.3, epochs=5, batch_size=10, lr=0.05)
+    codec: CodecConfig = CodecConfig()
     rounds: RoundsConfig = RoundsConfig()
     run: Annotated[RunConfig, Moves.EXECUTION] = RunConfig()
     kubernetes: Annotated[KubernetesConfig, Moves.EXECUTION] = KubernetesConfig()

@@ -7,8 +7,9 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_serializer, model_validator
 
-from fl_engine.core.errors import FlexfleetError, IntegrityError, brief
-from fl_engine.core.types import Pool, PoolModel, SubmodelSpec
+from fl_engine.codecs import codecs_of
+from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, brief
+from fl_engine.core.types import Codecs, Pool, PoolModel, SubmodelSpec
 from fl_engine.preparation.apoz import ApozLayer, ApozScores
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore
@@ -55,7 +56,8 @@ class Apoz(ApozScores, Artifact):
 
 
 class Level(BaseModel):
-    """One pool model. `flops` are multiply-adds per sample, `share` is of the full model's parameters."""
+    """One pool model. `flops` are multiply-adds per sample, `share` is of the full model's parameters, `bytes` those of
+    its tensors as they are sent (the most, where a codec's depend on the numbers)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str
@@ -75,6 +77,10 @@ class Level(BaseModel):
     """Answers with the mean over its exits."""
     static_bn: bool = False
     """Batch norm takes statistics of the training data."""
+    codecs: dict[str, dict[str, Any]] | None = None
+    """Of this level alone, as in a configuration; null: the run's."""
+    bytes_up: int | None = None
+    """Of its tensors as they come back; null: nothing is coded, they are `bytes` too."""
 
 
 class PoolFile(Artifact):
@@ -91,7 +97,7 @@ class PoolFile(Artifact):
     levels: tuple[Level, ...] = Field(min_length=1)
 
     def pool(self) -> Pool:
-        """Raises IntegrityError naming the level whose `spec` is no sub-model."""
+        """Raises IntegrityError naming the level whose `spec` is no sub-model, or whose codecs there are not."""
         return tuple(
             PoolModel(
                 name=v.name,
@@ -105,6 +111,8 @@ class PoolFile(Artifact):
                 ratios=v.ratios,
                 ensemble=v.ensemble,
                 static_bn=v.static_bn,
+                codecs=_codecs_of(v),
+                sizes=None if v.bytes_up is None else (v.bytes, v.bytes_up),
             )
             for v in self.levels
         )
@@ -115,6 +123,13 @@ def _spec_of(level: Level) -> SubmodelSpec:
         return SubmodelSpec.from_json(level.spec)
     except (FlexfleetError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise IntegrityError(f"pool.json: the spec of {level.name!r} is no sub-model: {error}") from error
+
+
+def _codecs_of(level: Level) -> Codecs | None:
+    try:
+        return None if level.codecs is None else codecs_of(level.codecs)
+    except ConfigError as error:
+        raise IntegrityError(f"pool.json: {level.name!r} has {error}") from error
 
 
 class RunFile(Artifact):

@@ -21,7 +21,7 @@ from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.storage.store import FolderStore
-from flexfleet.config import Config
+from flexfleet.config import Config, codecs
 from flexfleet.steps.federate import initial_state, site_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.trackers import Several
@@ -45,7 +45,7 @@ def pace(config: Config, run: Path, turns: int) -> list[float]:
 def _rounds(resolved: Resolved, site: Site) -> float:
     config, state = resolved.config, initial_state(resolved, site)
     terms = config.rounds.model_copy(update={"stop": ROUNDS, "evaluate_every": ROUNDS})
-    run = Run(resolved.algorithm, site, terms, config.run.devices)
+    run = Run(resolved.algorithm, site, terms, config.run.devices, codecs=codecs(config))
     with tempfile.TemporaryDirectory() as folder:
         ledger, backend = ledger_in(FolderStore(Path(folder))), InProcess(site, config.run.devices)
         started = time.perf_counter()

@@ -196,7 +196,7 @@ def _federate(
             BACKENDS[config.run.backend](_surroundings(config, site, ledger.mailbox, run_id, should_stop)) as backend,
         ):
             final = loop.federate(
-                Run(algorithm, site, config.rounds, config.run.devices, noise_key),
+                Run(algorithm, site, config.rounds, config.run.devices, noise_key, configs.codecs(config)),
                 initial,
                 backend,
                 ledger,

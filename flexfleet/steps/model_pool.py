@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fl_engine.codecs import sections_of
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Algorithm, ModelFamily, ServerContext
 from fl_engine.core.types import Prepared
+from fl_engine.exchange import coding
 from fl_engine.preparation.apoz import ApozScores
+from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files import prepared
 from flexfleet.files import terminal as common
@@ -26,7 +29,7 @@ def model_pool(resolved: Resolved, pretrain: Path, out: Path) -> Path:
 
 def build(config: Config, algorithm: Algorithm, family: ModelFamily, made: Prepared, server: ServerContext) -> PoolFile:
     """The pool, and how alike its pruning ratios are to those of the reference where there is one."""
-    pool = algorithm.pool(family, made, server)
+    pool = coding.sized(algorithm.pool(family, made, server), family, configs.codecs(config))
     references = {name: each.as_reference() for name, each in made.items() if isinstance(each, ApozScores)}
     reference = algorithm.pool(family, {**made, **references}, server) if any(references.values()) else None
     groups = [p.group for p in family.prunable()]
@@ -53,6 +56,8 @@ def build(config: Config, algorithm: Algorithm, family: ModelFamily, made: Prepa
                 spec=m.spec.to_json(),
                 ensemble=m.ensemble,
                 static_bn=m.static_bn,
+                codecs=None if m.codecs is None else sections_of(m.codecs),
+                bytes_up=None if m.sizes is None else m.bytes_up,
             )
             for i, m in enumerate(pool)
         ),

@@ -33,7 +33,7 @@ class TestBackends(BackendSuite):
         with ExitStack() as opened:
 
             def build(site: Site, devices: Sequence[str]) -> Backend:
-                around = Surroundings(site, Mailbox(FolderStore(tmp_path)), tuple(devices))
+                around = Surroundings(site, Mailbox(FolderStore(tmp_path), site.rules), tuple(devices))
                 return opened.enter_context(BACKENDS[request.param](around))
 
             yield build

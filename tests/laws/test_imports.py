@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 # The rooms, floor by floor: one imports those of lower floors only, also inside its functions.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"fl_engine.core"}),
-    frozenset({f"fl_engine.{room}" for room in ("data", "fleet", "selection", "storage", "tasks", "training")}),
+    frozenset(
+        {f"fl_engine.{room}" for room in ("codecs", "data", "fleet", "selection", "storage", "tasks", "training")}
+    ),
     frozenset({f"fl_engine.{room}" for room in ("datasets", "exchange", "models", "preparation")}),
     frozenset({"fl_engine.aggregation"}),
     frozenset({f"fl_engine.{room}" for room in ("algorithms", "backends", "rounds")}),

@@ -1,0 +1,58 @@
+"""How weights travel, down to a client and up again: the codecs, one file each. A new one is a file and a line here.
+
+`codec.down.name` and `codec.up.name` choose them, or one's own as `package.module:NAME` (see `types.Codec`).
+Weights that travel as they are have none, which is named `identity`. What is done with a codec: `exchange.coding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from fl_engine.codecs.half import Half
+from fl_engine.codecs.identity import Identity
+from fl_engine.core.errors import ConfigError, brief
+from fl_engine.core.registry import Contract
+from fl_engine.core.types import (
+    Codec,
+    Codecs,
+)
+
+CODECS: dict[str, type[Codec]] = {"identity": Identity, "half": Half}
+
+CONTRACT: Contract[Codec] = Contract("codec", CODECS, Codec)
+
+
+def codec_of(section: Any) -> Codec | None:
+    """Of `{name: half}`, its options beside the name; None: `identity`. Raises pydantic's ValidationError."""
+    found = CONTRACT.parse(section)
+    return None if isinstance(found, Identity) else found
+
+
+def section_of(codec: Codec | None) -> dict[str, Any]:
+    """The other way: JSON that `codec_of` makes this codec of."""
+    kind = Identity if codec is None else type(codec)
+    names = [name for name, registered in CODECS.items() if registered is kind]
+    name = names[0] if names else f"{kind.__module__}:{kind.__qualname__}"
+    options = {} if codec is None else TypeAdapter(kind).dump_python(codec, mode="json")
+    return {"name": name, **options}
+
+
+def codecs_of(sections: Mapping[str, Any]) -> Codecs:
+    """Of `{down: {name: ...}, up: {name: ...}}`. Raises ConfigError."""
+    if sections.keys() != {"down", "up"} or not all(isinstance(each, Mapping) for each in sections.values()):
+        raise ConfigError(f"codecs are {{down: {{name: ...}}, up: {{name: ...}}}}, got {repr(dict(sections))[:200]}")
+    try:
+        return Codecs(codec_of(sections["down"]), codec_of(sections["up"]))
+    except ValidationError as error:
+        raise ConfigError(f"no codecs: {brief(error)}") from error
+
+
+def sections_of(codecs: Codecs) -> dict[str, Any]:
+    """The other way."""
+    return {"down": section_of(codecs.down), "up": section_of(codecs.up)}
+
+
+__all__ = ["CODECS", "CONTRACT", "Half", "Identity", "codec_of", "codecs_of", "section_of", "sections_of"]

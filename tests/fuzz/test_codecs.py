@@ -1,0 +1,85 @@
+"""Encoded weights: whatever an order or an answer holds, it is what was sent, a client's failure, or a named file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fl_engine.algorithms import FlexFL
+from fl_engine.codecs import Half
+from fl_engine.core.errors import IntegrityError
+from fl_engine.core.types import ClientFailure, ClientUpdate, Codecs
+from fl_engine.exchange import coding
+from fl_engine.exchange.client import execute
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.updates import Manifest, signed
+from fl_engine.storage.store import encode, sha256
+from fl_engine.testing.codecs import Deflated
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_bits, context_of, start_of, tiny_site
+from tests.fuzz.mutations import answer, damaged, in_time, json_like, law
+from tests.fuzz.test_ledger import Memory
+
+ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
+SITE = tiny_site(ALGORITHM)
+BARE = ALGORITHM.plan(start_of(ALGORITHM, SITE), context_of(SITE, 0, SEED))
+PLANS = {codec: coding.sent(BARE, SITE.pool, Codecs(codec, codec), SEED) for codec in (Half(), Deflated())}
+CLIENT = BARE.orders[0].client
+HONEST = {codec: execute(ALGORITHM, plan.orders[0], SITE) for codec, plan in PLANS.items()}
+CODECS = st.sampled_from(list(PLANS))
+BASE = f"rounds/00000/updates/{CLIENT}"
+ORDER = f"rounds/00000/orders/{CLIENT}.json"
+ORDERED: dict[Half | Deflated, dict[str, bytes]] = {codec: {} for codec in PLANS}
+for codec, plan in PLANS.items():
+    Mailbox(Memory(ORDERED[codec])).put_orders(plan)
+JSON = json.loads(ORDERED[Half()][ORDER])
+
+
+def mailbox_of(files: dict[str, bytes]) -> Mailbox:
+    return Mailbox(Memory(files), rules=replace(SITE.rules, algorithm=ALGORITHM))
+
+
+@law(60)
+@given(json_like(JSON))
+@example(json.dumps(JSON | {"codecs": {}}).encode())
+@example(json.dumps(JSON | {"codecs": None}).encode())
+@example(json.dumps(JSON | {"codecs": {"down": {"name": "os:system"}, "up": {"name": "half"}}}).encode())
+@example(json.dumps(JSON | {"header": None}).encode())
+@example(json.dumps(JSON | {"header": {name: ["float32", [2**62, 8]] for name in JSON["header"]}}).encode())
+@example(json.dumps(JSON | {"header": {name: ["nn", shape] for name, (_, shape) in JSON["header"].items()}}).encode())
+def test_an_encoded_order_is_read_or_its_file_is_named(content: bytes) -> None:
+    mailbox = mailbox_of(ORDERED[Half()] | {ORDER: content})
+    answer(lambda: mailbox.order(0, CLIENT), "rounds/00000/orders/", kind=IntegrityError)
+
+
+@law(80)
+@given(CODECS, st.data())
+def test_an_encoded_answer_is_an_outcome_whatever_its_file_holds(codec: Half | Deflated, data: st.DataObject) -> None:
+    """Of a liar, whose manifest vouches for whatever it sends."""
+    honest, files = HONEST[codec], dict[str, bytes]()
+    assert isinstance(honest, ClientUpdate)
+    mailbox_of(files).put_outcome(PLANS[codec], honest)
+    value = files[f"{BASE}.safetensors"]
+    content = data.draw(damaged(value) | damaged(value[:3000]))
+    manifest = Manifest.model_validate_json(files[f"{BASE}.json"])
+    manifest = signed(manifest.model_copy(update={"sha256": sha256(content), "signature": None}), None)
+    files |= {f"{BASE}.safetensors": content, f"{BASE}.json": manifest.model_dump_json().encode()}
+    with in_time():
+        found = mailbox_of(files).receive(PLANS[codec], CLIENT)
+    if isinstance(found, ClientFailure):
+        assert found.stage == "validate" and found.code is not None
+        return
+    assert isinstance(found, ClientUpdate)
+    assert coding.header_of(found.payload) == coding.header_of(honest.payload)
+    if encode(found.travels) == encode(honest.travels):
+        assert_same_bits(found.payload, mailbox_honest(codec).payload)
+
+
+def mailbox_honest(codec: Half | Deflated) -> ClientUpdate:
+    files: dict[str, bytes] = {}
+    mailbox_of(files).put_outcome(PLANS[codec], HONEST[codec])
+    found = mailbox_of(files).receive(PLANS[codec], CLIENT)
+    assert isinstance(found, ClientUpdate)
+    return found

@@ -1,0 +1,525 @@
+"""Weights that a codec codes: server and client go on from the same bits, what travels is what is counted, and what a
+stranger sends instead is refused by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from fl_engine.aggregation.rules import Mean, Private
+from fl_engine.algorithms import AllLarge, FlexFL, HeteroFL
+from fl_engine.backends import InProcess
+from fl_engine.codecs import Half, Identity, codec_of, codecs_of, section_of, sections_of
+from fl_engine.core.contracts import Algorithm
+from fl_engine.core.errors import ClientError, ConfigError, IntegrityError, ModelError
+from fl_engine.core.fields import STRICT
+from fl_engine.core.slicing import is_statistic, take
+from fl_engine.core.types import (
+    ClientFailure,
+    ClientUpdate,
+    Codec,
+    Codecs,
+    Header,
+    Outcome,
+    Params,
+    PoolModel,
+    RoundPlan,
+    WorkOrder,
+)
+from fl_engine.exchange import coding
+from fl_engine.exchange.client import Site, execute
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.updates import Manifest, key_of, manifest_bytes, order_sum, payload_bytes, received, signed
+from fl_engine.fleet import faults
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.rounds import loop as rounds
+from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.selection import Uniform
+from fl_engine.storage.checkpoints import Row
+from fl_engine.storage.store import FolderStore, encode, sha256, tensor_bytes
+from fl_engine.testing.codecs import Deflated
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    assert_same_bits,
+    assert_same_orders,
+    assert_same_outcomes,
+    context_of,
+    start_of,
+    tiny_fleet,
+    tiny_site,
+)
+from fl_engine.testing.tracker import Memory
+
+ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
+FAMILY = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
+"""With running statistics."""
+SITE = tiny_site(ALGORITHM, FAMILY, fleet=tiny_fleet(sigma=(20.0, 30.0)))
+STATE = start_of(ALGORITHM, SITE)
+BARE = ALGORITHM.plan(STATE, context_of(SITE, 0, SEED))
+HALF, DEFLATED = Codecs(Half(), Half()), Codecs(Deflated(), Deflated())
+BOTH = pytest.mark.parametrize("codecs", [HALF, DEFLATED, Codecs(up=Half()), Codecs(down=Half())], ids=str)
+SECRET = b"a run's own"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plan_of(codecs: Codecs) -> RoundPlan:
+    return coding.sent(BARE, SITE.pool, codecs, SEED)
+
+
+def mailbox_of(folder: Path, **more: Any) -> Mailbox:
+    return Mailbox(FolderStore(folder), replace(SITE.rules, algorithm=ALGORITHM), **more)
+
+
+def outcomes_of(plan: RoundPlan, site: Site = SITE) -> list[Outcome]:
+    return sorted(InProcess(site).run(ALGORITHM, plan), key=lambda o: o.client)
+
+
+# ------------------------------------------------------------------------------------------------------- orders
+def test_without_a_codec_nothing_is_touched() -> None:
+    for order, bare in zip(plan_of(Codecs()).orders, BARE.orders, strict=True):
+        assert order is bare
+    assert codec_of({"name": "identity"}) is None, "a run that says so is one that says nothing"
+    (update,) = InProcess(SITE).run(ALGORITHM, replace(BARE, orders=BARE.orders[:1]))
+    assert isinstance(update, ClientUpdate) and update.encoded is None
+
+
+def test_an_order_holds_what_its_client_decodes() -> None:
+    plan = plan_of(HALF)
+    for order, bare in zip(plan.orders, BARE.orders, strict=True):
+        assert order.encoded is not None and order.payload.keys() == bare.payload.keys()
+        for name, tensor in bare.payload.items():
+            if is_statistic(name):
+                assert order.payload[name] is tensor and order.encoded[name] is tensor, "and nothing is copied"
+            else:
+                assert torch.equal(order.payload[name], tensor.half().float())
+                assert order.encoded[name].dtype == torch.float16
+
+
+def test_who_is_sent_the_same_shares_what_is_made_of_it() -> None:
+    ((level, count),) = Counter(order.level for order in BARE.orders).most_common(1)
+    first, *others = [order for order in plan_of(DEFLATED).orders if order.level == level]
+    assert count > 1
+    assert all(order.payload is first.payload and order.encoded is first.encoded for order in others)
+
+
+def test_another_round_and_another_level_round_otherwise() -> None:
+    """The way down has a seed for each, the way up one for each client too."""
+    weights = dict.fromkeys(("a",), torch.linspace(-1, 1, 64))
+    asked = [(0, 0), (1, 0), (0, 1)]
+    orders = [WorkOrder(round, 0, BARE.orders[0].spec, weights, 0, level) for round, level in asked]
+    plans = [coding.sent(RoundPlan(order.round, (order,)), SITE.pool, DEFLATED, SEED) for order in orders]
+    assert len({encode(plan.orders[0].travels) for plan in plans}) == 3
+    again = coding.sent(RoundPlan(0, orders[:1]), SITE.pool, DEFLATED, SEED)
+    assert_same_bits(again.orders[0].travels, plans[0].orders[0].travels)
+
+
+def test_an_order_s_codecs_come_before_its_level_s_and_those_before_the_run_s() -> None:
+    ((level, _),) = Counter(order.level for order in BARE.orders).most_common(1)
+    pool = tuple(replace(m, codecs=Codecs(up=Half())) if i == level else m for i, m in enumerate(SITE.pool))
+    first = next(order for order in BARE.orders if order.level == level)
+    own = tuple(replace(order, codecs=Codecs()) if order is first else order for order in BARE.orders)
+    plan = coding.sent(replace(BARE, orders=own), pool, DEFLATED, SEED)
+    assert plan.order_of[first.client].codecs == Codecs() and plan.order_of[first.client].encoded is None
+    others = [order for order in plan.orders if order.client != first.client]
+    for order in others:
+        assert order.codecs == (Codecs(up=Half()) if order.level == level else DEFLATED)
+    assert {order.level == level for order in others} == {True, False}
+
+
+@BOTH
+def test_an_order_in_the_store_is_the_one_that_was_planned(codecs: Codecs, tmp_path: Path) -> None:
+    plan, mailbox = plan_of(codecs), mailbox_of(tmp_path)
+    keys = mailbox.put_orders(plan)
+    assert_same_orders(RoundPlan(0, tuple(mailbox.order(0, o.client) for o in plan.orders)), plan)
+    for order in plan.orders:
+        assert mailbox.order(0, order.client).codecs == codecs
+        (key,) = (key for key in keys[order.client] if key.endswith(".safetensors"))
+        value = (tmp_path / key).read_bytes()
+        assert len(value) - 8 - int.from_bytes(value[:8], "little") == tensor_bytes(order.travels)
+
+
+def test_an_order_without_codecs_is_stored_as_it_always_was(tmp_path: Path) -> None:
+    mailbox_of(tmp_path).put_orders(BARE)
+    text = (tmp_path / f"rounds/00000/orders/{BARE.orders[0].client}.json").read_text()
+    assert "codecs" not in text and "header" not in text
+    assert order_sum(replace(BARE.orders[0], codecs=Codecs())) == order_sum(BARE.orders[0])
+    assert order_sum(plan_of(HALF).orders[0]) != order_sum(BARE.orders[0]), "an answer is of one coding alone"
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ('"name":"half"', '"name":"hlaf"'),
+        ('"float32"', '"float33"'),
+        ('"float32"', '"float64"'),
+        ('"float32"', '"Tensor"'),
+        ('"up":{', '"sideways":{'),
+        ('"conv1.conv.weight":', '"conv9.conv.weight":'),
+    ],
+)
+def test_an_order_that_nobody_can_decode_is_named(said: str, wrong: str, tmp_path: Path) -> None:
+    mailbox = mailbox_of(tmp_path)
+    mailbox.put_orders(plan_of(HALF))
+    path = tmp_path / f"rounds/00000/orders/{BARE.orders[0].client}.json"
+    assert said in path.read_text()
+    path.write_text(path.read_text().replace(said, wrong))
+    with pytest.raises(IntegrityError, match=path.name):
+        mailbox.order(0, BARE.orders[0].client)
+
+
+# ------------------------------------------------------------------------------------------------------ updates
+@BOTH
+def test_an_update_through_the_store_is_the_one_in_memory(codecs: Codecs, tmp_path: Path) -> None:
+    plan, mailbox = plan_of(codecs), mailbox_of(tmp_path)
+    here, pruned = outcomes_of(plan), 0
+    for outcome in here:
+        assert isinstance(outcome, ClientUpdate) and (outcome.encoded is None) == (codecs.up is None)
+        order = plan.order_of[outcome.client]
+        pruned += outcome.spec != order.spec
+        # What a client in another process sends: its order is the stored one.
+        mailbox.put_orders(replace(plan, orders=(order,)))
+        mailbox.put_outcome(plan, execute(ALGORITHM, mailbox.order(0, order.client), SITE))
+        there = mailbox.receive(plan, order.client)
+        assert_same_outcomes([there], [outcome])
+        assert isinstance(there, ClientUpdate)
+        assert_same_bits(there.travels, outcome.travels)
+        size = (tmp_path / f"rounds/00000/updates/{order.client}.safetensors").stat().st_size
+        assert size <= payload_bytes(order)
+    assert pruned, "in this example some device has to prune"
+
+
+def test_the_server_adds_the_change_that_it_decodes() -> None:
+    plan = plan_of(HALF)
+    for outcome in outcomes_of(plan):
+        order = plan.order_of[outcome.client]
+        bare = execute(ALGORITHM, order, SITE)
+        assert isinstance(outcome, ClientUpdate) and isinstance(bare, ClientUpdate)
+        sent = take(order.payload, SITE.layout, outcome.spec, have=order.spec)
+        for name, tensor in outcome.payload.items():
+            if is_statistic(name):
+                assert torch.equal(tensor, bare.payload[name])
+                continue
+            change = bare.payload[name] - sent[name]
+            assert torch.equal(tensor, sent[name] + change.half().float())
+            off = float((tensor - bare.payload[name]).abs().max())
+            assert off <= max(float(change.abs().max()) * 2**-11, 2**-25) + float(tensor.abs().max()) * 2**-23
+
+
+def test_masked_classes_are_coded_as_they_were_trained(tmp_path: Path) -> None:
+    """A client that sends a part of the outputs' rows."""
+    method = HeteroFL(training=TRAINING)
+    site = tiny_site(method, sizes=(3,) * 20)
+    plan = method.plan(start_of(method, site), context_of(site, 0, SEED))
+    plan = coding.sent(plan, site.pool, HALF, SEED)
+    mailbox = Mailbox(FolderStore(tmp_path), replace(site.rules, algorithm=method))
+    fewer = 0
+    for outcome in InProcess(site).run(method, plan):
+        assert isinstance(outcome, ClientUpdate)
+        mailbox.put_outcome(plan, outcome)
+        assert_same_outcomes([mailbox.receive(plan, outcome.client)], [outcome])
+        fewer += len(outcome.payload["classifier.weight"]) < 4
+    assert fewer
+
+
+@dataclass(frozen=True)
+class Huge:
+    """What it decodes of the way down is 1e5 at each number."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    def encode(self, tensors: Params, seed: int) -> Params:
+        raise ModelError("numbers that it cannot say")
+
+    def decode(self, encoded: Params, header: Header) -> Params:
+        return dict(encoded)
+
+    def header(self, header: Header) -> Header:
+        return header
+
+
+def test_what_a_codec_cannot_say_is_the_client_s_failure_and_the_server_s_error() -> None:
+    plan = replace(plan_of(Codecs(up=Huge())), orders=plan_of(Codecs(up=Huge())).orders[:1])
+    (found,) = InProcess(SITE).run(ALGORITHM, plan)
+    assert isinstance(found, ClientFailure) and found.stage == "train"
+    assert found.reason == "what it has trained cannot be sent as codec.up says: numbers that it cannot say"
+    far = {name: torch.full_like(t, 7e4) for name, t in BARE.orders[0].payload.items()}
+    with pytest.raises(ModelError, match=r"round 1: .* holds 7e\+04, and float16 ends at 65504\. Choose another"):
+        coding.sent(RoundPlan(0, (replace(BARE.orders[0], payload=far),)), SITE.pool, HALF, SEED)
+
+
+def test_half_says_what_is_not_finite_and_refuses_what_is_too_large() -> None:
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 65504.0])
+    assert torch.allclose(Half().encode({"a": odd}, 0)["a"].float(), odd, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(ModelError, match=r"b holds 6\.55e\+04, and float16 ends at 65504"):
+        Half().encode({"a": odd, "b": torch.tensor([1.0, -65520.0])}, 0)
+
+
+# --------------------------------------------------------------------------------------------------------- lies
+@dataclass(frozen=True)
+class Case:
+    """A client's honest answer, whose tensors a liar changes."""
+
+    codecs: Codecs
+    order: WorkOrder
+    honest: ClientUpdate
+
+    @classmethod
+    def of(cls, codecs: Codecs) -> Case:
+        order = plan_of(codecs).orders[0]
+        honest = execute(ALGORITHM, order, SITE)
+        assert isinstance(honest, ClientUpdate) and honest.encoded is not None
+        return cls(codecs, order, honest)
+
+    def told(self, folder: Path, change: Callable[[Params], Params | bytes]) -> Outcome:
+        made = change({name: t.clone() for name, t in self.honest.travels.items()})
+        value = made if isinstance(made, bytes) else encode(made)
+        plan, mailbox = RoundPlan(0, (self.order,)), mailbox_of(folder, key=key_of(SECRET))
+        mailbox.put_outcome(plan, self.honest)
+        base = folder / f"rounds/00000/updates/{self.order.client}"
+        manifest = Manifest.model_validate_json(base.with_suffix(".json").read_bytes())
+        manifest = manifest.model_copy(update={"sha256": sha256(value), "signature": None})
+        base.with_suffix(".json").write_text(signed(manifest, key_of(SECRET)(self.order)).model_dump_json())
+        base.with_suffix(".safetensors").write_bytes(value)
+        return mailbox.receive(plan, self.order.client)
+
+
+WEIGHT, STATISTIC = "conv1.conv.weight", "conv1.bn.running_var"
+
+
+def at(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Params], Params]:
+    return lambda params: {**params, name: change(params[name])}
+
+
+def filled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda t: torch.full_like(t, value)
+
+
+LIES: dict[str, tuple[str, Codecs, Callable[[Params], Params | bytes]]] = {
+    "uncoded": ("dtype", HALF, at(WEIGHT, torch.Tensor.float)),
+    "coded statistics": ("dtype", HALF, at(STATISTIC, torch.Tensor.half)),
+    "a row too few": ("shape", HALF, at(WEIGHT, lambda t: t[1:].clone())),
+    "one number for all": ("shape", HALF, at(WEIGHT, lambda t: t.flatten()[:1].clone())),
+    "a short flat one": ("shape", HALF, at("conv1.conv.bias", lambda t: t[:1].clone())),
+    "a tensor too few": ("names", HALF, lambda p: {n: t for n, t in p.items() if n != WEIGHT}),
+    "a tensor too many": ("names", HALF, lambda p: {**p, "more": torch.zeros(1)}),
+    "nan": ("finite", HALF, at(WEIGHT, filled(float("nan")))),
+    "infinity": ("finite", HALF, at(WEIGHT, filled(float("inf")))),
+    "a variance below zero": ("statistics", HALF, at(STATISTIC, filled(-1.0))),
+    "a statistic of nan": ("finite", HALF, at(STATISTIC, filled(float("nan")))),
+    "no file of tensors": ("schema", HALF, lambda p: b"x" * 100),
+    "a large file": ("file", HALF, lambda p: encode(p) + b"x" * 10**6),
+    "no stream": ("encoding", DEFLATED, at(WEIGHT, filled(7))),
+    "an empty stream": ("encoding", DEFLATED, at(WEIGHT, lambda t: t[:0].clone())),
+    "half a stream": ("encoding", DEFLATED, at(WEIGHT, lambda t: t[: len(t) // 2].clone())),
+    "a long stream": ("shape", DEFLATED, at(WEIGHT, lambda t: torch.cat([t, t, t]))),
+    "a stream in rows": ("shape", DEFLATED, at(WEIGHT, lambda t: t[None].clone())),
+    "more than it may hold": (
+        "encoding", DEFLATED, at(WEIGHT, lambda t: Deflated().encode({"a": torch.zeros(10**4)}, 0)["a"])
+    ),
+    "an endless scale": ("finite", DEFLATED, at(f"{WEIGHT}/scale", filled(float("inf")))),
+    "a scale beyond any weight": ("finite", DEFLATED, at(f"{WEIGHT}/scale", filled(1e30))),
+    "no scale": ("names", DEFLATED, lambda p: {n: t for n, t in p.items() if n != f"{WEIGHT}/scale"}),
+}  # fmt: skip
+CASES = {codecs: Case.of(codecs) for codecs in (HALF, DEFLATED)}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_each_lie_has_its_code(lie: str, tmp_path: Path) -> None:
+    code, codecs, change = LIES[lie]
+    found = CASES[codecs].told(tmp_path, change)
+    assert isinstance(found, ClientFailure), "it is taken"
+    assert (found.stage, found.code, found.reason.partition(":")[0]) == ("validate", code, code)
+
+
+@pytest.mark.parametrize("codecs", CASES, ids=str)
+def test_an_honest_answer_is_taken(codecs: Codecs, tmp_path: Path) -> None:
+    case = CASES[codecs]
+    found = case.told(tmp_path, lambda p: p)
+    assert_same_outcomes([found], [received(case.honest, case.order, SITE.rules)])
+
+
+def test_a_codec_that_fails_on_what_a_stranger_sends_stops_nothing(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Careless(Half):
+        def decode(self, encoded: Params, header: Header) -> Params:
+            raise ZeroDivisionError("nobody thought of that")
+
+    @dataclass(frozen=True)
+    class Other(Half):
+        def decode(self, encoded: Params, header: Header) -> Params:
+            return {name: torch.zeros(1) for name in header}
+
+    for codec, said in ((Careless(), "Careless cannot decode it: nobody thought of that"), (Other(), "something else")):
+        case = replace(CASES[HALF], order=replace(CASES[HALF].order, codecs=Codecs(None, codec)))
+        found = case.told(tmp_path, lambda p: p)
+        assert isinstance(found, ClientFailure) and found.code == "encoding" and said in found.reason
+
+
+@pytest.mark.parametrize("codecs", CASES, ids=str)
+def test_an_answer_has_the_one_length_that_a_store_takes(codecs: Codecs, tmp_path: Path) -> None:
+    """Also one that was pruned, whose stream is shorter."""
+    order = plan_of(codecs).orders[0]
+    base = f"rounds/00000/updates/{order.client}"
+    lengths = {f"{base}.safetensors": payload_bytes(order), f"{base}.json": manifest_bytes(order)}
+    for free in (None, 1.0):
+        outcome = execute(ALGORITHM, order, replace(SITE, free=free))
+        assert isinstance(outcome, ClientUpdate) and (free is None or outcome.spec != order.spec or order.level == 0)
+        mailbox = Mailbox(FolderStore(tmp_path), replace(SITE.rules, seed=None, algorithm=ALGORITHM), lengths=lengths)
+        mailbox.put_outcome(plan_of(codecs), outcome)
+        assert (tmp_path / f"{base}.safetensors").stat().st_size == payload_bytes(order)
+        found = mailbox.receive(plan_of(codecs), order.client)
+        assert_same_outcomes([found], [received(outcome, order, SITE.rules)])
+    with pytest.raises(ClientError, match="POST policies"):
+        short = {f"{base}.safetensors": 100}
+        Mailbox(FolderStore(tmp_path), lengths=short).put_outcome(plan_of(codecs), outcome)
+
+
+def test_a_file_may_not_be_larger_than_its_codec_makes_it() -> None:
+    bare, half = (payload_bytes(plan.orders[0]) for plan in (BARE, plan_of(HALF)))
+    coded = tensor_bytes({n: t for n, t in BARE.orders[0].payload.items() if not is_statistic(n)})
+    assert bare - half == coded // 2
+
+
+def test_faults_are_met_alike_in_memory_and_through_the_store(tmp_path: Path) -> None:
+    everyone = faults.parse("nan=0.25,corrupt=0.25,scale=0.25x100,flip=0.25")
+    site, plan = replace(SITE, faults=everyone), plan_of(HALF)
+    mailbox = Mailbox(FolderStore(tmp_path), site.rules)
+    codes = set()
+    for outcome in outcomes_of(plan, site):
+        order = plan.order_of[outcome.client]
+        fault = site.befalls(order)
+        assert fault is not None
+        mailbox.put_outcome(plan, execute(ALGORITHM, order, site), faults.damaged if fault.kind == "corrupt" else bytes)
+        assert_same_outcomes([mailbox.receive(plan, order.client)], [outcome])
+        codes |= {outcome.code} if isinstance(outcome, ClientFailure) else set()
+    assert codes & {"finite", "checksum"}
+
+
+# ----------------------------------------------------------------------------------------------------- whole runs
+def federate(
+    folder: Path, codecs: Codecs, algorithm: Algorithm = ALGORITHM, **changes: Any
+) -> tuple[Params, list[Row]]:
+    site, key = changes.pop("site", SITE), changes.pop("noise_key", None)
+    store = changes.pop("store", None) or FolderStore(folder)
+    ledger = ledger_in(store, rules=replace(site.rules, algorithm=algorithm))
+    config = RoundsConfig(**({"stop": 3, "evaluate_every": 1000, "commit_every": 1} | changes))
+    run = Run(algorithm, site, config, noise_key=key, codecs=codecs)
+    final = rounds.federate(run, start_of(algorithm, site), InProcess(site), ledger, Memory())
+    return final.params, ledger.checkpoints.rows()
+
+
+def test_a_round_counts_what_travelled(tmp_path: Path) -> None:
+    """Bytes down and up, waste and the simulated clock, for a pool whose sizes are known beforehand."""
+    pool = coding.sized(SITE.pool, FAMILY, HALF)
+    _, plain = federate(tmp_path / "plain", Codecs())
+    for keep in (False, True):
+        _, rows = federate(tmp_path / str(keep), HALF, keep_updates=keep)
+        for row, before in zip(rows, plain, strict=True):
+            down, up = (sum(model_of(pool, line[way]).bytes for line in row.clients) for way in ("sent", "trained"))
+            assert (row.metrics["bytes_down"], row.metrics["bytes_up"]) == (down, up)
+            assert row.metrics["waste"] == pytest.approx(1 - up / down)
+            assert 0.5 < down / before.metrics["bytes_down"] < 0.55, "statistics travel uncoded"
+            for line, other in zip(row.clients, before.clients, strict=True):
+                device = SITE.fleet[line["client"]]
+                bytes = model_of(pool, line["sent"]).bytes + model_of(pool, line["trained"]).bytes_up
+                seconds = line["macs"] / device.speed + bytes / device.bandwidth
+                assert line["seconds_simulated"] == pytest.approx(seconds) != other["seconds_simulated"]
+
+
+def model_of(pool: tuple[PoolModel, ...], name: str) -> PoolModel:
+    return next(model for model in pool if model.name == name)
+
+
+def test_a_level_is_a_sub_model_and_its_codecs() -> None:
+    own = (replace(SITE.pool[0], codecs=Codecs(down=Half())), replace(SITE.pool[1], codecs=Codecs()), *SITE.pool[2:])
+    pool = coding.sized(own, FAMILY, Codecs(up=Half()))
+    full = {n: t for n, t in STATE.params.items()}
+    for model, bare in zip(pool, SITE.pool, strict=True):
+        weights = take(full, SITE.layout, model.spec)
+        plain, half = (tensor_bytes(coding.encoded(c, weights, 0)) for c in (Identity(), Half()))
+        assert plain == 4 * model.params == bare.bytes == bare.bytes_up
+        expected = {SITE.pool[0].name: (half, plain), SITE.pool[1].name: (plain, plain)}.get(model.name, (plain, half))
+        assert (model.bytes, model.bytes_up) == expected
+
+
+def test_streams_are_counted_as_long_as_they_are(tmp_path: Path) -> None:
+    _, rows = federate(tmp_path, DEFLATED)
+    pool = coding.sized(SITE.pool, FAMILY, DEFLATED)
+    for row in rows:
+        assert row.metrics["bytes_up"] < sum(model_of(pool, line["trained"]).bytes_up for line in row.clients)
+        plans = coding.sent(BARE, SITE.pool, DEFLATED, SEED)
+        if row.round == 0:
+            assert row.metrics["bytes_down"] == sum(tensor_bytes(order.travels) for order in plans.orders)
+
+
+def test_a_run_that_is_killed_ends_with_the_same_bits(
+    new_store: Any, dying: Any, killed: type[BaseException], tmp_path: Path
+) -> None:
+    codecs = Codecs(Half(), Deflated())
+    whole, _ = federate(tmp_path, codecs, stop=2)
+    cut = 0
+    for writes in (2, 7, 9, 15, 19):
+        store = new_store()
+        with suppress(killed):
+            federate(tmp_path, codecs, stop=2, keep_updates=True, store=dying(store, writes))
+            continue
+        cut += 1
+        assert_same_bits(federate(tmp_path, codecs, stop=2, keep_updates=True, store=store)[0], whole)
+    assert cut == 5
+
+
+def test_a_clip_acts_on_what_was_decoded(tmp_path: Path) -> None:
+    """The change from the server's own weights, with whatever the codecs made of it."""
+    clip = 1e-3
+    for aggregation in (Mean(clip=clip), Private(clip=clip, noise_multiplier=1e-9)):
+        algorithm = AllLarge(
+            training=replace(TRAINING, fraction=0.05, lr=0.5), eligible="all", aggregation=aggregation,
+            selection=Uniform(model="largest"),
+        )  # fmt: skip
+        site = tiny_site(algorithm)
+        key = bytes(32) if isinstance(aggregation, Private) else None
+        start = start_of(algorithm, site).params
+        folder = tmp_path / aggregation.name
+        final, rows = federate(folder, DEFLATED, algorithm, site=site, stop=1, norm_bound=None, noise_key=key)
+        moved = sum(float((final[n].double() - start[n].double()).square().sum()) for n in start) ** 0.5
+        assert rows[0].metrics["clients_trained"] >= 1
+        assert 0.3 * clip < moved <= clip * (1 + 1e-4), "one client, or a mean of few, moves it so far at most"
+
+
+def test_what_moved_too_far_is_seen_when_it_is_decoded(tmp_path: Path) -> None:
+    lies = replace(SITE, faults=faults.parse("scale=0.3x1000,always"))
+    _, rows = federate(tmp_path, HALF, site=lies, stop=2, faults="scale=0.3x1000,always")
+    assert sum(row.metrics.get("rejected/norm", 0) for row in rows) > 0
+
+
+# ------------------------------------------------------------------------------------------------ configurations
+@pytest.mark.parametrize("codec", [None, Half(), Deflated(levels=7.0)])
+def test_a_codec_is_said_as_it_is_chosen(codec: Codec | None) -> None:
+    section = section_of(codec)
+    assert codec_of(section) == codec
+    names = {None: "identity", Half: "half", Deflated: "fl_engine.testing.codecs:Deflated"}
+    assert section["name"] == names[None if codec is None else type(codec)]
+    assert codecs_of(sections_of(Codecs(codec, None))) == Codecs(codec, None)
+
+
+@pytest.mark.parametrize("sections", [{}, {"down": {"name": "half"}}, {"down": {}, "up": {}}, {"down": 1, "up": 2}])
+def test_codecs_that_are_none_are_refused(sections: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        codecs_of(sections)
