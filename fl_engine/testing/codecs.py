@@ -33,7 +33,7 @@ from fl_engine.core.types import (
     Params,
 )
 from fl_engine.exchange import coding
-from fl_engine.storage.store import tensor_bytes
+from fl_engine.storage.store import encode, tensor_bytes
 from fl_engine.testing.tiny import assert_same_bits
 
 law = settings(
@@ -97,7 +97,7 @@ class CodecSuite:
         first = coding.encoded(codec, given, seed)
         torch.manual_seed(2)
         turned = {name: given[name].t().contiguous().t() if given[name].dim() == 2 else given[name] for name in given}
-        assert_same_bits(coding.encoded(codec, dict(reversed(turned.items())), seed), first)
+        assert encode(coding.encoded(codec, dict(reversed(turned.items())), seed)) == encode(first)
         assert_same_bits(given, before)
         header = coding.header_of(given)
         assert_same_bits(coding.decoded(codec, first, header), coding.decoded(codec, first, header))

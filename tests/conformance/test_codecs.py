@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from fl_engine.codecs import CODECS, Half
+from fl_engine.codecs import CODECS, CONTRACT, Half
 from fl_engine.core.types import Codec
 from fl_engine.testing.codecs import CodecSuite, Deflated
 
@@ -18,6 +22,23 @@ class TestCodecs(CodecSuite):
 
     def most_error(self, codec: Codec, tensor: Tensor) -> Tensor:
         return torch.clamp(tensor.abs() * 2**-11, min=2**-25) if isinstance(codec, Half) else torch.zeros(())
+
+
+class TestTheGuide(CodecSuite):
+    """The codec of docs/guides/extending.md, word by word."""
+
+    @pytest.fixture(scope="class")
+    def codec(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Codec]:
+        guide = (Path(__file__).parents[2] / "docs/guides/extending.md").read_text()
+        (text,) = re.findall(r"```python\n# mycodec\.py.*?\n(.*?)```", guide, re.DOTALL)
+        folder = tmp_path_factory.mktemp("guide")
+        (folder / "mycodec.py").write_text(text)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(folder)
+            yield CONTRACT.parse({"name": "mycodec:BFloat16"})
+
+    def most_error(self, codec: Codec, tensor: Tensor) -> Tensor:
+        return tensor.abs() * 2**-8
 
 
 class TestDeflated(CodecSuite):

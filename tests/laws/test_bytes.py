@@ -1,4 +1,5 @@
-"""Bytes that are reported are bytes that would travel: 4 for each parameter, and what the stored files hold."""
+"""Bytes that are reported are bytes that would travel: 4 for each parameter, or what a codec makes of them, and what
+the stored files hold."""
 
 from __future__ import annotations
 
@@ -13,10 +14,13 @@ import torch
 
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.backends import InProcess
+from fl_engine.codecs import Half
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import ClientFailure, Device, Outcome, RoundPlan
+from fl_engine.core.types import ClientFailure, Codecs, Device, Outcome, RoundPlan, WorkOrder
+from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site
+from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
@@ -119,6 +123,26 @@ def test_all_large_moves_the_full_model_both_ways(tmp_path: Path) -> None:
 def header(value: bytes) -> int:
     """Bytes of a safetensors file before the first tensor: the header's length, then the header."""
     return 8 + int.from_bytes(value[:8], "little")
+
+
+@pytest.mark.parametrize("level", range(5))
+def test_what_is_stored_encoded_holds_what_is_counted(tmp_path: Path, level: int) -> None:
+    """An order of the level, and what comes back: half of 4 bytes a parameter, and whole statistics."""
+    site = tiny_site(ALGORITHM, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
+    pool = coding.sized(site.pool, site.family, Codecs(Half(), Half()))
+    model, bare = pool[level], site.pool[level]
+    assert bare.bytes / 2 < model.bytes == model.bytes_up < bare.bytes == bare.bytes_up == 4 * model.params
+    weights = take(initial_params(site.family, 0), site.layout, model.spec)
+    order = WorkOrder(0, 0, model.spec, weights, SEED, level)
+    (order,) = coding.sent(RoundPlan(0, (order,)), pool, Codecs(Half(), Half()), SEED).orders
+    ledger = ledger_in(FolderStore(tmp_path))
+    ledger.mailbox.put_orders(RoundPlan(0, (order,)))
+    back = coding.answered(order, model.spec, {n: t + 0.01 for n, t in weights.items()}, site.layout)
+    ledger.mailbox.put_outcome(RoundPlan(0, (order,)), replace(update_of(order, model.spec, weights), encoded=back))
+    for file in ("orders", "updates"):
+        (path,) = (tmp_path / "rounds" / "00000" / file).glob("*.safetensors")
+        value = path.read_bytes()
+        assert len(value) - header(value) == model.bytes
 
 
 @pytest.mark.parametrize("level", range(5))

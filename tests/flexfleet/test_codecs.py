@@ -1,0 +1,135 @@
+"""Encoded weights through the whole of `flexfleet run`: every backend, resumed, with codecs of one's own, and what a
+configuration may say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.codecs import Half
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.types import Codecs
+from fl_engine.testing.codecs import Deflated
+from flexfleet.config import codecs, load_config
+from flexfleet.config.overrides import config_from
+from flexfleet.files.artifacts import History, PoolFile
+
+HALF = ("codec.down.name=half", "codec.up.name=half")
+OWN = "fl_engine.testing.codecs:Deflated"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run_of(flexfleet: Any, name: str, sets: Sequence[str], *argv: str) -> Any:
+    done = flexfleet("run", "--json", "--run-id", name, *argv, sets=sets)
+    assert done.code == 0, done.err
+    return done.json
+
+
+def test_every_backend_and_a_resumed_run_give_the_same_model_for_half_the_bytes(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path
+) -> None:
+    plain = run_of(flexfleet, "plain", quick)
+    ways = {"memory": (), "processes": ("run.backend=processes",)}
+    found = {name: run_of(flexfleet, name, [*quick, *HALF, *more]) for name, more in ways.items()}
+    run_of(flexfleet, "again", [*quick, *HALF, "rounds.stop=1"])
+    found["again"] = run_of(flexfleet, "again", [*quick, *HALF], "--resume")
+    assert len({each["model_sha256"] for each in found.values()} - {plain["model_sha256"]}) == 1
+    for each in found.values():
+        assert each["bytes"] == {way: bytes // 2 for way, bytes in plain["bytes"].items()}
+        assert each["waste"] == plain["waste"]
+    levels, bare = (PoolFile.read(tmp_path / f"runs/{name}/pool/pool.json") for name in ("memory", "plain"))
+    for level, other in zip(levels.levels, bare.levels, strict=True):
+        assert (level.bytes, level.bytes_up, level.codecs) == (2 * level.params, 2 * level.params, None)
+        assert (other.bytes, other.bytes_up, other.codecs) == (4 * other.params, None, None)
+    assert [model.sizes for model in levels.pool()] == [(level.bytes, level.bytes_up) for level in levels.levels]
+    refused = flexfleet("run", "--run-id", "memory", "--resume", sets=[*quick, "codec.up.name=half"])
+    assert refused.code == 2 and "codec.down.name: 'half' -> 'identity'" in refused.err
+
+
+def test_digits_are_learnt_about_as_well(flexfleet: Any, quick: Sequence[str]) -> None:
+    longer = [each for each in quick if not each.startswith("rounds.stop")]
+    longer += ["rounds.stop=8", "rounds.evaluate_every=8", "training.epochs=4", "training.fraction=1.0"]
+    scores = {
+        name: run_of(flexfleet, name, [*longer, *sets])["metrics"]["avg"]
+        for name, sets in (("plain", ()), ("half", HALF))
+    }
+    assert scores["plain"] > 0.5, "a guess is right in one of ten"
+    assert abs(scores["half"] - scores["plain"]) < 0.05
+
+
+def test_a_level_with_codecs_of_its_own(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    """In the pool's file, in orders to worker processes and in what is counted."""
+    (tmp_path / "thrifty.py").write_text(
+        "from dataclasses import dataclass, replace\n"
+        "from fl_engine.algorithms import FlexFL\n"
+        "from fl_engine.codecs import Half\n"
+        "from fl_engine.core.types import Codecs\n"
+        "@dataclass(frozen=True)\n"
+        "class Thrifty(FlexFL):\n"
+        "    def pool(self, family, apoz):\n"
+        "        first, *others = super().pool(family, apoz)\n"
+        "        return (replace(first, codecs=Codecs(Half(), Half())), *others)\n"
+    )
+    kept = [each for each in quick if not each.startswith("algorithm.name")]
+    sets = [*kept, "algorithm.name=thrifty:Thrifty"]
+    found = {
+        backend: run_of(flexfleet, backend, [*sets, f"run.backend={backend}"])
+        for backend in ("in_process", "processes")
+    }
+    assert len({each["model_sha256"] for each in found.values()}) == 1
+    pool = PoolFile.read(tmp_path / "runs/processes/pool/pool.json")
+    first, *others = pool.levels
+    assert first.codecs == {"down": {"name": "half"}, "up": {"name": "half"}} and first.bytes == 2 * first.params
+    assert pool.pool()[0].codecs == Codecs(Half(), Half())
+    assert all(level.codecs is None and level.bytes == 4 * level.params for level in others)
+    sizes, seen = {level.name: level.bytes for level in pool.levels}, set()
+    for row in History.read(tmp_path / "runs/processes/history.json").rounds:
+        assert row["metrics"]["bytes_down"] == sum(sizes[line["sent"]] for line in row["clients"])
+        seen |= {line["sent"] for line in row["clients"]}
+    assert first.name in seen
+    wrong = pool.model_copy(update={"levels": (first.model_copy(update={"codecs": {"down": {}}}), *others)})
+    with pytest.raises(IntegrityError, match=f"'{first.name}'"):
+        wrong.pool()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_codec_of_one_s_own_has_its_options_in_any_order(order: int) -> None:
+    sets = [f"codec.up.name={OWN}", "codec.up.levels=7.0"][::order]
+    assert codecs(load_config(None, sets)) == Codecs(None, Deflated(levels=7.0))
+    advanced = dict(each.split("=") for each in sets)
+    advanced["codec.up.levels"] = 7.0
+    assert codecs(config_from({}, advanced)) == Codecs(None, Deflated(levels=7.0))
+
+
+def test_another_name_drops_the_options_of_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(f"codec:\n  down: {{name: half}}\n  up: {{name: '{OWN}', levels: 7.0}}\n")
+    assert codecs(load_config(path)) == Codecs(Half(), Deflated(levels=7.0))
+    assert codecs(load_config(path, ["codec.up.name=half"])) == Codecs(Half(), Half())
+    assert codecs(load_config(path, ["codec.up.name=identity", "codec.down.name=identity"])) == Codecs()
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["codec.up.name=hlaf"], "codec.up.name: no codec named 'hlaf' (did you mean 'half'?)"),
+        (["codec.up.name=half", "codec.up.bits=4"], "unknown parameter 'codec.up.bits'"),
+        (["codec.up.name=math:pi"], "codec.up.name: codec 'math:pi' is 3.14"),
+        (["codec.up.name=fl_engine.selection:Uniform"], "it has no encode(tensors, seed)"),
+        ([f"codec.down.name={OWN}", "codec.down.levels=-1.0"], "codec.down.levels: "),
+        (["codec.sideways.name=half"], "unknown parameter 'codec.sideways'"),
+        (["codec.up=half"], "codec.up: "),
+        (["codec.up.name=null"], "codec.up.name: no codec is named"),
+    ],
+)
+def test_what_is_no_codec_is_said(sets: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, sets)
+    assert message in str(error.value)
