@@ -147,8 +147,8 @@ def key_of(secret: bytes, whose: Literal["client", "coordinator"] = "client") ->
 def order_sum(order: WorkOrder) -> str:
     """sha256 of the order, its tensors apart: they follow from the round's state."""
     told = [order.round, order.client, order.seed, order.level, order.spec.to_json(), dict(order.hints)]
-    coded = order.codecs is not None and order.codecs != coding.PLAIN
-    return sha256(canonical([*told, sections_of(order.codecs)] if order.codecs is not None and coded else told))
+    codecs = order.codecs or coding.PLAIN
+    return sha256(canonical(told if codecs == coding.PLAIN else [*told, sections_of(codecs)]))
 
 
 def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tuple[Manifest, bytes | None]:

@@ -60,7 +60,7 @@ def tensors(draw: st.DrawFn) -> Params:
 
 
 class CodecSuite:
-    """Needs a fixture `codec`, and `most_error`."""
+    """Needs a fixture `codec`, and `most_error`. `is_unbiased` may be overridden."""
 
     @pytest.fixture
     def codec(self) -> Codec:
@@ -69,6 +69,10 @@ class CodecSuite:
     def most_error(self, codec: Codec, tensor: Tensor) -> Tensor:
         """How far each element may be from what it was, in the shape of the tensor or one that broadcasts."""
         raise NotImplementedError("a CodecSuite needs to know the error that the codec promises")
+
+    def is_unbiased(self, codec: Codec) -> bool:
+        """Whether what comes back is, on average over seeds, what was given."""
+        return False
 
     def test_it_has_what_a_codec_must_have(self, codec: Codec) -> None:
         assert CONTRACT.misfits(type(codec)) == []
@@ -101,6 +105,18 @@ class CodecSuite:
         assert_same_bits(given, before)
         header = coding.header_of(given)
         assert_same_bits(coding.decoded(codec, first, header), coding.decoded(codec, first, header))
+
+    def test_errors_cancel_out_where_it_says_so(self, codec: Codec) -> None:
+        if not self.is_unbiased(codec):
+            pytest.skip("this codec does not say that it is unbiased")
+        given, rounds = {"a.weight": torch.cat([torch.linspace(-1, 1, 31), torch.logspace(-6, 0, 7)])}, 600
+        header, total = coding.header_of(given), torch.zeros(38, dtype=torch.float64)
+        for seed in range(rounds):
+            total += coding.decoded(codec, coding.encoded(codec, given, seed), header)["a.weight"].double()
+        exact = given["a.weight"].double()
+        # Hoeffding: a mean of numbers that are at most an error away is so far off once in 10^7 elements.
+        most = self.most_error(codec, exact) * (2 * np.log(2e7) / rounds) ** 0.5
+        assert bool(((total / rounds - exact).abs() <= most + 1e-7).all())
 
     @law
     @given(given=tensors(), seed=st.integers(0, 2**62))

@@ -239,8 +239,8 @@ def test_masked_classes_are_coded_as_they_were_trained(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Huge:
-    """What it decodes of the way down is 1e5 at each number."""
+class Mute:
+    """There is no number that it can say."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -255,7 +255,7 @@ class Huge:
 
 
 def test_what_a_codec_cannot_say_is_the_client_s_failure_and_the_server_s_error() -> None:
-    plan = replace(plan_of(Codecs(up=Huge())), orders=plan_of(Codecs(up=Huge())).orders[:1])
+    plan = replace(plan_of(Codecs(up=Mute())), orders=plan_of(Codecs(up=Mute())).orders[:1])
     (found,) = InProcess(SITE).run(ALGORITHM, plan)
     assert isinstance(found, ClientFailure) and found.stage == "train"
     assert found.reason == "what it has trained cannot be sent as codec.up says: numbers that it cannot say"
