@@ -284,7 +284,8 @@ def pool(args: argparse.Namespace) -> int:
     if args.json:
         print(built.model_dump_json())
         return 0
-    print(f"{built.algorithm} on {built.model}, {built.classes} classes, input {'x'.join(map(str, built.input_chw))}")
+    outputs = f"{built.classes} output{'s' if built.classes > 1 else ''}"
+    print(f"{built.algorithm} on {built.model}, {outputs}, input {'x'.join(map(str, built.input_chw))}")
     print(f"{'model':8}{'share %':>9}{'parameters':>13}{'MB':>9}{'MFLOPs':>10}  widths")
     for m in built.levels:
         widths = " ".join(str(w) for w in m.widths.values())
@@ -347,6 +348,7 @@ def fetch_run(args: argparse.Namespace) -> int:
 
 
 def status(args: argparse.Namespace) -> int:
+    from flexfleet.files.measure import Measure
     from flexfleet.run.status import describe, list_runs
     from flexfleet.steps.prepare import config_of
 
@@ -359,7 +361,9 @@ def status(args: argparse.Namespace) -> int:
         print(json.dumps(rows[0] if args.run is not None else {"runs": rows}))
         return 0
     for row in rows:
-        last = f"  avg {100 * row['avg']:.2f} %  full {100 * row['full']:.2f} %" if row["avg"] is not None else ""
+        measure, last = Measure(row["metric"] or ""), ""
+        if row["avg"] is not None:
+            last = f"  avg {measure.with_unit(row['avg'])}  full {measure.with_unit(row['full'])}"
         print(f"{row['run_id']:40} {row['status']:10} round {row['round']}/{row['stop']}{last}")
     return 0
 
@@ -473,7 +477,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument(
         "--input", metavar="SHAPE", help="of a sample (3x32x32, 200x6, 18), with --classes: instead of a data set"
     )
-    c.add_argument("--classes", type=int)
+    c.add_argument("--classes", type=int, metavar="N", help="how many outputs the network has, with --input")
     c.add_argument("--apoz", type=Path, metavar="FILE", help="apoz.json of a pretrain step, instead of measuring")
     c.set_defaults(call=pool)
 

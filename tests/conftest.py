@@ -421,7 +421,7 @@ def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(run_module, "report", page)
-    monkeypatch.setattr(partitions, "draw", lambda counts, path: None)
+    monkeypatch.setattr(partitions, "draw", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

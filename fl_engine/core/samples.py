@@ -87,6 +87,12 @@ class Task(Protocol):
         """The metrics over all batches: exactly those of the whole data set, however it was cut into batches."""
 
 
+def label_word(task: Task) -> str:
+    """What people call one of the task's labels: its `label_word`, where it has one."""
+    word: str = getattr(task, "label_word", "label")
+    return word
+
+
 # ------------------------------------------------------------------------------------------------------ data
 IMAGE_AXES = 4
 """(N, C, H, W)"""

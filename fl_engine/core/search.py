@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from fl_engine.core.types import Pool
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A search draws the values of one hyper-parameter from `low` to `high`."""
+    """A search draws the values of one hyper-parameter from `low` to `high`, or one of `choices`."""
 
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
     log: bool = False
     """As likely between 1 and 10 as between 10 and 100."""
     whole: bool = False
     """Whole numbers only."""
     start: float | None = None
     """What the algorithm computes by itself where its field is null: the first trial has that value."""
+    choices: tuple[Any, ...] = ()
+    """The values of a parameter of a closed set; they stand alone."""
 
 
 @runtime_checkable

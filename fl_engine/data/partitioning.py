@@ -434,8 +434,9 @@ def _positions(content: bytes, manifest: Manifest, path: Path, data: Data | None
 
 
 # ---------------------------------------------------------------------------------------------------- drawing
-def draw(counts: Ints, path: Path, title: str = "Samples of each class at each client") -> None:
-    """Writes a heat map of `counts` (classes, clients), with every client's total above it, as .svg or .png.
+def draw(counts: Ints, path: Path, word: str = "class") -> None:
+    """Writes a heat map of `counts` (labels, clients), with every client's total above it, as .svg or .png. `word`:
+    what the task calls a label (`samples.label_word`).
 
     Raises PartitionError for another file ending.
     """
@@ -452,7 +453,7 @@ def draw(counts: Ints, path: Path, title: str = "Samples of each class at each c
     cells = figure.add_subplot(grid[1, 0])
     image = cells.imshow(counts, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
     cells.set_xlabel("client")
-    cells.set_ylabel("class")
+    cells.set_ylabel(word)
     for axis in (cells.xaxis, cells.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=20, integer=True, min_n_ticks=1))
     if classes * clients <= 400:
@@ -462,7 +463,7 @@ def draw(counts: Ints, path: Path, title: str = "Samples of each class at each c
     totals = figure.add_subplot(grid[0, 0], sharex=cells)
     totals.bar(np.arange(clients), counts.sum(axis=0), color="tab:blue", width=0.9)
     totals.set_ylabel("total")
-    totals.set_title(f"{title} ({counts.sum()} samples, {clients} clients)")
+    totals.set_title(f"Samples of each {word} at each client ({counts.sum()} samples, {clients} clients)")
     totals.tick_params(labelbottom=False)
     totals.margins(x=0)
     figure.colorbar(image, cax=figure.add_subplot(grid[1, 1]), label="samples")

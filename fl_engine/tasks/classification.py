@@ -24,6 +24,7 @@ class Classification:
 
     name: ClassVar[str] = "classification"
     metric: ClassVar[Metric] = Metric("accuracy")
+    label_word: ClassVar[str] = "class"
 
     def __post_init__(self) -> None:
         if type(self.classes) is not int or self.classes < 2:

@@ -26,6 +26,7 @@ class Regression:
     name: ClassVar[str] = "regression"
     metric: ClassVar[Metric] = Metric("r2")
     error: ClassVar[Metric] = Metric("mae", higher_is_better=False)
+    label_word: ClassVar[str] = "quantile bin"
 
     def __post_init__(self) -> None:
         if type(self.outputs) is not int or self.outputs < 1:

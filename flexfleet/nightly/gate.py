@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ class Check(BaseModel):
 
     label: str
     metric: str
+    measured: str = "accuracy"
+    """The task's metric that decides: what avg and full are values of, and what is reached in so many rounds and MB."""
     against: str
     """champion or reference."""
     now: float
@@ -73,8 +76,19 @@ class Before:
     same_machine: bool
 
 
-def judge(now: Mapping[str, Values], before: Sequence[Before], thresholds: Mapping[str, float]) -> list[Check]:
-    """All comparisons that can be made, in the order of the labels."""
+def said(check: Check) -> str:
+    """What a check compares, for people."""
+    return METRICS[check.metric].replace("accuracy", check.measured)
+
+
+def judge(
+    now: Mapping[str, Values],
+    before: Sequence[Before],
+    thresholds: Mapping[str, float],
+    measured: Mapping[str, str] = MappingProxyType({}),
+) -> list[Check]:
+    """All comparisons that can be made, in the order of the labels. `measured`: by label, the task's metric where that
+    is another than accuracy."""
     asked = [
         (label, metric, other)
         for label, values in now.items()
@@ -89,7 +103,8 @@ def judge(now: Mapping[str, Values], before: Sequence[Before], thresholds: Mappi
         known = [b.labels[label][metric] for b in before
                  if b.labels.get(label, {}).get(metric) and (b.same_machine or metric not in OF_MACHINE)]  # fmt: skip
         alpha = ALPHA / len(asked)
-        checks.append(_check(label, metric, other, now[label][metric], known, thresholds[metric], alpha))
+        check = _check(label, metric, other, now[label][metric], known, thresholds[metric], alpha)
+        checks.append(check.model_copy(update={"measured": measured.get(label, check.measured)}))
     return checks
 
 

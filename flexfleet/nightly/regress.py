@@ -24,6 +24,7 @@ from flexfleet.config import Config
 from flexfleet.config.entries import Entry
 from flexfleet.config.names import plain
 from flexfleet.files.artifacts import Artifact, History, RunFile
+from flexfleet.files.measure import Measure
 from flexfleet.nightly import gate, suite
 from flexfleet.nightly.gate import Before, Check
 from flexfleet.nightly.pace import machine, pace
@@ -239,6 +240,7 @@ def measure(night: Night, folders: Folders, turns: int, runs_in: str = PROCESSES
                 values=values,
                 curve=_curve(runs),
                 mlflow_runs=tuple(run.file.mlflow_run_id for run in runs if run.file.mlflow_run_id),
+                metric=runs[0].evaluation.metric,
             )
     return Figures(
         suite=night.name,
@@ -342,7 +344,8 @@ def compared(
         if figures.machine != now.machine:
             notes.append(f"memory and pace of the {name} are of another machine or kind of process, and not compared")
         before.append(Before(name, same, figures.machine == now.machine))
-    checks = gate.judge({label: of.values for label, of in now.labels.items()}, before, night.suite.thresholds)
+    values, metrics = ({label: getattr(of, part) for label, of in now.labels.items()} for part in ("values", "metric"))
+    checks = gate.judge(values, before, night.suite.thresholds, metrics)
     if not checks:
         raise IntegrityError(f"nothing of {night.id} is comparable: {'; '.join(notes)}")
     return checks, notes
@@ -421,12 +424,12 @@ def _model(night: Night, case: str, label: str) -> str:
 # ------------------------------------------------------------------------------------------------- telling
 def figure(check: Check, value: float) -> str:
     """A value of the check's metric, for people."""
-    return f"{100 * value:.2f} %" if check.metric in gate.HIGHER else f"{value:.4g}"
+    return Measure(check.measured).with_unit(value) if check.metric in gate.HIGHER else f"{value:.4g}"
 
 
 def told(verdict: Verdict) -> str:
     lines = [
-        f"{c.label}: {gate.METRICS[c.metric]} {figure(c, c.now)}, {c.against} {figure(c, c.before)}: worse by "
+        f"{c.label}: {gate.said(c)} {figure(c, c.now)}, {c.against} {figure(c, c.before)}: worse by "
         f"{figure(c, c.worse_by)} (threshold {figure(c, c.threshold)}, noise up to {figure(c, c.noise)})"
         for c in verdict.failed
     ]
@@ -444,7 +447,7 @@ def where(night: Night, verdict: Verdict, job_id: str) -> str:
 def card(verdict: Verdict) -> str:
     """Markdown for the run's page in Kubeflow."""
     rows = [
-        f"| {c.label} | {gate.METRICS[c.metric]} | {figure(c, c.now)} | {figure(c, c.before)} ({c.against}) |"
+        f"| {c.label} | {gate.said(c)} | {figure(c, c.now)} | {figure(c, c.before)} ({c.against}) |"
         for c in (verdict.failed or verdict.checks)
     ]
     head = "passed" if verdict.passed else "FAILED"
@@ -466,11 +469,12 @@ def page(verdict: Verdict, now: Figures, champion: Figures | None, reference: Fi
             for name, one in nights.items()
             if one is not None and label in one.labels
         ]
-        drawings[label] = Markup(plots.comparison(curves, f"curve-{len(drawings)}"))
+        measure = Measure(now.labels[label].metric)
+        drawings[label] = Markup(plots.comparison(curves, f"curve-{len(drawings)}", measure))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"figure": lambda check, name: figure(check, getattr(check, name))}
+    environment.filters |= {"figure": lambda check, name: figure(check, getattr(check, name)), "said": gate.said}
     source = resources.files("flexfleet.nightly").joinpath("regression.html").read_text("utf-8")
-    return environment.from_string(source).render(v=verdict, now=now, drawings=drawings, metrics=gate.METRICS)
+    return environment.from_string(source).render(v=verdict, now=now, drawings=drawings)
 
 
 def _points(figures: Figures, label: str, which: int) -> list[tuple[int, float, list[float]]]:

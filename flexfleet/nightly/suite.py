@@ -70,6 +70,8 @@ class OfLabel(BaseModel):
     curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
     """(round, mean MB sent so far, avg of each seed, full of each seed); no avg where one level is reported."""
     mlflow_runs: tuple[str, ...] = ()
+    metric: str = "accuracy"
+    """The task's, which avg and full are values of."""
 
 
 class Figures(Artifact):

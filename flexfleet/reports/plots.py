@@ -297,12 +297,12 @@ def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
     return _drawing(name, "Clients that trained, pruned or failed in each round", 2.4, paint)
 
 
-def partition_map(counts: Sequence[Sequence[int]], name: str = "partition") -> str:
-    """Class x client heat map; `counts` has a row for each class and a column for each client."""
+def partition_map(counts: Sequence[Sequence[int]], name: str = "partition", label: str = "class") -> str:
+    """Label x client heat map; `counts` has a row for each label and a column for each client."""
     with tempfile.TemporaryDirectory() as scratch, _style(PLAIN):
         path = Path(scratch) / "partition.svg"
-        partition.draw(np.array(counts, dtype=np.int64), path)
-        return _inline(path.read_text("utf-8"), name, "How many samples of each class each client holds")
+        partition.draw(np.array(counts, dtype=np.int64), path, label)
+        return _inline(path.read_text("utf-8"), name, f"How many samples of each {label} each client holds")
 
 
 # ---------------------------------------------------------------------------------------- what they share

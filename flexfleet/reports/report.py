@@ -24,7 +24,7 @@ from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config import moves
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, row_of
-from flexfleet.files.measure import Measure
+from flexfleet.files.measure import ACCURACY, Measure
 from flexfleet.reports import plots
 
 NEEDED = {
@@ -263,12 +263,12 @@ def _page(runs: Sequence[Run]) -> str:
         levels = [m.name for m in run.pool.levels]
         owner = first_with.setdefault(run.file.partition_sha256, name)
         alone = len(levels) == 1 and all(m.widths == run.pool.groups for m in run.pool.levels)
-        counts = run.partition.class_counts
+        counts, label = run.partition.class_counts, "class" if run.measure == ACCURACY else "label"
         drawings = {
             "pool": None if alone else plots.pool_widths(run.pool, run.apoz, f"pool-{i}"),
             "levels": plots.of_levels(run.rows, levels, f"levels-{i}", run.measure),
             "clients": plots.clients_per_round(run.rows, f"clients-{i}"),
-            "partition": plots.partition_map(counts, f"partition-{i}") if owner == name else None,
+            "partition": plots.partition_map(counts, f"partition-{i}", label) if owner == name else None,
         }
         parts.append(
             {

@@ -9,11 +9,13 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.storage.checkpoints import Checkpoints
 from flexfleet import config as configs
 from flexfleet.files.artifacts import RunFile
+from flexfleet.files.measure import measure_in
 from flexfleet.steps.federate import store_of
 
 
 def describe(run: Path) -> dict[str, Any]:
-    """status: `finished`, or `unfinished` (running, or killed: the ledger cannot tell, and resuming is safe)."""
+    """status: `finished`, or `unfinished` (running, or killed: the ledger cannot tell, and resuming is safe). metric:
+    accuracy where that is what avg and full are of, else null."""
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
@@ -29,6 +31,7 @@ def describe(run: Path) -> dict[str, Any]:
         "stop": stop,
         "avg": scored[-1].metrics["avg"] if scored else None,
         "full": scored[-1].metrics["full"] if scored else None,
+        "metric": measure_in(scored[-1].metrics).name or None if scored else None,
     }
 
 

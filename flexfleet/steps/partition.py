@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_engine.core.contracts import ServerContext
+from fl_engine.core.samples import label_word
 from fl_engine.data import partitioning as partitions
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
@@ -16,9 +17,9 @@ from flexfleet.steps.prepare import Resolved, resolved_of
 
 
 def partition(resolved: Resolved, out: Path) -> Path:
-    """Writes partition.safetensors, partition.json and partition.svg (class x client) into `out`."""
+    """Writes partition.safetensors, partition.json and partition.svg (label x client) into `out`."""
     parts = cut(resolved)
-    partitions.draw(parts.counts, out / "partition.svg")
+    partitions.draw(parts.counts, out / "partition.svg", label_word(resolved.data.task))
     return partitions.save(parts, out)
 
 

@@ -55,7 +55,7 @@ def space_of(config: Config, pool: Pool) -> dict[str, Range]:
     if config.tune.space:
         return dict(config.tune.space)
     found = {
-        path: Range(low=each.low, high=each.high, log=each.log, whole=each.whole)
+        path: Range(low=each.low, high=each.high, log=each.log, whole=each.whole, choices=each.choices)
         for path, each in _declared(config, pool).items()
     }
     if not found:

@@ -489,7 +489,7 @@ def test_status(flexfleet: Any, finished: Any, quick: Sequence[str]) -> None:
     one = flexfleet("status", "runs/a", "--json").json
     assert one == {
         "run_id": "a", "status": "finished", "round": 3, "stop": 3,
-        "avg": done.json["metrics"]["avg"], "full": done.json["metrics"]["full"],
+        "avg": done.json["metrics"]["avg"], "full": done.json["metrics"]["full"], "metric": "accuracy",
     }  # fmt: skip
     (run / "history.json").unlink()
     assert flexfleet("status", "runs/a", "--json").json["status"] == "unfinished"

@@ -13,7 +13,7 @@ from scipy import stats
 
 from fl_engine.core.errors import ConfigError
 from flexfleet.files.artifacts import History
-from flexfleet.nightly import gate, suite
+from flexfleet.nightly import gate, regress, suite
 from flexfleet.nightly.gate import Before, judge, noise, t_quantile
 from flexfleet.nightly.suite import Figures
 
@@ -44,6 +44,17 @@ def test_a_drop_beyond_threshold_and_noise_fails_and_says_what() -> None:
     assert check.failed and check.worse_by == pytest.approx(0.10)
     assert (check.label, check.metric, check.against) == ("x", "full", "reference")
     assert (check.now, check.before) == (pytest.approx(0.81), pytest.approx(0.91))
+
+
+@pytest.mark.parametrize(
+    ("measured", "what", "figure"),
+    [("accuracy", "accuracy of the full model", "81.00 %"), ("r2", "r2 of the full model", "0.8100")],
+)
+def test_a_figure_is_told_in_the_unit_of_the_tasks_metric(measured: str, what: str, figure: str) -> None:
+    values = {"x": {"full": [0.80, 0.81, 0.82], "mb": [3.0, 3.0, 3.3]}}
+    full, mb = judge(values, [Before("reference", values, True)], THRESHOLDS, {"x": measured})
+    assert (gate.said(full), regress.figure(full, full.now)) == (what, figure)
+    assert (gate.said(mb), regress.figure(mb, mb.now)) == (f"MB sent to the {measured}", "3.1")
 
 
 @pytest.mark.parametrize(

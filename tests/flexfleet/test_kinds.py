@@ -65,6 +65,7 @@ def test_what_is_told_speaks_of_the_tasks_metric(flexfleet: Any, sets: list[str]
     assert figures[0] in page and figures[0] in words
     assert figures[1] in (page if kind == "regression" else words)
     assert ("ccuracy" in page) == (kind == "tokens")
+    assert f"full {figures[0]}" in (status := flexfleet("status").out) and ("%" in status) == (kind == "tokens")
     confusion = json.loads((run / "confusion.json").read_text())["levels"]
     assert list(confusion) == ([] if kind == "regression" else list(evaluation.levels))
 
@@ -134,6 +135,9 @@ def test_the_pool_of_a_network_for_other_samples_is_told(flexfleet: Any) -> None
         done = flexfleet(*argv, "--classes", "1")
         assert done.code == 0, done.err
         assert (done.json["input_chw"], done.json["classes"]) == (told, 1)
+        assert (
+            f"TinyMLP, 1 output, input {shape}" in flexfleet(*(w for w in argv if w != "--json"), "--classes", "1").out
+        )
         assert done.json["levels"][0]["params"] == 16 * told[0] + 16 + 16 * 16 + 16 + 16 + 1
     for wrong in ("18x", "0", "axb", "-3", "3 x 2"):
         refused = flexfleet("pool", "--model", f"{HERE}:TinyMLP", f"--input={wrong}", "--classes", "1")

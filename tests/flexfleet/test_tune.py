@@ -71,7 +71,11 @@ class Swept(HeteroFL):
     rate: float | None = None
 
     def search_space(self, pool: Pool) -> dict[str, Interval]:
-        return {"rate": Interval(0.1, 1.0, log=True, start=float(len(pool)) / 10), "widths.0": Interval(0.3, 0.6)}
+        return {
+            "rate": Interval(0.1, 1.0, log=True, start=float(len(pool)) / 10),
+            "widths.0": Interval(0.3, 0.6),
+            "weighting": Interval(choices=("examples", "uniform")),
+        }
 
 
 def test_an_algorithm_of_ones_own_declares_its_search_space() -> None:
@@ -79,11 +83,14 @@ def test_an_algorithm_of_ones_own_declares_its_search_space() -> None:
     config = load_config(None, (f"algorithm.name={__name__}:Swept",))
     found = search.space_of(config, POOL)
     assert found == {
-        "algorithm.rate": Range(low=0.1, high=1.0, log=True), "algorithm.widths.0": Range(low=0.3, high=0.6)
+        "algorithm.rate": Range(low=0.1, high=1.0, log=True), "algorithm.widths.0": Range(low=0.3, high=0.6),
+        "algorithm.weighting": Range(choices=("examples", "uniform")),
     }  # fmt: skip
-    assert search.defaults(config, found, POOL) == pytest.approx({"algorithm.rate": 0.3, "algorithm.widths.0": 0.5})
+    weighting = {"algorithm.weighting": "examples"}
+    start = search.defaults(config, found, POOL)
+    assert start == weighting | {"algorithm.rate": 0.3, "algorithm.widths.0": 0.5}
     given = load_config(None, (f"algorithm.name={__name__}:Swept", "algorithm.rate=0.7", "algorithm.widths=[0.2,1.0]"))
-    assert search.defaults(given, found, POOL) == {"algorithm.rate": 0.7}, "0.2 is not in the space"
+    assert search.defaults(given, found, POOL) == weighting | {"algorithm.rate": 0.7}, "0.2 is not in the space"
 
 
 def test_any_dotted_name_can_be_searched_and_defaults_outside_the_space_are_drawn() -> None:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError
-from fl_engine.core.samples import Data
+from fl_engine.core.samples import Data, label_word
 from fl_engine.data import partitioning as p
-from fl_engine.tasks import Classification
+from fl_engine.tasks import Classification, Regression
 
 law = settings(max_examples=60, deadline=None)
 
@@ -345,6 +345,14 @@ def test_draw_writes_the_same_picture_twice(tmp_path: Path) -> None:
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(PartitionError, match=r"as \.svg or \.png, got 'd\.pdf'"):
         p.draw(counts, tmp_path / "d.pdf")
+
+
+def test_a_drawing_calls_labels_as_the_task_does(tmp_path: Path) -> None:
+    counts = np.array([[3, 1], [2, 4]])
+    for task, word in ((Classification(2), "class"), (Regression(), "quantile bin")):
+        p.draw(counts, tmp_path / "a.svg", label_word(task))
+        drawn = (tmp_path / "a.svg").read_text()
+        assert f"<!-- {word} -->" in drawn and f"<!-- Samples of each {word} at each client (10 samples" in drawn
 
 
 def test_importing_brings_in_neither_matplotlib_nor_sklearn() -> None:
