@@ -1,17 +1,18 @@
 """A sub-model as a file of its own, for a device that knows nothing of federated learning.
 
-Networks that normalise by the batch at hand say nothing sensible about one image. So the statistics of every batch norm
-are taken once from the server's proxy data (as static batch norm does in HeteroFL, ICLR 2021, Sec. 3, there from the
-clients' data), and become part of the exported model. What it then reaches on the test set is another figure than that
-of the rounds; both are kept.
+Networks that normalise by the batch at hand say nothing sensible about one sample. So the statistics of every batch
+norm are taken once from the server's proxy data (as static batch norm does in HeteroFL, ICLR 2021, Sec. 3, there from
+the clients' data), and become part of the exported model. What it then reaches on the test set is another figure than
+that of the rounds; both are kept.
 
 A folder per level: `model.safetensors`; `submodel.json`, from which `load` builds the network again; `model.onnx`,
-which takes raw images and needs nothing of this package.
+which takes raw samples (images, numbers or tokens of any shape) and needs nothing of this package.
 """
 
 from __future__ import annotations
 
 import logging
+import tempfile
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,16 +24,17 @@ from torch import Tensor, nn
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, IntegrityError, brief
 from fl_engine.core.samples import Data
-from fl_engine.core.slicing import runnable
+from fl_engine.core.slicing import initial_params, runnable
 from fl_engine.core.types import FULL, Params, PoolModel, SubmodelSpec
 from fl_engine.models.build import FROM_DATA, build_model
 from fl_engine.storage.store import FolderStore, decode, encode, sha256
+from fl_engine.tasks import Classification
 from fl_engine.training.evaluation import collect_statistics, score, weights_of
 
 ABOUT, WEIGHTS, ONNX = "submodel.json", "model.safetensors", "model.onnx"
 OPSET = 18
 AGREE = 1e-3
-"""How far a logit of the ONNX file may be from the network's, on test images."""
+"""How far an output of the ONNX file may be from the network's, on test samples: of the largest, or of 1."""
 CHECKED = 64
 
 
@@ -49,13 +51,19 @@ class About(BaseModel):
     options: dict[str, Any]
     """Of the network, the `model` section of a configuration less its name."""
     input_chw: tuple[int, ...]
-    """Images are uint8; mean and std normalise x / 255."""
+    """The shape of a sample, (C, H, W) of an image."""
+    samples: Literal["uint8", "float32", "int64"] = "uint8"
+    """Images, numbers or tokens. mean and std normalise x / 255 of images, x itself of numbers; without them x is what
+    the network takes."""
     classes: int
+    """How many outputs the network has."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     spec: dict[str, Any]
     ensemble: bool
     """Answers with the mean over its exits."""
+    metric: str = "accuracy"
+    """What the next two are values of: the task's."""
     accuracy_trained: float
     """On the test set, as in the rounds."""
     accuracy_exported: float
@@ -63,28 +71,46 @@ class About(BaseModel):
     weights_sha256: str
 
 
-class Classifier(nn.Module):
-    """Raw images (B, C, H, W), uint8, to logits (B, classes)."""
+class RawNetwork(nn.Module):
+    """Raw samples (B, ...) of the type `samples` to outputs (B, outputs): a network with its normalisation."""
 
-    def __init__(self, network: nn.Module, mean: tuple[float, ...], std: tuple[float, ...], ensemble: bool) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        samples: str,
+        axes: int,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        ensemble: bool,
+    ) -> None:
         super().__init__()
         self.network = network
+        self.samples = samples
+        self.normalised = bool(mean)
         self.ensemble = ensemble
         self.mean: Tensor
         self.std: Tensor
-        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1), persistent=False)
+        shape = (1, -1, 1, 1) if axes == 3 else (*[1] * axes, -1)  # per channel of maps, else per feature
+        self.register_buffer("mean", torch.tensor(mean).view(shape), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(shape), persistent=False)
 
-    def forward(self, images: Tensor) -> Tensor:
-        out = self.network((images.to(torch.float32) / 255 - self.mean) / self.std)
+    def forward(self, x: Tensor) -> Tensor:
+        if self.normalised:
+            x = ((x.to(torch.float32) / 255 if self.samples == "uint8" else x) - self.mean) / self.std
+        out = self.network(x)
         exits: tuple[Tensor, ...] = out if isinstance(out, tuple) else (out,)
         return torch.stack(exits).mean(0) if self.ensemble else exits[-1]
+
+
+def type_of(data: Data) -> Literal["uint8", "float32", "int64"]:
+    """Of its samples."""
+    return "uint8" if data.has_images else "int64" if data.has_tokens else "float32"
 
 
 @dataclass(frozen=True)
 class Exported:
     about: About
-    network: Classifier
+    network: RawNetwork
 
 
 def export(
@@ -99,15 +125,14 @@ def export(
 ) -> Exported:
     """Writes submodel.json and model.safetensors of one pool model into `out`. `published` is what
     `evaluate.published` gave, `proxy` (N,) the positions of the server's samples in the training data, `trained` the
-    accuracy that the rounds ended with.
+    value of the task's metric that the rounds ended with.
 
     Raises ConfigError where statistics are wanted and there is no proxy, or the network cannot keep any.
     """
-    _check_samples(data)
     params = weights_of(published, family.layout(), member)
     family, params = with_statistics(family, params, member.spec, data, proxy)
     network = runnable(family, member.spec, params).eval()
-    classifier = Classifier(network, data.mean, data.std, member.ensemble).eval()
+    raw = RawNetwork(network, type_of(data), len(data.input_shape), data.mean, data.std, member.ensemble).eval()
     weights = encode(params)
     own = {f.name: getattr(family, f.name) for f in fields(cast(Any, family))}
     about = About(
@@ -116,11 +141,13 @@ def export(
         model=model_name,
         options={k: v for k, v in own.items() if k not in FROM_DATA},
         input_chw=data.input_shape,
+        samples=type_of(data),
         classes=data.task.outputs,
         mean=data.mean,
         std=data.std,
         spec=member.spec.to_json(),
         ensemble=member.ensemble,
+        metric=data.task.metric.name,
         accuracy_trained=trained,
         accuracy_exported=score(network, data, member.ensemble).value,
         weights_sha256=sha256(weights),
@@ -128,7 +155,7 @@ def export(
     store = FolderStore(out)
     store.put(WEIGHTS, weights)
     store.put(ABOUT, (about.model_dump_json(indent=1) + "\n").encode())
-    return Exported(about, classifier)
+    return Exported(about, raw)
 
 
 def with_statistics(
@@ -140,8 +167,8 @@ def with_statistics(
     if not _by_batch(module):
         return family, params
     check(family, data, len(proxy))
-    images = data.train_x[proxy]
-    collect_statistics(module, data, images, "cpu", min(128, len(images)))
+    samples = data.train_x[proxy]
+    collect_statistics(module, data, samples, "cpu", min(128, len(samples)))
     found = dict(params)
     for name, norm in module.named_modules():
         if isinstance(norm, nn.BatchNorm2d):
@@ -151,9 +178,7 @@ def with_statistics(
 
 
 def check(family: ModelFamily, data: Data, proxy: float) -> None:
-    """Raises ConfigError where samples are no images, which an exported network takes; and where statistics are wanted
-    and there is no proxy (its size), or the network keeps none."""
-    _check_samples(data)
+    """Raises ConfigError where statistics are wanted and there is no proxy (its size), or the network keeps none."""
     if not _by_batch(family.module(FULL)):
         return
     if not proxy:
@@ -165,9 +190,23 @@ def check(family: ModelFamily, data: Data, proxy: float) -> None:
         raise ConfigError(f"{type(family).__name__} has no option norm=static: it cannot be exported")
 
 
-def _check_samples(data: Data) -> None:
-    if not data.has_images:
-        raise ConfigError(f"exported networks take images, and {data.name} holds none: set publish.models=false")
+def check_onnx(family: ModelFamily, data: Data) -> None:
+    """Raises ConfigError, with the network's name, where it cannot be written as ONNX or answers something else then:
+    tried on the freshly initialised network. Raises EnvironmentFailure without onnx and onnxruntime."""
+    if _by_batch(family.module(FULL)):
+        family = replace(cast(Any, family), norm="static")
+    network = runnable(family, FULL, initial_params(family, 0)).eval()
+    raw = RawNetwork(network, type_of(data), len(data.input_shape), data.mean, data.std, ensemble=False).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _write(raw, data, Path(folder) / ONNX)
+        except EnvironmentFailure:
+            raise
+        except Exception as error:  # whatever stops torch's exporter, or onnxruntime: they have no common error
+            said = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"{type(family).__name__} cannot be written as ONNX ({said}): set publish.onnx=false"
+            ) from error
 
 
 def _by_batch(module: nn.Module) -> bool:
@@ -175,11 +214,16 @@ def _by_batch(module: nn.Module) -> bool:
 
 
 def to_onnx(exported: Exported, data: Data, path: Path) -> Path:
-    """The classifier as ONNX: `images` uint8 (n, C, H, W) -> `logits` float32 (n, classes), any n.
+    """The network as ONNX: `images` uint8 (n, C, H, W), or `samples` (n, ...) of another type, -> `logits` float32
+    (n, classes), or `outputs` (n, outputs) of another task; any n.
 
     Raises EnvironmentFailure without onnx and onnxruntime, IntegrityError where the file answers something else on
-    test images than the network.
+    test samples than the network.
     """
+    return _write(exported.network, data, path)
+
+
+def _write(network: RawNetwork, data: Data, path: Path) -> Path:
     try:
         import onnx  # noqa: F401 - torch wants it
         import onnxruntime
@@ -187,18 +231,19 @@ def to_onnx(exported: Exported, data: Data, path: Path) -> Path:
         raise EnvironmentFailure(
             f"{error.name} is not installed: pip install 'flexfleet[export]', or --set publish.onnx=false"
         ) from error
-    images = data.test_x[:CHECKED]
-    _quietly(exported.network, images[:2], path)
+    samples, given = data.test_x[:CHECKED], "images" if data.has_images else "samples"
+    _quietly(network, samples[:2], given, "logits" if isinstance(data.task, Classification) else "outputs", path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (answer,) = session.run(None, {"images": images.numpy()})
+    (answer,) = session.run(None, {given: samples.numpy()})
     with torch.no_grad():
-        apart = float((torch.from_numpy(answer) - exported.network(images)).abs().max())
-    if not apart <= AGREE:
-        raise IntegrityError(f"{path}: its logits are {apart:g} from the network's on {len(images)} test images")
+        wanted = network(samples)
+    apart = float((torch.from_numpy(answer) - wanted).abs().max())
+    if not apart <= AGREE * max(1.0, float(wanted.abs().max())):
+        raise IntegrityError(f"{path}: its outputs are {apart:g} from the network's on {len(samples)} test samples")
     return path
 
 
-def _quietly(network: nn.Module, images: Tensor, path: Path) -> None:
+def _quietly(network: nn.Module, samples: Tensor, given: str, answer: str, path: Path) -> None:
     """By tracing: a tenth of the time of torch's newer exporter, whose graph would be no other, as nothing in a network
     depends on the data. It says on every call that it is not the newer one."""
     import warnings
@@ -208,19 +253,20 @@ def _quietly(network: nn.Module, images: Tensor, path: Path) -> None:
         warnings.simplefilter("ignore")
         torch.onnx.export(
             network,
-            (images,),
+            (samples,),
             str(path),
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_axes={"images": {0: "n"}, "logits": {0: "n"}},
+            input_names=[given],
+            output_names=[answer],
+            dynamic_axes={given: {0: "n"}, answer: {0: "n"}},
             opset_version=OPSET,
             dynamo=False,
         )
 
 
 # ------------------------------------------------------------------------------------------------ loading
-def load(folder: str | Path) -> Classifier:
-    """The network of an exported folder, in evaluation mode: raw images (B, C, H, W), uint8, to logits (B, classes).
+def load(folder: str | Path) -> RawNetwork:
+    """The network of an exported folder, in evaluation mode: raw samples, as images (B, C, H, W), uint8, to outputs, as
+    logits (B, classes).
 
     `load(mlflow.artifacts.download_artifacts("models:/<name>-<level>@champion"))` is a level of the champion.
     Raises IntegrityError for files that are missing, damaged or not of each other.
@@ -233,9 +279,10 @@ def load(folder: str | Path) -> Classifier:
     try:
         family = build_model({**about.options, "name": about.model}, about.input_chw, about.classes)
         network = runnable(family, SubmodelSpec.from_json(about.spec), decode(value, str(path)))
+        axes = len(about.input_chw)
+        return RawNetwork(network, about.samples, axes, about.mean, about.std, about.ensemble).eval()
     except (FlexfleetError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise IntegrityError(f"{path} is not of the network that {ABOUT} describes: {error}") from error
-    return Classifier(network, about.mean, about.std, about.ensemble).eval()
 
 
 def read(folder: str | Path) -> About:

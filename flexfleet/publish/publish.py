@@ -31,6 +31,7 @@ from fl_engine.models.export import About
 from fl_engine.storage.store import FolderStore, decode, sha256
 from flexfleet.config import Config
 from flexfleet.files.artifacts import EvaluationFile, History, PoolFile
+from flexfleet.files.measure import Measure
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.record import experiment
 from flexfleet.tracking.trackers import client_of
@@ -81,9 +82,9 @@ def export(resolved: Resolved, out: Path, to: Path) -> tuple[Data, list[About]]:
 
 
 def said(about: About) -> str:
-    """Both accuracies of a level, for people."""
-    trained, exported = 100 * about.accuracy_trained, 100 * about.accuracy_exported
-    return f"{exported:.2f} % with the proxy's statistics, {trained:.2f} % in the rounds"
+    """Both values of a level's metric, for people."""
+    trained, exported = (Measure(about.metric).with_unit(v) for v in (about.accuracy_trained, about.accuracy_exported))
+    return f"{exported} with the proxy's statistics, {trained} in the rounds"
 
 
 def name_of(config: Config) -> str:
@@ -140,9 +141,9 @@ def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
     from mlflow.pyfunc import save_model
     from mlflow.types import DataType, ParamSchema, ParamSpec, Schema, TensorSpec
 
-    images = TensorSpec(np.dtype(np.uint8), (-1, *data.input_shape))
+    samples = TensorSpec(np.dtype(exports.type_of(data)), (-1, *data.input_shape))
     signature = ModelSignature(
-        Schema([images]),
+        Schema([samples]),
         Schema([TensorSpec(np.dtype(np.float32), (-1, data.task.outputs))]),
         ParamSchema([ParamSpec("level", DataType.string, largest.level)]),
     )

@@ -1,6 +1,7 @@
 """The model that MLflow serves for a run: predictions of any of its levels. MLflow copies this file into the model.
 
-`predict(images, params={"level": "M2"})`: uint8 images (N, C, H, W) to logits (N, classes).
+`predict(images, params={"level": "M2"})`: uint8 images (N, C, H, W) to logits (N, classes); or samples of another shape
+and type to the task's outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class AnyLevel(PythonModel):  # type: ignore[misc]
         if level not in self.networks:
             raise ValueError(f"level is one of {', '.join(self.networks)}, got {level!r}")
         with torch.no_grad():
-            return self.networks[level](torch.from_numpy(np.asarray(model_input, dtype=np.uint8))).numpy()
+            network = self.networks[level]
+            return network(torch.from_numpy(np.asarray(model_input, dtype=network.samples))).numpy()
 
 
 mlflow.models.set_model(AnyLevel())

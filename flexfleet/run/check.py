@@ -28,6 +28,8 @@ def check(resolved: Resolved) -> dict[str, Any]:
     parts = cut(resolved)
     if config.publish.models:
         exports.check(family, data, config.partition.proxy)
+        if config.publish.onnx:
+            exports.check_onnx(family, data)
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     _check_rates(config)
     for name in algorithm.preparations:

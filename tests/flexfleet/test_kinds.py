@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
+import torch
+from torch import nn
 
-from fl_engine.testing.kinds import VOCABULARY
+from fl_engine.core.pool import member
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import FULL, SubmodelSpec
+from fl_engine.models import export
+from fl_engine.testing.kinds import VOCABULARY, TinyLSTM, TinyMLP, tiny_sequences, tiny_series, tiny_table
 from flexfleet.files.artifacts import EvaluationFile, History, RunFile
 from flexfleet.reports.report import table
 
@@ -70,6 +78,52 @@ def test_what_is_told_speaks_of_the_tasks_metric(flexfleet: Any, sets: list[str]
     assert list(confusion) == ([] if kind == "regression" else list(evaluation.levels))
 
 
+@dataclass(frozen=True)
+class Unwritable(TinyMLP):
+    """Ends with a function that ONNX does not have."""
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        module = super().module(spec)
+        module.register_forward_hook(lambda _, __, out: torch.special.i0e(out))
+        return module
+
+
+@pytest.mark.parametrize(("sets", "kind"), [(kind, kind) for kind in KINDS], indirect=["sets"])
+def test_levels_are_exported_whatever_the_samples_are(
+    flexfleet: Any, sets: list[str], kind: str, tmp_path: Path, no_drawings: None
+) -> None:
+    """The folder alone gives the network back; the file alone answers raw test samples as the network does."""
+    done = flexfleet("run", "--json", "--run-id", "a", sets=[*sets, "publish.models=true"])
+    assert done.code == 0, done.err
+    scores = EvaluationFile.read(tmp_path / "runs" / "a" / "evaluation.json").levels
+    data = {"regression": tiny_table(), "tokens": tiny_sequences()}[kind]
+    for level, score in scores.items():
+        folder = tmp_path / "runs" / "a" / "export" / level
+        about, network = export.read(folder), export.load(folder)
+        assert (about.metric, about.samples) == {"regression": ("r2", "float32"), "tokens": ("accuracy", "int64")}[kind]
+        assert about.accuracy_exported == pytest.approx(score.value, abs=1e-6)
+        with torch.no_grad():
+            outputs = network(data.test_x)
+        values, _ = data.task.measure([data.task.observe(outputs, data.test_y)])
+        assert values[about.metric] == pytest.approx(score.value, abs=1e-6)
+        session = onnxruntime.InferenceSession(str(folder / export.ONNX), providers=["CPUExecutionProvider"])
+        names = [each.name for each in (*session.get_inputs(), *session.get_outputs())]
+        assert names == ["samples", "outputs" if kind == "regression" else "logits"]
+        (answer,) = session.run(None, {"samples": data.test_x[:7].numpy()})
+        torch.testing.assert_close(torch.from_numpy(answer), outputs[:7], rtol=1e-4, atol=1e-4)
+
+
+def test_an_lstm_is_exported_with_its_gates_and_window(tmp_path: Path) -> None:
+    family, data = TinyLSTM(), tiny_series()
+    small = member(family, "small", SubmodelSpec.of({"lstm": [0, 3, 4, 9]}), dispatched=True, reported=True)
+    made = export.export(
+        f"{HERE}:TinyLSTM", family, initial_params(family, 1), small, data, torch.arange(0), 0.3, tmp_path
+    )
+    export.to_onnx(made, data, tmp_path / export.ONNX)  # compares its answers on test samples
+    with torch.no_grad():
+        assert torch.equal(export.load(tmp_path)(data.test_x), made.network(data.test_x))
+
+
 @pytest.mark.parametrize("sets", ["regression"], indirect=True)
 def test_numbers_are_compared(flexfleet: Any, sets: list[str]) -> None:
     own = [each for each in sets if not each.startswith("algorithm.")]
@@ -105,8 +159,8 @@ def test_a_run_that_is_killed_ends_with_the_same_model(nursery: Any, sets: list[
         ("regression", ("dataset.pad=16",), "tiny_table holds no images, which alone are padded: set dataset.pad=none"),
         (
             "regression",
-            ("publish.models=true",),
-            "exported networks take images, and tiny_table holds none: set publish",
+            ("publish.models=true", f"model.name={__name__}:Unwritable"),
+            "Unwritable cannot be written as ONNX (",
         ),
         ("regression", (f"model.name={HERE}:TinyTokens",), "TinyTokens takes tokens and tiny_table holds numbers"),
         ("tokens", (f"model.name={HERE}:TinyMLP",), "TinyMLP takes numbers and tiny_sequences holds tokens: choose a"),
