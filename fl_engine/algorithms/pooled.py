@@ -16,9 +16,12 @@ from fl_engine.aggregation.rules import Aggregate, Aggregation
 from fl_engine.aggregation.server_opt import Average
 from fl_engine.core import pool as pools
 from fl_engine.core import seeds
+from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext, ServerOptimizer
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.fields import Count, Fraction, NotNegative, Positive
+from fl_engine.core.samplers import Sampling, Shuffle
+from fl_engine.core.schedules import Constant, Scheduling
 from fl_engine.core.slicing import take
 from fl_engine.core.state import constant
 from fl_engine.core.types import (
@@ -75,6 +78,15 @@ class Training:
     """Largest norm of a step's gradient (HeteroFL's code: 1); null: no limit."""
     drop_last: bool = True
     """Leave out a last batch that is not full."""
+    sampler: Sampling = Shuffle()
+    """Which samples a client sees in an epoch. shuffle: every one once; balanced: as many draws with replacement, each
+    label equally likely."""
+    augment: tuple[Augmenting, ...] = ()
+    """Random changes of images and maps while clients train, one after the other. flip: left to right, with probability
+    `share`; crop: a window that lies up to `padding` pixels beside the image. E.g. [{name: crop}, {name: flip}]."""
+    schedule: Scheduling = Constant()
+    """The learning rate inside a client's work of one round. cosine: from lr down to the share `floor` of it, again
+    after every `restart` epochs, where that is given."""
 
     def sgd(self, round: int) -> SGD:
         rate = self.lr * self.lr_decay**round / 10 ** sum(round >= step for step in self.lr_steps)
@@ -302,6 +314,9 @@ def local_task(training: Training, order: WorkOrder, spec: SubmodelSpec, **more:
         drop_last=t.drop_last,
         seed=order.seed,
         clip_norm=t.clip_norm,
+        sampler=t.sampler,
+        augment=t.augment,
+        schedule=t.schedule,
         **more,
     )
 

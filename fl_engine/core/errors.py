@@ -154,4 +154,4 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: ` (did you mean 'alpha'?)`, or the known names when none is close."""
     names = list(known)
     close = difflib.get_close_matches(word, names, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else f" (known: {', '.join(sorted(names))})"
+    return f" (did you mean {close[0]!r}?)" if close else f" (known: {', '.join(sorted(names)) or 'none'})"

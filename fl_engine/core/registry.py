@@ -135,11 +135,21 @@ class Contract(Generic[T]):
             raise ValidationError.from_exception_data(self.what, wrong)
         return found
 
+    def section(self, value: T) -> dict[str, Any]:
+        """The other way: of which section `parse` makes an equal object."""
+        kind = type(value)
+        names = (name for name, each in self.registry.items() if each is kind)
+        options = {field.name: getattr(value, field.name) for field in fields(kind) if field.init}  # type: ignore[arg-type]
+        return {"name": "", **options} | {"name": next(names, f"{kind.__module__}:{kind.__qualname__}")}
+
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Its JSON schema lists what is registered, with the options."""
         registered = {name: handler.generate_schema(kind) for name, kind in self.registry.items()}
         listed = core_schema.tagged_union_schema(registered, discriminator="name")
-        return core_schema.no_info_plain_validator_function(self.parse, json_schema_input_schema=listed)
+        written = core_schema.plain_serializer_function_ser_schema(self.section)
+        return core_schema.no_info_plain_validator_function(
+            self.parse, json_schema_input_schema=listed, serialization=written
+        )
 
 
 def _at(key: str, value: Any, said: str) -> ValidationError:

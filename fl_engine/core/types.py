@@ -16,7 +16,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from fl_engine.core.augmentation import Augmentation
 from fl_engine.core.errors import ModelError, nearest
+from fl_engine.core.samplers import Sampler, Shuffle
+from fl_engine.core.schedules import Constant, Schedule
 
 Params = dict[str, Tensor]
 """Flat `state_dict` names to tensors."""
@@ -419,7 +422,7 @@ Prepared = Mapping[str, Any]
 # --------------------------------------------------------------------------------------------- local training
 @dataclass(frozen=True)
 class SGD:
-    """`torch.optim.SGD` by name; the learning rate is that of this round, decay included."""
+    """`torch.optim.SGD` by name; the learning rate is that of this round, decay included (see `LocalTask.schedule`)."""
 
     lr: float
     momentum: float = 0.0
@@ -473,6 +476,11 @@ class LocalTask:
     """Divides what every layer but the classifier puts out, in training only (HeteroFL)."""
     mask_labels: bool = False
     """The logits of classes that the client does not hold are 0, and their rows are not sent back (HeteroFL)."""
+    sampler: Sampler = Shuffle()
+    augment: tuple[Augmentation, ...] = ()
+    """One after the other, on every batch."""
+    schedule: Schedule = Constant()
+    """Of the optimiser's learning rate, over the steps of this task."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from fl_engine.core.types import LocalTask, SubmodelSpec
 
 
 def batches(task: LocalTask, samples: int) -> tuple[int, ...]:
-    """Sizes of the batches of one epoch."""
+    """Sizes of the batches of one epoch, which is as many draws as there are samples (`core.samplers`)."""
     batch = min(task.batch_size, samples)
     rest = 0 if task.drop_last else samples % batch
     return (batch,) * (samples // batch) + ((rest,) if rest else ())

@@ -8,22 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
 from operator import attrgetter
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.sgd import sgd
 
-from fl_engine.core import seeds
+from fl_engine.core import seeds, workload
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import Task, batch_layout
 from fl_engine.core.slicing import is_statistic, largest, take
 from fl_engine.core.types import HEAD, SGD, LocalTask, ParamLayout, Params, SubmodelSpec
-from fl_engine.core.workload import batches
-from fl_engine.training import lanes, losses
+from fl_engine.training import batches, lanes, losses, steps
 from fl_engine.training.lanes import Network
 from fl_engine.training.numerics import SINGLE, Numerics
 from fl_engine.training.shared_layers import Seen, shared
@@ -84,40 +80,121 @@ def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozens
     """Tasks of equal kind do the same steps on the same shapes. Which channels a sub-model keeps does not matter, but
     how many; a distillation's teachers lie in the student as its first channels, and are compared as they are."""
     spec = task.spec if task.distillation else layout.form(task.spec)
-    return spec, _rest(task), batches(task, samples), remembered
+    return spec, _rest(task), workload.batches(task, samples), remembered
 
 
 _rest = attrgetter(*(f.name for f in fields(LocalTask) if f.name not in ("spec", "seed")))
 
 
 def _train(family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics) -> list[Trained]:
-    task, device = jobs[0].task, jobs[0].x.device
-    state = lanes.stack([job.start for job in jobs], device)
-    weights = [t.requires_grad_() for name, t in state.items() if not is_statistic(name)]
-    samples_of_all = torch.cat([job.x for job in jobs])
-    targets = torch.cat([job.y for job in jobs])
-    step = _stepper(task, weights)
-    correct = _gradient_terms(jobs, state)
+    with opened(family, goal, jobs, numerics) as session:
+        for _ in range(jobs[0].task.epochs):
+            session.epoch()
+    return session.trained()
 
-    total = torch.zeros(len(jobs), dtype=torch.float64, device=device)
-    steps = samples = 0
+
+@contextmanager
+def opened(family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics) -> Iterator[Session]:
+    """Jobs of equal kind, ready to train; the networks are borrowed until the context ends."""
     with ExitStack() as borrowed:
-        objective = _objective(family, goal, jobs, state, numerics, borrowed)
-        for chosen_bn in _order(jobs):
-            chosen = chosen_bn.to(device)
-            x = samples_of_all[chosen.flatten()].view(len(chosen), -1, *samples_of_all.shape[2:])
-            loss_n = objective(batch_layout(x), targets[chosen])
-            for weight in weights:
+        yield Session(family, goal, jobs, numerics, borrowed)
+
+
+class Session:
+    """Jobs of equal kind in training, side by side, an epoch at a time."""
+
+    def __init__(
+        self, family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics, borrowed: ExitStack
+    ) -> None:
+        task, self._device = jobs[0].task, jobs[0].x.device
+        batches.check(task.sampler, task.augment, goal, jobs[0].x)
+        self.done = self.steps = self.samples = 0
+        """Epochs, steps, and samples of one job: a sample counts once for each time it was seen."""
+        self.total = torch.zeros(len(jobs), dtype=torch.float64, device=self._device)
+        """(n,) The losses of all steps, summed."""
+        self._tasks, self._state = [job.task for job in jobs], lanes.stack([job.start for job in jobs], self._device)
+        weights = {name: t.requires_grad_() for name, t in self._state.items() if not is_statistic(name)}
+        self._weights = list(weights.values())
+        self._x, self._y = torch.cat([job.x for job in jobs]), torch.cat([job.y for job in jobs])
+        self._moments: Params = {}
+        self._step = steps.stepper(task.optimizer, weights, self._moments)
+        starts, linear = [job.start for job in jobs], [job.linear for job in jobs]
+        self._correct = steps.gradient_terms(task, self._state, starts, linear, self._device)
+        self._streams: Streams = {}
+        self._objective = _objective(family, goal, jobs, self._state, numerics, self._streams, borrowed)
+        self._orders = batches.orders(goal, self._tasks, [job.y for job in jobs])
+
+    def epoch(self) -> None:
+        task, order = self._tasks[0], self._orders[self.done]
+        for chosen_bn in order:
+            rate = task.schedule.rate(task.optimizer.lr, self.steps, len(order), task.epochs)
+            chosen = chosen_bn.to(self._device)
+            x = batches.gathered(self._x, chosen, self._tasks, self.steps)
+            loss_n = self._objective(batch_layout(x), self._y[chosen])
+            for weight in self._weights:
                 weight.grad = None
             loss_n.sum().backward()  # type: ignore[no-untyped-call]
-            correct()
-            step()
-            total += loss_n.detach()
-            steps, samples = steps + 1, samples + len(chosen)
-    means = (total / max(1, steps)).tolist()
-    found, whole = lanes.unstack(state), _within(state)
-    parts = ((params, loss, whole or _within(params)) for params, loss in zip(found, means, strict=True))
-    return [Trained(params, loss, finite, steps, samples) for params, loss, finite in parts]
+            self._correct()
+            self._step(rate)
+            self.total += loss_n.detach()
+            self.steps, self.samples = self.steps + 1, self.samples + len(chosen)
+        self.done += 1
+
+    def trained(self) -> list[Trained]:
+        means = (self.total / max(1, self.steps)).tolist()
+        found, whole = lanes.unstack(self._state), _within(self._state)
+        parts = ((params, loss, whole or _within(params)) for params, loss in zip(found, means, strict=True))
+        return [Trained(params, loss, finite, self.steps, self.samples) for params, loss, finite in parts]
+
+    def snapshot(self) -> Params:
+        """A copy of all that the next epochs depend on besides the jobs: weights, what the optimiser remembers, the
+        generators that networks draw from, and what was counted. On the CPU."""
+        counted = {"done": self.done, "steps": self.steps, "samples": self.samples}
+        parts: dict[str, Params] = {
+            "weights": self._state,
+            "moments": self._moments,
+            "streams": {name: stream.get_state() for name, stream in self._streams.items()},
+            "counted": {"loss": self.total} | {name: torch.tensor(count) for name, count in counted.items()},
+        }
+        return {f"{part}/{name}": t.detach().cpu().clone() for part, of in parts.items() for name, t in of.items()}
+
+    @torch.no_grad()
+    def restore(self, snapshot: Params) -> None:
+        """Goes on after a snapshot of the same jobs. Raises ModelError where it is of others."""
+        weights, moments, streams, counted = (
+            _part(snapshot, of) for of in ("weights", "moments", "streams", "counted")
+        )
+        likes = {name: self._state.get(name.partition("/")[2], self.total) for name in moments}
+        if (
+            _shapes(weights) != _shapes(self._state)
+            or any(t.dim() and t.shape != likes[name].shape for name, t in moments.items())
+            or set(streams) != set(self._streams)
+            or set(counted) != {"loss", "done", "steps", "samples"}
+            or int(counted["done"]) > len(self._orders)
+        ):
+            raise ModelError(
+                "the snapshot is of another training: its network, dropout or epochs are not those of this task; go on "
+                "with the task that it was taken of, or begin anew"
+            )
+        for name, tensor in self._state.items():
+            tensor.copy_(weights[name])
+        self._moments.clear()
+        for name, tensor in moments.items():
+            # The kernels take a weight and its moments element by element, as they lie in memory.
+            like = likes[name] if tensor.dim() else tensor
+            self._moments[name] = torch.empty_like(like, dtype=tensor.dtype, device=self._device).copy_(tensor)
+        for name, stream in self._streams.items():
+            stream.set_state(streams[name])
+        self.total.copy_(counted["loss"])
+        self.done, self.steps, self.samples = (int(counted[name]) for name in ("done", "steps", "samples"))
+
+
+def _part(snapshot: Params, part: str) -> Params:
+    return {name.removeprefix(f"{part}/"): t for name, t in snapshot.items() if name.startswith(f"{part}/")}
+
+
+def _shapes(params: Params) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in params.items()}
 
 
 def _within(params: Params) -> bool:
@@ -127,36 +204,28 @@ def _within(params: Params) -> bool:
     return all(abs(end) <= limit for end, limit in zip(ends, limits, strict=True))
 
 
-def _order(jobs: Sequence[Job]) -> Iterator[Tensor]:
-    """For each step, int64 (B, n): which samples of the concatenated data each lane sees."""
-    task, counts = jobs[0].task, [len(job.y) for job in jobs]
-    sizes, first = list(batches(task, counts[0])), torch.tensor([0, *accumulate(counts[:-1])])
-    used, generator = sum(sizes), torch.Generator()
-    drawn: list[Tensor] = []  # lane by lane, all epochs of each
-    for job, count in zip(jobs, counts, strict=True):
-        generator.manual_seed(seeds.derive(job.task.seed, "order"))
-        drawn += [torch.randperm(count, generator=generator) for _ in range(task.epochs)]
-    if any(count != used for count in counts):
-        drawn = [order[:used] for order in drawn]
-    chosen = torch.stack(drawn).view(len(jobs), task.epochs, used) + first[:, None, None]
-    for of_epoch in chosen.permute(1, 2, 0).contiguous():
-        yield from torch.split(of_epoch, sizes)
-
-
 # ---------------------------------------------------------------------------------------------- the objective
 Objective = Callable[[Tensor, Tensor], Tensor]
 """A batch (B, n*C, ...) and its targets (B, n, ...) to the loss of each lane (n,)."""
+Streams = dict[str, torch.Generator]
+"""The generators that networks draw from, by purpose and lane."""
 
 
 def _objective(
-    family: ModelFamily, goal: Task, jobs: Sequence[Job], state: Params, numerics: Numerics, borrowed: ExitStack
+    family: ModelFamily,
+    goal: Task,
+    jobs: Sequence[Job],
+    state: Params,
+    numerics: Numerics,
+    streams: Streams,
+    borrowed: ExitStack,
 ) -> Objective:
     """The goal's loss, and whatever the task asks for besides: rows of outputs are (B*n, outputs), the mean over a
-    lane's rows is its loss. Good as long as the networks are `borrowed`."""
+    lane's rows is its loss. Good as long as the networks are `borrowed`; what they draw from is put into `streams`."""
     task, n, device = jobs[0].task, len(jobs), jobs[0].x.device
     layout = lanes.layout_of(family.layout())
-    forward = _student(family, layout, jobs, state, borrowed)
-    teachers, fetch = _teachers(family, layout, jobs, state, borrowed)
+    forward = _student(family, layout, jobs, state, streams, borrowed)
+    teachers, fetch = _teachers(family, layout, jobs, state, streams, borrowed)
     seen = Seen()
     if isinstance(forward, Network) and teachers and task.scaler == 1:
         seen = borrowed.enter_context(shared(forward, teachers))
@@ -197,19 +266,26 @@ def _last(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def _student(
-    family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], state: Params, borrowed: ExitStack
+    family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], state: Params, streams: Streams, borrowed: ExitStack
 ) -> lanes.Forward:
     task = jobs[0].task
     if not task.widths:
         network = borrowed.enter_context(_network(family, task))
-        network.bind(state, _generators(jobs, "dropout"))
+        network.bind(state, _generators(jobs, "dropout", streams))
         return network
-    return _one_of_widths(family, layout, jobs[0], state, borrowed)
+    return _one_of_widths(family, layout, jobs[0], state, streams, borrowed)
 
 
-def _generators(jobs: Sequence[Job], purpose: str) -> lanes.Generators:
-    device, of = jobs[0].x.device, [job.task.seed for job in jobs]
-    return lambda: [torch.Generator(device=device).manual_seed(seeds.derive(seed, purpose)) for seed in of]
+def _generators(jobs: Sequence[Job], purpose: str, streams: Streams) -> lanes.Generators:
+    device = jobs[0].x.device
+
+    def made() -> list[torch.Generator]:
+        for lane, job in enumerate(jobs):
+            seed = seeds.derive(job.task.seed, purpose)
+            streams[f"{purpose}/{lane}"] = torch.Generator(device=device).manual_seed(seed)
+        return [streams[f"{purpose}/{lane}"] for lane in range(len(jobs))]
+
+    return made
 
 
 NETWORKS_KEPT = 64
@@ -246,7 +322,7 @@ def _built(family: ModelFamily, task: LocalTask) -> Network:
 
 
 def _one_of_widths(
-    family: ModelFamily, layout: ParamLayout, job: Job, state: Params, borrowed: ExitStack
+    family: ModelFamily, layout: ParamLayout, job: Job, state: Params, streams: Streams, borrowed: ExitStack
 ) -> lanes.Forward:
     """Ordered dropout (FjORD): each call runs one of the sub-models, drawn uniformly, on slices of the weights; the
     gradient flows into the slices, and is zero elsewhere."""
@@ -254,8 +330,8 @@ def _one_of_widths(
     if any(is_statistic(name) for name in state):
         raise ModelError("ordered dropout keeps no running statistics (they differ by width): use norm=batch")
     networks = [borrowed.enter_context(_network(family, replace(task, spec=spec))) for spec in task.widths]
-    dropped = [_generators([job], f"width{i}")() for i in range(len(networks))]
-    draw = torch.Generator().manual_seed(seeds.derive(task.seed, "widths"))
+    dropped = [_generators([job], f"width{i}", streams)() for i in range(len(networks))]
+    draw = streams["widths/0"] = torch.Generator().manual_seed(seeds.derive(task.seed, "widths"))
 
     def forward(x: Tensor) -> Tensor | tuple[Tensor, ...]:
         i = int(torch.randint(len(networks), (1,), generator=draw))
@@ -267,7 +343,7 @@ def _one_of_widths(
 
 
 def _teachers(
-    family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], state: Params, borrowed: ExitStack
+    family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], state: Params, streams: Streams, borrowed: ExitStack
 ) -> tuple[list[Network], Callable[[], None]]:
     """Sub-networks whose weights are views of the weights in training, so they are current at every step; and what
     fetches the others before a step: on an axis with copies, leading channels do not lie together."""
@@ -285,7 +361,7 @@ def _teachers(
                 raise ModelError(f"a teacher must be made of leading channels of the student; in {name} it is not")
         copied.append((spec, apart))
         teacher = borrowed.enter_context(_network(family, replace(task, spec=spec, scaler=1.0)))
-        teacher.bind(own, _generators(jobs, f"teacher{i}"))
+        teacher.bind(own, _generators(jobs, f"teacher{i}", streams))
         out.append(teacher)
 
     def fetch() -> None:
@@ -300,69 +376,3 @@ def _teachers(
 
 def _lies_in(part: Tensor, whole: Tensor) -> bool:
     return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-
-
-# --------------------------------------------------------------------------------------------- the step
-def _stepper(task: LocalTask, weights: Sequence[Tensor]) -> Callable[[], None]:
-    """`torch.optim.SGD` or `Adam` over the weights that have a gradient.
-
-    As functions, with the same kernels: the classes import torch's compiler first, 1.5 s in every pod on a fast core.
-    """
-    o = task.optimizer
-    momenta: dict[int, Tensor | None] = {}
-    adam_state: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    @torch.no_grad()
-    def step() -> None:
-        used = [i for i, w in enumerate(weights) if w.grad is not None]
-        moved, gradients = [weights[i] for i in used], [g for w in weights if (g := w.grad) is not None]
-        if isinstance(o, SGD):
-            buffers = [momenta.get(i) for i in used]
-            sgd(
-                moved, gradients, buffers, fused=True, lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay,
-                dampening=0.0, nesterov=False, maximize=False,
-            )  # fmt: skip
-            momenta.update(zip(used, buffers, strict=True))
-            return
-        for i, w in zip(used, moved, strict=True):
-            if i not in adam_state:
-                adam_state[i] = torch.zeros_like(w), torch.zeros_like(w), torch.zeros((), device=w.device)
-        means, squares, steps = (list(column) for column in zip(*(adam_state[i] for i in used), strict=True))
-        adam(
-            moved, gradients, means, squares, [], steps, fused=True, lr=o.lr, beta1=0.9, beta2=0.999, eps=1e-8,
-            weight_decay=0.0, amsgrad=False, maximize=False,
-        )  # fmt: skip
-
-    return step
-
-
-def _gradient_terms(jobs: Sequence[Job], state: Params) -> Callable[[], None]:
-    """What is added to the gradient after the backward pass: mu * (theta - theta_received) (FedProx), minus the linear
-    term (FedDyn); then the norm is clipped."""
-    task, device = jobs[0].task, jobs[0].x.device
-    mu, limit = task.proximal, task.clip_norm
-    trained = {name: t for name, t in state.items() if t.requires_grad}
-    received = lanes.stack([job.start for job in jobs], device) if mu > 0 else {}
-    linear = lanes.stack([job.linear for job in jobs], device) if jobs[0].linear else {}
-    pulled = [(t, received[name]) for name, t in trained.items() if name in received]
-    pushed = [(t, linear[name]) for name, t in trained.items() if name in linear]
-
-    def correct() -> None:
-        for weight, sent in pulled:
-            if weight.grad is not None:
-                weight.grad.add_(weight.detach() - sent, alpha=mu)
-        for weight, g in pushed:
-            if weight.grad is not None:
-                weight.grad.sub_(g)
-        if limit is not None:
-            _clip([t.grad for t in trained.values() if t.grad is not None], limit)
-
-    return correct
-
-
-def _clip(gradients: Sequence[Tensor], limit: float) -> None:
-    """`torch.nn.utils.clip_grad_norm_`, for each lane by itself."""
-    norms_n = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
-    factors_n = (limit / (norms_n + 1e-6)).clamp(max=1.0)
-    for g in gradients:
-        g.mul_(factors_n.view(-1, *[1] * (g.dim() - 1)))

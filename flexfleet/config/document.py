@@ -90,8 +90,7 @@ def _named(section: str, name: str) -> Iterator[str]:
     yield f"  # The options of {name}; those of another are the fields of its class, in fl_engine/{section}s/."
     for field in fields(kind):
         if field.name not in ("training", *FROM_DATA):
-            default = {"name": field.default.name} if is_dataclass(field.default) else field.default  # type: ignore[union-attr]
-            yield from _line(f"{field.name}: {_value(default)}", _about(kind, field.name, ""), "  # ")
+            yield from _line(f"{field.name}: {_value(field.default)}", _about(kind, field.name, ""), "  # ")
 
 
 def _line(text: str, meaning: str, indent: str, above: bool = False) -> list[str]:
@@ -106,6 +105,8 @@ def _line(text: str, meaning: str, indent: str, above: bool = False) -> list[str
 
 def _value(value: Any) -> str:
     """In one line, as YAML."""
+    if is_dataclass(value):
+        value = {"name": getattr(value, "name", "")}
     if isinstance(value, tuple):
         value = list(value)
     if isinstance(value, dict):
@@ -133,8 +134,8 @@ def _about(kind: type, name: str, path: str) -> str:
 
 
 def _registered(hint: Any) -> Mapping[str, type]:
-    """What a field may name whose annotation has a contract, also beside None."""
-    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    """What a field may name whose annotation has a contract, also beside None or in a list."""
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType, tuple) else (hint,)
     noted = (note for member in members if get_origin(member) is Annotated for note in get_args(member)[1:])
     return next((note.registry for note in noted if isinstance(note, Contract)), {})
 

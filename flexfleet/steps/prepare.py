@@ -17,6 +17,7 @@ from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data
 from fl_engine.datasets import DATASETS, Source, pad, subset
 from fl_engine.models.build import build_model
+from fl_engine.training import batches
 from flexfleet import config as configs
 from flexfleet.config import Config, cut_seed, min_side
 from flexfleet.tracking import versioned
@@ -56,6 +57,8 @@ class Resolved:
         check_fits(data, family)
         if getattr(self.algorithm, "mask_labels", False):
             data.task.present(data.train_y[:1])  # refuses where there are no classes to mask
+        training = self.config.training
+        batches.check(training.sampler, training.augment, data.task, data.train_x[:1])
         return family
 
     def network(self, input_shape: tuple[int, ...], outputs: int) -> ModelFamily:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fl_engine.core.augmentation import Crop, Flip
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
+from fl_engine.core.samplers import Balanced
+from fl_engine.core.schedules import Cosine
 from fl_engine.core.slicing import count_macs, initial_params, take
 from fl_engine.core.types import (
     FULL,
@@ -54,6 +58,11 @@ FAMILIES: dict[str, ModelFamily] = {
 
 TEN = Classification(10)
 TASK = LocalTask(FULL, SGD(0.05, 0.5, 1e-3), epochs=2, batch_size=5, drop_last=False, seed=0)
+OTHER_WORK: dict[str, Any] = {
+    "sampler": Balanced(),
+    "augment": (Crop(padding=2), Flip()),
+    "schedule": Cosine(floor=0.1, restart=1),
+}
 
 
 def job(family: ModelFamily, task: LocalTask, i: int, samples: int = 12, remembered: bool = False) -> Job:
@@ -126,20 +135,33 @@ def test_exits_remembered_terms_and_dropout() -> None:
     assert_same(dropout, [job(dropout, TASK, i) for i in range(5)], 2)
 
 
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_samples_are_drawn_and_changed_for_each_lane_alone(name: str) -> None:
+    family = FAMILIES[name]
+    task = replace(TASK, **OTHER_WORK)
+    assert_same(family, [job(family, task, i) for i in range(5)], 2)
+    jobs = [job(family, replace(task, optimizer=SGD(0.01)), i) for i in range(3)]
+    assert_close(family, jobs)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_side_by_side_is_one_at_a_time_but_for_rounding(name: str) -> None:
     family = FAMILIES[name]
     for task in terms(family).values():
         task = replace(task, optimizer=SGD(0.01), epochs=1, batch_size=12)
-        jobs = [job(family, task, i) for i in range(3)]
-        for a, b in zip(
-            train(family, Classification(family.outputs), jobs, BATCHED),
-            train(family, Classification(family.outputs), jobs, SINGLE),
-            strict=True,
-        ):
-            assert a.loss == pytest.approx(b.loss, rel=1e-4)
-            for key in a.params:
-                torch.testing.assert_close(a.params[key], b.params[key], rtol=1e-3, atol=1e-4)
+        assert_close(family, [job(family, task, i) for i in range(3)])
+
+
+def assert_close(family: ModelFamily, jobs: list[Job]) -> None:
+    """Side by side, and one at a time."""
+    for a, b in zip(
+        train(family, Classification(family.outputs), jobs, BATCHED),
+        train(family, Classification(family.outputs), jobs, SINGLE),
+        strict=True,
+    ):
+        assert a.loss == pytest.approx(b.loss, rel=1e-4)
+        for key in a.params:
+            torch.testing.assert_close(a.params[key], b.params[key], rtol=1e-3, atol=1e-4)
 
 
 def test_one_diverged_lane_leaves_the_others_alone() -> None:
@@ -178,6 +200,8 @@ def test_kinds() -> None:
     teacher = Distillation((SubmodelSpec.of({"conv": 2}),), 1.0, 1.0)
     assert of(spec=scattered, distillation=teacher) != of(spec=first, distillation=teacher)
     different = [of(), of(11), of(epochs=3), of(optimizer=SGD(0.1)), of(spec=first), of(proximal=0.1)]
+    different += [of(**{name: value}) for name, value in OTHER_WORK.items()]
+    assert of(**OTHER_WORK) == of(seed=5, **OTHER_WORK)
     assert len(set(different)) == len(different)
     assert of(12, drop_last=True) == of(14, drop_last=True) != of(15, drop_last=True)
 

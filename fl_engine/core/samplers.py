@@ -1,0 +1,78 @@
+"""Which samples a client sees in an epoch, and in which order. A new sampler is a class and a line in SAMPLERS.
+
+An epoch is as many draws as the client has samples, whatever the sampler. So a task's steps and multiply-adds follow
+from the sample count alone (`core.workload`), and the server can check what a client claims without knowing its labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from fl_engine.core.errors import ModelError
+from fl_engine.core.fields import STRICT
+from fl_engine.core.registry import Contract
+from fl_engine.core.samples import Task
+
+
+class Sampler(Protocol):
+    """A frozen dataclass of options."""
+
+    def check(self, goal: Task) -> None:
+        """Raises ModelError where samples of this task cannot be drawn so."""
+
+    def epoch(self, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
+        """int64 (N,): the indices of N draws from N samples, whose targets are y (N, ...). Y and the generator are on
+        the CPU. All randomness comes from the generator."""
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """Every sample once, in random order."""
+
+    __pydantic_config__: ClassVar = STRICT
+    name: Literal["shuffle"] = "shuffle"
+
+    def check(self, goal: Task) -> None:
+        pass
+
+    def epoch(self, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.randperm(len(y), generator=generator)
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """With replacement: first a label, each that the client holds equally likely, then a sample of it.
+
+    The labels are those of `Task.labels`; for numbers these are quantile bins of the client's own targets. (FedAIoT's
+    code weighs a sample of a class by 1 / (1 + count), so that its rare classes are slightly less likely.)
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    name: Literal["balanced"] = "balanced"
+
+    def check(self, goal: Task) -> None:
+        if not goal.label_count:
+            raise ModelError(
+                f"training.sampler=balanced draws by labels, and the targets of this {goal.name} have none: set "
+                "training.sampler.name=shuffle"
+            )
+
+    def epoch(self, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
+        labels = torch.from_numpy(goal.labels(y))
+        counts = torch.bincount(labels)
+        counts = counts[counts > 0]
+        by_label, first = labels.argsort(stable=True), counts.cumsum(0) - counts
+        label = torch.randint(len(counts), (len(y),), generator=generator)
+        # Whole numbers, so that every machine agrees; 2**48 is so large that the remainder prefers no sample.
+        place = torch.randint(2**48, (len(y),), generator=generator) % counts[label]
+        return by_label[first[label] + place]
+
+
+SAMPLERS: dict[str, type[Sampler]] = {"shuffle": Shuffle, "balanced": Balanced}
+
+Sampling = Annotated[Sampler, Contract("sampler", SAMPLERS, Sampler)]
+"""For a field: chosen by name in a configuration, or one's own as `package.module:NAME`."""

@@ -1,0 +1,80 @@
+"""A step, once the gradient of the loss is there: what is added to the gradient, and what the optimiser makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from fl_engine.core.types import SGD, Adam, LocalTask, Params
+from fl_engine.training import lanes
+
+
+def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable[[float], None]:
+    """`torch.optim.SGD` or `Adam` over the weights that have a gradient, with the learning rate of the step. What it
+    remembers lies in `moments`, by kind and weight.
+
+    As functions, with the same kernels: the classes import torch's compiler first, 1.5 s in every pod on a fast core.
+    """
+    o = optimizer
+    named = list(weights.items())
+
+    @torch.no_grad()
+    def step(rate: float) -> None:
+        used = [name for name, w in named if w.grad is not None]
+        moved, gradients = [weights[name] for name in used], [g for _, w in named if (g := w.grad) is not None]
+        if isinstance(o, SGD):
+            buffers = [moments.get(f"momentum/{name}") for name in used]
+            sgd(
+                moved, gradients, buffers, fused=True, lr=rate, momentum=o.momentum, weight_decay=o.weight_decay,
+                dampening=0.0, nesterov=False, maximize=False,
+            )  # fmt: skip
+            moments.update({f"momentum/{name}": b for name, b in zip(used, buffers, strict=True) if b is not None})
+            return
+        for name, w in zip(used, moved, strict=True):
+            if f"mean/{name}" not in moments:
+                moments[f"mean/{name}"], moments[f"square/{name}"] = torch.zeros_like(w), torch.zeros_like(w)
+                moments[f"steps/{name}"] = torch.zeros((), device=w.device)
+        means, squares, steps = ([moments[f"{kind}/{name}"] for name in used] for kind in ("mean", "square", "steps"))
+        adam(
+            moved, gradients, means, squares, [], steps, fused=True, lr=rate, beta1=0.9, beta2=0.999, eps=1e-8,
+            weight_decay=0.0, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return step
+
+
+def gradient_terms(
+    task: LocalTask, state: Params, starts: Sequence[Params], linear: Sequence[Params], device: torch.device
+) -> Callable[[], None]:
+    """What is added to the gradient after the backward pass: mu * (theta - theta_received) (FedProx), minus the linear
+    term (FedDyn); then the norm is clipped. `starts` and `linear` have a lane's in each place."""
+    mu, limit = task.proximal, task.clip_norm
+    trained = {name: t for name, t in state.items() if t.requires_grad}
+    received = lanes.stack(starts, device) if mu > 0 else {}
+    subtracted = lanes.stack(linear, device) if linear[0] else {}
+    pulled = [(t, received[name]) for name, t in trained.items() if name in received]
+    pushed = [(t, subtracted[name]) for name, t in trained.items() if name in subtracted]
+
+    def correct() -> None:
+        for weight, sent in pulled:
+            if weight.grad is not None:
+                weight.grad.add_(weight.detach() - sent, alpha=mu)
+        for weight, g in pushed:
+            if weight.grad is not None:
+                weight.grad.sub_(g)
+        if limit is not None:
+            _clip([t.grad for t in trained.values() if t.grad is not None], limit)
+
+    return correct
+
+
+def _clip(gradients: Sequence[Tensor], limit: float) -> None:
+    """`torch.nn.utils.clip_grad_norm_`, for each lane by itself."""
+    norms_n = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
+    factors_n = (limit / (norms_n + 1e-6)).clamp(max=1.0)
+    for g in gradients:
+        g.mul_(factors_n.view(-1, *[1] * (g.dim() - 1)))

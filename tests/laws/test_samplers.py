@@ -1,0 +1,142 @@
+"""Which samples a client sees: balanced is balanced, an epoch is as many draws as samples, as the server counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_engine.algorithms import AllLarge
+from fl_engine.core import workload
+from fl_engine.core.errors import ModelError
+from fl_engine.core.samplers import SAMPLERS, Balanced, Sampler, Shuffle
+from fl_engine.core.samples import Task
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import FULL, SGD, ClientUpdate, LocalTask
+from fl_engine.exchange.client import execute
+from fl_engine.exchange.updates import Rejected, packed, update_of
+from fl_engine.storage.store import encode
+from fl_engine.tasks import Classification, Regression
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, context_of, start_of, tiny_fleet, tiny_site
+from fl_engine.training.batches import orders
+from fl_engine.training.local import Job, train
+
+FOUR = Classification(4)
+TASK = LocalTask(FULL, SGD(0.1), epochs=2, batch_size=4, drop_last=True, seed=5)
+HELD = torch.tensor([0] * 90 + [1] * 9 + [3])
+"""90, 9 and one sample of three labels; none of label 2."""
+
+
+def drawn(sampler: Sampler, y: Tensor, epochs: int, goal: Task = FOUR) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.cat([sampler.epoch(goal, y, generator) for _ in range(epochs)])
+
+
+def chi_square(counts: Tensor) -> float:
+    """How far counts are from being all alike."""
+    expected = counts.double().mean()
+    return float((counts - expected).square().sum() / expected)
+
+
+@dataclass(frozen=True)
+class Uniform(Shuffle):
+    """With replacement, every sample equally likely: what `balanced` would be if it forgot the labels."""
+
+    def epoch(self, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.randint(len(y), (len(y),), generator=generator)
+
+
+def test_shuffled_epochs_are_permutations_of_one_stream() -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    expected = torch.cat([torch.randperm(100, generator=generator) for _ in range(3)])
+    assert torch.equal(drawn(Shuffle(), HELD, 3), expected)
+    assert TASK.sampler == Shuffle()
+
+
+def test_balanced_draws_every_held_label_equally_often() -> None:
+    """9,000 draws, three labels: with two degrees of freedom 1 in 20,000 is beyond 20. Drawing every sample equally
+    often is beyond it by far, drawing each label in turn, or weighing by 1 / (1 + count), would be seen too."""
+    indices = drawn(Balanced(), HELD, 90)
+    assert len(indices) == 9000 and int(indices.min()) >= 0 and int(indices.max()) < 100
+    counts = torch.bincount(HELD[indices], minlength=4)
+    assert counts[2] == 0 and chi_square(counts[[0, 1, 3]]) < 20
+    assert counts[0] != counts[1], "labels are drawn, not taken in turn"
+    weighed = torch.tensor([90 / 91, 9 / 10, 1 / 2])
+    assert chi_square(9000 * weighed / weighed.sum()) > 20
+    assert chi_square(torch.bincount(HELD[drawn(Uniform(), HELD, 90)], minlength=4)[[0, 1, 3]]) > 20
+
+
+def test_balanced_draws_every_sample_of_a_label_equally_often() -> None:
+    """About 3,000 draws of 90 samples: with 89 degrees of freedom 1 in 20,000 is beyond 150."""
+    indices = drawn(Balanced(), HELD, 90)
+    of_label = torch.bincount(indices, minlength=100)[:90]
+    assert of_label.min() > 0 and chi_square(of_label) < 150
+    assert (torch.bincount(indices[:100], minlength=100)[:90] > 1).any(), "with replacement"
+
+
+def test_labels_may_lie_in_any_order() -> None:
+    mixed = torch.randperm(100, generator=torch.Generator().manual_seed(1))
+    counts = torch.bincount(HELD[mixed][drawn(Balanced(), HELD[mixed], 90)], minlength=4)
+    assert counts[2] == 0 and chi_square(counts[[0, 1, 3]]) < 20
+
+
+def test_numbers_are_balanced_by_their_bins() -> None:
+    """A bin that holds most samples, as many targets are equal, is drawn as often as the others."""
+    y = torch.cat([torch.zeros(80, 1), torch.arange(1.0, 21.0)[:, None]])
+    bins = torch.from_numpy(Regression().labels(y))
+    found = torch.bincount(bins[drawn(Balanced(), y, 90, Regression())])
+    held = found[found > 0]
+    assert len(held) == len(bins.unique()) < 10 and chi_square(held) < 25
+    with pytest.raises(ModelError, match=r"the targets of this regression have none: set training\.sampler\.name=shuf"):
+        job = Job(replace(TASK, sampler=Balanced()), initial_params(TinyNet(), 1), torch.zeros(4, 1, 4, 4), y[:4])
+        train(TinyNet(), Regression(bins=0), [job])
+
+
+@pytest.mark.parametrize("sampler", [kind() for kind in SAMPLERS.values()], ids=list(SAMPLERS))
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_steps_and_samples_are_those_that_the_server_counts(sampler: Sampler, drop_last: bool) -> None:
+    for count, batch in ((23, 10), (7, 10), (20, 10), (1, 1)):
+        task = replace(TASK, sampler=sampler, drop_last=drop_last, batch_size=batch, epochs=3)
+        y = torch.arange(count) % 4
+        (found,) = train(TinyNet(), FOUR, [Job(task, initial_params(TinyNet(), 1), torch.zeros(count, 1, 4, 4), y)])
+        assert found.steps == workload.steps(task, count)
+        family, per_sample = TinyNet(), workload.macs_per_sample(TinyNet(), task)
+        assert found.samples * per_sample == workload.macs(family, task, count)
+
+
+@pytest.mark.parametrize("sampler", [kind() for kind in SAMPLERS.values()], ids=list(SAMPLERS))
+def test_an_honest_client_is_believed_and_one_that_says_a_step_more_is_not(sampler: Sampler) -> None:
+    algorithm = AllLarge(training=replace(TRAINING, fraction=1.0, sampler=sampler), eligible="all")
+    site = tiny_site(algorithm, fleet=tiny_fleet(3), sizes=(8, 11, 5))
+    rules = replace(site.rules, algorithm=algorithm)
+    for order in algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders:
+        found = execute(algorithm, order, site)
+        assert isinstance(found, ClientUpdate)
+        value = encode(found.payload)
+        assert isinstance(update_of(packed(found, order)[0], lambda limit: value, order, rules), ClientUpdate)  # noqa: B023
+        for name in ("steps", "macs"):
+            lie = replace(found, metrics={**found.metrics, name: found.metrics[name] + 1})
+            with pytest.raises(Rejected, match=f"says .* {name}, the order makes"):
+                update_of(packed(lie, order)[0], lambda limit: value, order, rules)  # noqa: B023
+
+
+@dataclass(frozen=True)
+class Wrong(Shuffle):
+    """One's own, with a mistake."""
+
+    draws: tuple[int, ...] = ()
+
+    def epoch(self, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.tensor(self.draws)
+
+
+@pytest.mark.parametrize("draws", [(0, 1), (0, 1, 2, 3, 3), (0, 1, 2, 4), (-1, 0, 1, 2)], ids=str)
+def test_a_sampler_of_ones_own_draws_as_many_as_there_are_and_no_others(draws: Sequence[int]) -> None:
+    """An index beyond the client's samples would be a sample of whoever trains beside it."""
+    tasks, targets = [replace(TASK, sampler=Wrong(draws=tuple(draws)))] * 2, [torch.arange(4)] * 2
+    with pytest.raises(ModelError, match="of 4 samples; an epoch is as many indices as there are samples"):
+        orders(FOUR, tasks, targets)
+    assert len(orders(FOUR, [replace(TASK, sampler=Wrong(draws=(3, 3, 0, 1)))], targets[:1])) == 2
