@@ -1,0 +1,135 @@
+"""Central training is the local loop with one client that holds everything, told epoch by epoch, stopped or not."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from fl_engine.core.augmentation import Crop, Flip
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.errors import ModelError
+from fl_engine.core.samplers import Balanced
+from fl_engine.core.samples import Data
+from fl_engine.core.schedules import Cosine
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import FULL, SGD, Adam, Distillation, ExitLoss, LocalTask, Params, SubmodelSpec
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.storage.store import decode, encode
+from fl_engine.testing.kinds import KINDS
+from fl_engine.testing.tiny import TinyNet, assert_same_bits, tiny_data
+from fl_engine.training.central import train_centrally
+from fl_engine.training.evaluation import evaluate
+from fl_engine.training.local import Job, train
+from fl_engine.training.numerics import Numerics
+
+TASK = LocalTask(FULL, SGD(0.05, 0.5), epochs=3, batch_size=16, drop_last=False, seed=5)
+HALF = SubmodelSpec.of({"conv": 4, "hidden": 16})
+DATA = tiny_data(clients=8)
+NETWORK = TinyNet(dropout=0.5)
+
+CASES: dict[str, tuple[ModelFamily, Data, dict[str, Any]]] = {
+    "momentum, dropout": (NETWORK, DATA, {}),
+    "adam": (NETWORK, DATA, {"optimizer": Adam(0.01)}),
+    "teachers": (NETWORK, DATA, {"distillation": Distillation((HALF,), 10.0, 3.0)}),
+    "ordered dropout": (NETWORK, DATA, {"widths": (HALF, FULL)}),
+    "exits": (TinyNet(exits=("conv",)), DATA, {"exits": ExitLoss((0.5, 0.5), 0.5, 2.0, "last")}),
+    "running statistics": (SmallCNN((1, 8, 8), 4, 0.25, "static"), tiny_data((1, 8, 8), clients=8), {}),
+    "balanced, augmented, cosine": (
+        NETWORK,
+        DATA,
+        {"sampler": Balanced(), "augment": (Crop(padding=1), Flip()), "schedule": Cosine(restart=2)},
+    ),
+    "regression": (*KINDS["regression"], {"distillation": Distillation((SubmodelSpec.of({"fc1": 4}),), 1.0, 1.0)}),
+    "tokens": (*KINDS["tokens"], {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_one_client_with_all_samples_and_goes_on_with_the_same_bits(case: str) -> None:
+    family, data, changes = CASES[case]
+    task, start = replace(TASK, **changes), initial_params(family, 1)
+    epochs = list(train_centrally(family, data, task, start))
+    (alone,) = train(family, data.task, [Job(task, start, data.normalise(data.train_x), data.train_y)])
+    assert_same_bits(epochs[-1].params, alone.params)
+    assert [each.number for each in epochs] == [1, 2, 3]
+    for stop in (1, 2):
+        begun = list(islice(train_centrally(family, data, task, start), stop))
+        assert_same_bits(begun[-1].params, epochs[stop - 1].params)
+        kept = decode(encode(begun[-1].snapshot), "a file")
+        again = list(train_centrally(family, data, task, start, since=kept))
+        assert [each.number for each in again] == list(range(stop + 1, 4))
+        for found, expected in zip(again, epochs[stop:], strict=True):
+            assert_same_bits(found.params, expected.params)
+            assert (found.loss, found.score) == (expected.loss, expected.score)
+        assert_same_bits(again[-1].snapshot, epochs[-1].snapshot)
+
+
+def test_epochs_are_evaluated_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    start = initial_params(NETWORK, 1)
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        epochs = list(train_centrally(NETWORK, DATA, replace(TASK, epochs=8), start))
+    first, last = epochs[0], epochs[-1]
+    assert last.loss < first.loss and last.score.value > 0.9
+    for each in (first, last):
+        assert each.score == evaluate(NETWORK, each.params, FULL, DATA, DATA.test_x, DATA.test_y)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 8
+    assert lines[7].startswith(f"epoch 8 of 8: loss {last.loss:.4f}, accuracy {last.score.value:.4f}, ")
+
+
+def test_an_epochs_loss_is_that_of_its_own_steps() -> None:
+    start = initial_params(NETWORK, 1)
+    epochs = list(train_centrally(NETWORK, DATA, TASK, start))
+    (alone,) = train(NETWORK, DATA.task, [Job(TASK, start, DATA.normalise(DATA.train_x), DATA.train_y)])
+    assert sum(each.loss for each in epochs) / 3 == pytest.approx(alone.loss, rel=1e-12)
+    assert len({each.loss for each in epochs}) == 3
+
+
+def test_more_epochs_go_on_from_fewer() -> None:
+    start = initial_params(NETWORK, 1)
+    (*_, short) = train_centrally(NETWORK, DATA, TASK, start)
+    (*_, long) = train_centrally(NETWORK, DATA, replace(TASK, epochs=5), start)
+    (*_, longer) = train_centrally(NETWORK, DATA, replace(TASK, epochs=5), start, since=short.snapshot)
+    assert_same_bits(longer.params, long.params)
+    assert list(train_centrally(NETWORK, DATA, TASK, start, since=short.snapshot)) == []
+
+
+def test_it_trains_alone_whatever_the_strategy_of_rounds() -> None:
+    start = initial_params(NETWORK, 1)
+    single, batched = (
+        list(train_centrally(NETWORK, DATA, TASK, start, numerics))[-1].params
+        for numerics in (Numerics(), Numerics("batched", 4))
+    )
+    assert_same_bits(single, batched)
+
+
+def test_what_diverges_or_is_of_another_training_is_refused() -> None:
+    start = initial_params(NETWORK, 1)
+    with pytest.raises(ModelError, match=r"diverged in epoch [12] \(learning rate 1e\+30\): set a smaller rate"):
+        list(train_centrally(NETWORK, DATA, replace(TASK, optimizer=SGD(1e30)), start))
+    with pytest.raises(ModelError, match=r"set training\.sampler|leave flip out"):
+        family, data = KINDS["regression"]
+        list(train_centrally(family, data, replace(TASK, augment=(Flip(),)), initial_params(family, 1)))
+    snapshot = next(iter(train_centrally(NETWORK, DATA, TASK, start))).snapshot
+    narrow = TinyNet(dropout=0.5, hidden=16)
+
+    def without(part: str) -> Params:
+        return {name: t for name, t in snapshot.items() if not name.startswith(part)}
+
+    strange = {**snapshot, "moments/momentum/classifier.bias": snapshot["moments/momentum/fc.linear.bias"]}
+    others: list[tuple[ModelFamily, LocalTask, Params, Params]] = [
+        (narrow, TASK, initial_params(narrow, 1), snapshot),
+        (TinyNet(), TASK, start, snapshot),
+        (NETWORK, TASK, start, without("streams")),
+        (NETWORK, TASK, start, without("counted/done")),
+        (NETWORK, TASK, start, without("weights/classifier.bias")),
+        (NETWORK, TASK, start, {**snapshot, "counted/done": snapshot["counted/done"] + 3}),
+        (NETWORK, TASK, start, strange),
+    ]
+    for family, task, params, since in others:
+        with pytest.raises(ModelError, match="the snapshot is of another training"):
+            next(iter(train_centrally(family, DATA, task, params, since=since)))
