@@ -19,7 +19,10 @@ import torch
 from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.codecs import Half
+from fl_engine.core.augmentation import Crop, Flip
 from fl_engine.core.contracts import Algorithm, Backend, ModelFamily
+from fl_engine.core.samplers import Balanced
+from fl_engine.core.schedules import Cosine
 from fl_engine.core.types import ClientFailure, ClientUpdate, Codecs, Device, Outcome, RoundPlan
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, delivered, execute
@@ -102,6 +105,25 @@ class BackendSuite:
         for outcome in found:
             assert isinstance(outcome, ClientUpdate)
             assert tensor_bytes(outcome.travels) < tensor_bytes(outcome.payload)
+
+    @pytest.mark.parametrize("numerics", [SINGLE, Numerics("batched", 2)], ids=["single", "batched"])
+    def test_equal_bits_for_samples_that_are_drawn_and_changed(self, make: Make, numerics: Numerics) -> None:
+        """Whoever trains beside a client, in whatever thread or process; one order at a time is the measure again."""
+        work: dict[str, Any] = {
+            "sampler": Balanced(),
+            "augment": (Crop(padding=1), Flip()),
+            "schedule": Cosine(restart=1),
+        }
+        plain, algorithm = FlexFL(training=TRAINING), FlexFL(training=replace(TRAINING, **work))
+        site = replace(tiny_site(algorithm), numerics=numerics)
+        plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
+        found = _sorted(make(site, ("cpu", "cpu")).run(algorithm, plan))
+        assert_same_outcomes(found, _sorted(execute(algorithm, order, site) for order in plan.orders))
+        for other, order in zip(found, plan.orders, strict=True):
+            without = execute(plain, order, site)
+            assert isinstance(without, ClientUpdate) and isinstance(other, ClientUpdate)
+            assert any(not torch.equal(t, other.payload[name]) for name, t in without.payload.items())
+            assert without.metrics["macs"] == other.metrics["macs"]
 
     def test_the_bits_hold_for_a_vgg16_with_a_single_image(self, make: Make) -> None:
         """Thirteen batch norms and two dropouts: whatever can go astray between threads."""

@@ -52,7 +52,10 @@ def about(path: str) -> str:
     here: Any = Config
     *parents, last = path.split(".")
     for part in parents:
-        here = _bare(_hints(here)[part])
+        hint = _hints(here)[part]
+        if _registered(hint):  # what is chosen by name is told as one
+            return _about(here, part, path)
+        here = _bare(hint)
     return _about(here, last, path)
 
 

@@ -1,4 +1,5 @@
-"""Samples that are no images, and a task that is no classification, as pods on the fake cluster."""
+"""Samples that are no images, a task that is no classification, and samples that are drawn and changed, as pods on the
+fake cluster."""
 
 from __future__ import annotations
 
@@ -11,19 +12,32 @@ import pytest
 HERE = "fl_engine.testing.kinds"
 
 
-@pytest.mark.parametrize("kind", [("TABLE", "TinyMLP"), ("SEQUENCES", "TinyTokens")], ids=["regression", "tokens"])
+NAMED = ("dataset.", "model.")
+KINDS: dict[str, tuple[str, ...]] = {
+    "regression": (f"dataset.name={HERE}:TABLE", f"model.name={HERE}:TinyMLP", "algorithm.epsilon=40.0"),
+    "tokens": (f"dataset.name={HERE}:SEQUENCES", f"model.name={HERE}:TinyTokens", "algorithm.epsilon=40.0"),
+    "drawn and changed": (
+        "training.sampler.name=balanced",
+        "training.augment=[{name: crop, padding: 2}, {name: flip}]",
+        "training.schedule={name: cosine, floor: 0.1, restart: 1}",
+        "rounds.stop=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_pods_give_the_bits_of_a_run_without_a_cluster(
     flexfleet: Any,
     quick_cluster: Any,
     remote: Sequence[str],
     tiny: Sequence[str],
-    kind: tuple[str, str],
+    kind: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    kept = [each for each in tiny if not each.startswith(("dataset.", "model."))]
-    names = (f"dataset.name={HERE}:{kind[0]}", f"model.name={HERE}:{kind[1]}", "algorithm.epsilon=40.0")
+    names = KINDS[kind]
+    kept = [each for each in tiny if not (names[0].startswith(NAMED) and each.startswith(NAMED))]
     ways = {"alone": (), "pods": tuple(remote)}
     done = {
         name: flexfleet("run", "--json", "--run-id", name, sets=[*kept, *names, *more]) for name, more in ways.items()
