@@ -169,6 +169,12 @@ def test_a_run_that_is_killed_ends_with_the_same_model(nursery: Any, sets: list[
             ("model.vocabulary=5",),
             f"TinyTokens knows the tokens 0 to 4, tiny_sequences holds {VOCABULARY - 1}",
         ),
+        (
+            "regression",
+            ("training.augment=[{name: flip}]",),
+            "flip takes images and maps (C, H, W), a sample is numbers of the shape (6,): leave flip out of training.a",
+        ),
+        ("tokens", ("training.augment=[{name: crop}]",), "crop takes images and maps (C, H, W), a sample is tokens of"),
         ("tokens", ("model.name=small_cnn",), "small_cnn takes no samples of the shape 5: choose another network"),
     ],
     indirect=["sets"],

@@ -17,10 +17,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "regression": (f"dataset.name={HERE}:TABLE", f"model.name={HERE}:TinyMLP", "algorithm.epsilon=40.0"),
     "tokens": (f"dataset.name={HERE}:SEQUENCES", f"model.name={HERE}:TinyTokens", "algorithm.epsilon=40.0"),
     "drawn and changed": (
+        "algorithm.name=heterofl",
         "training.sampler.name=balanced",
         "training.augment=[{name: crop, padding: 2}, {name: flip}]",
         "training.schedule={name: cosine, floor: 0.1, restart: 1}",
-        "rounds.stop=1",
     ),
 }
 

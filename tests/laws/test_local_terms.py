@@ -12,17 +12,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fl_engine.algorithms import HeteroFL
+from fl_engine.algorithms import DepthFL, FlexFL, HeteroFL, ScaleFL
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, take
-from fl_engine.core.types import FULL, SGD, ClientUpdate, Distillation, ExitLoss, LocalTask, Params, SubmodelSpec
+from fl_engine.core.types import (
+    FULL,
+    SGD,
+    ClientUpdate,
+    Device,
+    Distillation,
+    ExitLoss,
+    LocalTask,
+    Params,
+    SubmodelSpec,
+)
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_site
+from fl_engine.tasks import Classification, Regression
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_data, tiny_site
 from fl_engine.training.local import Job, Trained, train
 from fl_engine.training.losses import distil_from_last, distil_mutually, mask_absent, of_exits
 
@@ -207,6 +218,74 @@ def test_who_learns_from_whom() -> None:
     distil_mutually(TWO, three, 1.0).mean().backward()  # type: ignore[no-untyped-call]
     assert two[0].grad is not None and three[0].grad is not None
     torch.testing.assert_close(two[0].grad, three[0].grad)
+
+
+# ---------------------------------------------------------------------------------------- numbers, not classes
+def test_exits_of_numbers_by_hand() -> None:
+    """Exits say 1, 2 and 4, the target is 3. Errors are squared, at every temperature."""
+    outputs, goal = [torch.tensor([[v]]) for v in (1.0, 2.0, 4.0)], Regression()
+    assert of_exits(goal, outputs, torch.tensor([[3.0]]), (1.0, 2.0, 4.0)).tolist() == [1 * 4 + 2 * 1 + 4 * 1]
+    for temperature in (1.0, 3.0, 10.0):
+        last, mutual = (f(goal, outputs, temperature).item() for f in (distil_from_last, distil_mutually))
+        assert last == pytest.approx((1 * 9 + 2 * 4) / 6), "from the last, with the weights 1/6 and 2/6"
+        assert mutual == pytest.approx(2 * (1 + 9 + 4) / 2), "each pair twice, over n - 1"
+
+
+METHODS = (FlexFL(TRAINING, epsilon=40.0), DepthFL(TRAINING), ScaleFL(TRAINING, kd_weight=2.0))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_methods_that_distil_do_so_by_squared_errors_where_numbers_are_learnt(
+    method: FlexFL | DepthFL | ScaleFL,
+) -> None:
+    """With a step too small to move anything, a client's loss is that of what it got: the squared error of every output
+    that is trained, and what the outputs learn from each other or from smaller models."""
+    images = tiny_data(clients=6)
+    targets = [y[:, None].float() - 1.5 for y in (images.train_y, images.test_y)]
+    data = Data("numbers", Regression(), images.train_x, targets[0], images.test_x, targets[1], (0.5,), (0.25,))
+    still = replace(TRAINING, fraction=1.0, epochs=1, batch_size=8, lr=1e-30)
+    method = replace(method, training=still)
+    fleet = tuple(Device(c, "strong", 110.0, 0.0) for c in range(6))
+    site = tiny_site(method, TinyNet(outputs=1), fleet=fleet, data=data)
+    order = max(method.plan(start_of(method, site), context_of(site, 300, SEED)).orders, key=lambda o: o.level)
+    update = execute(method, order, site)
+    assert isinstance(update, ClientUpdate) and site.pool[order.level].share == 1
+    own = torch.from_numpy(site.partition.clients[order.client])
+    x, y = data.normalise(data.train_x[own]), data.train_y[own]
+
+    def outputs(spec: SubmodelSpec) -> tuple[Tensor, ...]:
+        module = site.family.module(spec)
+        module.load_state_dict(take(order.payload, site.layout, spec))
+        out = module.train()(x)
+        return out if isinstance(out, tuple) else (out,)
+
+    out = [each.detach() for each in outputs(FULL)]
+    error = [(each - y).square().mean().item() for each in out]
+    apart = [[(a - b).square().mean().item() for b in out] for a in out]
+    if isinstance(method, FlexFL):
+        plain = error[-1]
+        teachers = [outputs(m.spec)[-1].detach() for m in site.pool[: order.level]]
+        told = [(out[-1] - teacher).square().mean().item() for teacher in teachers]
+        term = method.kd_weight * sum(told) / len(told)
+    elif isinstance(method, DepthFL):
+        assert len(out) == 3
+        plain, term = sum(error), method.kd_weight * sum(map(sum, apart)) / 2
+    else:
+        weights = [(j + 1) / 6 for j in range(3)]
+        plain = sum(w * e for w, e in zip(weights, error, strict=True))
+        term = method.kd_weight * sum(w * row[-1] for w, row in zip(weights[:-1], apart[:-1], strict=True))
+    assert term > 1e-4
+    assert update.metrics["loss"] == pytest.approx(plain + term, rel=1e-4)
+    quiet = execute(replace(method, kd_weight=0.0), order, site)
+    assert isinstance(quiet, ClientUpdate) and quiet.metrics["loss"] == pytest.approx(plain, rel=1e-4)
+
+
+def test_masks_of_classes_are_refused_by_name_where_there_are_none() -> None:
+    family = TinyNet(outputs=1)
+    task = LocalTask(FULL, SGD(0.1), 1, 4, True, 0, mask_labels=True)
+    job = Job(task, initial_params(family, 1), torch.zeros(4, 1, 4, 4), torch.zeros(4, 1))
+    with pytest.raises(ModelError, match=r"no classes whose outputs could be masked: set algorithm\.mask_labels=false"):
+        train(family, Regression(), [job])
 
 
 # ------------------------------------------------------------------------------------------- ordered dropout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, ClassVar
@@ -17,15 +18,18 @@ from fl_engine.aggregation.rules import AGGREGATIONS, Aggregation, Mean
 from fl_engine.aggregation.server_opt import SERVERS, Average, Server
 from fl_engine.algorithms import ALGORITHMS, CONTRACT, AllLarge, FedOpt, HeteroFL, pooled
 from fl_engine.algorithms.pooled import PooledState, Training, local_task
+from fl_engine.core.augmentation import Flip
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Positive
+from fl_engine.core.samples import Task
 from fl_engine.core.types import LocalTask, Outcome, ParamLayout, Params, Pool, RoundPlan, TaskContext, WorkOrder
 from fl_engine.exchange.server import ServerSite
 from fl_engine.selection import SELECTIONS, Uniform
 from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, start_of, tiny_site, update_of
 from flexfleet import config as configs
 from flexfleet.config import load_config
+from flexfleet.config.overrides import config_from, parameters_of
 
 HERE = __name__
 
@@ -251,3 +255,96 @@ def test_an_algorithm_that_does_not_fit_is_told_why(
     assert "does not fit: " in str(error.value)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------ a client's work
+@dataclass(frozen=True)
+class Backwards:
+    """A sampler of one's own: the last sample first. It has no `name`."""
+
+    def check(self, goal: Task) -> None:
+        pass
+
+    def epoch(self, goal: Task, y: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return torch.arange(len(y)).flip(0)
+
+
+@dataclass(frozen=True)
+class Darker:
+    """An augmentation of one's own."""
+
+    by: tuple[float, ...] = (0.5,)
+
+    def check(self, x: torch.Tensor) -> None:
+        pass
+
+    def apply(self, x_bchw: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return x_bchw * self.by[0]
+
+
+@dataclass(frozen=True)
+class Falling:
+    """A schedule of one's own."""
+
+    factor: float = 0.5
+
+    def rate(self, lr: float, step: int, per_epoch: int, epochs: int) -> float:
+        return lr * self.factor**step
+
+
+OWN_WORK = (
+    f"training.sampler.name={HERE}:Backwards",
+    f"training.augment=[{{name: flip, share: 0.25}}, {{name: '{HERE}:Darker', by: [0.25]}}]",
+    f"training.schedule={{name: '{HERE}:Falling', factor: 0.75}}",
+)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_takes_ones_own_sampler_augmentation_and_schedule(name: str) -> None:
+    training = configured(*OWN_WORK, name=name).training
+    assert training.sampler == Backwards()
+    assert training.augment == (Flip(share=0.25), Darker(by=(0.25,)))
+    assert training.schedule == Falling(factor=0.75)
+
+
+def test_what_a_client_does_is_in_its_task() -> None:
+    algorithm = configured(*OWN_WORK, name="all_large")
+    site = tiny_site(algorithm)
+    order = algorithm.plan(start_of(algorithm, site), context_of(site, 0, 7)).orders[0]
+    task = algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[order.client], 200.0))
+    training = algorithm.training
+    assert (task.sampler, task.augment, task.schedule) == (training.sampler, training.augment, training.schedule)
+
+
+def test_a_configuration_with_ones_own_is_written_and_read_again() -> None:
+    """As run.json, a pipeline's form and a pod hold it."""
+    config = load_config(None, OWN_WORK)
+    values = config.model_dump(mode="json")
+    assert values["training"]["schedule"] == {"name": f"{HERE}:Falling", "factor": 0.75}
+    assert values["training"]["augment"][0] == {"name": "flip", "share": 0.25}
+    assert configs.parse(values) == configs.parse(json.loads(config.model_dump_json())) == config
+    assert config_from(*parameters_of(config)).training == config.training
+    flat = configs.flatten(config)
+    assert flat["training.sampler.name"] == f"{HERE}:Backwards" and flat["training.schedule.factor"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("sampler={name: balance}", r"training.sampler.name: no sampler named 'balance' \(did you mean 'balanced'\?\)"),
+        ("sampler={name: balanced, share: 1}", r"unknown parameter 'training.sampler.share' \(known: none\)"),
+        (
+            "augment=[{name: flip}, {name: crop, padding: 0}]",
+            r"training.augment.1.padding: .*greater than or equal to 1",
+        ),
+        ("augment=[{name: flip, share: 2.0}]", r"training.augment.0.share: .*less than or equal to 1, got 2.0"),
+        ("augment={name: flip}", r"training.augment: .*array"),
+        ("schedule={name: cosine, flor: 0.1}", r"'training.schedule.flor' \(did you mean 'floor'\?\)"),
+        ("schedule={name: cosine, floor: 1.5}", r"training.schedule.floor: .*less than or equal to 1"),
+        ("schedule={name: cosine, restart: 0}", r"training.schedule.restart: .*greater than or equal to 1"),
+        (f"schedule={{name: '{HERE}:Backwards'}}", r"schedule '.*:Backwards' does not fit: it has no rate\(lr, step"),
+    ],
+)
+def test_a_clients_work_is_checked_by_name(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, [f"training.{given}"])
