@@ -40,7 +40,7 @@ class Shuffle:
         pass
 
     def epoch(self, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
-        return torch.randperm(len(y), generator=generator)
+        return torch.randperm(y.shape[0], generator=generator)
 
 
 @dataclass(frozen=True)

@@ -25,26 +25,31 @@ def check(sampler: Sampler, augment: Sequence[Augmentation], goal: Task, x: Tens
 
 def orders(goal: Task, tasks: Sequence[LocalTask], targets: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     """For each epoch and each of its steps, int64 (B, n): which samples of the concatenated data each lane sees."""
-    task, counts = tasks[0], [len(y) for y in targets]
+    task, counts = tasks[0], [y.shape[0] for y in targets]
     sizes, first = list(workload.batches(task, counts[0])), torch.tensor([0, *accumulate(counts[:-1])])
     used, generator = sum(sizes), torch.Generator()
     drawn: list[Tensor] = []  # lane by lane, all epochs of each
     for own, y in zip(tasks, targets, strict=True):
         generator.manual_seed(seeds.derive(own.seed, "order"))
-        drawn += [_epoch(own.sampler, goal, y.cpu(), generator)[:used] for _ in range(task.epochs)]
-    chosen = torch.stack(drawn).view(len(tasks), task.epochs, used) + first[:, None, None]
+        here = y.cpu()
+        drawn += [own.sampler.epoch(goal, here, generator) for _ in range(task.epochs)]
+    if [order.shape[0] for order in drawn] != [count for count in counts for _ in range(task.epochs)]:
+        raise _strange(task.sampler)
+    if any(count != used for count in counts):
+        drawn = [order[:used] for order in drawn]
+    chosen = torch.stack(drawn).view(len(tasks), task.epochs, used)
+    least, most = chosen.flatten(1).aminmax(dim=1)
+    if any(low < 0 or high >= count for low, high, count in zip(least.tolist(), most.tolist(), counts, strict=True)):
+        raise _strange(task.sampler)  # it would be a sample of another lane
+    chosen += first[:, None, None]
     return [torch.split(of_epoch, sizes) for of_epoch in chosen.permute(1, 2, 0).contiguous()]
 
 
-def _epoch(sampler: Sampler, goal: Task, y: Tensor, generator: torch.Generator) -> Tensor:
-    """Of whoever wrote the sampler: an index too large would be a sample of the next lane."""
-    drawn = sampler.epoch(goal, y, generator)
-    if drawn.shape != (len(y),) or int(drawn.min()) < 0 or int(drawn.max()) >= len(y):
-        raise ModelError(
-            f"{type(sampler).__name__} drew {tuple(drawn.shape)} indices, {int(drawn.min())} to {int(drawn.max())}, of "
-            f"{len(y)} samples; an epoch is as many indices as there are samples, from 0 on"
-        )
-    return drawn
+def _strange(sampler: Sampler) -> ModelError:
+    return ModelError(
+        f"{type(sampler).__name__}.epoch gave other indices than it may: for N samples N are expected, int64 (N,), "
+        "from 0 to N - 1"
+    )
 
 
 def gathered(x: Tensor, chosen_bn: Tensor, tasks: Sequence[LocalTask], step: int) -> Tensor:
