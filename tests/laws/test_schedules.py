@@ -75,7 +75,7 @@ def test_every_step_has_its_rate(optimizer: SGD | Adam) -> None:
                 mean, square = first[name] / (1 - 0.9**step), second[name] / (1 - 0.999**step)
                 params[name] = params[name] - rate * mean / (square.sqrt() + 1e-8)
     for name, tensor in params.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+        assert torch.allclose(found[name], tensor, rtol=1e-3, atol=1e-5), name
     plain = trained(Constant())
     assert any((found[name] - t).abs().max() > 1e-3 for name, t in plain.items())
     assert_same_bits(trained(Cosine(floor=1.0)), plain)
