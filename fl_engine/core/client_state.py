@@ -21,6 +21,11 @@ def kept_by_clients(algorithm: object, family: ModelFamily, pool: Pool) -> Shape
     """What the algorithm declares that each client keeps; empty where it keeps nothing. Raises ConfigError where the
     declaration is none."""
     if not isinstance(algorithm, KeepsClientState):
+        if hasattr(algorithm, "client_state"):
+            raise ConfigError(
+                f"{type(algorithm).__name__} declares what clients keep (client_state), and lacks begin or keep: it "
+                "needs all three"
+            )
         return {}
     found: Shapes = {}
     for name, shape in algorithm.client_state(family, pool).items():

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from fl_engine.core.contracts import Backend, KeepsClientState, Tracker
+from fl_engine.core.contracts import Backend, Tracker
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped, brief
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import Params
@@ -56,9 +56,8 @@ def federate(
     EnvironmentFailure where the store or the backend do not answer.
     """
     terms = run.terms
-    mailbox, states = ledger.mailbox if terms.keep_updates or backend.durable else None, None
-    if isinstance(run.algorithm, KeepsClientState):
-        states = ledger.states
+    mailbox = ledger.mailbox if terms.keep_updates or backend.durable else None
+    states = ledger.states if run.client_state else None
     clients = Clients(backend, mailbox, should_stop, states)
     with _told_how_to_go_on(ledger):
         progress, first = _resume(initial, ledger, terms, discard_damaged)

@@ -116,6 +116,21 @@ def test_a_configuration_names_one_and_a_misfit_is_refused() -> None:
     assert CONTRACT.misfits(BeginsOtherwise)[0].startswith("its begin(self, state")
 
 
+@dataclass(frozen=True)
+class Forgets(AllLarge):
+    def client_state(self, family: Any, pool: Any) -> Mapping[str, tuple[int, ...]]:
+        return {"a": (1,)}
+
+
+def test_one_that_declares_a_state_and_does_nothing_with_it_is_refused(memory_store: Any) -> None:
+    algorithm = Forgets(training=TRAINING, eligible="all")
+    site = tiny_site(AllLarge(training=TRAINING, eligible="all"))
+    run, start = Run(algorithm, site, RoundsConfig(stop=1)), start_of(algorithm, site)
+    with pytest.raises(ConfigError, match=r"Forgets declares what clients keep .* lacks begin or keep"):
+        loop.federate(run, start, InProcess(site), ledger_in(memory_store), Memory())
+    assert not memory_store.files
+
+
 def test_who_declares_nothing_keeps_nothing() -> None:
     assert kept_by_clients(AllLarge(training=TRAINING), SITE.family, SITE.pool) == {}
 
