@@ -212,7 +212,7 @@ def test_wrong_widths_are_an_error(widths: tuple[float, float]) -> None:
 def test_levels_that_overlap_are_an_error() -> None:
     """S1 with fourteen whole layers has more parameters than M3 with twelve."""
     with pytest.raises(PoolError, match=r"S1 \(.*\) is not smaller than M3"):
-        AdaptiveFL(starts=(14, 13, 12)).pool(VGG, ())
+        tiny_pool(AdaptiveFL(starts=(14, 13, 12)), VGG)
 
 
 @pytest.mark.parametrize("p", [4])
@@ -230,7 +230,7 @@ def test_the_coarse_pool_of_resnet34_has_a_quarter_and_a_half() -> None:
 
 def test_widths_that_meet_no_limit_are_an_error() -> None:
     with pytest.raises(PoolError, match=r"VGG16 has no I with which S1 and M1, of widths \[0\.6, 0\.62\].*: give"):
-        AdaptiveFL(widths=(0.6, 0.62)).pool(VGG, ())
+        tiny_pool(AdaptiveFL(widths=(0.6, 0.62)), VGG)
 
 
 # ============================================================================== the search on the device, Sec. 3.2
