@@ -18,9 +18,10 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import Task, batch_layout
 from fl_engine.core.slicing import is_statistic, largest, take
-from fl_engine.core.types import HEAD, SGD, LocalTask, ParamLayout, Params, SubmodelSpec
+from fl_engine.core.types import SGD, LocalTask, ParamLayout, Params, SubmodelSpec
 from fl_engine.training import batches, lanes, losses, steps
 from fl_engine.training.lanes import Network
+from fl_engine.training.networks import lent
 from fl_engine.training.numerics import SINGLE, Numerics
 from fl_engine.training.shared_layers import Seen, shared
 
@@ -270,7 +271,7 @@ def _student(
 ) -> lanes.Forward:
     task = jobs[0].task
     if not task.widths:
-        network = borrowed.enter_context(_network(family, task))
+        network = borrowed.enter_context(lent(family, task))
         network.bind(state, _generators(jobs, "dropout", streams))
         return network
     return _one_of_widths(family, layout, jobs[0], state, streams, borrowed)
@@ -288,39 +289,6 @@ def _generators(jobs: Sequence[Job], purpose: str, streams: Streams) -> lanes.Ge
     return made
 
 
-NETWORKS_KEPT = 64
-_free: dict[object, list[Network]] = {}
-"""Networks that nobody uses at the moment, by what they are: building one takes as long as a small step."""
-
-
-@contextmanager
-def _network(family: ModelFamily, task: LocalTask) -> Iterator[Network]:
-    """The sub-network `task.spec`, in training, until the context ends."""
-    what = (family, family.layout().form(task.spec), task.spec.kept.get(HEAD), task.scaler)
-    free = _free.setdefault(what, [])
-    try:
-        network = free.pop()
-    except IndexError:
-        network = _built(family, task)
-    yield network
-    network.release()
-    if len(_free) > NETWORKS_KEPT:  # windows that roll: hardly any comes again
-        _free.clear()
-    _free.setdefault(what, []).append(network)
-
-
-def _built(family: ModelFamily, task: LocalTask) -> Network:
-    """HeteroFL's scaler: every convolution and hidden layer puts out 1/rate times as much."""
-    with torch.device("meta"):
-        network = Network(family.module(task.spec).train())
-    if task.scaler != 1:
-        slots = family.layout().slots
-        for name, layer in network.weighted.items():
-            if slots[f"{name}.weight"].axes[0].group != HEAD:
-                layer.register_forward_hook(lambda _, __, out: out / task.scaler)
-    return network
-
-
 def _one_of_widths(
     family: ModelFamily, layout: ParamLayout, job: Job, state: Params, streams: Streams, borrowed: ExitStack
 ) -> lanes.Forward:
@@ -329,7 +297,7 @@ def _one_of_widths(
     task = job.task
     if any(is_statistic(name) for name in state):
         raise ModelError("ordered dropout keeps no running statistics (they differ by width): use norm=batch")
-    networks = [borrowed.enter_context(_network(family, replace(task, spec=spec))) for spec in task.widths]
+    networks = [borrowed.enter_context(lent(family, replace(task, spec=spec))) for spec in task.widths]
     dropped = [_generators([job], f"width{i}", streams)() for i in range(len(networks))]
     draw = streams["widths/0"] = torch.Generator().manual_seed(seeds.derive(task.seed, "widths"))
 
@@ -360,7 +328,7 @@ def _teachers(
             if all(axis.copies == 1 for axis in layout.slots[name].axes):
                 raise ModelError(f"a teacher must be made of leading channels of the student; in {name} it is not")
         copied.append((spec, apart))
-        teacher = borrowed.enter_context(_network(family, replace(task, spec=spec, scaler=1.0)))
+        teacher = borrowed.enter_context(lent(family, replace(task, spec=spec, scaler=1.0)))
         teacher.bind(own, _generators(jobs, f"teacher{i}", streams))
         out.append(teacher)
 

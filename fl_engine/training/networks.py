@@ -1,0 +1,44 @@
+"""Sub-networks to train with, ready for lanes, which one training after the other borrows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.types import HEAD, LocalTask
+from fl_engine.training.lanes import Network
+
+NETWORKS_KEPT = 64
+_free: dict[object, list[Network]] = {}
+"""Networks that nobody uses at the moment, by what they are: building one takes as long as a small step."""
+
+
+@contextmanager
+def lent(family: ModelFamily, task: LocalTask) -> Iterator[Network]:
+    """The sub-network `task.spec`, in training, until the context ends."""
+    what = (family, family.layout().form(task.spec), task.spec.kept.get(HEAD), task.scaler)
+    free = _free.setdefault(what, [])
+    try:
+        network = free.pop()
+    except IndexError:
+        network = _built(family, task)
+    yield network
+    network.release()
+    if len(_free) > NETWORKS_KEPT:  # windows that roll: hardly any comes again
+        _free.clear()
+    _free.setdefault(what, []).append(network)
+
+
+def _built(family: ModelFamily, task: LocalTask) -> Network:
+    """HeteroFL's scaler: every convolution and hidden layer puts out 1/rate times as much."""
+    with torch.device("meta"):
+        network = Network(family.module(task.spec).train())
+    if task.scaler != 1:
+        slots = family.layout().slots
+        for name, layer in network.weighted.items():
+            if slots[f"{name}.weight"].axes[0].group != HEAD:
+                layer.register_forward_hook(lambda _, __, out: out / task.scaler)
+    return network
