@@ -6,15 +6,19 @@ that says so, because only its owner knows whether it may go.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import http.client
+import io
 import logging
 import lzma
 import math
 import os
 import shutil
+import struct
 import tarfile
 import urllib.request
+import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +38,10 @@ DEFAULT_ROOT = "~/.cache/flexfleet/data"
 CHUNK = 1 << 20
 LARGEST_SIDE = 1024
 """Pixels, the largest side of a padded image."""
+COUNTED = 4096
+"""Images whose bytes are counted at a time."""
+MOST_NAMED = 10
+"""Missing files that an error lists by name."""
 
 log = logging.getLogger(__name__)
 
@@ -49,23 +57,29 @@ def data_root(argument: str | os.PathLike[str] | None = None) -> Path:
         raise DataError(f"the data root {root} is of no home that there is ({error}); give a folder") from error
 
 
-def require(name: str, root: Path, files: Sequence[str], url: str) -> None:
-    """Raises DataError unless every one of `files` (relative to `root`) is there."""
-    absent = [str(root / file) for file in files if not (root / file).is_file()]
+def require(name: str, root: Path, files: Sequence[str], url: str, by_hand: str | None = None) -> None:
+    """Raises DataError unless every one of `files` (relative to `root`; folders too) is there.
+
+    `by_hand` says what to do, in a sentence without its full stop, where nothing can be fetched from `url`.
+    """
+    absent = [str(root / file) for file in files if not (root / file).exists()]
     if absent:
+        shown = absent if len(absent) <= MOST_NAMED else [*absent[:MOST_NAMED], f"{len(absent) - MOST_NAMED} more"]
+        get = by_hand or f"Run `flexfleet fetch {name}`, or download {url} and put the files there"
         raise DataError(
-            f"{name}: {len(absent)} of {len(files)} files are not there; expected {', '.join(absent)}. "
-            f"Run `flexfleet fetch {name}`, or download {url} and put the files there, "
+            f"{name}: {len(absent)} of {len(files)} files are not there; expected {', '.join(shown)}. {get}, "
             f"or set the data root (FLEXFLEET_DATA) to the folder that holds {Path(files[0]).parts[0]}/"
         )
 
 
-def read(path: Path, checksum: str | None = None) -> bytes:
+def read(path: Path, checksum: str | None = None, most: int | None = None) -> bytes:
     """The content of a file, which must match `checksum` (`md5:...`, `sha1:...`) where one is known.
 
-    Raises DataError for a file that cannot be read or is not what its checksum says.
+    Raises DataError for a file that cannot be read, has more than `most` bytes or is not what its checksum says.
     """
     try:
+        if most is not None and (size := path.stat().st_size) > most:
+            raise DataError(f"{path}: expected at most {most} bytes, found {size}; is it another file?")
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}); check that it is a file and who may read it") from error
@@ -143,18 +157,25 @@ def _report(filename: str, before: int, after: int, total: int) -> None:
 
 
 DAMAGE = (
-    KeyError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError, RecursionError, MemoryError
+    KeyError, tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError,
+    RuntimeError, struct.error, MemoryError,
 )  # fmt: skip
 """What a damaged archive makes its reader raise; memory, where a header declares a dictionary of gigabytes."""
 
 
 def extract(archive: Path, members: Mapping[str, Path]) -> None:
-    """Writes the named members of a tar file to the given paths.
+    """Writes the named members of a tar file, or of a zip file (by the name's end), to the given paths.
 
     Nothing else in it is looked at and no path is taken from it, so no archive can write elsewhere.
     Raises DataError for an archive that is broken or has no such member.
     """
     try:
+        if archive.suffix == ".zip":
+            with zipfile.ZipFile(archive) as packed:
+                for name, target in members.items():
+                    with packed.open(name) as content, replacing(target) as out:
+                        shutil.copyfileobj(content, out, CHUNK)
+            return
         with tarfile.open(archive) as tar:
             for name, target in members.items():
                 member = tar.getmember(name)
@@ -168,6 +189,16 @@ def extract(archive: Path, members: Mapping[str, Path]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- parsing
+def gunzip(path: Path, content: bytes, most: int) -> bytes:
+    """What `content`, a gzip file's, unpacks to. A size that is declared is not believed: at most `most` + 1 bytes
+    are unpacked, and the parser of the format refuses what is too long. Raises DataError, which names `path`."""
+    try:
+        with gzip.open(io.BytesIO(content)) as file:
+            return file.read(most + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: expected a gzip file ({error}); delete it and fetch again") from error
+
+
 def parse_idx(path: Path, content: bytes, axes: int) -> NDArray[np.uint8]:
     """An idx file of unsigned bytes (format: http://yann.lecun.com/exdb/mnist) with `axes` axes.
 
@@ -196,20 +227,21 @@ def parse_idx(path: Path, content: bytes, axes: int) -> NDArray[np.uint8]:
 
 
 def parse_records(
-    path: Path, content: bytes, records: int, chw: tuple[int, int, int]
+    path: Path, content: bytes, records: int, chw: tuple[int, int, int], label_bytes: int = 1
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Images (N, C, H, W) and labels (N,) of a CIFAR binary file: per record a label byte, then the planes.
+    """Images (N, C, H, W) and labels (N,) of a CIFAR binary file: per record the label bytes, of which the last, the
+    finest, is taken, then the planes.
 
     Raises DataError when the file has not exactly `records` records.
     """
-    size = 1 + chw[0] * chw[1] * chw[2]
+    size = label_bytes + chw[0] * chw[1] * chw[2]
     if len(content) != records * size:
         raise DataError(
             f"{path}: expected {records} records of {size} bytes = {records * size} bytes, found "
             f"{len(content)}: truncated or damaged, delete it and fetch again"
         )
     table = np.frombuffer(content, dtype=np.uint8).reshape(records, size)
-    return table[:, 1:].reshape(records, *chw), table[:, 0]
+    return table[:, label_bytes:].reshape(records, *chw), table[:, label_bytes - 1]
 
 
 def check_labels(path: Path, labels: NDArray[np.uint8], classes: int) -> None:
@@ -220,6 +252,27 @@ def check_labels(path: Path, labels: NDArray[np.uint8], classes: int) -> None:
             f"{path}: expected labels 0..{classes - 1}, found {labels[wrong[0]]} at sample {wrong[0]} "
             f"({wrong.size} such samples); the file is damaged, delete it and fetch again"
         )
+
+
+def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of images (N, C, H, W), in units of 255, to four decimals.
+
+    For data sets whose authors print none. Sums of integers, so every machine agrees; a channel that never changes
+    is given the deviation 1.
+    """
+    mean, std = [], []
+    for channel in range(images.shape[1]):
+        # Some images at a time: `bincount` makes integers of 8 bytes of what it counts.
+        counts = np.zeros(256, dtype=np.int64)
+        for at in range(0, len(images), COUNTED):
+            counts += np.bincount(images[at : at + COUNTED, channel].ravel(), minlength=256)
+        number, values = int(counts.sum()), range(256)
+        total = sum(value * int(count) for value, count in zip(values, counts, strict=True))
+        squares = sum(value * value * int(count) for value, count in zip(values, counts, strict=True))
+        deviation = math.sqrt(number * squares - total * total) / number / 255
+        mean.append(round(total / number / 255, 4))
+        std.append(round(deviation, 4) or 1.0)
+    return tuple(mean), tuple(std)
 
 
 # ------------------------------------------------------------------------------ padding, subsets, fingerprint

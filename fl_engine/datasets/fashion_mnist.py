@@ -6,19 +6,14 @@ Xiao, Rasul and Vollgraf, Fashion-MNIST: a Novel Image Dataset for Benchmarking 
 
 from __future__ import annotations
 
-import gzip
-import io
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import Remote, check_labels, download, parse_idx, read, require
+from fl_engine.data.files import Remote, download, require
+from fl_engine.data.idx import images_and_labels
 from fl_engine.tasks import Classification
 
 ABOUT = "Fashion-MNIST, 28x28 grey, 10 classes, 60,000 + 10,000; MIT licence; 31 MB"
@@ -34,8 +29,7 @@ REMOTES = tuple(Remote(f"{URL}/{name}", name, checksum) for name, checksum in CH
 FILES = tuple(f"{FOLDER}/{name}" for name in CHECKSUMS)
 CLASSES = 10
 SIDE = 28
-MOST_BYTES = 16 + 60_000 * SIDE * SIDE
-"""Of an unpacked file: its size is not to be believed before it is known."""
+MOST_SAMPLES = 60_000
 
 # Mean and standard deviation of the training images, in units of 255.
 MEAN = (0.2860,)
@@ -62,26 +56,5 @@ def fetch(root: Path, remotes: Sequence[Remote] = REMOTES) -> None:
 
 def _part(folder: Path, part: str, checksums: Mapping[str, str]) -> tuple[torch.Tensor, torch.Tensor]:
     """Images (N, 1, 28, 28) uint8 and labels (N,) int64 of `train` or `t10k`."""
-    images_path = folder / f"{part}-images-idx3-ubyte.gz"
-    labels_path = folder / f"{part}-labels-idx1-ubyte.gz"
-    images = _idx(images_path, 3, checksums)
-    labels = _idx(labels_path, 1, checksums)
-    height, width = images.shape[1:]
-    if (height, width) != (SIDE, SIDE):
-        raise DataError(f"{images_path}: expected images of {SIDE} x {SIDE}, found {height} x {width}; fetch it again")
-    if len(images) != len(labels):
-        raise DataError(
-            f"{labels_path}: expected {len(images)} labels, one for each image in {images_path.name}, "
-            f"found {len(labels)}; fetch both again"
-        )
-    check_labels(labels_path, labels, CLASSES)
-    return torch.from_numpy(images[:, None].copy()), torch.from_numpy(labels.astype(np.int64))
-
-
-def _idx(path: Path, axes: int, checksums: Mapping[str, str]) -> NDArray[np.uint8]:
-    try:
-        with gzip.open(io.BytesIO(read(path, checksums.get(path.name)))) as file:
-            content = file.read(MOST_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: expected a gzip file ({error}); delete it and fetch again") from error
-    return parse_idx(path, content, axes)
+    paths = (folder / f"{part}-images-idx3-ubyte.gz", folder / f"{part}-labels-idx1-ubyte.gz")
+    return images_and_labels(*paths, checksums, MOST_SAMPLES, SIDE, CLASSES)

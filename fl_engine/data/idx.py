@@ -1,0 +1,41 @@
+"""Grey images and their labels from a pair of gzipped idx files: MNIST's format, and that of the sets made like it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fl_engine.core.errors import DataError
+from fl_engine.data.files import check_labels, gunzip, parse_idx, read
+
+HEADER = 16
+"""Bytes of the header of a file of images."""
+
+
+def images_and_labels(
+    images_path: Path, labels_path: Path, checksums: Mapping[str, str], most: int, side: int, classes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images (N, 1, side, side) uint8, row by row as the file has them, and labels (N,) int64, N at most `most`.
+
+    A file without an entry in `checksums` is not checked. Raises DataError for a file that has another checksum, is no
+    gzipped idx file, or holds images of another size or labels that are not as many or outside 0 .. classes - 1.
+    """
+    most_bytes = HEADER + most * side * side  # a size is not to be believed before it is known
+
+    def idx(path: Path, axes: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        return parse_idx(path, gunzip(path, read(path, checksums.get(path.name)), most_bytes), axes)
+
+    images, labels = idx(images_path, 3), idx(labels_path, 1)
+    height, width = images.shape[1:]
+    if (height, width) != (side, side):
+        raise DataError(f"{images_path}: expected images of {side} x {side}, found {height} x {width}; fetch it again")
+    if len(images) != len(labels):
+        raise DataError(
+            f"{labels_path}: expected {len(images)} labels, one for each image in {images_path.name}, "
+            f"found {len(labels)}; fetch both again"
+        )
+    check_labels(labels_path, labels, classes)
+    return torch.from_numpy(images[:, None].copy()), torch.from_numpy(labels.astype(np.int64))
