@@ -322,12 +322,12 @@ def fetch(args: argparse.Namespace) -> int:
     listed = named or dict(sorted(DATASETS.items()))
     there = {name: not source.missing(root) for name, source in listed.items()}
     if args.json:
-        print(json.dumps({"root": str(root), "datasets": there}))
+        about = {name: source.about for name, source in listed.items()}
+        print(json.dumps({"root": str(root), "datasets": there, "about": about}))
         return 0
     for name, source in listed.items():
         fetched = "nothing to fetch, checked" if source.fetch is None else "complete and checked"
-        state = fetched if named else ("there" if there[name] else "missing")
-        print(f"{name:16} {state:8} {source.about}")
+        print(f"{name:16} {fetched if named else source.on_disk(root):12} {source.about}")
     return 0
 
 

@@ -12,7 +12,18 @@ from pathlib import Path
 
 from fl_engine.core.samples import Data
 from fl_engine.data.files import data_root, fingerprint, pad, subset
-from fl_engine.datasets import cifar10, digits, fashion_mnist
+from fl_engine.datasets import (
+    cifar10,
+    cifar100,
+    digits,
+    emnist,
+    epic_sounds,
+    fashion_mnist,
+    femnist,
+    mnist,
+    shakespeare,
+    tiny_imagenet,
+)
 
 __all__ = ["DATASETS", "Source", "data_root", "fingerprint", "pad", "subset"]
 
@@ -22,24 +33,40 @@ class Source:
     """Where a data set comes from; paths are relative to the data root, which the functions take."""
 
     about: str
-    """One line for lists: images, classes, samples, licence, size of the download."""
+    """One line for lists: what it is, of what shape, classes or target, samples; licence; size of the download."""
 
     load: Callable[[Path], Data]
     """Reads what is there, never the network. Raises DataError (missing, damaged) and what to do."""
 
     fetch: Callable[[Path], None] | None = None
-    """Downloads what is missing; None where a package brings the data. Raises DataError."""
+    """Downloads what is missing; None where a package brings the data, or nothing can be downloaded without a form or
+    a program of the publisher's: then `load` says what to do. Raises DataError."""
 
     files: tuple[str, ...] = ()
-    """What `load` reads."""
+    """What `load` reads: files, and folders of many."""
 
     def missing(self, root: Path) -> tuple[Path, ...]:
-        """The files that are not there; empty when `load` can start."""
-        return tuple(root / file for file in self.files if not (root / file).is_file())
+        """What is not there; empty when `load` can start."""
+        return tuple(root / file for file in self.files if not (root / file).exists())
+
+    def on_disk(self, root: Path) -> str:
+        """`there`, `missing`, or how much of it is there."""
+        there = len(self.files) - len(self.missing(root))
+        if there == len(self.files):
+            return "there"
+        return f"{there} of {len(self.files)} files" if there else "missing"
 
 
 DATASETS: dict[str, Source] = {
     "digits": Source(digits.ABOUT, digits.load),
     "fashion_mnist": Source(fashion_mnist.ABOUT, fashion_mnist.load, fashion_mnist.fetch, fashion_mnist.FILES),
     "cifar10": Source(cifar10.ABOUT, cifar10.load, cifar10.fetch, cifar10.FILES),
+    "cifar100": Source(cifar100.ABOUT, cifar100.load, cifar100.fetch, cifar100.FILES),
+    "emnist": Source(emnist.BALANCED.about, emnist.load, emnist.fetch, emnist.BALANCED.files),
+    "emnist_byclass": Source(emnist.BYCLASS.about, emnist.load_byclass, emnist.fetch_byclass, emnist.BYCLASS.files),
+    "epic_sounds": Source(epic_sounds.ABOUT, epic_sounds.load, files=epic_sounds.FILES),
+    "femnist": Source(femnist.ABOUT, femnist.load, files=femnist.FILES),
+    "mnist": Source(mnist.ABOUT, mnist.load, mnist.fetch, mnist.FILES),
+    "shakespeare": Source(shakespeare.ABOUT, shakespeare.load, files=(shakespeare.FILE,)),
+    "tiny_imagenet": Source(tiny_imagenet.ABOUT, tiny_imagenet.load, tiny_imagenet.fetch, tiny_imagenet.FILES),
 }

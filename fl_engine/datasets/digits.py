@@ -25,7 +25,7 @@ from fl_engine.data.files import stratified
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import Classification
 
-ABOUT = "Digits, 8x8 grey, 10 classes, 1,438 + 359; comes with scikit-learn"
+ABOUT = "Digits, 8x8 grey, 10 classes, 1,438 + 359; licence CC BY 4.0; comes with scikit-learn"
 TEST_SAMPLES = 359
 
 MOST_BYTES = 2**20

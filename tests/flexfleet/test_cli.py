@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -519,14 +520,33 @@ def test_fetch_lists_what_there_is(flexfleet: Any, tmp_path: Path) -> None:
     assert lines.keys() == DATASETS.keys()
     assert "there" in lines["digits"]
     assert "missing" in lines["cifar10"]
+    part = tmp_path / DATASETS["cifar10"].files[0]
+    part.parent.mkdir(parents=True)
+    part.touch()
+    assert "1 of 6 files" in flexfleet("fetch", "--root", str(tmp_path)).out
     assert "nothing to fetch" in flexfleet("fetch", "digits").out
     assert "did you mean 'cifar10'" in refused(flexfleet("fetch", "cifar"))
+
+
+@pytest.mark.parametrize("name", sorted(DATASETS))
+def test_the_list_says_what_a_data_set_is_how_large_and_under_what_licence(name: str) -> None:
+    about = DATASETS[name].about
+    assert re.search(r"classes|target", about)
+    assert re.search(r"\d,\d{3} \+ [\d,]+\d", about), "training and test samples"
+    assert re.search(r"licen[cs]e|terms|public domain", about)
+    assert re.search(r"\d (kB|MB|GB)\b|comes with", about)
+
+
+def test_what_needs_a_form_says_so_when_it_is_fetched(flexfleet: Any, tmp_path: Path) -> None:
+    said = refused(flexfleet("fetch", "epic_sounds", "--root", str(tmp_path)))
+    assert "extract_audio.py" in said and str(tmp_path / "epic-sounds" / "audio") in said
 
 
 @pytest.mark.parametrize("argv", [(), ("digits",)])
 def test_fetch_as_json(flexfleet: Any, tmp_path: Path, argv: tuple[str, ...]) -> None:
     found = flexfleet("fetch", *argv, "--root", str(tmp_path), "--json").json
-    assert "digits" in json.dumps(found)
+    assert found["datasets"]["digits"] is True
+    assert found["about"]["digits"] == DATASETS["digits"].about
 
 
 # --------------------------------------------------------------------------------------------- other exit codes

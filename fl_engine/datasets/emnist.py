@@ -1,0 +1,100 @@
+"""EMNIST: handwritten digits and letters, grey images of 28 x 28, from NIST's idx files: two of its splits.
+
+Cohen, Afshar, Tapson and van Schaik, EMNIST: an Extension of MNIST to Handwritten Letters, 2017 (arXiv:1702.05373).
+
+    balanced   47 classes, 112,800 + 18,800: letters whose two cases look alike are one class, all classes equally large
+    byclass    62 classes, 697,932 + 116,323: digits (0 to 9), upper case (10 to 35), lower case (36 to 61)
+
+As the publisher says, the files hold images column by column; here they stand upright, as MNIST's do. The archive has
+to match the MD5 that torchvision prints; of single files no checksum is published, so their numbers are checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+from fl_engine.data.files import Remote, byte_statistics, download, extract, require
+from fl_engine.data.idx import images_and_labels
+from fl_engine.tasks import Classification
+
+FOLDER = "emnist"
+INNER = "gzip"
+"""The archive's own folder."""
+ARCHIVE = Remote(
+    "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "gzip.zip", "md5:58c8d27c78d21e728a6bc7b3cc06412e"
+)
+SIDE = 28
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to cut EMNIST; `name` is the data set's."""
+
+    name: str
+    published: str
+    """The publisher's name for it, in the files' names."""
+    classes: int
+    train: int
+    """Images."""
+    test: int
+
+    @property
+    def about(self) -> str:
+        return (
+            f"EMNIST {self.published}, 28x28 grey, {self.classes} classes, {self.train:,} + {self.test:,}; no licence "
+            "stated, cite Cohen et al. 2017; 562 MB with the other splits"
+        )
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        kinds = ("images-idx3", "labels-idx1")
+        return tuple(
+            f"{FOLDER}/{INNER}/emnist-{self.published}-{part}-{kind}-ubyte.gz"
+            for part in ("train", "test")
+            for kind in kinds
+        )
+
+
+BALANCED = Split("emnist", "balanced", 47, 112_800, 18_800)
+BYCLASS = Split("emnist_byclass", "byclass", 62, 697_932, 116_323)
+
+
+def load(root: Path, split: Split = BALANCED) -> Data:
+    """The data set from `root`/emnist/gzip. Mean and deviation are the training images' own.
+
+    Raises DataError for a file that is missing, or is no idx file of as many upright 28 x 28 images, or of their
+    labels, as the split has.
+    """
+    require(split.name, root, split.files, ARCHIVE.url)
+    images_train, labels_train, images_test, labels_test = (root / file for file in split.files)
+    train_x, train_y = _part(images_train, labels_train, split.train, split.classes)
+    test_x, test_y = _part(images_test, labels_test, split.test, split.classes)
+    mean, std = byte_statistics(train_x.numpy())
+    return Data(split.name, Classification(split.classes), train_x, train_y, test_x, test_y, mean, std)
+
+
+def fetch(root: Path, split: Split = BALANCED, archive: Remote = ARCHIVE) -> None:
+    """Downloads the archive and unpacks the split's files that are not there yet. The archive stays.
+
+    Raises DataError as `files.download` and `files.extract` do.
+    """
+    absent = {f"{INNER}/{path.name}": path for path in (root / file for file in split.files) if not path.exists()}
+    if absent:
+        extract(download(archive, root / FOLDER), absent)
+
+
+load_byclass = partial(load, split=BYCLASS)
+fetch_byclass = partial(fetch, split=BYCLASS)
+
+
+def _part(images: Path, labels: Path, samples: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = images_and_labels(images, labels, {}, samples, SIDE, classes)
+    if len(x) != samples:
+        raise DataError(f"{images}: expected {samples} images, found {len(x)}; delete it and fetch again")
+    return x.transpose(2, 3).contiguous(), y

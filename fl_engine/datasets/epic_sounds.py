@@ -1,0 +1,198 @@
+"""EPIC-SOUNDS: what is heard in a kitchen, 44 classes of sounds as log-mel spectrograms of 400 x 128.
+
+Huh et al., EPIC-SOUNDS: A Large-Scale Dataset of Actions that Sound, ICASSP 2023. Annotations:
+https://github.com/epic-kitchens/epic-sounds-annotations; a row is a segment of a video's sound, in samples at 24 kHz.
+The sound is that of EPIC-KITCHENS-100, whose videos are to be had for research. Auditory SlowFast
+(https://github.com/ekazakos/auditory-slow-fast, audio_extraction/extract_audio.py), to which the publisher refers,
+makes `<video_id>.wav` of each: 24 kHz, one channel, 16 bits. These files are read. The HDF5 file into which it packs
+them is not: h5py is no dependency.
+
+The spectrogram is that of FedAIoT (Alam et al., 2023: the text's Sec. 2.2.3, and its code where the text is silent):
+Hann windows of 10 ms every 5 ms, centred, with silence before and after the segment; magnitudes of a Fourier transform
+of 2,048 points; 128 triangular mel filters of height 1 from 0 to 12 kHz, by HTK's formula; the natural logarithm of
+what passes + 1e-6; the last frame is repeated up to 400. Departs from FedAIoT: of a longer segment it takes 1.999 s at
+random in each epoch, and five such clips for a test; here it is the middle 1.999 s in both parts, so that a sample is a
+tensor. Values are rounded to 1/1024, so that machines agree whose last bits differ.
+
+The training segments are the training part, the validation segments the test part: the publisher keeps the labels of
+its test segments. A participant is the natural client.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import struct
+import wave
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+from fl_engine.data.files import read, require
+from fl_engine.tasks import Classification
+
+ABOUT = (
+    "EPIC-SOUNDS, 1x400x128 log-mel, 44 classes, 60,055 + 8,035; licence CC BY-NC 4.0; 17 GB of WAV, by application; "
+    "14 GB in memory"
+)
+FOLDER = "epic-sounds"
+ANNOTATIONS = f"{FOLDER}/epic-sounds-annotations"
+AUDIO = f"{FOLDER}/audio"
+FILES = (f"{ANNOTATIONS}/EPIC_Sounds_train.csv", f"{ANNOTATIONS}/EPIC_Sounds_validation.csv", AUDIO)
+URL = "https://github.com/epic-kitchens/epic-sounds-annotations"
+BY_HAND = (
+    f"Clone {URL} there (10 MB), and put the sound of EPIC-KITCHENS-100's videos, as Auditory SlowFast's "
+    f"extract_audio.py makes it, into {AUDIO} as <video_id>.wav (17 GB)"
+)
+CLASSES = 44
+MOST_BYTES = 2**25
+"""Of an annotation file; the training one has some 6 MB."""
+MOST_SEGMENTS = 100_000
+
+RATE = 24_000
+"""Samples of sound a second."""
+CLIP = 47_976
+"""Samples, 1.999 s."""
+WINDOW, STEP, POINTS = 240, 120, 2048
+"""Samples: of a window, from one to the next, of the Fourier transform."""
+FRAMES, MELS = 400, 128
+FLOOR = 1e-6
+GRID = 1024.0
+
+VIDEO = re.compile(r"P\d{2}_\d{2,3}", re.ASCII)
+NUMBER = re.compile(r"\d{1,10}", re.ASCII)
+COLUMNS = ("participant_id", "video_id", "start_sample", "stop_sample", "class_id")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A row of an annotation file."""
+
+    participant: str
+    video: str
+    start: int
+    """Samples of the video's sound."""
+    stop: int
+    label: int
+
+
+def load(root: Path) -> Data:
+    """The data set from `root`/epic-sounds: maps (N, 1, 400, 128), which are not normalised.
+
+    Raises DataError for annotations or sound that are missing or damaged, and where a segment is none of its video's
+    sound.
+    """
+    require("epic_sounds", root, FILES, URL, BY_HAND)
+    parts = tuple(segments(root / file) for file in FILES[:2])
+    videos = sorted({segment.video for part in parts for segment in part})
+    require("epic_sounds", root, [f"{AUDIO}/{video}.wav" for video in videos], URL, BY_HAND)
+    train, test = (_part(root / AUDIO, part) for part in parts)
+    participants = sorted({segment.participant for segment in parts[0]})
+    source = [participants.index(segment.participant) for segment in parts[0]]
+    return Data("epic_sounds", Classification(CLASSES), *train, *test, natural_client=torch.tensor(source))
+
+
+def segments(path: Path) -> list[Segment]:
+    """The rows of an annotation file. Raises DataError for other columns or values, no rows or too many."""
+    found: list[Segment] = []
+    try:
+        rows = csv.DictReader(io.StringIO(read(path, most=MOST_BYTES).decode(), newline=""))
+        if absent := set(COLUMNS) - set(rows.fieldnames or ()):
+            raise DataError(f"{path}: expected the columns {', '.join(COLUMNS)}, no {min(absent)}; download it again")
+        for row in rows:
+            found.append(_segment(f"{path}: line {rows.line_num}", [row[name] or "" for name in COLUMNS]))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: expected a table in CSV ({error}); it is damaged: download it again") from error
+    if not 0 < len(found) <= MOST_SEGMENTS:
+        raise DataError(f"{path}: expected 1 to {MOST_SEGMENTS} segments, found {len(found)}; download it again")
+    return found
+
+
+def _segment(where: str, values: list[str]) -> Segment:
+    participant, video, *numbers = values
+    if not VIDEO.fullmatch(video) or not video.startswith(f"{participant}_"):
+        raise DataError(
+            f"{where}: expected a participant and a video, as P01 and P01_11, found {participant[:20]!r} and "
+            f"{video[:20]!r}; it is damaged: download it again"
+        )
+    if not all(map(NUMBER.fullmatch, numbers)):
+        raise DataError(
+            f"{where}: expected start, stop and class, found {', '.join(numbers)[:80]!r}; download it again"
+        )
+    start, stop, label = map(int, numbers)
+    if start >= stop or label >= CLASSES:
+        raise DataError(
+            f"{where}: expected a start before the stop and a class in 0..{CLASSES - 1}, found {start}, {stop} and "
+            f"{label}; it is damaged: download it again"
+        )
+    return Segment(participant, video, start, stop, label)
+
+
+def _part(folder: Path, part: list[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
+    x = np.empty((len(part), 1, FRAMES, MELS), dtype=np.float32)
+    for at, segment in enumerate(part):
+        x[at, 0] = log_mel(_sound(folder / f"{segment.video}.wav", segment))
+    return torch.from_numpy(x), torch.tensor([segment.label for segment in part])
+
+
+def _sound(path: Path, segment: Segment) -> NDArray[np.float64]:
+    """The segment's middle, at most 1.999 s of it, in -1..1."""
+    length = min(segment.stop - segment.start, CLIP)
+    start = segment.start + (segment.stop - segment.start - length) // 2
+    try:
+        with path.open("rb") as file, wave.open(file) as sound:
+            form = (sound.getframerate(), sound.getnchannels(), sound.getsampwidth())
+            if form != (RATE, 1, 2):
+                raise DataError(
+                    f"{path}: expected {RATE} samples a second, 1 channel, 2 bytes a sample, found {form[0]}, "
+                    f"{form[1]}, {form[2]}; make it with Auditory SlowFast's extract_audio.py"
+                )
+            if segment.stop <= sound.getnframes():
+                sound.setpos(start)
+                content = sound.readframes(length)
+            else:
+                content = b""
+    except (OSError, EOFError, wave.Error, struct.error, ValueError, RuntimeError, MemoryError) as error:
+        raise DataError(f"{path}: cannot be read as WAV ({error}); it is damaged: make it again") from error
+    if len(content) != 2 * length:
+        raise DataError(
+            f"{path}: a segment is its samples {segment.start} to {segment.stop}, which the file does not have; it is "
+            "truncated or of another video: make it again"
+        )
+    return np.frombuffer(content, dtype="<i2") / 32768
+
+
+def log_mel(sound: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The spectrogram (400, 128) of 1 to 47,999 samples at 24 kHz: a frame every 5 ms, and the logarithm of 128 mel
+    bands, low ones first."""
+    silence = np.zeros(WINDOW // 2)
+    padded = np.concatenate([silence, sound, silence])
+    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::STEP]
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
+    magnitudes = np.abs(np.fft.rfft(frames * hann, POINTS))
+    frequencies, weights, starts = _mel_filters()
+    bands = np.add.reduceat(magnitudes[:, frequencies] * weights, starts, axis=1)
+    found = np.pad(np.log(bands + FLOOR), ((0, FRAMES - len(bands)), (0, 0)), mode="edge")
+    return np.round(found * GRID) / GRID
+
+
+@cache
+def _mel_filters() -> tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.intp]]:
+    """The frequencies that pass each of the 128 filters, one filter's after another's, how much of each passes, and
+    where a filter's begin. Filter m rises from the m-th to the next of 130 frequencies, which are equally far apart in
+    mel = 2595 log10(1 + Hz / 700), and falls to the one after."""
+    top = 2595 * np.log10(1 + RATE / 2 / 700)
+    edges = 700 * (10 ** (np.linspace(0, top, MELS + 2) / 2595) - 1)[:, None]
+    hertz = np.linspace(0, RATE / 2, POINTS // 2 + 1)
+    rising = (hertz - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    falling = (edges[2:] - hertz) / (edges[2:] - edges[1:-1])
+    passing = np.maximum(0, np.minimum(rising, falling))
+    filters, frequencies = passing.nonzero()
+    return frequencies, passing[filters, frequencies], np.searchsorted(filters, np.arange(MELS))

@@ -1,0 +1,148 @@
+"""FEMNIST: handwritten characters by writer, grey images of 28 x 28 in 62 classes, from the JSON files that LEAF makes.
+
+Caldas et al., LEAF: A Benchmark for Federated Settings, 2018 (arXiv:1812.01097). https://github.com/TalwalkarLab/leaf
+makes data/femnist/data/all_data/all_data_0.json to all_data_35.json, each of at most 100 writers:
+
+    {"users": [writer, ...], "num_samples": [n, ...], "user_data": {writer: {"x": [[784 numbers], ...], "y": [n]}}}
+
+Numbers are 0..1, white (1) behind black ink, row by row; they are bytes divided by 255, and become bytes again. Labels
+are digits (0 to 9), upper case (10 to 35), lower case (36 to 61). A writer is the natural client.
+
+LEAF leaves the split open, so ours is fixed: of every writer's n samples n // 10 to test, drawn once with a seed of its
+own. The HDF5 file of TensorFlow Federated is not read: h5py is no dependency.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_engine.core import seeds
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+from fl_engine.data.files import byte_statistics, read, require
+from fl_engine.tasks import Classification
+
+ABOUT = (
+    "FEMNIST by LEAF, 28x28 grey, 62 classes, about 725,000 + 80,000 of 3,550 writers; no licence stated, cite Caldas "
+    "et al. 2018; 5 GB of JSON, made by LEAF's scripts"
+)
+FILES = tuple(f"femnist/all_data/all_data_{number}.json" for number in range(36))
+URL = "https://github.com/TalwalkarLab/leaf"
+BY_HAND = (
+    f"Get {URL}, run `./preprocess.sh -s niid --sf 1.0 -k 0 -t sample` in data/femnist, which downloads 2 GB, and copy "
+    "its data/all_data there"
+)
+CLASSES = 62
+SIDE = 28
+TEST_SHARE = 10
+"""One of so many samples of a writer is a test sample."""
+MOST_BYTES = 2**30
+"""Of a file; those of 100 writers have about 150 MB."""
+
+
+def load(root: Path, files: Sequence[str] = FILES) -> Data:
+    """The data set from `root`/femnist/all_data. Mean and deviation are the training images' own.
+
+    Raises DataError for a file that is missing, is no JSON of LEAF's form, says another number of samples than it has,
+    or holds other images or labels; also for a writer who is in two files.
+    """
+    require("femnist", root, files, URL, BY_HAND)
+    writers: dict[str, int] = {}
+    x: list[NDArray[np.uint8]] = []
+    y: list[NDArray[np.int64]] = []
+    for path in (root / file for file in files):
+        for writer, images, labels in _writers(path):
+            if writer in writers:
+                raise DataError(f"{path}: the writer {writer[:80]!r} is there twice; make the files again")
+            writers[writer] = len(writers)
+            x.append(images)
+            y.append(labels)
+    if not writers:
+        raise DataError(f"{root / files[0]}: no writer has a sample; make the files again")
+    source = np.repeat(np.arange(len(y)), [len(labels) for labels in y])
+    test = np.concatenate([_test(len(labels), writer) for writer, labels in zip(writers, y, strict=True)])
+    images, labels = np.concatenate(x), np.concatenate(y)
+    del x
+    if not test.any():
+        raise DataError(
+            f"{root / files[0]}: no writer has {TEST_SHARE} samples, so nothing to test on; make them again"
+        )
+    train_x = images[~test]
+    mean, std = byte_statistics(train_x)
+    return Data(
+        "femnist",
+        Classification(CLASSES),
+        torch.from_numpy(train_x),
+        torch.from_numpy(labels[~test]),
+        torch.from_numpy(images[test]),
+        torch.from_numpy(labels[test]),
+        mean,
+        std,
+        natural_client=torch.from_numpy(source[~test]),
+    )
+
+
+def _test(samples: int, writer: str) -> NDArray[np.bool_]:
+    """Which of a writer's samples are test samples: whatever else is there, the same ones."""
+    chosen = np.zeros(samples, dtype=bool)
+    chosen[seeds.rng(0, f"femnist/test/{writer!a}").permutation(samples)[: samples // TEST_SHARE]] = True
+    return chosen
+
+
+def _writers(path: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
+    """Name, images (n, 1, 28, 28) and labels (n,) of each writer of a file, in its order."""
+    try:
+        found = json.loads(read(path, most=MOST_BYTES))
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"{path}: expected JSON ({error}); it is damaged: make it again") from error
+    names, numbers, data = (found.get(key) if isinstance(found, dict) else None for key in KEYS)
+    if not (isinstance(names, list) and isinstance(numbers, list) and isinstance(data, dict)):
+        raise DataError(f"{path}: expected an object with {', '.join(KEYS)}, as LEAF writes it; is it another file?")
+    if len(names) != len(numbers) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{path}: users are names, num_samples a number for each; it is damaged: make it again")
+    return [(name, *_samples(path, name, data.get(name), number)) for name, number in zip(names, numbers, strict=True)]
+
+
+KEYS = ("users", "num_samples", "user_data")
+
+
+def _samples(path: Path, writer: str, found: Any, number: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    who = f"{path}: writer {writer[:80]!r}"
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), list) for key in "xy"):
+        raise DataError(f"{who} has no lists x and y in user_data; the file is damaged: make it again")
+    if not len(found["x"]) == len(found["y"]) == number or isinstance(number, bool):
+        raise DataError(
+            f"{who}: num_samples is {str(number)[:80]}, found {len(found['x'])} images and {len(found['y'])} labels; "
+            "the file is damaged: make it again"
+        )
+    labels = np.empty(len(found["y"]), dtype=np.int64)
+    images = np.empty((len(found["x"]), 1, SIDE, SIDE), dtype=np.uint8)
+    for at, (image, label) in enumerate(zip(found["x"], found["y"], strict=True)):
+        if type(label) is not int or not 0 <= label < CLASSES:
+            raise DataError(
+                f"{who}: expected labels 0..{CLASSES - 1}, found {str(label)[:80]} at sample {at}; make the file again"
+            )
+        labels[at], images[at, 0] = label, _image(f"{who}, sample {at}", image)
+    return images, labels
+
+
+def _image(what: str, image: Any) -> NDArray[np.uint8]:
+    """(28, 28) of a list of 784 numbers in 0..1."""
+    try:
+        values = np.frombuffer(array("d", image if isinstance(image, list) else []))  # takes numbers alone
+    except (TypeError, OverflowError) as error:
+        raise DataError(f"{what}: expected {SIDE * SIDE} numbers ({error}); make the file again") from error
+    if len(values) != SIDE * SIDE:
+        raise DataError(f"{what}: expected {SIDE * SIDE} numbers, found {len(values)}; make the file again")
+    low, high = values.min(), values.max()
+    if not (low >= 0 and high <= 1):  # a NaN is neither
+        raise DataError(f"{what}: expected numbers in 0..1, found {low:g} to {high:g}; make the file again")
+    return (values * 255).round().astype(np.uint8).reshape(SIDE, SIDE)

@@ -1,0 +1,105 @@
+"""Shakespeare: what character comes next in a line of a play, by speaking role, from the text of the plays.
+
+The task of LEAF (Caldas et al., 2018, arXiv:1812.01097; data/shakespeare) and of McMahan et al., AISTATS 2017: from the
+80 characters before, within a line, to the next one. As LEAF does it: a line is what a role says on one line of the
+text, with runs of spaces made one, with 80 spaces before it and a line feed behind; each position gives a sample; a
+role is the natural client. The last fifth of its lines are its test lines.
+
+The text is the one known as tiny Shakespeare (https://github.com/karpathy/char-rnn, data/tinyshakespeare/input.txt):
+blocks of "ROLE:" and lines, with an empty line between. Departs from LEAF, which takes the whole Gutenberg edition and
+counts a role of each play apart: this text does not say where a play ends, so roles of the same name are one. A
+character that the training or the test targets lack becomes a space, which is LEAF's unknown character: so every class
+occurs in both. Samples are the numbers of characters in the order of Unicode.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+from fl_engine.data.files import read, require
+from fl_engine.tasks import Classification
+
+ABOUT = "Shakespeare, the next character after 80, 62 classes, 827,298 + 200,539 of 299 roles; public domain; 1 MB"
+FOLDER = "shakespeare"
+FILE = f"{FOLDER}/input.txt"
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+WINDOW = 80
+"""Characters."""
+TEST_SHARE = 5
+"""One of so many lines of a role is a test line."""
+MOST_BYTES = 2**23
+"""Of the text: a character takes a window of 80 numbers in memory."""
+MOST_CHARACTERS = 256
+"""Different ones; the text has 65."""
+ROLE = re.compile(r"\S.{0,80}:")
+
+
+def load(root: Path) -> Data:
+    """The data set from `root`/shakespeare/input.txt: tokens (N, 80).
+
+    Raises DataError for a text that is missing, is not UTF-8 or not in blocks of a role and its lines, or has no role
+    of five lines.
+    """
+    require("shakespeare", root, (FILE,), URL, f"Download {URL} (1 MB) and put it there")
+    path = root / FILE
+    roles = _roles(path)
+    parts: tuple[list[tuple[int, str]], list[tuple[int, str]]] = ([], [])
+    for client, said in enumerate(roles.values()):
+        cut = len(said) - len(said) // TEST_SHARE
+        for part, chosen in zip(parts, (said[:cut], said[cut:]), strict=True):
+            part += [(client, line) for line in chosen]
+    train, test = ("".join(line for _, line in part) for part in parts)
+    known = sorted({*train} & {*test} | {" "})
+    if not test or len(known) > MOST_CHARACTERS:
+        raise DataError(
+            f"{path}: expected roles of at least {TEST_SHARE} lines and at most {MOST_CHARACTERS} different "
+            f"characters, found {len(roles)} roles and {len(known)} characters; is it another text?"
+        )
+    (train_x, train_y, source), (test_x, test_y, _) = (_windows(part, known) for part in parts)
+    task = Classification(max(2, len(known)))
+    return Data("shakespeare", task, train_x, train_y, test_x, test_y, natural_client=source)
+
+
+def _roles(path: Path) -> dict[str, list[str]]:
+    """The lines of each role in the order of the text, as LEAF has them: single spaces, a line feed at the end."""
+    try:
+        text = read(path, most=MOST_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: expected UTF-8 ({error}); it is damaged: delete it and download it again") from error
+    roles: dict[str, list[str]] = {}
+    role: list[str] | None = None
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line:
+            role = None
+        elif role is not None:
+            role.append(re.sub("  +", " ", line) + "\n")
+        elif ROLE.fullmatch(line):
+            role = roles.setdefault(line[:-1], [])
+        else:
+            raise DataError(
+                f"{path}: line {number}: expected a role, as in `ROMEO:`, at the start of a block, "
+                f"found {line[:80]!r}; is it another text?"
+            )
+    return {name: lines for name, lines in roles.items() if lines}
+
+
+def _windows(lines: list[tuple[int, str]], known: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The characters before each character (N, 80), these characters (N,) and their clients (N,), all int64, of lines
+    with their clients."""
+    lengths = [len(line) for _, line in lines]
+    text = "".join(" " * WINDOW + line for _, line in lines)
+    number = {character: at for at, character in enumerate(known)}
+    table = {ord(character): number.get(character, number[" "]) for character in {*text}}
+    tokens = np.frombuffer(text.translate(table).encode("latin-1"), dtype=np.uint8)  # at most 256 different ones
+    # Line i begins with its spaces at `starts[i]`: before its k-th character are those from `starts[i]` + k on.
+    starts = np.cumsum([0, *(WINDOW + length for length in lengths[:-1])])
+    at = np.concatenate([start + np.arange(length) for start, length in zip(starts, lengths, strict=True)])
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, WINDOW)[at].astype(np.int64)
+    sources = np.repeat(np.array([client for client, _ in lines]), lengths)
+    return torch.from_numpy(windows), torch.from_numpy(tokens[at + WINDOW].astype(np.int64)), torch.from_numpy(sources)

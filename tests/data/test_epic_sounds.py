@@ -1,0 +1,184 @@
+"""EPIC-SOUNDS: the spectrogram against one written out in loops, segments of made-up sound, the real annotations."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+from fl_engine.datasets import data_root, epic_sounds
+from fl_engine.testing.datasets import DatasetSuite
+from tests.data import made
+
+TRAIN = [("P01_01", 1000, 13_000, 4), ("P01_02", 0, 72_000, 43), ("P22_107", 5, 6, 0)]
+TEST = [("P01_02", 24_000, 48_000, 43)]
+
+
+# --------------------------------------------------------------------------------------------- the spectrogram
+def mel(hertz: float) -> float:
+    return 2595 * math.log10(1 + hertz / 700)
+
+
+def written_out(sound: NDArray[np.float64], frame: int, band: int) -> float:
+    """One value of the spectrogram, from the definition: no FFT, no matrix."""
+    edges = [700 * (10 ** (mel(12_000) * point / 129 / 2595) - 1) for point in range(130)]
+    left, middle, right = edges[band : band + 3]
+    passed = 0.0
+    for number in range(1025):
+        hertz = number * 24_000 / 2048
+        if not left < hertz < right:
+            continue
+        height = (hertz - left) / (middle - left) if hertz <= middle else (right - hertz) / (right - middle)
+        total = 0j
+        for at in range(240):
+            sample = 120 * frame + at - 120
+            if 0 <= sample < len(sound):
+                hann = 0.5 - 0.5 * math.cos(2 * math.pi * at / 240)
+                total += sound[sample] * hann * cmath.exp(-2j * math.pi * number * at / 2048)
+        passed += height * abs(total)
+    return math.log(passed + 1e-6)
+
+
+@pytest.mark.parametrize("frame", [0, 1, 57, 99, 100])
+def test_a_spectrogram_is_what_the_definition_says(frame: int) -> None:
+    sound = np.random.default_rng(frame).normal(0, 0.1, 12_000)
+    found = epic_sounds.log_mel(sound)
+    assert found.shape == (400, 128)
+    for band in (0, 1, 17, 64, 126, 127):
+        assert found[frame, band] == pytest.approx(written_out(sound, frame, band), abs=0.6 / 1024)
+
+
+def test_a_tone_is_loudest_in_its_band() -> None:
+    hertz = 3000.0
+    sound = np.sin(2 * math.pi * hertz * np.arange(47_976) / 24_000)
+    found = epic_sounds.log_mel(sound)
+    expected = mel(hertz) / (mel(12_000) / 129) - 1  # band m has its top at the (m + 1)-th of 130 frequencies
+    assert abs(int(found[200].argmax()) - expected) <= 1
+
+
+def test_every_band_passes_something() -> None:
+    frequencies, weights, starts = epic_sounds._mel_filters()
+    assert len(starts) == 128
+    assert (np.diff(starts, append=len(frequencies)) > 0).all()
+    assert (weights > 0).all() and (weights <= 1).all()
+
+
+@pytest.mark.parametrize(("samples", "frames"), [(1, 1), (119, 1), (120, 2), (47_976, 400), (12_000, 101)])
+def test_the_last_frame_is_repeated(samples: int, frames: int) -> None:
+    found = epic_sounds.log_mel(np.random.default_rng(0).normal(size=samples))
+    assert (found[frames - 1 :] == found[frames - 1]).all()
+    assert frames == 1 or (found[frames - 2] != found[frames - 1]).any()
+
+
+def test_silence_is_the_logarithm_of_the_floor() -> None:
+    assert np.unique(epic_sounds.log_mel(np.zeros(1000))).tolist() == [round(math.log(1e-6) * 1024) / 1024]
+
+
+# --------------------------------------------------------------------------------------------------- segments
+@pytest.fixture
+def sounds(tmp_path: Path) -> Path:
+    made.epic_sounds_files(tmp_path, TRAIN, TEST)
+    return tmp_path
+
+
+def audio(root: Path, video: str) -> Path:
+    return root / "epic-sounds" / "audio" / f"{video}.wav"
+
+
+def test_segments_become_spectrograms_of_their_sound(sounds: Path) -> None:
+    data = epic_sounds.load(sounds)
+    assert (data.train_x.shape, data.test_x.shape) == ((3, 1, 400, 128), (1, 1, 400, 128))
+    assert (data.train_y.tolist(), data.test_y.tolist()) == ([4, 43, 0], [43])
+    assert data.natural_client is not None
+    assert data.natural_client.tolist() == [0, 0, 1]
+    sound = np.frombuffer(audio(sounds, "P01_01").read_bytes()[44:], dtype="<i2") / 32768
+    assert np.array_equal(data.train_x[0, 0], epic_sounds.log_mel(sound[1000:13_000]).astype(np.float32))
+    # Of three seconds the middle 1.999: (72,000 - 47,976) / 2 = 12,012.
+    sound = np.frombuffer(audio(sounds, "P01_02").read_bytes()[44:], dtype="<i2") / 32768
+    assert np.array_equal(data.train_x[1, 0], epic_sounds.log_mel(sound[12_012:59_988]).astype(np.float32))
+    assert torch.equal(data.normalise(data.train_x), data.train_x)
+
+
+def test_missing_sound_is_named_and_how_to_get_it(sounds: Path) -> None:
+    audio(sounds, "P01_02").unlink()
+    with pytest.raises(DataError, match=r"1 of 3 files.*audio/P01_02\.wav\. Clone https.*extract_audio\.py"):
+        epic_sounds.load(sounds)
+
+
+def test_missing_annotations_are_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"3 of 3 files.*EPIC_Sounds_train\.csv.*Clone https://github.com/epic-kitchens"
+    ):
+        epic_sounds.load(tmp_path)
+
+
+NOISE = np.zeros(72_000, dtype=np.int16)
+WRONG_SOUND: dict[str, tuple[bytes, str]] = {
+    "another rate": (made.wav(NOISE, rate=16_000), "expected 24000 samples a second, 1 channel.*found 16000, 1, 2"),
+    "two channels": (made.wav(NOISE, channels=2), "found 24000, 2, 2"),
+    "too short": (made.wav(NOISE[:12_999]), "a segment is its samples 1000 to 13000, which the file does not have"),
+    "cut off": (made.wav(NOISE)[:20_000], "which the file does not have"),
+    "no sound": (b"", "cannot be read as WAV"),
+    "another format": (b"ID3" + bytes(100), "cannot be read as WAV"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG_SOUND.values(), ids=list(WRONG_SOUND))
+def test_other_sound_is_refused(sounds: Path, content: bytes, message: str) -> None:
+    audio(sounds, "P01_01").write_bytes(content)
+    with pytest.raises(DataError, match=rf"P01_01\.wav: .*{message}"):
+        epic_sounds.load(sounds)
+
+
+ROW = made.annotations([("P01_01", 0, 9, 4)])
+WRONG_ROWS: dict[str, tuple[str | bytes, str]] = {
+    "nothing": (b"", "no class_id"),
+    "no rows": (ROW.splitlines()[0] + "\r\n", "expected 1 to 100000 segments, found 0"),
+    "without classes": (ROW.replace("class_id", "class_no"), "no class_id"),
+    "a path": (ROW.replace(",P01_01,", ",../../P01,"), "line 2: expected a participant and a video"),
+    "another's video": (ROW.replace(",P01_01,", ",P02_01,"), "found 'P01' and 'P02_01'"),
+    "a class too high": (ROW.replace("sound,4", "sound,44"), "found 0, 9 and 44"),
+    "no class": (ROW.replace("sound,4", "sound"), "expected start, stop and class, found '0, 9, '"),
+    "no time": (ROW.replace(",0,9,", ",9,9,"), "expected a start before the stop"),
+    "before the start": (ROW.replace(",0,9,", ",-1,9,"), "expected start, stop and class, found '-1, 9, 4'"),
+    "no text": (b"\xff\xfe", "expected a table in CSV"),
+    "a field without end": (ROW.replace('"', "x" * 140_000), "expected a table in CSV"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG_ROWS.values(), ids=list(WRONG_ROWS))
+def test_other_annotations_are_refused(sounds: Path, content: str | bytes, message: str) -> None:
+    path = sounds / epic_sounds.FILES[1]
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(DataError) as error:
+        epic_sounds.load(sounds)
+    assert str(path) in str(error.value)
+    assert message in str(error.value)
+
+
+class TestMadeSounds(DatasetSuite):
+    @pytest.fixture(scope="module")
+    def load(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Data]:
+        root = tmp_path_factory.mktemp("sounds")
+        rows = [("P01_01", 100 * label, 100 * label + 500, label) for label in range(44)]
+        made.epic_sounds_files(root, rows, rows)
+        return partial(epic_sounds.load, root)
+
+
+def test_the_real_annotations_are_read() -> None:
+    path = data_root() / epic_sounds.FILES[1]
+    if not path.is_file():
+        pytest.skip(f"no real annotations: {path} is not there")
+    found = epic_sounds.segments(path)
+    assert len(found) == 8035
+    assert {segment.label for segment in found} == set(range(44))
+    assert found[0] == epic_sounds.Segment("P01", "P01_11", 49_656, 71_832, 34)

@@ -1,0 +1,363 @@
+"""MNIST, EMNIST, CIFAR-100, FEMNIST and Tiny ImageNet, on small files of their official formats."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import shutil
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+from fl_engine.data import files
+from fl_engine.data.files import Remote, byte_statistics, fingerprint
+from fl_engine.datasets import cifar100, data_root, emnist, femnist, mnist, tiny_imagenet
+from fl_engine.testing.datasets import DatasetSuite
+from tests.data import made
+
+SPLIT = replace(emnist.BALANCED, classes=5, train=30, test=10)
+WRITERS = ({f"f{number:04}_41": 10 for number in range(62)}, {"f0999_1": 9})
+
+
+def remote(path: Path, algorithm: str = "md5") -> Remote:
+    digest = hashlib.new(algorithm, path.read_bytes()).hexdigest()
+    return Remote(path.as_uri(), path.name, f"{algorithm}:{digest}")
+
+
+# --------------------------------------------------------------------------------------------------- statistics
+def test_statistics_are_those_of_numpy_per_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "COUNTED", 3)  # so that several parts are counted
+    images = np.random.default_rng(0).integers(0, 256, (10, 2, 5, 4), dtype=np.uint8)
+    images[:, 1] //= 3
+    mean, std = byte_statistics(images)
+    np.testing.assert_allclose(mean, images.mean((0, 2, 3)) / 255, atol=5.1e-5)
+    np.testing.assert_allclose(std, images.std((0, 2, 3)) / 255, atol=5.1e-5)
+    assert byte_statistics(np.full((2, 1, 3, 3), 255, dtype=np.uint8)) == ((1.0,), (1.0,))
+
+
+# -------------------------------------------------------------------------------------------------------- MNIST
+def test_mnist_reads_what_the_files_say(tmp_path: Path) -> None:
+    made.idx_files(tmp_path, mnist.FILES, (30, 10), 10)
+    data = mnist.load(tmp_path, {})
+    assert (data.train_x.shape, data.test_x.shape) == ((30, 1, 28, 28), (10, 1, 28, 28))
+    assert data.test_y.tolist() == list(range(10))
+    pixels = gzip.decompress((tmp_path / mnist.FILES[0]).read_bytes())[16:]
+    assert data.train_x.numpy().tobytes() == pixels
+
+
+def test_mnist_checks_the_checksums_of_torchvision(tmp_path: Path) -> None:
+    made.idx_files(tmp_path, mnist.FILES, (30, 10), 10)
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz: expected md5 f68b3c2d.*delete it and fetch"):
+        mnist.load(tmp_path)
+
+
+def test_mnist_says_what_is_missing_and_is_fetched(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"mnist: 4 of 4 files.*Run `flexfleet fetch mnist`, or download https://ossci"):
+        mnist.load(tmp_path)
+    made.idx_files(tmp_path, mnist.FILES, (30, 10), 10)
+    mnist.fetch(tmp_path / "copy", [remote(tmp_path / file) for file in mnist.FILES])
+    assert fingerprint(mnist.load(tmp_path / "copy", {})) == fingerprint(mnist.load(tmp_path, {}))
+
+
+# ------------------------------------------------------------------------------------------------------- EMNIST
+def test_emnist_stands_upright(tmp_path: Path) -> None:
+    made.idx_files(tmp_path, SPLIT.files, (30, 10), 5)
+    data = emnist.load(tmp_path, SPLIT)
+    assert (data.train_x.shape, data.test_x.shape, data.task.outputs) == ((30, 1, 28, 28), (10, 1, 28, 28), 5)
+    content = gzip.decompress((tmp_path / SPLIT.files[0]).read_bytes())[16:]
+    image = data.train_x[7, 0]
+    # The file goes down the columns: its bytes 1, 2, ... are below the first one.
+    assert [int(image[down, 0]) for down in range(3)] == list(content[7 * 784 : 7 * 784 + 3])
+    assert int(image[2, 5]) == content[7 * 784 + 5 * 28 + 2]
+
+
+@pytest.mark.parametrize("split", [emnist.BALANCED, emnist.BYCLASS], ids=lambda split: str(split.name))
+def test_emnist_wants_as_many_images_as_the_split_has(tmp_path: Path, split: emnist.Split) -> None:
+    made.idx_files(tmp_path, split.files, (30, 10), 47)
+    with pytest.raises(DataError, match=rf"train-images.*expected {split.train} images, found 30"):
+        emnist.load(tmp_path, split)
+    assert f"{split.train:,} + {split.test:,}" in split.about
+
+
+def test_emnist_refuses_a_label_that_the_split_does_not_have(tmp_path: Path) -> None:
+    made.idx_files(tmp_path, SPLIT.files, (30, 10), 6)
+    with pytest.raises(DataError, match=r"train-labels.*expected labels 0\.\.4, found 5 at sample 5"):
+        emnist.load(tmp_path, SPLIT)
+
+
+def test_emnist_is_unpacked_from_the_archive_of_all_splits(tmp_path: Path) -> None:
+    made.idx_files(tmp_path, SPLIT.files, (30, 10), 5)
+    path = tmp_path / "gzip.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("../evil", "evil")
+        archive.writestr("gzip/emnist-letters-mapping.txt", "1 65 97")
+        for file in SPLIT.files:
+            archive.write(tmp_path / file, f"gzip/{Path(file).name}")
+    copy = tmp_path / "a" / "copy"
+    emnist.fetch(copy, SPLIT, remote(path))
+    assert fingerprint(emnist.load(copy, SPLIT)) == fingerprint(emnist.load(tmp_path, SPLIT))
+    found = {path.relative_to(copy).as_posix() for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    assert found == {*SPLIT.files, "emnist/gzip.zip"}
+    emnist.fetch(copy, SPLIT, Remote("file:///nowhere", "gzip.zip", "md5:0"))  # all is there
+
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("gzip/other.gz", "")
+    with pytest.raises(DataError, match=r"gzip\.zip: cannot be unpacked .*emnist-balanced-train-images"):
+        emnist.fetch(tmp_path / "b", SPLIT, remote(path))
+
+
+# ---------------------------------------------------------------------------------------------------- CIFAR-100
+def test_cifar100_reads_the_fine_labels(tmp_path: Path) -> None:
+    made.cifar100_files(tmp_path, (200, 100))
+    data = cifar100.load(tmp_path, (200, 100))
+    assert (data.train_x.shape, data.test_x.shape) == ((200, 3, 32, 32), (100, 3, 32, 32))
+    assert data.train_y.tolist() == [*range(100), *range(100)]
+    record = (tmp_path / cifar100.FILES[0]).read_bytes()[3 * 3074 : 4 * 3074]
+    assert [int(data.train_x[3, colour, 1, 2]) for colour in range(3)] == [record[2 + c * 1024 + 34] for c in range(3)]
+
+
+@pytest.mark.parametrize(("size", "found"), [(3074 * 199, "611726"), (3073 * 200, "614600")])
+def test_cifar100_refuses_another_size(tmp_path: Path, size: int, found: str) -> None:
+    made.cifar100_files(tmp_path, (200, 100))
+    path = tmp_path / cifar100.FILES[0]
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DataError, match=rf"train\.bin: expected 200 records of 3074 bytes .* found {found}:"):
+        cifar100.load(tmp_path, (200, 100))
+
+
+def test_cifar100_refuses_more_than_it_can_hold_and_other_labels(tmp_path: Path) -> None:
+    made.cifar100_files(tmp_path, (200, 100))
+    with pytest.raises(DataError, match=r"train\.bin: expected at most 3074 bytes, found 614800"):
+        cifar100.load(tmp_path, (1, 100))
+    path = tmp_path / cifar100.FILES[1]
+    content = bytearray(path.read_bytes())
+    content[5 * 3074 + 1] = 100
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"test\.bin: expected labels 0\.\.99, found 100 at sample 5"):
+        cifar100.load(tmp_path, (200, 100))
+
+
+def test_cifar100_is_unpacked_from_its_archive(tmp_path: Path) -> None:
+    made.cifar100_files(tmp_path, (2, 1))
+    archive = Path(shutil.make_archive(str(tmp_path / "there"), "gztar", tmp_path / "cifar100", "cifar-100-binary"))
+    with pytest.raises(DataError, match=r"2 of 2 files are not there.*Run `flexfleet fetch cifar100`"):
+        cifar100.load(tmp_path / "copy")
+    cifar100.fetch(tmp_path / "copy", remote(archive))
+    for file in cifar100.FILES:
+        assert (tmp_path / "copy" / file).read_bytes() == (tmp_path / file).read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------------ FEMNIST
+@pytest.fixture(scope="module")
+def leaf(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
+    root = tmp_path_factory.mktemp("femnist")
+    return root, made.femnist_files(root, *(made.femnist_file(writers, at) for at, writers in enumerate(WRITERS)))
+
+
+def test_femnist_reads_what_leaf_wrote(leaf: tuple[Path, tuple[str, ...]]) -> None:
+    data = femnist.load(*leaf)
+    assert (len(data.train_x), len(data.test_x)) == (62 * 9 + 9, 62)
+    assert data.natural_client is not None
+    assert data.natural_client.bincount().tolist() == [9] * 63
+    assert data.train_y.bincount().tolist() == [18, *[9] * 61], "the last writer's character is that of the first"
+    image = torch.tensor(made.femnist_file(WRITERS[0])["user_data"]["f0000_41"]["x"][0]).mul(255).round()
+    assert any(torch.equal(image.view(28, 28), each.float()) for each in torch.cat((data.train_x, data.test_x))[:, 0])
+    assert not (set(map(bytes, data.train_x.numpy())) & set(map(bytes, data.test_x.numpy())))
+
+
+def test_a_writers_test_samples_are_the_same_whoever_else_is_there(tmp_path: Path) -> None:
+    alone = femnist.load(tmp_path, made.femnist_files(tmp_path, made.femnist_file({"b": 20})))
+    both = made.femnist_file({"a": 30})
+    own = made.femnist_file({"b": 20})
+    merged = {
+        "users": ["a", "b"], "num_samples": [30, 20], "user_data": {**both["user_data"], **own["user_data"]}
+    }  # fmt: skip
+    together = femnist.load(tmp_path, made.femnist_files(tmp_path, merged))
+    assert torch.equal(together.test_x[-2:], alone.test_x)
+
+
+def test_femnist_says_where_its_files_come_from(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        femnist.load(tmp_path)
+    text = str(error.value)
+    for part in ("36 of 36 files", "all_data_0.json", "26 more", "github.com/TalwalkarLab/leaf", "preprocess.sh"):
+        assert part in text
+    assert "flexfleet fetch" not in text
+
+
+def broken(how: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    content = made.femnist_file({"w": 20})
+    how(content)
+    return content
+
+
+def put(content: dict[str, Any], key: str, at: int, value: object) -> None:
+    content["user_data"]["w"][key][at] = value
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no users": (lambda c: c.pop("users"), "expected an object with users, num_samples, user_data"),
+    "a writer too many": (lambda c: c["users"].append("v"), "num_samples a number for each"),
+    "a writer twice": (lambda c: (c["users"].append("w"), c["num_samples"].append(20)), "'w' is there twice"),
+    "no data of a writer": (lambda c: c["user_data"].clear(), "writer 'w' has no lists x and y"),
+    "another number": (lambda c: c.update(num_samples=[21]), "num_samples is 21, found 20 images and 20 labels"),
+    "a label too few": (lambda c: c["user_data"]["w"]["y"].pop(), "found 20 images and 19 labels"),
+    "a label too high": (lambda c: put(c, "y", 3, 62), "expected labels 0..61, found 62 at sample 3"),
+    "half a label": (lambda c: put(c, "y", 3, 1.5), "expected labels 0..61, found 1.5 at sample 3"),
+    "a short image": (lambda c: put(c, "x", 2, [0.5] * 783), "sample 2: expected 784 numbers, found 783"),
+    "a word": (lambda c: put(c, "x", 2, ["x"] * 784), "sample 2: expected 784 numbers (must be real number"),
+    "bytes": (lambda c: put(c, "x", 2, [255.0] * 784), "sample 2: expected numbers in 0..1, found 255 to 255"),
+    "no number": (lambda c: put(c, "x", 2, [float("nan")] * 784), "sample 2: expected numbers in 0..1, found nan"),
+    "few samples": (lambda c: c.update(made.femnist_file({"w": 9})), "no writer has 10 samples"),
+    "nobody": (lambda c: c.update(made.femnist_file({})), "no writer has a sample"),
+}
+
+
+@pytest.mark.parametrize(("how", "message"), BROKEN.values(), ids=list(BROKEN))
+def test_femnist_names_what_is_wrong(tmp_path: Path, how: Callable[[dict[str, Any]], object], message: str) -> None:
+    names = made.femnist_files(tmp_path, broken(how))
+    with pytest.raises(DataError) as error:
+        femnist.load(tmp_path, names)
+    assert "all_data_0.json" in str(error.value)
+    assert message in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------ Tiny ImageNet
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tiny")
+    made.tiny_imagenet_files(root)
+    return root
+
+
+@pytest.fixture
+def own(tiny: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage; the folder of the set."""
+    return Path(shutil.copytree(tiny / "tiny-imagenet-200", tmp_path / "tiny-imagenet-200"))
+
+
+def test_tiny_imagenet_reads_pictures_and_their_classes(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = tiny_imagenet.load(tiny)
+    assert (data.train_x.shape, data.test_x.shape, data.task.outputs) == ((12, 3, 64, 64), (6, 3, 64, 64), 3)
+    assert data.train_y.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert data.test_y.tolist() == [0, 1, 2, 0, 1, 2]
+    assert "3 of 200 classes are there" in caplog.text
+    # Pictures by name, and the file's own colours, but for what JPEG takes: the middle of a patch.
+    rng = np.random.default_rng(int(made.WNIDS[1][1:]) + 3)
+    patches = torch.from_numpy(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).permute(2, 0, 1)
+    assert (data.train_x[7, :, 3::8, 3::8].float() - patches.float()).abs().mean() < 8
+    grey = data.train_x[1]
+    assert torch.equal(grey[0], grey[1]) and torch.equal(grey[0], grey[2])
+
+
+def test_all_of_tiny_imagenet_is_no_part_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made.tiny_imagenet_files(tmp_path, made.WNIDS, 1, 1)
+    data = tiny_imagenet.load(tmp_path)
+    assert data.task.outputs == 200
+    assert caplog.text == ""
+
+
+def test_a_lost_picture_is_noticed(own: Path) -> None:
+    lost = own / "train" / made.WNIDS[2] / "images" / f"{made.WNIDS[2]}_3.JPEG"
+    lost.unlink()
+    with pytest.raises(DataError, match=rf"{made.WNIDS[2]}: expected as many pictures of every class, found 3, and 4"):
+        tiny_imagenet.load(own.parent)
+    shutil.copy(own / "train" / made.WNIDS[0] / "images" / f"{made.WNIDS[0]}_0.JPEG", lost)
+    (own / "val" / "images" / "val_201.JPEG").unlink()
+    with pytest.raises(DataError, match=r"val_201\.JPEG: cannot be read"):
+        tiny_imagenet.load(own.parent)
+
+
+def test_tiny_imagenet_says_what_is_missing(own: Path) -> None:
+    (own / "wnids.txt").unlink()
+    with pytest.raises(DataError, match=r"1 of 4 files.*wnids\.txt.*Run `flexfleet fetch tiny_imagenet`"):
+        tiny_imagenet.load(own.parent)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("wnids.txt", b"n00000001\n", "expected 200 different classes as n01443537, found 1"),
+        ("wnids.txt", b"../../etc\n" * 200, "among them '../../etc'"),
+        ("wnids.txt", b"\xff" * 9, "expected plain text"),
+        ("wnids.txt", bytes(2**22 + 1), "expected at most 4194304 bytes"),
+        ("val/val_annotations.txt", b"../x.JPEG\tn00000001\n", "line 1: expected a picture that is new and its class"),
+        ("val/val_annotations.txt", b"val_0.JPEG\tn10000000\n" * 2, "line 2: expected a picture that is new"),
+        ("val/val_annotations.txt", b"val_0.JPEG\tn10000000\n", "no picture of 2 classes that train/ has"),
+        ("val/images/val_0.JPEG", made.jpeg(0, (64, 56)), "expected 64 x 64 pixels, found 56 x 64"),
+        ("val/images/val_0.JPEG", made.jpeg(0)[:700], "cannot be read as JPEG"),
+        ("val/images/val_0.JPEG", b"GIF89a" + bytes(60), "cannot be read as JPEG"),
+        ("val/images/val_0.JPEG", bytes(2**18 + 1), "expected at most 262144 bytes"),
+    ],
+)  # fmt: skip
+def test_tiny_imagenet_names_what_is_damaged(own: Path, name: str, content: bytes, message: str) -> None:
+    (own / name).write_bytes(content)
+    with pytest.raises(DataError) as error:
+        tiny_imagenet.load(own.parent)
+    assert str(own / name) in str(error.value)
+    assert message in str(error.value)
+
+
+def test_one_class_alone_is_refused(own: Path) -> None:
+    for wnid in made.WNIDS[1:3]:
+        shutil.rmtree(own / "train" / wnid)
+    with pytest.raises(DataError, match=r"expected folders of at least 2 classes of wnids\.txt, found 1"):
+        tiny_imagenet.load(own.parent)
+
+
+def test_tiny_imagenet_is_unpacked_without_what_does_not_belong_to_it(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tiny-imagenet-200.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("../evil", "tiny-imagenet-200/../evil", "tiny-imagenet-200/test/images/test_0.JPEG"):
+            archive.writestr(name, "evil")
+        for file in sorted(tiny.rglob("*.*")):
+            archive.write(file, file.relative_to(tiny).as_posix())
+    copy = tmp_path / "a" / "copy"
+    tiny_imagenet.fetch(copy, remote(path, "sha256"))
+    assert fingerprint(tiny_imagenet.load(copy)) == fingerprint(tiny_imagenet.load(tiny))
+    found = {path.relative_to(copy) for path in (tmp_path / "a").rglob("*.*") if path.is_file()}
+    assert found == {path.relative_to(tiny) for path in tiny.rglob("*.*")} | {Path(path.name)}
+    tiny_imagenet.fetch(copy, Remote("file:///nowhere", path.name, "md5:0"))  # all is there
+    path.write_bytes(b"no archive")
+    with pytest.raises(DataError, match=r"tiny-imagenet-200\.zip: cannot be unpacked"):
+        tiny_imagenet.fetch(tmp_path / "b", remote(path, "sha256"))
+
+
+# ------------------------------------------------------------------------------------------- the shared suite
+class TestMadeSets(DatasetSuite):
+    """Those whose mean and deviation are their own."""
+
+    @pytest.fixture(scope="module", params=["emnist", "femnist", "tiny_imagenet"])
+    def load(
+        self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, leaf: Any, tiny: Path
+    ) -> Callable[[], Data]:
+        if request.param == "femnist":
+            return partial(femnist.load, *leaf)
+        if request.param == "tiny_imagenet":
+            return partial(tiny_imagenet.load, tiny)
+        root = tmp_path_factory.mktemp("emnist")
+        made.idx_files(root, SPLIT.files, (30, 10), 5)
+        return partial(emnist.load, root, SPLIT)
+
+
+class TestPartOfTinyImageNet(DatasetSuite):
+    """20 real classes, 50 training and 50 validation images of each."""
+
+    @pytest.fixture(scope="module")
+    def load(self) -> Callable[[], Data]:
+        root = data_root() / "tiny-imagenet-subset"
+        if not (root / "tiny-imagenet-200").is_dir():
+            pytest.skip(f"no real pictures: {root / 'tiny-imagenet-200'} is not there")
+        return partial(tiny_imagenet.load, root)
+
+    def test_has_as_many_pictures_as_were_cut(self, data: Data) -> None:
+        assert data.train_y.bincount().tolist() == data.test_y.bincount().tolist() == [50] * 20

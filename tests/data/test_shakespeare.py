@@ -1,0 +1,106 @@
+"""Shakespeare: the windows of a text that can be checked by eye, and the real text where it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+from fl_engine.datasets import DATASETS, data_root, shakespeare
+from tests.data import made
+
+FIRST = ["Before we proceed any further,\n", "hear me speak.\n", "You are all resolved\n", "rather to die?\n"]
+ALL = ["Speak, speak.\n", "Ay\n", "No\n", "Ay\n", "Resolved! & so\n"]
+TEST = ["Resolved, a$\n", "Speak\n"]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Data:
+    made.shakespeare_file(tmp_path)
+    return shakespeare.load(tmp_path)
+
+
+def spoken(data: Data) -> str:
+    """What the numbers stand for."""
+    return "".join(sorted({*"".join(FIRST + ALL)} & {*"".join(TEST)} | {" "}))
+
+
+def test_each_character_follows_the_eighty_before_it(play: Data) -> None:
+    letters = spoken(play)
+    assert play.task.outputs == len(letters)
+
+    def read(text: str) -> str:
+        return "".join(character if character in letters else " " for character in text)
+
+    parts = ((play.train_x, play.train_y, FIRST + ALL), (play.test_x, play.test_y, TEST))
+    for x, y, lines in parts:
+        at = 0
+        for line in lines:
+            for k, character in enumerate(line):
+                window = (" " * 80 + line)[k : k + 80]
+                assert "".join(letters[token] for token in x[at]) == read(window)
+                assert letters[y[at]] == read(character)
+                at += 1
+        assert len(x) == len(y) == at
+
+
+def test_a_role_is_a_client_and_its_last_fifth_is_for_tests(play: Data) -> None:
+    assert play.natural_client is not None
+    counts = [sum(map(len, lines)) for lines in (FIRST, ALL)]
+    assert play.natural_client.bincount().tolist() == counts
+    assert play.natural_client.diff().min() >= 0
+
+
+def test_what_one_part_lacks_is_unknown(play: Data) -> None:
+    letters = spoken(play)
+    assert "$" not in letters and "B" not in letters and "&" not in letters
+    assert letters[play.train_y[0]] == " ", "the B of Before"
+    for y in (play.train_y, play.test_y):
+        assert (y.bincount(minlength=len(letters)) > 0).all()
+
+
+def test_a_long_line_slides_through_the_window(tmp_path: Path) -> None:
+    line = "abcdefghij" * 20
+    made.shakespeare_file(tmp_path, "A:\n" + f"{line}\n" * 5)
+    data = shakespeare.load(tmp_path)
+    assert data.test_x[:, 0].tolist()[100:110] == [data.test_y[at] for at in range(20, 30)]
+    assert len(data.test_x) == 201
+
+
+WRONG: dict[str, tuple[str | bytes, str]] = {
+    "no text": (b"", "found 0 roles"),
+    "no UTF-8": (b"A:\n\xff\n", "expected UTF-8"),
+    "no roles": ("To be, or not to be\n", "line 1: expected a role, as in `ROMEO:`, at the start of a block, found"),
+    "a block without a role": ("A:\nx\n\ny\n", "line 4: expected a role"),
+    "nothing to test on": ("A:\na\nb\nc\nd\n", "expected roles of at least 5 lines"),
+    "too many characters": (
+        "A:\n" + (("".join(map(chr, range(0x4E00, 0x4F10)))) + "\n") * 5, "found 1 roles and 274 characters"
+    ),
+    "too long": (bytes(2**23 + 1), "expected at most 8388608 bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=list(WRONG))
+def test_another_text_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
+    path = made.write(tmp_path / "shakespeare" / "input.txt", text.encode() if isinstance(text, str) else text)
+    with pytest.raises(DataError) as error:
+        shakespeare.load(tmp_path)
+    assert str(path) in str(error.value)
+    assert message in str(error.value)
+
+
+def test_a_missing_text_is_named_with_its_address(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"shakespeare/input\.txt\. Download https://raw.*and put it there, or set"):
+        shakespeare.load(tmp_path)
+
+
+def test_the_real_text_has_the_lines_and_the_roles_that_it_has() -> None:
+    """The suite has it too, in tests/conformance."""
+    if missing := DATASETS["shakespeare"].missing(data_root()):
+        pytest.skip(f"no real text: {missing[0]} is not there")
+    data = shakespeare.load(data_root())
+    assert (len(data.train_x), len(data.test_x), data.task.outputs) == (827_298, 200_539, 62)
+    assert data.natural_client is not None
+    assert int(data.natural_client.max()) == 298
