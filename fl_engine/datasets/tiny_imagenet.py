@@ -62,20 +62,15 @@ log = logging.getLogger(__name__)
 def load(root: Path) -> Data:
     """The data set from `root`/tiny-imagenet-200, of the classes that have a folder in train/.
 
-    Raises DataError for what is missing or damaged, for a picture that is not 64 x 64, where a class has more training
-    pictures than another, and where not every listed picture is there; EnvironmentFailure without Pillow.
+    Raises DataError for what is missing or damaged, for a picture that is not 64 x 64, where a class has more pictures
+    than another, and where not every listed picture is there; EnvironmentFailure without Pillow.
     """
     require("tiny_imagenet", root, FILES, ARCHIVE.url)
     wnids = _classes(root)
     train = [(path, label) for label, wnid in enumerate(wnids) for path in _pictures(root / TRAIN / wnid / "images")]
-    counts = np.bincount([label for _, label in train], minlength=len(wnids))
-    if counts.min() != counts.max():
-        few, many = int(counts.argmin()), int(counts.argmax())
-        raise DataError(
-            f"{root / TRAIN / wnids[few]}: expected as many pictures of every class, found {counts[few]}, and "
-            f"{counts[many]} of {wnids[many]}; some are missing: delete the folder and fetch again"
-        )
-    test = _annotated(root, {wnid: label for label, wnid in enumerate(wnids)})
+    _check_counts(root / TRAIN, train, wnids)
+    test = _annotated(root, wnids)
+    _check_counts(root / ANNOTATIONS, test, wnids)
     if len(wnids) < LISTED:
         log.warning("tiny_imagenet: %d of %d classes are there; the others are left out", len(wnids), LISTED)
     (train_x, train_y), (test_x, test_y) = _read(train), _read(test)
@@ -84,11 +79,13 @@ def load(root: Path) -> Data:
 
 
 def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
-    """Downloads the archive and unpacks it, unless its folders are there. The archive stays.
+    """Downloads the archive, unless the set's folders are there without it, and unpacks what is not there yet. The
+    archive stays.
 
     Raises DataError as `files.download` and `files.extract` do.
     """
-    if all((root / file).exists() for file in FILES):
+    # Where the archive is there too, it may have been unpacked in part only.
+    if all((root / file).exists() for file in FILES) and not (root / archive.filename).exists():
         return
     packed = download(archive, root)
     try:
@@ -116,7 +113,9 @@ def _classes(root: Path) -> list[str]:
             f"{path}: expected {LISTED} different classes as n01443537, found {len(set(listed))}"
             f"{f', among them {wrong[0][:80]!r}' if wrong else ''}; it is damaged: delete it and fetch again"
         )
-    here = sorted(wnid for wnid in listed if (root / TRAIN / wnid).is_dir())
+    here = sorted(folder.name for folder in (root / TRAIN).glob("*") if folder.is_dir())
+    if strange := sorted({*here} - {*listed}):
+        raise DataError(f"{path}: does not list the folder {strange[0][:80]!r} of {TRAIN}; delete both and fetch again")
     if len(here) < 2:
         raise DataError(f"{root / TRAIN}: expected folders of at least 2 classes of {path.name}, found {len(here)}")
     return here
@@ -130,10 +129,11 @@ def _pictures(folder: Path) -> list[Path]:
     return found
 
 
-def _annotated(root: Path, labels: dict[str, int]) -> list[tuple[Path, int]]:
+def _annotated(root: Path, wnids: list[str]) -> list[tuple[Path, int]]:
     """The validation pictures of these classes, in the order of the list."""
     path = root / ANNOTATIONS
     found: dict[str, int] = {}
+    label = {wnid: at for at, wnid in enumerate(wnids)}
     for number, line in enumerate(_lines(path), 1):
         name, _, rest = line.partition("\t")
         wnid = rest.partition("\t")[0]
@@ -142,11 +142,19 @@ def _annotated(root: Path, labels: dict[str, int]) -> list[tuple[Path, int]]:
                 f"{path}: line {number}: expected a picture that is new and its class, val_0.JPEG and n03444034 with a "
                 f"tab between, found {line[:80]!r}; it is damaged: delete it and fetch again"
             )
-        found[name] = labels.get(wnid, -1)
-    absent = sorted(set(labels.values()) - set(found.values()))
-    if absent:
-        raise DataError(f"{path}: no picture of {len(absent)} classes that train/ has; delete it and fetch again")
+        found[name] = label.get(wnid, -1)
     return [(root / VALIDATION / name, label) for name, label in found.items() if label >= 0]
+
+
+def _check_counts(where: Path, pictures: list[tuple[Path, int]], wnids: list[str]) -> None:
+    """Raises DataError unless there are as many pictures of every class, as in the whole set and in whole classes."""
+    counts = np.bincount([label for _, label in pictures], minlength=len(wnids))
+    if counts.min() != counts.max():
+        few, many = int(counts.argmin()), int(counts.argmax())
+        raise DataError(
+            f"{where}: expected as many pictures of every class, found {counts[few]} of {wnids[few]} and "
+            f"{counts[many]} of {wnids[many]}; some are missing: fetch again, or unpack the archive again"
+        )
 
 
 def _read(pictures: list[tuple[Path, int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -269,7 +269,9 @@ def test_all_of_tiny_imagenet_is_no_part_of_it(tmp_path: Path, caplog: pytest.Lo
 def test_a_lost_picture_is_noticed(own: Path) -> None:
     lost = own / "train" / made.WNIDS[2] / "images" / f"{made.WNIDS[2]}_3.JPEG"
     lost.unlink()
-    with pytest.raises(DataError, match=rf"{made.WNIDS[2]}: expected as many pictures of every class, found 3, and 4"):
+    with pytest.raises(
+        DataError, match=rf"train: expected as many pictures of every class, found 3 of {made.WNIDS[2]}"
+    ):
         tiny_imagenet.load(own.parent)
     shutil.copy(own / "train" / made.WNIDS[0] / "images" / f"{made.WNIDS[0]}_0.JPEG", lost)
     (own / "val" / "images" / "val_201.JPEG").unlink()
@@ -289,10 +291,11 @@ def test_tiny_imagenet_says_what_is_missing(own: Path) -> None:
         ("wnids.txt", b"n00000001\n", "expected 200 different classes as n01443537, found 1"),
         ("wnids.txt", b"../../etc\n" * 200, "among them '../../etc'"),
         ("wnids.txt", b"\xff" * 9, "expected plain text"),
+        ("wnids.txt", b"".join(b"n%d\n" % (2 * 10**7 + n) for n in range(200)), "not list the folder 'n10000000'"),
         ("wnids.txt", bytes(2**22 + 1), "expected at most 4194304 bytes"),
         ("val/val_annotations.txt", b"../x.JPEG\tn00000001\n", "line 1: expected a picture that is new and its class"),
         ("val/val_annotations.txt", b"val_0.JPEG\tn10000000\n" * 2, "line 2: expected a picture that is new"),
-        ("val/val_annotations.txt", b"val_0.JPEG\tn10000000\n", "no picture of 2 classes that train/ has"),
+        ("val/val_annotations.txt", b"val_0.JPEG\tn10000000\n", "every class, found 0 of n10000037 and 1 of n10000000"),
         ("val/images/val_0.JPEG", made.jpeg(0, (64, 56)), "expected 64 x 64 pixels, found 56 x 64"),
         ("val/images/val_0.JPEG", made.jpeg(0)[:700], "cannot be read as JPEG"),
         ("val/images/val_0.JPEG", b"GIF89a" + bytes(60), "cannot be read as JPEG"),
@@ -312,6 +315,10 @@ def test_one_class_alone_is_refused(own: Path) -> None:
         shutil.rmtree(own / "train" / wnid)
     with pytest.raises(DataError, match=r"expected folders of at least 2 classes of wnids\.txt, found 1"):
         tiny_imagenet.load(own.parent)
+    shutil.rmtree(own / "train")
+    (own / "train").touch()
+    with pytest.raises(DataError, match=r"expected folders of at least 2 classes of wnids\.txt, found 0"):
+        tiny_imagenet.load(own.parent)
 
 
 def test_tiny_imagenet_is_unpacked_without_what_does_not_belong_to_it(tiny: Path, tmp_path: Path) -> None:
@@ -326,7 +333,12 @@ def test_tiny_imagenet_is_unpacked_without_what_does_not_belong_to_it(tiny: Path
     assert fingerprint(tiny_imagenet.load(copy)) == fingerprint(tiny_imagenet.load(tiny))
     found = {path.relative_to(copy) for path in (tmp_path / "a").rglob("*.*") if path.is_file()}
     assert found == {path.relative_to(tiny) for path in tiny.rglob("*.*")} | {Path(path.name)}
-    tiny_imagenet.fetch(copy, Remote("file:///nowhere", path.name, "md5:0"))  # all is there
+    lost = next((copy / "tiny-imagenet-200" / "train").rglob("*.JPEG"))
+    lost.unlink()
+    tiny_imagenet.fetch(copy, replace(remote(path, "sha256"), url="file:///nowhere"))  # from the archive that stayed
+    assert lost.is_file()
+    (copy / path.name).unlink()
+    tiny_imagenet.fetch(copy, Remote("file:///nowhere", path.name, "md5:0"))  # as someone else unpacked it
     path.write_bytes(b"no archive")
     with pytest.raises(DataError, match=r"tiny-imagenet-200\.zip: cannot be unpacked"):
         tiny_imagenet.fetch(tmp_path / "b", remote(path, "sha256"))
