@@ -57,18 +57,29 @@ def data_root(argument: str | os.PathLike[str] | None = None) -> Path:
         raise DataError(f"the data root {root} is of no home that there is ({error}); give a folder") from error
 
 
-def require(name: str, root: Path, files: Sequence[str], url: str, by_hand: str | None = None) -> None:
-    """Raises DataError unless every one of `files` (relative to `root`; folders too) is there.
+def absent(root: Path, files: Sequence[str]) -> tuple[Path, ...]:
+    """Those of `files` (relative to `root`) that are not there; of a name with a `*`, where no file fits it."""
+    return tuple(root / file for file in files if not any(path.is_file() for path in root.glob(file)))
 
-    `by_hand` says what to do, in a sentence without its full stop, where nothing can be fetched from `url`.
-    """
-    absent = [str(root / file) for file in files if not (root / file).exists()]
-    if absent:
-        shown = absent if len(absent) <= MOST_NAMED else [*absent[:MOST_NAMED], f"{len(absent) - MOST_NAMED} more"]
-        get = by_hand or f"Run `flexfleet fetch {name}`, or download {url} and put the files there"
+
+def require(name: str, root: Path, files: Sequence[str], url: str) -> None:
+    """Raises DataError unless every one of `files` (relative to `root`) is there."""
+    _require(name, root, files, f"Run `flexfleet fetch {name}`, or download {url} and put the files there")
+
+
+def require_by_hand(name: str, root: Path, files: Sequence[str], how: str) -> None:
+    """As `require`, for a data set that its user downloads: `how` says what, from where, how much, and where to put
+    it."""
+    _require(name, root, files, how)
+
+
+def _require(name: str, root: Path, files: Sequence[str], how: str) -> None:
+    if missing := absent(root, files):
+        more = [f"{len(missing) - MOST_NAMED} more"] if len(missing) > MOST_NAMED else []
         raise DataError(
-            f"{name}: {len(absent)} of {len(files)} files are not there; expected {', '.join(shown)}. {get}, "
-            f"or set the data root (FLEXFLEET_DATA) to the folder that holds {Path(files[0]).parts[0]}/"
+            f"{name}: {len(missing)} of {len(files)} files are not there; expected "
+            f"{', '.join([*map(str, missing[:MOST_NAMED]), *more])}. "
+            f"{how}, or set the data root (FLEXFLEET_DATA) to the folder that holds {Path(files[0]).parts[0]}/"
         )
 
 

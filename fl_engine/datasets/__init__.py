@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_engine.core.samples import Data
-from fl_engine.data.files import data_root, fingerprint, pad, subset
+from fl_engine.data.files import absent, data_root, fingerprint, pad, subset
 from fl_engine.datasets import (
     cifar10,
     cifar100,
@@ -43,11 +43,11 @@ class Source:
     a program of the publisher's: then `load` says what to do. Raises DataError."""
 
     files: tuple[str, ...] = ()
-    """What `load` reads: files, and folders of many."""
+    """What `load` reads; a name with a `*` stands for one file or more."""
 
     def missing(self, root: Path) -> tuple[Path, ...]:
-        """What is not there; empty when `load` can start."""
-        return tuple(root / file for file in self.files if not (root / file).exists())
+        """The files that are not there; empty when `load` can start."""
+        return absent(root, self.files)
 
     def on_disk(self, root: Path) -> str:
         """`there`, `missing`, or how much of it is there."""
@@ -67,6 +67,6 @@ DATASETS: dict[str, Source] = {
     "epic_sounds": Source(epic_sounds.ABOUT, epic_sounds.load, files=epic_sounds.FILES),
     "femnist": Source(femnist.ABOUT, femnist.load, files=femnist.FILES),
     "mnist": Source(mnist.ABOUT, mnist.load, mnist.fetch, mnist.FILES),
-    "shakespeare": Source(shakespeare.ABOUT, shakespeare.load, files=(shakespeare.FILE,)),
+    "shakespeare": Source(shakespeare.ABOUT, shakespeare.load, shakespeare.fetch, (shakespeare.FILE,)),
     "tiny_imagenet": Source(tiny_imagenet.ABOUT, tiny_imagenet.load, tiny_imagenet.fetch, tiny_imagenet.FILES),
 }

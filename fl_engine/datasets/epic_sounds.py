@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import read, require
+from fl_engine.data.files import read, require_by_hand
 from fl_engine.tasks import Classification
 
 ABOUT = (
@@ -45,9 +45,9 @@ ABOUT = (
 FOLDER = "epic-sounds"
 ANNOTATIONS = f"{FOLDER}/epic-sounds-annotations"
 AUDIO = f"{FOLDER}/audio"
-FILES = (f"{ANNOTATIONS}/EPIC_Sounds_train.csv", f"{ANNOTATIONS}/EPIC_Sounds_validation.csv", AUDIO)
+FILES = (f"{ANNOTATIONS}/EPIC_Sounds_train.csv", f"{ANNOTATIONS}/EPIC_Sounds_validation.csv", f"{AUDIO}/*.wav")
 URL = "https://github.com/epic-kitchens/epic-sounds-annotations"
-BY_HAND = (
+HOW = (
     f"Clone {URL} there (10 MB), and put the sound of EPIC-KITCHENS-100's videos, as Auditory SlowFast's "
     f"extract_audio.py makes it, into {AUDIO} as <video_id>.wav (17 GB)"
 )
@@ -89,10 +89,10 @@ def load(root: Path) -> Data:
     Raises DataError for annotations or sound that are missing or damaged, and where a segment is none of its video's
     sound.
     """
-    require("epic_sounds", root, FILES, URL, BY_HAND)
+    require_by_hand("epic_sounds", root, FILES, HOW)
     parts = tuple(segments(root / file) for file in FILES[:2])
     videos = sorted({segment.video for part in parts for segment in part})
-    require("epic_sounds", root, [f"{AUDIO}/{video}.wav" for video in videos], URL, BY_HAND)
+    require_by_hand("epic_sounds", root, [f"{AUDIO}/{video}.wav" for video in videos], HOW)
     train, test = (_part(root / AUDIO, part) for part in parts)
     participants = sorted({segment.participant for segment in parts[0]})
     source = [participants.index(segment.participant) for segment in parts[0]]

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import byte_statistics, read, require
+from fl_engine.data.files import byte_statistics, read, require_by_hand
 from fl_engine.tasks import Classification
 
 ABOUT = (
@@ -36,7 +36,7 @@ ABOUT = (
 )
 FILES = tuple(f"femnist/all_data/all_data_{number}.json" for number in range(36))
 URL = "https://github.com/TalwalkarLab/leaf"
-BY_HAND = (
+HOW = (
     f"Get {URL}, run `./preprocess.sh -s niid --sf 1.0 -k 0 -t sample` in data/femnist, which downloads 2 GB, and copy "
     "its data/all_data there"
 )
@@ -54,7 +54,7 @@ def load(root: Path, files: Sequence[str] = FILES) -> Data:
     Raises DataError for a file that is missing, is no JSON of LEAF's form, says another number of samples than it has,
     or holds other images or labels; also for a writer who is in two files.
     """
-    require("femnist", root, files, URL, BY_HAND)
+    require_by_hand("femnist", root, files, HOW)
     writers: dict[str, int] = {}
     x: list[NDArray[np.uint8]] = []
     y: list[NDArray[np.int64]] = []

@@ -6,10 +6,11 @@ text, with runs of spaces made one, with 80 spaces before it and a line feed beh
 role is the natural client. The last fifth of its lines are its test lines.
 
 The text is the one known as tiny Shakespeare (https://github.com/karpathy/char-rnn, data/tinyshakespeare/input.txt):
-blocks of "ROLE:" and lines, with an empty line between. Departs from LEAF, which takes the whole Gutenberg edition and
-counts a role of each play apart: this text does not say where a play ends, so roles of the same name are one. A
-character that the training or the test targets lack becomes a space, which is LEAF's unknown character: so every class
-occurs in both. Samples are the numbers of characters in the order of Unicode.
+blocks of "ROLE:" and lines, with an empty line between. It has to match the SHA-256 that TensorFlow Datasets prints.
+Departs from LEAF, which takes the whole Gutenberg edition and counts a role of each play apart: this text does not say
+where a play ends, so roles of the same name are one. A character that the training or the test targets lack becomes a
+space, which is LEAF's unknown character: so every class occurs in both. Samples are the numbers of characters in the
+order of Unicode.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ import torch
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
-from fl_engine.data.files import read, require
+from fl_engine.data.files import Remote, download, read, require
 from fl_engine.tasks import Classification
 
 ABOUT = "Shakespeare, the next character after 80, 62 classes, 827,298 + 200,539 of 299 roles; public domain; 1 MB"
 FOLDER = "shakespeare"
-FILE = f"{FOLDER}/input.txt"
-URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+REMOTE = Remote(
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "input.txt",
+    "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+)
+FILE = f"{FOLDER}/{REMOTE.filename}"
 WINDOW = 80
 """Characters."""
 TEST_SHARE = 5
@@ -40,15 +45,15 @@ MOST_CHARACTERS = 256
 ROLE = re.compile(r"\S.{0,80}:")
 
 
-def load(root: Path) -> Data:
-    """The data set from `root`/shakespeare/input.txt: tokens (N, 80).
+def load(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
+    """The data set from `root`/shakespeare/input.txt: tokens (N, 80). With `checksum` None, of any text of that form.
 
-    Raises DataError for a text that is missing, is not UTF-8 or not in blocks of a role and its lines, or has no role
-    of five lines.
+    Raises DataError for a text that is missing, has another checksum, is not UTF-8 or not in blocks of a role and its
+    lines, or has no role of five lines.
     """
-    require("shakespeare", root, (FILE,), URL, f"Download {URL} (1 MB) and put it there")
+    require("shakespeare", root, (FILE,), REMOTE.url)
     path = root / FILE
-    roles = _roles(path)
+    roles = _roles(path, checksum)
     parts: tuple[list[tuple[int, str]], list[tuple[int, str]]] = ([], [])
     for client, said in enumerate(roles.values()):
         cut = len(said) - len(said) // TEST_SHARE
@@ -66,10 +71,15 @@ def load(root: Path) -> Data:
     return Data("shakespeare", task, train_x, train_y, test_x, test_y, natural_client=source)
 
 
-def _roles(path: Path) -> dict[str, list[str]]:
+def fetch(root: Path, remote: Remote = REMOTE) -> None:
+    """Downloads what is not there yet. Raises DataError as `files.download` does."""
+    download(remote, root / FOLDER)
+
+
+def _roles(path: Path, checksum: str | None) -> dict[str, list[str]]:
     """The lines of each role in the order of the text, as LEAF has them: single spaces, a line feed at the end."""
     try:
-        text = read(path, most=MOST_BYTES).decode()
+        text = read(path, checksum, MOST_BYTES).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: expected UTF-8 ({error}); it is damaged: delete it and download it again") from error
     roles: dict[str, list[str]] = {}

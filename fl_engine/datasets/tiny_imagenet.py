@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data
-from fl_engine.data.files import DAMAGE, Remote, byte_statistics, download, extract, read, require
+from fl_engine.data.files import DAMAGE, Remote, absent, byte_statistics, download, extract, read, require
 from fl_engine.tasks import Classification
 
 ABOUT = "Tiny ImageNet, 64x64 colour, 200 classes, 100,000 + 10,000; ImageNet's terms: research only; 248 MB"
@@ -43,7 +43,7 @@ ARCHIVE = Remote(
 WNIDS, ANNOTATIONS, TRAIN, VALIDATION = (
     f"{FOLDER}/{name}" for name in ("wnids.txt", "val/val_annotations.txt", "train", "val/images")
 )
-FILES = (WNIDS, ANNOTATIONS, TRAIN, VALIDATION)
+FILES = (WNIDS, ANNOTATIONS, f"{TRAIN}/*/images/*.JPEG", f"{VALIDATION}/*.JPEG")
 MEMBER = re.compile(
     rf"{FOLDER}/(wnids\.txt|val/val_annotations\.txt|val/images/val_\d+\.JPEG|train/n\d{{8}}/images/n\d{{8}}_\d+\.JPEG)"
 )
@@ -85,7 +85,7 @@ def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
     Raises DataError as `files.download` and `files.extract` do.
     """
     # Where the archive is there too, it may have been unpacked in part only.
-    if all((root / file).exists() for file in FILES) and not (root / archive.filename).exists():
+    if not absent(root, FILES) and not (root / archive.filename).exists():
         return
     packed = download(archive, root)
     try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
+from fl_engine.data.files import Remote, fingerprint
 from fl_engine.datasets import DATASETS, data_root, shakespeare
 from tests.data import made
 
@@ -19,7 +21,7 @@ TEST = ["Resolved, a$\n", "Speak\n"]
 @pytest.fixture
 def play(tmp_path: Path) -> Data:
     made.shakespeare_file(tmp_path)
-    return shakespeare.load(tmp_path)
+    return shakespeare.load(tmp_path, None)
 
 
 def spoken(data: Data) -> str:
@@ -64,7 +66,7 @@ def test_what_one_part_lacks_is_unknown(play: Data) -> None:
 def test_a_long_line_slides_through_the_window(tmp_path: Path) -> None:
     line = "abcdefghij" * 20
     made.shakespeare_file(tmp_path, "A:\n" + f"{line}\n" * 5)
-    data = shakespeare.load(tmp_path)
+    data = shakespeare.load(tmp_path, None)
     assert data.test_x[:, 0].tolist()[100:110] == [data.test_y[at] for at in range(20, 30)]
     assert len(data.test_x) == 201
 
@@ -86,14 +88,26 @@ WRONG: dict[str, tuple[str | bytes, str]] = {
 def test_another_text_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
     path = made.write(tmp_path / "shakespeare" / "input.txt", text.encode() if isinstance(text, str) else text)
     with pytest.raises(DataError) as error:
-        shakespeare.load(tmp_path)
+        shakespeare.load(tmp_path, None)
     assert str(path) in str(error.value)
     assert message in str(error.value)
 
 
-def test_a_missing_text_is_named_with_its_address(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"shakespeare/input\.txt\. Download https://raw.*and put it there, or set"):
+def test_a_text_that_is_missing_or_another_one_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"shakespeare/input\.txt\. Run `flexfleet fetch shakespeare`, or download https"
+    ):
         shakespeare.load(tmp_path)
+    made.shakespeare_file(tmp_path)
+    with pytest.raises(DataError, match=r"input\.txt: expected sha256 86c4e6aa.*delete it and fetch again"):
+        shakespeare.load(tmp_path)
+
+
+def test_the_text_is_fetched(tmp_path: Path) -> None:
+    path = made.shakespeare_file(tmp_path)
+    checksum = f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    shakespeare.fetch(tmp_path / "copy", Remote(path.as_uri(), path.name, checksum))
+    assert fingerprint(shakespeare.load(tmp_path / "copy", checksum)) == fingerprint(shakespeare.load(tmp_path, None))
 
 
 def test_the_real_text_has_the_lines_and_the_roles_that_it_has() -> None:

@@ -192,7 +192,7 @@ ODD_TEXT = st.text(st.sampled_from("A: \n\t\r\u2028\x00é\U0001f600"), max_size=
 @example(b"A:\n" + b"\xed\xa0\x80\n" * 5)
 def test_shakespeare_is_whole_or_refused(tmp_path: Path, content: bytes) -> None:
     made.write(tmp_path / "shakespeare" / "input.txt", content)
-    whole(answer(lambda: shakespeare.load(tmp_path), "input.txt", kind=DataError))
+    whole(answer(lambda: shakespeare.load(tmp_path, None), "input.txt", kind=DataError))
 
 
 # -------------------------------------------------------------------------------------------------- EPIC-SOUNDS
@@ -245,5 +245,5 @@ def test_the_made_files_are_whole(grey: Path, pictures: Path, sounds: Path, tmp_
     whole(femnist.load(tmp_path, made.femnist_files(tmp_path, LEAF)))
     whole(tiny_imagenet.load(pictures))
     made.shakespeare_file(tmp_path)
-    whole(shakespeare.load(tmp_path))
+    whole(shakespeare.load(tmp_path, None))
     whole(epic_sounds.load(sounds))
