@@ -286,6 +286,25 @@ def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple
     return tuple(mean), tuple(std)
 
 
+# ----------------------------------------------------------------------------------------- splits and moments
+def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Ascending positions of the training and of the test part of a data set that comes without a split.
+
+    The test part is the one that scikit-learn's `train_test_split(test_size=test_share, random_state=42)` draws, which
+    is how published code often splits. NumPy's old generator, which it takes, is frozen: its stream never changes.
+    """
+    drawn = np.random.RandomState(42).permutation(samples).astype(np.int64)
+    test = math.ceil(test_share * samples)
+    return np.sort(drawn[test:]), np.sort(drawn[:test])
+
+
+def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per entry of `axis`, to six decimals, so that every machine has the same ones."""
+    others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
+    mean, std = x.mean(others, dtype=np.float64), x.std(others, dtype=np.float64)
+    return tuple((mean.round(6) + 0.0).tolist()), tuple(std.round(6).tolist())  # + 0.0: no negative zero
+
+
 # ------------------------------------------------------------------------------ padding, subsets, fingerprint
 def pad(data: Data, side: int) -> Data:
     """All images centred on black of side x side; of an odd margin the larger half is right and below.

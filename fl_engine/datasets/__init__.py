@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fl_engine.core.samples import Data
 from fl_engine.data.files import absent, data_root, fingerprint, pad, subset
 from fl_engine.datasets import (
+    aep,
+    casas,
     cifar10,
     cifar100,
     digits,
@@ -23,6 +26,9 @@ from fl_engine.datasets import (
     mnist,
     shakespeare,
     tiny_imagenet,
+    uthar,
+    widar,
+    wisdm,
 )
 
 __all__ = ["DATASETS", "Source", "data_root", "fingerprint", "pad", "subset"]
@@ -69,4 +75,17 @@ DATASETS: dict[str, Source] = {
     "mnist": Source(mnist.ABOUT, mnist.load, mnist.fetch, mnist.FILES),
     "shakespeare": Source(shakespeare.ABOUT, shakespeare.load, shakespeare.fetch, (shakespeare.FILE,)),
     "tiny_imagenet": Source(tiny_imagenet.ABOUT, tiny_imagenet.load, tiny_imagenet.fetch, tiny_imagenet.FILES),
+    "aep": Source(aep.ABOUT, aep.load, files=aep.FILES),
+    "casas": Source(casas.ABOUT, casas.load, files=casas.FILES),
+    "uthar": Source(uthar.ABOUT, uthar.load, files=uthar.FILES),
+    "uthar_antennas": Source(uthar.ABOUT_ANTENNAS, partial(uthar.load, antennas=True), files=uthar.FILES),
+    "widar": Source(widar.ABOUT, widar.load, files=widar.FILES),
+    "wisdm_watch": Source(wisdm.about("watch"), partial(wisdm.load, device="watch"), files=wisdm.files("watch")),
+    "wisdm_watch_code": Source(
+        wisdm.about("watch", True), partial(wisdm.load, device="watch", code_key=True), files=wisdm.files("watch")
+    ),
+    "wisdm_phone": Source(wisdm.about("phone"), partial(wisdm.load, device="phone"), files=wisdm.files("phone")),
+    "wisdm_phone_code": Source(
+        wisdm.about("phone", True), partial(wisdm.load, device="phone", code_key=True), files=wisdm.files("phone")
+    ),
 }

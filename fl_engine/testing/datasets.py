@@ -28,8 +28,9 @@ class DatasetSuite:
         return load()
 
     def test_every_label_occurs_in_both_parts(self, data: Data) -> None:
+        """Every class; bins of numbers may be empty where many numbers are equal."""
         for y in (data.train_y, data.test_y):
-            if data.task.label_count:
+            if data.task.label_count and not y.is_floating_point():
                 assert (np.bincount(data.task.labels(y), minlength=data.task.label_count) > 0).all()
 
     def test_images_use_the_range_of_a_byte(self, data: Data) -> None:

@@ -1,0 +1,207 @@
+"""CASAS: motion, door and temperature sensors of three homes; what is done there is told from at most 2,000 events.
+
+Schmitter-Edgecombe and Cook, Assessing the Quality of Activities in a Smart Environment, Methods of Information in
+Medicine 48, 2009; the homes Cairo, Milan, and Kyoto at three times, from https://casas.wsu.edu/datasets. Prepared as
+for FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things, Michigan State
+University 2023, section 2.2.3.2) after Liciotti et al., A sequential deep learning application for recognising human
+activities in smart homes, Neurocomputing 2019: the events between the begin and the end of an activity are a sample,
+and so are those between two activities ("other"); the homes' activities are eleven classes, and other.
+
+Departs from the paper: it speaks of the 2,000 events before each activity, its published code takes an activity's own
+events, the last 2,000 of them, as here. There each home numbers its events by itself, so that a number means another
+thing in another home, and 0 is an event as well as padding; here a number is one sensor's one value, whichever the
+home, and 0 is padding alone. Test samples are drawn at random, as there.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+from fl_engine.data.files import random_split, read, require_by_hand
+from fl_engine.tasks import Classification
+
+ABOUT = "CASAS, 2,000 tokens, 12 activities, 5 homes; no licence stated; about 230 MB, by hand"
+FILES = (
+    "casas/cairo/data",
+    "casas/twor.2009/data",  # Kyoto 2
+    "casas/twor.2010/data",  # Kyoto 4
+    "casas/twor.summer.2009/annotated",  # Kyoto 3
+    "casas/milan/data",
+)
+HOW = (
+    "Download the data sets cairo, milan, twor.2009, twor.summer.2009 and twor.2010 of https://casas.wsu.edu/datasets "
+    "(about 230 MB, no licence stated, no form) and unpack each into a folder of its name in casas/"
+)
+EVENTS = 2000
+"""The length of a sample."""
+PADDING = 0
+TEST_SHARE = 0.2
+MOST_SAMPLES = 50_000
+"""15,238 are expected; each takes 16 kB, and a file of nothing but beginnings would make one of every line."""
+MOST_UNREADABLE = 0.01
+"""The share of a file's lines that may be garbled: sensors and radio make some, a damaged file has more."""
+
+CLASSES = (
+    "other", "work", "take medicine", "sleep", "leave home", "eat", "bed to toilet", "bathing", "enter home",
+    "personal hygiene", "relax", "cook",
+)  # fmt: skip
+# By their names in the files, in lower case and with underscores; first with the resident (R1, R2), then without.
+ACTIVITIES = {
+    "other": "wake wakeup night_wandering wandering_in_room study wash_bathtub grooming bed_toilet_transition "
+    "master_bedroom_activity meditate",
+    "work": "work work_in_office laundry clean cleaning housekeeping chores desk_activity",
+    "take medicine": "take_medicine morning_meds eve_meds",
+    "sleep": "sleep sleeping_not_in_bed",
+    "leave home": "leave_home",
+    "eat": "breakfast dinner lunch eating dining_rm_activity",
+    "bed to toilet": "bed_to_toilet r1_bed_toilet_transition r2_bed_toilet_transition",
+    "bathing": "shower bathing master_bathroom guest_bathroom",
+    "enter home": "enter_home",
+    "personal hygiene": "personal_hygiene",
+    "relax": "watch_tv read",
+    "cook": "meal_preparation cooking kitchen_activity",
+}
+LABELS = {name: CLASSES.index(label) for label, names in ACTIVITIES.items() for name in names.split()}
+LABELS[""] = CLASSES.index("other")
+STATES = {b"ON": "on", b"OF": "off", b"OP": "open", b"CL": "closed"}
+"""By the first two letters: some are garbled behind them."""
+
+HOTTEST = 200
+"""Degrees that no sensor tells."""
+DATE = re.compile(rb"\d{4}-\d\d-\d\d")
+RESIDENT = re.compile(r"^r\d_")
+
+log = logging.getLogger(__name__)
+
+
+class Event(NamedTuple):
+    word: str
+    """One sensor's one value, `M001=on`."""
+    activity: str
+    """What goes on, by its name in the file; empty: none."""
+
+
+def load(root: Path) -> Data:
+    """The samples of all homes from `root`/casas: tokens (N, 2000), padded in front.
+
+    A token is the place, from 1 on, of a sensor's value among all that occur, in the order of their names.
+    `natural_client` is the home. Raises DataError for a file that is missing, that is hardly of events, or in which no
+    known activity begins.
+    """
+    require_by_hand("casas", root, FILES, HOW)
+    met: dict[str, int] = {}
+    """Each word's number, in the order in which they are met."""
+    rows: list[array[int]] = []
+    labels: list[int] = []
+    homes: list[int] = []
+    for home, file in enumerate(FILES):
+        path = root / file
+        names = set()
+        for name, words in samples(events(path, read(path))):
+            names.add(name)
+            rows.append(array("i", (met.setdefault(word, len(met)) for word in words)))
+            labels.append(label_of(name))
+            homes.append(home)
+            if len(rows) > MOST_SAMPLES:
+                raise DataError(f"{path}: activities change more than {MOST_SAMPLES} times; download it again")
+        unknown = sorted(name for name in names if bare(name) not in LABELS)
+        if names <= {"", *unknown}:
+            raise DataError(f"{path}: no activity of these homes begins in it; is it another file?")
+        if unknown:
+            log.warning("%s: %d activities are none of the list and count as other: %s", path, len(unknown), unknown)
+    places = {word: place for place, word in enumerate(sorted(met), PADDING + 1)}
+    token = np.array([places[word] for word in met], dtype=np.int64)
+    x = np.full((len(rows), EVENTS), PADDING, dtype=np.int64)
+    for of_one, row in zip(x, rows, strict=True):
+        of_one[EVENTS - len(row) :] = token[np.frombuffer(row, dtype=np.intc)]
+    y = np.array(labels, dtype=np.int64)
+    train, test = random_split(len(rows), TEST_SHARE)
+    return Data(
+        "casas",
+        Classification(len(CLASSES)),
+        torch.from_numpy(x[train]),
+        torch.from_numpy(y[train]),
+        torch.from_numpy(x[test]),
+        torch.from_numpy(y[test]),
+        natural_client=torch.from_numpy(np.array(homes, dtype=np.int64)[train]),
+    )
+
+
+def samples(stream: Iterable[Event]) -> Iterator[tuple[str, list[str]]]:
+    """An activity's name and the last 2,000 words of it, for each stretch of events of one name, the empty one too."""
+    for name, stretch in groupby(stream, key=lambda event: event.activity):
+        yield name, list(deque((event.word for event in stretch), maxlen=EVENTS))
+
+
+def events(path: Path, content: bytes) -> Iterator[Event]:
+    """The events of motion, door and temperature sensors, in the file's order.
+
+    A line is a date, a time, a sensor, a value, and maybe an activity with `begin` or `end`. Its begin and its end
+    are events of an activity; another's begin ends it, too. Raises DataError, which names the first, where more than
+    1 % of the lines are no events.
+    """
+    words: dict[tuple[bytes, bytes], str | None] = {}
+    activity, lines, unreadable = "", 0, []
+    for number, line in enumerate(content.splitlines(), 1):
+        if not (fields := line.split()):
+            continue
+        lines += 1
+        if len(fields) < 4 or not DATE.fullmatch(fields[0]):
+            unreadable.append(number)
+            continue
+        sensor, value = fields[2:4]
+        if sensor[:1] not in (b"M", b"D", b"T"):
+            continue
+        if (sensor, value) not in words:
+            words[sensor, value] = word_of(sensor, value)
+        word = words[sensor, value]
+        if word is None:
+            unreadable.append(number)
+            continue
+        *name, change = fields[4:] or (b"",)
+        if change == b"begin":
+            activity = b"_".join(name).decode("ascii", "replace").lower()
+        yield Event(word, activity)
+        if change == b"end":
+            activity = ""
+    if len(unreadable) > MOST_UNREADABLE * lines:
+        raise DataError(
+            f"{path}: {len(unreadable)} of {lines} lines are no events, the first one line {unreadable[0]}; expected "
+            "`2009-06-10 03:20:59.08 M006 ON Sleep begin` or the like; delete it and download it again"
+        )
+
+
+def word_of(sensor: bytes, value: bytes) -> str | None:
+    """`M001=on`, `T002=21.5`: temperatures to half a degree; None where the value is none."""
+    said: str | None
+    if sensor[:1] == b"T":
+        try:
+            degrees = float(value)
+        except ValueError:
+            return None
+        said = f"{round(2 * degrees) / 2:.1f}" if abs(degrees) < HOTTEST else None
+    else:
+        said = STATES.get(value[:2].upper())
+    return f"{sensor.decode('ascii', 'replace')}={said}" if said else None
+
+
+def bare(name: str) -> str:
+    """The name that the list has: as it is, or without the resident."""
+    return name if name in LABELS else RESIDENT.sub("", name)
+
+
+def label_of(name: str) -> int:
+    """The class of an activity by its name in a file."""
+    return LABELS.get(bare(name), LABELS[""])

@@ -1,0 +1,107 @@
+"""UT-HAR: the amplitude of a Wi-Fi signal over 250 packets, 3 antennas of 30 subcarriers; 7 activities of a person.
+
+Yousefi et al., A Survey on Behavior Recognition Using WiFi Channel State Information, IEEE Communications Magazine
+55(10), 2017, cut into samples and split by SenseFi (Yang et al., Patterns 4(3), 2023), whose files are read: arrays of
+NumPy, though they are called .csv. FedAIoT (Alam, Michigan State University 2023, section 2.2.2.1) takes its training
+part and its test part; the validation part is not read.
+
+Departs from the paper: its text says 3 x 30 x 250, its published code takes 1 x 250 x 90, as here; `antennas` is the
+text's. That code pairs the test samples with the validation labels, here they have their own; it scales each part to
+0..1 by the part's own extremes, here mean and deviation are the training part's.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from tokenize import TokenError
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+from fl_engine.data.files import moments, require_by_hand
+from fl_engine.tasks import Classification
+
+ABOUT = "UT-HAR, 1x250x90 maps of a Wi-Fi signal, 7 activities, 3,977 + 500; no licence stated; 854 MB, by hand"
+ABOUT_ANTENNAS = "UT-HAR, 3x30x250: an antenna is a channel, otherwise as uthar; the same files"
+FOLDER = "uthar/UT_HAR"
+FILES = tuple(f"{FOLDER}/{what}_{part}.csv" for what in ("data/X", "label/y") for part in ("train", "test"))
+HOW = (
+    "Download UT_HAR from the processed data sets of https://github.com/xyanchen/WiFi-CSI-Sensing-Benchmark (854 MB, "
+    "no form) and unpack it, so that UT_HAR/ lies in uthar/"
+)
+ACTIVITIES = ("lie down", "fall", "walk", "pick up", "run", "sit down", "stand up")
+SAMPLES = (3977, 500)
+PACKETS, ANTENNAS, SUBCARRIERS = 250, 3, 30
+HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+"""Who reads what stands in front of the numbers, by the format's version."""
+
+
+def load(root: Path, antennas: bool = False, samples: tuple[int, int] = SAMPLES) -> Data:
+    """The data set from `root`/uthar/UT_HAR, of as many training and test samples: maps (N, 1, 250, 90), or with
+    `antennas` (N, 3, 30, 250).
+
+    Raises DataError for a file that is missing, or is no array of this shape, of numbers that are finite or, of labels,
+    0 to 6.
+    """
+    name = "uthar_antennas" if antennas else "uthar"
+    require_by_hand(name, root, FILES, HOW)
+    parts = [_part(root / FOLDER, part, count) for part, count in zip(("train", "test"), samples, strict=True)]
+    (train_x, train_y), (test_x, test_y) = parts
+    if antennas:
+        train_x, test_x = by_antenna(train_x), by_antenna(test_x)
+    mean, std = moments(train_x, axis=1)
+    return Data(
+        name,
+        Classification(len(ACTIVITIES)),
+        torch.from_numpy(train_x),
+        torch.from_numpy(train_y),
+        torch.from_numpy(test_x),
+        torch.from_numpy(test_y),
+        mean,
+        std,
+    )
+
+
+def by_antenna(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(N, 1, 250, 90) to (N, 3, 30, 250): an antenna's 30 subcarriers are next to each other."""
+    return np.ascontiguousarray(x.reshape(len(x), PACKETS, ANTENNAS, SUBCARRIERS).transpose(0, 2, 3, 1))
+
+
+def _part(folder: Path, part: str, samples: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    x_path, y_path = folder / "data" / f"X_{part}.csv", folder / "label" / f"y_{part}.csv"
+    x = _array(x_path, (samples, PACKETS, ANTENNAS * SUBCARRIERS)).astype(np.float32)
+    labels = _array(y_path, (samples,))
+    if wrong := np.flatnonzero(~np.isin(labels, range(len(ACTIVITIES)))).tolist():
+        raise DataError(
+            f"{y_path}: expected labels 0..{len(ACTIVITIES) - 1}, found {labels[wrong[0]]} at sample {wrong[0]} "
+            f"({len(wrong)} such samples); delete it and download it again"
+        )
+    if not np.isfinite(x).all():
+        raise DataError(f"{x_path}: holds NaN or infinity; delete it and download it again")
+    return x[:, None], labels.astype(np.int64)
+
+
+def _array(path: Path, shape: tuple[int, ...]) -> NDArray[np.generic]:
+    """The numbers of a .npy file as an array of this shape; those of a sample may be in other axes.
+
+    Nothing is unpickled, and nothing is allocated by a size that the file only claims: the numbers lie on the disk
+    until they are looked at. Raises DataError.
+    """
+    try:
+        with path.open("rb") as file:
+            found, fortran, dtype = HEADERS[np.lib.format.read_magic(file)](file)
+            start = file.tell()
+        if dtype.kind not in "iuf" or found[:1] != shape[:1] or math.prod(found) != math.prod(shape):
+            raise ValueError(f"{dtype} of {' x '.join(map(str, found))}")
+        if (size := path.stat().st_size - start) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{size} bytes of numbers")
+        return np.memmap(path, dtype, "r", start, found, "F" if fortran else "C").reshape(shape)
+    except (OSError, ValueError, TypeError, LookupError, SyntaxError, TokenError, MemoryError, RecursionError) as error:
+        raise DataError(
+            f"{path}: expected an array of NumPy (.npy) of {' x '.join(map(str, shape))} numbers, found "
+            f"{str(error)[:300]}; delete it and download it again"
+        ) from error

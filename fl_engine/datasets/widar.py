@@ -1,0 +1,121 @@
+"""Widar3.0: body velocity profiles of gestures, from Wi-Fi signals: 22 moments of 20 x 20 velocities; 9 gestures.
+
+Zheng et al., Zero-Effort Cross-Domain Gesture Recognition with Wi-Fi, MobiSys 2019. Read are the profiles as SenseFi
+(Yang et al., Patterns 4(3), 2023) publishes them: a folder for each gesture, `1-Push&Pull`, with a .csv file for each
+sample, `user3-...csv`, of 22 lines with 400 numbers. (Widar's own are .mat files, for which SciPy would be needed.)
+Prepared as for FedAIoT (Alam, Michigan State University 2023, section 2.2.3.2): the nine gestures that more than three
+users made, scaled by its constants, and users apart: in the order of how many samples they have, the fifth to the
+fifteenth train and the others test.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+from fl_engine.data.files import read, require_by_hand
+from fl_engine.tasks import Classification
+
+ABOUT = "Widar3.0, 22x20x20 velocity profiles, 9 gestures, 11,372 + 5,222; CC BY-NC 4.0; 3.3 GB, by hand"
+FOLDER = "widar/Widardata"
+FILES = (f"{FOLDER}/*/*/user*.csv",)
+HOW = (
+    "Download Widardata from the processed data sets of https://github.com/xyanchen/WiFi-CSI-Sensing-Benchmark (3.3 "
+    "GB, CC BY-NC 4.0, no form) and unpack it, so that Widardata/ lies in widar/"
+)
+GESTURES = (1, 4, 8, 11, 13, 15, 16, 17, 20)
+"""The numbers in the folders' names that are kept, in the order of the classes."""
+TRAINS = range(4, 15)
+"""Places of the users who train, by their samples of all 22 gestures, fewest first."""
+SHAPE = (22, 20, 20)
+CENTRE, SPREAD = 0.0025, 0.0119
+"""Of all profiles' entries, as SenseFi and FedAIoT have them."""
+
+_GESTURE = re.compile(r"([0-9]{1,3})-.*", re.DOTALL)
+_USER = re.compile(r"user([0-9]{1,3})-.*", re.DOTALL)
+
+
+class Sample(NamedTuple):
+    gesture: int
+    user: int
+    path: Path
+
+
+def load(root: Path) -> Data:
+    """The profiles (N, 22, 20, 20) from `root`/widar/Widardata, already scaled.
+
+    `natural_client` is the user. Raises DataError for files that are missing, or are no 22 lines of 400 finite numbers,
+    and where there are not five users, so that nobody would train.
+    """
+    require_by_hand("widar", root, FILES, HOW)
+    every = list(listed(root / FOLDER))
+    users = in_order(every)
+    trains = {users[place] for place in TRAINS if place < len(users)}
+    if not trains:
+        raise DataError(
+            f"widar: files of {len(users)} users under {root / FOLDER}; at least {TRAINS.start + 1} are needed, as the "
+            f"{TRAINS.start} with the fewest samples test. {HOW}"
+        )
+    kept = [sample for sample in every if sample.gesture in GESTURES]
+    train, test = ([s for s in kept if (s.user in trains) is train] for train in (True, False))
+    (train_x, train_y), (test_x, test_y) = _read(train), _read(test)
+    return Data(
+        "widar",
+        Classification(len(GESTURES)),
+        torch.from_numpy(train_x),
+        torch.from_numpy(train_y),
+        torch.from_numpy(test_x),
+        torch.from_numpy(test_y),
+        natural_client=torch.tensor([sample.user for sample in train], dtype=torch.int64),
+    )
+
+
+def listed(folder: Path) -> Iterator[Sample]:
+    """All samples, of every gesture, in the order of their paths. Raises DataError for a name of another form."""
+    for path in sorted(folder.glob("*/*/*.csv")):
+        gesture, user = _GESTURE.fullmatch(path.parent.name), _USER.fullmatch(path.name)
+        if gesture is None or user is None:
+            raise DataError(
+                f"{path}: expected a folder `<number>-<gesture>` and a file `user<number>-....csv`, as Widardata has "
+                "them; take away what is not of it"
+            )
+        yield Sample(int(gesture[1]), int(user[1]), path)
+
+
+def in_order(samples: Sequence[Sample]) -> list[int]:
+    """The users, who has the fewest samples first; of equally many, the lower number."""
+    counts = Counter(sample.user for sample in samples)
+    return sorted(counts, key=lambda user: (counts[user], user))
+
+
+def _read(samples: Sequence[Sample]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    x = np.empty((len(samples), *SHAPE), dtype=np.float32)
+    for of_one, sample in zip(x, samples, strict=True):
+        of_one[:] = (profile(sample.path) - CENTRE) / SPREAD
+    return x, np.array([GESTURES.index(sample.gesture) for sample in samples], dtype=np.int64)
+
+
+def profile(path: Path) -> NDArray[np.float32]:
+    """(22, 20, 20) of a file of 22 lines with 400 numbers. Raises DataError."""
+    try:
+        lines = [line.split(",") for line in read(path).decode("ascii").splitlines()]
+        if [len(line) for line in lines] != [SHAPE[1] * SHAPE[2]] * SHAPE[0]:
+            raise ValueError(f"{len(lines)} lines of {sum(map(len, lines))} numbers")
+        with np.errstate(over="ignore"):  # what becomes infinite is refused
+            values = np.array([float(number) for line in lines for number in line]).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise ValueError("some that are not finite")
+    except (ValueError, OverflowError) as error:
+        raise DataError(
+            f"{path}: expected 22 lines of 400 numbers, found {str(error)[:300]}; delete it and download it again"
+        ) from error
+    return values.reshape(SHAPE)

@@ -1,0 +1,184 @@
+"""WISDM: accelerometer and gyroscope of a watch or a phone at 20 Hz; 51 people, 12 activities, windows of ten seconds.
+
+Weiss, Yoneda and Hayajneh, Smartphone and Smartwatch-Based Biometrics Using Activities of Daily Living, IEEE Access 7,
+2019. Prepared as for FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things,
+Michigan State University 2023, sections 2.2.1 and 2.2.3.2): both sensors are joined where their times are equal; of
+each activity, windows of 200 readings begin every 100, the first of them left out. Soup, chips, pasta and sandwich
+are one class, eating, as the text has it; its published code keeps the sandwich alone (`code_key`).
+
+Departs from the paper: its code draws a fifth of the people for the test part without a seed, here they are always the
+same; it normalises over everybody, here over the training part. Where some of the 51 people's files are not there, the
+test part is the last fifth of each person's every activity, and no window reaches across the cut.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_engine.core import seeds
+from fl_engine.core.errors import DataError
+from fl_engine.core.samples import Data
+from fl_engine.data.files import moments, read, require_by_hand
+from fl_engine.tasks import Classification
+
+RAW = "wisdm/wisdm-dataset/raw"
+HOW = (
+    "Download https://archive.ics.uci.edu/dataset/507/wisdm+smartphone+and+smartwatch+activity+and+biometrics+dataset "
+    "(about 300 MB, CC BY 4.0, no form) and unpack its wisdm-dataset.zip, so that wisdm-dataset/ lies in wisdm/"
+)
+SUBJECTS = range(1600, 1651)
+SENSORS = ("accel", "gyro")
+ACTIVITIES = (
+    "walking", "jogging", "stairs", "sitting", "standing", "typing", "brushing teeth", "eating", "drinking", "writing",
+    "clapping", "folding",
+)  # fmt: skip
+CODE_KEY = {letter: label for label, letter in enumerate("ABCDEFGLKQRS")}
+"""The class of each activity's letter; the others are left out. L is the sandwich."""
+TEXT_KEY = CODE_KEY | dict.fromkeys("HIJ", CODE_KEY["L"])
+"""Soup, chips and pasta are eaten too."""
+LETTERS = b"ABCDEFGHIJKLMOPQRS"
+WINDOW = 200
+STEP = 100
+TRAIN_SHARE = 0.8
+TRAIN, TEST, ACROSS = 0, 1, 2
+"""On which side of the cut in time a window is."""
+MOST_REPEATS = 2
+"""How many joined readings there may be for each reading; times that repeat are joined with each other."""
+
+LINE = np.dtype([("subject", "i4"), ("activity", "S2"), ("time", "i8"), ("x", "f4"), ("y", "f4"), ("z", "f4")])
+
+log = logging.getLogger(__name__)
+
+
+class Windows(NamedTuple):
+    """Of one person."""
+
+    x: NDArray[np.float32]
+    """(N, 200, 6): x, y, z of the accelerometer (m/s^2), then of the gyroscope (rad/s)."""
+    y: NDArray[np.int64]
+    side: NDArray[np.int64]
+    """TRAIN, TEST or ACROSS."""
+
+
+def about(device: str, code_key: bool = False) -> str:
+    eating = "sandwiches alone" if code_key else "all meals"
+    return (
+        f"WISDM, {device}, 200x6 series, 12 activities (eating: {eating}), 51 people; CC BY 4.0; about 300 MB, by hand"
+    )
+
+
+def files(device: str) -> tuple[str, ...]:
+    """What `load` reads, of one person at least."""
+    return tuple(f"{RAW}/{device}/{sensor}/data_*_{sensor}_{device}.txt" for sensor in SENSORS)
+
+
+def load(root: Path, device: str, code_key: bool = False) -> Data:
+    """The windows (N, 200, 6) of those whose files lie under `root`/wisdm/wisdm-dataset/raw/`device`, watch or phone.
+
+    `natural_client` is the person's number, 1600 to 1650. Raises DataError for files that are missing (one sensor's,
+    of a person whose other is there), or whose lines are not of this person and this form.
+    """
+    name = f"wisdm_{device}_code" if code_key else f"wisdm_{device}"
+    require_by_hand(name, root, files(device), HOW)
+    folder = root / RAW / device
+    there = [subject for subject in SUBJECTS if any(_path(folder, device, s, subject).exists() for s in SENSORS)]
+    key = CODE_KEY if code_key else TEXT_KEY
+    found: dict[int, Windows] = {}
+    for subject in there:
+        accel, gyro = (_read(_path(folder, device, sensor, subject), subject) for sensor in SENSORS)
+        of_one = windows(accel, gyro, key)
+        if len(of_one.y):
+            found[subject] = of_one
+    if len(there) == len(SUBJECTS):
+        order = seeds.rng(0, f"wisdm/{device}/test").permutation(list(found))
+        trains = set(order[: int(TRAIN_SHARE * len(order))].tolist())
+        side = {subject: np.full(len(each.y), TRAIN if subject in trains else TEST) for subject, each in found.items()}
+    else:
+        log.info("%s: %d of %d people are there; the last fifth of their time tests", name, len(there), len(SUBJECTS))
+        side = {subject: each.side for subject, each in found.items()}
+    if not found:
+        raise DataError(f"{name}: no window of {WINDOW} readings in the files of {len(there)} people under {folder}")
+    train_x, test_x = (np.concatenate([each.x[side[s] == part] for s, each in found.items()]) for part in (TRAIN, TEST))
+    train_y, test_y = (np.concatenate([each.y[side[s] == part] for s, each in found.items()]) for part in (TRAIN, TEST))
+    clients = np.concatenate([np.full(int((side[s] == TRAIN).sum()), s, dtype=np.int64) for s in found])
+    mean, std = moments(train_x) if len(train_x) else ((), ())
+    return Data(
+        name,
+        Classification(len(ACTIVITIES)),
+        torch.from_numpy(train_x),
+        torch.from_numpy(train_y),
+        torch.from_numpy(test_x),
+        torch.from_numpy(test_y),
+        mean,
+        std,
+        torch.from_numpy(clients),
+    )
+
+
+def windows(accel: NDArray[np.void], gyro: NDArray[np.void], key: dict[str, int]) -> Windows:
+    """All windows of one person, of each activity by itself and in the order of its letters in `key`.
+
+    Of n readings of an activity, windows begin at 200, 300, ... and end by n. The cut is after 80 % of the readings.
+    """
+    activity, values = joined(accel, gyro)
+    x, y, side = [], [], []
+    for letter, label in key.items():
+        of_one = values[activity == letter.encode()]
+        cut = int(TRAIN_SHARE * len(of_one))
+        for start in range(WINDOW, len(of_one) - WINDOW + 1, STEP):
+            x.append(of_one[start : start + WINDOW])
+            y.append(label)
+            side.append(TRAIN if start + WINDOW <= cut else TEST if start >= cut else ACROSS)
+    shape = (len(x), WINDOW, values.shape[1])
+    return Windows(np.array(x, np.float32).reshape(shape), np.array(y, np.int64), np.array(side, np.int64))
+
+
+def joined(accel: NDArray[np.void], gyro: NDArray[np.void]) -> tuple[NDArray[np.bytes_], NDArray[np.float32]]:
+    """The activity (N,), as the accelerometer's file has it, and both sensors' values (N, 6) at the times that both
+    files have, in their order. A time that repeats is joined with each of its like."""
+    a, g = np.argsort(accel["time"], kind="stable"), np.argsort(gyro["time"], kind="stable")
+    times = gyro["time"][g]
+    first = np.searchsorted(times, accel["time"][a], side="left")
+    partners = np.searchsorted(times, accel["time"][a], side="right") - first
+    total = int(partners.sum())
+    if total > MOST_REPEATS * max(len(a), len(g)):
+        raise DataError(
+            f"WISDM, person {accel['subject'][0]}: the accelerometer's {len(a)} and the gyroscope's {len(g)} readings "
+            f"make {total} pairs of equal times, because times repeat; delete both files and download them again"
+        )
+    before = np.cumsum(partners) - partners
+    left = a[np.repeat(np.arange(len(a)), partners)]
+    right = g[np.arange(total) - np.repeat(before - first, partners)]
+    columns = [accel[axis][left] for axis in "xyz"] + [gyro[axis][right] for axis in "xyz"]
+    return accel["activity"][left], np.stack(columns, axis=1)
+
+
+def _path(folder: Path, device: str, sensor: str, subject: int) -> Path:
+    return folder / sensor / f"data_{subject}_{sensor}_{device}.txt"
+
+
+def _read(path: Path, subject: int) -> NDArray[np.void]:
+    """The lines of one file, each `1600,A,90426708196641,7.091625,-0.5916671,8.195502;`."""
+    try:
+        text = read(path).decode("ascii").replace(";", "")
+        if not text.strip():
+            raise ValueError("an empty file")
+        table = np.loadtxt(io.StringIO(text), LINE, delimiter=",", comments=None, ndmin=1)
+        wrong = (table["subject"] != subject) | ~np.isin(table["activity"], [bytes([letter]) for letter in LETTERS])
+        for axis in "xyz":
+            wrong |= ~np.isfinite(table[axis])
+        if wrong.any():
+            raise ValueError(f"{table[wrong][0].item()} in line {int(wrong.argmax()) + 1}")
+    except (ValueError, OverflowError) as error:
+        raise DataError(
+            f"{path}: expected lines of person, activity, time and three numbers, `{subject},A,90426708196641,7.1,-0.6,"
+            f"8.2;`, found {str(error)[:300]}; delete it and download it again"
+        ) from error
+    return table
