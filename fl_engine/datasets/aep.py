@@ -26,7 +26,7 @@ from fl_engine.core.samples import Data
 from fl_engine.data.files import moments, random_split, read, require_by_hand
 from fl_engine.tasks import Regression
 
-ABOUT = "Appliances energy prediction, 18 features, a number (R2), 15,788 + 3,947; CC BY 4.0; 12 MB, by hand"
+ABOUT = "Appliances energy prediction, 18 features, the target a number (R2), 15,788 + 3,947; CC BY 4.0; 12 MB, by hand"
 FILES = ("aep/energydata_complete.csv",)
 HOW = (
     "Download https://archive.ics.uci.edu/dataset/374/appliances+energy+prediction (12 MB, CC BY 4.0, no form) and put "
