@@ -55,13 +55,13 @@ def tuning(**given: Any) -> None:
     workers = start.outputs["Output"]
     with dsl.ParallelFor(workers, name="workers") as worker:
         one = search(worker=worker, prepared=start.outputs["prepared"], job_id=job_id)
-    found = report(
+    best = report(
         workers=workers,
         prepared=start.outputs["prepared"],
         searched=dsl.Collected(one.outputs["searched"]),
     )
     on_cluster(start, retries=0, trains=True)
-    on_cluster(one, found, keys=COORDINATOR_KEYS, trains=True)
-    for each, shown in ((start, "1 Prepare"), (one, "2 Trials"), (found, "3 Best against the default")):
+    on_cluster(one, best, keys=COORDINATOR_KEYS, trains=True)
+    for each, shown in ((start, "1 Prepare"), (one, "2 Trials"), (best, "3 Best against the default")):
         each.set_display_name(shown)
         kubernetes.use_secret_as_env(each, TUNE_SECRET, {TUNE_KEY: TUNE_KEY}, optional=True)

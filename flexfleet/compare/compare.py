@@ -19,7 +19,7 @@ from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, S
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.compare.comparison import Comparison
-from flexfleet.compare.side_by_side import Job, last_words, side_by_side
+from flexfleet.compare.side_by_side import Command, last_words, side_by_side
 from flexfleet.compare.tabulate import tabulate
 from flexfleet.config import Config, algorithm, parse
 from flexfleet.config.entries import Entry, folder_of, varied
@@ -159,14 +159,14 @@ def _run(
     shares = _shares({name: [e for e in group if e in left] for name, group in groups.items()}, folder, given)
     codes = side_by_side(shares, at_once)
     ready = [entry for entry in left if codes.get(shared[entry.name], 0) == 0]
-    jobs = [
-        _job(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
+    commands = [
+        _command(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
         for entry in ready
     ]
-    codes |= side_by_side(jobs, at_once)
+    codes |= side_by_side(commands, at_once)
     failed = [(name, code) for name, code in codes.items() if code]
     if failed:
-        logs = {job.name: job.log for job in (*shares, *jobs)}
+        logs = {each.name: each.log for each in (*shares, *commands)}
         for name, code in failed:
             log.error("%s: exit code %d, %s: %s", name, code, logs[name], last_words(logs[name]))
         done = sum(finished(entry.config, folder / entry.name) for entry in runs)
@@ -192,9 +192,9 @@ def sharing(runs: Sequence[Entry]) -> dict[str, list[Entry]]:
     return out
 
 
-def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[str, tuple[str, str]]) -> list[Job]:
+def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[str, tuple[str, str]]) -> list[Command]:
     """For each group whose partition and pre-training are still to be computed for runs that have not begun."""
-    jobs = []
+    commands = []
     for name, group in groups.items():
         fresh = [e for e in group if not (folder / e.name / "run.json").exists()]
         out = folder / name
@@ -205,8 +205,8 @@ def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[
             continue
         config, stdin = given[first.name]
         argv = ("--config", config, "--out", str(out))
-        jobs.append(Job(out.name, "flexfleet.steps.share", argv, folder / f"{out.name}.log", stdin))
-    return jobs
+        commands.append(Command(out.name, "flexfleet.steps.share", argv, folder / f"{out.name}.log", stdin))
+    return commands
 
 
 def _to_share(runs: Sequence[Entry]) -> Entry:
@@ -214,7 +214,7 @@ def _to_share(runs: Sequence[Entry]) -> Entry:
     return next((e for e in runs if algorithm(e.config).needs_apoz), runs[0])
 
 
-def _job(
+def _command(
     entry: Entry,
     shared: Path,
     given: Mapping[str, str],
@@ -222,10 +222,10 @@ def _job(
     options: Sequence[str],
     config: str,
     stdin: str,
-) -> Job:
+) -> Command:
     argv = ["run", "--config", config, "--run-id", entry.name, "--resume", *options, "--shared", str(shared)]
     argv += [word for key, value in given.items() for word in ("--tag", f"{key}={value}")]
-    return Job(entry.name, "flexfleet.cli", tuple(argv), folder / f"{entry.name}.log", stdin)
+    return Command(entry.name, "flexfleet.cli", tuple(argv), folder / f"{entry.name}.log", stdin)
 
 
 def tags(entry: Entry, id: str, parent: str | None) -> dict[str, str]:
@@ -280,7 +280,7 @@ def pairs_of(runs: Sequence[Entry], id: str, out: Path) -> list[dict[str, str]]:
 def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> Result:
     """Makes or goes on with one run in its folder of the store, and copies what a finished run is into `out`."""
     entry, id = entry_of(pair), pair["comparison"]
-    found = run(
+    result = run(
         Resolved.of(entry.config),
         entry.name,
         resume=True,
@@ -289,7 +289,7 @@ def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> R
     )
     ledger = shutil.ignore_patterns("rounds", ".lock")
     shutil.copytree(Path(entry.config.run.store) / entry.name, out, ignore=ledger, dirs_exist_ok=True)
-    return found
+    return result
 
 
 def collect(pairs: Sequence[Mapping[str, str]], folders: Sequence[Path], out: Path) -> Comparison:

@@ -192,7 +192,7 @@ def summarise(
     targets = tuple(to) or default_targets(runs)
     numerics = [deciding(run.file.numerics) for of_label in runs.values() for run in of_label]
     notes = []
-    if any(found != numerics[0] for found in numerics):
+    if any(each != numerics[0] for each in numerics):
         notes.append("the runs were computed with different numerics (machine, device or torch): see their run.json")
     return Comparison(
         id=id,
@@ -317,9 +317,9 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 
 def _sure(values: Sequence[float]) -> Spread:
-    found = spread(values)
-    assert found is not None, "a comparison has at least one seed"
-    return found
+    known = spread(values)
+    assert known is not None, "a comparison has at least one seed"
+    return known
 
 
 def _scored(rows: Sequence[Row]) -> Iterator[Row]:

@@ -44,13 +44,13 @@ def tabulate(
     labels, seeds = list(dict.fromkeys(e.label for e in entries)), list(dict.fromkeys(e.seed for e in entries))
     differ = varied(entries)
     runs = read(labels, seeds, folders, differ)
-    found = summarise(id, seeds, runs, to, differ)
+    comparison = summarise(id, seeds, runs, to, differ)
     store, drawing = FolderStore(out), draw(runs)
-    store.put("comparison.md", markdown(found).encode())
+    store.put("comparison.md", markdown(comparison).encode())
     store.put("comparison.svg", (drawing + "\n").encode())
-    store.put("comparison.html", page(found, drawing).encode())
-    found.write(out / "comparison.json")
-    return found if mlflow is None else track(found, mlflow, out)
+    store.put("comparison.html", page(comparison, drawing).encode())
+    comparison.write(out / "comparison.json")
+    return comparison if mlflow is None else track(comparison, mlflow, out)
 
 
 # ------------------------------------------------------------------------------------------------- tables
@@ -240,12 +240,12 @@ def page(c: Comparison, drawing: str) -> str:
 # ------------------------------------------------------------------------------------------------- MLflow
 def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
     """Logs the figures and FILES to the comparison's own small run, which then has all runs below it."""
-    found = c.model_copy(update={"mlflow_run_id": mlflow.run_id})
-    found.write(out / "comparison.json")
+    tracked = c.model_copy(update={"mlflow_run_id": mlflow.run_id})
+    tracked.write(out / "comparison.json")
     mlflow.adopt([run.mlflow_run_id for r in c.results.values() for run in r.runs if run.mlflow_run_id])
     log_outcome(mlflow.uri, mlflow.run_id, metrics(c), {}, [str(out / name) for name in FILES])
     mlflow.finish("FINISHED")
-    return found
+    return tracked
 
 
 def metrics(c: Comparison) -> dict[str, float]:
@@ -263,9 +263,9 @@ def metrics(c: Comparison) -> dict[str, float]:
             "seconds": r.seconds,
             "seconds_simulated": r.seconds_simulated,
         }
-        for name, found in spreads.items():
-            if found is not None:
-                out[f"{name}/{label}"] = found.mean
-                if found.std is not None:
-                    out[f"{name}_std/{label}"] = found.std
+        for name, spread in spreads.items():
+            if spread is not None:
+                out[f"{name}/{label}"] = spread.mean
+                if spread.std is not None:
+                    out[f"{name}_std/{label}"] = spread.std
     return out

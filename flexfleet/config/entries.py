@@ -150,12 +150,12 @@ def entries(
 
 def varied(runs: Sequence[Entry]) -> tuple[str, ...]:
     """Dotted names of the parameters in which runs of the same seed differ."""
-    found: dict[str, None] = {}
+    keys_apart: dict[str, None] = {}
     for seed in dict.fromkeys(entry.seed for entry in runs):
         flat = [flatten(entry.config) for entry in runs if entry.seed == seed]
         keys = dict.fromkeys(key for each in flat for key in each)
-        found |= dict.fromkeys(k for k in keys if any(k not in each or each[k] != flat[0].get(k) for each in flat))
-    return tuple(found)
+        keys_apart |= dict.fromkeys(k for k in keys if any(k not in each or each[k] != flat[0].get(k) for each in flat))
+    return tuple(keys_apart)
 
 
 def entries_for(

@@ -31,15 +31,15 @@ def algorithm(config: Config) -> Algorithm:
             f"{config.rounds.over_provision}, is more than all: lower one of them"
         )
     try:
-        found: Algorithm = TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
+        built: Algorithm = TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
     except ValidationError as error:
         raise ConfigError(explain(error, kind, "algorithm.")) from error
-    privacy.check_terms(found, config.rounds)
+    privacy.check_terms(built, config.rounds)
     ambient = config.run.backend == "kubernetes" and config.kubernetes.access == "ambient"
     ours = kind in ALGORITHMS.values()
     stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None
-    privacy.check_run(found, known=ours, reference=config.pretrain.reference, ambient=ambient, stranded=stranded)
-    return found
+    privacy.check_run(built, known=ours, reference=config.pretrain.reference, ambient=ambient, stranded=stranded)
+    return built
 
 
 def cut_seed(config: Config) -> int:

@@ -85,14 +85,14 @@ def _follow(run_id: str, host: str | None, tell: Tell) -> Followed:
             break
         time.sleep(max(EVERY_S, min(10 * (time.monotonic() - began), SLOWEST_S)))
         run = _asked(client, run_id, host, tell)
-    found = Followed(run_id, url, run.state, tasks, last, _error(run))
-    tell(f"{name}: {TOLD.get(found.state, found.state.lower())}{_after(run)}" + (f": {url}" if url else ""))
-    if found.exit_code:
-        if found.error:
-            tell(found.error)
+    followed = Followed(run_id, url, run.state, tasks, last, _error(run))
+    tell(f"{name}: {TOLD.get(followed.state, followed.state.lower())}{_after(run)}" + (f": {url}" if url else ""))
+    if followed.exit_code:
+        if followed.error:
+            tell(followed.error)
         if way := _go_on(parameters, run_id):
             tell(way)
-    return found
+    return followed
 
 
 def _asked(client: Any, run_id: str, host: str | None, tell: Tell) -> Any:
@@ -136,13 +136,13 @@ def _rounds(look: Look | None, total: Any, tell: Tell) -> dict[str, dict[str, fl
 def tasks_of(run: Any) -> Tasks:
     """The states of a run's tasks, by name, in the order in which they began."""
     details = (run.run_details and run.run_details.task_details) or []
-    found: dict[str, Counter[str]] = {}
+    tasks: dict[str, Counter[str]] = {}
     for task in sorted(details, key=lambda task: str(task.create_time or "")):
         name = printable(str(task.display_name or ""))
         whole = task.task_id == name and WORKFLOW.fullmatch(name)
         if name and not whole and not INNER.fullmatch(name):
-            found.setdefault(name, Counter())[str(task.state or "PENDING")] += 1
-    return {name: dict(sorted(states.items())) for name, states in found.items()}
+            tasks.setdefault(name, Counter())[str(task.state or "PENDING")] += 1
+    return {name: dict(sorted(states.items())) for name, states in tasks.items()}
 
 
 def _said(states: Mapping[str, int]) -> str:

@@ -86,8 +86,8 @@ def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
 
     def look() -> list[Round]:
         seen: dict[str, list[str]] = {}
-        for found in filter(None, map(COMMITTED.fullmatch, store.list(prefix))):
-            seen.setdefault(found[1], []).append(found[0])
+        for commit in filter(None, map(COMMITTED.fullmatch, store.list(prefix))):
+            seen.setdefault(commit[1], []).append(commit[0])
         new = []
         for folder, commits in seen.items():
             if marks.get(folder) == commits:
@@ -126,9 +126,9 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
     def runs() -> Iterator[Any]:
         experiments = [each.experiment_id for each in client.search_experiments()]
         for tag, value in (("kfp.job_id", job_id), ("flexfleet.run_id", name)):
-            found = client.search_runs(experiments, f"tags.`{tag}` = '{value}'", order_by=["start_time DESC"])
-            if found:
-                yield from found if tag == "kfp.job_id" else found[:1]
+            page = client.search_runs(experiments, f"tags.`{tag}` = '{value}'", order_by=["start_time DESC"])
+            if page:
+                yield from page if tag == "kfp.job_id" else page[:1]
                 return
 
     def history(id: str, figure: str) -> dict[int, float]:

@@ -83,13 +83,13 @@ def _constant(value: str) -> dict[str, Any]:
 
 def _pairs(text: str) -> dict[str, str]:
     """`label=value,label=value`."""
-    found = {}
+    pairs = {}
     for pair in filter(None, text.split(",")):
         label, sign, value = pair.partition("=")
         if not sign:
             raise ConfigError(f"FLEXFLEET_TASK_NODES: label=value,... is expected, got {text!r}")
-        found[label] = value
-    return found
+        pairs[label] = value
+    return pairs
 
 
 def _resources(compiled: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -99,21 +99,21 @@ def _resources(compiled: Mapping[str, Any], environment: Mapping[str, str]) -> d
     kind = next((kind for kind, sizes in SIZES.items() if sizes["MEMORY"].endswith(limit)), None)
     if kind is None:
         return dict(compiled)
-    found = dict[str, Any]()
+    resources = dict[str, Any]()
     for what, unit in (("cpu", 1), ("memory", 10**9)):
         variable = f"FLEXFLEET_{kind}_{what.upper()}"
         least, _, most = (environment.get(variable) or SIZES[kind][what.upper()]).partition(":")
         for bound, amount in (("Request", least), ("Limit", most or least)):
-            found[f"{what}{bound}"] = _amount(amount, variable) / unit
-            found[f"resource{what.capitalize()}{bound}"] = amount
+            resources[f"{what}{bound}"] = _amount(amount, variable) / unit
+            resources[f"resource{what.capitalize()}{bound}"] = amount
     if kind == "TRAIN" and (accelerator := environment.get("FLEXFLEET_TRAIN_GPU")):
         what, _, count = accelerator.partition("=")
         if not what or not (count or "1").isdecimal():
             raise ConfigError(f"FLEXFLEET_TRAIN_GPU: kind=number is expected (nvidia.com/gpu=1), got {accelerator!r}")
-        found["accelerator"] = {
+        resources["accelerator"] = {
             "count": count or "1", "resourceCount": count or "1", "resourceType": what, "type": what
         }  # fmt: skip
-    return found
+    return resources
 
 
 def _amount(text: str, variable: str) -> float:

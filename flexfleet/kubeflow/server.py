@@ -83,13 +83,13 @@ def link(client: Any, page: str, id: str) -> str:
 
 def run_of(client: Any, id: str) -> Any:
     """A run as the server has it. Raises EnvironmentFailure where what answers is something else."""
-    found = client._run_api.run_service_get_run(id, _request_timeout=TIMEOUT_S)
-    if found.run_id != id:
+    run = client._run_api.run_service_get_run(id, _request_timeout=TIMEOUT_S)
+    if run.run_id != id:
         raise EnvironmentFailure(
             f"what answers is not the API of Kubeflow Pipelines (a page to log in, perhaps): it does not say the id of "
             f"the run {id}. {WAY_IN}"
         )
-    return found
+    return run
 
 
 def parameters_of(client: Any, run: Any) -> dict[str, Any]:

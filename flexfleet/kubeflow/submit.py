@@ -155,8 +155,8 @@ def _uploaded(client: Any, name: str, version: str, text: str, namespace: str | 
         path.write_text(text)
         # (The SDK's own look-up by name does not take a namespace.)
         same = json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
-        found = client.list_pipelines(filter=same, namespace=namespace).pipelines or []
-        pipeline_id = found[0].pipeline_id if found else None
+        pipelines = client.list_pipelines(filter=same, namespace=namespace).pipelines or []
+        pipeline_id = pipelines[0].pipeline_id if pipelines else None
         if pipeline_id is None:
             pipeline_id = client.upload_pipeline(str(path), name, namespace=namespace).pipeline_id
         for known in _versions(client, pipeline_id):

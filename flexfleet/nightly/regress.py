@@ -139,9 +139,9 @@ def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
 def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:
     """Runs at least 20 seeds and writes the suite's reference."""
     take_folder(night, resume)
-    found = measure(night, make(night, jobs, resume), REFERENCE_TURNS)
-    found.write(night.path.with_suffix(".json"))
-    return found
+    figures = measure(night, make(night, jobs, resume), REFERENCE_TURNS)
+    figures.write(night.path.with_suffix(".json"))
+    return figures
 
 
 def take_folder(night: Night, resume: bool) -> None:
@@ -174,31 +174,31 @@ def settle(
         log.info("%s was judged before", night.id)
         return known
     with ending(mlflow):
-        found = measure(night, folders, TURNS, runs_in)
-        found.write(out / "figures.json")
-        verdict = _verdict(night, found, out, mlflow.run_id if mlflow else None)
+        figures = measure(night, folders, TURNS, runs_in)
+        figures.write(out / "figures.json")
+        verdict = _verdict(night, figures, out, mlflow.run_id if mlflow else None)
         if mlflow is not None:
-            _publish(night, folders, out, verdict, mlflow, found)
+            _publish(night, folders, out, verdict, mlflow, figures)
         return verdict
 
 
-def _verdict(night: Night, found: Figures, out: Path, mlflow_run_id: str | None) -> Verdict:
+def _verdict(night: Night, figures: Figures, out: Path, mlflow_run_id: str | None) -> Verdict:
     champion, reference = champion_of(night), reference_of(night)
-    checks, notes = compared(night, found, champion, reference)
+    checks, notes = compared(night, figures, champion, reference)
     before = ("champion", champion) if champion else ("reference", reference)
     verdict = Verdict(
         suite=night.name,
         id=night.id,
         passed=not any(check.failed for check in checks),
         checks=tuple(checks),
-        since=f"{before[0]}, {before[1].commit or 'unknown'}..{found.commit or 'unknown'}" if before[1] else None,
-        commits=track.commits(before[1].commit if before[1] else None, found.commit),
+        since=f"{before[0]}, {before[1].commit or 'unknown'}..{figures.commit or 'unknown'}" if before[1] else None,
+        commits=track.commits(before[1].commit if before[1] else None, figures.commit),
         notes=tuple(notes),
         report=str(out / "regression.html"),
         mlflow_run_id=mlflow_run_id,
     )
     verdict.write(out / "regression.json")
-    FolderStore(out).put("regression.html", page(verdict, found, champion, reference).encode())
+    FolderStore(out).put("regression.html", page(verdict, figures, champion, reference).encode())
     return verdict
 
 
@@ -213,14 +213,14 @@ def pairs_of(night: Night, shared: Path, job_id: str) -> list[dict[str, str]]:
 def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
     """Finished runs' folders, given in any order. Raises IntegrityError where one is missing."""
     of_case = {f"{night.id}-{case}": case for case in night.runs}
-    found = {}
+    folders = {}
     for folder in finished:
         file = RunFile.read(folder / "run.json")
-        found[of_case[Path(file.config["run"]["store"]).name], file.run_id] = folder
+        folders[of_case[Path(file.config["run"]["store"]).name], file.run_id] = folder
     wanted = {(case, entry.name) for case, entries in night.runs.items() for entry in entries}
-    if missing := sorted(wanted - found.keys()):
+    if missing := sorted(wanted - folders.keys()):
         raise IntegrityError(f"runs of {night.id} are missing: {', '.join('/'.join(pair) for pair in missing)}")
-    return found
+    return folders
 
 
 # ---------------------------------------------------------------------------------------------- measuring
@@ -280,13 +280,13 @@ def reference_of(night: Night) -> Figures | None:
     path = night.path.with_suffix(".json")
     if not path.exists():
         return None
-    found = Figures.read(path)
+    figures = Figures.read(path)
     for case in night.runs:
-        for name, of_label in found.labels.items():
+        for name, of_label in figures.labels.items():
             of_case, _, label = name.partition("/")
             if of_case == case and of_label.task != suite.task_of(night.suite, case, label):
                 raise ConfigError(f"{path} is of other settings than {night.path} has now: make it again with --update")
-    return found
+    return figures
 
 
 def champion_of(night: Night) -> Figures | None:
@@ -386,7 +386,7 @@ def _judged(mlflow: MLflow, folders: Folders, out: Path) -> Verdict | None:
     return Verdict.read(out / "regression.json").model_copy(update={"report": str(out / "regression.html")})
 
 
-def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: MLflow, found: Figures) -> None:
+def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: MLflow, figures: Figures) -> None:
     client = client_of(mlflow.uri)
     made = []
     for case, entries in night.runs.items():
@@ -403,7 +403,7 @@ def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow
             made.append((run_id, model.model_sha256))
     metrics = {
         f"{metric}/{label}": sum(each) / len(each)
-        for label, of in found.labels.items()
+        for label, of in figures.labels.items()
         for metric, each in of.values.items()
     }
     log_outcome(mlflow.uri, mlflow.run_id, metrics, {}, [str(out / name) for name in FILES])

@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = p.parse_args(argv)
     steps = (args.partition, args.pretrain, args.pool, args.evaluation)
-    found = finish(config_of(args), args.run, *steps, args.out)
+    result = finish(config_of(args), args.run, *steps, args.out)
     print(table([args.out]))
-    print(f"report: {found.report}")
+    print(f"report: {result.report}")
     return 0
 
 

@@ -90,26 +90,26 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
     ledger is in another `store` than `out`, they go there too: a pod's folder is gone with it."""
     config = resolved.config
     page = report([out], out / "report.html")
-    found = result(out, page, store.uri())
+    outcome = result(out, page, store.uri())
     if config.publish.models:
-        publish(resolved, out, found.mlflow_run_id, out / "export")
-    tags = {"model_sha256": found.model_sha256}
+        publish(resolved, out, outcome.mlflow_run_id, out / "export")
+    tags = {"model_sha256": outcome.model_sha256}
     if config.publish.dvc is not None:
         tags |= versioned.push_run(out, config.publish.dvc)
     with tempfile.TemporaryDirectory() as scratch:
-        written = found.write(Path(scratch) / "result.json")
-        if config.tracking.mlflow is not None and found.mlflow_run_id is not None:
+        written = outcome.write(Path(scratch) / "result.json")
+        if config.tracking.mlflow is not None and outcome.mlflow_run_id is not None:
             from flexfleet.tracking.trackers import log_outcome
 
-            metrics = {"final/avg": found.metrics["avg"], "final/full": found.metrics["full"]}
+            metrics = {"final/avg": outcome.metrics["avg"], "final/full": outcome.metrics["full"]}
             files = [str(page), str(out / "pool" / "pool.json"), str(written)]
             pointers = out / versioned.POINTERS if config.publish.dvc else None
-            log_outcome(config.tracking.mlflow, found.mlflow_run_id, metrics, tags, files, pointers)
+            log_outcome(config.tracking.mlflow, outcome.mlflow_run_id, metrics, tags, files, pointers)
     if config.run.remote is not None:
         store.put("report.html", page.read_bytes())
-        store.put("result.json", (found.model_dump_json(indent=1) + "\n").encode())
-    found.write(out / "result.json")  # last: by it a run counts as finished
-    return found
+        store.put("result.json", (outcome.model_dump_json(indent=1) + "\n").encode())
+    outcome.write(out / "result.json")  # last: by it a run counts as finished
+    return outcome
 
 
 def result(out: Path, page: Path, store_uri: str) -> Result:

@@ -262,10 +262,10 @@ def _fetch_run(store: Store, out: Path) -> None:
     machine knows another one."""
     if not store.list(track.RUN_KEY):
         return
-    found = store.get(track.RUN_KEY)
+    stored = store.get(track.RUN_KEY)
     if not (out / "run.json").exists():
-        FolderStore(out).put("run.json", found)
-    elif RunFile.read(out / "run.json").token != RunFile.of(found, store.uri(track.RUN_KEY)).token:
+        FolderStore(out).put("run.json", stored)
+    elif RunFile.read(out / "run.json").token != RunFile.of(stored, store.uri(track.RUN_KEY)).token:
         raise IntegrityError(
             f"{out / 'run.json'} is of another run than {store.uri(track.RUN_KEY)}, which was begun elsewhere: remove "
             f"{out} to go on with that one, or choose another --run-id"

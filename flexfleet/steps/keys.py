@@ -93,9 +93,9 @@ class InSecret:
         return f"the Secret {self.cluster.namespace}/{self.name}"
 
     def read(self) -> bytes | None:
-        found = self.cluster.get("secrets", self.name)
+        secret = self.cluster.get("secrets", self.name)
         try:
-            return None if found is None else base64.b64decode(found["data"]["key"], validate=True)
+            return None if secret is None else base64.b64decode(secret["data"]["key"], validate=True)
         except (KeyError, TypeError, ValueError) as error:
             raise IntegrityError(f"{self} holds no key of a run ({type(error).__name__} {error})") from None
 
@@ -128,9 +128,9 @@ def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
     if "://" not in where:
         _check_folder(Path(where), config.run.remote)
         return InStore(FolderStore(Path(where).resolve()), f"{run_id}/key")
-    found = S3Store(f"{where.rstrip('/')}/{run_id}", settings=SETTINGS)
+    bucket = S3Store(f"{where.rstrip('/')}/{run_id}", settings=SETTINGS)
     _check_bucket(where, config.run.remote)
-    return InStore(found, "key")
+    return InStore(bucket, "key")
 
 
 def _check_folder(folder: Path, remote: str | None) -> None:
@@ -176,23 +176,23 @@ def key_of_run(place: Place, store: Store, known: RunFile | None) -> bytes:
     """
     _move(store, place)
     expected = None if known is None else known.key_sha256
-    found = place.read()
-    if found is None and expected is None:
+    key = place.read()
+    if key is None and expected is None:
         place.create(secrets.token_bytes(SIZE))
-        found = place.read()
+        key = place.read()
         log.info("the run's key is in %s%s", place, f"; {place.advice}" if place.advice else "")
-    if found is None:
+    if key is None:
         raise IntegrityError(
             f"the run's key is not in {place}; by the run's record it was kept in {known.key_at if known else place}: "
             "bring it there, or set run.secrets to where it is (with another key the model would be another, and noise "
             "would be released twice)"
         )
-    if len(found) != SIZE or expected not in (None, sha256(found)):
+    if len(key) != SIZE or expected not in (None, sha256(key)):
         raise IntegrityError(
-            f"{place} holds {len(found)} bytes that are not the key which the run began with: put it back, or start "
+            f"{place} holds {len(key)} bytes that are not the key which the run began with: put it back, or start "
             "another run (with another key the model would be another, and a known one takes the noise off)"
         )
-    return found
+    return key
 
 
 def _move(store: Store, place: Place) -> None:

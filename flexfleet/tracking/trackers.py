@@ -186,15 +186,15 @@ def connect(uri: str, experiment: str) -> tuple[Any, str]:
     from mlflow.exceptions import MlflowException
 
     with _usable(uri):
-        found = client.get_experiment_by_name(experiment)
-        if found is None:
+        known = client.get_experiment_by_name(experiment)
+        if known is None:
             try:
                 return client, str(client.create_experiment(experiment, tags=KIND))
             except MlflowException:  # another run has created it meanwhile
-                found = client.get_experiment_by_name(experiment)
-                if found is None:
+                known = client.get_experiment_by_name(experiment)
+                if known is None:
                     raise
-    return client, str(found.experiment_id)
+    return client, str(known.experiment_id)
 
 
 @contextmanager
@@ -351,9 +351,9 @@ class MLflow:
         """An input of the run. The same one again changes nothing. MLflow keeps 36 characters of a digest."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        found = Dataset(name=name, digest=digest[:36], source_type="local", source=json.dumps({"uri": source}))
+        made = Dataset(name=name, digest=digest[:36], source_type="local", source=json.dumps({"uri": source}))
         with _answering(self.uri):
-            self._client.log_inputs(self.run_id, [DatasetInput(found, [InputTag("mlflow.data.context", context)])])
+            self._client.log_inputs(self.run_id, [DatasetInput(made, [InputTag("mlflow.data.context", context)])])
 
     def file(self, values: Mapping[str, Any], name: str) -> None:
         with _answering(self.uri):

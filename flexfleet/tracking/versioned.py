@@ -64,8 +64,8 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
         with _explained(remote, IntegrityError):
             repo.pull(targets=[str(folder / f"{name}.dvc") for name in pointers])
         for name, expected in wanted.items():
-            if not (folder / name).exists() or (found := md5(folder / name)) != expected:
-                has = f"md5 {found}" if (folder / name).exists() else "nothing"
+            if not (folder / name).exists() or (actual := md5(folder / name)) != expected:
+                has = f"md5 {actual}" if (folder / name).exists() else "nothing"
                 raise IntegrityError(f"{name}: {masked(remote)} has {has} where the pointer says {expected}")
         brought = []
         for name in pointers:
@@ -122,9 +122,9 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
             raise IntegrityError(f"{name}: its pointer says md5 {says}, the run's tag {tag}")
     with _replacing(out) as part:
         pull(pointers, tags["dvc.remote"], part)
-        found, expected = sha256((part / "model.safetensors").read_bytes()), tags.get("model_sha256")
-        if expected is not None and found != expected:
-            raise IntegrityError(f"the model's sha256 is {found}, the run's tag says {expected}")
+        actual, expected = sha256((part / "model.safetensors").read_bytes()), tags.get("model_sha256")
+        if expected is not None and actual != expected:
+            raise IntegrityError(f"the model's sha256 is {actual}, the run's tag says {expected}")
     return [out / name for name in pointers]
 
 
@@ -157,8 +157,8 @@ def folder_of(root: str | None) -> Path:
     Raises DataError for what is not to be had there.
     """
     try:
-        if root is not None and (found := REV.fullmatch(root)) and not Path(root).exists():
-            return _at_revision(found["repo"], found["rev"], found["path"])
+        if root is not None and (match := REV.fullmatch(root)) and not Path(root).exists():
+            return _at_revision(match["repo"], match["rev"], match["path"])
         if root is not None and root.endswith(".dvc"):
             return _pointed_to(Path(root))
     except OSError as error:

@@ -54,16 +54,16 @@ def space_of(config: Config, pool: Pool) -> dict[str, Range]:
     is none."""
     if config.tune.space:
         return dict(config.tune.space)
-    found = {
+    space = {
         path: Range(low=each.low, high=each.high, log=each.log, whole=each.whole)
         for path, each in _declared(config, pool).items()
     }
-    if not found:
+    if not space:
         raise ConfigError(
             f"tune.space is empty, and {config.algorithm['name']} declares no search space of its own: say what to "
             "search, a.b: {low, high}"
         )
-    return found
+    return space
 
 
 def _declared(config: Config, pool: Pool) -> dict[str, Interval]:
@@ -78,7 +78,7 @@ def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str
     what it makes of that (`pool` is the default's). A value outside the space is left out, and drawn."""
     values = config.model_dump(mode="json")
     own, declared = vars(algorithm(config)), _declared(config, pool)
-    found = {}
+    first = {}
     for path, range in space.items():
         section, *rest = path.split(".")
         here: Any = own if section == "algorithm" else values[section]
@@ -87,8 +87,8 @@ def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str
         if here is None and path in declared:
             here = declared[path].start
         if here is not None and (here in range.choices if range.choices else _within(here, range)):
-            found[path] = here
-    return found
+            first[path] = here
+    return first
 
 
 def _inside(value: Any, part: str) -> Any:
@@ -105,15 +105,15 @@ def _within(value: Any, range: Range) -> bool:
 
 def suggest(trial: Any, space: Mapping[str, Range]) -> dict[str, Any]:
     """Draws a value for each name."""
-    found = {}
+    values = {}
     for path, r in space.items():
         if r.choices:
-            found[path] = trial.suggest_categorical(path, list(r.choices))
+            values[path] = trial.suggest_categorical(path, list(r.choices))
         elif r.whole:
-            found[path] = trial.suggest_int(path, int(r.low or 0), int(r.high or 0), log=r.log)
+            values[path] = trial.suggest_int(path, int(r.low or 0), int(r.high or 0), log=r.log)
         else:
-            found[path] = trial.suggest_float(path, r.low, r.high, log=r.log)
-    return found
+            values[path] = trial.suggest_float(path, r.low, r.high, log=r.log)
+    return values
 
 
 def applied(config: Config, values: Values) -> Config:

@@ -25,7 +25,7 @@ import yaml
 from fl_engine.core.errors import BadInput, ConfigError, Stopped
 from fl_engine.core.fields import Moves
 from flexfleet.compare.compare import RunsFailed
-from flexfleet.compare.side_by_side import Job, side_by_side
+from flexfleet.compare.side_by_side import Command, side_by_side
 from flexfleet.config import Config, Range, load_config, moves, public, set_path, shown
 from flexfleet.config.names import plain
 from flexfleet.config.overrides import hand_over, write_config
@@ -127,7 +127,7 @@ def _work_all(config: Config, folder: Path, id: str) -> None:
     asked = ("--config", given, "--study", str(folder), "--id", id, "--worker")
     names = [f"worker{i}" for i in range(many)]
     workers = [
-        Job(name, "flexfleet.tune.study", (*asked, str(i)), folder / f"{name}.log", stdin)
+        Command(name, "flexfleet.tune.study", (*asked, str(i)), folder / f"{name}.log", stdin)
         for i, name in enumerate(names)
     ]
     failed = [f"{name} ({folder / name}.log)" for name, code in side_by_side(workers, many).items() if code]
@@ -242,12 +242,12 @@ def _pools(
 
 def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolved, Path]]) -> float:
     """The metric of the last round, over the seeds; the first seed's rounds are what a trial is pruned by."""
-    found = []
+    scores = []
     for i, (run, out) in enumerate(ready):
         reporter = search.Reporter(trial, config.tune.metric) if i == 0 else None
-        found.append(_rounds(run, out, _tags(study, trial=str(trial.number)), reporter))
+        scores.append(_rounds(run, out, _tags(study, trial=str(trial.number)), reporter))
         shutil.rmtree(out / "rounds", ignore_errors=True)  # a trial's models are of no use to anybody
-    return mean(found)
+    return mean(scores)
 
 
 def _resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
@@ -306,7 +306,7 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
                 _prepare(run, folder, out)
             held[name].append(_rounds(run, out, _tags(study, held_out=name)))
     started = next((t.value for t in complete if first.items() <= t.params.items()), None)
-    found = Tuned(
+    tuned = Tuned(
         id=study.study_name,
         metric=config.tune.metric,
         measured=Resolved.of(config).data.task.metric.name,
@@ -335,14 +335,14 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         set_path(changed, path, here)
     (folder / "patch.yaml").write_text(yaml.safe_dump(changed))
     trials = [(t.number, t.value, t.params) for t in sorted(complete, key=lambda t: t.number)]
-    (folder / "study.html").write_text(page(found, trials))
-    found.write(folder / "tune.json")
+    (folder / "study.html").write_text(page(tuned, trials))
+    tuned.write(folder / "tune.json")
     parent = _parent(config, study, {})
     if parent is not None and config.tracking.mlflow is not None:
-        figures = {f"best/{found.metric}": found.best_value, "held_out/gain": found.gain}
+        figures = {f"best/{tuned.metric}": tuned.best_value, "held_out/gain": tuned.gain}
         log_outcome(config.tracking.mlflow, parent.run_id, figures, {}, [str(folder / name) for name in FILES])
         parent.finish("FINISHED")
-    return found
+    return tuned
 
 
 # ------------------------------------------------------------------------------------------- as tasks of a graph
@@ -389,13 +389,13 @@ def report(prepared: Path, id: str, workers: Sequence[Path], out: Path, text: Pa
     config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id
     with alone(folder), search.answering(config):
-        found = _conclude(config, search.open_study(config, workers[0], id, begun=True), folder, prepared)
+        tuned = _conclude(config, search.open_study(config, workers[0], id, begun=True), folder, prepared)
     out.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         shutil.copyfile(folder / name, out / name)
-    text.write_text(markdown(found, (out / "patch.yaml").read_text()))
+    text.write_text(markdown(tuned, (out / "patch.yaml").read_text()))
     shutil.copyfile(out / "study.html", html)
-    return found
+    return tuned
 
 
 def main(argv: Sequence[str] | None = None) -> int:
