@@ -1,4 +1,4 @@
-"""What a configuration names: its algorithm, the seed of its partition, the least side of its images."""
+"""Makes what a configuration names: its algorithm, the seed of its partition, the smallest side of its images."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def algorithm(config: Config) -> Algorithm:
 
 
 def cut_seed(config: Config) -> int:
-    """The seed of which samples are used, and of who holds them."""
+    """The seed that decides which samples are used, and which client holds them."""
     return config.seed if config.partition.seed is None else config.partition.seed
 
 
 def min_side(config: Config) -> int:
-    """The smallest image side that the configured network takes; 0: it says none."""
+    """The smallest image side that the configured network takes; 0: it declares none."""
     return getattr(model_kind(config.model), "min_hw", 0)

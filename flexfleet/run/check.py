@@ -19,7 +19,7 @@ from flexfleet.steps.pretrain import need_proxy
 
 
 def check(resolved: Resolved) -> dict[str, Any]:
-    """What would run, in a few words. Raises BadInput for whatever could not; trains nothing, writes nothing."""
+    """A short description of the run. Raises BadInput for whatever is wrong; trains nothing, writes nothing."""
     config, algorithm, data, family = resolved.config, resolved.algorithm, resolved.data, resolved.family
     for device in config.run.devices:
         check_device(device)
@@ -30,7 +30,7 @@ def check(resolved: Resolved) -> dict[str, Any]:
     _check_rates(config)
     if algorithm.needs_apoz:
         need_proxy(parts)
-    # Without measured scores every layer counts alike; targets, Gamma and nesting are checked all the same.
+    # Without measured scores every layer has the same score; targets, Gamma and nesting can still be checked.
     pool = algorithm.pool(family, (0.5,) * len(family.prunable()))
     initial = initial_params(family, seeds.derive(config.seed, "init"))
     site = Site(family, pool, fleet, data, parts, config.seed)
@@ -47,7 +47,7 @@ def check(resolved: Resolved) -> dict[str, Any]:
 
 
 def _check_rates(config: Config) -> None:
-    """A rate that grows is only known to be too large when it is asked for, in some later round."""
+    """A learning rate that grows would overflow only in some later round, so it is checked now."""
     try:
         config.training.sgd(config.rounds.stop - 1)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Step 3: the pool of sub-models, from the APoZ scores or from the algorithm's own rule."""
+"""Step 3: builds the pool of sub-models, from the APoZ scores or by the algorithm's own rule."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flexfleet.steps.prepare import Resolved, resolved_of
 
 
 def model_pool(resolved: Resolved, pretrain: Path, out: Path) -> Path:
-    """Writes pool.json into `out`. Raises PoolError where the targets cannot be reached."""
+    """Writes pool.json into `out`. Raises PoolError if the targets cannot be reached."""
     apoz = Apoz.read(pretrain / "apoz.json")
     return build(resolved.config, resolved.algorithm, resolved.family, apoz).write(out / "pool.json")
 
 
 def build(config: Config, algorithm: Algorithm, family: ModelFamily, apoz: Apoz) -> PoolFile:
-    """The pool, and how alike its pruning ratios are to those of the reference where there is one."""
+    """The pool, and how similar its pruning ratios are to those of the reference, if there is one."""
     pool = algorithm.pool(family, tuple(layer.apoz for layer in apoz.layers))
     reference = algorithm.pool(family, apoz.reference) if apoz.reference else None
     groups = [p.group for p in family.prunable()]

@@ -1,4 +1,4 @@
-"""Step 1: cut the proxy from the training data, then give the clients theirs."""
+"""Step 1: cut the proxy from the training data, then divide the rest among the clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def partition(resolved: Resolved, out: Path) -> Path:
 
 
 def cut(resolved: Resolved) -> Partition:
-    """The configured partition of the data. Raises PartitionError where there is none."""
+    """The configured partition of the data. Raises PartitionError if it is impossible."""
     p = resolved.config.partition
     return partitions.partition(
         resolved.data,

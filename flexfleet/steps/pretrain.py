@@ -1,6 +1,6 @@
 """Step 2: pre-train the global model on the proxy and measure APoZ (FlexFL Sec. III-A, steps 1 and 2).
 
-The weights are thrown away: only the scores carry over. Runs for the algorithms that ask for scores.
+Only the scores are kept, not the weights. The step trains only for algorithms that need scores.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def pretrain(resolved: Resolved, partition: Path, out: Path) -> Path:
 
 
 def need_proxy(parts: partitions.Partition) -> None:
-    """Raises PartitionError where the server holds nothing to measure on."""
+    """Raises PartitionError if the server holds no samples to measure on."""
     if not len(parts.proxy_train) or not len(parts.proxy_test):
         raise PartitionError(
             "the algorithm measures APoZ on proxy data, and partition.proxy leaves the server none: raise it, "
