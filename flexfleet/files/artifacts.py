@@ -1,4 +1,4 @@
-"""What the steps hand to each other: small JSON files with a schema, written whole or not at all."""
+"""The files that the steps pass to each other: small JSON files with a schema, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ A = TypeVar("A", bound="Artifact")
 
 
 class Artifact(BaseModel):
-    """A number that is not finite is no figure: JSON has no word for it, and nothing could read the file."""
+    """Refuses numbers that are not finite: JSON cannot hold them, and no reader could read the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     schema_version: Literal[1] = 1
@@ -27,7 +27,7 @@ class Artifact(BaseModel):
 
     @classmethod
     def read(cls: type[A], path: Path) -> A:
-        """Raises IntegrityError naming the file that is missing, unreadable or not of this kind."""
+        """Raises IntegrityError, which names the file, if it is missing, unreadable or does not fit the schema."""
         try:
             return cls.of(path.read_bytes(), str(path))
         except FileNotFoundError:
@@ -37,7 +37,7 @@ class Artifact(BaseModel):
 
     @classmethod
     def of(cls: type[A], value: bytes, name: str) -> A:
-        """Raises IntegrityError naming the file where it is not of this kind."""
+        """Raises IntegrityError, which names the file, if it does not fit the schema."""
         try:
             return cls.model_validate_json(value)
         except ValidationError as error:
@@ -54,7 +54,7 @@ class ApozLayer(BaseModel):
 
 
 class Apoz(Artifact):
-    """pretrain/apoz.json. `layers` is empty where the algorithm does not ask for it."""
+    """pretrain/apoz.json. `layers` is empty if the algorithm needs no APoZ."""
 
     layers: tuple[ApozLayer, ...]
     reference: tuple[float, ...] | None = None
@@ -82,9 +82,9 @@ class Level(BaseModel):
     """Of the pruning ratios to those of a reference pre-trained on all data (FlexFL Sec. IV-C1)."""
     spec: dict[str, Any]
     ensemble: bool = False
-    """Answers with the mean over its exits."""
+    """Its prediction is the mean over its exits."""
     static_bn: bool = False
-    """Batch norm takes statistics of the training data."""
+    """Batch norm uses statistics of the training data."""
 
 
 class PoolFile(Artifact):
@@ -93,7 +93,7 @@ class PoolFile(Artifact):
     algorithm: str
     model: str
     input_chw: tuple[int, ...]
-    """The shape of a sample; the key is older than samples that are no images."""
+    """The shape of a sample, (C, H, W) for images; the key's name is from the time when all samples were images."""
     classes: int
     """Outputs of the network."""
     groups: dict[str, int]
@@ -101,7 +101,7 @@ class PoolFile(Artifact):
     levels: tuple[Level, ...] = Field(min_length=1)
 
     def pool(self) -> Pool:
-        """Raises IntegrityError naming the level whose `spec` is no sub-model."""
+        """Raises IntegrityError, which names the level, if a `spec` is no sub-model."""
         return tuple(
             PoolModel(
                 name=v.name,
@@ -132,11 +132,12 @@ class RunFile(Artifact):
 
     run_id: str
     token: str = ""
-    """Unique: by it a killed run finds the MLflow run that it had begun, and a private one has noise of its own."""
+    """Unique: with it a resumed run finds the MLflow run that it had begun, and a private run has its own noise."""
     config: dict[str, Any]
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
-    """Of the rounds before a resume with --accept-numerics: such a run is repeatable only in the same stretches."""
+    """Numerics of the rounds before each resume with --accept-numerics: another run gives the same bits only if it is
+    resumed after the same rounds on the same machines."""
     pool_sha256: str
     partition_sha256: str
     mlflow_run_id: str | None = None
@@ -149,7 +150,7 @@ class RunFile(Artifact):
     noise_numerics: dict[str, Any] | None = None
     """What a private run's noise is computed with (`numerics.describe_noise`)."""
     noise_sha256: str | None = None
-    """Of the key of a stream that had no name."""
+    """Digest of the key, for a stream that had no name."""
 
 
 class History(Artifact):
@@ -168,7 +169,7 @@ class History(Artifact):
 
 
 def row_of(value: dict[str, Any]) -> Row:
-    """An entry of `History.rounds`. JSON has no NaN: a loss that diverged is null, and is left out."""
+    """An entry of `History.rounds`. JSON has no NaN: a loss that diverged is null there, and is left out here."""
     metrics = value.get("metrics")
     measured = {k: v for k, v in metrics.items() if v is not None} if isinstance(metrics, dict) else metrics
     return Row.model_validate({**value, "metrics": measured})
@@ -179,14 +180,14 @@ class LevelScore(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     metrics: dict[str, float] = Field(min_length=1)
-    """All that the task measures, by name; the first is the one that decides."""
+    """All metrics of the task, by name; the first metric decides."""
     loss: float | None
-    """Null where the model has diverged."""
+    """Null if the model has diverged."""
     params: int
 
     @property
     def value(self) -> float:
-        """Of the metric that decides."""
+        """The value of the metric that decides."""
         return next(iter(self.metrics.values()))
 
     @model_validator(mode="before")
@@ -214,7 +215,7 @@ class EvaluationFile(Artifact):
 
     @property
     def metric(self) -> str:
-        """The name of the one that decides."""
+        """The name of the metric that decides."""
         return next(iter(next(iter(self.levels.values())).metrics))
 
     @field_validator("levels")
@@ -227,8 +228,8 @@ class EvaluationFile(Artifact):
 
 
 class ConfusionFile(Artifact):
-    """confusion.json: by level, how many test samples of a class (row) the final model took for which (column). It
-    has no levels where the task has no classes."""
+    """confusion.json: by level, how many test samples of one class (row) the final model took for which class (column).
+    Without levels if the task has no classes."""
 
     levels: dict[str, tuple[tuple[int, ...], ...]]
 

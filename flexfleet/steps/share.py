@@ -1,7 +1,7 @@
-"""What all runs of one seed of a comparison start from, computed once: the partition, and the proxy pre-training.
+"""Computes once what all runs of one seed of a comparison start from: the partition, and the pre-training on the proxy.
 
-Both follow from data set, network, partition, pre-training settings and seed; the folder says from which it was
-computed, and is taken over only by runs that have the same.
+Both follow from data set, network, partition, pre-training settings and seed. The folder records these, and only runs
+with the same values use it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ ABOUT = "shared.json"
 
 
 class Shared(Artifact):
-    """shared.json, written last: what the folder was computed from."""
+    """shared.json, written last: the settings from which the folder was computed."""
 
     settings: dict[str, Any]
     network: str | None
-    """The network that was pre-trained; null: the algorithm it was computed for asks for no APoZ."""
+    """The network that was pre-trained; null: the algorithm needs no APoZ, so nothing was pre-trained."""
 
 
 def share(resolved: Resolved, out: Path) -> Path:
-    """Writes partition/, pretrain/ and shared.json into `out`. `resolved`: of any run of the seed, best of one whose
-    algorithm measures APoZ, as the pre-training is left out where nobody asks for it."""
+    """Writes partition/, pretrain/ and shared.json into `out`. `resolved`: of any run of the seed; if some algorithms
+    measure APoZ, of a run with one of these, since `share` pre-trains only for them."""
     (out / ABOUT).unlink(missing_ok=True)
     partition(resolved, out / "partition")
     pretrain(resolved, out / "partition", out / "pretrain")
@@ -43,7 +43,7 @@ def share(resolved: Resolved, out: Path) -> Path:
 
 
 def fits(resolved: Resolved, shared: Path) -> bool:
-    """Whether `share` is done there for such a configuration, so that nothing needs to be computed again."""
+    """Whether the folder holds all that `share` would compute for this configuration."""
     try:
         about = Shared.read(shared / ABOUT)
     except IntegrityError:
@@ -54,9 +54,9 @@ def fits(resolved: Resolved, shared: Path) -> bool:
 
 def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
     """Copies partition/ and pretrain/ into the run folder `out`. A run whose algorithm pre-trains another network
-    (one with early exits, say) takes over the partition and pre-trains its own.
+    (for example one with early exits) uses the partition and pre-trains its own network.
 
-    Raises ConfigError where the folder was computed with other settings than the run's.
+    Raises ConfigError if the folder was computed with other settings than the run's.
     """
     about, wanted = Shared.read(shared / ABOUT), settings(resolved.config)
     changed = [k for k in sorted(about.settings.keys() | wanted.keys()) if about.settings.get(k) != wanted.get(k)]
@@ -72,7 +72,7 @@ def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """All that partition and pre-training depend on, the network that an algorithm makes of the model apart."""
+    """All parameters that partition and pre-training depend on. Not in it: how an algorithm changes the network."""
     return {key: value for key, value in configs.flatten(config).items() if decides(key)}
 
 
@@ -82,7 +82,7 @@ def decides(key: str) -> bool:
 
 
 def network(resolved: Resolved) -> str | None:
-    """The network that the algorithm pre-trains, its options included; None where it asks for no APoZ."""
+    """The network that the algorithm pre-trains, with its options; None if it needs no APoZ."""
     return repr(resolved.family) if resolved.algorithm.needs_apoz else None
 
 
