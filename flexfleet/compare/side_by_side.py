@@ -1,4 +1,4 @@
-"""Several commands as processes side by side: each with one thread and a log file, none stopping the others."""
+"""Runs several commands as processes side by side: each has one thread and a log file, and none stops the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("flexfleet")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 POLL_S = 0.05
 BEGINS = "$ "
-"""A line of a log that starts so has the command whose output follows."""
+"""A log's line that starts with this has the command whose output follows."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Command:
     log: Path
     """Its stdout and stderr are appended here."""
     stdin: str = ""
-    """What it reads: no process list and no log shows that."""
+    """What it reads from stdin: no process list and no log shows that."""
 
 
 def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
-    """Every command's exit code by its name (128 + n where signal n ended it).
+    """Every command's exit code by its name (128 + n if signal n ended it).
 
-    SIGTERM and Ctrl-C are passed on to the processes that run, no other is started, and when they have ended Stopped
-    or KeyboardInterrupt is raised. Whatever else goes wrong here, no process is left behind.
+    On SIGTERM or Ctrl-C it passes the signal on to the running processes, starts no others, waits for their end, and
+    raises Stopped or KeyboardInterrupt. After any other error it leaves no process behind.
     """
     codes: dict[str, int] = {}
     waiting = list(commands)
@@ -52,7 +52,7 @@ def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
                 while waiting and len(running) < at_once and not received:
                     command = waiting.pop(0)
                     running[command] = (_start(command), time.monotonic())
-                    if received:  # while it was being started, so that it was not told
+                    if received:  # a signal came during the start, so that this process did not get it
                         running[command][0].send_signal(received[-1])
                 for command, (process, started) in list(running.items()):
                     code = process.poll()
@@ -77,8 +77,8 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
     with open(command.log, "ab") as file:
         file.write(f"{BEGINS}{shlex.join(('python', '-m', command.module, *command.argv))}\n".encode())
         file.flush()
-        # -P: a folder `flexfleet` where the command is typed is not this package. A process group of its own: a
-        # Ctrl-C in the terminal reaches it through us alone, once.
+        # -P: Python must not import a folder `flexfleet` of the current folder instead of this package. Its own process
+        # group: a Ctrl-C in the terminal reaches it only once, through this process.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", command.module, *command.argv],
             stdin=subprocess.PIPE,
@@ -101,7 +101,7 @@ def _tell(command: Command, codes: dict[str, int], total: int, seconds: float) -
 
 @contextmanager
 def _passing_signals_on(running: dict[Command, tuple[subprocess.Popen[bytes], float]]) -> Iterator[list[int]]:
-    """What was received so far. Each process takes the first signal as a wish, and a second Ctrl-C as an order."""
+    """The signals received so far. A process ends gently on the first signal, and at once on a second Ctrl-C."""
     received: list[int] = []
 
     def pass_on(signum: int, _: object) -> None:
@@ -121,7 +121,7 @@ def _passing_signals_on(running: dict[Command, tuple[subprocess.Popen[bytes], fl
 
 
 def last_words(path: Path) -> str:
-    """What the last command of a log said in the end: its error, where it told one."""
+    """The last line of a log's last command: its error line, if there is one."""
     *_, text = path.read_text(errors="replace").rpartition(f"\n{BEGINS}")
     lines = [line for line in text.splitlines()[1:] if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
