@@ -1,10 +1,11 @@
-"""The nightly regression: a suite is run, measured, compared with before, and told; only what passes becomes champion.
+"""The nightly regression: runs a suite, measures it, compares it with earlier figures, and reports; a night that passes
+becomes champion.
 
 A night is a folder `<run.store>/<id>/` with figures.json, regression.json (what `--json` prints) and regression.html;
-beside it, `<id>-<case>/`, the comparison of each case. In MLflow it is a run of its own in the experiment
-regression-<suite>, above those of the comparisons and of all their runs, and versions of the registered models
-`<suite>-<case>-<label>` (publish.py) of the first seed's runs: `candidate` at once, `champion` if the gate lets them
-through. A version says which night it is of.
+beside it, `<id>-<case>/` is the comparison of each case. In MLflow a night is a run in the experiment
+regression-<suite>, the parent of the comparisons and of all their runs. It also makes versions of the registered models
+`<suite>-<case>-<label>` (publish.py) from the first seed's runs: each is `candidate` at once, and `champion` if the
+gate passes the night. A version's tag says to which night it belongs.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from flexfleet.tracking.trackers import TOKEN, MLflow, address, client_of, endin
 
 PROCESSES, TASKS = "processes of their own", "tasks of a graph"
 PASSED, JUDGED = "flexfleet.passed", "flexfleet.judged"
-"""Tags of a night's run: the verdict, and a digest of the runs that it is of."""
+"""Tags of a night's run: the verdict, and a digest of the runs that were judged."""
 NIGHT = "flexfleet.regression"
-"""Tag of a registered version: the MLflow run of the night that it is of."""
+"""Tag of a registered version: the MLflow run of its night."""
 REFERENCE_SEEDS = tuple(range(20))
 TURNS, REFERENCE_TURNS = 9, 20
-"""Of the pace of each label."""
+"""Turns in which the pace of each label is measured."""
 MEMORY = ("peak_mb", "peak_mb_rounds")
-"""Of the whole process, which is told, and above what it held before its first round, which is judged: what importing
-torch takes hides no leak."""
+"""Peak memory of the whole process, which is reported, and above what the process held before its first round, which
+is judged: so the memory that importing torch takes cannot hide a leak."""
 FILES = ("figures.json", "regression.json", "regression.html")
 
 log = logging.getLogger("flexfleet")
@@ -63,7 +64,7 @@ class Verdict(Artifact):
     since: str | None
     """`champion` or `reference`, and the range of commits since then."""
     commits: tuple[str, ...]
-    """`hash subject` of what has come since then, newest first; empty where the code is no checkout."""
+    """`hash subject` of the commits since then, newest first; empty if the code is no checkout."""
     notes: tuple[str, ...]
     report: str
     mlflow_run_id: str | None
@@ -75,7 +76,7 @@ class Verdict(Artifact):
 
 @dataclass(frozen=True)
 class Night:
-    """What is to be done."""
+    """A night to run: its suite, its runs and its reference."""
 
     path: Path
     suite: Suite
@@ -93,7 +94,7 @@ class Night:
 
     @property
     def config(self) -> Config:
-        """Of any run: where things are kept and tracked."""
+        """The configuration of any run, for the places where files are kept and runs are tracked."""
         return next(iter(self.runs.values()))[0].config
 
     @property
@@ -107,7 +108,7 @@ Folders = Mapping[tuple[str, str], Path]
 
 # ------------------------------------------------------------------------------------------------ the command
 def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) -> Night:
-    """Reads the suite and its reference. Raises ConfigError where there would be nothing to compare with."""
+    """Reads the suite and its reference. Raises ConfigError if there is nothing to compare with."""
     path = suite.path_of(name)
     asked = suite.load(path)
     seeds = tuple(sorted({*asked.seeds, *REFERENCE_SEEDS})) if update else asked.seeds
@@ -128,7 +129,8 @@ def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) 
 
 
 def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
-    """Runs what is not finished, and judges it. A night that fails is a result, not an error. Raises as `compare`."""
+    """Makes the runs that are not finished, and judges the night. A night that fails is a result, not an error. Raises
+    what `compare` raises."""
     take_folder(night, resume)
     mlflow = begin(night, {})
     with ending(mlflow):
@@ -145,7 +147,7 @@ def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:
 
 
 def take_folder(night: Night, resume: bool) -> None:
-    """Raises ConfigError where a night of that name is not to be gone on with."""
+    """Raises ConfigError if a night of that name exists and cannot be resumed."""
     if night.folder.exists() and not resume:
         raise ConfigError(f"{night.folder} exists already: go on with --resume, or choose another --id")
     night.folder.mkdir(parents=True, exist_ok=True)
@@ -167,8 +169,8 @@ def make(night: Night, jobs: int, resume: bool, mlflow_run_id: str | None = None
 def settle(
     night: Night, folders: Folders, out: Path, runs_in: str = PROCESSES, mlflow_run_id: str | None = None
 ) -> Verdict:
-    """Measures, judges, registers, tells: writes FILES into `out`. A night that MLflow knows as judged is not judged
-    again: it would be compared with itself. `mlflow_run_id`: that of the night, where another task has begun it."""
+    """Measures, judges, registers and reports: writes FILES into `out`. A night that MLflow has as judged is not judged
+    again, since it would be compared with itself. `mlflow_run_id`: the night's MLflow run, if another task began it."""
     mlflow = begin(night, {}, mlflow_run_id)
     if mlflow is not None and (known := _judged(mlflow, folders, out)) is not None:
         log.info("%s was judged before", night.id)
@@ -204,8 +206,8 @@ def _verdict(night: Night, figures: Figures, out: Path, mlflow_run_id: str | Non
 
 # ------------------------------------------------------------------------------------------ as tasks of a graph
 def pairs_of(night: Night, shared: Path, job_id: str) -> list[dict[str, str]]:
-    """Checks all runs and writes what those of a case and seed have in common into `shared`; gives what `run_pair`
-    takes. The night's MLflow run is begun."""
+    """Checks all runs, begins the night's MLflow run, writes what the runs of a case and seed share into `shared`, and
+    gives what `run_pair` takes."""
     pairs = [p for case, runs in night.runs.items() for p in compare.pairs_of(runs, f"{night.id}-{case}", shared)]
     return compare.below(pairs, begin(night, track.of_job(night.config, job_id)))
 
@@ -225,7 +227,7 @@ def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
 
 # ---------------------------------------------------------------------------------------------- measuring
 def measure(night: Night, folders: Folders, turns: int, runs_in: str = PROCESSES) -> Figures:
-    """`runs_in`: what the runs were made in. A task has more in memory than a process of its own."""
+    """`runs_in`: where the runs were made. A task of a graph has more in memory than a separate process."""
     labels = {}
     for case, entries in night.runs.items():
         for label in dict.fromkeys(entry.label for entry in entries):
@@ -252,7 +254,7 @@ def measure(night: Night, folders: Folders, turns: int, runs_in: str = PROCESSES
 
 
 def _values(runs: Sequence[Run], to: float) -> dict[str, tuple[float, ...]]:
-    """An accuracy that is not reached counts as one round more than there were."""
+    """A run that does not reach the accuracy counts as one round more than it had."""
     until = [comparison.first(run.rows, to) for run in runs]
     sent = [comparison.sent(run.rows) for run in runs]
     out = {
@@ -276,7 +278,7 @@ def _curve(runs: Sequence[Run]) -> tuple[tuple[int, float, tuple[float, ...], tu
 
 # ------------------------------------------------------------------------------------------------- before
 def reference_of(night: Night) -> Figures | None:
-    """Raises ConfigError where the suite asks for something else than when its reference was made."""
+    """Raises ConfigError if the suite has changed since its reference was made."""
     path = night.path.with_suffix(".json")
     if not path.exists():
         return None
@@ -290,8 +292,8 @@ def reference_of(night: Night) -> Figures | None:
 
 
 def champion_of(night: Night) -> Figures | None:
-    """The figures of the last night that passed, by the alias in MLflow's registry; None where there is none yet.
-    Raises EnvironmentFailure where MLflow does not say."""
+    """The figures of the last night that passed, by the alias in MLflow's registry; None if there is none yet.
+    Raises EnvironmentFailure if MLflow does not answer."""
     uri = night.config.tracking.mlflow
     if uri is None:
         return None
@@ -322,7 +324,7 @@ def champion_of(night: Night) -> Figures | None:
 def compared(
     night: Night, now: Figures, champion: Figures | None, reference: Figures | None
 ) -> tuple[list[Check], list[str]]:
-    """All checks, and what could not be checked. Raises IntegrityError where nothing could."""
+    """All checks, and notes on what could not be checked. Raises IntegrityError if nothing could be checked."""
     before, notes = [], []
     for name, figures in (("champion", champion), ("reference", reference)):
         if figures is None:
@@ -350,8 +352,8 @@ def compared(
 
 # ------------------------------------------------------------------------------------------------- MLflow
 def begin(night: Night, given: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
-    """The night's own run: begun before those that are its children, and the same one again for the same night. None
-    where nothing is tracked. `given`: more tags; `run_id`: that of one that has been begun."""
+    """The night's own MLflow run: it begins before its children, and a resumed night has the same one. None without
+    tracking. `given`: more tags; `run_id`: of an MLflow run that was begun for the night."""
     config = night.config
     if config.tracking.mlflow is None:
         return None
@@ -370,10 +372,10 @@ def _digest(folders: Folders) -> str:
 
 
 def _judged(mlflow: MLflow, folders: Folders, out: Path) -> Verdict | None:
-    """The verdict that these runs have had, with its FILES."""
+    """The verdict on these runs, with its FILES, if they were judged before."""
     client = client_of(mlflow.uri)
     tags = client.get_run(mlflow.run_id).data.tags
-    # Earlier versions made the token of what JUDGED is made of.
+    # Earlier versions made the token from the same digest as JUDGED.
     if PASSED not in tags or tags.get(JUDGED, tags.get(TOKEN)) != _digest(folders):
         return None
     from mlflow import artifacts
@@ -410,7 +412,7 @@ def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow
     for run_id, sha in made if verdict.passed else ():
         publish.promote(mlflow.uri, run_id, sha)
     client.set_tag(mlflow.run_id, PASSED, str(verdict.passed))
-    client.set_tag(mlflow.run_id, JUDGED, _digest(folders))  # last: from now on these are not judged again
+    client.set_tag(mlflow.run_id, JUDGED, _digest(folders))  # last: from now on these runs are not judged again
     mlflow.finish("FINISHED" if verdict.passed else "FAILED")
 
 
@@ -436,7 +438,7 @@ def told(verdict: Verdict) -> str:
 
 
 def where(night: Night, verdict: Verdict, job_id: str) -> str:
-    """What opens a night's report in a browser: its MLflow run, else its job in Kubeflow; else where to look."""
+    """The link to a night's report: its MLflow run, else its run in Kubeflow, else a hint where to look."""
     job = track.of_job(night.config, job_id).get("kfp.run", "")
     return track.link(night.config, verdict.mlflow_run_id or "") or job or "the page of the task before this one"
 
@@ -454,7 +456,7 @@ def card(verdict: Verdict) -> str:
 
 
 def page(verdict: Verdict, now: Figures, champion: Figures | None, reference: Figures | None) -> str:
-    """One HTML page that needs nothing from outside."""
+    """One HTML page that loads nothing from elsewhere."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 

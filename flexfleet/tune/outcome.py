@@ -1,4 +1,4 @@
-"""What a study has come to: as a file, as words for a terminal, as Markdown, and as a page."""
+"""The outcome of a study: as a file, as text for a terminal, as Markdown, and as a page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexfleet.reports import plots
 from flexfleet.reports.report import NONE
 
 Trials = Sequence[tuple[int, float, Mapping[str, Any]]]
-"""Complete ones: number, value, parameters."""
+"""The complete trials: number, value, parameters."""
 
 
 class Tuned(Artifact):
@@ -25,14 +25,14 @@ class Tuned(Artifact):
     id: str
     metric: Literal["avg", "full"]
     measured: str = "accuracy"
-    """The task's metric, of which it is the mean over the levels or the largest model's."""
+    """The task's metric; a trial's value is its mean over the levels, or the largest model's."""
     trials: dict[str, int]
     """How many by outcome: complete, pruned, infeasible."""
     space: dict[str, dict[str, Any]]
     importance: dict[str, float]
-    """What each parameter mattered: shares that add up to 1, or 0 where too few trials tell."""
+    """How much each parameter mattered: shares that add up to 1, or 0 if there are too few trials."""
     default: dict[str, Any]
-    """Of the first trial."""
+    """The value of the first trial."""
     default_value: float | None
     best: dict[str, Any]
     best_trial: int
@@ -71,7 +71,7 @@ def points(tuned: Tuned, gain: float) -> str:
 
 
 def told(tuned: Tuned, folder: Path) -> str:
-    """What a person wants to know of it, for the terminal."""
+    """A summary for the terminal."""
     return "\n".join([headline(tuned), *_lines(tuned), f"settings: {folder / 'params.yaml'}"])
 
 
@@ -107,7 +107,7 @@ PARAMETERS = ("parameter", "default", "best", "searched", "importance")
 
 
 def parameters(tuned: Tuned) -> list[tuple[str, ...]]:
-    """A row for each, the one that mattered most first."""
+    """A row for each parameter, the one that mattered most first."""
     rows: list[tuple[str, ...]] = []
     for path in sorted(tuned.space, key=lambda path: -tuned.importance[path]):
         default, best = (shown(values[path]) if path in values else NONE for values in (tuned.default, tuned.best))
@@ -123,7 +123,7 @@ def _searched(range: Mapping[str, Any]) -> str:
 
 
 def held_out(tuned: Tuned) -> list[tuple[str, ...]]:
-    """Seed, default, best and what that gains; the means last, where there are several."""
+    """Seed, default, best and the gain; if there are several seeds, their means in the last row."""
     h = tuned.held_out
     rows = [(str(int(s)), d, b) for s, d, b in zip(h["seeds"], h["default"], h["best"], strict=True)]
     if len(rows) > 1:
@@ -146,7 +146,7 @@ def shown(value: Any) -> str:
 
 # --------------------------------------------------------------------------------------------------------- page
 def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) -> dict[str, float]:
-    """0 for all where fewer than four trials, or trials that all came to the same, tell nothing."""
+    """The importance of each parameter; 0 for all if there are fewer than four trials, or all have the same value."""
     import optuna
 
     varied = {p for p in space if len({repr(t.params.get(p)) for t in complete}) > 1}
@@ -157,7 +157,7 @@ def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) ->
 
 
 def page(tuned: Tuned, trials: Trials) -> str:
-    """One HTML page that needs nothing from outside, in one column where it is narrow."""
+    """One HTML page that loads nothing from elsewhere; on a narrow screen it has one column."""
     try:
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup
