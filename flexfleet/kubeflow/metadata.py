@@ -1,4 +1,4 @@
-"""What Kubeflow's pages *Artifacts* and *Compare runs* tell of an artifact: a few facts, as plain values."""
+"""A few facts about an artifact, as plain values, for Kubeflow's pages *Artifacts* and *Compare runs*."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexfleet.files.artifacts import EvaluationFile, History, PoolFile, RunFile
 
 
 def of_partition(folder: Path) -> dict[str, Any]:
-    """Of what the partition step wrote."""
+    """Facts about the output of the partition step."""
     manifest = read_manifest(folder / MANIFEST)
     sizes = manifest.client_samples
     return {
@@ -24,7 +24,7 @@ def of_partition(folder: Path) -> dict[str, Any]:
 
 
 def of_pool(folder: Path) -> dict[str, Any]:
-    """Of what the model_pool step wrote: the levels and their sizes."""
+    """Facts about the output of the model_pool step: the levels and their sizes."""
     pool = PoolFile.read(folder / "pool.json")
     return {"algorithm": pool.algorithm, "network": pool.model} | {
         f"{level.name}/{what}": value
@@ -34,7 +34,7 @@ def of_pool(folder: Path) -> dict[str, Any]:
 
 
 def of_model(folder: Path, evaluation: Path | None = None) -> dict[str, Any]:
-    """Of a run's outcome; its metrics where it is evaluated."""
+    """Facts about a run's outcome; with its metrics if it is evaluated."""
     run, history = RunFile.read(folder / "run.json"), History.read(folder / "history.json")
     told: dict[str, Any] = {
         "run_id": run.run_id, "algorithm": run.config["algorithm"]["name"], "dataset": run.config["dataset"]["name"],
