@@ -23,6 +23,15 @@ def parser(description: str) -> argparse.ArgumentParser:
     return p
 
 
+def step_parser(description: str, **reads: str) -> argparse.ArgumentParser:
+    """A step's parser: `--out`, and for each `<option>=<step>` a folder that an earlier step wrote."""
+    p = parser(description)
+    for option, step in reads.items():
+        p.add_argument(f"--{option}", type=Path, required=True, metavar="DIR", help=f"what the {step} step wrote")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    return p
+
+
 def add_config(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--config", type=Path, metavar="FILE", help="parameters (default: ./params.yaml, else the built-in defaults)"

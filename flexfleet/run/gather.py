@@ -50,13 +50,8 @@ def _with_passwords(config: Config, given: Config) -> Config:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--run", type=Path, required=True, metavar="DIR", help="what the federate step wrote")
-    for name in ("partition", "pretrain", "pool"):
-        step = "model_pool" if name == "pool" else name
-        p.add_argument(f"--{name}", type=Path, required=True, metavar="DIR", help=f"what the {step} step wrote")
-    p.add_argument("--evaluation", type=Path, required=True, metavar="DIR", help="what the evaluate step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    reads = {"partition": "partition", "pretrain": "pretrain", "pool": "model_pool", "evaluation": "evaluate"}
+    p = common.step_parser(__doc__ or "", run="federate", **reads)
     args = p.parse_args(argv)
     steps = (args.partition, args.pretrain, args.pool, args.evaluation)
     result = finish(config_of(args), args.run, *steps, args.out)

@@ -73,10 +73,7 @@ def identity(config: Config, partition: Path, pool: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--partition", type=Path, required=True, metavar="DIR", help="what the partition step wrote")
-    p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "", partition="partition", pool="model_pool")
     args = p.parse_args(argv)
     print(federate_for_dvc(resolved_of(args), args.partition, args.pool, args.out))
     return 0

@@ -43,10 +43,7 @@ def told(score: Score, params: int) -> LevelScore:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--run", type=Path, required=True, metavar="DIR", help="what the federate step wrote")
-    p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "", run="federate", pool="model_pool")
     args = p.parse_args(argv)
     print(evaluate(resolved_of(args), args.run, args.pool, args.out))
     return 0

@@ -398,10 +398,7 @@ def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLf
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--partition", type=Path, required=True, metavar="DIR", help="what the partition step wrote")
-    p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "", partition="partition", pool="model_pool")
     common.add_resume(p)
     common.add_faults(p)
     args = p.parse_args(argv)

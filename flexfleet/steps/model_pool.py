@@ -54,9 +54,7 @@ def build(config: Config, algorithm: Algorithm, family: ModelFamily, apoz: Apoz)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--pretrain", type=Path, required=True, metavar="DIR", help="what the pretrain step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "", pretrain="pretrain")
     args = p.parse_args(argv)
     print(model_pool(resolved_of(args), args.pretrain, args.out))
     return 0

@@ -35,8 +35,7 @@ def cut(resolved: Resolved) -> Partition:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "")
     args = p.parse_args(argv)
     print(partition(resolved_of(args), args.out))
     return 0

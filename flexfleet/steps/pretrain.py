@@ -96,9 +96,7 @@ def _scores(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--partition", type=Path, required=True, metavar="DIR", help="what the partition step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "", partition="partition")
     args = p.parse_args(argv)
     print(pretrain(resolved_of(args), args.partition, args.out))
     return 0

@@ -87,8 +87,7 @@ def network(resolved: Resolved) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "")
     args = p.parse_args(argv)
     print(share(resolved_of(args), args.out))
     return 0
