@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
-from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.storage.store import FolderStore
 from flexfleet.compare.comparison import Comparison, Runs, Spread, Summary, curve, read, summarise
 from flexfleet.config.entries import Entry, varied
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
+from flexfleet.reports.page import Drawing, render
 from flexfleet.reports.report import NONE, plain
 from flexfleet.tracking.trackers import MLflow, log_outcome
 
@@ -216,22 +215,17 @@ def draw(runs: Runs) -> str:
 
 def page(c: Comparison, drawing: str) -> str:
     """One HTML page that loads nothing from elsewhere."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-    except ImportError as error:
-        raise EnvironmentFailure("the page needs jinja2: pip install 'flexfleet[tracking]'") from error
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"plain": plain}
-    source = resources.files("flexfleet.compare").joinpath("comparison.html").read_text("utf-8")
-    return environment.from_string(source).render(
+    return render(
+        "flexfleet.compare",
+        "comparison.html",
+        {"plain": plain},
         c=c,
         title=title(c),
         tables=tables(c),
         notes=notes(c),
         variants=variants(c),
         common=common(c),
-        drawing=Markup(drawing),
+        drawing=Drawing(drawing),
         colours={label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)},
         dash=NONE,
     )

@@ -14,7 +14,6 @@ import datetime
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
@@ -31,6 +30,7 @@ from flexfleet.nightly.pace import machine, pace
 from flexfleet.nightly.suite import Figures, OfLabel, Suite
 from flexfleet.publish import publish
 from flexfleet.reports import plots
+from flexfleet.reports.page import Drawing, render
 from flexfleet.reports.report import Run, load
 from flexfleet.run.check import check
 from flexfleet.run.run import need_packages
@@ -457,10 +457,7 @@ def card(verdict: Verdict) -> str:
 
 def page(verdict: Verdict, now: Figures, champion: Figures | None, reference: Figures | None) -> str:
     """One HTML page that loads nothing from elsewhere."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    drawings: dict[str, Markup] = {}
+    drawings: dict[str, Drawing] = {}
     for label in now.labels:
         nights = {"now": now, "champion": champion, "reference": reference}
         curves = [
@@ -468,11 +465,10 @@ def page(verdict: Verdict, now: Figures, champion: Figures | None, reference: Fi
             for name, one in nights.items()
             if one is not None and label in one.labels
         ]
-        drawings[label] = Markup(plots.comparison(curves, f"curve-{len(drawings)}"))
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"figure": lambda check, name: figure(check, getattr(check, name))}
-    source = resources.files("flexfleet.nightly").joinpath("regression.html").read_text("utf-8")
-    return environment.from_string(source).render(v=verdict, now=now, drawings=drawings, metrics=gate.METRICS)
+        drawings[label] = Drawing(plots.comparison(curves, f"curve-{len(drawings)}"))
+    filters = {"figure": lambda check, name: figure(check, getattr(check, name))}
+    values = {"v": verdict, "now": now, "drawings": drawings, "metrics": gate.METRICS}
+    return render("flexfleet.nightly", "regression.html", filters, **values)
 
 
 def _points(figures: Figures, label: str, which: int) -> list[tuple[int, float, list[float]]]:

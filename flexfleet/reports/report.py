@@ -12,11 +12,10 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
+from fl_engine.core.errors import ConfigError, IntegrityError, masked
 from fl_engine.core.fields import Moves
 from fl_engine.data.partitioning import Manifest, read_manifest
 from fl_engine.storage.checkpoints import Row
@@ -26,6 +25,7 @@ from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, row_of
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
+from flexfleet.reports.page import Drawing, render
 
 NEEDED = {
     "run.json": "give the folder of a run, e.g. runs/<run id>",
@@ -250,11 +250,6 @@ def report(runs: Sequence[Path], out: Path) -> Path:
 
 
 def _page(runs: Sequence[Run]) -> str:
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-    except ImportError as error:
-        raise EnvironmentFailure("the report needs jinja2: pip install 'flexfleet[tracking]'") from error
     names, measure = labels(runs), measure_of(runs)
     series = [(name, run.rows) for name, run in zip(names, runs, strict=True)]
     first_with: dict[str, str] = {}
@@ -284,20 +279,20 @@ def _page(runs: Sequence[Run]) -> str:
                 "confusion": _confusion(run),
                 "apoz": {layer.group: layer for layer in run.apoz.layers},
                 "partition_of": None if owner == name else owner,
-                "draw": {k: Markup(v) if v else None for k, v in drawings.items()},
+                "draw": {k: Drawing(v) if v else None for k, v in drawings.items()},
             }
         )
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"percent": percent, "mb": mb, "plain": plain}
-    source = resources.files("flexfleet.reports").joinpath("report.html").read_text("utf-8")
     titles = dict.fromkeys(f"{r.config.get('dataset.name', '?')} · {r.pool.model}" for r in runs)
-    return environment.from_string(source).render(
+    return render(
+        "flexfleet.reports",
+        "report.html",
+        {"percent": percent, "mb": mb, "plain": plain},
         title=", ".join(titles),
         measure=measure,
         parts=parts,
         differences=differences(runs),
-        curves=Markup(plots.learning_curves(series, measure=measure)),
-        costs=Markup(plots.bytes_to_accuracy(series, f"bytes-to-{measure.name}", measure)),
+        curves=Drawing(plots.learning_curves(series, measure=measure)),
+        costs=Drawing(plots.bytes_to_accuracy(series, f"bytes-to-{measure.name}", measure)),
         by_algorithm=names == [r.pool.algorithm for r in runs],
         any_single=any(r.single for r in runs),
         dash=NONE,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal
 
-from fl_engine.core.errors import EnvironmentFailure
 from flexfleet.compare.tabulate import escaped
 from flexfleet.files.artifacts import Artifact
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
+from flexfleet.reports.page import Drawing, render
 from flexfleet.reports.report import NONE
 
 Trials = Sequence[tuple[int, float, Mapping[str, Any]]]
@@ -158,15 +157,10 @@ def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) ->
 
 def page(tuned: Tuned, trials: Trials) -> str:
     """One HTML page that loads nothing from elsewhere; on a narrow screen it has one column."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-    except ImportError as error:
-        raise EnvironmentFailure("the page needs jinja2: pip install 'flexfleet[tracking]'") from error
     wide = [path for path, r in tuned.space.items() if r["log"] and r["high"] >= 10 * r["low"]]
-    source = resources.files("flexfleet.tune").joinpath("study.html").read_text("utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(source).render(
+    return render(
+        "flexfleet.tune",
+        "study.html",
         tuned=tuned,
         headline=gained(tuned),
         setting=said(tuned.best),
@@ -174,5 +168,5 @@ def page(tuned: Tuned, trials: Trials) -> str:
         head=PARAMETERS,
         parameters=parameters(tuned),
         held_out=held_out(tuned),
-        drawings=[Markup(drawing) for drawing in plots.study(trials, tuned.importance, wide, measure=tuned.measure)],
+        drawings=[Drawing(drawing) for drawing in plots.study(trials, tuned.importance, wide, measure=tuned.measure)],
     )
