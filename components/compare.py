@@ -28,8 +28,8 @@ def compare(
 
     with ending("comparison_id"):
         out = Path(comparison.path)
-        found = patiently(lambda: collect(pairs, [Path(run.path) for run in finished], out))
+        result = patiently(lambda: collect(pairs, [Path(run.path) for run in finished], out))
         shutil.copyfile(out / "comparison.html", page.path)
         shutil.copyfile(out / "comparison.md", table.path)
-        for name, value in figures(found).items():
+        for name, value in figures(result).items():
             metrics.log_metric(name, value)

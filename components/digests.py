@@ -39,7 +39,7 @@ def pin(kustomization: str) -> tuple[str, list[str]]:
 
     Raises EnvironmentFailure for a registry that cannot be reached or refuses, BadInput for an overlay without images.
     """
-    lines, entry, found = kustomization.splitlines(), "", []
+    lines, entry, references = kustomization.splitlines(), "", []
     inside = False
     for i, line in enumerate(lines):
         if line and not line.startswith((" ", "-", "#")):
@@ -55,12 +55,12 @@ def pin(kustomization: str) -> tuple[str, list[str]]:
             continue
         digest = digest_of(entry, tag)
         lines[i] = f"{match['key']}digest: {digest} # {tag}"
-        found.append(f"{entry}@{digest}")
-    if not found:
+        references.append(f"{entry}@{digest}")
+    if not references:
         raise BadInput(
             "no image with a registry and a tag: `kustomize edit set image NAME=REGISTRY/NAME:TAG` in the overlay first"
         )
-    return "\n".join(lines) + "\n", found
+    return "\n".join(lines) + "\n", references
 
 
 def digest_of(name: str, tag: str) -> str:
@@ -129,9 +129,9 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(__doc__)
     path = Path(argv[0]) / "kustomization.yaml"
     if path.exists():
-        pinned, found = pin(path.read_text())
+        pinned, references = pin(path.read_text())
         path.write_text(pinned)
-        print("\n".join(found))
+        print("\n".join(references))
         return
     name, _, tag = argv[0].rpartition(":")
     if not _registry(name)[0] or "/" in tag:

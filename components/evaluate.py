@@ -26,10 +26,10 @@ def evaluate(
 
     with ending("run_id"):
         step(Resolved.load(config.path), Path(run.path), Path(pool.path), Path(evaluation.path))
-        found = EvaluationFile.read(Path(evaluation.path) / "evaluation.json")
-        metrics.log_metric("avg", found.avg)
-        metrics.log_metric("full", found.full)
-        for name, score in found.levels.items():
+        scores = EvaluationFile.read(Path(evaluation.path) / "evaluation.json")
+        metrics.log_metric("avg", scores.avg)
+        metrics.log_metric("full", scores.full)
+        for name, score in scores.levels.items():
             for metric, value in score.metrics.items():
                 metrics.log_metric(f"{metric}/{name}", value)
         for rows in list(ConfusionFile.read(Path(evaluation.path) / "confusion.json").levels.values())[-1:]:

@@ -54,15 +54,15 @@ def canonical(name: str) -> str:
 
 def locked(lock: str) -> dict[tuple[str, str], list[str]]:
     """(name, version) to the sha256 sums of a lock's text. BadInput: a line that is neither."""
-    found: dict[tuple[str, str], list[str]] = {}
+    pins: dict[tuple[str, str], list[str]] = {}
     for line in lock.splitlines():
         if match := REQUIREMENT.match(line):
-            sums = found.setdefault((canonical(match[1]), match[2]), [])
+            sums = pins.setdefault((canonical(match[1]), match[2]), [])
         elif match := re.fullmatch(r"    --hash=sha256:([0-9a-f]{64})(?: \\)?", line):
             sums.append(match[1])
         elif not line.startswith("#"):
             raise BadInput(f"a lock has requirements and their hashes only, got {line!r}; `make lock` writes it anew")
-    return found
+    return pins
 
 
 def check(bill: str, locks: Iterable[str]) -> int:
@@ -102,34 +102,34 @@ def permitted(expression: str) -> bool | None:
         return None
 
     def either() -> bool:
-        found = both()
+        allowed = both()
         while tokens[:1] == ["OR"]:
             tokens.pop(0)
-            found = both() or found
-        return found
+            allowed = both() or allowed
+        return allowed
 
     def both() -> bool:
-        found = one()
+        allowed = one()
         while tokens[:1] == ["AND"]:
             tokens.pop(0)
-            found = one() and found
-        return found
+            allowed = one() and allowed
+        return allowed
 
     def one() -> bool:
         token = tokens.pop(0)
         if token == "(":
-            found = either()
+            allowed = either()
             tokens.pop(0)
-            return found
+            return allowed
         if tokens[:1] == ["WITH"]:
             return f"{token} WITH {(tokens.pop(0), tokens.pop(0))[1]}" in PERMITTED_WITH
         return token in PERMITTED
 
     try:
-        found = either()
+        allowed = either()
     except IndexError:
         return None
-    return None if tokens else found
+    return None if tokens else allowed
 
 
 HEAD = """# Licences

@@ -28,6 +28,6 @@ def report(
     with ending("study_id"):
         ended, start = [Path(worker.path) for worker in searched], Path(prepared.path)
         id, out = workers[0]["study"], Path(study.path)
-        found = patiently(lambda: step(start, id, ended, out, Path(told.path), Path(page.path)))
-        metrics.log_metric(f"best/{found.metric}", found.best_value)
-        metrics.log_metric("held_out/gain", found.gain)
+        tuned = patiently(lambda: step(start, id, ended, out, Path(told.path), Path(page.path)))
+        metrics.log_metric(f"best/{tuned.metric}", tuned.best_value)
+        metrics.log_metric("held_out/gain", tuned.gain)

@@ -28,8 +28,8 @@ def run(
     with ending("comparison_id (of a night: night_id)"):
         Path(which.path).write_text(f"# {pair['label']}\n\nalgorithm and seed: {pair['run']}\n")
         paths = (Path(shared.path), Path(finished.path))
-        found = patiently(lambda: run_pair(pair, *paths, job_id))
+        result = patiently(lambda: run_pair(pair, *paths, job_id))
         finished.metadata.update(metadata.of_model(paths[1], paths[1]))
         shutil.copyfile(paths[1] / "report.html", page.path)
-        for name, value in (("avg", found.metrics["avg"]), ("full", found.metrics["full"]), ("waste", found.waste)):
+        for name, value in (("avg", result.metrics["avg"]), ("full", result.metrics["full"]), ("waste", result.waste)):
             metrics.log_metric(name, value)

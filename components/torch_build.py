@@ -28,12 +28,12 @@ def size_of(package: str) -> int:
             continue
         seen.add(name)
         try:
-            found = metadata.distribution(name)
+            installed = metadata.distribution(name)
         except metadata.PackageNotFoundError:  # for another platform
             continue
-        paths = [Path(str(file.locate())) for file in found.files or ()]
+        paths = [Path(str(file.locate())) for file in installed.files or ()]
         total += sum(path.stat().st_size for path in paths if path.is_file())
-        wanted = (re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0].lower() for text in found.requires or ())
+        wanted = (re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0].lower() for text in installed.requires or ())
         left += [name for name in wanted if WITH_IT.fullmatch(name)]
     return total
 

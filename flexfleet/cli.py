@@ -38,9 +38,9 @@ COMPARE = """Several algorithms on the same task, with several seeds, side by si
   flexfleet compare --algorithms flexfl,no_kd=flexfl --set no_kd:algorithm.kd_weight=0
   flexfleet compare --algorithms even=flexfl,skewed=flexfl --set skewed:partition.alpha=0.1
 
---set a.b=value is for all runs, --set LABEL:a.b=value for one label (LABEL:algorithm.x=value for its algorithm). What
-labels do not vary is the same in all runs of a seed: data, partition, fleet, training. Each is a run like any other,
-<run.store>/<id>/<label>-s<seed>/.
+--set a.b=value is for all runs, --set LABEL:a.b=value for one label (LABEL:algorithm.x=value for its algorithm). All
+other parameters (data, partition, fleet, training) are the same in all runs of a seed. Each run is a usual run in the
+folder <run.store>/<id>/<label>-s<seed>/.
 """
 
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     resolved = resolved_of(args)
     config = resolved.config
     run_id = args.run_id or f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    found = run_all(
+    result = run_all(
         resolved,
         run_id,
         resume=args.resume,
@@ -61,19 +61,19 @@ def run(args: argparse.Namespace) -> int:
         tags=tags_of(args.tag),
     )
     if args.json:
-        print(found.model_dump_json())
+        print(result.model_dump_json())
     else:
         from flexfleet.reports.report import table
 
         print(table([Path(config.run.store) / run_id]))
-        print(f"report: {found.report}")
+        print(f"report: {result.report}")
         if config.tracking.mlflow:
             print(where_tracked(config.tracking.mlflow, config.tracking.ui))
     return 0
 
 
 def where_tracked(uri: str, ui: str | None) -> str:
-    """How to look at what MLflow has: at the server's address, or with one of one's own over a data base."""
+    """Where to see the run in MLflow: the server's address, or the command that starts a server for a data base."""
     if ui is not None or uri.startswith(("http://", "https://")):
         return f"MLflow: {masked(ui or uri)}"
     return f"MLflow: mlflow ui --backend-store-uri {masked(uri)}"
@@ -97,11 +97,11 @@ def compare(args: argparse.Namespace) -> int:
     from flexfleet.compare.tabulate import text as table
 
     options = [f"--{o.replace('_', '-')}" for o in ("discard_damaged", "accept_numerics") if getattr(args, o)]
-    found = compare_all(runs, name, to=to, at_once=args.jobs, resume=args.resume, options=options)
+    comparison = compare_all(runs, name, to=to, at_once=args.jobs, resume=args.resume, options=options)
     if args.json:
-        print(found.model_dump_json())
+        print(comparison.model_dump_json())
     else:
-        print(table(found))
+        print(table(comparison))
         print(f"page: {entries.folder_of(runs) / 'comparison.html'}")
         if runs[0].config.tracking.mlflow:
             print(where_tracked(runs[0].config.tracking.mlflow, runs[0].config.tracking.ui))
@@ -121,8 +121,8 @@ def tune(args: argparse.Namespace) -> int:
     from flexfleet.tune.outcome import told
     from flexfleet.tune.study import tune as search
 
-    found = search(config, name, resume=args.resume)
-    print(found.model_dump_json() if args.json else told(found, Path(config.run.store) / name))
+    tuned = search(config, name, resume=args.resume)
+    print(tuned.model_dump_json() if args.json else told(tuned, Path(config.run.store) / name))
     return 0
 
 
@@ -161,7 +161,7 @@ def submit(args: argparse.Namespace) -> int:
     parameters, advanced = parameters_of(config_of(args))
     asked = form(args.pipeline)
     parameters = {name: value for name, value in parameters.items() if name in asked}
-    found = start(
+    submitted = start(
         args.pipeline,
         {**parameters, **tags_of(args.param, "--param"), "advanced": advanced},
         host=args.host,
@@ -170,12 +170,12 @@ def submit(args: argparse.Namespace) -> int:
         run_name=args.run_name,
     )
     if args.wait or not args.json:
-        said = f"{found.pipeline} {found.version}{' (new)' if found.uploaded else ''}"
-        where = "" if args.wait else f": {found.url or found.run_id}"  # which following begins with
+        said = f"{submitted.pipeline} {submitted.version}{' (new)' if submitted.uploaded else ''}"
+        where = "" if args.wait else f": {submitted.url or submitted.run_id}"  # which following begins with
         print(said + where, file=sys.stderr if args.json else sys.stdout, flush=True)
     if args.wait:
-        return follow(args, found.run_id, asdict(found))
-    print(json.dumps(asdict(found)) if args.json else f"to follow it: {_follow_again(args, found.run_id)}")
+        return follow(args, submitted.run_id, asdict(submitted))
+    print(json.dumps(asdict(submitted)) if args.json else f"to follow it: {_follow_again(args, submitted.run_id)}")
     return 0
 
 
@@ -184,7 +184,7 @@ def _follow_again(args: argparse.Namespace, run_id: str) -> str:
 
 
 def follow(args: argparse.Namespace, run_id: str, about: dict[str, object]) -> int:
-    """`about`: what is known of the run before, for --json. Ctrl-C stops following and nothing else."""
+    """`about`: what is already known about the run, for --json. Ctrl-C stops following, not the run."""
     from dataclasses import asdict
 
     from fl_engine.core.errors import FlexfleetError
@@ -193,15 +193,15 @@ def follow(args: argparse.Namespace, run_id: str, about: dict[str, object]) -> i
     again = f"to follow it again: {_follow_again(args, run_id)}"
     out = sys.stderr if args.json else sys.stdout
     try:
-        found = watch(run_id, host=args.host, tell=lambda line: print(line, file=out, flush=True))
+        followed = watch(run_id, host=args.host, tell=lambda line: print(line, file=out, flush=True))
     except KeyboardInterrupt:
         print(f"not followed any more; the run goes on. {again[0].upper()}{again[1:]}", file=sys.stderr)
         return 130
     except FlexfleetError as error:
         raise type(error)(f"{error}. {again[0].upper()}{again[1:]}") from error
     if args.json:
-        print(json.dumps({**about, **asdict(found)}))
-    return found.exit_code
+        print(json.dumps({**about, **asdict(followed)}))
+    return followed.exit_code
 
 
 def nightly(args: argparse.Namespace) -> int:
@@ -212,8 +212,8 @@ def nightly(args: argparse.Namespace) -> int:
     from flexfleet.nightly.regress import prepare
 
     parameters = {"suite": args.suite, **form_of(args.set), **tags_of(args.param, "--param")}
-    prepare(args.suite, "nightly", [*args.set, "tracking.mlflow=null"])  # says what is wrong now, not at night
-    found = schedule(
+    prepare(args.suite, "nightly", [*args.set, "tracking.mlflow=null"])  # an error now, not at night
+    scheduled = schedule(
         "nightly",
         parameters,
         args.name,
@@ -223,10 +223,10 @@ def nightly(args: argparse.Namespace) -> int:
         experiment=args.experiment,
     )
     if args.json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(scheduled)))
     else:
-        before = f", in place of {found.replaced}" if found.replaced else ""
-        print(f"{found.name} at {found.cron!r} (UTC){before}: {found.url or found.recurring_run_id}")
+        before = f", in place of {scheduled.replaced}" if scheduled.replaced else ""
+        print(f"{scheduled.name} at {scheduled.cron!r} (UTC){before}: {scheduled.url or scheduled.recurring_run_id}")
     return 0
 
 
@@ -380,19 +380,19 @@ def check(args: argparse.Namespace) -> int:
 def doctor(args: argparse.Namespace) -> int:
     from flexfleet.files.doctor import examine
 
-    found = examine()
+    report = examine()
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(report))
         return 0
     print(
-        f"flexfleet {found['version']}, Python {found['python']}, {found['cpus']} CPUs, torch devices: "
-        f"{', '.join(found['devices']) or 'none'}"
+        f"flexfleet {report['version']}, Python {report['python']}, {report['cpus']} CPUs, torch devices: "
+        f"{', '.join(report['devices']) or 'none'}"
     )
-    for extra, about in found["extras"].items():
+    for extra, about in report["extras"].items():
         missing = ", ".join(about["missing"])
         state = f"missing {missing}: pip install 'flexfleet[{extra}]'" if missing else "installed"
         print(f"  {extra:10} {state}\n             {about['enables']}")
-    for name, there in found["data"].items():
+    for name, there in report["data"].items():
         print(f"  data {name:14} {'there' if there else 'not there'}")
     return 0
 
@@ -416,9 +416,9 @@ def parser() -> argparse.ArgumentParser:
     common.add_resume(c)
     common.add_faults(c)
     c.add_argument(
-        "--shared", type=Path, metavar="DIR", help="take over partition and pre-training that a comparison computed"
+        "--shared", type=Path, metavar="DIR", help="use the partition and pre-training that a comparison computed"
     )
-    c.add_argument("--tag", action="append", default=[], metavar="key=value", help="of the MLflow run; may be repeated")
+    c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
     c.set_defaults(call=run)
 
     c = add("compare", "several algorithms and seeds on one task, in one table")
@@ -438,44 +438,44 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--resume", action="store_true", help="go on with the study if it exists")
     c.set_defaults(call=tune)
 
-    c = add("regress", "run a fixed suite; exit code 5 where a figure is worse than before", config=False)
-    c.add_argument("--suite", default="digits", metavar="NAME", help="a known one, or a file (default: digits)")
+    c = add("regress", "run a fixed suite; exit code 5 if a figure is worse than before", config=False)
+    c.add_argument("--suite", default="digits", metavar="NAME", help="a shipped suite, or a file (default: digits)")
     c.add_argument("--set", action="append", default=[], metavar="a.b=value", help="run.*, tracking.*, ...")
     c.add_argument("--id", metavar="NAME", help="name of the night's folder (default: the time)")
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side (default: 1)")
-    c.add_argument("--update", action="store_true", help="write the suite's reference figures, of 20 seeds, instead")
+    c.add_argument("--update", action="store_true", help="instead write the suite's reference figures, of 20 seeds")
     c.add_argument("--resume", action="store_true", help="go on with the night if it exists")
     c.set_defaults(call=regress)
 
-    c = add("submit", "start a pipeline on Kubeflow; uploads a new version where the graph has changed")
+    c = add("submit", "start a pipeline on Kubeflow; uploads a new version if the graph has changed")
     c.add_argument("pipeline", nargs="?", help="train, compare, tune or nightly")
     c.add_argument("--wait", action="store_true", help="follow the run to its end: 0 succeeded, 1 failed, 3 terminated")
-    c.add_argument("--follow", metavar="RUN_ID", help="follow one that was started before, by its id in Kubeflow")
-    c.add_argument("--host", metavar="URL", help="of Kubeflow Pipelines (default: KF_PIPELINES_ENDPOINT)")
-    c.add_argument("--namespace", metavar="NAME", help="of the profile, in a Kubeflow with several users")
+    c.add_argument("--follow", metavar="RUN_ID", help="follow a run that was started before, by its id in Kubeflow")
+    c.add_argument("--host", metavar="URL", help="address of Kubeflow Pipelines (default: KF_PIPELINES_ENDPOINT)")
+    c.add_argument("--namespace", metavar="NAME", help="of your profile, if Kubeflow has several users")
     c.add_argument("--experiment", default="flexfleet", metavar="NAME")
-    c.add_argument("--run-name", metavar="NAME", help="(default: the pipeline and its version)")
+    c.add_argument("--run-name", metavar="NAME", help="name of the run (default: the pipeline and its version)")
     c.add_argument(
-        "--param", action="append", default=[], metavar="key=value", help="of the form alone, e.g. run_id, algorithms"
+        "--param", action="append", default=[], metavar="key=value", help="a parameter of the form alone, e.g. run_id"
     )
     c.set_defaults(call=submit)
 
-    c = add("nightly", "have the regression run every night on Kubeflow; replaces the one of that name", config=False)
+    c = add("nightly", "let Kubeflow run the regression every night; replaces one of that name", config=False)
     c.add_argument("--cron", default="0 0 2 * * *", help="six fields, seconds first; UTC (default: 0 0 2 * * *)")
-    c.add_argument("--name", default="flexfleet-nightly", help="of the recurring run (default: flexfleet-nightly)")
-    c.add_argument("--suite", default="digits", metavar="NAME", help="one that the image has (default: digits)")
+    c.add_argument("--name", default="flexfleet-nightly", help="name of the recurring run (default: flexfleet-nightly)")
+    c.add_argument("--suite", default="digits", metavar="NAME", help="a suite that the image has (default: digits)")
     c.add_argument("--set", action="append", default=[], metavar="a.b=value", help="tracking.mlflow, run.remote, ...")
-    c.add_argument("--host", metavar="URL", help="of Kubeflow Pipelines (default: KF_PIPELINES_ENDPOINT)")
-    c.add_argument("--namespace", metavar="NAME", help="of the profile, in a Kubeflow with several users")
+    c.add_argument("--host", metavar="URL", help="address of Kubeflow Pipelines (default: KF_PIPELINES_ENDPOINT)")
+    c.add_argument("--namespace", metavar="NAME", help="of your profile, if Kubeflow has several users")
     c.add_argument("--experiment", default="flexfleet", metavar="NAME")
-    c.add_argument("--param", action="append", default=[], metavar="key=value", help="of the form alone")
+    c.add_argument("--param", action="append", default=[], metavar="key=value", help="a parameter of the form alone")
     c.set_defaults(call=nightly)
 
     c = add("pool", "show the model pool: sizes, multiply-adds, widths")
     c.add_argument("--algorithm", metavar="NAME")
     c.add_argument("--model", metavar="NAME")
     c.add_argument(
-        "--input", metavar="SHAPE", help="of a sample (3x32x32, 200x6, 18), with --classes: instead of a data set"
+        "--input", metavar="SHAPE", help="shape of a sample (3x32x32, 200x6, 18); with --classes, instead of a data set"
     )
     c.add_argument("--classes", type=int, metavar="N", help="how many outputs the network has, with --input")
     c.add_argument("--apoz", type=Path, metavar="FILE", help="apoz.json of a pretrain step, instead of measuring")
@@ -487,31 +487,31 @@ def parser() -> argparse.ArgumentParser:
     c.set_defaults(call=report)
 
     c = add("fetch", "download data sets, or what a run pushed by DVC, and check them; without a name: list data sets")
-    c.add_argument("names", nargs="*", metavar="NAME", help="of data sets; or the id of an MLflow run")
-    c.add_argument("--root", metavar="DIR", help="of data (default: FLEXFLEET_DATA, else ~/.cache/flexfleet/data)")
+    c.add_argument("names", nargs="*", metavar="NAME", help="names of data sets, or the id of an MLflow run")
+    c.add_argument("--root", metavar="DIR", help="of data sets (default: FLEXFLEET_DATA, else ~/.cache/flexfleet/data)")
     c.add_argument("--out", type=Path, metavar="DIR", help="where a run's files go (default: runs/<the id>)")
     c.set_defaults(call=fetch)
 
-    c = add("status", "how far runs are")
+    c = add("status", "show how far runs are")
     c.add_argument("run", type=Path, nargs="?", metavar="RUN", help="folder of a run (default: all in run.store)")
     c.set_defaults(call=status)
 
     c = add("check", "check parameters, data, partition, fleet and pool without training")
     c.set_defaults(call=check)
 
-    c = add("doctor", "what is installed, and what each missing extra would enable", config=False)
+    c = add("doctor", "show what is installed, and what each missing extra would enable", config=False)
     c.set_defaults(call=doctor)
     return p
 
 
 def dispatch(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    found: int = args.call(args)
-    return found
+    code: int = args.call(args)
+    return code
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 ok, 1 the run that was followed failed, 2 bad input, 3 stopped but resumable,
+    """Entry point. Exit codes: 0 ok, 1 the followed run failed, 2 bad input, 3 stopped but resumable,
     4 integrity, 5 gate failed, 6 environment, 130 Ctrl-C."""
     common.run_main(dispatch)
 

@@ -4,11 +4,11 @@ The first task resolves and checks every run, cuts each seed's partition and pre
 runs are made side by side, as many as the cluster has room for, each as `flexfleet run` makes it in the folder
 `<store_uri>/<comparison_id>/<label>-s<seed>`; the last task puts them in one table and one page.
 
-The loop is flat, over pairs of algorithm and seed: two nested ones would start a seed only when all runs of the one
-before are over, and `kfp.local` cannot run them.
+The loop is flat, over pairs of algorithm and seed: two nested loops would start a seed only when all runs of the seed
+before have ended, and `kfp.local` cannot run them.
 
-Retries: a run goes on with what it finds in its folder, so that has to outlive a pod. Give `comparison_id` to go on
-with a comparison of an earlier job. Caching is off, for the reasons given in pipelines/train.py.
+Retries: a run resumes from its folder, which therefore has to outlive a pod. Give `comparison_id` to resume the
+comparison of an earlier pipeline run. Caching is off, for the reasons given in pipelines/train.py.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
         "Names of algorithms, separated by commas; a variant of one is label=name, e.g. flexfl,no_kd=flexfl.",
     ),
     seeds=Field("0,1,2", "Whole numbers, separated by commas; every algorithm runs with each."),
-    comparison_id=Field("", "Name of the comparison's folder; the same name goes on with it. Empty: the job's."),
+    comparison_id=Field("", "Name of the comparison's folder; the same name resumes it. Empty: the run's id."),
     advanced=Field(
         {},
         'Any other parameter of params.yaml by its dotted name, for all runs, e.g. {"training.momentum": 0.9}; for one '
@@ -48,7 +48,7 @@ from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
     ),
 )
 def comparison(**given: Any) -> None:
-    """The defaults are `flexfleet compare`'s, but for MLflow."""
+    """The defaults are those of `flexfleet compare`, except for MLflow."""
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     start = prepare(**given, job_id=job_id)
     pairs = start.outputs["Output"]

@@ -1,5 +1,5 @@
-"""What the forms of the pipelines ask for: the parameters of form.json, which `components.describe` takes from the
-schema. So compiling reads defaults, meanings and names, and imports no torch."""
+"""The forms of the pipelines: they have the parameters of form.json, which `components.describe` makes from the schema.
+So compiling reads defaults, meanings and names without importing torch."""
 
 import inspect
 import json
@@ -14,13 +14,13 @@ class Field(NamedTuple):
     default: Any
     meaning: str
     choices: tuple[str, ...] = ()
-    """Of which the form offers a list."""
+    """The values that the form offers as a list."""
 
 
 FILE = Path(__file__).with_name("form.json")
 KNOWN = json.loads(FILE.read_text())
 NAMES: dict[str, list[str]] = KNOWN["names"]
-"""What there is of each: algorithms, datasets, models."""
+"""The names of all algorithms, data sets and models."""
 FIELDS = {name: Field(**about) for name, about in KNOWN["fields"].items()} | {
     "mlflow_uri": Field(
         "", "Tracking URI of an MLflow server; empty: the one that Kubeflow gives tasks, else no tracking."
@@ -32,8 +32,8 @@ machine."""
 
 
 def form(without: Sequence[str] = (), **own: Field) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a graph the form of FIELDS, less what it is `without`, with its own fields added or put in their place: the
-    graph is called with all of them by name."""
+    """Gives a graph the form of FIELDS, except the fields in `without`; its `own` fields are added, or replace those of
+    the same name. The graph is called with all of them by name."""
 
     def decorate(graph: Callable[..., None]) -> Callable[..., None]:
         fields = {name: field for name, field in (FIELDS | own).items() if name not in without}

@@ -1,13 +1,13 @@
 """The nightly regression: prepare -> (for each case, algorithm and seed) run -> gate -> decide.
 
-The suite and its reference figures are the image's; the champion is MLflow's. `gate` measures, judges, registers the
-models and tells; another task, `decide`, fails where it says so: Kubeflow keeps no artifacts of a task that fails, and
-a night that fails is the one whose report is wanted.
+The suite and its reference figures come from the image; the champion comes from MLflow. `gate` measures, judges,
+registers the models and reports. A separate task, `decide`, fails if the gate failed: Kubeflow keeps no artifacts of a
+failed task, and people need the report of a failed night.
 
-`flexfleet nightly` makes a recurring run of it: an empty `night_id` is the job's.
+`flexfleet nightly` makes a recurring run of it: an empty `night_id` becomes the pipeline run's id.
 
-Retries: a run goes on with what it finds in its folder, so that has to outlive a pod. Caching is off, for the reasons
-given in pipelines/train.py.
+Retries: a run resumes from its folder, which therefore has to outlive a pod. Caching is off, for the reasons given in
+pipelines/train.py.
 """
 
 from typing import Any
@@ -39,16 +39,16 @@ def nightly(
     night_id: str = "",
     advanced: dict[str, Any] = {},  # noqa: B006 - kfp writes it into the specification, nobody holds it
 ) -> None:
-    """Fails where a figure is worse than before, beyond a threshold and beyond noise.
+    """Fails if a figure is worse than before, beyond a threshold and beyond noise.
 
     Args:
-        suite: Of flexfleet/nightly/suites: what is run, and its reference figures.
+        suite: A suite of flexfleet/nightly/suites: what is run, and its reference figures.
         mlflow_uri: Tracking URI of an MLflow server, which keeps the champion; empty: the one that Kubeflow gives
             tasks, else the reference alone.
         store_uri: s3://bucket/prefix of all runs, or a folder that outlives a pod.
-        night_id: Name of the night's folder; the same name goes on with it. Empty: the job's.
-        advanced: Parameters of params.yaml that move no figure by their dotted names (run.*, kubernetes.*, ...), e.g.
-            {"publish.onnx": false}.
+        night_id: Name of the night's folder; the same name resumes it. Empty: the pipeline run's id.
+        advanced: Parameters of params.yaml that change no figure, by their dotted names (run.*, kubernetes.*, ...), as
+            in {"publish.onnx": false}.
     """
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     given = {"suite": suite, "mlflow_uri": mlflow_uri, "store_uri": store_uri, "night_id": night_id,

@@ -1,4 +1,4 @@
-"""What all pipelines share: what their forms say, and what every task has on the cluster."""
+"""What all pipelines share: the description of their forms, and the settings of every task on the cluster."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +10,8 @@ from flexfleet.kubeflow.retarget import DEFAULT_IMAGE, SECRETS, SIZES
 from pipelines.form import NAMES
 
 S3_SECRET = SECRETS["FLEXFLEET_S3_SECRET"]
-"""Its keys are the variables that boto3 reads. Tasks have them with FLEXFLEET_ in front: Kubeflow's launcher, in the
-same container, would take them for those of its own artifacts."""
+"""Its keys are the variables that boto3 reads. In tasks their names start with FLEXFLEET_: else Kubeflow's launcher, in
+the same container, would use them for its own artifacts."""
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
 COORDINATOR_KEYS = (
     *S3_KEYS,
@@ -19,11 +19,11 @@ COORDINATOR_KEYS = (
     "SECRETS_AWS_ENDPOINT_URL",
     "S3_UNCHECKED",
 )
-"""For tasks that run rounds: what signs clients' URLs and what opens the bucket of the run's key, where that is another
-pair than the task's own; and leave to use a server that does not check."""
+"""For tasks that run rounds: the credentials that sign clients' URLs and those of the bucket with the run's key, if
+they are not the task's own; and the permission to use a server that does not check."""
 
 MLFLOW_SECRET = SECRETS["FLEXFLEET_MLFLOW_SECRET"]
-"""For an MLflow server that wants a password. Its keys are the variables that MLflow reads."""
+"""For an MLflow server that asks for a password. Its keys are the variables that MLflow reads."""
 MLFLOW_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 
 TUNE_SECRET, TUNE_KEY = SECRETS["FLEXFLEET_TUNE_SECRET"], "FLEXFLEET_TUNE_STORAGE"
@@ -45,17 +45,17 @@ def described(what: str, first: str, example: str = '{"algorithm.kd_weight": 5, 
 
 
 LOST = ("unreachable", "not-ready")
-"""Taints of a node that is lost. Tasks give it a minute, not the five of every pod."""
+"""Taints of a lost node. Tasks tolerate them for a minute, not for the default five."""
 
 # kfp has no types; naming it here keeps `ignore` comments out of the graphs.
 pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
 
 
 def on_cluster(*tasks: Any, retries: int = 3, keys: Sequence[str] = S3_KEYS, trains: bool = False) -> None:
-    """What every task has there: the same image for the pods that it makes, S3's and MLflow's credentials as far as the
-    Secrets have them, no long wait for a node that is lost, its share of one, and no root, which namespaces that
-    enforce `restricted` want said. And a new pod where Kubeflow's version makes one (see the guide), with no answer
-    from the cache. `retarget` sets what differs between clusters."""
+    """Sets on every task: its image, also for the pods that it makes; the credentials of S3 and MLflow that the Secrets
+    have; a short wait for a lost node; its CPU and memory; and no root, which namespaces that enforce `restricted` ask
+    for. Also retries with a new pod, if Kubeflow's version makes them (see the guide), and no cache. `retarget` sets
+    what differs between clusters."""
     for each in tasks:
         each.set_caching_options(False)
         size = SIZES["TRAIN" if trains else "TASK"]

@@ -1,19 +1,19 @@
 """The training pipeline: partition -> pretrain -> model_pool -> federate -> evaluate -> report.
 
-The graph alone: each body unpacks paths and calls the function of `components` that the command line and DVC call.
+This file has only the graph: each task unpacks paths and calls the function that the command line and DVC call too.
 The first task resolves and checks the whole configuration; every other task reads its outcome.
 
-Retries: what a server does not answer is tried again inside the task. A pod that fails is made again by Kubeflow up to
-2.16, one that is deleted by Kubeflow 2.17 (docs/guides/kubernetes.md); for what is made again by neither there is the
-UI's Retry, or the same `run_id` in another run. `federate` owns all rounds and goes on with what it finds in
-`<store_uri>/<run_id>`, so that has to outlive a pod: s3://bucket/prefix, or a folder of a volume. Nothing rests on a
-graceful end.
+Retries: if a server does not answer, the task itself tries again. Kubeflow up to 2.16 makes a failed pod again,
+Kubeflow 2.17 a deleted pod (docs/guides/kubernetes.md); otherwise use the UI's Retry, or start another run with the
+same `run_id`. `federate` owns all rounds and resumes from `<store_uri>/<run_id>`, which therefore has to outlive a pod:
+s3://bucket/prefix, or a folder of a volume. Nothing depends on a graceful end.
 
-With `publish.dvc`, what partition, model_pool and report make is pushed to a DVC remote; each hands on the pointers.
+With `publish.dvc`, the tasks partition, model_pool and report push their outputs to a DVC remote, and each passes its
+pointers on.
 
-Caching is off for every task. Kubeflow's key is a task's parameters and the ids of its input artifacts: it does not
-see the data set, which every task reads, and it hits only where every task before has hit. Resuming is the run
-store's work, and on a laptop `dvc repro` skips what is unchanged.
+Caching is off for every task. Kubeflow's cache key is a task's parameters and the ids of its input artifacts: it does
+not include the data set, which every task reads, and it hits only if every task before has hit. The run store makes
+resuming possible, and on a laptop `dvc repro` skips what is unchanged.
 """
 
 from typing import Any
@@ -42,11 +42,11 @@ from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
 )
 @form(
     without=["trials"],
-    run_id=Field("", "Name of the run's folder; the same name goes on with the run. Empty: algorithm, seed and job."),
+    run_id=Field("", "Name of the run's folder; the same name resumes the run. Empty: algorithm, seed and run id."),
     advanced=Field({}, 'Any other parameter of params.yaml by its dotted name, e.g. {"algorithm.kd_weight": 5}.'),
 )
 def train(**given: Any) -> None:
-    """The defaults are `flexfleet run`'s, but for MLflow."""
+    """The defaults are those of `flexfleet run`, except for MLflow."""
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     start = partition(**given, job_id=job_id)
     config, parts = start.outputs["config"], start.outputs["parts"]

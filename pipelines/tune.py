@@ -4,9 +4,9 @@ The first task resolves and checks the configuration, cuts the partition and pre
 trial after trial of one study, as `flexfleet tune` makes it in the folder `<store_uri>/<study_id>`; the last task runs
 the best setting against the default and puts it on a page.
 
-Several workers share the study by the data base that `tune.storage` or a Secret names. What a killed pod leaves, the
-others or its successor take up, trial by trial. One worker without a data base goes on with what it finds in its
-folder, where that outlives a pod (a volume); else the study begins again. Caching is off, for the reasons given in
+Several workers share the study through the data base that `tune.storage` or a Secret names. The other workers, or the
+next pod, take over the trials of a killed pod. One worker without a data base resumes from its folder, if that outlives
+a pod (a volume); else the study begins again. Caching is off, for the reasons given in
 pipelines/train.py.
 """
 
@@ -40,7 +40,7 @@ from pipelines.shared import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described,
         "Folder of all studies, of a volume that outlives a pod; or s3://bucket/prefix for the trials' rounds.",
     ),
     study_id=Field(
-        "", "Name of the study's folder; the same name goes on with the study. Empty: algorithm, seed and job."
+        "", "Name of the study's folder; the same name resumes the study. Empty: algorithm, seed and run id."
     ),
     advanced=Field(
         {},
@@ -49,19 +49,19 @@ from pipelines.shared import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described,
     ),
 )
 def tuning(**given: Any) -> None:
-    """The defaults are `flexfleet tune`'s, without MLflow."""
+    """The defaults are those of `flexfleet tune`, without MLflow."""
     job_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     start = prepare(**given, job_id=job_id)
     workers = start.outputs["Output"]
     with dsl.ParallelFor(workers, name="workers") as worker:
         one = search(worker=worker, prepared=start.outputs["prepared"], job_id=job_id)
-    found = report(
+    best = report(
         workers=workers,
         prepared=start.outputs["prepared"],
         searched=dsl.Collected(one.outputs["searched"]),
     )
     on_cluster(start, retries=0, trains=True)
-    on_cluster(one, found, keys=COORDINATOR_KEYS, trains=True)
-    for each, shown in ((start, "1 Prepare"), (one, "2 Trials"), (found, "3 Best against the default")):
+    on_cluster(one, best, keys=COORDINATOR_KEYS, trains=True)
+    for each, shown in ((start, "1 Prepare"), (one, "2 Trials"), (best, "3 Best against the default")):
         each.set_display_name(shown)
         kubernetes.use_secret_as_env(each, TUNE_SECRET, {TUNE_KEY: TUNE_KEY}, optional=True)

@@ -26,7 +26,9 @@ from fl_engine.data.files import moments, require_by_hand
 from fl_engine.tasks import Classification
 
 ABOUT = "UT-HAR, 1x250x90 maps of a Wi-Fi signal, 7 activities, 3,977 + 500; no licence stated; 854 MB, by hand"
-ABOUT_ANTENNAS = "UT-HAR, 3x30x250, an antenna is a channel, 7 activities, 3,977 + 500; no licence stated; the files of uthar (854 MB)"
+ABOUT_ANTENNAS = (
+    "UT-HAR, 3x30x250, an antenna is a channel, 7 activities, 3,977 + 500; no licence stated; 854 MB, files of uthar"
+)
 FOLDER = "uthar/UT_HAR"
 FILES = tuple(f"{FOLDER}/{what}_{part}.csv" for what in ("data/X", "label/y") for part in ("train", "test"))
 HOW = (

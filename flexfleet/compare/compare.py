@@ -1,9 +1,9 @@
-"""Several algorithms on the same task, with several seeds: every run of its own, then one table and one page of all.
+"""Compares several algorithms on the same task with several seeds: makes all runs, then one table and one page.
 
-A comparison is a folder `<run.store>/<id>/`: a run folder for each label and seed (what `flexfleet run` makes), beside
-it the run's configuration and log, `shared-s<seed>/` with the partition and pre-training from which the runs of the
-seed start, and in the end comparison.json, .md, .svg and .html. Where labels have other settings of these, there is a
-folder `shared-s<seed>-<digest>/` for each other setting.
+A comparison is a folder `<run.store>/<id>/`. For each label and seed it has a run folder (as `flexfleet run` makes it),
+and beside that the run's configuration and log. `shared-s<seed>/` has the partition and pre-training from which the
+runs of the seed start; if labels have other settings of these, each other setting has a folder
+`shared-s<seed>-<digest>/`. In the end there are comparison.json, .md, .svg and .html.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, S
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.compare.comparison import Comparison
-from flexfleet.compare.side_by_side import Job, last_words, side_by_side
+from flexfleet.compare.side_by_side import Command, last_words, side_by_side
 from flexfleet.compare.tabulate import tabulate
 from flexfleet.config import Config, algorithm, parse
 from flexfleet.config.entries import Entry, folder_of, varied
@@ -54,10 +54,10 @@ def compare(
     options: Sequence[str] = (),
     night: str | None = None,
 ) -> Comparison:
-    """Runs what is not finished, `at_once` side by side, and writes the comparison. `options` go to each run as they
-    are (`--discard-damaged`). `night`: the MLflow run of the night that this is of.
+    """Makes the runs that are not finished, `at_once` side by side, and writes the comparison. `options` are passed to
+    each run (`--discard-damaged`). `night`: the MLflow run of the night that the comparison belongs to.
 
-    Raises ConfigError before anything trains; RunsFailed where runs failed, after all others ended; Stopped and
+    Raises ConfigError before anything trains; RunsFailed if runs failed, after all others ended; Stopped and
     KeyboardInterrupt when all processes have stopped.
     """
     folder = folder_of(runs)
@@ -84,8 +84,8 @@ def compare(
 
 
 def in_one_experiment(runs: Sequence[Entry]) -> list[Entry]:
-    """The runs, all tracked in the MLflow experiment of the first one: labels may have other data sets, networks and
-    partitions, by which experiments are called, and MLflow shows no run below one of another experiment."""
+    """The runs, all tracked in the MLflow experiment of the first run. Labels may have other data sets, networks and
+    partitions, and these name the experiments; but MLflow shows no run below a run of another experiment."""
     first = runs[0].config.tracking
     if first.mlflow is None:
         return list(runs)
@@ -99,8 +99,8 @@ def in_one_experiment(runs: Sequence[Entry]) -> list[Entry]:
 
 
 def begin(runs: Sequence[Entry], id: str, given: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
-    """The comparison's own small MLflow run: begun before those that are its children, and found again whatever joins
-    them. None where nothing is tracked. `given`: more tags; `run_id`: that of one that has been begun."""
+    """The comparison's own small MLflow run: it begins before its children, and a resumed comparison finds it again.
+    None without tracking. `given`: more tags; `run_id`: of an MLflow run that was begun for it."""
     config = runs[0].config
     if config.tracking.mlflow is None:
         return None
@@ -117,8 +117,8 @@ def stores_of(runs: Sequence[Entry]) -> list[Store]:
 
 
 def check_all(runs: Sequence[Entry]) -> None:
-    """Raises what `check` does for the first run that could not be made; a begun one must have the same settings, and
-    all of them are measured alike."""
+    """Raises what `check` raises for the first run that is impossible. A run that has begun must have the same
+    settings, and all runs must have the same metric."""
     _check_metric(runs)
     for entry in runs:
         out = folder_of(runs) / entry.name
@@ -132,7 +132,7 @@ def check_all(runs: Sequence[Entry]) -> None:
 
 
 def _check_metric(runs: Sequence[Entry]) -> None:
-    """Raises ConfigError where labels have data sets whose figures mean other things."""
+    """Raises ConfigError if labels have data sets with different metrics."""
     if "dataset.name" not in varied(runs):
         return
     seen = {e.label: Resolved.of(e.config).data.task.metric.name for e in runs if e.seed == runs[0].seed}
@@ -151,7 +151,7 @@ def _run(
         log.info("%d of %d runs are finished", len(runs) - len(left), len(runs))
     if not left:
         return
-    for name in ("json", "md", "svg", "html"):  # would be of other runs than the folder has in the end
+    for name in ("json", "md", "svg", "html"):  # would not match the runs that the folder has in the end
         (folder / f"comparison.{name}").unlink(missing_ok=True)
     given = {entry.name: hand_over(entry.config, folder / f"{entry.name}.yaml") for entry in left}
     groups = sharing(runs)
@@ -159,14 +159,14 @@ def _run(
     shares = _shares({name: [e for e in group if e in left] for name, group in groups.items()}, folder, given)
     codes = side_by_side(shares, at_once)
     ready = [entry for entry in left if codes.get(shared[entry.name], 0) == 0]
-    jobs = [
-        _job(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
+    commands = [
+        _command(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
         for entry in ready
     ]
-    codes |= side_by_side(jobs, at_once)
+    codes |= side_by_side(commands, at_once)
     failed = [(name, code) for name, code in codes.items() if code]
     if failed:
-        logs = {job.name: job.log for job in (*shares, *jobs)}
+        logs = {each.name: each.log for each in (*shares, *commands)}
         for name, code in failed:
             log.error("%s: exit code %d, %s: %s", name, code, logs[name], last_words(logs[name]))
         done = sum(finished(entry.config, folder / entry.name) for entry in runs)
@@ -179,8 +179,8 @@ def _run(
 
 
 def sharing(runs: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """By the name of a folder the runs that share what is in it: those of one seed with the same settings of partition
-    and pre-training. The folder of a seed's first setting is `shared-s<seed>`."""
+    """The runs that share a folder, by its name: the runs of one seed with the same settings of partition and
+    pre-training. The folder of a seed's first setting is `shared-s<seed>`."""
     out: dict[str, list[Entry]] = {}
     for seed in dict.fromkeys(entry.seed for entry in runs):
         groups: dict[str, list[Entry]] = {}
@@ -192,9 +192,9 @@ def sharing(runs: Sequence[Entry]) -> dict[str, list[Entry]]:
     return out
 
 
-def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[str, tuple[str, str]]) -> list[Job]:
-    """For each group whose partition and pre-training are still to be computed for runs that have not begun."""
-    jobs = []
+def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[str, tuple[str, str]]) -> list[Command]:
+    """The commands that compute the partition and pre-training of groups, where runs that have not begun need them."""
+    commands = []
     for name, group in groups.items():
         fresh = [e for e in group if not (folder / e.name / "run.json").exists()]
         out = folder / name
@@ -205,16 +205,17 @@ def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[
             continue
         config, stdin = given[first.name]
         argv = ("--config", config, "--out", str(out))
-        jobs.append(Job(out.name, "flexfleet.steps.share", argv, folder / f"{out.name}.log", stdin))
-    return jobs
+        commands.append(Command(out.name, "flexfleet.steps.share", argv, folder / f"{out.name}.log", stdin))
+    return commands
 
 
 def _to_share(runs: Sequence[Entry]) -> Entry:
-    """Of runs that share the first that asks for preparations: then what it asks for is there for all that do."""
+    """The run for which the shared folder is computed: the first that asks for preparations, so that their results are
+    there for every run that needs them."""
     return next((e for e in runs if algorithm(e.config).preparations), runs[0])
 
 
-def _job(
+def _command(
     entry: Entry,
     shared: Path,
     given: Mapping[str, str],
@@ -222,19 +223,19 @@ def _job(
     options: Sequence[str],
     config: str,
     stdin: str,
-) -> Job:
+) -> Command:
     argv = ["run", "--config", config, "--run-id", entry.name, "--resume", *options, "--shared", str(shared)]
     argv += [word for key, value in given.items() for word in ("--tag", f"{key}={value}")]
-    return Job(entry.name, "flexfleet.cli", tuple(argv), folder / f"{entry.name}.log", stdin)
+    return Command(entry.name, "flexfleet.cli", tuple(argv), folder / f"{entry.name}.log", stdin)
 
 
 def tags(entry: Entry, id: str, parent: str | None) -> dict[str, str]:
-    """Of a run's MLflow run: by these the UI groups the runs of a comparison. `parent`: the one that it is below."""
+    """The tags of a run's MLflow run, by which the UI groups the runs of a comparison. `parent`: its parent run."""
     return {"flexfleet.comparison": id, "algorithm": entry.label, **({PARENT: parent} if parent else {})}
 
 
 def finished(config: Config, out: Path) -> bool:
-    """Whether the run has gone through to its result, with as many rounds as are wanted."""
+    """Whether the run has a result after the configured number of rounds."""
     try:
         result, history = Result.read(out / "result.json"), History.read(out / "history.json")
     except IntegrityError:
@@ -244,21 +245,21 @@ def finished(config: Config, out: Path) -> bool:
 
 # --------------------------------------------------------------------------------------- as tasks of a graph
 def prepare(runs: Sequence[Entry], id: str, out: Path, job_id: str) -> list[dict[str, str]]:
-    """`pairs_of` the comparison, whose own MLflow run is begun."""
+    """Begins the comparison's MLflow run and gives its `pairs_of`."""
     runs = in_one_experiment(runs)
     pairs = pairs_of(runs, id, out)
     return below(pairs, begin(runs, id, track.of_job(runs[0].config, job_id)))
 
 
 def below(pairs: Sequence[Mapping[str, str]], mlflow: MLflow | None) -> list[dict[str, str]]:
-    """Adds what the tasks want to know of the MLflow run that they belong to: its id, and what theirs are below."""
+    """Adds the id of the MLflow run that the tasks belong to, and the parent of their own MLflow runs."""
     about = {"mlflow": mlflow.run_id if mlflow else "", "parent": mlflow.root if mlflow else ""}
     return [{**pair, **about} for pair in pairs]
 
 
 def pairs_of(runs: Sequence[Entry], id: str, out: Path) -> list[dict[str, str]]:
-    """Checks all runs and writes what they share into `out`/<id>; gives what the other tasks want to know of each run.
-    Values are texts: a graph may make floats of numbers."""
+    """Checks all runs, writes what they share into `out`/<id>, and gives what the other tasks need to know about each
+    run. All values are texts, since a graph may turn numbers into floats."""
     check_all(runs)
     track.prepare(runs[0].config)
     shared: dict[str, str] = {}
@@ -278,9 +279,10 @@ def pairs_of(runs: Sequence[Entry], id: str, out: Path) -> list[dict[str, str]]:
 
 
 def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> Result:
-    """Makes or goes on with one run in its folder of the store, and copies what a finished run is into `out`."""
+    """Makes or resumes one run in its folder of the store, and copies the finished run without its ledger into
+    `out`."""
     entry, id = entry_of(pair), pair["comparison"]
-    found = run(
+    result = run(
         Resolved.of(entry.config),
         entry.name,
         resume=True,
@@ -289,7 +291,7 @@ def run_pair(pair: Mapping[str, str], shared: Path, out: Path, job_id: str) -> R
     )
     ledger = shutil.ignore_patterns("rounds", "states", ".lock")
     shutil.copytree(Path(entry.config.run.store) / entry.name, out, ignore=ledger, dirs_exist_ok=True)
-    return found
+    return result
 
 
 def collect(pairs: Sequence[Mapping[str, str]], folders: Sequence[Path], out: Path) -> Comparison:

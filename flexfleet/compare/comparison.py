@@ -1,9 +1,9 @@
-"""Several algorithms and seeds in figures: read from finished run folders, nothing measured again.
+"""The figures of a comparison, read from finished run folders; nothing is measured again.
 
-avg is the mean of the metric that decides (accuracy, R2) over the reported levels, full that of the largest model; an
-algorithm of one level has no avg. Every figure is a mean over the seeds with the sample standard deviation (n - 1);
-with one seed there is none. Runs that differ in more than their algorithm, and what the comparison varies besides, are
-refused, not tabulated.
+avg is the mean of the metric that decides (accuracy, R2) over the reported levels, full is the value of the largest
+model; an algorithm of one level has no avg. Every figure is a mean over the seeds with the sample standard deviation
+(n - 1); with one seed there is no deviation. Runs may differ only in their algorithm and in the parameters that the
+comparison varies; others are refused.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from flexfleet.steps import share
 
 MB = 1e6
 STEPS = 20
-"""Accuracies to reach are multiples of 1/20 where none are given,"""
+"""If no accuracies to reach are given, they are multiples of 1/20,"""
 MOST_TARGETS = 4
-"""and so many at most."""
+"""at most this many."""
 Runs = Mapping[str, Sequence[Run]]
-"""Labels to the label's runs, in the order of the seeds."""
+"""The runs of each label, in the order of the seeds."""
 
 
 class _Part(BaseModel):
@@ -40,7 +40,7 @@ class _Part(BaseModel):
 
 
 class Spread(_Part):
-    """Over the seeds: mean, and sample standard deviation where there are two or more."""
+    """Over the seeds: the mean, and the sample standard deviation if there are two or more."""
 
     mean: float
     std: float | None
@@ -56,12 +56,12 @@ class Score(_Part):
 
 
 class Reached(_Part):
-    """The first evaluated round in which the full model is that accurate, over the seeds in which there is one, and
-    what had been spent by its end. Null where no seed reaches it."""
+    """The first evaluated round in which the full model is that accurate, and the MB and seconds spent until its end,
+    as means over the seeds that reach it. Null if no seed reaches it."""
 
     accuracy: float
     seeds: tuple[int, ...]
-    """Those that reach it."""
+    """The seeds that reach it."""
     rounds: Spread | None
     mb: Spread | None
     """Down and up."""
@@ -86,25 +86,25 @@ class OneRun(_Part):
 
 
 class Summary(_Part):
-    """All runs of one label. A MB is 1e6 bytes; waste is the share of what was sent that did not come back."""
+    """All runs of one label. A MB is 1e6 bytes; waste is the share of the sent bytes that did not come back."""
 
     algorithm: str
     settings: dict[str, Any]
-    """The algorithm's own, where they were set."""
+    """The algorithm's hyper-parameters that were set."""
     varied: dict[str, Any] = {}
-    """What the label has of the comparison's `varied`."""
+    """The label's values of the parameters in the comparison's `varied`."""
     levels: tuple[float, ...]
-    """Sizes of the reported models in % of the full one, mean over the seeds."""
+    """Sizes of the reported models in % of the full model, mean over the seeds."""
     last: Score
     best: Score
-    """Of the round with the best avg; chosen on test data, as in the papers."""
+    """The scores of the round with the best avg, which is chosen on test data, as in the papers."""
     mb_down: Spread
     mb_up: Spread
     waste: Spread
     seconds: Spread
-    """As measured, whatever else ran beside."""
+    """Measured seconds, also if other work ran on the machine."""
     seconds_simulated: Spread | None
-    """On the fleet's devices; null where the rounds were not timed so."""
+    """Seconds on the fleet's devices; null if the simulated clock was not used."""
     reached: tuple[Reached, ...]
     runs: tuple[OneRun, ...]
 
@@ -117,11 +117,11 @@ class Comparison(Artifact):
     seeds: tuple[int, ...]
     rounds: int
     metric: str = "accuracy"
-    """The one that decides, of which avg and full are."""
+    """The metric that decides; avg and full are its values."""
     settings: dict[str, Any]
     """What all runs have in common, by dotted names."""
     varied: tuple[str, ...] = ()
-    """Parameters in which labels differ, those of the algorithm apart, by dotted names."""
+    """Parameters in which labels differ, without the algorithm's own, by dotted names."""
     results: dict[str, Summary]
     """By label."""
     notes: tuple[str, ...] = ()
@@ -153,13 +153,13 @@ def _shared(key: str) -> bool:
 
 
 def own(varied: Sequence[str]) -> list[str]:
-    """Of the parameters that labels vary those that are not the algorithm's."""
+    """The parameters that labels vary, without the algorithm's own."""
     return [key for key in varied if not key.startswith("algorithm.")]
 
 
 def unequal(runs: Mapping[str, Run], varied: Sequence[str] = (), *, algorithm: bool = True) -> list[str]:
-    """Parameters in which runs differ though they should not, a line for each: all but those that are `varied`, the
-    algorithm's (unless `algorithm` is false), the seed, and what moves no more than last bits."""
+    """A line for each parameter in which runs differ but must not. They may differ in the `varied` parameters, the
+    algorithm's (unless `algorithm` is false), the seed, and parameters that change only the last bits."""
     shared = (key for run in runs.values() for key in run.config if _shared(key) and key not in varied)
     keys = dict.fromkeys(key for key in shared if not (algorithm and key.startswith("algorithm")))
     lines = []
@@ -171,7 +171,7 @@ def unequal(runs: Mapping[str, Run], varied: Sequence[str] = (), *, algorithm: b
 
 
 def other_partitions(runs: Mapping[str, Run]) -> list[str]:
-    """Runs that were cut by the same settings and still have other partitions, a line for each such settings."""
+    """A line for each group of runs that have the same partition settings and still different partitions."""
     groups: dict[str, dict[str, str]] = {}
     for name, run in runs.items():
         settings = repr({key: run.config[key] for key in sorted(run.config) if share.decides(key)})
@@ -192,7 +192,7 @@ def summarise(
     targets = tuple(to) or default_targets(runs)
     numerics = [deciding(run.file.numerics) for of_label in runs.values() for run in of_label]
     notes = []
-    if any(found != numerics[0] for found in numerics):
+    if any(each != numerics[0] for each in numerics):
         notes.append("the runs were computed with different numerics (machine, device or torch): see their run.json")
     return Comparison(
         id=id,
@@ -262,7 +262,7 @@ def _one(seed: int, run: Run) -> OneRun:
 
 # ------------------------------------------------------------------------------------- accuracies to reach
 def default_targets(runs: Runs) -> tuple[float, ...]:
-    """The highest multiples of 5 % that some run's full model reaches, below the best accuracy of all."""
+    """The highest multiples of 5 % that the full model of at least one run exceeds."""
     scored = [row.metrics["full"] for of_label in runs.values() for run in of_label for row in _scored(run.rows)]
     return tuple(k / STEPS for k in range(1, STEPS) if k / STEPS < max(scored))[-MOST_TARGETS:]
 
@@ -282,7 +282,7 @@ def reached(seeds: Sequence[int], runs: Sequence[Sequence[Row]], accuracy: float
 
 
 def first(rows: Sequence[Row], accuracy: float) -> int:
-    """Index of the first evaluated round in which the full model is that accurate; -1 where there is none."""
+    """Index of the first evaluated round in which the full model is that accurate; -1 if there is none."""
     return next((row.round for row in _scored(rows) if row.metrics["full"] >= accuracy), -1)
 
 
@@ -292,8 +292,8 @@ def sent(rows: Sequence[Row]) -> list[float]:
 
 
 def simulated(rows: Sequence[Row]) -> float | None:
-    """Seconds of the rounds on the fleet's devices; None where a round was not timed so. One in which no client trained
-    takes none."""
+    """Seconds of the rounds on the fleet's devices; None if a round has no simulated time. A round in which no client
+    trained takes no time."""
     total = 0.0
     for row in rows:
         seconds = row.metrics.get("seconds_simulated", None if row.metrics["clients_trained"] else 0.0)
@@ -309,7 +309,7 @@ def _sizes(run: Run) -> list[float]:
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """None where there is no value, or not one for each run."""
+    """None if a run has no value."""
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None
@@ -317,9 +317,9 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 
 def _sure(values: Sequence[float]) -> Spread:
-    found = spread(values)
-    assert found is not None, "a comparison has at least one seed"
-    return found
+    known = spread(values)
+    assert known is not None, "a comparison has at least one seed"
+    return known
 
 
 def _scored(rows: Sequence[Row]) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Several commands as processes side by side: each with one thread and a log file, none stopping the others."""
+"""Runs several commands as processes side by side: each has one thread and a log file, and none stops the others."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger("flexfleet")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 POLL_S = 0.05
 BEGINS = "$ "
-"""A line of a log that starts so has the command whose output follows."""
+"""A log's line that starts with this has the command whose output follows."""
 
 
 @dataclass(frozen=True)
-class Job:
+class Command:
     name: str
     module: str
     """`python -m <module>`"""
@@ -34,32 +34,32 @@ class Job:
     log: Path
     """Its stdout and stderr are appended here."""
     stdin: str = ""
-    """What it reads: no process list and no log shows that."""
+    """What it reads from stdin: no process list and no log shows that."""
 
 
-def side_by_side(jobs: Sequence[Job], at_once: int) -> dict[str, int]:
-    """Every job's exit code by its name (128 + n where signal n ended it).
+def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
+    """Every command's exit code by its name (128 + n if signal n ended it).
 
-    SIGTERM and Ctrl-C are passed on to the processes that run, no other is started, and when they have ended Stopped
-    or KeyboardInterrupt is raised. Whatever else goes wrong here, no process is left behind.
+    On SIGTERM or Ctrl-C it passes the signal on to the running processes, starts no others, waits for their end, and
+    raises Stopped or KeyboardInterrupt. After any other error it leaves no process behind.
     """
     codes: dict[str, int] = {}
-    waiting = list(jobs)
-    running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
+    waiting = list(commands)
+    running: dict[Command, tuple[subprocess.Popen[bytes], float]] = {}
     try:
         with _passing_signals_on(running) as received:
             while running or (waiting and not received):
                 while waiting and len(running) < at_once and not received:
-                    job = waiting.pop(0)
-                    running[job] = (_start(job), time.monotonic())
-                    if received:  # while it was being started, so that it was not told
-                        running[job][0].send_signal(received[-1])
-                for job, (process, started) in list(running.items()):
+                    command = waiting.pop(0)
+                    running[command] = (_start(command), time.monotonic())
+                    if received:  # a signal came during the start, so that this process did not get it
+                        running[command][0].send_signal(received[-1])
+                for command, (process, started) in list(running.items()):
                     code = process.poll()
                     if code is not None:
-                        del running[job]
-                        codes[job.name] = code if code >= 0 else 128 - code
-                        _tell(job, codes, len(jobs), time.monotonic() - started)
+                        del running[command]
+                        codes[command.name] = code if code >= 0 else 128 - code
+                        _tell(command, codes, len(commands), time.monotonic() - started)
                 time.sleep(POLL_S)
     finally:
         for process, _ in running.values():
@@ -72,15 +72,15 @@ def side_by_side(jobs: Sequence[Job], at_once: int) -> dict[str, int]:
     return codes
 
 
-def _start(job: Job) -> subprocess.Popen[bytes]:
-    job.log.parent.mkdir(parents=True, exist_ok=True)
-    with open(job.log, "ab") as file:
-        file.write(f"{BEGINS}{shlex.join(('python', '-m', job.module, *job.argv))}\n".encode())
+def _start(command: Command) -> subprocess.Popen[bytes]:
+    command.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(command.log, "ab") as file:
+        file.write(f"{BEGINS}{shlex.join(('python', '-m', command.module, *command.argv))}\n".encode())
         file.flush()
-        # -P: a folder `flexfleet` where the command is typed is not this package. A process group of its own: a
-        # Ctrl-C in the terminal reaches it through us alone, once.
+        # -P: Python must not import a folder `flexfleet` of the current folder instead of this package. Its own process
+        # group: a Ctrl-C in the terminal reaches it only once, through this process.
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", job.module, *job.argv],
+            [sys.executable, "-P", "-m", command.module, *command.argv],
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -89,19 +89,19 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
         )
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as stdin:  # it may have ended
-        stdin.write(job.stdin.encode())
+        stdin.write(command.stdin.encode())
     return process
 
 
-def _tell(job: Job, codes: dict[str, int], total: int, seconds: float) -> None:
-    code = codes[job.name]
-    how = "finished" if code == 0 else f"ended with exit code {code}, see {job.log},"
-    log.info("%s %s after %.1f s (%d of %d)", job.name, how, seconds, len(codes), total)
+def _tell(command: Command, codes: dict[str, int], total: int, seconds: float) -> None:
+    code = codes[command.name]
+    how = "finished" if code == 0 else f"ended with exit code {code}, see {command.log},"
+    log.info("%s %s after %.1f s (%d of %d)", command.name, how, seconds, len(codes), total)
 
 
 @contextmanager
-def _passing_signals_on(running: dict[Job, tuple[subprocess.Popen[bytes], float]]) -> Iterator[list[int]]:
-    """What was received so far. Each process takes the first signal as a wish, and a second Ctrl-C as an order."""
+def _passing_signals_on(running: dict[Command, tuple[subprocess.Popen[bytes], float]]) -> Iterator[list[int]]:
+    """The signals received so far. A process ends gently on the first signal, and at once on a second Ctrl-C."""
     received: list[int] = []
 
     def pass_on(signum: int, _: object) -> None:
@@ -121,7 +121,7 @@ def _passing_signals_on(running: dict[Job, tuple[subprocess.Popen[bytes], float]
 
 
 def last_words(path: Path) -> str:
-    """What the last command of a log said in the end: its error, where it told one."""
+    """The last line of a log's last command: its error line, if there is one."""
     *_, text = path.read_text(errors="replace").rpartition(f"\n{BEGINS}")
     lines = [line for line in text.splitlines()[1:] if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]

@@ -1,22 +1,21 @@
-"""A comparison's figures as tables, drawn, and as a page; and its own small MLflow run.
+"""Writes a comparison's figures as tables, as a drawing and as a page, and into its own small MLflow run.
 
-comparison.json has every figure; comparison.md and the terminal have the tables; comparison.svg the curves;
-comparison.html all of it, and how it was run.
+comparison.json has every figure, comparison.md and the terminal have the tables, comparison.svg has the curves, and
+comparison.html has all of it and the settings of the runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
-from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.storage.store import FolderStore
 from flexfleet.compare.comparison import Comparison, Runs, Spread, Summary, curve, read, summarise
 from flexfleet.config.entries import Entry, varied
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
+from flexfleet.reports.page import Drawing, render
 from flexfleet.reports.report import NONE, plain
 from flexfleet.tracking.trackers import MLflow, log_outcome
 
@@ -39,18 +38,18 @@ def tabulate(
     to: Sequence[float] = (),
     mlflow: MLflow | None = None,
 ) -> Comparison:
-    """Writes FILES into `out`, from the entries' finished run folders by run id; then logs them to the comparison's
-    MLflow run, if there is one. Raises as `comparison.read` does."""
+    """Writes FILES into `out` (`folders`: the finished run folders by run id), then logs them to the comparison's
+    MLflow run, if there is one. Raises what `comparison.read` raises."""
     labels, seeds = list(dict.fromkeys(e.label for e in entries)), list(dict.fromkeys(e.seed for e in entries))
     differ = varied(entries)
     runs = read(labels, seeds, folders, differ)
-    found = summarise(id, seeds, runs, to, differ)
+    comparison = summarise(id, seeds, runs, to, differ)
     store, drawing = FolderStore(out), draw(runs)
-    store.put("comparison.md", markdown(found).encode())
+    store.put("comparison.md", markdown(comparison).encode())
     store.put("comparison.svg", (drawing + "\n").encode())
-    store.put("comparison.html", page(found, drawing).encode())
-    found.write(out / "comparison.json")
-    return found if mlflow is None else track(found, mlflow, out)
+    store.put("comparison.html", page(comparison, drawing).encode())
+    comparison.write(out / "comparison.json")
+    return comparison if mlflow is None else track(comparison, mlflow, out)
 
 
 # ------------------------------------------------------------------------------------------------- tables
@@ -102,17 +101,17 @@ def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
 
 
 def seconds(s: Spread | None) -> str:
-    """With more decimals where there are few: simulated seconds of a small network are."""
+    """Small values get more decimals: simulated seconds of a small network are small."""
     return cell(s, digits=0 if s is None or s.mean >= 1000 else 1 if s.mean >= 10 else 3)
 
 
 def simulated(c: Comparison) -> bool:
-    """Whether all runs have a simulated clock: seconds of two kinds are not put side by side."""
+    """Whether all runs have a simulated clock: a table does not mix simulated and real seconds."""
     return all(r.seconds_simulated is not None for r in c.results.values())
 
 
 def _reached(c: Comparison, r: Summary) -> list[str]:
-    """Means alone, which keeps the table narrow; comparison.json has the deviations. `(2/3)`: so many seeds only."""
+    """Means alone, which keeps the table narrow; comparison.json has the deviations. `(2/3)`: only 2 of 3 seeds."""
     cells = []
     for one in r.reached:
         spent = (cell(bare(one.rounds), digits=1), cell(bare(one.mb)),
@@ -148,7 +147,7 @@ def common(c: Comparison) -> str:
 
 
 def notes(c: Comparison) -> list[str]:
-    """What the figures mean, as far as these tables need it."""
+    """What the figures of these tables mean."""
     seeds = ", ".join(map(str, c.seeds))
     many = len(c.seeds) > 1
     lines = [f"Mean ± sample standard deviation over the seeds {seeds}." if many else f"One seed, {seeds}: no spread."]
@@ -170,7 +169,7 @@ def notes(c: Comparison) -> list[str]:
 
 
 def variants(c: Comparison) -> list[str]:
-    """What each label stands for, where that is not its algorithm as it is, in the settings of all."""
+    """What each label stands for, if it differs from its algorithm with the common settings."""
     lines = []
     for label, r in c.results.items():
         if r.settings or r.varied or label != r.algorithm:
@@ -202,7 +201,7 @@ def markdown(c: Comparison) -> str:
 
 
 def escaped(words: str) -> str:
-    """A name may hold what Markdown takes for its own."""
+    """Escapes the characters of names that mean something in Markdown."""
     return words.replace("|", "\\|").replace("_", "\\_").replace("*", "\\*").replace("<", "&lt;")
 
 
@@ -215,23 +214,18 @@ def draw(runs: Runs) -> str:
 
 
 def page(c: Comparison, drawing: str) -> str:
-    """One HTML page that needs nothing from outside."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-    except ImportError as error:
-        raise EnvironmentFailure("the page needs jinja2: pip install 'flexfleet[tracking]'") from error
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"plain": plain}
-    source = resources.files("flexfleet.compare").joinpath("comparison.html").read_text("utf-8")
-    return environment.from_string(source).render(
+    """One HTML page that loads nothing from elsewhere."""
+    return render(
+        "flexfleet.compare",
+        "comparison.html",
+        {"plain": plain},
         c=c,
         title=title(c),
         tables=tables(c),
         notes=notes(c),
         variants=variants(c),
         common=common(c),
-        drawing=Markup(drawing),
+        drawing=Drawing(drawing),
         colours={label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)},
         dash=NONE,
     )
@@ -239,13 +233,13 @@ def page(c: Comparison, drawing: str) -> str:
 
 # ------------------------------------------------------------------------------------------------- MLflow
 def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
-    """Logs the figures and FILES to the comparison's own small run, which then has all runs below it."""
-    found = c.model_copy(update={"mlflow_run_id": mlflow.run_id})
-    found.write(out / "comparison.json")
+    """Logs the figures and FILES to the comparison's own small MLflow run, and makes all runs its children."""
+    tracked = c.model_copy(update={"mlflow_run_id": mlflow.run_id})
+    tracked.write(out / "comparison.json")
     mlflow.adopt([run.mlflow_run_id for r in c.results.values() for run in r.runs if run.mlflow_run_id])
     log_outcome(mlflow.uri, mlflow.run_id, metrics(c), {}, [str(out / name) for name in FILES])
     mlflow.finish("FINISHED")
-    return found
+    return tracked
 
 
 def metrics(c: Comparison) -> dict[str, float]:
@@ -263,9 +257,9 @@ def metrics(c: Comparison) -> dict[str, float]:
             "seconds": r.seconds,
             "seconds_simulated": r.seconds_simulated,
         }
-        for name, found in spreads.items():
-            if found is not None:
-                out[f"{name}/{label}"] = found.mean
-                if found.std is not None:
-                    out[f"{name}_std/{label}"] = found.std
+        for name, spread in spreads.items():
+            if spread is not None:
+                out[f"{name}/{label}"] = spread.mean
+                if spread.std is not None:
+                    out[f"{name}_std/{label}"] = spread.std
     return out

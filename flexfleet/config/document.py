@@ -1,7 +1,7 @@
-"""What the schema says of itself: `params.yaml` with every parameter, its default and its meaning.
+"""The schema as text: `params.yaml` with every parameter, its default and its meaning.
 
-The meaning of a parameter is the text below its field; what it may be called is read from its type or from the
-registry. `python -m components.describe` writes the file, the site shows it, and a test holds both to the schema.
+The meaning of a parameter is the text below its field; its possible values come from its type or from the registry.
+`python -m components.describe` writes the file, the site shows it, and a test compares both with the schema.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "dataset.name": DATASETS, "model.name": MODELS, "algorithm.name": ALGORITHMS, "codec.down.name": CODECS,
     "codec.up.name": CODECS,
 }  # fmt: skip
-"""Parameters that take one of one's own too, as package.module:NAME."""
+"""Parameters that also take package.module:NAME, for a user's own."""
 HEAD = """\
-All parameters with their defaults: the embedded job, FlexFL on scikit-learn's handwritten digits. `flexfleet run`,
-`dvc repro` and `python -m flexfleet.steps.<step>` read this file; `--set a.b=value` goes on top of it, and an unknown
-name is an error. The schema is flexfleet/config/schema.py: `make generated` writes this file from it."""
+All parameters with their defaults: FlexFL on scikit-learn's handwritten digits. `flexfleet run`, `dvc repro` and
+`python -m flexfleet.steps.<step>` read this file; `--set a.b=value` overrides a value. An unknown name is an error.
+The schema is flexfleet/config/schema.py: `make generated` writes this file from it."""
 
 
 def params_yaml() -> str:
@@ -46,7 +46,7 @@ def params_yaml() -> str:
 
 
 def about(path: str) -> str:
-    """What a parameter of this dotted name means, and which values it can have where they are few."""
+    """What the parameter of this dotted name means, and its possible values if they are few."""
     if path in NAMES:
         return f"{', '.join(sorted(NAMES[path]))}, or package.module:NAME."
     here: Any = Config
@@ -60,7 +60,7 @@ def about(path: str) -> str:
 
 
 def choices(path: str) -> tuple[str, ...]:
-    """The values that a parameter can have, where its type lists them."""
+    """The values that a parameter can have, if its type lists them."""
     here: Any = Config
     for part in path.split(".") if path not in NAMES else ():
         here = _hints(_bare(here))[part]
@@ -69,7 +69,7 @@ def choices(path: str) -> tuple[str, ...]:
 
 # ------------------------------------------------------------------------------------------------- params.yaml
 def _section(value: Any, prefix: str, indent: str) -> Iterator[str]:
-    """The lines of a section of which `value` holds the defaults; `prefix` is its dotted name with a dot behind it."""
+    """The lines of a section; `value` holds its defaults, `prefix` is its dotted name followed by a dot."""
     kind: Any = type(value)
     for name in _hints(kind):
         path, default = f"{prefix}{name}", getattr(value, name)
@@ -87,7 +87,7 @@ def _section(value: Any, prefix: str, indent: str) -> Iterator[str]:
 
 
 def _named(section: str, name: str) -> Iterator[str]:
-    """A network's or an algorithm's name, and as comments the options that the default one has."""
+    """The name of the default network or algorithm, and its options as comments."""
     yield from _line(f"name: {name}", about(f"{section}.name"), "  ", above=True)
     kind: Any = NAMES[f"{section}.name"][name]
     yield f"  # The options of {name}; those of another are the fields of its class, in fl_engine/{section}s/."
@@ -97,11 +97,11 @@ def _named(section: str, name: str) -> Iterator[str]:
 
 
 def _line(text: str, meaning: str, indent: str, above: bool = False) -> list[str]:
-    """`key: value # meaning`; a long meaning stands in lines of its own above it."""
+    """`key: value # meaning`; a long meaning gets its own lines above it."""
     short = f"{indent}{text} # {meaning}" if meaning else f"{indent}{text}"
     if len(short) <= WIDTH and not above:
         return [short]
-    # Two more blanks behind the # of an option that is a comment itself: its key stays the only one.
+    # The meaning of an option that is itself a comment is indented by two more blanks, so that its key stands out.
     lead = f"{indent}  " if indent.endswith("# ") else f"{indent}# "
     return [*textwrap.wrap(meaning, WIDTH, initial_indent=lead, subsequent_indent=lead), f"{indent}{text}"]
 
@@ -137,7 +137,7 @@ def _about(kind: type, name: str, path: str) -> str:
 
 
 def _registered(hint: Any) -> Mapping[str, type]:
-    """What a field may name whose annotation has a contract, also beside None or in a list."""
+    """What a field may name, if its annotation (or one beside None, or of a list's elements) has a contract."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType, tuple) else (hint,)
     noted = (note for member in members if get_origin(member) is Annotated for note in get_args(member)[1:])
     return next((note.registry for note in noted if isinstance(note, Contract)), {})
@@ -181,13 +181,13 @@ def _class_text(kind: type) -> str:
 
 @cache
 def _texts(kind: type) -> dict[str, str]:
-    """The text below each field of a class, in one line. Python forgets it: it is read from the source."""
-    found = {}
+    """The text below each field of a class, in one line. Python does not keep it, so it is read from the source."""
+    texts = {}
     for pair in pairwise(_tree(kind).body):
         match pair:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = " ".join(text.split())
-    return found
+                texts[name] = " ".join(text.split())
+    return texts
 
 
 @cache

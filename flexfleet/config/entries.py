@@ -1,7 +1,7 @@
-"""From what a comparison is asked for - algorithms, seeds, settings - to one configuration for each run.
+"""Makes one configuration for each run of a comparison, from its algorithms, seeds and settings.
 
-A setting for one label alone may be any parameter. How far the runs go, and where they are kept and told, is the same
-for all of them: figures of one round are put side by side, and a comparison is one folder.
+A setting for one label may be any parameter, with two exceptions: the number of rounds, and where runs are stored and
+tracked, are the same for all runs, since a comparison puts figures of the same rounds into one folder.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ V = TypeVar("V")
 
 LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 RESERVED = ("shared",)
-"""`<id>/shared-s0` is the folder of what the runs of seed 0 have in common."""
+"""`<id>/shared-s0` is the folder of what the runs of seed 0 share."""
 FIXED = {
     "algorithm.name": "the algorithms are given as a list of their own (--algorithms), a variant as label=name there",
     "seed": "the seeds are given as a list of their own (--seeds)",
 }
 SAME = (Moves.LENGTH, Moves.PLACE)
-"""What all runs of a comparison have in common, whatever its labels vary."""
+"""What all runs of a comparison have in common, whatever parameters its labels vary."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Its run id, and so its folder in that of the comparison."""
+        """Its run id, which is also its folder's name in the comparison's folder."""
         return run_name(self.label, self.seed)
 
 
@@ -104,7 +104,7 @@ def _listed(text: str, what: str, example: str) -> list[str]:
 def by_label(settings: Iterable[tuple[str, V]], labels: Iterable[str]) -> dict[str | None, list[tuple[str, V]]]:
     """Settings of all runs (None), and of each label: `label:a.b` is `a.b` of that label.
 
-    Raises ConfigError for an unknown label, and for what is not given as a setting.
+    Raises ConfigError for an unknown label, and for a parameter that is not given as a setting.
     """
     out: dict[str | None, list[tuple[str, V]]] = {None: [], **{label: [] for label in labels}}
     for key, value in settings:
@@ -122,8 +122,8 @@ def by_label(settings: Iterable[tuple[str, V]], labels: Iterable[str]) -> dict[s
 def entries(
     labels: Mapping[str, str], seeds: Sequence[int], configure: Callable[[str, int], Config], id: str
 ) -> list[Entry]:
-    """All runs, seed by seed, in the folder `<run.store>/<id>`, ledgers under `<run.remote>/<id>` where that is given.
-    `configure` gives the configuration of a label and a seed; its errors are told with the label."""
+    """All runs, seed by seed, in the folder `<run.store>/<id>`, with ledgers under `<run.remote>/<id>` if that is
+    given. `configure` gives the configuration of a label and a seed; an error of it names the label."""
     plain(id, "a comparison's id")
     out: list[Entry] = []
     wrong: dict[str, dict[str, None]] = {}
@@ -150,19 +150,19 @@ def entries(
 
 def varied(runs: Sequence[Entry]) -> tuple[str, ...]:
     """Dotted names of the parameters in which runs of the same seed differ."""
-    found: dict[str, None] = {}
+    keys_apart: dict[str, None] = {}
     for seed in dict.fromkeys(entry.seed for entry in runs):
         flat = [flatten(entry.config) for entry in runs if entry.seed == seed]
         keys = dict.fromkeys(key for each in flat for key in each)
-        found |= dict.fromkeys(k for k in keys if any(k not in each or each[k] != flat[0].get(k) for each in flat))
-    return tuple(found)
+        keys_apart |= dict.fromkeys(k for k in keys if any(k not in each or each[k] != flat[0].get(k) for each in flat))
+    return tuple(keys_apart)
 
 
 def entries_for(
     algorithms: str, seeds: str | None, sets: Sequence[str], load: Callable[[list[str]], Config], id: str
 ) -> list[Entry]:
-    """All runs as a command line asks for them. `load` reads the configuration with `a.b=value` on top of it; without
-    `seeds` it is its seed alone. Raises ConfigError."""
+    """All runs that a command line asks for. `load` reads the configuration with overrides `a.b=value`; without `seeds`
+    there is one seed, the configuration's. Raises ConfigError."""
     labels = labels_of(algorithms)
     words = (text.partition("=") for text in sets)
     given = by_label(((key, sign + value) for key, sign, value in words), labels)

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in a person's words."""
+"""Explains to a person what is wrong with a configuration."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What a run, a comparison, a study and a night may be called: the name becomes a folder, the prefix of a bucket's
-keys, and a line of a log."""
+"""Which names runs, comparisons, studies and nights may have: a name becomes a folder, the prefix of a bucket's keys,
+and a line of a log."""
 
 from __future__ import annotations
 
 from fl_engine.core.errors import ConfigError
 
 LONGEST = 150
-"""Bytes in UTF-8: file systems take 255, and what is made beside a folder adds to its name."""
+"""Bytes in UTF-8: file systems take 255, and files beside a folder have longer names than the folder."""
 
 
 def plain(name: str, what: str) -> str:

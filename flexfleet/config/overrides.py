@@ -33,20 +33,20 @@ PARAMETERS = {
     "mlflow_uri": "tracking.mlflow",
     "store_uri": "run.store",
 }
-"""What a run form asks for, and where it goes. Everything else is one dotted name away, in `advanced`."""
+"""The fields of a run form, and the parameters that they set. `advanced` sets all others by their dotted names."""
 
 
 STUDY = {"trials": "tune.trials"}
-"""What the form of a study asks for besides."""
+"""What the form of a study also asks for."""
 MAPPINGS = ("kubernetes.pools", "tune.space")
-"""What has keys of one's own, and so is given whole."""
+"""Parameters whose keys the user chooses, so that they are given as a whole."""
 
 
 def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Config:
     """The defaults, with `parameters` (names of PARAMETERS) and `advanced` (dotted names) on top, checked.
 
-    A `store_uri` with a scheme (s3://bucket/prefix) becomes `run.remote`. A value has one place: what is a parameter
-    cannot be set in `advanced` too. Raises ConfigError.
+    A `store_uri` with a scheme (s3://bucket/prefix) becomes `run.remote`. A value has one place: `advanced` cannot set
+    what is a field of the form. Raises ConfigError.
     """
     try:
         check_plain([parameters, advanced])
@@ -84,13 +84,13 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
 
 
 def mlflow_of(uri: Any) -> Any:
-    """An empty address in a form is that of the MLflow which the platform gives its tasks; null where it gives none."""
+    """An empty address in a form means the MLflow that the platform gives its tasks; null if it gives none."""
     return platform_uri() if uri == "" else uri
 
 
 def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> list[str]:
-    """What a form gives, as `a.b=value`: for a suite, which has its settings from elsewhere. Raises ConfigError for a
-    password."""
+    """The values of a form as `a.b=value`, for a suite, which has its other settings in a file. Raises ConfigError for
+    a password."""
     no_passwords({"mlflow_uri": mlflow_uri, "store_uri": store_uri, **advanced})
     where = "run.remote" if "://" in store_uri else "run.store"
     values = {"tracking.mlflow": mlflow_of(mlflow_uri), where: store_uri, **advanced}
@@ -98,7 +98,7 @@ def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> lis
 
 
 def form_of(sets: Sequence[str]) -> dict[str, Any]:
-    """The other way: what `a.b=value` is in a form."""
+    """The reverse of `sets_of`: the values of a form for these `a.b=value`."""
     advanced = dict(pair_of(text) for text in sets)
     mlflow, folder = (advanced.pop(path, None) for path in ("tracking.mlflow", "run.store"))
     return {
@@ -109,8 +109,8 @@ def form_of(sets: Sequence[str]) -> dict[str, Any]:
 
 
 def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The other way: `parameters` and `advanced` that `config_from` makes this configuration of. What is this machine's
-    alone stays here: an MLflow data base in a file is no tracking there."""
+    """The reverse of `config_from`: the `parameters` and `advanced` from which it makes this configuration. An MLflow
+    data base in a file of this machine is left out, since tasks of a cluster cannot use it."""
     values, plain = _leaves(config.model_dump(mode="json")), _leaves(Config().model_dump(mode="json"))
     known = PARAMETERS | STUDY
     parameters = {name: values.pop(path) for name, path in known.items()}
@@ -134,8 +134,8 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def comparison_from(
     parameters: Mapping[str, Any], advanced: Mapping[str, Any], algorithms: str, seeds: str, id: str
 ) -> list[Entry]:
-    """The runs of a comparison: `config_from` for each algorithm and seed, where `advanced` may also hold `label:a.b`
-    for one label alone, also of what the form asks for. Raises ConfigError."""
+    """The runs of a comparison: `config_from` for each algorithm and seed. `advanced` may also hold `label:a.b` for one
+    label alone, also for fields of the form. Raises ConfigError."""
     labels = labels_of(algorithms)
     given = by_label(advanced.items(), labels)
     names = {path: name for name, path in PARAMETERS.items()}
@@ -150,8 +150,8 @@ def comparison_from(
 
 
 def whole(value: Any) -> Any:
-    """Undoes what protobuf does to numbers inside structs: 5.0 becomes 5, at any depth. A parameter that is a
-    float takes either."""
+    """Undoes what protobuf does to numbers inside structs: 5.0 becomes 5, at any depth. A float parameter takes
+    both."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
@@ -169,8 +169,8 @@ def write_config(config: Config, path: Path) -> Path:
 
 
 def hand_over(config: Config, path: Path) -> tuple[str, str]:
-    """For another process: what its --config is to be, and its stdin. `path` says no password; where there is one, the
-    process reads from stdin."""
+    """For another process: the value of its --config, and its stdin. The file `path` holds no password; if the
+    configuration has one, the process reads the configuration from stdin."""
     told = public(config)
     write_config(told, path)
     return (str(path), "") if told == config else ("/dev/stdin", _yaml(config))
@@ -181,10 +181,10 @@ def _yaml(config: Config) -> str:
 
 
 def run_name(wanted: str, job_id: str, config: Config) -> str:
-    """The run's name as wanted, else one that no other job has. Raises ConfigError where it is no plain name."""
+    """The wanted name of the run, else a name with the pipeline run's id. Raises ConfigError if it is no plain name."""
     return plain(wanted or f"{config.algorithm['name']}-s{config.seed}-{job_id}", "run_id")
 
 
 def run_folder(config: Config, name: str) -> Path:
-    """`<run.store>/<name>`; where the ledger is in `run.remote`, this holds what a pod may lose."""
+    """`<run.store>/<name>`; if the ledger is in `run.remote`, a pod may lose everything in this folder."""
     return Path(config.run.store) / name

@@ -1,4 +1,4 @@
-"""Parameters of a pipeline say no password. Who submits a pipeline checks that too, without the engine."""
+"""Parameters of a pipeline must not hold a password. `flexfleet submit` checks that too, and needs no engine for it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ INSTEAD = {
     "tune.storage": "leave it out, and put the address into the Secret flexfleet-tune (FLEXFLEET_TUNE_SECRET names "
     "another) as FLEXFLEET_TUNE_STORAGE",
 }
-"""What a pipeline takes in place of an address with a password."""
+"""What to give a pipeline instead of an address with a password."""
 
 
 def no_passwords(given: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a parameter says a password: Kubeflow keeps and shows them, and what tasks make of
-    them."""
+    """Raises ConfigError if a parameter holds a password: Kubeflow stores and shows parameters, and the files that
+    tasks make from them."""
     for name, value in given.items():
         if any(holds_password(text) for text in _texts(value)):
             instead = INSTEAD.get(name.rpartition(":")[2], "give the address without it")

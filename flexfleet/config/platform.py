@@ -1,4 +1,4 @@
-"""What a platform tells the tasks that it starts, by their environment."""
+"""What a platform says in the environment of the tasks that it starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from fl_engine.core.errors import masked
 
 
 def platform_uri() -> str | None:
-    """The tracking server of the environment, without a password: Kubeflow's MLflow plugin names it to tasks. None
-    where the environment names none."""
+    """The tracking server that the environment names, without its password; None if it names none. Kubeflow's MLflow
+    plugin sets it in tasks."""
     return masked(os.environ.get("MLFLOW_TRACKING_URI", "")).rstrip("/") or None

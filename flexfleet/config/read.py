@@ -1,4 +1,4 @@
-"""From a file and overrides to a checked configuration.
+"""Reads a configuration from a file and overrides, and checks it.
 
 Every unknown key is an error that names the nearest one; nothing is converted silently.
 """
@@ -129,7 +129,7 @@ def parse_with_algorithm(values: Mapping[str, Any]) -> tuple[Config, Algorithm]:
 
 
 def _unknown_names(values: Mapping[str, Any]) -> list[str]:
-    """What is said of a data set, network or algorithm that nobody has, whatever else is wrong."""
+    """Errors for data sets, networks and algorithms with unknown names, reported beside all other errors."""
     known: dict[str, tuple[Mapping[str, Any], str]] = {
         "dataset": (DATASETS, "data set"), "model": (MODELS, "model"), "algorithm": (ALGORITHMS, "algorithm")
     }  # fmt: skip
@@ -145,7 +145,7 @@ def _unknown_names(values: Mapping[str, Any]) -> list[str]:
 
 
 def _with_named_fleet(values: dict[str, Any]) -> dict[str, Any]:
-    """`fleet.tiers: 8:1:1` written out, so that a run's record says what its fleet was."""
+    """Writes `fleet.tiers: 8:1:1` out in full, so that a run's record says what its fleet was."""
     section = values.get("fleet")
     if not isinstance(section, Mapping) or not isinstance(section.get("tiers"), str):
         return values
@@ -154,7 +154,7 @@ def _with_named_fleet(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merge(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A section that is given in part keeps the other defaults, but not those of another model or algorithm."""
+    """A section given in part keeps its other defaults, but not the defaults of another model or algorithm."""
     out = dict(defaults)
     for key, value in values.items():
         old = defaults.get(key)

@@ -1,4 +1,4 @@
-"""What a configuration names: its algorithm, the seed of its partition, the least side of its images."""
+"""Makes what a configuration names: its algorithm, the seed of its partition, the smallest side of its images."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def algorithm(config: Config) -> Algorithm:
             f"{config.rounds.over_provision}, is more than all: lower one of them"
         )
     try:
-        found: Algorithm = TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
+        built: Algorithm = TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
     except ValidationError as error:
         raise ConfigError(explain(error, kind, "algorithm.")) from error
-    client_metrics(found)  # raises where a declaration is none
-    privacy.check_terms(found, config.rounds)
+    client_metrics(built)  # raises if a declaration is wrong
+    privacy.check_terms(built, config.rounds)
     ambient = config.run.backend == "kubernetes" and config.kubernetes.access == "ambient"
     ours = kind in ALGORITHMS.values()
     stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None
-    privacy.check_run(found, known=ours, reference=config.pretrain.reference, ambient=ambient, stranded=stranded)
-    return found
+    privacy.check_run(built, known=ours, reference=config.pretrain.reference, ambient=ambient, stranded=stranded)
+    return built
 
 
 def codecs(config: Config) -> Codecs:
@@ -61,10 +61,10 @@ def codecs(config: Config) -> Codecs:
 
 
 def cut_seed(config: Config) -> int:
-    """The seed of which samples are used, and of who holds them."""
+    """The seed that decides which samples are used, and which client holds them."""
     return config.seed if config.partition.seed is None else config.partition.seed
 
 
 def min_side(config: Config) -> int:
-    """The smallest image side that the configured network takes; 0: it says none."""
+    """The smallest image side that the configured network takes; 0: it declares none."""
     return getattr(model_kind(config.model), "min_hw", 0)

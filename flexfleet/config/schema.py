@@ -1,7 +1,7 @@
 """params.yaml as typed, frozen, self-checking configuration.
 
-The defaults are the embedded job: FlexFL on scikit-learn's handwritten digits, with the paper's fleet. Every field
-carries its explanation; an unknown key is an error that names the nearest one; nothing is converted silently.
+The defaults are a complete run: FlexFL on scikit-learn's handwritten digits, with the paper's fleet. The text below a
+field explains it; an unknown key is an error that names the nearest one; nothing is converted silently.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DatasetConfig(Section):
     test_samples: Count | None = None
     """Use this many test samples; null: all."""
     pad: Literal["auto", "none"] | Count = "auto"
-    """Pad images with zeros to this side in pixels; auto: up to the smallest side that the network takes; none: not."""
+    """Pad images with zeros to this side in pixels; auto: to the smallest side that the network takes; none: do not."""
 
 
 class PartitionConfig(Section):
@@ -44,20 +44,21 @@ class PartitionConfig(Section):
     labels_per_client: Count = 2
     """Labels that each client holds (disjoint_labels)."""
     minimum: Count = 20
-    """Samples that each client gets at least (dirichlet, quantity)."""
+    """Each client gets at least this many samples (dirichlet, quantity)."""
     proxy: float = 0.05
     """Share of the training data kept by the server: 80 % to pre-train, 20 % to measure APoZ."""
     seed: int | None = None
-    """Of the cut alone; null: the run's, so that runs of several seeds have as many partitions."""
+    """Seed of the partition alone; null: the run's seed, so that runs with other seeds have other partitions."""
 
 
 class FleetConfig(Section):
     tiers: tuple[Tier, ...] = FLEETS["4:3:3"]
-    """Kinds of devices. share: of the fleet, adding up to 1. memory: capacity r_M in % of the full model's parameters.
-    sigma: a device draws one of these spreads, in the same unit; what it has free is r_M - |N(0, sigma)|. limits: null,
-    or [low, high], and what it has free is N(r_M, sigma) clipped to them. speed (10^9 multiply-adds per second) and
-    bandwidth (10^6 bits per second) drive the simulated clock; the defaults are assumed. Or the name of a fleet of
-    `fl_engine.fleet.devices`, where each is explained; 4:3:3 is the default, FlexFL's Table I (weak:medium:strong)."""
+    """Tiers of devices. share: part of the fleet; all add up to 1. memory: capacity r_M in % of the full model's
+    parameters. sigma: a device draws one of these spreads, in the same unit; what it has free is r_M - |N(0, sigma)|.
+    limits: null, or [low, high], and what it has free is N(r_M, sigma) clipped to them. speed (10^9 multiply-adds per
+    second) and bandwidth (10^6 bits per second) drive the simulated clock; the defaults are assumed. Or the name of a
+    fleet of `fl_engine.fleet.devices`, where each is explained; 4:3:3 is the default, FlexFL's Table I
+    (weak:medium:strong)."""
 
 
 class CodecConfig(Section):
@@ -71,13 +72,13 @@ class CodecConfig(Section):
 
 class PretrainConfig(Section):
     epochs: Count = 100
-    """On the proxy."""
+    """Epochs on the proxy."""
     lr: Positive = 1e-3
     """Learning rate of Adam."""
     batch_size: Count = 50
-    """Samples."""
+    """Samples per step."""
     reference: bool = False
-    """Also pre-train on all training data, to report how alike the pool is (FlexFL Sec. IV-C1). Costs 1/proxy times
+    """Also pre-train on all training data, to report how similar that pool is (FlexFL Sec. IV-C1). Costs 1/proxy times
     as much, and is for studies only: a server does not see its clients' data."""
 
 
@@ -150,31 +151,31 @@ class TuneConfig(Section):
     """For `flexfleet tune`."""
 
     trials: Count = 30
-    """Complete and pruned ones together, of all workers."""
+    """Complete and pruned trials together, of all workers."""
     metric: Literal["avg", "full"] = "avg"
-    """Of the last round, over all `seeds`."""
+    """The figure of the last round, as a mean over all `seeds`."""
     seeds: tuple[int, ...] = (0,)
-    """Of each trial's runs."""
+    """Seeds of each trial's runs."""
     held_out: tuple[int, ...] = (100, 101, 102)
     """Seeds on which the best setting and the default are compared in the end."""
     space: dict[str, Range] = Field(default={})
     """By dotted name (`algorithm.gammas.0`: the first of a list); empty, for flexfl: gamma of every level around what
     its target size gives, lambda (kd_weight) and Gamma (adaptive_size)."""
     workers: Count = 1
-    """How many work on the trials at the same time: as processes side by side, in the pipeline as pods, which then need
-    `storage`. `trials` are those of all together."""
+    """How many workers run trials at the same time: as processes side by side, in the pipeline as pods, which then need
+    `storage`. `trials` counts the trials of all workers."""
     storage: str | None = None
     """URL of a data base for workers on several machines; null: that of the environment's FLEXFLEET_TUNE_STORAGE, else
     a journal in the study's folder."""
 
 
 class PublishConfig(Section):
-    """What becomes of a finished run."""
+    """What happens to a finished run."""
 
     models: bool = False
     """Export each reported level (safetensors, ONNX) and register it in MLflow, with one model that answers for any."""
     name: str | None = None
-    """Of the registered models; null: <experiment>-<algorithm>."""
+    """Name of the registered models; null: <experiment>-<algorithm>."""
     onnx: bool = True
     """Export the levels as ONNX too, where `models` is true."""
     dvc: str | None = None
@@ -204,25 +205,25 @@ class Config(Section):
 
 
 PRIVATE = tuple(name for name, field in Config.model_fields.items() if Unseen in field.metadata)
-"""Sections whose addresses are for whoever runs a run, and for nobody who reads its files."""
+"""Sections whose addresses only the person who starts a run may see, not the readers of its files."""
 
 
 def moves(path: str) -> Moves:
-    """What another value of the parameter of this dotted name moves. One of a section that has no such parameter, as in
-    the record of an older version, is taken for the section's."""
+    """What changes with the parameter of this dotted name. A name that its section does not have, as in the record of
+    an older version, counts like the section."""
     here: Any = Config
-    found = Moves.RESULT
+    moved = Moves.RESULT
     for part in path.split("."):
         field = here.model_fields.get(part) if isinstance(here, type) and issubclass(here, BaseModel) else None
         if field is None:
             break
-        found = next((each for each in field.metadata if isinstance(each, Moves)), found)
+        moved = next((each for each in field.metadata if isinstance(each, Moves)), moved)
         here = field.annotation
-    return found
+    return moved
 
 
 def public(config: Config) -> Config:
-    """The configuration as files may hold it that others read: the addresses of PRIVATE say no user and no password."""
+    """The configuration for files that others read: the addresses in PRIVATE sections lose user and password."""
 
     def hidden(value: Any) -> Any:
         if isinstance(value, dict):
@@ -236,7 +237,7 @@ def public(config: Config) -> Config:
 
 
 def shown(config: Config) -> dict[str, Any]:
-    """`flatten` for others to read: no address shows who asks."""
+    """`flatten` for others to read: every address loses user and password."""
     return {key: masked(value) if isinstance(value, str) else value for key, value in flatten(config).items()}
 
 

@@ -1,4 +1,4 @@
-"""What the steps hand to each other: small JSON files with a schema, written whole or not at all."""
+"""The files that the steps pass to each other: small JSON files with a schema, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ A = TypeVar("A", bound="Artifact")
 
 
 class Artifact(BaseModel):
-    """A number that is not finite is no figure: JSON has no word for it, and nothing could read the file."""
+    """Refuses numbers that are not finite: JSON cannot hold them, and no reader could read the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     schema_version: Literal[1] = 1
@@ -34,7 +34,7 @@ class Artifact(BaseModel):
 
     @classmethod
     def read(cls: type[A], path: Path) -> A:
-        """Raises IntegrityError naming the file that is missing, unreadable or not of this kind."""
+        """Raises IntegrityError, which names the file, if it is missing, unreadable or does not fit the schema."""
         try:
             return cls.of(path.read_bytes(), str(path))
         except FileNotFoundError:
@@ -44,7 +44,7 @@ class Artifact(BaseModel):
 
     @classmethod
     def of(cls: type[A], value: bytes, name: str) -> A:
-        """Raises IntegrityError naming the file where it is not of this kind."""
+        """Raises IntegrityError, which names the file, if it does not fit the schema."""
         try:
             return cls.model_validate_json(value)
         except ValidationError as error:
@@ -52,7 +52,7 @@ class Artifact(BaseModel):
 
 
 class Apoz(ApozScores, Artifact):
-    """pretrain/apoz.json. `layers` is empty where the algorithm does not ask for it."""
+    """pretrain/apoz.json. `layers` is empty if the algorithm needs no APoZ."""
 
 
 class Level(BaseModel):
@@ -74,13 +74,13 @@ class Level(BaseModel):
     """Of the pruning ratios to those of a reference pre-trained on all data (FlexFL Sec. IV-C1)."""
     spec: dict[str, Any]
     ensemble: bool = False
-    """Answers with the mean over its exits."""
+    """Its prediction is the mean over its exits."""
     static_bn: bool = False
-    """Batch norm takes statistics of the training data."""
+    """Batch norm uses statistics of the training data."""
     codecs: dict[str, dict[str, Any]] | None = None
-    """Of this level alone, as in a configuration; null: the run's."""
+    """The codecs of this level alone, as in a configuration; null: the run's."""
     bytes_up: int | None = None
-    """Of its tensors as they come back; null: nothing is coded, they are `bytes` too."""
+    """Bytes of its tensors on the way back; null: nothing is coded, and they are `bytes` too."""
 
 
 class PoolFile(Artifact):
@@ -89,7 +89,7 @@ class PoolFile(Artifact):
     algorithm: str
     model: str
     input_chw: tuple[int, ...]
-    """The shape of a sample; the key is older than samples that are no images."""
+    """The shape of a sample, (C, H, W) for images; the key's name is from the time when all samples were images."""
     classes: int
     """Outputs of the network."""
     groups: dict[str, int]
@@ -97,7 +97,7 @@ class PoolFile(Artifact):
     levels: tuple[Level, ...] = Field(min_length=1)
 
     def pool(self) -> Pool:
-        """Raises IntegrityError naming the level whose `spec` is no sub-model, or whose codecs there are not."""
+        """Raises IntegrityError, which names the level, if a `spec` is no sub-model, or its codecs do not exist."""
         return tuple(
             PoolModel(
                 name=v.name,
@@ -137,11 +137,12 @@ class RunFile(Artifact):
 
     run_id: str
     token: str = ""
-    """Unique: by it a killed run finds the MLflow run that it had begun, and a private one has noise of its own."""
+    """Unique: with it a resumed run finds the MLflow run that it had begun, and a private run has its own noise."""
     config: dict[str, Any]
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
-    """Of the rounds before a resume with --accept-numerics: such a run is repeatable only in the same stretches."""
+    """Numerics of the rounds before each resume with --accept-numerics: another run gives the same bits only if it is
+    resumed after the same rounds on the same machines."""
     pool_sha256: str
     partition_sha256: str
     mlflow_run_id: str | None = None
@@ -154,7 +155,7 @@ class RunFile(Artifact):
     noise_numerics: dict[str, Any] | None = None
     """What a private run's noise is computed with (`numerics.describe_noise`)."""
     noise_sha256: str | None = None
-    """Of the key of a stream that had no name."""
+    """Digest of the key, for a stream that had no name."""
 
 
 class History(Artifact):
@@ -173,7 +174,7 @@ class History(Artifact):
 
 
 def row_of(value: dict[str, Any]) -> Row:
-    """An entry of `History.rounds`. JSON has no NaN: a loss that diverged is null, and is left out."""
+    """An entry of `History.rounds`. JSON has no NaN: a loss that diverged is null there, and is left out here."""
     metrics = value.get("metrics")
     measured = {k: v for k, v in metrics.items() if v is not None} if isinstance(metrics, dict) else metrics
     return Row.model_validate({**value, "metrics": measured})
@@ -184,14 +185,14 @@ class LevelScore(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     metrics: dict[str, float] = Field(min_length=1)
-    """All that the task measures, by name; the first is the one that decides."""
+    """All metrics of the task, by name; the first metric decides."""
     loss: float | None
-    """Null where the model has diverged."""
+    """Null if the model has diverged."""
     params: int
 
     @property
     def value(self) -> float:
-        """Of the metric that decides."""
+        """The value of the metric that decides."""
         return next(iter(self.metrics.values()))
 
     @model_validator(mode="before")
@@ -219,7 +220,7 @@ class EvaluationFile(Artifact):
 
     @property
     def metric(self) -> str:
-        """The name of the one that decides."""
+        """The name of the metric that decides."""
         return next(iter(next(iter(self.levels.values())).metrics))
 
     @field_validator("levels")
@@ -232,8 +233,8 @@ class EvaluationFile(Artifact):
 
 
 class ConfusionFile(Artifact):
-    """confusion.json: by level, how many test samples of a class (row) the final model took for which (column). It
-    has no levels where the task has no classes."""
+    """confusion.json: by level, how many test samples of one class (row) the final model took for which class (column).
+    Without levels if the task has no classes."""
 
     levels: dict[str, tuple[tuple[int, ...], ...]]
 

@@ -1,4 +1,4 @@
-"""How the metric that decides is told to people: accuracy as ever in %, any other as the number that it is."""
+"""How the metric that decides is shown to people: accuracy in %, any other metric as a plain number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric by its name in histories, and what its values are multiplied by where they are told."""
+    """A metric by its name in histories, with the factor and the unit for showing its values."""
 
     name: str = "accuracy"
 
@@ -37,6 +37,7 @@ ACCURACY = Measure()
 
 
 def measure_in(values: Mapping[str, float]) -> Measure:
-    """Of a round's measurements: where levels were evaluated and none has an accuracy, another metric decides."""
+    """The metric that decides, from a round's measurements: if levels were evaluated and none has an accuracy, it is
+    another metric."""
     scored, accurate = (any(name.startswith(kind) for name in values) for kind in ("loss/", "accuracy/"))
     return Measure("") if scored and not accurate else ACCURACY

@@ -1,4 +1,4 @@
-"""What every command line shares: options, logs, and how a command ends."""
+"""What all commands share: options, logs, and how a command ends."""
 
 from __future__ import annotations
 
@@ -23,9 +23,18 @@ def parser(description: str) -> argparse.ArgumentParser:
     return p
 
 
+def step_parser(description: str, **reads: str) -> argparse.ArgumentParser:
+    """A step's parser: `--out`, and for each `<option>=<step>` a folder that an earlier step wrote."""
+    p = parser(description)
+    for option, step in reads.items():
+        p.add_argument(f"--{option}", type=Path, required=True, metavar="DIR", help=f"what the {step} step wrote")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    return p
+
+
 def add_config(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--config", type=Path, metavar="FILE", help="parameters (default: ./params.yaml, else the built-in digits job)"
+        "--config", type=Path, metavar="FILE", help="parameters (default: ./params.yaml, else the built-in defaults)"
     )
     p.add_argument(
         "--set", action="append", default=[], metavar="a.b=value", help="override one parameter; may be repeated"
@@ -33,9 +42,9 @@ def add_config(p: argparse.ArgumentParser) -> None:
 
 
 def add_resume(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--resume", action="store_true", help="go on with the run if it exists")
+    p.add_argument("--resume", action="store_true", help="resume the run if it exists")
     p.add_argument(
-        "--discard-damaged", action="store_true", help="on a damaged checkpoint, go on from the last good commit"
+        "--discard-damaged", action="store_true", help="on a damaged checkpoint, resume from the last good commit"
     )
     p.add_argument(
         "--accept-numerics", action="store_true", help="resume although this machine computes other last bits"
@@ -63,7 +72,7 @@ def start_logging() -> None:
 
 def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
     """Runs a command: an expected error is one line on stderr and its exit code, never a traceback. An unexpected one
-    has a traceback, in which no address says a password."""
+    has a traceback, without the passwords of addresses."""
     start_logging()
     sys.excepthook = _tell
     try:
@@ -80,7 +89,7 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
 
 
 def told_of(error: Exception) -> tuple[str, int] | None:
-    """What is said of an expected error in one line, and its exit code; None: it is a bug."""
+    """The line to print for an expected error, and its exit code; None: the error is a bug."""
     ours = EnvironmentFailure.exit_code
     if isinstance(error, FlexfleetError):
         return " ".join(str(error).split()), error.exit_code
@@ -98,7 +107,7 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def missing(module: str) -> str:
-    """What to install for a module that is not there."""
+    """Says what to install for a missing module."""
     package = module.partition(".")[0]
     extra = next((name for name, (modules, _) in EXTRAS.items() if package in modules), "all")
     return f"{package} is not installed: pip install 'flexfleet[{extra}]'"

@@ -1,7 +1,7 @@
-"""Following a run of a pipeline to its end: the rounds as its ledger or MLflow has them, and the states of its tasks.
+"""Follows a pipeline run to its end: reads its rounds from its ledger or MLflow, and the states of its tasks.
 
-The server is asked every few seconds and does not notice who follows: to stop following stops nothing. An outage of the
-server, or of the way to it, is waited for.
+It asks the server every few seconds; to stop following changes nothing there. It waits while the server, or the network
+to it, is down.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from flexfleet.kubeflow.server import Unreachable, connected, explained, link, p
 
 EVERY_S = 5.0
 SLOWEST_S = 60.0
-"""What takes long to read is read more rarely, but not more rarely than this."""
+"""Rounds that take long to read are read less often, but at least this often (seconds)."""
 FIRST_WAIT_S = 1.0
 PATIENCE_S = 600.0
-"""So long a server that does not answer is asked again."""
+"""Seconds for which a server that does not answer is asked again."""
 EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "SKIPPED": 1, "CANCELED": 3}
-"""Of the states that a run ends in; 3 is that of what was stopped and can be gone on with."""
+"""Exit codes by the state in which a run ends; 3: it was stopped and can be resumed."""
 TOLD = {"CANCELED": "terminated"}
 INNER = re.compile(r"root|.*-driver|(executor|iteration|for-loop|condition)\b.*")
-"""Steps of the workflow that Kubeflow makes of a pipeline, which are no task of it."""
+"""Steps that Kubeflow adds to the workflow of a pipeline; they are no tasks of the pipeline."""
 WORKFLOW = re.compile(r".+-[a-z0-9]{5}")
 
 Tell = Callable[[str], None]
@@ -40,13 +40,13 @@ class Followed:
 
     run_id: str
     url: str
-    """Of the run in the UI; empty where the UI's address is not known."""
+    """Address of the run in the UI; empty if the UI's address is not known."""
     state: str
     """SUCCEEDED, FAILED, SKIPPED or CANCELED."""
     tasks: Tasks
-    """By the task's name: how many of it are in which state. Those of a loop share a name."""
+    """By the task's name: how many tasks are in which state. The tasks of a loop share a name."""
     rounds: dict[str, dict[str, float]]
-    """By the run's name (empty: the pipeline is one run) what was measured in its last round, and `round`, that round's
+    """By the run's name (empty: the pipeline is one run): the measurements of its last round, and `round`, that round's
     number, counted from 1."""
     error: str
     """What Kubeflow says of a run that failed."""
@@ -57,8 +57,8 @@ class Followed:
 
 
 def follow(run_id: str, *, host: str | None = None, tell: Tell = print) -> Followed:
-    """Tells what happens until the run has ended. `host`: as `submit` has it. Raises EnvironmentFailure for a run that
-    the server does not know, and where it does not answer for PATIENCE_S."""
+    """Reports what happens until the run has ended. `host`: as in `submit`. Raises EnvironmentFailure for a run that
+    the server does not know, and if the server does not answer for PATIENCE_S."""
     with quiet_retries():
         return _follow(run_id, host, tell)
 
@@ -85,18 +85,18 @@ def _follow(run_id: str, host: str | None, tell: Tell) -> Followed:
             break
         time.sleep(max(EVERY_S, min(10 * (time.monotonic() - began), SLOWEST_S)))
         run = _asked(client, run_id, host, tell)
-    found = Followed(run_id, url, run.state, tasks, last, _error(run))
-    tell(f"{name}: {TOLD.get(found.state, found.state.lower())}{_after(run)}" + (f": {url}" if url else ""))
-    if found.exit_code:
-        if found.error:
-            tell(found.error)
+    followed = Followed(run_id, url, run.state, tasks, last, _error(run))
+    tell(f"{name}: {TOLD.get(followed.state, followed.state.lower())}{_after(run)}" + (f": {url}" if url else ""))
+    if followed.exit_code:
+        if followed.error:
+            tell(followed.error)
         if way := _go_on(parameters, run_id):
             tell(way)
-    return found
+    return followed
 
 
 def _asked(client: Any, run_id: str, host: str | None, tell: Tell) -> Any:
-    """The run, for as long as there is hope."""
+    """The run; asks again while the server does not answer, for PATIENCE_S."""
     began, wait = time.monotonic(), FIRST_WAIT_S
     while True:
         try:
@@ -116,14 +116,14 @@ def _asked(client: Any, run_id: str, host: str | None, tell: Tell) -> Any:
 
 
 def _rounds(look: Look | None, total: Any, tell: Tell) -> dict[str, dict[str, float]]:
-    """Tells the new ones; gives the last one of each run."""
+    """Reports the new rounds; gives the last round of each run."""
     if look is None:
         return {}
     from flexfleet.tracking.trackers import brief  # imports torch, as the ledgers do
 
     try:
         new = look()
-    except EnvironmentFailure:  # it could be read before: the next time
+    except EnvironmentFailure:  # it could be read before, so try again the next time
         return {}
     last = {}
     for each in new:
@@ -136,13 +136,13 @@ def _rounds(look: Look | None, total: Any, tell: Tell) -> dict[str, dict[str, fl
 def tasks_of(run: Any) -> Tasks:
     """The states of a run's tasks, by name, in the order in which they began."""
     details = (run.run_details and run.run_details.task_details) or []
-    found: dict[str, Counter[str]] = {}
+    tasks: dict[str, Counter[str]] = {}
     for task in sorted(details, key=lambda task: str(task.create_time or "")):
         name = printable(str(task.display_name or ""))
         whole = task.task_id == name and WORKFLOW.fullmatch(name)
         if name and not whole and not INNER.fullmatch(name):
-            found.setdefault(name, Counter())[str(task.state or "PENDING")] += 1
-    return {name: dict(sorted(states.items())) for name, states in found.items()}
+            tasks.setdefault(name, Counter())[str(task.state or "PENDING")] += 1
+    return {name: dict(sorted(states.items())) for name, states in tasks.items()}
 
 
 def _said(states: Mapping[str, int]) -> str:

@@ -1,7 +1,7 @@
-"""What a pipeline's tasks have in common around their work: how they end, and what they try again.
+"""What all tasks of a pipeline do around their work: how they end, and what they try again.
 
-Kubeflow's launcher makes of every exit code a 1, and shows the log's last lines: so the last line of a task that fails
-says what is wrong, of which kind that is, and how to go on. A traceback is for what is a bug.
+Kubeflow's launcher turns every exit code into 1, and shows the log's last lines: so the last line of a failed task says
+what is wrong, what sort of error it is, and how to continue. Only a bug has a traceback.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ KINDS = {
     GateFailed: "gate",
     EnvironmentFailure: "environment",
 }
-"""By the exit code's class: the word for it."""
+"""The word for each class of errors."""
 WAITS_S = (10.0, 30.0, 90.0, 270.0)
-"""How long a task waits before it tries again what a server did not answer."""
+"""Seconds that a task waits before each new try, if a server did not answer."""
 FRESH_S = 600.0
-"""A try that went well for so long has all of them before it again."""
+"""Seconds of work after which a failing call has all its tries again."""
 
 
 @contextmanager
 def ending(again: str) -> Iterator[None]:
-    """The body of a task. `again` is the pipeline's parameter whose value goes on with what was begun. Ends the process
-    with the command line's exit code."""
+    """Runs the body of a task, and ends the process with the command line's exit code on an error. `again`: the
+    pipeline's parameter whose value resumes what was begun."""
     try:
         yield
     except Exception as error:
@@ -60,8 +60,8 @@ def _advice(kind: str, again: str) -> str:
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Calls again, a few times and each time later, while a server does not answer. What it calls goes on with what it
-    finds. Raises what the last try does."""
+    """Calls again, a few times and each time later, while a server does not answer. `call` has to resume what an
+    earlier try began. Raises what the last try raises."""
     tries = 0
     while True:
         began = time.monotonic()

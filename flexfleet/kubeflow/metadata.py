@@ -1,4 +1,4 @@
-"""What Kubeflow's pages *Artifacts* and *Compare runs* tell of an artifact: a few facts, as plain values."""
+"""A few facts about an artifact, as plain values, for Kubeflow's pages *Artifacts* and *Compare runs*."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from flexfleet.files.artifacts import EvaluationFile, History, PoolFile, RunFile
 
 
 def of_partition(folder: Path) -> dict[str, Any]:
-    """Of what the partition step wrote."""
-    found = read_manifest(folder / MANIFEST)
-    sizes = found.client_samples
+    """Facts about the output of the partition step."""
+    manifest = read_manifest(folder / MANIFEST)
+    sizes = manifest.client_samples
     return {
-        "rule": found.rule,
+        "rule": manifest.rule,
         "clients": len(sizes),
         "samples": sum(sizes),
         "smallest_client": min(sizes),
         "largest_client": max(sizes),
-        "data_sha256": found.data_sha256,
+        "data_sha256": manifest.data_sha256,
     }
 
 
 def of_pool(folder: Path) -> dict[str, Any]:
-    """Of what the model_pool step wrote: the levels and their sizes."""
-    found = PoolFile.read(folder / "pool.json")
-    return {"algorithm": found.algorithm, "network": found.model} | {
+    """Facts about the output of the model_pool step: the levels and their sizes."""
+    pool = PoolFile.read(folder / "pool.json")
+    return {"algorithm": pool.algorithm, "network": pool.model} | {
         f"{level.name}/{what}": value
-        for level in found.levels
+        for level in pool.levels
         for what, value in (("parameters", level.params), ("share", level.share), ("bytes", level.bytes))
     }
 
 
 def of_model(folder: Path, evaluation: Path | None = None) -> dict[str, Any]:
-    """Of a run's outcome; its metrics where it is evaluated."""
+    """Facts about a run's outcome; with its metrics if it is evaluated."""
     run, history = RunFile.read(folder / "run.json"), History.read(folder / "history.json")
     told: dict[str, Any] = {
         "run_id": run.run_id, "algorithm": run.config["algorithm"]["name"], "dataset": run.config["dataset"]["name"],
@@ -42,8 +42,8 @@ def of_model(folder: Path, evaluation: Path | None = None) -> dict[str, Any]:
         "model_sha256": history.model_sha256, "partition_sha256": run.partition_sha256, "pool_sha256": run.pool_sha256,
     }  # fmt: skip
     if evaluation is not None:
-        found = EvaluationFile.read(evaluation / "evaluation.json")
-        told |= {"avg": found.avg, "full": found.full}
-        for name, score in found.levels.items():
+        scores = EvaluationFile.read(evaluation / "evaluation.json")
+        told |= {"avg": scores.avg, "full": scores.full}
+        for name, score in scores.levels.items():
             told |= {f"{metric}/{name}": value for metric, value in score.metrics.items()}
     return told

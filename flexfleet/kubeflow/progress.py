@@ -1,5 +1,5 @@
-"""The rounds of a pipeline's runs, read from here while its tasks run there: from the ledgers in `store_uri` where this
-machine reaches it, else from MLflow."""
+"""Reads on this machine the rounds of a pipeline's runs while its tasks run in a cluster: from the ledgers in
+`store_uri` if this machine reaches it, else from MLflow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, IntegrityE
 from flexfleet.files import terminal as common
 
 NAMED = {"run_id": "train", "comparison_id": "compare", "study_id": "tune", "night_id": "nightly"}
-"""The parameter that names what a pipeline makes, and the pipeline."""
+"""By the parameter that names what a pipeline makes: the pipeline."""
 COMMITTED = re.compile(r"(.+)/rounds/[0-9]{5,}/(?:[0-9]+-)?COMMITTED")
 FIGURES = ("avg", "full", "train_loss", "clients_trained", "clients_pruned", "clients_failed")
 
@@ -23,19 +23,19 @@ FIGURES = ("avg", "full", "train_loss", "clients_trained", "clients_pruned", "cl
 @dataclass(frozen=True)
 class Round:
     run: str
-    """Of a comparison, a night or a study; empty: the pipeline is one run."""
+    """The run's name in a comparison, a night or a study; empty: the pipeline is one run."""
     number: int
     """Counted from 1."""
     metrics: Mapping[str, float]
 
 
 Look = Callable[[], list[Round]]
-"""Rounds that were not there when it was called before. Raises EnvironmentFailure where they cannot be read."""
+"""Gives the rounds that are new since its last call. Raises EnvironmentFailure if they cannot be read."""
 
 
 def name_of(parameters: Mapping[str, Any], job_id: str) -> tuple[str, str]:
-    """The parameter that names what the pipeline makes, and the name; empty texts for a pipeline of somebody else. The
-    names are those that the first tasks give where a form gives none."""
+    """The parameter that names what the pipeline makes, and the name; empty texts for a pipeline of somebody else. If
+    the form gives no name, it is the one that the first task makes."""
     key = next((key for key in NAMED if key in parameters), "")
     given = parameters.get(key) or {
         "run_id": f"{parameters.get('algorithm', 'flexfl')}-s{int(parameters.get('seed', 0))}-{job_id}",
@@ -47,7 +47,7 @@ def name_of(parameters: Mapping[str, Any], job_id: str) -> tuple[str, str]:
 
 
 def rounds_of(parameters: Mapping[str, Any], job_id: str, tell: Callable[[str], None]) -> Look | None:
-    """None: neither ledger nor MLflow can be read from here, as is then told."""
+    """None: this machine can read neither ledger nor MLflow; `tell` gets the reason."""
     key, name = name_of(parameters, job_id)
     if not key:
         return None
@@ -70,7 +70,7 @@ def rounds_of(parameters: Mapping[str, Any], job_id: str, tell: Callable[[str], 
 
 
 def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
-    """None: a folder of the tasks' pods, or of a volume that is not here."""
+    """None: the store is a folder of the tasks' pods, or of a volume that this machine does not have."""
     if "://" not in store_uri and not (Path(store_uri).is_absolute() and Path(store_uri).is_dir()):
         return None
     from fl_engine.storage.checkpoints import Checkpoints
@@ -86,8 +86,8 @@ def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
 
     def look() -> list[Round]:
         seen: dict[str, list[str]] = {}
-        for found in filter(None, map(COMMITTED.fullmatch, store.list(prefix))):
-            seen.setdefault(found[1], []).append(found[0])
+        for commit in filter(None, map(COMMITTED.fullmatch, store.list(prefix))):
+            seen.setdefault(commit[1], []).append(commit[0])
         new = []
         for folder, commits in seen.items():
             if marks.get(folder) == commits:
@@ -95,7 +95,7 @@ def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
             ledger = ledgers.setdefault(folder, Checkpoints(open_store(f"{store_uri.rstrip('/')}/{folder}")))
             try:
                 rows = ledger.rows()
-            except IntegrityError:  # its coordinator has removed what was listed: there is more the next time
+            except IntegrityError:  # its coordinator has removed a listed file: the next time there is more
                 continue
             marks[folder] = commits
             run = folder.removeprefix(name).strip("/-")
@@ -103,17 +103,17 @@ def _ledgers(store_uri: str, key: str, name: str) -> Look | None:
             last[folder] = max((row.round for row in rows), default=-1)
         return new
 
-    store.list(prefix)  # says now that it cannot be read
+    store.list(prefix)  # raises now if it cannot be read
     return look
 
 
 def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
-    """By the tag that tasks give their MLflow runs; a run that an earlier job began has that one's, and its name.
-    MLFLOW_TRACKING_URI is where this machine reaches the server that tasks call by another name."""
+    """Finds MLflow runs by the tag that tasks give them; a run that an earlier pipeline run began has that one's tag,
+    and is found by its name. MLFLOW_TRACKING_URI is the server's address on this machine; tasks may use another."""
     uri = os.environ.get("MLFLOW_TRACKING_URI") or uri if uri else ""
     if not uri:
         return None
-    # MLflow's own patience is of minutes.
+    # MLflow's own retries take minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     from flexfleet.tracking.trackers import client_of
@@ -126,9 +126,9 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
     def runs() -> Iterator[Any]:
         experiments = [each.experiment_id for each in client.search_experiments()]
         for tag, value in (("kfp.job_id", job_id), ("flexfleet.run_id", name)):
-            found = client.search_runs(experiments, f"tags.`{tag}` = '{value}'", order_by=["start_time DESC"])
-            if found:
-                yield from found if tag == "kfp.job_id" else found[:1]
+            page = client.search_runs(experiments, f"tags.`{tag}` = '{value}'", order_by=["start_time DESC"])
+            if page:
+                yield from page if tag == "kfp.job_id" else page[:1]
                 return
 
     def history(id: str, figure: str) -> dict[int, float]:
@@ -158,6 +158,6 @@ def _mlflow(uri: str, name: str, job_id: str) -> Look | None:
 
 def _unread(uri: str, error: Exception) -> EnvironmentFailure:
     said = first_line(error)
-    if "failed with exception" in said:  # and then all of its transport
+    if "failed with exception" in said:  # followed by MLflow's transport errors
         said = "nothing answers; MLFLOW_TRACKING_URI may say its address from here"
     return EnvironmentFailure(f"MLflow at {masked(uri)}: {said}")

@@ -1,7 +1,7 @@
-"""What a compiled pipeline is told of the cluster that it goes to: image, Secrets, data, nodes, resources.
+"""Adapts a compiled pipeline to its cluster: image, Secrets, data, nodes, resources.
 
-The files in `compiled/` are compiled with the defaults here. `retarget` sets in such a text what the environment says;
-nothing is compiled for it, and the SDK's compiler is not needed.
+The files in `compiled/` have the defaults of this module. `retarget` sets the values of the environment in such a text;
+it compiles nothing and does not need the SDK's compiler.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SECRETS = {
     "FLEXFLEET_TUNE_SECRET": "flexfleet-tune",
     "FLEXFLEET_WEBHOOK_SECRET": "flexfleet-webhook",
 }
-"""By the variable that names another one: the Secrets of the namespace that pipelines run in."""
+"""The Secrets in the namespace that pipelines run in, by the variable that names another Secret."""
 SIZES = {
     "TASK": {"CPU": "250m:2", "MEMORY": "1Gi:4Gi"},
     "TRAIN": {"CPU": "500m:8", "MEMORY": "1Gi:16Gi"},
 }
-"""request:limit; TRAIN: of tasks in which networks are trained. By these the two kinds are told apart."""
+"""request:limit; TRAIN: of tasks that train networks. `retarget` tells the two sorts of tasks apart by these values."""
 DATA = "/data"
-"""Where tasks have the data sets, if FLEXFLEET_DATA_CLAIM names a volume claim with them."""
+"""The folder of the data sets in tasks, if FLEXFLEET_DATA_CLAIM names a volume claim with them."""
 
 UNITS = {"m": Decimal("0.001"), **{unit: Decimal(1000**n) for n, unit in enumerate(("", "k", "M", "G", "T"))}}
 UNITS |= {unit: Decimal(1024**n) for n, unit in enumerate(("Ki", "Mi", "Gi", "Ti"), 1)}
@@ -48,8 +48,8 @@ def shipped(name: str) -> str:
 
 
 def retarget(text: str, environment: Mapping[str, str]) -> str:
-    """The same pipeline for the cluster that `environment` (FLEXFLEET_IMAGE, ...) describes; the same text where it
-    says nothing, or where all of it is set already. Raises ConfigError for what is none of its kind."""
+    """The same pipeline for the cluster that `environment` (FLEXFLEET_IMAGE, ...) describes; the same text if
+    `environment` sets nothing, or if everything is set already. Raises ConfigError for a malformed value."""
     spec, platform = yaml.safe_load_all(text)
     named = {default: environment.get(variable) or default for variable, default in SECRETS.items()}
     nodes = _pairs(environment.get("FLEXFLEET_TASK_NODES", ""))
@@ -83,41 +83,41 @@ def _constant(value: str) -> dict[str, Any]:
 
 def _pairs(text: str) -> dict[str, str]:
     """`label=value,label=value`."""
-    found = {}
+    pairs = {}
     for pair in filter(None, text.split(",")):
         label, sign, value = pair.partition("=")
         if not sign:
             raise ConfigError(f"FLEXFLEET_TASK_NODES: label=value,... is expected, got {text!r}")
-        found[label] = value
-    return found
+        pairs[label] = value
+    return pairs
 
 
 def _resources(compiled: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """What a task of the kind that was compiled with these gets; of neither kind, they stay. Kubeflow has each amount
-    twice, as a number (CPUs, or 10^9 bytes) for back ends that are old, and as Kubernetes writes it."""
+    """The resources for a task that was compiled with these values of SIZES; other values stay. Kubeflow has each
+    amount twice: as a number (CPUs, or 10^9 bytes) for old back ends, and in Kubernetes' notation."""
     limit = f":{compiled['resourceMemoryLimit']}"
     kind = next((kind for kind, sizes in SIZES.items() if sizes["MEMORY"].endswith(limit)), None)
     if kind is None:
         return dict(compiled)
-    found = dict[str, Any]()
+    resources = dict[str, Any]()
     for what, unit in (("cpu", 1), ("memory", 10**9)):
         variable = f"FLEXFLEET_{kind}_{what.upper()}"
         least, _, most = (environment.get(variable) or SIZES[kind][what.upper()]).partition(":")
         for bound, amount in (("Request", least), ("Limit", most or least)):
-            found[f"{what}{bound}"] = _amount(amount, variable) / unit
-            found[f"resource{what.capitalize()}{bound}"] = amount
+            resources[f"{what}{bound}"] = _amount(amount, variable) / unit
+            resources[f"resource{what.capitalize()}{bound}"] = amount
     if kind == "TRAIN" and (accelerator := environment.get("FLEXFLEET_TRAIN_GPU")):
         what, _, count = accelerator.partition("=")
         if not what or not (count or "1").isdecimal():
             raise ConfigError(f"FLEXFLEET_TRAIN_GPU: kind=number is expected (nvidia.com/gpu=1), got {accelerator!r}")
-        found["accelerator"] = {
+        resources["accelerator"] = {
             "count": count or "1", "resourceCount": count or "1", "resourceType": what, "type": what
         }  # fmt: skip
-    return found
+    return resources
 
 
 def _amount(text: str, variable: str) -> float:
-    """A quantity as Kubernetes writes it: 250m, 2, 1Gi."""
+    """A quantity in Kubernetes' notation: 250m, 2, 1Gi."""
     number = text.rstrip("mkMGTi")
     unit = text[len(number) :]
     try:

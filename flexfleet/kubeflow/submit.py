@@ -1,7 +1,7 @@
-"""Starting a pipeline on Kubeflow, once or every night: a new version is uploaded where the graph has changed, then a
-run or a recurring run is created.
+"""Starts a pipeline on Kubeflow, once or every night: uploads a new version if the graph has changed, then creates a
+run or a recurring run.
 
-A version is named after its text, so the same code and image never make a second one.
+A version is named after its text, so the same code and image never make a second version.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flexfleet.kubeflow.server import connected, link, pages
 class Submitted:
     run_id: str
     url: str
-    """Of the run in the UI; empty where the UI's address is not known."""
+    """Address of the run in the UI; empty if the UI's address is not known."""
     pipeline: str
     version: str
     uploaded: bool
@@ -54,10 +54,10 @@ def submit(
     run_name: str | None = None,
     service_account: str | None = None,
 ) -> Submitted:
-    """Starts a run of the pipeline `name`. `host`: None is what the KFP SDK finds (KF_PIPELINES_ENDPOINT, its own
-    configuration). `namespace`: of the profile, where there are several users.
+    """Starts a run of the pipeline `name`. `host`: None means the server that the KFP SDK finds (KF_PIPELINES_ENDPOINT,
+    its own configuration). `namespace`: of the profile, if there are several users.
 
-    Raises ConfigError for an unknown pipeline or parameter, EnvironmentFailure where the server refuses or is not to be
+    Raises ConfigError for an unknown pipeline or parameter, EnvironmentFailure if the server refuses or cannot be
     reached.
     """
     text, version = _checked(name, parameters)
@@ -77,7 +77,7 @@ def submit(
 
 
 ONCE = {"night_id", "run_id", "comparison_id", "study_id"}
-"""Parameters that name what is made."""
+"""Parameters that name what a pipeline makes."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Scheduled:
     cron: str
     version: str
     replaced: int
-    """How many of that name there were before."""
+    """How many recurring runs of that name it replaced."""
 
 
 def schedule(
@@ -102,10 +102,10 @@ def schedule(
     experiment: str = "flexfleet",
     service_account: str | None = None,
 ) -> Scheduled:
-    """Has the pipeline run by itself: one at a time, and nights that were missed are not made up for. A recurring run
-    cannot be changed: the new one is made, then those of the same name are deleted.
+    """Makes Kubeflow start the pipeline at fixed times: one run at a time, without repeating missed nights. A recurring
+    run cannot be changed: so this makes a new one, then deletes those of the same name.
 
-    `cron`: six fields, seconds first. Raises as `submit` does.
+    `cron`: six fields, seconds first. Raises what `submit` raises.
     """
     if len(cron.split()) != 6:
         raise ConfigError(
@@ -137,8 +137,8 @@ def schedule(
 
 
 def _checked(name: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
-    """The pipeline for this environment's cluster, and its version. A password in a parameter is refused here: Kubeflow
-    would keep it."""
+    """The pipeline for this environment's cluster, and its version. Refuses a password in a parameter: Kubeflow would
+    store it."""
     asked = form(name)
     no_passwords({**parameters, **dict(parameters.get("advanced") or {})})
     for key in parameters:
@@ -155,8 +155,8 @@ def _uploaded(client: Any, name: str, version: str, text: str, namespace: str | 
         path.write_text(text)
         # (The SDK's own look-up by name does not take a namespace.)
         same = json.dumps({"predicates": [{"operation": "EQUALS", "key": "display_name", "stringValue": name}]})
-        found = client.list_pipelines(filter=same, namespace=namespace).pipelines or []
-        pipeline_id = found[0].pipeline_id if found else None
+        pipelines = client.list_pipelines(filter=same, namespace=namespace).pipelines or []
+        pipeline_id = pipelines[0].pipeline_id if pipelines else None
         if pipeline_id is None:
             pipeline_id = client.upload_pipeline(str(path), name, namespace=namespace).pipeline_id
         for known in _versions(client, pipeline_id):

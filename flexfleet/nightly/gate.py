@@ -1,14 +1,15 @@
-"""Is a figure worse than it was, beyond what noise explains?
+"""Decides whether a figure is worse than it was, beyond what noise explains.
 
-A night has figures of a few seeds; before are those of the champion (the last night that passed) and of the reference
-in git, which has at least 20 seeds. Of each metric the means are compared. What was measured before says how far seeds
-spread: with s the pooled standard deviation of all that, n seeds now and m before, a difference of means beyond
+A night has figures of a few seeds. The gate compares them with those of the champion (the last night that passed) and
+of the reference in git, which has at least 20 seeds. It compares the means of each metric. The earlier figures show how
+far seeds spread: with s their pooled standard deviation, n seeds now and m before, a difference of means beyond
 
     t(1 - alpha) * s * sqrt(1/n + 1/m)
 
-is not noise (one-sided two-sample t test; the night's own spread is left out, for what is broken may also spread more).
-`alpha` is ALPHA divided by the number of comparisons of the night (Bonferroni). A difference fails the gate only where
-it is also larger than its threshold. No champion's small drops add up: the reference does not move by itself.
+is not noise (one-sided two-sample t test; the night's own spread is left out, since broken code may also spread more).
+`alpha` is ALPHA divided by the number of comparisons of the night (Bonferroni). A difference fails the gate only if
+it is also larger than its threshold. Small drops from champion to champion cannot add up unseen, since the reference
+does not change by itself.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 ALPHA = 0.002
-"""For figures that are distributed normally, nights in which noise alone fails the gate. Real ones have longer tails:
-drawn again from the digits suite's 20 seeds, fewer than one night in a hundred (`false_alarms`; a test)."""
+"""The share of nights that noise alone fails, for normally distributed figures. Real figures have longer tails: in
+draws from the digits suite's 20 seeds, fewer than one night in a hundred fails (`false_alarms`; a test)."""
 FEWEST_SEEDS = 3
 
 HIGHER = ("avg", "full")
-"""Metrics that are better when higher, and whose thresholds are absolute. Of the others a threshold is a share of the
-figure before."""
+"""Metrics that are better when higher; their thresholds are absolute. The thresholds of the others are shares of the
+earlier figure."""
 OF_MACHINE = ("peak_mb_rounds", "pace")
-"""Metrics that are comparable on equal machines only."""
+"""Metrics that can only be compared between equal machines."""
 METRICS = {
     "avg": "accuracy, mean over the levels",
     "full": "accuracy of the full model",
@@ -43,7 +44,7 @@ METRICS = {
 }
 
 Values = Mapping[str, Sequence[float]]
-"""By metric, a value for each seed (of pace: for each turn)."""
+"""By metric, a value for each seed (for pace: for each turn)."""
 
 
 class Check(BaseModel):
@@ -60,7 +61,7 @@ class Check(BaseModel):
     now: float
     before: float
     worse_by: float
-    """Below zero where it is better."""
+    """Below zero if it is better."""
     threshold: float
     noise: float
     """Differences up to this are noise."""
@@ -136,7 +137,7 @@ def _check(
 
 
 def noise(now: Sequence[float], before: Sequence[float], known: Sequence[Sequence[float]], alpha: float) -> float:
-    """The largest difference of the means that noise explains. `known`: groups whose spread tells what noise is."""
+    """The largest difference of the means that noise explains. `known`: groups whose spread shows what noise is."""
     freedom = sum(len(values) - 1 for values in known)
     if freedom < 1:
         return math.inf
@@ -163,8 +164,8 @@ def t_quantile(p: float, freedom: int) -> float:
 def false_alarms(
     reference: Mapping[str, Values], thresholds: Mapping[str, float], seeds: int, nights: int, seed: int
 ) -> float:
-    """Share of nights that fail although nothing has changed: each draws `seeds` of the reference's seeds for itself
-    and as many for its champion, and is compared with that and with the rest."""
+    """Share of nights that fail although nothing has changed: each night draws `seeds` of the reference's seeds for
+    itself and as many for its champion, and is compared with this champion and with the rest."""
     rng = np.random.default_rng(seed)
     failed = 0
     for _ in range(nights):

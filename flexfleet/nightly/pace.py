@@ -1,8 +1,8 @@
-"""How fast rounds are beside the loop that one would write by hand, both timed in turns in this process.
+"""How fast rounds are beside a loop written by hand; the two take turns in this process.
 
-What a machine does besides slows both down, so the ratio can be compared between nights. The loop does less than a
-round does (it sends, prunes, distils, averages and evaluates nothing): a ratio is no figure of merit. Those are in
-benchmarks/.
+Other work on the machine slows both down, so their ratio can be compared between nights. The loop does less than a
+round (it sends, prunes, distils, averages and evaluates nothing), so the ratio is no figure of merit. Such figures are
+in benchmarks/.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ROUNDS = 1
 
 
 def pace(config: Config, run: Path, turns: int) -> list[float]:
-    """Seconds of ROUNDS rounds by those of the loop on the same clients and sub-models, one ratio for each turn. `run`:
-    folder of a run of this configuration, for its partition and pool."""
+    """Seconds of ROUNDS rounds divided by seconds of the loop with the same clients and sub-models, one ratio for each
+    turn. `run`: folder of a run of this configuration, for its partition and pool."""
     resolved = Resolved.of(config)
     site = site_of(resolved, run / "partition", run / "pool")
     ratios = []
@@ -85,7 +85,7 @@ def _train(config: Config, site: Site, work: Work, x: torch.Tensor, y: torch.Ten
 
 
 def machine() -> dict[str, str]:
-    """What memory and pace depend on: figures of other machines are not compared with."""
+    """What memory and pace depend on: they are not compared with figures of other machines."""
     model = "unknown"
     with open("/proc/cpuinfo") if os.path.exists("/proc/cpuinfo") else open(os.devnull) as file:
         model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)

@@ -1,19 +1,19 @@
-"""The nightly regression: a suite is run, measured, compared with before, and told; only what passes becomes champion.
+"""The nightly regression: runs a suite, measures it, compares it with earlier figures, and reports; a night that passes
+becomes champion.
 
 A night is a folder `<run.store>/<id>/` with figures.json, regression.json (what `--json` prints) and regression.html;
-beside it, `<id>-<case>/`, the comparison of each case. In MLflow it is a run of its own in the experiment
-regression-<suite>, above those of the comparisons and of all their runs, and versions of the registered models
-`<suite>-<case>-<label>` (publish.py) of the first seed's runs: `candidate` at once, `champion` if the gate lets them
-through. A version says which night it is of.
+beside it, `<id>-<case>/` is the comparison of each case. In MLflow a night is a run in the experiment
+regression-<suite>, the parent of the comparisons and of all their runs. It also makes versions of the registered models
+`<suite>-<case>-<label>` (publish.py) from the first seed's runs: each is `candidate` at once, and `champion` if the
+gate passes the night. A version's tag says to which night it belongs.
 """
 
 from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
@@ -31,6 +31,7 @@ from flexfleet.nightly.pace import machine, pace
 from flexfleet.nightly.suite import Figures, OfLabel, Suite
 from flexfleet.publish import publish
 from flexfleet.reports import plots
+from flexfleet.reports.page import Drawing, render
 from flexfleet.reports.report import Run, load
 from flexfleet.run.check import check
 from flexfleet.run.run import need_packages
@@ -40,15 +41,15 @@ from flexfleet.tracking.trackers import TOKEN, MLflow, address, client_of, endin
 
 PROCESSES, TASKS = "processes of their own", "tasks of a graph"
 PASSED, JUDGED = "flexfleet.passed", "flexfleet.judged"
-"""Tags of a night's run: the verdict, and a digest of the runs that it is of."""
+"""Tags of a night's run: the verdict, and a digest of the runs that were judged."""
 NIGHT = "flexfleet.regression"
-"""Tag of a registered version: the MLflow run of the night that it is of."""
+"""Tag of a registered version: the MLflow run of its night."""
 REFERENCE_SEEDS = tuple(range(20))
 TURNS, REFERENCE_TURNS = 9, 20
-"""Of the pace of each label."""
+"""Turns in which the pace of each label is measured."""
 MEMORY = ("peak_mb", "peak_mb_rounds")
-"""Of the whole process, which is told, and above what it held before its first round, which is judged: what importing
-torch takes hides no leak."""
+"""Peak memory of the whole process, which is reported, and above what the process held before its first round, which
+is judged: so the memory that importing torch takes cannot hide a leak."""
 FILES = ("figures.json", "regression.json", "regression.html")
 
 log = logging.getLogger("flexfleet")
@@ -64,7 +65,7 @@ class Verdict(Artifact):
     since: str | None
     """`champion` or `reference`, and the range of commits since then."""
     commits: tuple[str, ...]
-    """`hash subject` of what has come since then, newest first; empty where the code is no checkout."""
+    """`hash subject` of the commits since then, newest first; empty if the code is no checkout."""
     notes: tuple[str, ...]
     report: str
     mlflow_run_id: str | None
@@ -76,7 +77,7 @@ class Verdict(Artifact):
 
 @dataclass(frozen=True)
 class Night:
-    """What is to be done."""
+    """A night to run: its suite, its runs and its reference."""
 
     path: Path
     suite: Suite
@@ -94,7 +95,7 @@ class Night:
 
     @property
     def config(self) -> Config:
-        """Of any run: where things are kept and tracked."""
+        """The configuration of any run, for the places where files are kept and runs are tracked."""
         return next(iter(self.runs.values()))[0].config
 
     @property
@@ -108,7 +109,7 @@ Folders = Mapping[tuple[str, str], Path]
 
 # ------------------------------------------------------------------------------------------------ the command
 def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) -> Night:
-    """Reads the suite and its reference. Raises ConfigError where there would be nothing to compare with."""
+    """Reads the suite and its reference. Raises ConfigError if there is nothing to compare with."""
     path = suite.path_of(name)
     asked = suite.load(path)
     seeds = tuple(sorted({*asked.seeds, *REFERENCE_SEEDS})) if update else asked.seeds
@@ -129,7 +130,8 @@ def prepare(name: str, id: str, sets: Sequence[str] = (), update: bool = False) 
 
 
 def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
-    """Runs what is not finished, and judges it. A night that fails is a result, not an error. Raises as `compare`."""
+    """Makes the runs that are not finished, and judges the night. A night that fails is a result, not an error. Raises
+    what `compare` raises."""
     take_folder(night, resume)
     mlflow = begin(night, {})
     with ending(mlflow):
@@ -140,13 +142,13 @@ def regress(night: Night, *, jobs: int = 1, resume: bool = False) -> Verdict:
 def update(night: Night, *, jobs: int = 1, resume: bool = False) -> Figures:
     """Runs at least 20 seeds and writes the suite's reference."""
     take_folder(night, resume)
-    found = measure(night, make(night, jobs, resume), REFERENCE_TURNS)
-    found.write(night.path.with_suffix(".json"))
-    return found
+    figures = measure(night, make(night, jobs, resume), REFERENCE_TURNS)
+    figures.write(night.path.with_suffix(".json"))
+    return figures
 
 
 def take_folder(night: Night, resume: bool) -> None:
-    """Raises ConfigError where a night of that name is not to be gone on with."""
+    """Raises ConfigError if a night of that name exists and cannot be resumed."""
     if night.folder.exists() and not resume:
         raise ConfigError(f"{night.folder} exists already: go on with --resume, or choose another --id")
     night.folder.mkdir(parents=True, exist_ok=True)
@@ -168,45 +170,45 @@ def make(night: Night, jobs: int, resume: bool, mlflow_run_id: str | None = None
 def settle(
     night: Night, folders: Folders, out: Path, runs_in: str = PROCESSES, mlflow_run_id: str | None = None
 ) -> Verdict:
-    """Measures, judges, registers, tells: writes FILES into `out`. A night that MLflow knows as judged is not judged
-    again: it would be compared with itself. `mlflow_run_id`: that of the night, where another task has begun it."""
+    """Measures, judges, registers and reports: writes FILES into `out`. A night that MLflow has as judged is not judged
+    again, since it would be compared with itself. `mlflow_run_id`: the night's MLflow run, if another task began it."""
     mlflow = begin(night, {}, mlflow_run_id)
     if mlflow is not None and (known := _judged(mlflow, folders, out)) is not None:
         log.info("%s was judged before", night.id)
         return known
     with ending(mlflow):
-        found = measure(night, folders, TURNS, runs_in)
-        found.write(out / "figures.json")
-        verdict = _verdict(night, found, out, mlflow.run_id if mlflow else None)
+        figures = measure(night, folders, TURNS, runs_in)
+        figures.write(out / "figures.json")
+        verdict = _verdict(night, figures, out, mlflow.run_id if mlflow else None)
         if mlflow is not None:
-            _publish(night, folders, out, verdict, mlflow, found)
+            _publish(night, folders, out, verdict, mlflow, figures)
         return verdict
 
 
-def _verdict(night: Night, found: Figures, out: Path, mlflow_run_id: str | None) -> Verdict:
+def _verdict(night: Night, figures: Figures, out: Path, mlflow_run_id: str | None) -> Verdict:
     champion, reference = champion_of(night), reference_of(night)
-    checks, notes = compared(night, found, champion, reference)
+    checks, notes = compared(night, figures, champion, reference)
     before = ("champion", champion) if champion else ("reference", reference)
     verdict = Verdict(
         suite=night.name,
         id=night.id,
         passed=not any(check.failed for check in checks),
         checks=tuple(checks),
-        since=f"{before[0]}, {before[1].commit or 'unknown'}..{found.commit or 'unknown'}" if before[1] else None,
-        commits=track.commits(before[1].commit if before[1] else None, found.commit),
+        since=f"{before[0]}, {before[1].commit or 'unknown'}..{figures.commit or 'unknown'}" if before[1] else None,
+        commits=track.commits(before[1].commit if before[1] else None, figures.commit),
         notes=tuple(notes),
         report=str(out / "regression.html"),
         mlflow_run_id=mlflow_run_id,
     )
     verdict.write(out / "regression.json")
-    FolderStore(out).put("regression.html", page(verdict, found, champion, reference).encode())
+    FolderStore(out).put("regression.html", page(verdict, figures, champion, reference).encode())
     return verdict
 
 
 # ------------------------------------------------------------------------------------------ as tasks of a graph
 def pairs_of(night: Night, shared: Path, job_id: str) -> list[dict[str, str]]:
-    """Checks all runs and writes what those of a case and seed have in common into `shared`; gives what `run_pair`
-    takes. The night's MLflow run is begun."""
+    """Checks all runs, begins the night's MLflow run, writes what the runs of a case and seed share into `shared`, and
+    gives what `run_pair` takes."""
     pairs = [p for case, runs in night.runs.items() for p in compare.pairs_of(runs, f"{night.id}-{case}", shared)]
     return compare.below(pairs, begin(night, track.of_job(night.config, job_id)))
 
@@ -214,19 +216,19 @@ def pairs_of(night: Night, shared: Path, job_id: str) -> list[dict[str, str]]:
 def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
     """Finished runs' folders, given in any order. Raises IntegrityError where one is missing."""
     of_case = {f"{night.id}-{case}": case for case in night.runs}
-    found = {}
+    folders = {}
     for folder in finished:
         file = RunFile.read(folder / "run.json")
-        found[of_case[Path(file.config["run"]["store"]).name], file.run_id] = folder
+        folders[of_case[Path(file.config["run"]["store"]).name], file.run_id] = folder
     wanted = {(case, entry.name) for case, entries in night.runs.items() for entry in entries}
-    if missing := sorted(wanted - found.keys()):
+    if missing := sorted(wanted - folders.keys()):
         raise IntegrityError(f"runs of {night.id} are missing: {', '.join('/'.join(pair) for pair in missing)}")
-    return found
+    return folders
 
 
 # ---------------------------------------------------------------------------------------------- measuring
 def measure(night: Night, folders: Folders, turns: int, runs_in: str = PROCESSES) -> Figures:
-    """`runs_in`: what the runs were made in. A task has more in memory than a process of its own."""
+    """`runs_in`: where the runs were made. A task of a graph has more in memory than a separate process."""
     labels = {}
     for case, entries in night.runs.items():
         for label in dict.fromkeys(entry.label for entry in entries):
@@ -254,7 +256,7 @@ def measure(night: Night, folders: Folders, turns: int, runs_in: str = PROCESSES
 
 
 def _values(runs: Sequence[Run], to: float) -> dict[str, tuple[float, ...]]:
-    """An accuracy that is not reached counts as one round more than there were."""
+    """A run that does not reach the accuracy counts as one round more than it had."""
     until = [comparison.first(run.rows, to) for run in runs]
     sent = [comparison.sent(run.rows) for run in runs]
     out = {
@@ -278,22 +280,22 @@ def _curve(runs: Sequence[Run]) -> tuple[tuple[int, float, tuple[float, ...], tu
 
 # ------------------------------------------------------------------------------------------------- before
 def reference_of(night: Night) -> Figures | None:
-    """Raises ConfigError where the suite asks for something else than when its reference was made."""
+    """Raises ConfigError if the suite has changed since its reference was made."""
     path = night.path.with_suffix(".json")
     if not path.exists():
         return None
-    found = Figures.read(path)
+    figures = Figures.read(path)
     for case in night.runs:
-        for name, of_label in found.labels.items():
+        for name, of_label in figures.labels.items():
             of_case, _, label = name.partition("/")
             if of_case == case and of_label.task != suite.task_of(night.suite, case, label):
                 raise ConfigError(f"{path} is of other settings than {night.path} has now: make it again with --update")
-    return found
+    return figures
 
 
 def champion_of(night: Night) -> Figures | None:
-    """The figures of the last night that passed, by the alias in MLflow's registry; None where there is none yet.
-    Raises EnvironmentFailure where MLflow does not say."""
+    """The figures of the last night that passed, by the alias in MLflow's registry; None if there is none yet.
+    Raises EnvironmentFailure if MLflow does not answer."""
     uri = night.config.tracking.mlflow
     if uri is None:
         return None
@@ -324,7 +326,7 @@ def champion_of(night: Night) -> Figures | None:
 def compared(
     night: Night, now: Figures, champion: Figures | None, reference: Figures | None
 ) -> tuple[list[Check], list[str]]:
-    """All checks, and what could not be checked. Raises IntegrityError where nothing could."""
+    """All checks, and notes on what could not be checked. Raises IntegrityError if nothing could be checked."""
     before, notes = [], []
     for name, figures in (("champion", champion), ("reference", reference)):
         if figures is None:
@@ -353,8 +355,8 @@ def compared(
 
 # ------------------------------------------------------------------------------------------------- MLflow
 def begin(night: Night, given: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
-    """The night's own run: begun before those that are its children, and the same one again for the same night. None
-    where nothing is tracked. `given`: more tags; `run_id`: that of one that has been begun."""
+    """The night's own MLflow run: it begins before its children, and a resumed night has the same one. None without
+    tracking. `given`: more tags; `run_id`: of an MLflow run that was begun for the night."""
     config = night.config
     if config.tracking.mlflow is None:
         return None
@@ -373,10 +375,10 @@ def _digest(folders: Folders) -> str:
 
 
 def _judged(mlflow: MLflow, folders: Folders, out: Path) -> Verdict | None:
-    """The verdict that these runs have had, with its FILES."""
+    """The verdict on these runs, with its FILES, if they were judged before."""
     client = client_of(mlflow.uri)
     tags = client.get_run(mlflow.run_id).data.tags
-    # Earlier versions made the token of what JUDGED is made of.
+    # Earlier versions made the token from the same digest as JUDGED.
     if PASSED not in tags or tags.get(JUDGED, tags.get(TOKEN)) != _digest(folders):
         return None
     from mlflow import artifacts
@@ -389,7 +391,7 @@ def _judged(mlflow: MLflow, folders: Folders, out: Path) -> Verdict | None:
     return Verdict.read(out / "regression.json").model_copy(update={"report": str(out / "regression.html")})
 
 
-def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: MLflow, found: Figures) -> None:
+def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow: MLflow, figures: Figures) -> None:
     client = client_of(mlflow.uri)
     made = []
     for case, entries in night.runs.items():
@@ -406,14 +408,14 @@ def _publish(night: Night, folders: Folders, out: Path, verdict: Verdict, mlflow
             made.append((run_id, model.model_sha256))
     metrics = {
         f"{metric}/{label}": sum(each) / len(each)
-        for label, of in found.labels.items()
+        for label, of in figures.labels.items()
         for metric, each in of.values.items()
     }
     log_outcome(mlflow.uri, mlflow.run_id, metrics, {}, [str(out / name) for name in FILES])
     for run_id, sha in made if verdict.passed else ():
         publish.promote(mlflow.uri, run_id, sha)
     client.set_tag(mlflow.run_id, PASSED, str(verdict.passed))
-    client.set_tag(mlflow.run_id, JUDGED, _digest(folders))  # last: from now on these are not judged again
+    client.set_tag(mlflow.run_id, JUDGED, _digest(folders))  # last: from now on these runs are not judged again
     mlflow.finish("FINISHED" if verdict.passed else "FAILED")
 
 
@@ -439,7 +441,7 @@ def told(verdict: Verdict) -> str:
 
 
 def where(night: Night, verdict: Verdict, job_id: str) -> str:
-    """What opens a night's report in a browser: its MLflow run, else its job in Kubeflow; else where to look."""
+    """The link to a night's report: its MLflow run, else its run in Kubeflow, else a hint where to look."""
     job = track.of_job(night.config, job_id).get("kfp.run", "")
     return track.link(night.config, verdict.mlflow_run_id or "") or job or "the page of the task before this one"
 
@@ -457,11 +459,8 @@ def card(verdict: Verdict) -> str:
 
 
 def page(verdict: Verdict, now: Figures, champion: Figures | None, reference: Figures | None) -> str:
-    """One HTML page that needs nothing from outside."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    drawings: dict[str, Markup] = {}
+    """One HTML page that loads nothing from elsewhere."""
+    drawings: dict[str, Drawing] = {}
     for label in now.labels:
         nights = {"now": now, "champion": champion, "reference": reference}
         curves = [
@@ -470,11 +469,10 @@ def page(verdict: Verdict, now: Figures, champion: Figures | None, reference: Fi
             if one is not None and label in one.labels
         ]
         measure = Measure(now.labels[label].metric)
-        drawings[label] = Markup(plots.comparison(curves, f"curve-{len(drawings)}", measure))
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"figure": lambda check, name: figure(check, getattr(check, name)), "said": gate.said}
-    source = resources.files("flexfleet.nightly").joinpath("regression.html").read_text("utf-8")
-    return environment.from_string(source).render(v=verdict, now=now, drawings=drawings)
+        drawings[label] = Drawing(plots.comparison(curves, f"curve-{len(drawings)}", measure))
+    filters: dict[str, Callable[..., str]] = {"said": gate.said}
+    filters["figure"] = lambda check, name: figure(check, getattr(check, name))
+    return render("flexfleet.nightly", "regression.html", filters, v=verdict, now=now, drawings=drawings)
 
 
 def _points(figures: Figures, label: str, which: int) -> list[tuple[int, float, list[float]]]:

@@ -1,6 +1,7 @@
-"""What a regression runs: a file in git, `<name>.yaml`, with its reference figures beside it, `<name>.json`.
+"""The suite that a regression runs: a file in git, `<name>.yaml`, with its reference figures in `<name>.json` beside
+it.
 
-The settings are the defaults with the suite's and the case's on top: nobody's params.yaml moves a figure.
+The settings are the defaults, overridden by the suite's and the case's settings: no params.yaml changes a figure.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flexfleet.nightly.gate import FEWEST_SEEDS, METRICS
 from flexfleet.tracking.trackers import platform_experiment
 
 MAY_SET = (Moves.EXECUTION, Moves.PLACE)
-"""What `--set` may change: none of it moves a figure."""
+"""What `--set` may change: nothing in it changes a figure."""
 
 
 class Case(BaseModel):
@@ -35,7 +36,7 @@ class Case(BaseModel):
     algorithms: str
     """As `flexfleet compare --algorithms`."""
     to: float = Field(gt=0, le=1)
-    """Accuracy of the full model to which rounds and MB are counted."""
+    """Accuracy of the full model until which rounds and MB are counted."""
     settings: dict[str, Any] = {}
     """Dotted names; `label:a.b` for one label alone."""
 
@@ -58,15 +59,14 @@ class Suite(BaseModel):
 
 
 class OfLabel(BaseModel):
-    """What was measured of one label; `values` by metric, one for each seed, of pace one for each turn."""
+    """The measurements of one label; `values` by metric, one for each seed, for pace one for each turn."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     task: str
-    """Digest of what was asked, the label's own settings of its algorithm apart: figures of other tasks are not
-    compared."""
+    """Digest of the settings without the label's own hyper-parameters: figures with other digests are not compared."""
     values: dict[str, Annotated[tuple[float, ...], Field(min_length=2)]]
-    """Of one value nobody knows how it spreads."""
+    """At least two seeds: one value does not show how far values spread."""
     curve: tuple[tuple[int, float, tuple[float, ...], tuple[float, ...]], ...]
     """(round, mean MB sent so far, avg of each seed, full of each seed); no avg where one level is reported."""
     mlflow_runs: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class Figures(Artifact):
 
 
 def path_of(suite: str) -> Path:
-    """A file, or the name of a suite that comes along. Raises ConfigError."""
+    """A file, or the name of a shipped suite. Raises ConfigError."""
     if suite.endswith((".yaml", ".yml")):
         return Path(suite)
     folder = Path(str(resources.files("flexfleet.nightly").joinpath("suites")))

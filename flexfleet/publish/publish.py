@@ -1,8 +1,8 @@
-"""A finished run's models for others to use: exported level by level, and registered in MLflow.
+"""Exports a finished run's models level by level, and registers them in MLflow for others to use.
 
-Registered models, each new version with the alias `candidate` (`champion` is given by `flexfleet regress`):
+Each new version of a registered model gets the alias `candidate` (`flexfleet regress` gives `champion`):
 
-    <name>            one for the run, which answers for any level: mlflow.pyfunc.load_model("models:/<name>@candidate")
+    <name>            one for the run, which can use any level: mlflow.pyfunc.load_model("models:/<name>@candidate")
     <name>-<level>    a folder with the level's weights and ONNX file: fl_engine.models.export.load
 """
 
@@ -38,17 +38,17 @@ from flexfleet.tracking.trackers import client_of
 
 CANDIDATE, CHAMPION = "candidate", "champion"
 MODEL = "model_sha256"
-"""Tag of a version: the global model that it is of."""
+"""Tag of a version: the global model that it was exported from."""
 SERVING = Path(__file__).with_name("serving.py")
 NEEDED = ("torch", "numpy", "safetensors", "pydantic", "pyyaml")
-"""Packages with which a registered model can be loaded: the engine's own code goes with it."""
+"""Packages that a registered model needs when it is loaded; it has a copy of the engine's own code."""
 
 log = logging.getLogger("flexfleet")
 
 
 def publish(resolved: Resolved, out: Path, mlflow_run_id: str | None, to: Path) -> list[About]:
-    """Exports the reported levels of the run in `out` into `to`, and registers them where the run is tracked. Done
-    again, it makes no second version. Raises as `fl_engine.models.export` does."""
+    """Exports the reported levels of the run in `out` into `to`, and registers them if the run is tracked. A second
+    call makes no second version. Raises what `fl_engine.models.export` raises."""
     config = resolved.config
     data, levels = export(resolved, out, to)
     if mlflow_run_id is not None and config.tracking.mlflow is not None:
@@ -82,7 +82,7 @@ def export(resolved: Resolved, out: Path, to: Path) -> tuple[Data, list[About]]:
 
 
 def said(about: About) -> str:
-    """Both values of a level's metric, for people."""
+    """Both values of a level's metric as text."""
     trained, exported = (Measure(about.metric).with_unit(v) for v in (about.accuracy_trained, about.accuracy_exported))
     return f"{exported} with the proxy's statistics, {trained} in the rounds"
 
@@ -92,14 +92,14 @@ def name_of(config: Config) -> str:
 
 
 def clean(name: str) -> str:
-    """MLflow's names know neither colons nor slashes."""
+    """The name without colons and slashes, which MLflow does not allow."""
     return re.sub(r"[^\w.-]+", "-", name)
 
 
 # ----------------------------------------------------------------------------------------------- registry
 def register(uri: str, run_id: str, name: str, data: Data, folder: Path, levels: Sequence[About], model: str) -> None:
-    """`model`: the global model's sha256. Artifacts lie under it: a run that goes on to more rounds makes new versions,
-    and changes none."""
+    """`model`: the global model's sha256. Artifacts lie in a folder of this name, so that a run with more rounds makes
+    new versions and changes none."""
     client = client_of(uri)
     run = client.get_run(run_id)
     at = f"published/{model[:12]}"
@@ -120,8 +120,8 @@ def register(uri: str, run_id: str, name: str, data: Data, folder: Path, levels:
 
 
 def _version(client: Any, name: str, source: str, run_id: str, model: str, about: str) -> None:
-    """A version of a registered model, with the alias `candidate`. One that is there already stays as it is, and so
-    does the alias: an old run told again is no new candidate."""
+    """Makes a version of a registered model, with the alias `candidate`. If the version exists, neither it nor the
+    alias changes: an old run that is registered again is no new candidate."""
     from mlflow.exceptions import MlflowException
 
     known = client.search_model_versions(f"name = '{name}'")
@@ -149,7 +149,7 @@ def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
     )
     code = scratch / "fl_engine"
     shutil.copytree(Path(fl_engine.__file__).parent, code, ignore=shutil.ignore_patterns("__pycache__", "testing"))
-    # Recorded, so that nobody sees them: MLflow recommends type hints and input examples for what a signature says.
+    # Hides MLflow's warnings, which recommend type hints and input examples for what the signature says already.
     with warnings.catch_warnings(record=True):
         save_model(
             scratch / "model",
@@ -163,7 +163,7 @@ def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
 
 
 def _own_code(model: str) -> list[str]:
-    """Where a network of one's own (package.module:NAME) is written, to go with the model."""
+    """The files of a user's own network (package.module:NAME), to be copied into the model."""
     module, sign, _ = model.partition(":")
     if not sign:
         return []
@@ -172,7 +172,8 @@ def _own_code(model: str) -> list[str]:
 
 
 def promote(uri: str, run_id: str, model: str) -> list[str]:
-    """Gives `champion` to the versions that the MLflow run has of a global model (its sha256); the models' names."""
+    """Gives `champion` to the versions that the MLflow run has of a global model (its sha256). Gives the models'
+    names."""
     client = client_of(uri)
     versions = [v for v in client.search_model_versions(f"run_id = '{run_id}'") if v.tags.get(MODEL) == model]
     for version in versions:

@@ -12,11 +12,10 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
+from fl_engine.core.errors import ConfigError, IntegrityError, masked
 from fl_engine.core.fields import Moves
 from fl_engine.data.partitioning import Manifest, read_manifest
 from fl_engine.storage.checkpoints import Row
@@ -26,6 +25,7 @@ from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, row_of
 from flexfleet.files.measure import ACCURACY, Measure
 from flexfleet.reports import plots
+from flexfleet.reports.page import Drawing, render
 
 NEEDED = {
     "run.json": "give the folder of a run, e.g. runs/<run id>",
@@ -92,9 +92,9 @@ def load(folder: Path) -> Run:
     file, history = RunFile.read(folder / "run.json"), History.read(folder / "history.json")
     evaluation = EvaluationFile.read(folder / "evaluation.json")
     for name, expected in (("pool/pool.json", file.pool_sha256), ("partition/partition.json", file.partition_sha256)):
-        if (found := sha256((folder / name).read_bytes())) != expected:
+        if (actual := sha256((folder / name).read_bytes())) != expected:
             raise IntegrityError(
-                f"{folder / name} is not the one that the run used: its sha256 is {found[:16]}..., run.json says "
+                f"{folder / name} is not the one that the run used: its sha256 is {actual[:16]}..., run.json says "
                 f"{expected[:16]}... . Put the right one back, or run again"
             )
     rows = _rows(folder / "history.json", history)
@@ -148,9 +148,9 @@ def _load_all(folders: Sequence[Path]) -> list[Run]:
 
 def measure_of(runs: Sequence[Run]) -> Measure:
     """The metric that the runs have in common. Raises ConfigError where they have not one."""
-    found = {run.evaluation.metric: run.file.run_id for run in runs}
-    if len(found) > 1:
-        told = ", ".join(f"{metric} ({run_id})" for metric, run_id in found.items())
+    metrics = {run.evaluation.metric: run.file.run_id for run in runs}
+    if len(metrics) > 1:
+        told = ", ".join(f"{metric} ({run_id})" for metric, run_id in metrics.items())
         raise ConfigError(f"the runs have different metrics, {told}: they cannot be put side by side")
     return runs[0].measure
 
@@ -196,12 +196,12 @@ def differences(runs: Sequence[Run]) -> list[str]:
 # ---------------------------------------------------------------------------------------------- the table
 def table(runs: Sequence[Path]) -> str:
     """The runs in aligned columns. Raises as `load` does."""
-    found = _load_all(runs)
-    unit = f" {found[0].measure.unit}".rstrip()
+    loaded = _load_all(runs)
+    unit = f" {loaded[0].measure.unit}".rstrip()
     scored = (f"avg{unit}", f"full{unit}", f"best avg/full{unit} (round)")
     head = ("run", "algorithm", "rounds", *scored, "MB", "waste %", "seconds")
     lines = [head]
-    for r in found:
+    for r in loaded:
         scores = (_avg(r, r.evaluation.avg), r.measure.said(r.evaluation.full), _best(r))
         costs = (mb(r.bytes_down + r.bytes_up), percent(r.waste), f"{r.history.seconds:,.1f}")
         lines.append((r.file.run_id, r.pool.algorithm, str(len(r.rows)), *scores, *costs))
@@ -210,7 +210,7 @@ def table(runs: Sequence[Path]) -> str:
     for line in lines:
         cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
         text.append("  ".join(cells))
-    if any(r.single for r in found):
+    if any(r.single for r in loaded):
         text.append(f"{NONE}: the run reports one level alone, and an average over levels says nothing")
     return "\n".join(text)
 
@@ -250,11 +250,6 @@ def report(runs: Sequence[Path], out: Path) -> Path:
 
 
 def _page(runs: Sequence[Run]) -> str:
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-    except ImportError as error:
-        raise EnvironmentFailure("the report needs jinja2: pip install 'flexfleet[tracking]'") from error
     names, measure = labels(runs), measure_of(runs)
     series = [(name, run.rows) for name, run in zip(names, runs, strict=True)]
     first_with: dict[str, str] = {}
@@ -284,20 +279,20 @@ def _page(runs: Sequence[Run]) -> str:
                 "confusion": _confusion(run),
                 "apoz": {layer.group: layer for layer in run.apoz.layers},
                 "partition_of": None if owner == name else owner,
-                "draw": {k: Markup(v) if v else None for k, v in drawings.items()},
+                "draw": {k: Drawing(v) if v else None for k, v in drawings.items()},
             }
         )
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"percent": percent, "mb": mb, "plain": plain}
-    source = resources.files("flexfleet.reports").joinpath("report.html").read_text("utf-8")
     titles = dict.fromkeys(f"{r.config.get('dataset.name', '?')} · {r.pool.model}" for r in runs)
-    return environment.from_string(source).render(
+    return render(
+        "flexfleet.reports",
+        "report.html",
+        {"percent": percent, "mb": mb, "plain": plain},
         title=", ".join(titles),
         measure=measure,
         parts=parts,
         differences=differences(runs),
-        curves=Markup(plots.learning_curves(series, measure=measure)),
-        costs=Markup(plots.bytes_to_accuracy(series, f"bytes-to-{measure.name}", measure)),
+        curves=Drawing(plots.learning_curves(series, measure=measure)),
+        costs=Drawing(plots.bytes_to_accuracy(series, f"bytes-to-{measure.name}", measure)),
         by_algorithm=names == [r.pool.algorithm for r in runs],
         any_single=any(r.single for r in runs),
         dash=NONE,

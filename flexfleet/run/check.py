@@ -21,7 +21,7 @@ from flexfleet.steps.pretrain import need_proxy, settings_of
 
 
 def check(resolved: Resolved) -> dict[str, Any]:
-    """What would run, in a few words. Raises BadInput for whatever could not; trains nothing, writes nothing."""
+    """A short description of the run. Raises BadInput for whatever is wrong; trains nothing, writes nothing."""
     config, algorithm, data, family = resolved.config, resolved.algorithm, resolved.data, resolved.family
     for device in config.run.devices:
         check_device(device)
@@ -36,8 +36,8 @@ def check(resolved: Resolved) -> dict[str, Any]:
         kind = preparation(name)
         settings_of(resolved, name, kind)
         need_proxy(name, kind, parts)
-    # Nothing is prepared, and without measured scores every layer counts alike; FlexFL's targets, Gamma and nesting are
-    # checked all the same.
+    # Nothing is prepared: without measured scores every layer has the same score. FlexFL's targets, Gamma and nesting
+    # can still be checked.
     server = ServerSite(site_of(resolved, parts), config.run.devices[0])
     pool = algorithm.pool(family, assumed(algorithm, family), server)
     initial = initial_params(family, seeds.derive(config.seed, "init"))
@@ -55,7 +55,7 @@ def check(resolved: Resolved) -> dict[str, Any]:
 
 
 def _check_rates(config: Config) -> None:
-    """A rate that grows is only known to be too large when it is asked for, in some later round."""
+    """A learning rate that grows would overflow only in some later round, so it is checked now."""
     try:
         config.training.sgd(config.rounds.stop - 1)
     except OverflowError:

@@ -1,6 +1,6 @@
-"""Step 6 where each step wrote a folder of its own: one run folder of them all, then its report and result.json.
+"""Step 6 if each step wrote its own folder: makes one run folder from them all, then its report and result.json.
 
-The folder is laid out as `flexfleet run` does, less the round ledger: `flexfleet report` compares it with others.
+The folder has the layout that `flexfleet run` makes, without the ledger: `flexfleet report` can compare it with others.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def gather(run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: P
 def finish(
     given: Config, run: Path, partition: Path, pretrain: Path, pool: Path, evaluation: Path, out: Path
 ) -> Result:
-    """A complete run folder in `out`, with report.html and result.json. `given` has the passwords of addresses that the
-    run's own record keeps without."""
+    """Makes a complete run folder in `out`, with report.html and result.json. `given` has the passwords of addresses,
+    which the run's own record leaves out."""
     gather(run, partition, pretrain, pool, evaluation, out)
     file = RunFile.read(out / "run.json")
     told, algorithm = parse_with_algorithm(file.config)
@@ -42,26 +42,21 @@ def finish(
 
 
 def _with_passwords(config: Config, given: Config) -> Config:
-    """The configuration that the run had, not one that has been edited since; where an address is the same in both, as
-    it is given."""
+    """The configuration that the run had, not one that somebody has edited since; but with the passwords of those
+    addresses that are the same in both."""
     told = public(given)
     same = {name: getattr(given, name) for name in PRIVATE if getattr(told, name) == getattr(config, name)}
     return config.model_copy(update=same)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--run", type=Path, required=True, metavar="DIR", help="what the federate step wrote")
-    for name in ("partition", "pretrain", "pool"):
-        step = "model_pool" if name == "pool" else name
-        p.add_argument(f"--{name}", type=Path, required=True, metavar="DIR", help=f"what the {step} step wrote")
-    p.add_argument("--evaluation", type=Path, required=True, metavar="DIR", help="what the evaluate step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    reads = {"partition": "partition", "pretrain": "pretrain", "pool": "model_pool", "evaluation": "evaluate"}
+    p = common.step_parser(__doc__ or "", run="federate", **reads)
     args = p.parse_args(argv)
     steps = (args.partition, args.pretrain, args.pool, args.evaluation)
-    found = finish(config_of(args), args.run, *steps, args.out)
+    result = finish(config_of(args), args.run, *steps, args.out)
     print(table([args.out]))
-    print(f"report: {found.report}")
+    print(f"report: {result.report}")
     return 0
 
 

@@ -1,10 +1,10 @@
-"""Step 4 where something else starts it again: a Kubeflow retry, or `dvc repro` after an interruption.
+"""Step 4 if something else restarts it: a retry of Kubeflow, or `dvc repro` after an interruption.
 
-Both want a small folder with the outcome, and the rounds somewhere that outlives a killed attempt. DVC also wants
-the outcome to be a function of its inputs alone, and deletes a stage's folder before it runs the stage. So `main`
-keeps the rounds beside that folder, in one named after everything that the model's bits depend on - parameters,
-partition, pool, numerics, the engine's code: an interrupted run is found again by the same inputs, and never by
-others. The rounds go when the outcome is there, and a forced run starts from nothing.
+Both need a small folder with the outcome, and the rounds in a place that outlives a killed attempt. DVC also needs an
+outcome that depends on its inputs alone, and deletes a stage's folder before it runs the stage. So `main` keeps the
+rounds in another folder beside that one. Its name is made from everything that the model's bits depend on - parameters,
+partition, pool, numerics, the engine's code - so the same inputs find an interrupted run again, and other inputs never
+do. `main` deletes the rounds when the outcome is there; a forced run starts from nothing.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def federate_in(
     tags: dict[str, str] | None = None,
     mlflow_run_id: str | None = None,
 ) -> Path:
-    """Runs the rounds in `folder`, going on with what is there, and copies the outcome into `out`. The run's name is
-    the folder's. Raises as `federate` does."""
+    """Runs the rounds in `folder`, resuming what is there, and copies the outcome into `out`. The folder's name is the
+    run's name. Raises what `federate` raises."""
     federate(resolved, partition, pool, folder, resume=True, tags=tags, mlflow_run_id=mlflow_run_id)
     out.mkdir(parents=True, exist_ok=True)
     for name in OUTCOME:
@@ -45,7 +45,7 @@ def federate_in(
 
 
 def federate_for_dvc(resolved: Resolved, partition: Path, pool: Path, out: Path) -> Path:
-    """Writes run.json, history.json and model.safetensors into `out`; an interrupted run goes on."""
+    """Writes run.json, history.json and model.safetensors into `out`; resumes an interrupted run."""
     unfinished = out.with_name(f"{out.name}.unfinished")
     folder = unfinished / identity(resolved.config, partition, pool)
     federate_in(folder, resolved, partition, pool, out)
@@ -56,8 +56,8 @@ def federate_for_dvc(resolved: Resolved, partition: Path, pool: Path, out: Path)
 
 
 def identity(config: Config, partition: Path, pool: Path) -> str:
-    """Algorithm, seed, and a digest of all that decides the model."""
-    # `rounds.stop` may change in a resumed run, but a run that went further has nothing to give for a smaller one.
+    """Algorithm, seed, and a digest of everything that the model depends on."""
+    # `rounds.stop` may change in a resumed run, but a run with more rounds has no outcome for fewer rounds.
     parameters = {k: v for k, v in flatten(config).items() if moves(k) in (Moves.RESULT, Moves.LENGTH)}
     package = Path(fl_engine.__file__).parent
     parts = {
@@ -73,10 +73,7 @@ def identity(config: Config, partition: Path, pool: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--partition", type=Path, required=True, metavar="DIR", help="what the partition step wrote")
-    p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "", partition="partition", pool="model_pool")
     args = p.parse_args(argv)
     print(federate_for_dvc(resolved_of(args), args.partition, args.pool, args.out))
     return 0

@@ -1,4 +1,4 @@
-"""All steps in one process and one folder: what `flexfleet run` does, and the same functions as the DAG's."""
+"""`flexfleet run`: all steps in one process and one folder, with the same functions that the pipelines use."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def run(
     shared: Path | None = None,
     tags: dict[str, str] | None = None,
 ) -> Result:
-    """Partition, pre-train, pool, federate, evaluate, report, under `<run.store>/<run_id>`; resumable.
+    """Partition, pre-train, pool, federate, evaluate, report, in the folder `<run.store>/<run_id>`; can be resumed.
 
-    `shared`: the folder of a `share` step; what is there is taken over, not computed again. `tags`: of the MLflow run.
+    `shared`: the folder of a `share` step, whose files are used instead of computed again. `tags`: of the MLflow run.
     """
     config = resolved.config
     need_packages(resolved)
@@ -46,7 +46,7 @@ def run(
         raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")
     if (out / "run.json").exists():
         known_run(config, out, resume)
-    else:  # the steps before the rounds are quick, and pure: done again after a kill
+    else:  # the steps before the rounds are quick and pure, so they are done again after a kill
         check(resolved)
         if shared is not None:
             adopt(resolved, shared, out)
@@ -70,7 +70,7 @@ def run(
 
 
 def need_packages(resolved: Resolved) -> None:
-    """Raises EnvironmentFailure for what is not installed: now, not after hours of training."""
+    """Raises EnvironmentFailure for a missing package now, not after hours of training."""
     config, wanted = resolved.config, {"matplotlib": "", "jinja2": ""}
     if config.tracking.mlflow:
         wanted["mlflow"] = ", or --set tracking.mlflow=null"
@@ -86,34 +86,34 @@ def need_packages(resolved: Resolved) -> None:
 
 
 def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
-    """Report and result.json of a run whose steps are done; the report becomes an MLflow artifact. Where the run's
-    ledger is in another `store` than `out`, they go there too: a pod's folder is gone with it."""
+    """Makes report and result.json of a run whose steps are done; the report becomes an MLflow artifact. If the run's
+    ledger is not in `out`, both are also put into its `store`, since a pod's folder is deleted with the pod."""
     config = resolved.config
     page = report([out], out / "report.html")
-    found = result(out, page, store.uri())
+    outcome = result(out, page, store.uri())
     if config.publish.models:
-        publish(resolved, out, found.mlflow_run_id, out / "export")
-    tags = {"model_sha256": found.model_sha256}
+        publish(resolved, out, outcome.mlflow_run_id, out / "export")
+    tags = {"model_sha256": outcome.model_sha256}
     if config.publish.dvc is not None:
         tags |= versioned.push_run(out, config.publish.dvc)
     with tempfile.TemporaryDirectory() as scratch:
-        written = found.write(Path(scratch) / "result.json")
-        if config.tracking.mlflow is not None and found.mlflow_run_id is not None:
+        written = outcome.write(Path(scratch) / "result.json")
+        if config.tracking.mlflow is not None and outcome.mlflow_run_id is not None:
             from flexfleet.tracking.trackers import log_outcome
 
-            metrics = {"final/avg": found.metrics["avg"], "final/full": found.metrics["full"]}
+            metrics = {"final/avg": outcome.metrics["avg"], "final/full": outcome.metrics["full"]}
             files = [str(page), str(out / "pool" / "pool.json"), str(written)]
             pointers = out / versioned.POINTERS if config.publish.dvc else None
-            log_outcome(config.tracking.mlflow, found.mlflow_run_id, metrics, tags, files, pointers)
+            log_outcome(config.tracking.mlflow, outcome.mlflow_run_id, metrics, tags, files, pointers)
     if config.run.remote is not None:
         store.put("report.html", page.read_bytes())
-        store.put("result.json", (found.model_dump_json(indent=1) + "\n").encode())
-    found.write(out / "result.json")  # last: by it a run counts as finished
-    return found
+        store.put("result.json", (outcome.model_dump_json(indent=1) + "\n").encode())
+    outcome.write(out / "result.json")  # last: a run with this file is finished
+    return outcome
 
 
 def result(out: Path, page: Path, store_uri: str) -> Result:
-    """What a finished run is, in one object."""
+    """The figures of a finished run in one object."""
     run, history = RunFile.read(out / "run.json"), History.read(out / "history.json")
     evaluation = EvaluationFile.read(out / "evaluation.json")
     measured = [row["metrics"] | {"round": row["round"] + 1} for row in history.rounds]

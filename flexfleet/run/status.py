@@ -1,4 +1,4 @@
-"""How far runs are, read from their ledgers."""
+"""Reads from their ledgers how far runs are."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flexfleet.steps.federate import store_of
 
 
 def describe(run: Path) -> dict[str, Any]:
-    """status: `finished`, or `unfinished` (running, or killed: the ledger cannot tell, and resuming is safe). metric:
-    accuracy where that is what avg and full are of, else null."""
+    """status: `finished`, or `unfinished` (running or killed: the ledger does not say which, and resuming is safe).
+    metric: accuracy if that is the metric of avg and full, else null."""
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")

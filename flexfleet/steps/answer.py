@@ -1,4 +1,4 @@
-"""What a client's pod does: reads its orders and the site, trains, and leaves signed updates."""
+"""The work of a client's pod: it reads its orders and the site, trains, and uploads signed updates."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ log = logging.getLogger("flexfleet")
 
 
 def answer(told: Assignment, failures: int = 0) -> None:
-    """Answers all orders of the assignment. `failures`: how often this pod's place has failed before.
+    """Answers all orders of the assignment. `failures`: how often the pods of this index have failed before.
 
-    Raises ClientError where another try would end the same way; EnvironmentFailure and IntegrityError where the store
+    Raises ClientError if another try would fail in the same way; EnvironmentFailure and IntegrityError if the store
     does not answer.
     """
     store = told.open()
@@ -83,7 +83,7 @@ def _numerics(run: RunFile) -> Numerics:
 
 
 def _here(config: configs.Config) -> configs.Config:
-    """With the data where this node has it."""
+    """The configuration with the folder of the data on this node."""
     if "FLEXFLEET_DATA" not in os.environ:
         return config
     return config.model_copy(update={"dataset": config.dataset.model_copy(update={"root": None})})

@@ -1,7 +1,7 @@
-"""What a client's pod executes: reads its assignment, then does what it says (`flexfleet.steps.answer`).
+"""The command of a client's pod: reads its assignment and answers its orders (`flexfleet.steps.answer`).
 
-Exit codes: 0, every order is answered (a failure is an answer too); 42, trying again will not help; 143, SIGTERM; else,
-it may.
+Exit codes: 0: every order is answered (a failure is an answer too); 42: trying again will not help; 143: SIGTERM; any
+other: trying again may help.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flexfleet.files import terminal as common
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # The first process of a container ignores SIGTERM otherwise, and is killed after the grace period. Torch, which
-    # takes seconds to import, comes afterwards.
+    # Without a handler the first process of a container ignores SIGTERM, and is killed after the grace period. Torch,
+    # which takes seconds to import, is imported after this.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("assignment", type=Path, metavar="FILE")

@@ -1,4 +1,4 @@
-"""Step 5: the final model and its sub-models on the whole test set."""
+"""Step 5: evaluates the final model and its sub-models on the whole test set."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flexfleet.steps.prepare import Resolved, resolved_of
 
 
 def evaluate(resolved: Resolved, run: Path, pool_dir: Path, out: Path) -> Path:
-    """Writes confusion.json and evaluation.json into `out`. Raises IntegrityError where the model is not the one of the
-    history."""
+    """Writes confusion.json and evaluation.json into `out`. Raises IntegrityError if the model is not the one
+    that the history names."""
     data, family = resolved.data, resolved.family
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     history = History.read(run / "history.json")
@@ -38,15 +38,12 @@ def evaluate(resolved: Resolved, run: Path, pool_dir: Path, out: Path) -> Path:
 
 
 def told(score: Score, params: int) -> LevelScore:
-    """What evaluation.json says of a level; a loss that is no number is left out, as JSON has no word for it."""
+    """The entry of a level in evaluation.json; a loss that is not finite becomes null, since JSON cannot hold it."""
     return LevelScore(metrics=dict(score.metrics), loss=score.loss if isfinite(score.loss) else None, params=params)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--run", type=Path, required=True, metavar="DIR", help="what the federate step wrote")
-    p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "", run="federate", pool="model_pool")
     args = p.parse_args(argv)
     print(evaluate(resolved_of(args), args.run, args.pool, args.out))
     return 0

@@ -1,4 +1,4 @@
-"""Step 4: the rounds. Resumable after a kill at any instant: start it again with --resume."""
+"""Step 4: the rounds. After a kill at any instant, start it again with --resume."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def federate(
     observer: Tracker | None = None,
 ) -> Path:
     """Writes run.json, rounds/, model.safetensors and history.json into `out`. `tags`: of the MLflow run;
-    `mlflow_run_id`: one that has been begun for it. `observer` is told what is measured.
+    `mlflow_run_id`: an MLflow run that was begun for this run. `observer` gets all measurements.
 
-    Raises ConfigError where `out` holds a run and `resume` is not given, a run of another configuration, or one that
-    is running; EnvironmentFailure where this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
+    Raises ConfigError if `out` holds a run and `resume` is not given, if that run has another configuration, or if it
+    is running; EnvironmentFailure if this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
     """
     run_id = plain(out.absolute().name if run_id is None else run_id, "run_id")
     store = store_of(resolved.config, run_id, out)
@@ -100,7 +100,7 @@ def federate(
 
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
-    """Two processes must not write one folder. The lock goes with the process, whatever ends it."""
+    """Keeps a second process from writing the same folder. The lock ends with the process, however that ends."""
     out.mkdir(parents=True, exist_ok=True)
     with _lock_file(out / ".lock") as lock:
         try:
@@ -116,7 +116,8 @@ def alone(out: Path) -> Iterator[None]:
 
 
 def _lock_file(path: Path) -> TextIO:
-    """The file itself, made where it is not there: what a link points at is somebody's, and would be emptied."""
+    """Opens the file, or makes it. Follows no link: the file behind it belongs to somebody else and would be
+    emptied."""
     try:
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -205,16 +206,16 @@ def _federate(
                 discard_damaged=discard_damaged,
             )
     except Replaced:
-        raise  # what MLflow shows is the other coordinator's run
+        raise  # MLflow shows the other coordinator's run now
     except BaseException as error:
-        with suppress(EnvironmentFailure):  # of the tracker: what went wrong first is what is told
+        with suppress(EnvironmentFailure):  # of the tracker: the first error is the one to report
             tracker.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
         raise
     return _finish(out, ledger, final, tracker, mlflow)
 
 
 def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path) -> Site:
-    """All that clients of this machine need to know. Prepares the process for training."""
+    """All that clients on this machine need to know. Prepares the process for training."""
     config, data, family = resolved.config, resolved.data, resolved.family
     parts = partition.load(partition_dir, data)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
@@ -231,7 +232,7 @@ def initial_state(resolved: Resolved, site: Site) -> Any:
 
 
 def _numerics(config: Config, family: ModelFamily, goal: Task) -> Numerics:
-    """As configured, or as suits the network."""
+    """The numerics that the configuration names, else those that suit the network."""
     run, per_round = config.run, round_size(config.training.fraction, config.partition.clients)
     if run.strategy == "single":
         return Numerics(precision=run.precision)
@@ -251,21 +252,21 @@ def _surroundings(
 
 
 def store_of(config: Config, run_id: str, out: Path) -> Store:
-    """Where the run's ledger is: beside its other files, or in `run.remote`."""
+    """The store of the run's ledger: the run's folder, or a place in `run.remote`."""
     if config.run.remote is None:
         return FolderStore(out.resolve())
     return open_store(f"{config.run.remote.rstrip('/')}/{run_id}")
 
 
 def _fetch_run(store: Store, out: Path) -> None:
-    """A coordinator that starts on another machine finds what the run is in its store. Raises IntegrityError where this
-    machine knows another one."""
+    """Fetches run.json from the store for a coordinator that starts on another machine. Raises IntegrityError if this
+    machine has the run.json of another run."""
     if not store.list(track.RUN_KEY):
         return
-    found = store.get(track.RUN_KEY)
+    stored = store.get(track.RUN_KEY)
     if not (out / "run.json").exists():
-        FolderStore(out).put("run.json", found)
-    elif RunFile.read(out / "run.json").token != RunFile.of(found, store.uri(track.RUN_KEY)).token:
+        FolderStore(out).put("run.json", stored)
+    elif RunFile.read(out / "run.json").token != RunFile.of(stored, store.uri(track.RUN_KEY)).token:
         raise IntegrityError(
             f"{out / 'run.json'} is of another run than {store.uri(track.RUN_KEY)}, which was begun elsewhere: remove "
             f"{out} to go on with that one, or choose another --run-id"
@@ -273,7 +274,7 @@ def _fetch_run(store: Store, out: Path) -> None:
 
 
 def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) -> None:
-    """What clients elsewhere need to know."""
+    """Puts into the store what clients on other machines need to know."""
     if ledger.checkpoints.lease is None and ledger.mailbox.key is None:
         return
     run = RunFile.read(out / "run.json")
@@ -289,12 +290,13 @@ def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) ->
 
 
 def _signing(key: bytes | None) -> tuple[KeyOf | None, KeyOf | None]:
-    """What clients sign with, and the coordinator; None where both are this machine's own processes."""
+    """The keys with which clients and the coordinator sign; None if both are processes of this machine."""
     return (None, None) if key is None else (key_of(key), key_of(key, "coordinator"))
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
-    """The run that `out` holds, if any: it is never overwritten and never mixed with another configuration's."""
+    """The run that `out` holds, if any. Raises ConfigError rather than overwrite it or mix it with another
+    configuration."""
     if not (out / "run.json").exists():
         return None
     known = RunFile.read(out / "run.json")
@@ -346,8 +348,8 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
 
     def request(signum: int, _: object) -> None:
         if signum == signal.SIGALRM or (signum == signal.SIGINT and signal.SIGINT in received):
-            # Once more in a while: where this lands in a destructor or a weak reference's callback, Python drops it
-            # and tells sys.unraisablehook instead.
+            # Raised again later: inside a destructor or a weak reference's callback, Python drops the exception and
+            # calls sys.unraisablehook instead.
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             raise KeyboardInterrupt
         received.append(signum)
@@ -378,7 +380,7 @@ def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLf
     ledger.checkpoints.check_lease()
     value = encode(published(final))
     for store in (FolderStore(out), ledger.store) if ledger.checkpoints.lease is not None else (FolderStore(out),):
-        store.sweep("")  # what writers left that were killed: nobody writes any more
+        store.sweep("")  # what killed writers left: nobody writes any more
         store.put("model.safetensors", value)
     rows = ledger.checkpoints.rows()
     history = History(
@@ -396,10 +398,7 @@ def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLf
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--partition", type=Path, required=True, metavar="DIR", help="what the partition step wrote")
-    p.add_argument("--pool", type=Path, required=True, metavar="DIR", help="what the model_pool step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "", partition="partition", pool="model_pool")
     common.add_resume(p)
     common.add_faults(p)
     args = p.parse_args(argv)

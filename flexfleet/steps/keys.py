@@ -1,8 +1,8 @@
-"""Where a run's key is kept: nobody but its coordinator reads it.
+"""Where a run's key is kept: only the run's coordinator reads it.
 
-A run has one key of random bytes where its clients live in pods, or where it is private. What clients and coordinator
-sign with (`updates.key_of`), the noise and the choice of clients (`privacy`) follow from it. It is never in the bucket
-of the run's ledger: clients get URLs of that.
+A run has one key of random bytes if its clients live in pods, or if it is private. The keys with which clients and
+coordinator sign (`updates.key_of`), the noise and the choice of clients (`privacy`) follow from it. It is never in the
+bucket of the run's ledger, since clients get URLs of that bucket.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ log = logging.getLogger("flexfleet")
 SIZE = 32
 """Bytes of a key."""
 BEFORE = "secret/key"
-"""Where the ledger's store had the key of runs that began before it was kept apart."""
+"""The key's place in the ledger's store, for runs of versions that did not keep it apart."""
 SETTINGS = "FLEXFLEET_SECRETS_"
-"""In front of the variables with address and credentials of a bucket for keys."""
+"""Prefix of the environment variables with the address and credentials of a bucket for keys."""
 
 
 class Place(Protocol):
-    """`str` of it says where that is. All raise EnvironmentFailure where it cannot be reached."""
+    """`str` of it says where the key is. All methods raise EnvironmentFailure if the place cannot be reached."""
 
     def read(self) -> bytes | None:
-        """None: there is nothing."""
+        """None: there is no key."""
 
     def create(self, value: bytes) -> None:
-        """Leaves what is there already."""
+        """Does not replace a key that is there."""
 
     @property
     def advice(self) -> str:
-        """How to go on with the run on another machine, or to be rid of the key."""
+        """How to resume the run on another machine, or how to delete the key."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class InStore:
 
 @dataclass(frozen=True)
 class InSecret:
-    """A Secret of the clients' namespace. Nothing owns it: a run may be given more rounds after its end."""
+    """A Secret of the clients' namespace. Nothing owns it, so that it stays: a run may get more rounds after its
+    end."""
 
     cluster: Cluster
     run: str
@@ -93,9 +94,9 @@ class InSecret:
         return f"the Secret {self.cluster.namespace}/{self.name}"
 
     def read(self) -> bytes | None:
-        found = self.cluster.get("secrets", self.name)
+        secret = self.cluster.get("secrets", self.name)
         try:
-            return None if found is None else base64.b64decode(found["data"]["key"], validate=True)
+            return None if secret is None else base64.b64decode(secret["data"]["key"], validate=True)
         except (KeyError, TypeError, ValueError) as error:
             raise IntegrityError(f"{self} holds no key of a run ({type(error).__name__} {error})") from None
 
@@ -116,9 +117,9 @@ class InSecret:
 
 
 def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
-    """Where the configuration has the key of this run, whose ledger is in `store` and whose folder is `out`.
+    """Where the configuration keeps the key of this run, whose ledger is in `store` and whose folder is `out`.
 
-    Raises ConfigError where clients could have URLs of it.
+    Raises ConfigError if clients could have URLs of it.
     """
     where = config.run.secrets
     if where is None and config.run.backend == "kubernetes":
@@ -128,9 +129,9 @@ def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
     if "://" not in where:
         _check_folder(Path(where), config.run.remote)
         return InStore(FolderStore(Path(where).resolve()), f"{run_id}/key")
-    found = S3Store(f"{where.rstrip('/')}/{run_id}", settings=SETTINGS)
+    bucket = S3Store(f"{where.rstrip('/')}/{run_id}", settings=SETTINGS)
     _check_bucket(where, config.run.remote)
-    return InStore(found, "key")
+    return InStore(bucket, "key")
 
 
 def _check_folder(folder: Path, remote: str | None) -> None:
@@ -169,34 +170,34 @@ def _address(settings: str) -> str:
 
 
 def key_of_run(place: Place, store: Store, known: RunFile | None) -> bytes:
-    """The run's key; made where the run has none yet, and taken from the ledger's `store` where it was kept in former
-    versions.
+    """The run's key. Makes it if the run has none yet; moves it out of the ledger's `store` if an older version kept it
+    there.
 
-    Raises IntegrityError where it is gone, or another than the run's record `known` says.
+    Raises IntegrityError if it is gone, or differs from the one in the run's record `known`.
     """
     _move(store, place)
     expected = None if known is None else known.key_sha256
-    found = place.read()
-    if found is None and expected is None:
+    key = place.read()
+    if key is None and expected is None:
         place.create(secrets.token_bytes(SIZE))
-        found = place.read()
+        key = place.read()
         log.info("the run's key is in %s%s", place, f"; {place.advice}" if place.advice else "")
-    if found is None:
+    if key is None:
         raise IntegrityError(
             f"the run's key is not in {place}; by the run's record it was kept in {known.key_at if known else place}: "
             "bring it there, or set run.secrets to where it is (with another key the model would be another, and noise "
             "would be released twice)"
         )
-    if len(found) != SIZE or expected not in (None, sha256(found)):
+    if len(key) != SIZE or expected not in (None, sha256(key)):
         raise IntegrityError(
-            f"{place} holds {len(found)} bytes that are not the key which the run began with: put it back, or start "
+            f"{place} holds {len(key)} bytes that are not the key which the run began with: put it back, or start "
             "another run (with another key the model would be another, and a known one takes the noise off)"
         )
-    return found
+    return key
 
 
 def _move(store: Store, place: Place) -> None:
-    """Of a run that began when keys were kept in its ledger's store."""
+    """Moves the key of a run that began when keys were kept in its ledger's store."""
     stays = isinstance(place, InStore) and place.store.uri(place.key) == store.uri(BEFORE)
     if stays or BEFORE not in store.list(BEFORE):
         return

@@ -1,4 +1,4 @@
-"""Step 3: the pool of sub-models, from what the preparations made or from the algorithm's own rule."""
+"""Step 3: builds the pool of sub-models, from the results of the preparations or by the algorithm's own rule."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from flexfleet.steps.prepare import Resolved, resolved_of
 
 
 def model_pool(resolved: Resolved, pretrain: Path, out: Path) -> Path:
-    """Writes pool.json into `out`. Raises PoolError where the targets cannot be reached."""
+    """Writes pool.json into `out`. Raises PoolError if the targets cannot be reached."""
     algorithm = resolved.algorithm
     made = prepared.read(pretrain, algorithm.preparations)
     return build(resolved.config, algorithm, resolved.family, made, server_of(resolved)).write(out / "pool.json")
 
 
 def build(config: Config, algorithm: Algorithm, family: ModelFamily, made: Prepared, server: ServerContext) -> PoolFile:
-    """The pool, and how alike its pruning ratios are to those of the reference where there is one."""
+    """The pool, and how similar its pruning ratios are to those of the reference, if there is one."""
     pool = coding.sized(algorithm.pool(family, made, server), family, configs.codecs(config))
     references = {name: each.as_reference() for name, each in made.items() if isinstance(each, ApozScores)}
     reference = algorithm.pool(family, {**made, **references}, server) if any(references.values()) else None
@@ -65,9 +65,7 @@ def build(config: Config, algorithm: Algorithm, family: ModelFamily, made: Prepa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--pretrain", type=Path, required=True, metavar="DIR", help="what the pretrain step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "", pretrain="pretrain")
     args = p.parse_args(argv)
     print(model_pool(resolved_of(args), args.pretrain, args.out))
     return 0

@@ -1,4 +1,4 @@
-"""Step 1: cut the proxy from the training data, then give the clients theirs."""
+"""Step 1: cut the proxy from the training data, then divide the rest among the clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def partition(resolved: Resolved, out: Path) -> Path:
 
 
 def cut(resolved: Resolved) -> Partition:
-    """The configured partition of the data. Raises PartitionError where there is none."""
+    """The configured partition of the data. Raises PartitionError if it is impossible."""
     p = resolved.config.partition
     return partitions.partition(
         resolved.data,
@@ -50,8 +50,7 @@ def server_of(resolved: Resolved) -> ServerContext:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "")
     args = p.parse_args(argv)
     print(partition(resolved_of(args), args.out))
     return 0

@@ -1,4 +1,4 @@
-"""What every step begins with: the configuration, and the algorithm, the data and the network that follow from it."""
+"""Every step begins with this: the configuration, and the algorithm, the data and the network that follow from it."""
 
 from __future__ import annotations
 
@@ -27,48 +27,49 @@ log = logging.getLogger("flexfleet")
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration and what it names. It is made once and handed to every step of a process: the algorithm is built
-    once, and the data are read once, when the first step asks for them."""
+    """A configuration and what it names. A process makes it once and passes it to every step: so it builds the
+    algorithm once, and reads the data once, when the first step needs them."""
 
     config: Config
     algorithm: Algorithm
 
     @classmethod
     def of(cls, config: Config) -> Resolved:
-        """Of a configuration that is there already. Raises ConfigError."""
+        """From a configuration that has been read. Raises ConfigError."""
         return cls(config, configs.algorithm(config))
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Resolved:
-        """As `load_config` reads a file and overrides. Raises ConfigError."""
+        """From a file and overrides, which `load_config` reads. Raises ConfigError."""
         return cls(*configs.load_with_algorithm(path, overrides))
 
     @cached_property
     def data(self) -> Data:
-        """The data set, cut and (where it holds images) padded as configured. Raises DataError and ConfigError."""
+        """The data set, cut and (if it holds images) padded as configured. Raises DataError and ConfigError."""
         return _read(self.config)
 
     @cached_property
     def family(self) -> ModelFamily:
-        """The network for the data set, with what the algorithm changes in it. Raises ConfigError, ModelError or
-        PoolError, also where the algorithm does not go with the data."""
+        """The network for the data set, with the changes that the algorithm makes. Raises ConfigError, ModelError or
+        PoolError, also if the algorithm cannot use the data."""
         data = self.data
         family = self.network(data.input_shape, data.task.outputs)
         check_fits(data, family)
         if getattr(self.algorithm, "mask_labels", False):
-            data.task.present(data.train_y[:1])  # refuses where there are no classes to mask
+            data.task.present(data.train_y[:1])  # raises if there are no classes to mask
         training = self.config.training
         batches.check(training.sampler, training.augment, data.task, data.train_x[:1])
         return family
 
     def network(self, input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
-        """The network for such samples and with such a head. Raises ConfigError, ModelError or PoolError."""
+        """The network for samples of this shape, with this many outputs. Raises ConfigError, ModelError or
+        PoolError."""
         family = build_model(self.config.model, input_shape, outputs)
         return self.algorithm.network(family) if isinstance(self.algorithm, ChoosesNetwork) else family
 
 
 def resolved_of(args: argparse.Namespace) -> Resolved:
-    """What the options of `terminal.add_config` say."""
+    """What the options of `terminal.add_config` ask for."""
     path: Path | None = args.config
     if path is None and Path("params.yaml").is_file():
         path = Path("params.yaml")
@@ -100,7 +101,7 @@ def _read(config: Config) -> Data:
 
 
 def check_fits(data: Data, family: ModelFamily) -> None:
-    """Raises ConfigError where the network takes tokens and the data are none, or the other way round."""
+    """Raises ConfigError if the network takes tokens and the data are no tokens, or the other way round."""
     kind = type(family).__name__
     if isinstance(family, TakesTokens) != data.has_tokens:
         given, taken = ("tokens", "numbers") if data.has_tokens else ("numbers", "tokens")

@@ -1,8 +1,8 @@
 """Step 2: the algorithm's preparations, APoZ among them (`fl_engine.preparation`), and what of them is there already.
 
-What a preparation made is kept for as long as its inputs are the same: the partition with the data that it was cut
-from, the network, the seed, the parameters that the preparation is given, and the file that it is written in. Not the
-machine: runs that are compared start from the same, wherever it was computed.
+A result is kept as long as its inputs are the same: the partition and the data that it was cut from, the network, the
+seed, the parameters that the preparation is given, and the file that defines it. The machine is no input: runs that are
+compared start from the same results, wherever these were computed.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _made(resolved: Resolved, name: str, parts: Partition) -> bytes:
 
 
 def need_proxy(name: str, kind: Preparation, parts: Partition) -> None:
-    """Raises PartitionError where the server holds nothing for a preparation that needs data."""
+    """Raises PartitionError if a preparation needs data and the server holds no samples."""
     if kind.needs_data and not (len(parts.proxy_train) and len(parts.proxy_test)):
         raise PartitionError(
             f"the preparation {name} needs data on the server, and partition.proxy leaves it none: raise "
@@ -159,9 +159,7 @@ def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, A
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--partition", type=Path, required=True, metavar="DIR", help="what the partition step wrote")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "", partition="partition")
     args = p.parse_args(argv)
     print(pretrain(resolved_of(args), args.partition, args.out))
     return 0

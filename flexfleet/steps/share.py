@@ -1,8 +1,8 @@
-"""What all runs of one seed of a comparison start from, computed once: the partition, and what preparations make.
+"""Computes once what all runs of one seed of a comparison start from: the partition, and what the preparations make.
 
-The partition follows from data set, network, partition, pre-training settings and seed; the folder says from which it
-was computed, and is taken over only by runs that have the same. What was prepared is taken over where its own inputs
-are the same (`steps.pretrain`), and computed by the run where they are not.
+The partition follows from data set, network, partition, pre-training settings and seed. The folder records these, and
+only runs with the same values use it. A run uses a preparation's result if its inputs are the same (`steps.pretrain`),
+and computes its own if they are not.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ABOUT = "shared.json"
 
 
 class Shared(Artifact):
-    """shared.json, written last: what the folder was computed from."""
+    """shared.json, written last: the settings from which the folder was computed."""
 
     settings: dict[str, Any]
 
 
 def share(resolved: Resolved, out: Path) -> Path:
-    """Writes partition/, pretrain/ and shared.json into `out`. `resolved`: of any run of the seed, best of one whose
-    algorithm asks for preparations, as they are left out where nobody asks for them."""
+    """Writes partition/, pretrain/ and shared.json into `out`. `resolved`: of any run of the seed; if some algorithms
+    ask for preparations, of a run with one of these, since `share` prepares only for them."""
     (out / ABOUT).unlink(missing_ok=True)
     partition(resolved, out / "partition")
     pretrain(resolved, out / "partition", out / "pretrain")
@@ -42,7 +42,7 @@ def share(resolved: Resolved, out: Path) -> Path:
 
 
 def fits(resolved: Resolved, shared: Path) -> bool:
-    """Whether `share` is done there for such a configuration, so that nothing needs to be computed again."""
+    """Whether the folder holds all that `share` would compute for this configuration."""
     try:
         same = Shared.read(shared / ABOUT).settings == settings(resolved.config)
         return same and is_known(resolved, shared / "partition", shared / "pretrain")
@@ -51,10 +51,10 @@ def fits(resolved: Resolved, shared: Path) -> bool:
 
 
 def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
-    """Copies partition/ into the run folder `out`, and what it takes of pretrain/. A run whose algorithm pre-trains
-    another network (one with early exits, say) takes over the partition and pre-trains its own.
+    """Copies partition/ into the run folder `out`, and what the run can use of pretrain/. A run whose algorithm
+    pre-trains another network (for example one with early exits) uses the partition and pre-trains its own network.
 
-    Raises ConfigError where the folder was computed with other settings than the run's.
+    Raises ConfigError if the folder was computed with other settings than the run's.
     """
     about, wanted = Shared.read(shared / ABOUT), settings(resolved.config)
     changed = [k for k in sorted(about.settings.keys() | wanted.keys()) if about.settings.get(k) != wanted.get(k)]
@@ -66,7 +66,8 @@ def adopt(resolved: Resolved, shared: Path, out: Path) -> None:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """All that partition and pre-training depend on, the algorithm and what it makes of the model apart."""
+    """All parameters that partition and pre-training depend on. Not in it: the algorithm, and how it changes the
+    network."""
     return {key: value for key, value in configs.flatten(config).items() if decides(key)}
 
 
@@ -76,8 +77,7 @@ def decides(key: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.parser(__doc__ or "")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR")
+    p = common.step_parser(__doc__ or "")
     args = p.parse_args(argv)
     print(share(resolved_of(args), args.out))
     return 0

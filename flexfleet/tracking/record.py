@@ -1,11 +1,12 @@
-"""What MLflow is told of a run besides its figures: who it is, where it belongs, its data, code and environment.
+"""What MLflow gets about a run besides its figures: its name and parent, its data, code and environment.
 
-A run is one MLflow run. Where it is a pipeline's, the first task begins it, so that there is something to look at while
-the others wait for their pods; `federate` goes on with it.
+A run is one MLflow run. In a pipeline the first task begins it, so that there is something to see while the other tasks
+wait for their pods; `federate` continues it.
 
-There is one level of nesting. The runs of a comparison are children of the comparison's own run, and all that a night
-or a study makes of the night's or the study's. In a task of a Kubeflow that has MLflow built in everything is a child
-of the pipeline's run, next to those that Kubeflow makes for the tasks. What else belongs together has a tag.
+There is one level of nesting. The runs of a comparison are children of the comparison's own MLflow run, and everything
+that a night or a study makes is a child of the night's or the study's. In a task of a Kubeflow with built-in MLflow
+everything is a child of the pipeline's run, next to the runs that Kubeflow makes for the tasks. Tags show what else
+belongs together.
 """
 
 from __future__ import annotations
@@ -31,24 +32,23 @@ COMMIT = "mlflow.source.git.commit"
 
 
 def experiment(config: Config, at: Platform | None = None) -> str:
-    """The name of the MLflow experiment that a run belongs to: the configuration's, else that of the platform that it
-    runs `at`, else one for the task."""
+    """The name of the MLflow experiment that a run belongs to: the configuration's, else that of the platform `at`,
+    else one made from data set, network and partition."""
     c = config
     given = c.tracking.experiment or (at.experiment if at else None)
     return given or f"{c.dataset.name}-{c.model['name']}-{c.partition.rule}"
 
 
 def prepare(config: Config) -> None:
-    """Creates the experiment, and the data base where it is an SQLite file that is not there yet, before several
-    processes want them at once. Raises ConfigError where the address cannot be used."""
+    """Creates the experiment, and the data base if it is a missing SQLite file, before several processes need them at
+    the same time. Raises ConfigError if the address cannot be used."""
     if (uri := config.tracking.mlflow) is not None:
         connect(uri, experiment(config, platform_of(uri)))
 
 
 def tracker(config: Config, name: str, tags: Mapping[str, str], run_id: str | None = None) -> MLflow | None:
-    """The MLflow run `run_id`, or that with the token of `tags`, to go on with; else a new one of this name, below the
-    platform's run where there is one. None where nothing is tracked. Raises ConfigError where the address cannot be
-    used."""
+    """Continues the MLflow run `run_id`, or the one with the token in `tags`; else begins one of this name, below the
+    platform's run if there is one. None without tracking. Raises ConfigError if the address cannot be used."""
     uri = config.tracking.mlflow
     if uri is None:
         return None
@@ -58,20 +58,19 @@ def tracker(config: Config, name: str, tags: Mapping[str, str], run_id: str | No
 
 
 def commit() -> str | None:
-    """The commit of the code: what the image says (FLEXFLEET_COMMIT), else that of the checkout; None where neither
-    does."""
+    """The commit of the code: the image's (FLEXFLEET_COMMIT), else the checkout's; None if there is neither."""
     return os.environ.get("FLEXFLEET_COMMIT") or _git("rev-parse", "HEAD")
 
 
 def commits(before: str | None, now: str | None) -> tuple[str, ...]:
-    """`hash subject` of each commit after `before` up to `now`, newest first; empty where the code is no checkout."""
+    """`hash subject` of each commit after `before` up to `now`, newest first; empty if the code is no checkout."""
     told = _git("log", "--format=%h %s", f"{before}..{now}") if before and now else None
     return tuple((told or "").splitlines())
 
 
 def _git(*words: str) -> str | None:
-    """What git says of the code's checkout; None where there is none: installed below somebody else's checkout, the
-    code is none of its files."""
+    """What git says about the code's checkout; None if there is none. Code that is installed below somebody else's
+    checkout is not one of its files."""
     here = ["git", "-C", str(Path(fl_engine.__file__).parent)]
     try:
         subprocess.run([*here, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=True)
@@ -81,14 +80,14 @@ def _git(*words: str) -> str | None:
 
 
 def token_of(kind: str, tokens: Iterable[str]) -> str:
-    """Of what is made from several runs, by their tokens: the same runs in any order have one for each kind."""
+    """The token of a comparison or a night (`kind`), made from the tokens of its runs in any order."""
     return sha256("\n".join([kind, *sorted(tokens)]).encode())
 
 
 def lasting_token(kind: str, store: Store, runs: Iterable[Store]) -> str:
-    """Of a comparison or a night: kept in its `store`, so that its MLflow run is there before its runs are, and stays
-    the same when others join. For one that has none, begun by an earlier version, it is made of those of its runs, as
-    that version did."""
+    """The token of a comparison or a night. It is kept in the `store`, so that the MLflow run exists before its runs
+    do, and stays the same when runs are added. If an earlier version began it, and kept no token, the token is made
+    from those of its runs, as in that version."""
     key = f"{kind}.token"
     if key not in store.list(key):
         known = [file.token for run in runs if (file := known_file(run)) is not None and file.token]
@@ -97,13 +96,13 @@ def lasting_token(kind: str, store: Store, runs: Iterable[Store]) -> str:
 
 
 def known_file(store: Store) -> RunFile | None:
-    """What a run's store says that the run is, once it has begun."""
+    """The run.json in a run's store, if the run has begun."""
     key = "run.json" if isinstance(store, FolderStore) else RUN_KEY
     return RunFile.of(store.get(key), store.uri(key)) if key in store.list(key) else None
 
 
 def of_job(config: Config, job_id: str) -> dict[str, str]:
-    """Tags of what a pipeline's job makes: its id, and where a browser finds it if `tracking.kubeflow`, or else the
+    """Tags of what a pipeline run makes: the pipeline run's id, and its page if `tracking.kubeflow`, or else the
     environment's FLEXFLEET_KUBEFLOW_UI, says where people open Kubeflow Pipelines."""
     ui = masked(config.tracking.kubeflow or os.environ.get("FLEXFLEET_KUBEFLOW_UI", "")).rstrip("/")
     return {f"{JOB}job_id": job_id, **({f"{JOB}run": f"{ui}/#/runs/details/{job_id}"} if ui else {})}
@@ -126,13 +125,13 @@ def name(config: Config, given: Mapping[str, str]) -> str:
 
 
 def start(config: Config, run: RunFile, out: Path, given: Mapping[str, str]) -> MLflow | None:
-    """Begins the MLflow run, or goes on with it; None where nothing is tracked. `given`: more tags."""
+    """Begins the MLflow run, or continues it; None without tracking. `given`: more tags."""
     about = {**tags(config, run.run_id, str(out.resolve())), TOKEN: run.token, **given}
     return tracker(config, name(config, given), about, run.mlflow_run_id)
 
 
 def inputs(mlflow: MLflow, config: Config, data_sha256: str, partition_sha256: str) -> None:
-    """The data that the run is made of, with digests, and the environment it is made in."""
+    """Logs the run's data, with digests, and the environment in which it runs."""
     root = masked(config.dataset.root or "FLEXFLEET_DATA")
     mlflow.dataset(config.dataset.name, data_sha256, f"{root}/{config.dataset.name}", "training and test data")
     clients = f"{config.partition.rule}, {config.partition.clients} clients"
@@ -141,7 +140,7 @@ def inputs(mlflow: MLflow, config: Config, data_sha256: str, partition_sha256: s
 
 
 def environment() -> dict[str, Any]:
-    """What the code runs in: with constraints.txt, enough to make it again."""
+    """The environment of the code: with constraints.txt this is enough to make it again."""
     packages = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
     return {
         "python": platform.python_version(),
@@ -155,10 +154,10 @@ def environment() -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------ the first task of a graph
 def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -> str:
-    """The id of the MLflow run that the coming tasks go on with: the one that `store` knows where the run has begun in
-    an earlier job, else a new one, which waits ("SCHEDULED"). Empty where nothing is tracked.
+    """The id of the MLflow run that the next tasks continue: the one in `store` if an earlier pipeline run has begun
+    the run, else a new one, which waits ("SCHEDULED"). Empty without tracking.
 
-    Raises ConfigError where the address cannot be used.
+    Raises ConfigError if the address cannot be used.
     """
     if config.tracking.mlflow is None:
         return ""
@@ -172,7 +171,7 @@ def begin(config: Config, run_id: str, store: Store, given: Mapping[str, str]) -
 
 
 def link(config: Config, mlflow_run_id: str) -> str:
-    """Where a browser finds the run; empty where there is no server to ask."""
+    """The address of the run's page; empty if there is no MLflow server."""
     uri = masked(config.tracking.ui or config.tracking.mlflow or "")
     if config.tracking.mlflow is None or not mlflow_run_id or not uri.startswith(("http://", "https://")):
         return ""
@@ -181,7 +180,7 @@ def link(config: Config, mlflow_run_id: str) -> str:
 
 
 def card(config: Config, run_id: str, store_uri: str, mlflow_run_id: str) -> str:
-    """Markdown: what has been started, and where to look."""
+    """Markdown: what has begun, and where to see it."""
     c, at = config, link(config, mlflow_run_id)
     tracked = f"[{mlflow_run_id}]({at})" if at else mlflow_run_id or "off: no `mlflow_uri`, and none of Kubeflow's"
     rows = {

@@ -1,4 +1,4 @@
-"""Where measurements go: MLflow and the console. Called after the ledger's commit, never before."""
+"""The trackers that get the measurements: MLflow and the console. The loop calls them after the ledger's commit."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ log = logging.getLogger("flexfleet")
 
 TOKEN = "flexfleet.token"
 PARENT = "mlflow.parentRunId"
-"""Tag by which MLflow shows a run below another one."""
+"""Tag with a run's parent: MLflow shows the run below it."""
 RESUMED_IN = "flexfleet.resumed_in"
-"""Tag of a run that went on below another parent: the newest. The first one keeps the run."""
+"""Tag of a run that was resumed below another parent: the newest such parent. The run stays below its first one."""
 JOB = "kfp."
-"""Begins the tags that say which pipeline job made a run, or was the last to go on with it."""
+"""Prefix of the tags that say which pipeline run made a run, or resumed it last."""
 KIND = {"mlflow.experimentKind": "custom_model_development"}
-"""Of an experiment: MLflow's UI shows runs and their charts, not what it has for language models."""
+"""Tag of an experiment: MLflow's UI then shows runs and their charts, not its pages for language models."""
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
 CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
-"""What SQLite, PostgreSQL, MySQL and SQL Server say where another writer was first."""
+"""What SQLite, PostgreSQL, MySQL and SQL Server say if another writer was first."""
 
 
 class Console:
@@ -85,15 +85,15 @@ def brief(values: Mapping[str, float]) -> str:
     parts = [f"{k} {m.scale * values[k]:.{digits}f} {m.unit}".rstrip() for k in ("avg", "full") if k in values]
     parts.append(f"loss {values['train_loss']:.3f}" if "train_loss" in values else "no client trained")
     counts = {kind: int(values[f"clients_{kind}"]) for kind in ("trained", "pruned", "failed")}
-    # Viewers of logs paint a line red that speaks of failures.
+    # Log viewers show lines red that contain the word for failures.
     said = [f"{count} {kind}" for kind, count in counts.items() if count or kind == "trained"]
     return "  ".join([*parts, ", ".join(said), f"{values['seconds_round']:.1f} s"])
 
 
 def client_of(uri: str) -> Any:
-    """MLflow's client, quiet: no bar for each small file, no line for each table and version, and no link to the run on
-    stdout, which would say the address with its password. An SQLite file that is not there yet is created. Raises
-    ConfigError where the address cannot be used, EnvironmentFailure without mlflow."""
+    """MLflow's client, made quiet: no bar for each small file, no line for each table and version, and no link to the
+    run on stdout, which would contain the address with its password. Creates a missing SQLite file. Raises ConfigError
+    if the address cannot be used, EnvironmentFailure without mlflow."""
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     try:
@@ -113,7 +113,7 @@ def client_of(uri: str) -> Any:
 # ------------------------------------------------------------------------------------------------- the platform
 @dataclass(frozen=True)
 class Platform:
-    """What the environment says of MLflow besides the server's address; as far as it does."""
+    """What the environment says about MLflow besides the server's address; each part may be missing."""
 
     experiment: str | None = None
     """Name of the experiment."""
@@ -131,15 +131,16 @@ def platform_experiment(uri: str | None) -> str | None:
 
 
 def address(uri: str) -> str:
-    """What MLflow is called by. Where the environment's address holds a password, configurations have it without."""
+    """The address with which MLflow is called: with the password of the environment's address, which configurations do
+    not have."""
     return os.environ["MLFLOW_TRACKING_URI"] if is_platforms(uri) and masked(uri) == uri else uri
 
 
 def platform_of(uri: str) -> Platform:
-    """Where runs belong, if `uri` is the environment's server. Kubeflow's MLflow plugin makes a run for each task, as a
-    child of the pipeline's. The task's is Kubeflow's to write: it is only asked for its parent.
+    """Experiment and parent of runs, if `uri` is the environment's server. Kubeflow's MLflow plugin makes a run for
+    each task, as a child of the pipeline's run. The task's run belongs to Kubeflow: flexfleet only reads its parent.
 
-    Raises ConfigError where the server does not know what the environment names.
+    Raises ConfigError if the server does not know what the environment names.
     """
     experiment, task = platform_experiment(uri), os.environ.get("MLFLOW_RUN_ID")
     if not is_platforms(uri) or not (experiment or task):
@@ -158,9 +159,9 @@ def platform_of(uri: str) -> Platform:
 
 
 class Shared:
-    """MLflow's client beside others that write at the same instant. MLflow looks whether something is there and inserts
-    it then, without a lock: to the second one it is refused, who finds it when the call is made again. So a call that
-    ends in such a conflict is made once more; nothing of it was kept."""
+    """MLflow's client for several processes that write at the same time. MLflow looks whether an entry exists, and then
+    inserts it without a lock: the data base refuses the second writer, who finds the entry when it calls again. So this
+    makes a call once more that ended in such a conflict; the data base kept nothing of the first call."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -180,21 +181,21 @@ class Shared:
 
 
 def connect(uri: str, experiment: str) -> tuple[Any, str]:
-    """A client, and the id of the experiment, which is created where it is not there yet. Raises ConfigError where the
-    address cannot be used, EnvironmentFailure without mlflow."""
+    """A client, and the id of the experiment, which it creates if it is missing. Raises ConfigError if the address
+    cannot be used, EnvironmentFailure without mlflow."""
     client = client_of(uri)
     from mlflow.exceptions import MlflowException
 
     with _usable(uri):
-        found = client.get_experiment_by_name(experiment)
-        if found is None:
+        known = client.get_experiment_by_name(experiment)
+        if known is None:
             try:
                 return client, str(client.create_experiment(experiment, tags=KIND))
             except MlflowException:  # another run has created it meanwhile
-                found = client.get_experiment_by_name(experiment)
-                if found is None:
+                known = client.get_experiment_by_name(experiment)
+                if known is None:
                     raise
-    return client, str(found.experiment_id)
+    return client, str(known.experiment_id)
 
 
 @contextmanager
@@ -209,7 +210,8 @@ def _usable(uri: str) -> Iterator[None]:
 
 @contextmanager
 def _answering(uri: str) -> Iterator[None]:
-    """Of an address that has been used: its server may be gone by now, beyond what MLflow's own retries bridge."""
+    """For an address that worked before: raises EnvironmentFailure if the server is gone for longer than MLflow's own
+    retries take."""
     try:
         yield
     except _errors() as error:
@@ -221,7 +223,7 @@ GONE = re.compile(
     r"Max retries exceeded|too many \d+ error responses|status code 5\d\d|could not connect|database is locked"
     r"|server closed the connection|[Cc]onnection (refused|reset|aborted|timed out)"
 )
-"""What MLflow, requests and the drivers of data bases say of a server that does not answer."""
+"""What MLflow, requests and data base drivers say if a server does not answer."""
 
 
 def _unreachable(error: Exception) -> bool:
@@ -232,9 +234,9 @@ def _unreachable(error: Exception) -> bool:
 def _errors() -> tuple[type[Exception], ...]:
     from mlflow.exceptions import MlflowException
 
-    # A driver that is not installed, an address that is none.
+    # A missing driver, or text that is no address.
     errors: tuple[type[Exception], ...] = (MlflowException, OSError, ImportError, ValueError)
-    with suppress(ImportError):  # mlflow-skinny, which talks to servers alone, comes without
+    with suppress(ImportError):  # mlflow-skinny, which can only use servers, lacks it
         from sqlalchemy.exc import SQLAlchemyError
 
         errors += (SQLAlchemyError,)
@@ -242,15 +244,15 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def experiment_of(uri: str, run_id: str) -> str:
-    """The id of the experiment that a run is in. Raises ConfigError where the server does not know the run."""
+    """The id of the experiment that a run is in. Raises ConfigError if the server does not know the run."""
     client = client_of(uri)
     with _usable(uri):
         return str(client.get_run(run_id).info.experiment_id)
 
 
 class MLflow:
-    """One run; step = round. A resumed run goes on in the same MLflow run and skips steps already there. What cannot be
-    logged raises EnvironmentFailure: the ledger has it, and a resumed run logs it."""
+    """One run; step = round. A resumed run continues the same MLflow run and skips steps that are there. Raises
+    EnvironmentFailure for what cannot be logged: the ledger has it, and a resumed run logs it."""
 
     def __init__(
         self, uri: str, experiment: str, name: str, tags: Mapping[str, str], run_id: str | None = None
@@ -271,14 +273,14 @@ class MLflow:
         self._last_step = max((int(m.step) for m in logged), default=0)
 
     def _begun(self, token: str | None) -> str | None:
-        """The run that an attempt began which was killed before it could note the run's id."""
+        """The MLflow run of an earlier attempt that was killed before it could store the MLflow run's id."""
         if not token:
             return None
         runs = self._client.search_runs([self.experiment_id], f"tags.`{TOKEN}` = '{token}'")
         return str(runs[0].info.run_id) if runs else None
 
     def _go_on(self, run: Any, tags: Mapping[str, str]) -> None:
-        """Tags what is new about a run that goes on: the job, and a parent. A second parent moves no run."""
+        """Tags a resumed run with its new pipeline run and parent. A run stays below its first parent."""
         known, parent = run.data.tags, tags.get(PARENT)
         new = {key: value for key, value in tags.items() if key.startswith(JOB)}
         if parent is not None and parent != known.get(PARENT):
@@ -289,7 +291,7 @@ class MLflow:
 
     @property
     def root(self) -> str:
-        """What runs that belong to this one are children of: one level of nesting, and no more."""
+        """The parent for runs that belong to this one: there is only one level of nesting."""
         return self.parent or self.run_id
 
     def adopt(self, run_ids: Collection[str]) -> None:
@@ -303,7 +305,7 @@ class MLflow:
                     self._client.set_tag(run.info.run_id, PARENT, self.root)
 
     def wait(self) -> None:
-        """Says that the run is begun, and goes on elsewhere."""
+        """Marks the run as begun, for another process to continue."""
         with _answering(self.uri):
             self._client.update_run(self.run_id, status="SCHEDULED")
 
@@ -348,12 +350,12 @@ class MLflow:
             self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": name, "type": "table"}]))
 
     def dataset(self, name: str, digest: str, source: str, context: str) -> None:
-        """An input of the run. The same one again changes nothing. MLflow keeps 36 characters of a digest."""
+        """Logs an input of the run. Logging it again changes nothing. MLflow keeps 36 characters of a digest."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        found = Dataset(name=name, digest=digest[:36], source_type="local", source=json.dumps({"uri": source}))
+        made = Dataset(name=name, digest=digest[:36], source_type="local", source=json.dumps({"uri": source}))
         with _answering(self.uri):
-            self._client.log_inputs(self.run_id, [DatasetInput(found, [InputTag("mlflow.data.context", context)])])
+            self._client.log_inputs(self.run_id, [DatasetInput(made, [InputTag("mlflow.data.context", context)])])
 
     def file(self, values: Mapping[str, Any], name: str) -> None:
         with _answering(self.uri):
@@ -370,12 +372,12 @@ class MLflow:
 
 @contextmanager
 def ending(mlflow: MLflow | None) -> Iterator[None]:
-    """Has MLflow say of a run, if there is one, that what it is of did not get through."""
+    """Marks the MLflow run, if there is one, as killed or failed when the work inside does not finish."""
     try:
         yield
     except BaseException as error:
         if mlflow is not None:
-            with suppress(EnvironmentFailure):  # what went wrong first is what is told
+            with suppress(EnvironmentFailure):  # the first error is the one to report
                 mlflow.finish("KILLED" if isinstance(error, Stopped | KeyboardInterrupt) else "FAILED")
         raise
 
@@ -385,8 +387,8 @@ def _chunks(items: list[Any], size: int) -> list[list[Any]]:
 
 
 def _create_sqlite(uri: str) -> None:
-    """MLflow creates its tables in many steps, and a kill or a second run in between leaves a data base that nobody
-    can use. So they are created beside it, and the finished file gets its name at once."""
+    """MLflow creates its tables in many steps, and a kill or a second run in between leaves an unusable data base. So
+    this creates the tables in another file beside it, and gives the finished file its name in one step."""
     prefix = "sqlite:///"
     path = Path(uri.removeprefix(prefix))
     if not uri.startswith(prefix) or "?" in uri or path.exists():
@@ -398,7 +400,7 @@ def _create_sqlite(uri: str) -> None:
         made = Path(scratch) / "new.db"
         mlflow.MlflowClient(tracking_uri=f"{prefix}{made}").search_experiments()
         try:
-            os.link(made, path)  # unlike a rename, never replaces a file that another run was first to make
+            os.link(made, path)  # unlike a rename, never replaces a file that another run made first
         except FileExistsError:
             pass
         except OSError:  # a file system without hard links
@@ -441,7 +443,7 @@ def log_outcome(
     with _answering(uri):
         known = client.get_run(run_id).data.metrics
         for key, value in metrics.items():
-            if known.get(key) != value:  # told again after a kill, it is no second point
+            if known.get(key) != value:  # logged again after a kill, it must not be a second point
                 client.log_metric(run_id, key, value)
         for key, text in tags.items():
             client.set_tag(run_id, key, text)

@@ -28,7 +28,7 @@ from fl_engine.storage.store import sha256
 from flexfleet.tracking.trackers import address, client_of
 
 OF_RUN = ("partition", "pool", "model.safetensors", "report.html")
-"""What of a run's folder is pushed."""
+"""The parts of a run's folder that are pushed."""
 POINTERS = "dvc"
 """Folder of the pointers, in a run's folder and among the artifacts of its MLflow run."""
 MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
@@ -38,9 +38,9 @@ log = logging.getLogger("flexfleet")
 
 
 def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
-    """Pushes files and folders under plain names; their pointers. What the remote has already is not sent again.
+    """Pushes files and folders under plain names, and gives their pointers. Does not send again what the remote has.
 
-    Raises ConfigError for a remote that cannot be one, EnvironmentFailure where it cannot be reached.
+    Raises ConfigError for a malformed remote, EnvironmentFailure if it cannot be reached.
     """
     with _scratch(remote) as (repo, folder):
         for name, path in paths.items():
@@ -55,8 +55,8 @@ def push(paths: Mapping[str, Path], remote: str) -> dict[str, str]:
 
 
 def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
-    """Brings back into `out` what the pointers name, replacing what is there. Raises IntegrityError for what the remote
-    does not have or has with other content, ConfigError for a text that is no pointer."""
+    """Fetches into `out` what the pointers name, and replaces what is there. Raises IntegrityError if the remote lacks
+    something or has other content, ConfigError for a text that is no pointer."""
     wanted = {name: checksum(text) for name, text in pointers.items()}
     with _scratch(remote) as (repo, folder):
         for name, text in pointers.items():
@@ -64,8 +64,8 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
         with _explained(remote, IntegrityError):
             repo.pull(targets=[str(folder / f"{name}.dvc") for name in pointers])
         for name, expected in wanted.items():
-            if not (folder / name).exists() or (found := md5(folder / name)) != expected:
-                has = f"md5 {found}" if (folder / name).exists() else "nothing"
+            if not (folder / name).exists() or (actual := md5(folder / name)) != expected:
+                has = f"md5 {actual}" if (folder / name).exists() else "nothing"
                 raise IntegrityError(f"{name}: {masked(remote)} has {has} where the pointer says {expected}")
         brought = []
         for name in pointers:
@@ -79,14 +79,14 @@ def pull(pointers: Mapping[str, str], remote: str, out: Path) -> list[Path]:
 
 
 def hand_on(path: Path, name: str, remote: str | None, pointer: Path) -> None:
-    """A step's output, pushed by the step itself; its pointer, for the tasks that follow. Empty where there is no
-    remote."""
+    """Pushes a step's output, and writes its pointer for the following tasks; an empty file if there is no remote."""
     pointer.parent.mkdir(parents=True, exist_ok=True)
     pointer.write_text("" if remote is None else push({name: path}, remote)[name])
 
 
 def push_run(out: Path, remote: str) -> dict[str, str]:
-    """Pushes what OF_RUN names of a finished run, and writes the pointers beside; tags that say what they point to."""
+    """Pushes the parts OF_RUN of a finished run, and writes the pointers into its folder. Gives tags with the checksums
+    to which they point."""
     pointers = push({name: out / name for name in OF_RUN}, remote)
     for name, text in pointers.items():
         (out / POINTERS).mkdir(exist_ok=True)
@@ -95,10 +95,10 @@ def push_run(out: Path, remote: str) -> dict[str, str]:
 
 
 def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
-    """Brings back what a run pushed, by the pointers that its MLflow run has, into the new folder `out`.
+    """Fetches what a run pushed into the new folder `out`, by the pointers in its MLflow run.
 
-    Raises ConfigError for a run that MLflow does not know or that pushed nothing, and where `out` exists;
-    IntegrityError where the remote has lost or changed something: then there is nothing in `out`.
+    Raises ConfigError if MLflow does not know the run, if the run pushed nothing, or if `out` exists; IntegrityError if
+    the remote has lost or changed something: then there is nothing in `out`.
     """
     client = client_of(uri)
     from mlflow import artifacts
@@ -122,14 +122,14 @@ def fetch_run(uri: str, mlflow_run_id: str, out: Path) -> list[Path]:
             raise IntegrityError(f"{name}: its pointer says md5 {says}, the run's tag {tag}")
     with _replacing(out) as part:
         pull(pointers, tags["dvc.remote"], part)
-        found, expected = sha256((part / "model.safetensors").read_bytes()), tags.get("model_sha256")
-        if expected is not None and found != expected:
-            raise IntegrityError(f"the model's sha256 is {found}, the run's tag says {expected}")
+        actual, expected = sha256((part / "model.safetensors").read_bytes()), tags.get("model_sha256")
+        if expected is not None and actual != expected:
+            raise IntegrityError(f"the model's sha256 is {actual}, the run's tag says {expected}")
     return [out / name for name in pointers]
 
 
 def checksum(pointer: str) -> str:
-    """The md5 that a pointer names; of a folder, with `.dir` behind it. Raises ConfigError."""
+    """The md5 that a pointer names; for a folder it ends in `.dir`. Raises ConfigError."""
     try:
         (out,) = read_yaml(pointer)["outs"]
         if MD5.fullmatch(out["md5"]):
@@ -140,7 +140,7 @@ def checksum(pointer: str) -> str:
 
 
 def md5(path: Path) -> str:
-    """As DVC counts it: of a file's content; of a folder, of the list of its files."""
+    """The md5 that DVC computes: of a file's content; for a folder, of the list of its files."""
     if path.is_file():
         with open(path, "rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
@@ -151,14 +151,14 @@ def md5(path: Path) -> str:
 
 # ------------------------------------------------------------------------------------ a data set kept by DVC
 def folder_of(root: str | None) -> Path:
-    """Where a data set's files lie, for `dataset.root`: a folder; or `repo@rev:path` of a DVC repository (an address or
-    a folder), or a `.dvc` file, which are brought into the cache below the data root first.
+    """The folder of a data set's files, for `dataset.root`: a folder; or `repo@rev:path` of a DVC repository (an
+    address or a folder), or a `.dvc` file. The latter two are first fetched into the cache below the data root.
 
-    Raises DataError for what is not to be had there.
+    Raises DataError if they cannot be fetched.
     """
     try:
-        if root is not None and (found := REV.fullmatch(root)) and not Path(root).exists():
-            return _at_revision(found["repo"], found["rev"], found["path"])
+        if root is not None and (match := REV.fullmatch(root)) and not Path(root).exists():
+            return _at_revision(match["repo"], match["rev"], match["path"])
         if root is not None and root.endswith(".dvc"):
             return _pointed_to(Path(root))
     except OSError as error:
@@ -179,12 +179,12 @@ def _at_revision(url: str, rev: str, path: str) -> Path:
             with _replacing(cached) as part:
                 files.get(path, str(part), recursive=True)
         return cached
-    except Exception as error:  # DVC, git and the file systems each have errors of their own
+    except Exception as error:  # DVC, git and the file systems each have their own errors
         raise DataError(f"{what} is not to be had: {type(error).__name__}: {masked(str(error))}") from error
 
 
 def _pointed_to(pointer: Path) -> Path:
-    """What a .dvc file of a repository on this machine names, as that repository's remote has it."""
+    """Fetches what a .dvc file of a repository on this machine names, from that repository's remote."""
     if not pointer.is_file():
         raise DataError(f"dataset.root = {pointer} does not exist: give a .dvc file, a folder, or repo@rev:path")
     from dvc.repo import Repo
@@ -210,7 +210,7 @@ def _cached(name: str) -> Path:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A folder to write that appears under its name only when all went well."""
+    """A folder to write into; it gets its name only if all went well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         part = Path(scratch) / "part"
@@ -237,7 +237,7 @@ def _scratch(remote: str) -> Iterator[tuple[Any, Path]]:
 
 
 def _remote(remote: str) -> dict[str, Any]:
-    """`verify`: what the remote sends is counted again."""
+    """The remote's options. `verify`: DVC computes the md5 of what the remote sends."""
     scheme, sign, _ = remote.partition("://")
     if sign and (scheme != "s3" or masked(remote) != remote):
         raise ConfigError(f"publish.dvc is s3://bucket/prefix or a folder, got {masked(remote)!r}")
@@ -255,7 +255,7 @@ def _remote(remote: str) -> dict[str, Any]:
 
 @contextmanager
 def _explained(remote: str, kind: type[FlexfleetError]) -> Iterator[None]:
-    """`kind`: what DVC's own errors mean here."""
+    """Turns errors of DVC into `kind`, and those of file systems into EnvironmentFailure."""
     from dvc.exceptions import DvcException
 
     try:

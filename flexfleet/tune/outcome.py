@@ -1,22 +1,21 @@
-"""What a study has come to: as a file, as words for a terminal, as Markdown, and as a page."""
+"""The outcome of a study: as a file, as text for a terminal, as Markdown, and as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal
 
-from fl_engine.core.errors import EnvironmentFailure
 from flexfleet.compare.tabulate import escaped
 from flexfleet.files.artifacts import Artifact
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
+from flexfleet.reports.page import Drawing, render
 from flexfleet.reports.report import NONE
 
 Trials = Sequence[tuple[int, float, Mapping[str, Any]]]
-"""Complete ones: number, value, parameters."""
+"""The complete trials: number, value, parameters."""
 
 
 class Tuned(Artifact):
@@ -25,14 +24,14 @@ class Tuned(Artifact):
     id: str
     metric: Literal["avg", "full"]
     measured: str = "accuracy"
-    """The task's metric, of which it is the mean over the levels or the largest model's."""
+    """The task's metric; a trial's value is its mean over the levels, or the largest model's."""
     trials: dict[str, int]
     """How many by outcome: complete, pruned, infeasible."""
     space: dict[str, dict[str, Any]]
     importance: dict[str, float]
-    """What each parameter mattered: shares that add up to 1, or 0 where too few trials tell."""
+    """How much each parameter mattered: shares that add up to 1, or 0 if there are too few trials."""
     default: dict[str, Any]
-    """Of the first trial."""
+    """The value of the first trial."""
     default_value: float | None
     best: dict[str, Any]
     best_trial: int
@@ -48,70 +47,70 @@ class Tuned(Artifact):
 
 
 # -------------------------------------------------------------------------------------------------------- words
-def headline(found: Tuned) -> str:
+def headline(tuned: Tuned) -> str:
     """The best setting, and what it gains over the default."""
-    return f"{gained(found)}: {said(found.best)}"
+    return f"{gained(tuned)}: {said(tuned.best)}"
 
 
-def gained(found: Tuned) -> str:
-    if found.best == found.default:
+def gained(tuned: Tuned) -> str:
+    if tuned.best == tuned.default:
         return "No trial was better than the default"
-    if found.held_out["seeds"]:
-        if found.gain > 0:
-            return f"{points(found, found.gain)} over the default"
-        return f"No gain over the default ({found.measure.said(found.gain, '+')})"
-    if found.default_value is None:
-        return f"{found.metric} {found.measure.with_unit(found.best_value)}"
-    return f"{points(found, found.best_value - found.default_value)} over the default, on the trials' own seeds"
+    if tuned.held_out["seeds"]:
+        if tuned.gain > 0:
+            return f"{points(tuned, tuned.gain)} over the default"
+        return f"No gain over the default ({tuned.measure.said(tuned.gain, '+')})"
+    if tuned.default_value is None:
+        return f"{tuned.metric} {tuned.measure.with_unit(tuned.best_value)}"
+    return f"{points(tuned, tuned.best_value - tuned.default_value)} over the default, on the trials' own seeds"
 
 
-def points(found: Tuned, gain: float) -> str:
+def points(tuned: Tuned, gain: float) -> str:
     """`+2.50 points` of an accuracy, `+0.0250` of any other metric."""
-    return found.measure.said(gain, "+") + (" points" if found.measure.unit else "")
+    return tuned.measure.said(gain, "+") + (" points" if tuned.measure.unit else "")
 
 
-def told(found: Tuned, folder: Path) -> str:
-    """What a person wants to know of it, for the terminal."""
-    return "\n".join([headline(found), *_lines(found), f"settings: {folder / 'params.yaml'}"])
+def told(tuned: Tuned, folder: Path) -> str:
+    """A summary for the terminal."""
+    return "\n".join([headline(tuned), *_lines(tuned), f"settings: {folder / 'params.yaml'}"])
 
 
-def _lines(found: Tuned) -> list[str]:
-    t, measure = found.trials, found.measure
+def _lines(tuned: Tuned) -> list[str]:
+    t, measure = tuned.trials, tuned.measure
     lines = [
         f"{t['complete']} trials complete, {t['pruned']} pruned, {t['infeasible']} impossible",
-        f"best, trial {found.best_trial}: {found.metric} {measure.with_unit(found.best_value)} with {said(found.best)}",
+        f"best, trial {tuned.best_trial}: {tuned.metric} {measure.with_unit(tuned.best_value)} with {said(tuned.best)}",
     ]
-    if found.default_value is not None:
-        lines.append(f"default: {found.measure.with_unit(found.default_value)} with {said(found.default)}")
-    if found.held_out["seeds"]:
-        b, d = found.held_out["best"], found.held_out["default"]
+    if tuned.default_value is not None:
+        lines.append(f"default: {tuned.measure.with_unit(tuned.default_value)} with {said(tuned.default)}")
+    if tuned.held_out["seeds"]:
+        b, d = tuned.held_out["best"], tuned.held_out["default"]
         spread = stdev(x - y for x, y in zip(b, d, strict=True)) if len(b) > 1 else 0.0
-        seeds = ", ".join(str(int(s)) for s in found.held_out["seeds"])
-        against = f"{found.measure.with_unit(mean(b))} against {found.measure.with_unit(mean(d))}"
+        seeds = ", ".join(str(int(s)) for s in tuned.held_out["seeds"])
+        against = f"{tuned.measure.with_unit(mean(b))} against {tuned.measure.with_unit(mean(d))}"
         lines.append(
-            f"held-out seeds {seeds}: {against}, {points(found, found.gain)} (+- {found.measure.said(spread)})"
+            f"held-out seeds {seeds}: {against}, {points(tuned, tuned.gain)} (+- {tuned.measure.said(spread)})"
         )
     return lines
 
 
-def markdown(found: Tuned, patch: str) -> str:
+def markdown(tuned: Tuned, patch: str) -> str:
     """`patch`: what the best setting changes, as YAML."""
     rule = ("---", *("--:" for _ in PARAMETERS[1:]))
-    rows = [f"| {' | '.join(map(escaped, row))} |" for row in (PARAMETERS, *parameters(found))]
+    rows = [f"| {' | '.join(map(escaped, row))} |" for row in (PARAMETERS, *parameters(tuned))]
     table = "\n".join([rows[0], f"| {' | '.join(rule)} |", *rows[1:]])
-    lines = [escaped(line) for line in _lines(found)]
-    return "\n\n".join([f"## {escaped(headline(found))}", table, *lines, f"```yaml\n{patch}```\n"])
+    lines = [escaped(line) for line in _lines(tuned)]
+    return "\n\n".join([f"## {escaped(headline(tuned))}", table, *lines, f"```yaml\n{patch}```\n"])
 
 
 PARAMETERS = ("parameter", "default", "best", "searched", "importance")
 
 
-def parameters(found: Tuned) -> list[tuple[str, ...]]:
-    """A row for each, the one that mattered most first."""
+def parameters(tuned: Tuned) -> list[tuple[str, ...]]:
+    """A row for each parameter, the one that mattered most first."""
     rows: list[tuple[str, ...]] = []
-    for path in sorted(found.space, key=lambda path: -found.importance[path]):
-        default, best = (shown(values[path]) if path in values else NONE for values in (found.default, found.best))
-        rows.append((short(path), default, best, _searched(found.space[path]), f"{found.importance[path]:.0%}"))
+    for path in sorted(tuned.space, key=lambda path: -tuned.importance[path]):
+        default, best = (shown(values[path]) if path in values else NONE for values in (tuned.default, tuned.best))
+        rows.append((short(path), default, best, _searched(tuned.space[path]), f"{tuned.importance[path]:.0%}"))
     return rows
 
 
@@ -122,13 +121,13 @@ def _searched(range: Mapping[str, Any]) -> str:
     return ", ".join([f"{shown(range['low'])} to {shown(range['high'])}", *kinds])
 
 
-def held_out(found: Tuned) -> list[tuple[str, ...]]:
-    """Seed, default, best and what that gains; the means last, where there are several."""
-    h = found.held_out
+def held_out(tuned: Tuned) -> list[tuple[str, ...]]:
+    """Seed, default, best and the gain; if there are several seeds, their means in the last row."""
+    h = tuned.held_out
     rows = [(str(int(s)), d, b) for s, d, b in zip(h["seeds"], h["default"], h["best"], strict=True)]
     if len(rows) > 1:
         rows.append(("mean", mean(h["default"]), mean(h["best"])))
-    m = found.measure
+    m = tuned.measure
     return [(name, m.said(d), m.said(b), m.said(b - d, "+")) for name, d, b in rows]
 
 
@@ -146,7 +145,7 @@ def shown(value: Any) -> str:
 
 # --------------------------------------------------------------------------------------------------------- page
 def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) -> dict[str, float]:
-    """0 for all where fewer than four trials, or trials that all came to the same, tell nothing."""
+    """The importance of each parameter; 0 for all if there are fewer than four trials, or all have the same value."""
     import optuna
 
     varied = {p for p in space if len({repr(t.params.get(p)) for t in complete}) > 1}
@@ -156,23 +155,18 @@ def importance(study: Any, complete: Sequence[Any], space: Mapping[str, Any]) ->
     return {path: float(share) for path, share in shares.items()}
 
 
-def page(found: Tuned, trials: Trials) -> str:
-    """One HTML page that needs nothing from outside, in one column where it is narrow."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-    except ImportError as error:
-        raise EnvironmentFailure("the page needs jinja2: pip install 'flexfleet[tracking]'") from error
-    wide = [path for path, r in found.space.items() if r["log"] and r["high"] >= 10 * r["low"]]
-    source = resources.files("flexfleet.tune").joinpath("study.html").read_text("utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(source).render(
-        found=found,
-        headline=gained(found),
-        setting=said(found.best),
-        lines=_lines(found),
+def page(tuned: Tuned, trials: Trials) -> str:
+    """One HTML page that loads nothing from elsewhere; on a narrow screen it has one column."""
+    wide = [path for path, r in tuned.space.items() if r["log"] and r["high"] >= 10 * r["low"]]
+    return render(
+        "flexfleet.tune",
+        "study.html",
+        tuned=tuned,
+        headline=gained(tuned),
+        setting=said(tuned.best),
+        lines=_lines(tuned),
         head=PARAMETERS,
-        parameters=parameters(found),
-        held_out=held_out(found),
-        drawings=[Markup(drawing) for drawing in plots.study(trials, found.importance, wide, measure=found.measure)],
+        parameters=parameters(tuned),
+        held_out=held_out(tuned),
+        drawings=[Drawing(drawing) for drawing in plots.study(trials, tuned.importance, wide, measure=tuned.measure)],
     )

@@ -1,7 +1,7 @@
 """Searching hyper-parameters with Optuna: the space, the study, and a trial's report of each round.
 
-A study's values are dotted names of the configuration, so it tunes whatever any algorithm takes. What a trial trains is
-the caller's (`flexfleet.tune.study`); this module draws values, sets them, judges sizes, and prunes.
+A study searches values of dotted names of the configuration, so it can tune every parameter of every algorithm. This
+module draws values, sets them, checks sizes, and prunes; its caller (`flexfleet.tune.study`) trains the trials.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BEAT = "beat"
 """Attribute of a running trial that its worker changes every BEAT_S seconds."""
 BEAT_S = 15.0
 SILENT_S = 90.0
-"""A worker of another machine whose trial has had the same beat for so long is gone."""
+"""Seconds after which a worker of another machine counts as gone, if its trial still has the same beat."""
 LOCKED_S = 60
-"""For so long a worker waits for the others' transactions on an SQLite file."""
+"""Seconds that a worker waits for the others' transactions on an SQLite file."""
 TRIED = "tried"
-"""Attribute of a trial: how many workers were gone before it, with the same values."""
+"""Attribute of a trial: how many workers have died with the same values before it."""
 MOST_TRIED = 4
-"""Values that so many workers did not survive are left: they may be what ends them (memory, say)."""
+"""Values on which this many workers have died are not tried again: the values may be the cause (memory, say)."""
 Values = Mapping[str, Any]
 
 
@@ -45,40 +45,41 @@ class Pruned(Stopped):
 
 
 class Taken(Stopped):
-    """A trial's worker was taken for gone, and another one tries its values again."""
+    """The other workers believed that a trial's worker is gone, and another one tries its values again."""
 
 
 # ------------------------------------------------------------------------------------------------------ the space
 def space_of(config: Config, pool: Pool) -> dict[str, Range]:
-    """`tune.space`; without one what the algorithm declares (`pool` is the default's). Raises ConfigError where there
+    """`tune.space`, else the space that the algorithm declares (`pool` is the default's). Raises ConfigError if there
     is none."""
     if config.tune.space:
         return dict(config.tune.space)
-    found = {
+    space = {
         path: Range(low=each.low, high=each.high, log=each.log, whole=each.whole, choices=each.choices)
         for path, each in _declared(config, pool).items()
     }
-    if not found:
+    if not space:
         raise ConfigError(
             f"tune.space is empty, and {config.algorithm['name']} declares no search space of its own: say what to "
             "search, a.b: {low, high}"
         )
-    return found
+    return space
 
 
 def _declared(config: Config, pool: Pool) -> dict[str, Interval]:
-    """What the algorithm says is worth a search, by dotted names; empty where it says nothing."""
+    """The search space that the algorithm declares, by dotted names; empty if it declares none."""
     chosen = algorithm(config)
     space = chosen.search_space(pool) if isinstance(chosen, Searched) else {}
     return {f"algorithm.{path}": interval for path, interval in space.items()}
 
 
 def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str, Any]:
-    """What the configuration has where the space varies it: the first trial. Where it has null, the algorithm may say
-    what it makes of that (`pool` is the default's). A value outside the space is left out, and drawn."""
+    """The first trial: the configuration's values of the names in the space. If a value is null, the algorithm may say
+    which value it uses instead (`pool` is the default's). A value outside the space is left out, so that it is
+    drawn."""
     values = config.model_dump(mode="json")
     own, declared = vars(algorithm(config)), _declared(config, pool)
-    found = {}
+    first = {}
     for path, range in space.items():
         section, *rest = path.split(".")
         here: Any = own if section == "algorithm" else values[section]
@@ -87,8 +88,8 @@ def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str
         if here is None and path in declared:
             here = declared[path].start
         if here is not None and (here in range.choices if range.choices else _within(here, range)):
-            found[path] = here
-    return found
+            first[path] = here
+    return first
 
 
 def _inside(value: Any, part: str) -> Any:
@@ -105,19 +106,19 @@ def _within(value: Any, range: Range) -> bool:
 
 def suggest(trial: Any, space: Mapping[str, Range]) -> dict[str, Any]:
     """Draws a value for each name."""
-    found = {}
+    values = {}
     for path, r in space.items():
         if r.choices:
-            found[path] = trial.suggest_categorical(path, list(r.choices))
+            values[path] = trial.suggest_categorical(path, list(r.choices))
         elif r.whole:
-            found[path] = trial.suggest_int(path, int(r.low or 0), int(r.high or 0), log=r.log)
+            values[path] = trial.suggest_int(path, int(r.low or 0), int(r.high or 0), log=r.log)
         else:
-            found[path] = trial.suggest_float(path, r.low, r.high, log=r.log)
-    return found
+            values[path] = trial.suggest_float(path, r.low, r.high, log=r.log)
+    return values
 
 
 def applied(config: Config, values: Values) -> Config:
-    """The configuration with these values, checked. `a.b.0` and `a.b.1` make the list a.b: all of it is given."""
+    """The configuration with these values, checked. `a.b.0` and `a.b.1` set the whole list a.b."""
     out, lists = config.model_dump(mode="json"), dict[str, dict[int, Any]]()
     for path, value in values.items():
         parent, _, last = path.rpartition(".")
@@ -133,8 +134,8 @@ def applied(config: Config, values: Values) -> Config:
 
 
 def excess(pool: Pool, config: Config) -> dict[str, float]:
-    """By how many points (% of the full model) each level is larger than the tier it is meant for can hold; 0 or less:
-    it fits. Level i is tier i's where there are as many of both; else the smallest level has to fit the weakest."""
+    """By how many points (% of the full model) each level is larger than its tier can hold; 0 or less: it fits. Level i
+    belongs to tier i if there are as many levels as tiers; else only the smallest level has to fit the weakest tier."""
     levels = sorted(100 * m.share for m in pool if m.dispatched)
     tiers = sorted(config.fleet.tiers, key=lambda tier: tier.memory)
     pairs = zip(levels, tiers, strict=True) if len(levels) == len(tiers) else zip(levels[:1], tiers[:1], strict=True)
@@ -143,14 +144,14 @@ def excess(pool: Pool, config: Config) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------------------------------ the study
 def address(config: Config) -> str | None:
-    """Of the data base that workers on several machines share; None: the study is a file of its folder."""
+    """The address of the data base that workers on several machines share; None: the study is a file in its folder."""
     return config.tune.storage or os.environ.get("FLEXFLEET_TUNE_STORAGE") or None
 
 
 def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) -> Any:
-    """The study in `tune.storage`, else in the environment's FLEXFLEET_TUNE_STORAGE (an address that nobody is to see),
-    else in `<folder>/study.log`; created where it is not there yet, unless it has `begun`. Raises ConfigError where
-    that cannot be used."""
+    """The study in `tune.storage`, else in the environment's FLEXFLEET_TUNE_STORAGE (an address that nobody shall see),
+    else in `<folder>/study.log`. Creates it if it is missing, unless it has `begun`. Raises ConfigError if the storage
+    cannot be used."""
     import optuna
     from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
@@ -166,7 +167,7 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
         return optuna.create_study(**settings, direction="maximize", load_if_exists=True)
     except (optuna.exceptions.OptunaError, SQLAlchemyError, ImportError, ValueError, KeyError) as error:
         if begun and isinstance(error, optuna.exceptions.StorageInternalError | DBAPIError):
-            raise  # it was reached before: `answering` tells
+            raise  # the storage was reached before: `answering` reports the error
         if begun and isinstance(error, KeyError):
             raise ConfigError(
                 f"{masked(where)} has no study {name!r}, though it was begun: give the address of a data base that "
@@ -185,8 +186,8 @@ def _file(folder: Path) -> Any:
 
 def _data_base(url: str) -> Any:
     """The storage at this address. Optuna gives a waiting trial to one worker alone by locking its row; SQLite has no
-    locks of rows, and two workers were given the same one. Its transactions lock the whole file from their first
-    statement on instead (SQLAlchemy's recipe for serializable SQLite)."""
+    locks for rows, so two workers could get the same trial. Here its transactions lock the whole file from their first
+    statement on (SQLAlchemy's recipe for serializable SQLite)."""
     from optuna.storages import RDBStorage
     from sqlalchemy import event, make_url
 
@@ -199,13 +200,13 @@ def _data_base(url: str) -> Any:
 
     event.listen(storage.engine, "connect", no_implicit_begin)
     event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-    storage.engine.dispose()  # those that were opened before
+    storage.engine.dispose()  # closes the connections that were opened before
     return storage
 
 
 @contextmanager
 def answering(config: Config) -> Iterator[None]:
-    """Around work on a study that has begun. Raises Unreachable where its data base does not answer."""
+    """Around work on a study that has begun. Raises Unreachable if its data base does not answer."""
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import DBAPIError
 
@@ -223,18 +224,18 @@ def sampler(seed: int) -> Any:
 
 
 def me() -> str:
-    """This process, as no later one is called: a number of a process is used again."""
+    """A name of this process that no later process gets; a process number alone is used again."""
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return f"{socket.gethostname()}:{os.getpid()}:{started}"
 
 
 # ----------------------------------------------------------------------------------------------- workers that end
 def clear_stale(study: Any, seen: dict[int, tuple[Any, float]] | None = None) -> list[int]:
-    """Trials whose worker is gone count as failed, and what they tried is tried again. Gives their numbers.
+    """Marks trials whose worker is gone as failed, so that their values are tried again. Gives their numbers.
 
-    A worker of this machine is gone when its process is; one of another machine when its trial's beat has not changed
-    for SILENT_S. `seen`, kept from call to call, is which beat each trial had and since when: clocks of two machines
-    are not compared.
+    A worker of this machine is gone if its process is gone; one of another machine is gone if its trial's beat has not
+    changed for SILENT_S. `seen`, kept from call to call, is which beat each trial had and since when, so that clocks of
+    two machines are never compared.
     """
     from optuna.trial import TrialState
 
@@ -252,21 +253,21 @@ def clear_stale(study: Any, seen: dict[int, tuple[Any, float]] | None = None) ->
 
 
 def give_back(study: Any, trial: Any, tried: int) -> bool:
-    """The trial counts as failed, and its values are the next ones to be tried; False: somebody else did that."""
+    """Marks the trial as failed, and puts its values first among those to try; False: another worker did that."""
     import optuna
 
     try:
         study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
     except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
         return False
-    values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # drawn, or to be tried before it was
+    values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}  # drawn, or set before the trial
     if tried < MOST_TRIED and values:
         study.enqueue_trial(values, user_attrs={TRIED: tried})
     return True
 
 
 def drop(study: Any, trial: Any) -> None:
-    """The trial counts as failed, and its values are not tried again."""
+    """Marks the trial as failed; nobody tries its values again."""
     import optuna
 
     study.tell(trial, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
@@ -281,7 +282,7 @@ def _alive(pid: str, started: str) -> bool:
 
 @contextmanager
 def beating(trial: Any) -> Iterator[None]:
-    """Meanwhile the trial's worker gives signs of life."""
+    """Within this context the trial's worker gives signs of life."""
     from optuna.exceptions import OptunaError, UpdateFinishedTrialError
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -294,7 +295,7 @@ def beating(trial: Any) -> Iterator[None]:
             try:
                 trial.set_user_attr(BEAT, number)
             except UpdateFinishedTrialError:
-                return  # the worker learns it with the next round
+                return  # the worker sees it after the next round
             except (OptunaError, SQLAlchemyError, OSError) as error:
                 log.warning("no sign of life got through, the next may: %s", masked(first_line(error)))
 
@@ -308,8 +309,8 @@ def beating(trial: Any) -> Iterator[None]:
 
 
 def surplus(study: Any, trial: Any, wanted: int) -> bool:
-    """Whether as many trials as are wanted have begun before this one: two workers may both have seen the last one
-    missing. What waits to be tried again counts too, as it was there before."""
+    """Whether the wanted number of trials had begun before this one: two workers may both have seen that one trial was
+    missing. Trials that wait to be tried again count too, since they had begun before."""
     from optuna.trial import TrialState
 
     states = tuple(state for state in TrialState if state != TrialState.FAIL)
@@ -324,7 +325,7 @@ class Reporter:
         self._trial, self._metric = trial, metric
 
     def params(self, values: Mapping[str, Any]) -> None:
-        """Nothing: the trial knows its own."""
+        """Nothing: the trial has its parameters."""
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         from optuna.exceptions import UpdateFinishedTrialError
@@ -342,4 +343,4 @@ class Reporter:
         """Nothing."""
 
     def finish(self, status: str) -> None:
-        """Nothing: the worker tells."""
+        """Nothing: the worker tells the study."""

@@ -1,11 +1,11 @@
-"""Searching an algorithm's hyper-parameters: trials, pruned by round; then the best against the default on seeds that
-no trial has seen.
+"""Searches an algorithm's hyper-parameters: trials, pruned by round; then the best setting against the default on seeds
+that no trial has used.
 
 A study is a folder `<run.store>/<id>/`: the trials' runs, `study.log` (unless `tune.storage` names a data base), and in
 the end `tune.json`, `params.yaml` (the configuration with the best values), `patch.yaml` (the values alone) and
-`study.html`. The same command with --resume goes on after a kill.
+`study.html`. After a kill, the same command with --resume continues.
 
-Its workers know of each other by the study alone: any may be killed, and others begun, at any time.
+Workers know of each other only through the study: you may kill any of them, and start others, at any time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import yaml
 from fl_engine.core.errors import BadInput, ConfigError, Stopped
 from fl_engine.core.fields import Moves
 from flexfleet.compare.compare import RunsFailed
-from flexfleet.compare.side_by_side import Job, side_by_side
+from flexfleet.compare.side_by_side import Command, side_by_side
 from flexfleet.config import Config, Range, load_config, moves, public, set_path, shown
 from flexfleet.config.names import plain
 from flexfleet.config.overrides import hand_over, write_config
@@ -47,15 +47,15 @@ log = logging.getLogger("flexfleet")
 FILES = ("tune.json", "params.yaml", "patch.yaml", "study.html")
 """What a study leaves."""
 PARENT = "mlflow-run"
-"""Attribute of the study: the MLflow run that those of the trials belong to."""
+"""Attribute of the study: the MLflow run that is the parent of the trials' runs."""
 POLL_S = 1.0
-"""A worker that finds the last trials running looks again after so long."""
+"""Seconds after which a worker looks again, while the last trials run elsewhere."""
 
 
 def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
-    """Runs what is left of a study's trials, with `tune.workers` processes, and the comparison on held-out seeds.
+    """Runs the trials that a study still needs, with `tune.workers` processes, then the comparison on held-out seeds.
 
-    Raises ConfigError for an impossible search, Stopped after SIGTERM or where a worker was stopped.
+    Raises ConfigError for an impossible search, Stopped after SIGTERM or if a worker was stopped.
     """
     folder = Path(config.run.store) / plain(id, "a study's id")
     if folder.exists() and not resume:
@@ -69,7 +69,7 @@ def tune(config: Config, id: str, *, resume: bool = False) -> Tuned:
 
 
 def _examine(config: Config) -> None:
-    """Raises for a search that would not mean anything, or cannot be run."""
+    """Raises ConfigError and others for a search that has no meaning or cannot run."""
     searched = (Moves.RESULT, Moves.LENGTH)
     clash = sorted(path for path in config.tune.space if path == "seed" or moves(path) not in searched)
     if clash:
@@ -82,20 +82,19 @@ def _examine(config: Config) -> None:
 
 
 def _prepare_default(config: Config, folder: Path) -> None:
-    """The run that the first seed would have without a search: its pool says what is searched."""
+    """Prepares the run of the first seed with the default setting: its pool decides what is searched."""
     _prepare(_resolved(config, config.tune.seeds[0]), folder, folder / "default")
 
 
 def _space(config: Config, prepared: Path) -> tuple[dict[str, Range], dict[str, Any]]:
-    """What is searched, and what the configuration has there."""
+    """The search space, and the configuration's own values in it."""
     pool = PoolFile.read(prepared / "default" / "pool" / "pool.json").pool()
     space = search.space_of(config, pool)
     return space, search.defaults(config, space, pool)
 
 
 def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[str, str]) -> None:
-    """The study with the default as its first trial, and its MLflow run with these `tags`; a begun one is gone on
-    with."""
+    """Begins the study, with the default as its first trial, and its MLflow run with these `tags`; or resumes it."""
     study = search.open_study(config, folder, id)
     _take_up(study)
     if not study.get_trials(deepcopy=False):
@@ -127,7 +126,7 @@ def _work_all(config: Config, folder: Path, id: str) -> None:
     asked = ("--config", given, "--study", str(folder), "--id", id, "--worker")
     names = [f"worker{i}" for i in range(many)]
     workers = [
-        Job(name, "flexfleet.tune.study", (*asked, str(i)), folder / f"{name}.log", stdin)
+        Command(name, "flexfleet.tune.study", (*asked, str(i)), folder / f"{name}.log", stdin)
         for i, name in enumerate(names)
     ]
     failed = [f"{name} ({folder / name}.log)" for name, code in side_by_side(workers, many).items() if code]
@@ -137,16 +136,16 @@ def _work_all(config: Config, folder: Path, id: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------- trials
 def work(config: Config, folder: Path, id: str, worker: int = 0, prepared: Path | None = None) -> list[int]:
-    """One worker of a study that has begun: trial after trial, until it has as many as are wanted. Gives the numbers of
-    those that this worker has brought to an end. `prepared`: where partition, pre-training and the default's pool are,
-    if not in the study's folder.
+    """One worker of a study that has begun: it runs trial after trial until the study has enough. Gives the numbers of
+    the trials that this worker has finished. `prepared`: the folder of partition, pre-training and the default's pool,
+    if it is not the study's folder.
 
-    A worker that finds nothing to begin waits for the trials that run elsewhere: where their workers are gone, it takes
-    them up.
+    If no trial is left to begin, the worker waits for the trials that run elsewhere, and takes over those whose workers
+    are gone.
     """
     prepared, mine = prepared or folder, list[int]()
     study = search.open_study(config, folder, id, begun=True)
-    # One that is started again must not draw what the one before it drew.
+    # A restarted worker must not draw the same values as the one before it.
     study.sampler = search.sampler(config.seed + worker + 1000 * len(_begun(study)))
     space, _ = _space(config, prepared)
     seen: dict[int, tuple[Any, float]] = {}
@@ -174,7 +173,7 @@ def _take_up(study: Any, seen: dict[int, tuple[Any, float]] | None = None) -> No
 
 
 def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[str, Range], prepared: Path) -> bool:
-    """Runs a trial and tells the study; False where another worker was given it meanwhile."""
+    """Runs a trial and tells the study its value; False if another worker got the trial meanwhile."""
     from optuna.exceptions import UpdateFinishedTrialError
     from optuna.trial import TrialState
 
@@ -185,7 +184,7 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
             values = search.suggest(trial, space)
             try:
                 ready = _pools(config, folder, trial, values, prepared)
-            except BadInput as error:  # no such pool: sizes that cross, an adaptive model above the next level
+            except BadInput as error:  # impossible: sizes that cross, an adaptive model above the next level
                 log.info("trial %d cannot be: %s", trial.number, error)
                 trial.set_user_attr("infeasible", str(error))
                 trial.set_constraint("possible", 1.0)
@@ -212,7 +211,7 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
 
 
 def _begun(study: Any) -> list[Any]:
-    """Those that count: done, or running."""
+    """The trials that count: done, or running."""
     from optuna.trial import TrialState
 
     states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
@@ -228,7 +227,8 @@ def _done(study: Any) -> list[Any]:
 def _pools(
     config: Config, folder: Path, trial: Any, values: Mapping[str, Any], prepared: Path
 ) -> list[tuple[Resolved, Path]]:
-    """The trial's run of each seed, ready to begin, and its folder. Raises BadInput for values that give no pool."""
+    """The trial's runs, one for each seed and ready to begin, with their folders. Raises BadInput if the values give no
+    pool."""
     changed, ready = search.applied(config, values), []
     for seed in config.tune.seeds:
         out = folder / "trials" / f"{trial.number}-s{seed}"
@@ -241,18 +241,18 @@ def _pools(
 
 
 def _trial(config: Config, study: Any, trial: Any, ready: Sequence[tuple[Resolved, Path]]) -> float:
-    """The metric of the last round, over the seeds; the first seed's rounds are what a trial is pruned by."""
-    found = []
+    """The mean over the seeds of the last round's metric; the rounds of the first seed decide about pruning."""
+    scores = []
     for i, (run, out) in enumerate(ready):
         reporter = search.Reporter(trial, config.tune.metric) if i == 0 else None
-        found.append(_rounds(run, out, _tags(study, trial=str(trial.number)), reporter))
-        for folder in ("rounds", "states"):  # a trial's models are of no use to anybody
+        scores.append(_rounds(run, out, _tags(study, trial=str(trial.number)), reporter))
+        for folder in ("rounds", "states"):  # nobody needs a trial's models
             shutil.rmtree(out / folder, ignore_errors=True)
-    return mean(found)
+    return mean(scores)
 
 
 def _resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
-    """The run of a seed; where ledgers are in `run.remote`, its own is below the names of the study and of its folder
+    """The run of a seed; if ledgers are in `run.remote`, its ledger is under the names of the study and of its folder
     `out`."""
     own: dict[str, Any] = {"seed": seed}
     if out is not None and config.run.remote is not None:
@@ -262,8 +262,8 @@ def _resolved(config: Config, seed: int, out: Path | None = None) -> Resolved:
 
 
 def _prepare(resolved: Resolved, prepared: Path, out: Path) -> None:
-    """Partition, pre-training and pool of a run, in `out`; what runs of a seed have in common is computed once, in
-    `prepared`, where the search does not touch it."""
+    """Writes partition, pre-training and pool of a run into `out`. If the search does not change what the runs of a
+    seed share, it is computed once, in `prepared`."""
     shared = prepared / f"shared-s{resolved.config.seed}"
     if not (shared / "shared.json").exists():
         share(resolved, shared)
@@ -275,7 +275,7 @@ def _prepare(resolved: Resolved, prepared: Path, out: Path) -> None:
 
 
 def _rounds(resolved: Resolved, out: Path, tags: Mapping[str, str], observer: Any = None) -> float:
-    """Runs the rounds that are not done; the observer is told of all."""
+    """Runs the rounds that are not done; the observer gets the measurements of all rounds."""
     if not (out / "history.json").exists():
         federate(resolved, out / "partition", out / "pool", out, resume=True, tags=dict(tags), observer=observer)
     last = History.read(out / "history.json").rounds[-1]["metrics"]
@@ -307,7 +307,7 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
                 _prepare(run, folder, out)
             held[name].append(_rounds(run, out, _tags(study, held_out=name)))
     started = next((t.value for t in complete if first.items() <= t.params.items()), None)
-    found = Tuned(
+    tuned = Tuned(
         id=study.study_name,
         metric=config.tune.metric,
         measured=Resolved.of(config).data.task.metric.name,
@@ -336,20 +336,20 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         set_path(changed, path, here)
     (folder / "patch.yaml").write_text(yaml.safe_dump(changed))
     trials = [(t.number, t.value, t.params) for t in sorted(complete, key=lambda t: t.number)]
-    (folder / "study.html").write_text(page(found, trials))
-    found.write(folder / "tune.json")
+    (folder / "study.html").write_text(page(tuned, trials))
+    tuned.write(folder / "tune.json")
     parent = _parent(config, study, {})
     if parent is not None and config.tracking.mlflow is not None:
-        figures = {f"best/{found.metric}": found.best_value, "held_out/gain": found.gain}
+        figures = {f"best/{tuned.metric}": tuned.best_value, "held_out/gain": tuned.gain}
         log_outcome(config.tracking.mlflow, parent.run_id, figures, {}, [str(folder / name) for name in FILES])
         parent.finish("FINISHED")
-    return found
+    return tuned
 
 
 # ------------------------------------------------------------------------------------------- as tasks of a graph
 def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, str]]:
-    """Checks the search, and writes what all workers start from into `out`; begins the study where they share one.
-    Gives a mapping for each worker. Values are texts: a graph may make floats of numbers."""
+    """Checks the search, and writes what all workers start from into `out`; begins the study if they share one. Gives a
+    mapping for each worker. All values are texts, since a graph may turn numbers into floats."""
     many = config.tune.workers
     if many > 1 and search.address(config) is None:
         raise ConfigError(
@@ -368,8 +368,8 @@ def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, s
 
 
 def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) -> list[int]:
-    """A worker as a task: gives the numbers of its trials, and writes them into `out`; with a study that no data base
-    has, which is then this worker's alone, the study too."""
+    """A worker as a task: gives the numbers of its trials, and writes them into `out`. Without a data base the study
+    belongs to this worker alone, and is written into `out` too."""
     config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id
     out.mkdir(parents=True, exist_ok=True)
@@ -385,18 +385,18 @@ def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) 
 
 
 def report(prepared: Path, id: str, workers: Sequence[Path], out: Path, text: Path, html: Path) -> Tuned:
-    """The last task: what the study has come to into `out`, as Markdown into `text` and as HTML into `html`.
-    `workers`: what `work_in_graph` wrote for each."""
+    """The last task: writes the outcome of the study into `out`, as Markdown into `text` and as HTML into `html`.
+    `workers`: the folder that `work_in_graph` wrote for each worker."""
     config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id
     with alone(folder), search.answering(config):
-        found = _conclude(config, search.open_study(config, workers[0], id, begun=True), folder, prepared)
+        tuned = _conclude(config, search.open_study(config, workers[0], id, begun=True), folder, prepared)
     out.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         shutil.copyfile(folder / name, out / name)
-    text.write_text(markdown(found, (out / "patch.yaml").read_text()))
+    text.write_text(markdown(tuned, (out / "patch.yaml").read_text()))
     shutil.copyfile(out / "study.html", html)
-    return found
+    return tuned
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -41,7 +41,7 @@ TWO = ("--algorithms", ",".join(LABELS), "--seeds", "0,1")
 MAINS = {"flexfleet.cli": cli.dispatch, "flexfleet.steps.share": share.main}
 
 
-def in_this_process(jobs: Sequence[side_by_side.Job], at_once: int) -> dict[str, int]:
+def in_this_process(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
     """What `side_by_side` does, without the seconds that a process takes to import torch."""
     codes: dict[str, int] = {}
     for job in jobs:
@@ -377,7 +377,7 @@ def test_the_mlflow_run_of_a_comparison_is_there_before_its_runs_and_says_how_it
 ) -> None:
     client, seen = mlflow.MlflowClient(mlflow_uri), []
 
-    def stopped(jobs: Sequence[side_by_side.Job], at_once: int) -> dict[str, int]:
+    def stopped(jobs: Sequence[side_by_side.Command], at_once: int) -> dict[str, int]:
         seen.extend((run.info.run_name, run.info.status) for run in client.search_runs(["1"]))
         raise Stopped("")
 

@@ -16,7 +16,7 @@ from fl_engine.data.partitioning import Manifest
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import sha256
 from flexfleet.files.artifacts import Apoz, ApozLayer, EvaluationFile, History, Level, LevelScore, PoolFile, RunFile
-from flexfleet.reports import plots
+from flexfleet.reports import page, plots
 from flexfleet.reports import report as r
 
 GROUPS = {"conv1": 16, "conv2": 32, "fc1": 64}
@@ -331,3 +331,13 @@ def test_a_loss_that_diverged_is_left_out(two: list[Path]) -> None:
     history["rounds"][1]["metrics"]["loss/M1"] = None
     (two[0] / "history.json").write_text(json.dumps(history))
     assert "loss/M1" not in r.load(two[0]).rows[1].metrics
+
+
+def test_a_page_has_the_shared_head_keeps_drawings_and_escapes_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "head.html").write_text("<head>{{ drawn }}")
+    (tmp_path / "own.html").write_text('{% include "head.html" %}<p>{{ given }}')
+    monkeypatch.setattr(page.resources, "files", lambda package: tmp_path)
+    shown = page.render("flexfleet.tune", "own.html", given="<b>", drawn=page.Drawing("<svg/>"))
+    assert shown == "<head><svg/><p>&lt;b&gt;"

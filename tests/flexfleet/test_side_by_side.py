@@ -33,13 +33,13 @@ sys.exit(int(code))
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., side_by_side.Job]:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., side_by_side.Command]:
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "one_job.py").write_text(JOB)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
 
-    def make(name: str, seconds: float = 0, code: Any = 0) -> side_by_side.Job:
-        return side_by_side.Job(name, "one_job", (name, str(seconds), str(code)), tmp_path / "logs" / f"{name}.log")
+    def make(name: str, seconds: float = 0, code: Any = 0) -> side_by_side.Command:
+        return side_by_side.Command(name, "one_job", (name, str(seconds), str(code)), tmp_path / "logs" / f"{name}.log")
 
     return make
 

@@ -22,7 +22,7 @@ from fl_engine.core.errors import ConfigError, Stopped, Unreachable
 from fl_engine.core.search import Interval
 from fl_engine.core.types import FULL, Pool, PoolModel
 from flexfleet import cli
-from flexfleet.compare.side_by_side import Job
+from flexfleet.compare.side_by_side import Command
 from flexfleet.config import Config, Range, load_config
 from flexfleet.tune import search
 from flexfleet.tune import study as steps
@@ -459,9 +459,9 @@ def test_the_command_line_has_as_many_workers_as_the_parameter_says(
     untrained: Config, done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was killed is no failure where the others did its work."""
-    started: list[Job] = []
+    started: list[Command] = []
 
-    def side_by_side(jobs: Sequence[Job], at_once: int) -> dict[str, int]:
+    def side_by_side(jobs: Sequence[Command], at_once: int) -> dict[str, int]:
         started.extend(jobs)
         assert at_once == 3
         work(untrained, tmp_path, "a", 1, done[1])

@@ -233,7 +233,7 @@ def test_an_address_is_shown_without_its_password_however_it_is_written(address:
 
 
 def test_a_process_is_told_on_its_stdin_alone(scratch: Path) -> None:
-    job = side_by_side.Job("echo", "fl_engine.testing", (), scratch / "log", PASSWORD)
+    job = side_by_side.Command("echo", "fl_engine.testing", (), scratch / "log", PASSWORD)
     assert side_by_side.side_by_side([job], 1)["echo"] != 0  # a package is no program
     assert not found_in(files_of(scratch))
 

@@ -18,7 +18,7 @@ import pytest
 from flexfleet import cli
 from flexfleet.compare import compare as compare_module
 from flexfleet.compare.comparison import Comparison
-from flexfleet.compare.side_by_side import Job
+from flexfleet.compare.side_by_side import Command
 from flexfleet.files.artifacts import RunFile
 from flexfleet.steps import share
 from pipelines.compare import comparison
@@ -42,7 +42,7 @@ class Ran:
     """A folder for each task."""
 
 
-def in_this_process(jobs: Sequence[Job], at_once: int) -> dict[str, int]:
+def in_this_process(jobs: Sequence[Command], at_once: int) -> dict[str, int]:
     mains = {"flexfleet.cli": cli.dispatch, "flexfleet.steps.share": share.main}
     with contextlib.redirect_stdout(io.StringIO()):
         return {job.name: mains[job.module](list(job.argv)) for job in jobs}
