@@ -1,5 +1,5 @@
-"""What clients keep from one round that they take part in to the next (`KeepsClientState`): its names on the way, and
-how large it may be."""
+"""The state that clients keep from one round that they take part in to the next (`KeepsClientState`): its names on the
+way, and its declared size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Params, Pool
 
 STATE = "state/"
-"""In front of its names, in an order's memory and in an update's file. No parameter's name begins like this."""
+"""The prefix of its names in an order's memory and in an update's file. No parameter's name begins like this."""
 NAME = re.compile(r"[A-Za-z0-9_./-]{1,256}")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -19,7 +19,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def kept_by_clients(algorithm: object, family: ModelFamily, pool: Pool) -> Shapes:
     """What the algorithm declares that each client keeps; empty where it keeps nothing. Raises ConfigError where the
-    declaration is none."""
+    declaration is wrong."""
     if not isinstance(algorithm, KeepsClientState):
         if hasattr(algorithm, "client_state"):
             raise ConfigError(
@@ -42,7 +42,7 @@ def kept_by_clients(algorithm: object, family: ModelFamily, pool: Pool) -> Shape
 
 
 def travelling(state: Params) -> Params:
-    """With the names that it has on the way."""
+    """The state with the names that it has on the way."""
     return {STATE + name: tensor for name, tensor in state.items()}
 
 

@@ -75,7 +75,7 @@ class TakesTokens(Protocol):
 
 
 class ServerContext(Protocol):
-    """What a server can do besides averaging, for algorithms that fine-tune, distil or search on it."""
+    """The server's data and training, for algorithms that do more there than average: fine-tune, distil, search."""
 
     @property
     def samples(self) -> Mapping[int, int]:
@@ -87,19 +87,19 @@ class ServerContext(Protocol):
         Raises ConfigError where the server holds none."""
 
     def train(self, task: LocalTask, params: Params) -> Params:
-        """What the task makes of these weights (of `task.spec`) on the server's data: a function of its arguments."""
+        """The weights after training these (of `task.spec`) on the server's data. A function of its arguments."""
 
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
         """The task's metric of this sub-model on the server's data."""
 
 
 class PreparationContext(ServerContext, Protocol):
-    """The server as a preparation finds it: part of its data is held out, so that `train` and `evaluate` (and
-    `data.train_x` and `data.test_x`) are of different samples: 80 % and 20 % of the proxy."""
+    """The server during a preparation. Part of its data is held out: `train` (and `data.train_x`) uses 80 % of the
+    proxy, `evaluate` (and `data.test_x`) the other 20 %."""
 
     @property
     def seed(self) -> int:
-        """All that is random follows from it (`core.seeds`)."""
+        """Every random choice follows from it (`core.seeds`)."""
 
     @property
     def device(self) -> str:
@@ -107,8 +107,8 @@ class PreparationContext(ServerContext, Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """By dotted names the parameters of `pretrain` and those that the preparation asks for, as JSON has them. It
-        gets to know no others: what it makes is kept for as long as these are the same."""
+        """By dotted name, as in JSON: the parameters of `pretrain` and those that the preparation asks for. It sees no
+        others, because its result is kept as long as these are the same."""
 
     @property
     def reference(self) -> PreparationContext | None:
@@ -116,7 +116,7 @@ class PreparationContext(ServerContext, Protocol):
 
 
 class Preparation(Protocol):
-    """What an algorithm wants to have computed once before round one. A frozen dataclass without options: its
+    """A computation that an algorithm needs once, before round one. A frozen dataclass without options: its
     parameters are those of the configuration that `settings` names."""
 
     @property
@@ -132,10 +132,10 @@ class Preparation(Protocol):
         """The type of what it makes, a dataclass or a pydantic model that JSON can hold: `<name>.json`."""
 
     def prepare(self, family: ModelFamily, server: PreparationContext) -> Any:
-        """An `artifact`: a function of the network and of what the server says of itself."""
+        """The result, an `artifact`: a function of the network and of what `server` gives."""
 
     def assumed(self, family: ModelFamily) -> Any:
-        """The `artifact` that a check takes for it, before anything is computed."""
+        """The `artifact` that `flexfleet check` uses instead, before anything is computed."""
 
 
 class Algorithm(Protocol):
@@ -151,7 +151,7 @@ class Algorithm(Protocol):
         """What has to be computed before `pool`: names of registered preparations, or package.module:NAME."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        """The sub-models there are, smallest first. `prepared`: what each of `preparations` made, by its name."""
+        """The sub-models, smallest first. `prepared`: the result of each of `preparations`, by its name."""
 
     def init(
         self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
@@ -161,10 +161,10 @@ class Algorithm(Protocol):
         """Pure: the same state and context give the same orders, before and after a crash."""
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        """Pure, on the client: which sub-model really, which loss, which optimiser."""
+        """Pure, on the client: the sub-model that it really trains, the loss, the optimiser."""
 
     def merge(self, state: Any, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext) -> Any:
-        """The state after the round. `answers` are all there, in client order, and may be read several times; each
+        """The state after the round. `answers` has all answers in client order, and may be read several times; a
         reading fetches one update at a time."""
 
 
@@ -175,12 +175,12 @@ class ChoosesNetwork(Protocol):
 
 
 class ClientContext(Protocol):
-    """A client that has trained, for what a method measures there. The tensors are copies, on the torch device that
-    has trained: what is done to them moves nothing."""
+    """A client that has trained, as a method's measurements see it. The tensors are copies, on the torch device that
+    trained: changing them changes no update."""
 
     @property
     def goal(self) -> Task:
-        """What is learnt: it owns the loss."""
+        """The task of the data, which owns the loss."""
 
     @property
     def family(self) -> ModelFamily: ...
@@ -190,7 +190,7 @@ class ClientContext(Protocol):
 
     @property
     def task(self) -> LocalTask:
-        """What the client has made of its order; `task.spec` is the sub-model that was trained."""
+        """The task that follows from the order; `task.spec` is the sub-model that was trained."""
 
     @property
     def received(self) -> Params:
@@ -210,8 +210,8 @@ class ClientContext(Protocol):
 
     @property
     def losses(self) -> Tensor:
-        """float32 (N,): each sample's loss with the received weights, the network not in training, at its last exit.
-        Computed when asked for."""
+        """float32 (N,): the loss of each sample with the received weights, in evaluation mode, at the last exit.
+        Computed when it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,9 @@ class ClientMetric:
     """A figure that a method has its clients report besides the engine's own: in `ClientUpdate.metrics`, and in each
     client's line of the history.
 
-    `measure` runs on the client after training, on copies: it moves nothing. Its value is finite and within `low` and
-    `high`, or the client fails; a client that lies can say any number between the two, and none beyond. The name is a
-    plain identifier that the engine does not use (`core.measures`).
+    `measure` runs on the client after training, on copies: it changes no update. Its value has to be finite and between
+    `low` and `high`, or the client fails. A client that lies can report any number between the two, and none beyond.
+    The name is a plain identifier that the engine does not use (`core.measures`).
     """
 
     name: str
@@ -242,18 +242,18 @@ class KeepsClientState(Protocol):
     """An algorithm whose clients keep something from one round that they take part in to the next: a head of their own
     (FedPer), a variate (SCAFFOLD).
 
-    The engine carries it: to the client with its order, back with its update, and into the store with the round's
-    commit. Only what comes with an update that is taken is kept; `merge` never sees it. The server holds it as it is,
-    so who can read the store can read it.
+    The engine carries this state: to the client with its order, back with its update, and into the store with the
+    round's commit. A state that comes with a refused update is dropped. `merge` never sees a state. The server stores
+    it unencrypted, so whoever can read the store can read it.
     """
 
     def client_state(self, family: ModelFamily, pool: Pool) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of what each client keeps, float32, the same for all. A name that is a parameter's: the
-        client keeps this parameter to itself, and its updates come without it."""
+        """Names and shapes of the state, float32, the same for all clients. Where a name is that of a parameter, the
+        client keeps this parameter to itself: its updates do not contain it."""
 
     def begin(self, state: Params, start: Start, order: WorkOrder, task: LocalTask, ctx: TaskContext) -> Start:
-        """Pure, on the client: what it starts from. `start`: what it would start from without a state, the received
-        weights. An empty `state` is that of a client that has not taken part yet, or whose state was lost."""
+        """Pure, on the client: what training starts from. `start`: what it would start from without a state, the
+        received weights. `state` is empty for a client that has not taken part yet, or whose state was lost."""
 
     def keep(self, state: Params, client: ClientContext) -> Params:
         """Pure, on the client after training: all that `client_state` names. `state` as in `begin`."""
@@ -269,8 +269,8 @@ class Selector(Protocol):
         """At most `count` distinct available clients, in client order."""
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
-        """After each order, in client order, failures included. `seconds`: what it took on the simulated clock; 0 where
-        there is none, or nothing came."""
+        """Called after each order, in client order, for failures too. `seconds`: the order's time on the simulated
+        clock; 0 for a failure, or where there is no such clock."""
 
 
 class ServerOptimizer(Protocol):
@@ -282,15 +282,15 @@ class ServerOptimizer(Protocol):
 
 
 class Backend(Protocol):
-    """One function: a plan in, outcomes out as they finish, in any order, one for each order."""
+    """Carries out plans: one outcome for each order, as clients finish, in any order."""
 
     @property
     def durable(self) -> bool:
-        """Whether an update is in the ledger when it comes out."""
+        """Whether an update is in the run's store when `run` yields it."""
 
     @property
     def phases(self) -> Mapping[str, float]:
-        """What the last round's waiting was for, in seconds; empty where there is nothing to tell apart."""
+        """Seconds of the last round's phases; empty where a backend has none."""
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]: ...
 

@@ -1,6 +1,6 @@
 """The figures that clients report with an update: the engine's own, and those that a method declares (`ClientMetric`).
 
-A client is a stranger: each figure has bounds, which are the worst that a lie can say (`exchange.updates` holds it to
+A client is a stranger: each figure has bounds, so the worst lie is a number at a bound (`exchange.updates` checks
 them).
 """
 
@@ -24,17 +24,16 @@ FIGURES: dict[str, tuple[float, float]] = {
     "seconds": (0, 7 * 86400.0),
     "free": (0, 1e12),
 }
-"""What every update reports, and between which ends where nothing closer is known. A pod lives for seven days at most.
-"""
+"""What every update reports: (least, most), where nothing closer is known. A pod lives for seven days at most."""
 OF_A_LINE = ("round", "client", "sent", "trained", "examples", "level", "elapsed", "seconds_simulated", "failure")
-"""What a client's line in a run's history has besides, so that no metric may be called that."""
+"""The other keys of a client's line in a run's history: no metric may have one of these names."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 MOST_METRICS = 32
 """A method's metrics have to fit into a manifest of bounded length."""
 
 
 def client_metrics(algorithm: object) -> tuple[ClientMetric, ...]:
-    """What the algorithm and its `selection` want measured. Raises ConfigError where a declaration is none."""
+    """What the algorithm and its `selection` want measured. Raises ConfigError where a declaration is wrong."""
     found: dict[str, ClientMetric] = {}
     for method in (algorithm, getattr(algorithm, "selection", None)):
         if isinstance(method, MeasuresClients):
@@ -49,7 +48,7 @@ def client_metrics(algorithm: object) -> tuple[ClientMetric, ...]:
 
 
 def _wrong(metric: ClientMetric) -> str:
-    """Why a declaration is none; empty: it is one."""
+    """Why a declaration is wrong; empty: it is right."""
     if NAME.fullmatch(metric.name) is None:
         return "a name is a plain identifier of at most 32 characters (letters, digits, underscores)"
     if metric.name in FIGURES or metric.name in OF_A_LINE:

@@ -72,7 +72,7 @@ HEAD = "classes"
 task."""
 
 FORMS_KEPT = 1024
-"""So many forms a layout remembers: a pool has a handful, rolling windows have new ones in every round."""
+"""The most forms that a layout remembers: a pool has a handful, rolling windows have new ones in every round."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ParamLayout:
         return spec.blocks is None or block in spec.blocks
 
     def form(self, spec: SubmodelSpec) -> tuple[object, ...]:
-        """Widths and blocks: what sub-models of the same form have in common. The outputs do not count."""
+        """Widths and blocks, which sub-models of the same form have in common. The outputs do not count."""
         if spec not in self._forms:
             if len(self._forms) >= FORMS_KEPT:
                 self._forms.clear()
@@ -235,29 +235,31 @@ class Device:
 
 # ----------------------------------------------------------------------------------------- orders and updates
 class Codec(Protocol):
-    """How weights travel. A frozen dataclass of options, whose functions depend on their arguments alone.
+    """Turns weights into other tensors for their way. A frozen dataclass of options, whose functions depend on their
+    arguments alone.
 
-    It is given floating-point tensors, contiguous, on the CPU, sorted by name; running statistics and integers travel
-    uncoded. On the way down they are weights, on the way up the change against the weights that were received. Its own
-    names begin with that of a tensor it was given, or hold a slash, which no name of a network does.
+    It gets floating-point tensors, contiguous, on the CPU, sorted by name; running statistics and integers travel
+    uncoded. On the way down these are weights, on the way up the change against the weights that were received. The
+    names of the tensors that it makes begin with a name that it was given, or contain a slash, which no name of a
+    network does; they do not begin with `state/`.
     """
 
     def encode(self, tensors: Params, seed: int) -> Params:
-        """What travels instead. All that is random follows from `seed`, which is another one for each round, client and
-        direction. Raises ModelError for numbers that it cannot say."""
+        """The tensors that travel instead. Every random choice follows from `seed`, which differs for each round,
+        client and direction. Raises ModelError for numbers that it cannot express."""
 
     def decode(self, encoded: Params, header: Header) -> Params:
         """Tensors of these types and shapes. `encoded` may come from a stranger: it has the names, types and shapes
-        that `header` says of it, and any content. Raises IntegrityError for what `encode` never makes."""
+        that `header` gives, and any content. Raises IntegrityError for content that `encode` never makes."""
 
     def header(self, header: Header) -> Header:
-        """What `encode` makes of tensors with this header. A flat tensor of uint8 is a stream, which may be shorter
-        than it says here. A part of the tensors, or smaller ones, never make more."""
+        """The header of what `encode` makes from tensors with this header. A flat tensor of uint8 is a stream, which
+        may be shorter than said here. Fewer or smaller tensors never make more."""
 
 
 @dataclass(frozen=True)
 class Codecs:
-    """What codes the weights on each way; None: they travel as they are."""
+    """The codec of each direction; None: weights travel as they are."""
 
     down: Codec | None = None
     up: Codec | None = None
@@ -268,13 +270,12 @@ class WorkOrder:
     """What one client is asked to do. `level` is the index of the pool model that it is sent, or whose size it has;
     `hints` is small JSON that the algorithm's own `task` understands.
 
-    `memory` is what a method lets its clients remember from one round to the next. What the server computes by itself
-    (FedDyn) stands there under the parameters' names: a device keeps it too, so it does not count as traffic. What the
-    client has brought to be kept for it (`contracts.KeepsClientState`) stands there as `state/<name>`, put by the
-    engine, and counts.
+    `memory` is what a client remembers of earlier rounds. Tensors that the server computes itself (FedDyn) have the
+    parameters' names; a device has them too, so they do not count as traffic. The client's own state
+    (`contracts.KeepsClientState`) is named `state/<name>`; the engine adds it, and it counts as traffic.
 
-    `codecs` are the order's own where the algorithm's `plan` gives some, else the engine fills in those of the level
-    or of the run. Where the way down is coded, `encoded` is what travels, and `payload` what a client decodes of it.
+    `codecs` are those that the algorithm's `plan` gives, else those of the level or of the run, which the engine fills
+    in. Where the way down is coded, `encoded` is what travels, and `payload` is what a client decodes from it.
     """
 
     round: int
@@ -299,9 +300,9 @@ class RoundPlan:
     round: int
     orders: tuple[WorkOrder, ...]
     wanted: int | None = None
-    """So many updates are merged, where more clients are asked; None: all that come."""
+    """How many updates are merged at most, where more clients are asked; None: all."""
     adopted: int = 0
-    """Updates of this round that were there already when the coordinator started again."""
+    """How many updates of this round were there already when the coordinator started again."""
     noise_seed: bytes | None = None
     """For noise that hides single clients (`privacy`): 256 bits that follow from the run's key, not from its seed."""
 
@@ -318,14 +319,14 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What came back: the sub-model really trained. A name absent from `payload` was not trained.
+    """What a client brings back: the sub-model that it really trained. A name absent from `payload` was not trained.
 
     `num_examples` is the client's sample count |d|; `metrics` are floats such as `loss` and `seconds`. The server adds
-    what it knows when the update is there: `level`, the index of the pool model that was trained (None: the sub-model
-    is none of the pool), and `elapsed`, the seconds that the order took on the simulated clock. `state` is what the
-    client wants kept for it (`contracts.KeepsClientState`): the engine takes it off before the merge.
+    two fields when it has the update: `level`, the index of the pool model that was trained (None: the sub-model is not
+    in the pool), and `elapsed`, the seconds that the order took on the simulated clock. `state` is what the client
+    keeps (`contracts.KeepsClientState`): the engine removes it before the merge.
 
-    Where the way up is coded, `encoded` is what travels; on the server `payload` is what was decoded of it.
+    Where the way up is coded, `encoded` is what travels; on the server `payload` is what was decoded from it.
     """
 
     round: int
@@ -346,20 +347,20 @@ class ClientUpdate:
 
 
 Stage = Literal["drop", "prune", "train", "pod", "validate", "straggle", "quorum"]
-"""Where a client failed: it dropped out, had no room, could not train, lost its pod; or its update was not to be
-trusted, came too late, or was one of too few."""
+"""Where a client failed: it dropped out, had no room, could not train, or lost its pod; or its update failed
+validation, came too late, or was one of too few."""
 
 Code = Literal[
     "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "encoding", "finite",
     "statistics", "examples", "metrics", "norm", "unreadable",
 ]  # fmt: skip
-"""What was wrong with an update that was not to be trusted (see `exchange.updates`)."""
+"""Why an update failed validation (see `exchange.updates`)."""
 
 
 @dataclass(frozen=True)
 class ClientFailure:
-    """A client that brought nothing back, or nothing that was taken. `reason` is for people; `code` is there at the
-    stage `validate`."""
+    """A client that brought no update, or one that was refused. `reason` is for people; the stage `validate` has a
+    `code`."""
 
     round: int
     client: int
@@ -383,8 +384,8 @@ class PoolModel:
     How it is used: with `ensemble`, its answer is the mean of the logits of all its exits, otherwise that of the
     last; with `static_bn`, its batch norm takes statistics collected on the training data instead of the batch's.
 
-    How it travels: by `codecs` (None: those of the run). `sizes` are the bytes that its tensors then take, down and up
-    (None: 4 for each parameter); where that depends on the numbers, the most.
+    How it travels: by `codecs` (None: those of the run). `sizes` are the bytes of its tensors on the way down and up
+    (None: 4 for each parameter); where a codec's bytes depend on the numbers, the most.
     """
 
     name: str
@@ -403,12 +404,12 @@ class PoolModel:
 
     @property
     def bytes(self) -> int:
-        """On the way down."""
+        """Bytes on the way down."""
         return 4 * self.params if self.sizes is None else self.sizes[0]
 
     @property
     def bytes_up(self) -> int:
-        """Where all of it comes back."""
+        """Bytes on the way up, where all of it comes back."""
         return 4 * self.params if self.sizes is None else self.sizes[1]
 
 
@@ -416,7 +417,7 @@ Pool = tuple[PoolModel, ...]
 """Members from the smallest to the largest."""
 
 Prepared = Mapping[str, Any]
-"""What an algorithm's preparations made before round one, by the preparation's name (`contracts.Preparation`)."""
+"""The results of an algorithm's preparations, by the preparation's name (`contracts.Preparation`)."""
 
 
 # --------------------------------------------------------------------------------------------- local training
@@ -473,7 +474,7 @@ class LocalTask:
     proximal: float = 0.0
     """mu: adds mu/2 * ||theta - theta_received||^2 to the loss."""
     scaler: float = 1.0
-    """Divides what every layer but the classifier puts out, in training only (HeteroFL)."""
+    """Divides the output of every layer but the classifier, in training only (HeteroFL)."""
     mask_labels: bool = False
     """The logits of classes that the client does not hold are 0, and their rows are not sent back (HeteroFL)."""
     sampler: Sampler = Shuffle()
@@ -524,6 +525,6 @@ class RoundContext:
     """Those that can be asked now, in client order."""
     pool: Pool
     clock: float = 0.0
-    """Seconds that the rounds before took on the simulated clock."""
+    """Seconds that the earlier rounds took on the simulated clock."""
     over_provision: float = 1.0
-    """So many times more clients are asked than the round takes updates of."""
+    """How many times more clients are asked than updates are merged."""

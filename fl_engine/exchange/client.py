@@ -1,4 +1,4 @@
-"""What a client does with an order, in whatever process it runs; alone, or side by side with others."""
+"""How a client carries out an order, in any process; alone, or side by side with others."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from fl_engine.training.numerics import SINGLE, Numerics
 
 @dataclass(frozen=True)
 class Site:
-    """Where clients live: the network, the pool that all know, the fleet, who holds which samples, and how arithmetic
-    is done."""
+    """What all clients of a run share: the network, the pool, the fleet, the data and who holds which samples, and how
+    arithmetic is done."""
 
     family: ModelFamily
     pool: Pool
@@ -55,7 +55,7 @@ class Site:
     seed: int
     numerics: Numerics = SINGLE
     free: float | None = None
-    """What the device has free, in % of the full model's parameters, where it was looked at; None: as simulated."""
+    """The device's free memory, in % of the full model's parameters, where it was measured; None: as simulated."""
     faults: Faults = faults.NONE
 
     def befalls(self, order: WorkOrder) -> Fault | None:
@@ -68,7 +68,7 @@ class Site:
 
     @cached_property
     def rules(self) -> Rules:
-        """For updates of these clients."""
+        """The rules for updates of these clients."""
         samples = tuple(len(indices) for indices in self.partition.clients)
         return Rules(self.layout, samples, self.pool, self.fleet, family=self.family, seed=self.seed)
 
@@ -91,13 +91,13 @@ class Work:
 
 
 def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "cpu") -> Outcome:
-    """Carries out one order: look at what is free, prune, train, hand back. A failure is an outcome."""
+    """Carries out one order: looks at the free memory, prunes, trains, gives the update. A failure is an outcome."""
     work = accept(algorithm, order, site)
     return work if isinstance(work, ClientFailure) else train([work], site, device)[0]
 
 
 def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientFailure:
-    """Looks at what is free, and prunes."""
+    """Looks at the free memory, and prunes."""
     struck = site.befalls(order)
     if struck is not None and struck.kind == "drop":
         return ClientFailure(order.round, order.client, "drop", "dropped out (rounds.faults)")
@@ -112,7 +112,7 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     indices = site.partition.clients[order.client]
     if not len(indices):
         return ClientFailure(order.round, order.client, "train", "a client without samples cannot train")
-    # Sums over all parameters depend on their order, which a file does not keep.
+    # Sums over all parameters depend on the parameters' order, and a file does not keep it.
     received = {name: taken[name] for name in layout.slots if name in taken}
     memory, state = apart(order.memory)
     start = Start(received, {name: tensor for name, tensor in memory.items() if name in received})
@@ -166,7 +166,7 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcom
         jobs = list(_jobs(works, site, device))
         trained = list(local.train(site.family, site.data.task, jobs, site.numerics))
     except (ModelError, MemoryError, torch.OutOfMemoryError) as error:
-        if len(works) > 1:  # what one cannot do is no reason for the others to fail
+        if len(works) > 1:  # the failure of one is no reason for the others to fail
             return [outcome for work in works for outcome in train([work], site, device)]
         order = works[0].order
         return [ClientFailure(order.round, order.client, "train", str(error) or "out of memory")]
@@ -203,7 +203,7 @@ def _outcome(work: Work, job: local.Job, trained: local.Trained, site: Site, sec
     if wanted or isinstance(work.algorithm, KeepsClientState):
         client = TrainedClient.of(order, task, site.family, site.data.task, job, work.received, trained.params)
         try:
-            if isinstance(work.algorithm, KeepsClientState):  # first: what is measured may write into the copies
+            if isinstance(work.algorithm, KeepsClientState):  # first, since a measurement may write into the copies
                 state = {n: t.detach().to("cpu", copy=True) for n, t in work.algorithm.keep(work.state, client).items()}
                 check_state(state, kept)
             metrics |= client.measured(wanted)
@@ -233,8 +233,8 @@ SPOILS = ("nan", "scale", "corrupt")
 
 
 def delivered(algorithm: Algorithm, outcome: Outcome, order: WorkOrder, site: Site) -> Outcome:
-    """A client's outcome where it does not travel: what is encoded is decoded, and what a fault has spoilt fails
-    validation here too."""
+    """The outcome of a client in this process, as the server gets it: decoded, and where a fault has spoilt it, refused
+    by validation."""
     fault = site.befalls(order)
     if isinstance(outcome, ClientFailure):
         return outcome

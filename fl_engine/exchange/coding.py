@@ -1,9 +1,9 @@
-"""Weights on their way where a codec codes them; where none does, nothing here is called.
+"""What the server and clients do with a codec; without a codec nothing here is called.
 
-Down, the server encodes each payload once, and decodes it too: an order's payload is what its clients receive, so that
-both ends go on from the same bits, wherever a client lives. Up, a client encodes the change of what it has trained
-against what it received, and the server adds what it decodes of that. Both ways running statistics and integers travel
-as they are. Bytes are those of the tensors that travel, the headers of files apart.
+Down, the server encodes each payload once, and decodes it too: an order's payload is what its clients receive, so both
+ends continue from the same bits, wherever a client runs. Up, a client encodes the change between what it trained and
+what it received, and the server adds the decoded change. Running statistics and integers travel as they are, both ways.
+Bytes are those of the tensors that travel, without the headers of files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def coded(header: Header) -> Header:
 
 
 def encoded(codec: Codec, tensors: Params, seed: int) -> Params:
-    """What travels instead of these tensors. Raises ModelError for numbers that the codec cannot say."""
+    """What travels instead of these tensors. Raises ModelError for numbers that the codec cannot express."""
     part = coded(header_of(tensors))
     rest = {name: tensor for name, tensor in tensors.items() if name not in part}
     found = codec.encode({name: tensors[name].detach().cpu().contiguous() for name in part}, seed)
@@ -57,7 +57,7 @@ def encoded(codec: Codec, tensors: Params, seed: int) -> Params:
 
 
 def header(codec: Codec | None, given: Header) -> Header:
-    """Of what travels instead of tensors with this header."""
+    """The header of what travels instead of tensors with this header."""
     if codec is None:
         return given
     part = coded(given)
@@ -65,13 +65,14 @@ def header(codec: Codec | None, given: Header) -> Header:
 
 
 def streams(codec: Codec | None, given: Header) -> set[str]:
-    """Names of what may be shorter than `header` says."""
+    """Names of the tensors that may be shorter than `header` says."""
     made = {} if codec is None else codec.header(coded(given))
     return {name for name, (dtype, shape) in made.items() if dtype == torch.uint8 and len(shape) == 1}
 
 
 def decoded(codec: Codec, tensors: Params, given: Header) -> Params:
-    """What travelled instead of tensors with this header. Raises IntegrityError for what is no encoding of such."""
+    """The tensors with the header `given`, from what travelled. Raises IntegrityError where that is no encoding of
+    such."""
     if wrong := misfit(tensors, header(codec, given), streams(codec, given)):
         raise IntegrityError(wrong[1])
     part = coded(given)
@@ -79,7 +80,7 @@ def decoded(codec: Codec, tensors: Params, given: Header) -> Params:
         found = codec.decode({name: tensor for name, tensor in tensors.items() if name in codec.header(part)}, part)
     except IntegrityError:
         raise
-    except Exception as error:  # of a codec that may be somebody else's, on what a stranger may have sent
+    except Exception as error:  # the codec may be a user's own, and its input a stranger's
         raise IntegrityError(f"{type(codec).__name__} cannot decode it: {first_line(error)}") from error
     if wrong := misfit(found, part):
         raise IntegrityError(f"what {type(codec).__name__} decodes is something else: {wrong[1]}")
@@ -87,7 +88,7 @@ def decoded(codec: Codec, tensors: Params, given: Header) -> Params:
 
 
 def misfit(tensors: Params, expected: Header, shorter: Collection[str] = ()) -> tuple[Code, str] | None:
-    """Why these are not tensors with this header; None: they are. `shorter`: flat ones that may be."""
+    """Why these tensors do not fit this header; None: they do. `shorter`: names of flat tensors that may be shorter."""
     odd, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
     if odd:
         return "names", f"the sub-model has no {', '.join(odd[:4])}"
@@ -103,14 +104,14 @@ def misfit(tensors: Params, expected: Header, shorter: Collection[str] = ()) -> 
 
 
 def bytes_of(given: Header) -> int:
-    """What a transfer of tensors with this header costs, headers apart."""
+    """The bytes of tensors with this header, without a file's header."""
     return sum(dtype.itemsize * math.prod(shape) for dtype, shape in given.values())
 
 
 # ---------------------------------------------------------------------------------------------------------- down
 def sent(plan: RoundPlan, pool: Pool, run: Codecs, seed: int) -> RoundPlan:
     """The plan as clients receive it. An order's codecs are its own, else its level's, else the run's. Orders that
-    share a payload share what is made of it. Raises ModelError for weights that a codec cannot say."""
+    share a payload share its encoding. Raises ModelError for weights that a codec cannot express."""
     made: dict[tuple[object, ...], tuple[Params, Params]] = {}
 
     def of(order: WorkOrder) -> WorkOrder:
@@ -140,8 +141,8 @@ def codec_up(order: WorkOrder) -> Codec | None:
 
 
 def answered(order: WorkOrder, spec: SubmodelSpec, trained: Params, layout: ParamLayout) -> Params | None:
-    """What a client sends instead of the weights that it has trained, of this sub-model of what it received; None: it
-    sends them. Raises ModelError for numbers that the codec cannot say."""
+    """What a client sends instead of the weights that it trained (`spec`, a part of what it received); None: it sends
+    these. Raises ModelError for numbers that the codec cannot express."""
     codec = codec_up(order)
     if codec is None:
         return None
@@ -153,7 +154,7 @@ def answered(order: WorkOrder, spec: SubmodelSpec, trained: Params, layout: Para
 def restored(
     codec: Codec, tensors: Params, expected: Header, order: WorkOrder, spec: SubmodelSpec, layout: ParamLayout
 ) -> Params:
-    """The weights that a client has trained, as far as the codec says them. Raises IntegrityError as `decoded`."""
+    """The weights that a client trained, as the codec gives them back. Raises IntegrityError as `decoded`."""
     received, part = take(order.payload, layout, spec, have=order.spec), coded(expected)
     change = decoded(codec, tensors, expected)
     return {name: received[name] + t if name in part else t for name, t in change.items()}
@@ -161,8 +162,8 @@ def restored(
 
 # --------------------------------------------------------------------------------------------------------- a pool
 def sized(pool: Pool, family: ModelFamily, run: Codecs) -> Pool:
-    """The pool with the bytes that its levels take: what a transfer costs follows from sub-model and codecs. A level
-    without codecs of its own has the run's."""
+    """The pool, with the bytes of each level, which follow from its sub-model and codecs. A level without codecs of
+    its own has those of the run."""
     with torch.device("meta"):
         types: Mapping[str, torch.dtype] = {name: t.dtype for name, t in family.module().state_dict().items()}
     layout, full = family.layout(), full_shapes(family)

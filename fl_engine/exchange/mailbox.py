@@ -1,4 +1,4 @@
-"""What travels in a round: orders to clients, their answers, and with which of them the round was closed.
+"""What travels in a round: orders to clients, their answers, and the set of answers with which the round was closed.
 
     rounds/00012/plan.json              which clients were asked for which sub-model
     rounds/00012/orders/3.json          what client 3 is asked, for clients in other processes; tensors beside it
@@ -49,16 +49,16 @@ class Refusal(Record):
 class Closed(Record):
     round: int
     accepted: dict[int, str]
-    """Clients, and a checksum of what was seen of each: an answer that is replaced later does not count. (One that a
-    client gives again, because its pod was started again, is the same but for its seconds.)"""
+    """By client, a checksum of its answer as it was read: an answer that is replaced later does not count. (A client
+    whose pod was started again gives the same answer, with other seconds.)"""
     refused: dict[int, Refusal] = Field(default={})
     """Clients whose updates are not merged, though nothing is wrong with the files."""
     metrics: dict[int, dict[str, float]] = Field(default={})
-    """Of each update, as they were read: what a later answer says does not count."""
+    """The metrics of each update, as they were read: those of a later answer do not count."""
     moved: dict[int, Moved] = Field(default={})
-    """How far each update moved, the refused ones too, where it was looked at."""
+    """How far each update moved, refused ones included, where this was measured."""
     checksum: str = ""
-    """Of all the rest."""
+    """Of all other fields."""
 
     def sealed(self) -> Closed:
         unsaid = {name for name in ("metrics", "moved") if not getattr(self, name)}  # older records have none
@@ -71,8 +71,8 @@ TensorFile = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\.safetensors$")]
 
 class Order(Record):
     """A `WorkOrder`. `payload` and `memory` name the files beside it with the tensors; None: there are none. `codecs`
-    are said where some tensors are coded, as in a configuration, and `header` where the payload is: types and shapes of
-    what it decodes to."""
+    are there where some tensors are coded, written as in a configuration; `header` is there where the payload is coded:
+    types and shapes of the decoded tensors."""
 
     round: int
     client: int
@@ -87,9 +87,9 @@ class Order(Record):
 
 
 class Mailbox:
-    """`rules` say what an update may be, and `key` with which key a client signs its manifest; None: not checked, not
-    signed (clients that are this very process). `own` is what the coordinator signs with. `lengths`: keys that the
-    store takes at one length alone, in bytes (see `s3.Upload`)."""
+    """`rules` say what an update may be, and `key` gives the key with which a client signs its manifest; None: not
+    checked, not signed (clients in this process). The coordinator signs with `own`. `lengths`: by store key, the only
+    length in bytes at which the store accepts it (see `s3.Upload`)."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Mailbox:
         self.own = own
         self.lengths = dict(lengths)
         self._seen: dict[tuple[int, int], tuple[str, dict[str, float] | None]] = {}
-        """By round and client: what `Closed` keeps of an answer; the metrics are an update's."""
+        """By round and client: what `Closed` keeps of an answer; the metrics are None for a failure."""
 
     def open_round(self, plan: RoundPlan) -> None:
         orders = [
@@ -115,8 +115,8 @@ class Mailbox:
         self.store.put(f"{round_folder(plan.round)}plan.json", canonical({"round": plan.round, "orders": orders}))
 
     def put_orders(self, plan: RoundPlan) -> dict[int, list[str]]:
-        """What clients in other processes read: by client, the keys. Tensors are written once, however many clients are
-        sent the same."""
+        """Writes the orders for clients in other processes; gives the keys of each client's order. Tensors that several
+        clients are sent are written once."""
         keys: dict[int, list[str]] = {}
         written: dict[tuple[int, ...], str] = {}
 
@@ -195,11 +195,11 @@ class Mailbox:
             raise IntegrityError(f"{self.store.uri(name)} is no order: {error}") from error
 
     def outcome_keys(self, round: int, client: int) -> list[str]:
-        """What a client writes."""
+        """The keys that a client writes."""
         return [f"{round_folder(round)}updates/{client}.{kind}" for kind in ("safetensors", "json")]
 
     def put_outcome(self, plan: RoundPlan, outcome: Outcome, spoil: Callable[[bytes], bytes] = bytes) -> None:
-        """The payload first, the manifest last: it vouches for its file. `spoil` damages the file on the way."""
+        """Writes the payload first and the manifest last. `spoil` damages the payload's file on the way."""
         base, order = f"{round_folder(plan.round)}updates/{outcome.client}", plan.order_of[outcome.client]
         manifest, value = packed(outcome, order, self.lengths.get(f"{base}.safetensors"))
         if value is not None:
@@ -217,8 +217,8 @@ class Mailbox:
         return {int(match[1]) for match in map(found.fullmatch, self.store.list(folder)) if match}
 
     def finished(self, plan: RoundPlan) -> Iterator[Outcome]:
-        """Outcomes that are there and good; the other clients of this plan are to be asked (again), and what they left
-        is deleted: clients with other keys, or none, may have been asked before."""
+        """The good outcomes in the store. The other clients of this plan have to be asked (again), and their files are
+        deleted: clients with other keys, or none, may have written them."""
         for client in sorted(self.answered(plan.round) & {o.client for o in plan.orders}):
             try:
                 outcome = self._read(plan, client)
@@ -229,15 +229,15 @@ class Mailbox:
                 yield outcome
 
     def receive(self, plan: RoundPlan, client: int) -> Outcome:
-        """A client's answer; one that is not to be trusted is a failure at the stage `validate`."""
+        """A client's answer; one that fails validation is a failure at the stage `validate`."""
         try:
             return self._read(plan, client)
         except Rejected as error:
             return ClientFailure(plan.round, client, "validate", str(error), error.code)
 
     def outcome(self, plan: RoundPlan, client: int, closed: Closed | None = None) -> Outcome:
-        """With `closed`, what the round was closed with. Raises IntegrityError where the stored outcome is missing or
-        damaged."""
+        """The stored outcome; with `closed`, the one that the round was closed with. Raises IntegrityError where it is
+        missing or damaged."""
         try:
             return self._read(plan, client, closed)
         except (Rejected, IntegrityError) as error:
@@ -245,8 +245,8 @@ class Mailbox:
             raise IntegrityError(f"{name}: the update of client {client} is not whole ({error}). {WAY_OUT}") from error
 
     def _read(self, plan: RoundPlan, client: int, closed: Closed | None = None) -> Outcome:
-        """Where this client's files cannot be read and the coordinator's own can, it is the client's doing: it may have
-        given them away, encrypted them with a key of its own, or made the server's answer one that nobody can read."""
+        """If this client's files cannot be read and the coordinator's own can, the client is the cause: it may have
+        given them away, encrypted them with a key of its own, or made the server's answer unreadable."""
         try:
             return self._read_files(plan, client, closed)
         except EnvironmentFailure:
@@ -261,7 +261,7 @@ class Mailbox:
 
     def _see_own(self, plan: RoundPlan) -> None:
         """Raises EnvironmentFailure where the store does not answer at all."""
-        with suppress(IntegrityError):  # says of this file that it is missing, or damaged: it answers
+        with suppress(IntegrityError):  # missing or damaged: the store answers
             self.store.get(f"{round_folder(plan.round)}plan.json")
 
     def _read_files(self, plan: RoundPlan, client: int, closed: Closed | None) -> Outcome:
@@ -275,8 +275,8 @@ class Mailbox:
         return update_of(manifest, lambda limit: self.store.get(f"{base}.safetensors", limit), order, self.rules)
 
     def accepted(self, plan: RoundPlan, client: int, closed: Closed) -> Outcome:
-        """The outcome that the round was closed with. Where clients hold keys and one has replaced or damaged its own
-        since, a failure; without keys it is this machine's file that is damaged: raises IntegrityError."""
+        """The outcome that the round was closed with. If clients hold keys and one has replaced or damaged its own
+        answer since, a failure; without keys this machine's file is damaged: raises IntegrityError."""
         if client in closed.refused:
             return closed.refused[client].failure(plan.round, client)
         try:
@@ -293,7 +293,7 @@ class Mailbox:
         refused: Mapping[int, ClientFailure] = MappingProxyType({}),
         moved: Mapping[int, Moved] = MappingProxyType({}),
     ) -> Closed:
-        """Freezes the set that the merge uses, as it was read or written here: the outcomes of `clients`, some of them
+        """Stores the set that the merge uses, as it was read or written here: the outcomes of `clients`, some of them
         refused."""
         why = {
             client: Refusal(stage=failure.stage, reason=failure.reason, code=failure.code)
@@ -312,7 +312,7 @@ class Mailbox:
         return closed
 
     def closed(self, plan: RoundPlan) -> Closed | None:
-        """What the round was closed with; None: it was not."""
+        """The record of the closed round; None: the round is open."""
         key = f"{round_folder(plan.round)}closed.json"
         if key not in self.store.list(key):
             return None

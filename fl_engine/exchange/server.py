@@ -1,4 +1,4 @@
-"""What a server can do besides averaging: train and evaluate on samples of its own."""
+"""The server's own data, training and evaluation."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PreparingServer(ServerSite):
             raise ConfigError(
                 "a preparation asks for data on the server, and partition.proxy leaves it none: raise partition.proxy"
             )
-        # Not by `replace`, which checks: a part of data that were checked may be a single sample, and is as good.
+        # Not by `replace`, which checks again: a part of checked data may be a single sample, and is good.
         found = copy.copy(data)
         of = {"train_x": data.train_x[train], "train_y": data.train_y[train]}
         of |= {"test_x": data.train_x[test], "test_y": data.train_y[test]}
@@ -86,7 +86,7 @@ class PreparingServer(ServerSite):
 
 @dataclass(frozen=True)
 class LazyServer:
-    """A `ServerContext` that is made when something of it is asked for. `make` raises where there is none."""
+    """A `ServerContext` that is made when it is first used. `make` raises where there is none."""
 
     make: Callable[[], ServerContext]
 

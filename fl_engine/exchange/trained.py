@@ -1,4 +1,4 @@
-"""A client that has trained: what a method measures of it."""
+"""A client that has trained, as a method's measurements see it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TrainedClient:
         return losses_of(self.family, self.goal, self.received, self.task.spec, self.x, self.y)
 
     def measured(self, metrics: Iterable[ClientMetric]) -> dict[str, float]:
-        """By name. Raises ClientError for a value that is not within the declared bounds."""
+        """Values by name. Raises ClientError for a value outside the declared bounds."""
         found = {}
         for metric in metrics:
             value = float(metric.measure(self))

@@ -1,24 +1,24 @@
-"""Updates as files, and why one is not taken: what a client sends is not trusted.
+"""Updates as files, and why one is refused: the coordinator trusts nothing that a client sends.
 
-An update is `<client>.safetensors`, and a manifest that vouches for it; neither can hold code. All is checked before a
-tensor reaches the mean. What fails is `Rejected` with one of the codes below: a client's failure at the stage
-`validate`, never an exception of the coordinator's.
+An update is `<client>.safetensors`, and a manifest with its checksum; neither can hold code. Everything is checked
+before a tensor reaches the mean. An update that fails is `Rejected` with one of the codes below: that is a failure of
+the client at the stage `validate`, and never stops the coordinator.
 
     file        missing, or of more bytes than the sub-model can have
     unreadable  the store refuses this client's files, and no others
     schema      not a manifest, or not safetensors
     order       for another round, client or order than the one given
     signature   not signed with the key that came with the order
-    spec        a sub-model that is no part of what was sent, or not what a client makes of it
+    spec        a sub-model that is no part of what was sent, or not the one that the order makes
     checksum    other bytes than the manifest says
     names       tensors that the sub-model, or what a client keeps, does not have or lacks
     dtype, shape
-    encoding    what no client makes of weights, where a codec codes them
+    encoding    not an encoding that the codec can make
     finite      not a number, infinite, or so large that sums overflow
     statistics  a variance below zero; or running statistics that moved much further than others
     examples    another number of samples than the client holds
-    metrics     other figures than the engine's and the declared ones, or one beyond its bounds; or not the steps,
-                multiply-adds and memory that the order makes
+    metrics     other figures than the engine's and the declared ones, one beyond its bounds, or other steps,
+                multiply-adds or memory than the order makes
     norm        weights that moved much further than others
 """
 
@@ -68,11 +68,11 @@ from fl_engine.fleet.devices import observe
 from fl_engine.storage.store import canonical, decode, encode, padded, sha256
 
 MANIFEST_BYTES = 2**15
-"""More than a manifest holds besides its sub-model: a failure's reason of 4096 characters is the longest."""
+"""More bytes than a manifest has besides its sub-model; a failure's reason of 4096 characters is the longest part."""
 CHANNEL_BYTES = 8
-"""More than it holds for a kept channel: its number and a comma."""
+"""More bytes than a manifest has for a kept channel: its number and a comma."""
 HEADER_BYTES = 2**10
-"""More than safetensors writes for a tensor besides its numbers, and a manifest for a group's name."""
+"""More bytes than safetensors writes for a tensor besides its numbers, and than a manifest has for a group's name."""
 
 
 def payload_bytes(order: WorkOrder, state: Shapes | None = None) -> int:
@@ -116,9 +116,9 @@ class Manifest(BaseModel):
 
 @dataclass(frozen=True)
 class Rules:
-    """What is known about honest updates. `samples` holds each client's sample count; by what `algorithm` makes of an
-    order and of what the client has free, sub-model, steps and multiply-adds are known (None: it may be any part of
-    what was sent, and the work any up to a bound). What is free follows from `seed` (None: the client looks)."""
+    """What the coordinator knows of honest updates. `samples` holds each client's sample count. From `algorithm`, an
+    order and the client's free memory follow sub-model, steps and multiply-adds (None: any part of what was sent is
+    accepted, and any work up to a bound). Free memory follows from `seed` (None: the client measures it)."""
 
     layout: ParamLayout
     samples: Sequence[int]
@@ -139,21 +139,21 @@ KeyOf = Callable[[WorkOrder], bytes]
 
 
 def key_of(secret: bytes, whose: Literal["client", "coordinator"] = "client") -> KeyOf:
-    """Keys of a run, from its secret: one for each order, good for nothing else. The coordinator's own sign what it
-    says of a client: that its pod failed, that its update was not to be trusted."""
+    """Keys that follow from the run's secret: one for each order, good for nothing else. With its own keys the
+    coordinator signs what it says of a client: that its pod failed, or that its update failed validation."""
     return lambda order: hmac.digest(secret, f"{whose} {order_sum(order)}".encode(), "sha256")
 
 
 def order_sum(order: WorkOrder) -> str:
-    """sha256 of the order, its tensors apart: they follow from the round's state."""
+    """sha256 of the order without its tensors, which follow from the round's state."""
     told = [order.round, order.client, order.seed, order.level, order.spec.to_json(), dict(order.hints)]
     codecs = order.codecs or coding.PLAIN
     return sha256(canonical(told if codecs == coding.PLAIN else [*told, sections_of(codecs)]))
 
 
 def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tuple[Manifest, bytes | None]:
-    """What goes through the store: a manifest, not signed yet, and the bytes that it vouches for (None: a failure), of
-    this length where one is given."""
+    """What goes through the store: a manifest, not signed yet, and the bytes of its file (None: a failure), filled up
+    to `length` where one is given."""
     manifest = Manifest(round=order.round, client=order.client, order=order_sum(order))
     if isinstance(outcome, ClientFailure):
         why = {"stage": outcome.stage, "reason": outcome.reason[:4096], "code": outcome.code}
@@ -170,7 +170,7 @@ def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tup
 
 
 def signed(manifest: Manifest, key: bytes | None) -> Manifest:
-    """Without a key (clients of this machine) the signature is a checksum, against damage alone."""
+    """Without a key (clients of this machine) the signature is a checksum: it shows damage, not lies."""
     return manifest.model_copy(update={"signature": _signature(manifest, key or b"")})
 
 
@@ -179,15 +179,15 @@ def _signature(manifest: Manifest, key: bytes) -> str:
 
 
 Read = Callable[[int | None], bytes]
-"""Reads a file of at most so many bytes, or raises IntegrityError."""
+"""Reads a file of at most this many bytes, or raises IntegrityError."""
 
 
 def manifest_of(
     file: Read, order: WorkOrder, key: bytes | None, own: bytes | None = None, closed: str | None = None
 ) -> Manifest:
-    """A manifest that answers this order, signed with the client's `key` or the coordinator's `own`; or, with `closed`,
-    whose `said` is that: a round that is closed may have been answered by others, who held other keys or none. Of its
-    failures a client says no more than that it could not prune or train. Raises Rejected."""
+    """A manifest that answers this order, signed with the client's `key` or the coordinator's `own`. With `closed`, the
+    manifest's checksum (`said_of`) has to be that instead: clients with other keys, or none, may have answered a round
+    that is closed. A client can report only that it dropped out, or could not prune or train. Raises Rejected."""
     try:
         manifest = Manifest.model_validate_json(file(manifest_bytes(order)))
         said = canonical(manifest.model_dump(exclude={"signature"}))
@@ -213,7 +213,7 @@ def manifest_of(
 
 
 def said_of(manifest: Manifest) -> str:
-    """A checksum of what a manifest says that moves a bit of the model."""
+    """A checksum of everything in a manifest that can change the model."""
     return sha256(canonical(manifest.model_dump(exclude={"metrics", "signature"})))
 
 
@@ -233,12 +233,12 @@ def _is_signed(manifest: Manifest, said: bytes, key: bytes) -> bool:
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 SAID_BY_CLIENTS = ("drop", "prune", "train")
-"""Stages at which a client can say that it failed; the others are for the coordinator to say."""
+"""Stages that a client can report; only the coordinator reports the others."""
 
 
 def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules | None) -> Outcome:
-    """The outcome that a manifest vouches for; `payload` reads its file. Raises Rejected; without rules,
-    only for what does not match the manifest."""
+    """The outcome of a manifest; `payload` reads its file. Raises Rejected; without rules only where the file does not
+    match the manifest."""
     if manifest.spec is None:
         stage: Stage = next((stage for stage in STAGES if stage == manifest.stage), "train")
         return ClientFailure(order.round, order.client, stage, manifest.reason or "", manifest.code)
@@ -249,7 +249,7 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
     expected = None if rules is None else _expected(rules, spec, order)
     codec = coding.codec_up(order)
     assert codec is None or rules is not None, "what a codec codes is decoded by rules, which know the network"
-    # That of what was sent, also where the client has pruned: with a length that is fixed it fills its file up.
+    # The limit of the whole order, also where the client has pruned: with a fixed length it fills its file up to that.
     limit = None if rules is None else payload_bytes(order, rules.client_state)
     try:
         value = payload(limit)
@@ -276,13 +276,13 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
 
 
 def received(update: ClientUpdate, order: WorkOrder, rules: Rules) -> ClientUpdate:
-    """An encoded update where it does not travel, as it would arrive. Raises Rejected."""
+    """An encoded update of a client in this process, as it would arrive through the store. Raises Rejected."""
     expected = _expected(rules, update.spec, order)
     return replace(update, payload=_weights(update.travels, update.spec, order, expected, rules.layout))
 
 
 def _weights(tensors: Params, spec: SubmodelSpec, order: WorkOrder, expected: Header, layout: ParamLayout) -> Params:
-    """What a client says that it has trained, decoded and checked."""
+    """The weights of an update, decoded and checked."""
     codec = coding.codec_up(order)
     if wrong := coding.misfit(tensors, coding.header(codec, expected), coding.streams(codec, expected)):
         raise Rejected(*wrong)
@@ -309,7 +309,7 @@ def _check_metrics(metrics: Mapping[str, float], declared: Sequence[ClientMetric
 
 
 def _check_made(spec: SubmodelSpec, order: WorkOrder, metrics: Mapping[str, float], rules: Rules) -> None:
-    """Of the sub-model the classes apart: which of them a client trains is its data's. What is free is compared to nine
+    """The classes of the sub-model are not compared: they depend on the client's data. Free memory is compared to nine
     digits: machines differ in the last bits of a normal draw."""
     free = metrics["free"]
     if rules.seed is not None:
@@ -343,7 +343,7 @@ def _forms(state: Shapes) -> Header:
 
 
 def _expected(rules: Rules, spec: SubmodelSpec, order: WorkOrder) -> Header:
-    """Of the weights, decoded."""
+    """The header of the decoded weights."""
     layout, kept = rules.layout, rules.client_state
     try:
         layout.check(spec)
@@ -356,7 +356,7 @@ def _expected(rules: Rules, spec: SubmodelSpec, order: WorkOrder) -> Header:
 
 
 def check_state(state: Params, declared: Shapes) -> None:
-    """Raises Rejected unless this is what each client keeps."""
+    """Raises Rejected unless names, types, shapes and numbers are those of a client's declared state."""
     tensors = travelling(state)
     if wrong := coding.misfit(tensors, _forms(declared)):
         raise Rejected(*wrong)
@@ -373,8 +373,8 @@ def _check_numbers(tensors: Params) -> None:
 
 
 def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Moved:
-    """Root mean square of how far the trained numbers moved: comparable between sub-models of all sizes. The same bits
-    wherever the numbers lie and in whatever order of axes."""
+    """How far the trained numbers moved, as a root mean square, so that sub-models of all sizes compare. The bits do
+    not depend on the numbers' device or memory layout."""
     same = update.spec == order.spec
     sent = order.payload if same else take(order.payload, layout, update.spec, have=order.spec)
     moved = _each({name: (_plain(new), _plain(sent[name])) for name, new in update.payload.items()})
@@ -382,7 +382,7 @@ def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Mov
 
 
 def size_of(params: Params) -> Moved:
-    """How far it is from zero."""
+    """How far the numbers are from zero."""
     zero = torch.zeros(())
     return _each({name: (_plain(tensor), zero) for name, tensor in params.items()})
 

@@ -1,4 +1,4 @@
-"""The answers of a round, all there, read one at a time."""
+"""All answers of a round, read one at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fl_engine.storage.store import tensor_bytes
 
 
 class Answers:
-    """Weights wait in a spool, so that many updates take no more memory than few. Reading gives client order, whatever
-    order they came in: floating-point sums depend on it."""
+    """Weights wait in a spool, so that many updates take no more memory than few. Reading is in client
+    order, whatever order they came in: floating-point sums depend on it."""
 
     def __init__(self, held_bytes: int = HELD_BYTES) -> None:
         self._spool = Spool(held_bytes)

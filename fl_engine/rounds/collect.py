@@ -1,4 +1,4 @@
-"""The middle of a round: orders go out, answers come in, are looked at, and the set that is merged is frozen."""
+"""The middle of a round: send orders, receive and check answers, and fix the set that is merged."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from fl_engine.storage.client_states import ClientStates
 log = logging.getLogger("flexfleet")
 
 BESIDE_A_STORE = 16 * 2**20
-"""So many bytes of updates stay in memory where the store has them too: rounds through a store are the large ones."""
+"""Bytes of updates that stay in memory where the store has them too: rounds through a store are the large ones."""
 
 
 @dataclass(frozen=True)
 class Collected:
     answers: Answers
     history: History
-    """How far updates moved, this round's too."""
+    """How far updates moved, with this round's."""
     waited: float
     """Seconds until the backend had answers."""
 
 
 @dataclass(frozen=True)
 class Clients:
-    """Through what the server talks to them."""
+    """How the server reaches them."""
 
     backend: Backend
     mailbox: Mailbox | None
-    """Where answers are kept as they arrive; None: in this process alone."""
+    """Stores answers as they arrive; None: they stay in this process."""
     should_stop: Callable[[], bool] = lambda: False
     states: ClientStates | None = None
-    """Where it is that they keep; None: they keep nothing."""
+    """Stores the clients' states; None: they have none."""
 
 
 def collect(run: Run, plan: RoundPlan, history: History, clients: Clients) -> Collected:
@@ -104,7 +104,7 @@ def _adopted(plan: RoundPlan, mailbox: Mailbox, receive: Callable[[Outcome], Non
 
 
 def _known(run: Run, plan: RoundPlan, outcome: Outcome) -> Outcome:
-    """With what the server itself knows of an update."""
+    """The outcome, with what the server itself knows of an update."""
     if isinstance(outcome, ClientFailure):
         return outcome
     level = index_of(run.site.pool, run.site.layout, outcome.spec)
@@ -112,7 +112,7 @@ def _known(run: Run, plan: RoundPlan, outcome: Outcome) -> Outcome:
 
 
 def _size(plan: RoundPlan, history: History) -> Moved:
-    """How large what was sent is, while too little is remembered of how far updates move."""
+    """The size of the weights that were sent, as long as too few movements are remembered."""
     if plan.orders and history.count < acceptance.FIRST_ONES:
         return size_of(plan.orders[0].payload)
     return acceptance.NOTHING

@@ -1,4 +1,4 @@
-"""What clients keep: handed out with a round's orders, taken in with the updates that are merged."""
+"""Clients' states: sent with a round's orders, received with the updates that are merged."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger("flexfleet")
 
 
 def handed_out(run: Run, plan: RoundPlan, files: Mapping[int, str], states: ClientStates | None) -> RoundPlan:
-    """Each order with what its own client keeps. One whose file is missing or damaged begins as one that has not taken
-    part yet."""
+    """Each order with the state of its own client. A client whose file is missing or damaged begins like one that has
+    not taken part yet."""
     if states is None:
         return plan
     orders = []
@@ -43,7 +43,7 @@ def _read(states: ClientStates, file: str, declared: Shapes, round: int, client:
 
 
 def taken_in(files: Mapping[int, str], answers: Answers, states: ClientStates | None) -> Mapping[int, str]:
-    """By client, the file of what it keeps after the round."""
+    """By client, the file of its state after the round."""
     if states is None:
         return files
     return {**files, **{client: states.put(state, files.get(client)) for client, state in answers.states()}}

@@ -1,13 +1,13 @@
-"""What clients keep (`KeepsClientState`), a file for each state:
+"""The states of clients (`KeepsClientState`), a file each:
 
     states/<sha256>.safetensors
 
-A commit names the file of each client that has one. A file is written when its client's update is taken, and only where
-what the client keeps has changed; it is deleted when no commit whose state is kept names it any more. It is never
-written again, so what a commit names stays what it was, whatever a kill leaves of the rounds after it.
+A commit names the file of each client that has one. A file is written when the client's update is accepted, and only if
+the state has changed; it is deleted when no kept commit names it any more. Its content never changes, so a commit's
+states stay as they were, whatever a kill leaves of later rounds.
 
-Where the coordinator holds a lease, its number stands in front of the name: one that was replaced without knowing it
-deletes nothing that its successor has written.
+Where the coordinator holds a lease, the file's name begins with the lease's number: a coordinator that was replaced and
+does not know it yet deletes nothing that its successor has written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fl_engine.storage.store import decode, encode, sha256
 FOLDER = "states/"
 FILE = re.compile(r"(?:([1-9][0-9]{0,17})-)?([0-9a-f]{64})\.safetensors")
 KEY = "rounds/client_states"
-"""In a commit's JSON, beside the fields of the algorithm's state: by client, the name of its file."""
+"""Key of a commit's JSON, beside the fields of the algorithm's state: the name of each client's file."""
 
 Files = dict[int, Annotated[str, Field(pattern=f"^{FILE.pattern}$")]]
 FILES = TypeAdapter(Files)
@@ -47,7 +47,7 @@ class ClientStates:
         """By committed round, files."""
 
     def put(self, state: Params, before: str | None) -> str:
-        """The state's file; `before`: that of what the client kept until now."""
+        """Writes the state; gives the name of its file. `before`: the file of the client's earlier state."""
         value = encode(state)
         name = f"{sha256(value)}.safetensors"
         if before is not None and before.rpartition("-")[2] == name:
@@ -66,8 +66,8 @@ class ClientStates:
         return decode(value, uri)
 
     def prune(self) -> None:
-        """Deletes the files that no commit names whose state is kept. Where one of those cannot be read, none: which it
-        names is not known."""
+        """Deletes the files that no kept commit names. If a commit cannot be read it deletes none, because the files
+        that this commit names are not known."""
         lease, store = self._checkpoints.lease, self._checkpoints.store
         files = store.list(FOLDER)
         if not files:
