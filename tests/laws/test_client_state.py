@@ -16,6 +16,7 @@ from fl_engine.aggregation import privacy
 from fl_engine.aggregation.privacy import Private
 from fl_engine.algorithms import CONTRACT, AllLarge
 from fl_engine.backends import InProcess, Processes
+from fl_engine.codecs import Half
 from fl_engine.core.client_state import apart, kept_by_clients, travelling
 from fl_engine.core.contracts import ClientContext
 from fl_engine.core.errors import ConfigError, IntegrityError
@@ -23,6 +24,7 @@ from fl_engine.core.slicing import full_shapes, largest
 from fl_engine.core.types import (
     ClientFailure,
     ClientUpdate,
+    Codecs,
     LocalTask,
     Outcome,
     Params,
@@ -31,6 +33,7 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
+from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import packed, payload_bytes
@@ -281,6 +284,19 @@ def test_every_backend_carries_the_same(numerics: Numerics, tmp_path: Path) -> N
     with closing(Processes(site, ("cpu", "cpu"), Mailbox(FolderStore(tmp_path), rules))) as processes:
         for backend in (InProcess(site), InProcess(site, ("cpu", "cpu")), processes):
             assert_same_outcomes(by_client(backend.run(HEADS, plan)), expected)
+
+
+def test_a_state_travels_as_it_is_beside_coded_weights(tmp_path: Path) -> None:
+    orders = tuple(replace(order, memory=travelling(STATE)) for order in PLAN.orders)
+    plan = coding.sent(replace(PLAN, orders=orders), SITE.pool, Codecs(Half(), Half()), SEED)
+    expected = list(InProcess(SITE).run(HEADS, plan))
+    for outcome in expected:
+        assert isinstance(outcome, ClientUpdate) and outcome.encoded is not None
+        assert outcome.state.keys() == DECLARED.keys() and not outcome.payload.keys() & DECLARED.keys()
+        assert all(tensor.dtype == torch.float32 for tensor in outcome.state.values())
+    rules = replace(SITE.rules, algorithm=HEADS)
+    with closing(Processes(SITE, ("cpu", "cpu"), Mailbox(FolderStore(tmp_path), rules))) as processes:
+        assert_same_outcomes(by_client(processes.run(HEADS, plan)), by_client(expected))
 
 
 # ------------------------------------------------------------------------------------------------------ rounds
