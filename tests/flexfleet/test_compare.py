@@ -63,7 +63,7 @@ def _quickly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare_module, "side_by_side", in_this_process)
         patch.setattr(run_module, "report", page_stub)
-        patch.setattr(partitions, "draw", lambda counts, path: None)
+        patch.setattr(partitions, "draw", lambda *_: None)
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
         yield
 
