@@ -31,6 +31,7 @@ from fl_engine.aggregation.server_opt import Average
 from fl_engine.algorithms import CONTRACT
 from fl_engine.backends import InProcess
 from fl_engine.codecs import Half
+from fl_engine.core.client_state import kept_by_clients
 from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ClientError, ModelError, PoolError
 from fl_engine.core.measures import FIGURES, client_metrics
@@ -473,8 +474,10 @@ class AlgorithmSuite:
             moved[name] = ledger.checkpoints.rows()[0].metrics
         assert_same_bits(finals[1], finals[2])
         assert any(not torch.equal(t, finals[0][name]) for name, t in finals[1].items())
-        for way in ("bytes_down", "bytes_up"):
-            assert moved["plain"][way] == 2 * moved["whole"][way] == 2 * moved["stopped"][way] > 0
+        state = sum(4 * math.prod(shape) for shape in kept_by_clients(algorithm, site.family, site.pool).values())
+        for way, uncoded in (("bytes_down", 0), ("bytes_up", state * moved["plain"]["clients_trained"])):
+            weights = {name: metrics[way] - uncoded for name, metrics in moved.items()}
+            assert weights["plain"] == 2 * weights["whole"] == 2 * weights["stopped"] > 0
 
     @pytest.mark.parametrize("kind", sorted(KINDS))
     def test_other_samples_and_tasks_learn_and_go_on(self, algorithm: Algorithm, kind: str, tmp_path: Path) -> None:

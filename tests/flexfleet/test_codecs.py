@@ -73,8 +73,8 @@ def test_a_level_with_codecs_of_its_own(flexfleet: Any, quick: Sequence[str], tm
         "from fl_engine.core.types import Codecs\n"
         "@dataclass(frozen=True)\n"
         "class Thrifty(FlexFL):\n"
-        "    def pool(self, family, apoz):\n"
-        "        first, *others = super().pool(family, apoz)\n"
+        "    def pool(self, family, prepared, server):\n"
+        "        first, *others = super().pool(family, prepared, server)\n"
         "        return (replace(first, codecs=Codecs(Half(), Half())), *others)\n"
     )
     kept = [each for each in quick if not each.startswith("algorithm.name")]
