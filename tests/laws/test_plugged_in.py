@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, make_dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -102,17 +102,23 @@ def configured(*sets: str, name: str = "heterofl") -> Any:
 # ------------------------------------------------------------------------------------------------- it is found
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_algorithm_takes_ones_own(name: str) -> None:
-    found = configured(
+    """Where it lets one choose: FedNova's mean, say, is its own."""
+    aggregation = (
         f"algorithm.aggregation.name={HERE}:Trimmed",
         "algorithm.aggregation.share=0.3",
         "algorithm.aggregation.bounds=[0.5, 1.0]",
-        f"algorithm.server={{name: {HERE}:Half, share: 0.25}}",
-        f"algorithm.selection={{name: {HERE}:Everybody, model: largest, extra: 3}}",
-        name=name,
     )
-    assert found.aggregation == Trimmed(share=0.3, bounds=(0.5, 1.0))
-    assert found.server == Half(share=0.25)
-    assert found.selection == Everybody(model="largest", extra=3)
+    own: dict[str, tuple[tuple[str, ...], object]] = {
+        "aggregation": (aggregation, Trimmed(share=0.3, bounds=(0.5, 1.0))),
+        "server": ((f"algorithm.server={{name: {HERE}:Half, share: 0.25}}",), Half(share=0.25)),
+        "selection": (
+            (f"algorithm.selection={{name: {HERE}:Everybody, model: largest, extra: 3}}",),
+            Everybody(model="largest", extra=3),
+        ),
+    }
+    chosen = [each.name for each in fields(cast(Any, ALGORITHMS[name])) if each.name in own]
+    built = configured(*(each for what in chosen for each in own[what][0]), name=name)
+    assert chosen and all(getattr(built, what) == own[what][1] for what in chosen)
 
 
 def test_what_is_plugged_in_is_what_merges() -> None:
