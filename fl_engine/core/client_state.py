@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from fl_engine.core.contracts import KeepsClientState, ModelFamily
+from fl_engine.core.contracts import ModelFamily, keeps_client_state
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Params, Pool
 
@@ -20,7 +20,7 @@ Shapes = dict[str, tuple[int, ...]]
 def kept_by_clients(algorithm: object, family: ModelFamily, pool: Pool) -> Shapes:
     """What the algorithm declares that each client keeps; empty where it keeps nothing. Raises ConfigError where the
     declaration is wrong."""
-    if not isinstance(algorithm, KeepsClientState):
+    if not keeps_client_state(algorithm):
         if hasattr(algorithm, "client_state"):
             raise ConfigError(
                 f"{type(algorithm).__name__} declares what clients keep (client_state), and lacks begin or keep: it "

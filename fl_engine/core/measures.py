@@ -11,7 +11,7 @@ import re
 
 from fl_engine.core.contracts import (
     ClientMetric,
-    MeasuresClients,
+    measures_clients,
 )
 from fl_engine.core.errors import ConfigError
 
@@ -36,7 +36,7 @@ def client_metrics(algorithm: object) -> tuple[ClientMetric, ...]:
     """What the algorithm and its `selection` want measured. Raises ConfigError where a declaration is wrong."""
     found: dict[str, ClientMetric] = {}
     for method in (algorithm, getattr(algorithm, "selection", None)):
-        if isinstance(method, MeasuresClients):
+        if measures_clients(method):
             whose = type(method).__name__
             for metric in method.client_metrics():
                 if wrong := _wrong(metric) or ("it is declared twice" if metric.name in found else ""):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fl_engine.core.client_state import apart, kept_by_clients
-from fl_engine.core.contracts import Algorithm, KeepsClientState, ModelFamily
+from fl_engine.core.contracts import Algorithm, ModelFamily, keeps_client_state
 from fl_engine.core.errors import ClientError, ModelError
 from fl_engine.core.measures import LARGEST_LOSS, client_metrics
 from fl_engine.core.samples import Data
@@ -116,7 +116,7 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     received = {name: taken[name] for name in layout.slots if name in taken}
     memory, state = apart(order.memory)
     start = Start(received, {name: tensor for name, tensor in memory.items() if name in received})
-    if isinstance(algorithm, KeepsClientState):
+    if keeps_client_state(algorithm):
         try:
             began = algorithm.begin(state, start, order, task, context)
         except (ClientError, ModelError) as error:
@@ -200,10 +200,10 @@ def _outcome(work: Work, job: local.Job, trained: local.Trained, site: Site, sec
     state: Params = {}
     kept = kept_by_clients(work.algorithm, site.family, site.pool)
     wanted = client_metrics(work.algorithm)
-    if wanted or isinstance(work.algorithm, KeepsClientState):
+    if wanted or keeps_client_state(work.algorithm):
         client = TrainedClient.of(order, task, site.family, site.data.task, job, work.received, trained.params)
         try:
-            if isinstance(work.algorithm, KeepsClientState):  # first, since a measurement may write into the copies
+            if keeps_client_state(work.algorithm):  # first, since a measurement may write into the copies
                 state = {n: t.detach().to("cpu", copy=True) for n, t in work.algorithm.keep(work.state, client).items()}
                 check_state(state, kept)
             metrics |= client.measured(wanted)
