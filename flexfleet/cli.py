@@ -20,6 +20,7 @@ from flexfleet.files import terminal as common
 log = logging.getLogger("flexfleet")
 
 if TYPE_CHECKING:
+    from fl_engine.core.contracts import ModelFamily
     from flexfleet.config import Config
 
 MLFLOW_RUN = re.compile(r"[0-9a-f]{32}")
@@ -239,30 +240,25 @@ def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
 
 
 def pool(args: argparse.Namespace) -> int:
-    from flexfleet.steps.prepare import parse_input, resolved_of
+    from flexfleet.steps.prepare import resolved_of
 
     if args.algorithm:
         args.set.append(f"algorithm.name={args.algorithm}")
     if args.model:
         args.set.append(f"model.name={args.model}")
     from fl_engine.exchange.server import LazyServer
+    from fl_engine.models.build import model_kind
     from flexfleet.files import prepared
     from flexfleet.files.artifacts import Apoz
     from flexfleet.steps import model_pool, partition, pretrain
 
     resolved = resolved_of(args)
     config, algorithm = resolved.config, resolved.algorithm
-    if args.input or args.classes:
-        if not (args.input and args.classes):
-            raise ConfigError("--input and --classes go together: they stand in for a data set")
-        if args.classes < 1:
-            raise ConfigError(f"--classes says how many outputs the network has, at least 1; got {args.classes}")
-        family = resolved.network(parse_input(args.input), args.classes)
-    else:
-        family = resolved.family
     made: dict[str, Any] = {"apoz": Apoz.read(args.apoz)} if args.apoz else {}
     missing = [name for name in algorithm.preparations if name not in made]
-    if missing and args.input:
+    given = _stand_in(args, model_kind(config.model), needs_data=bool(missing))
+    family = resolved.network(*given) if given else resolved.family
+    if missing and given:
         raise ConfigError(
             f"{config.algorithm['name']} asks for {', '.join(missing)}, which takes data: leave out --input and "
             "--classes (or for apoz give --apoz FILE, a pretrain step's apoz.json, or --set algorithm.use_apoz=false)"
@@ -275,11 +271,11 @@ def pool(args: argparse.Namespace) -> int:
 
     def no_server() -> NoReturn:
         raise ConfigError(
-            f"the pool of {config.algorithm['name']} asks for the server's data, and --input and --classes stand in "
-            "for a data set: leave them out"
+            f"the pool of {config.algorithm['name']} asks for the server's data, and there is no data set here: leave "
+            "out --input and --classes, and name one (--set dataset.name=NAME)"
         )
 
-    server = LazyServer(no_server) if args.input else partition.server_of(resolved)
+    server = LazyServer(no_server) if given else partition.server_of(resolved)
     built = model_pool.build(config, algorithm, family, made, server)
     if args.json:
         print(built.model_dump_json())
@@ -292,6 +288,26 @@ def pool(args: argparse.Namespace) -> int:
         cost = f"{100 * m.share:9.2f}{m.params:13,}{m.bytes / 1e6:9.2f}{m.flops / 1e6:10.2f}"
         print(f"{m.name:8}{cost}  {widths}")
     return 0
+
+
+def _stand_in(
+    args: argparse.Namespace, kind: type[ModelFamily], needs_data: bool
+) -> tuple[tuple[int, ...], int] | None:
+    """The shape of a sample and the number of outputs, where `pool` needs no data set: those of --input and --classes,
+    or those that the network was published for, unless a data set is named."""
+    from fl_engine.core.contracts import PublishedFor
+    from flexfleet.steps.prepare import parse_input
+
+    if not (args.input or args.classes):
+        named = any(each.startswith("dataset.") for each in args.set)
+        if isinstance(kind, PublishedFor) and not named and not needs_data:
+            return kind.published_input, kind.published_outputs
+        return None
+    if not (args.input and args.classes):
+        raise ConfigError("--input and --classes go together: they stand in for a data set")
+    if args.classes < 1:
+        raise ConfigError(f"--classes says how many outputs the network has, at least 1; got {args.classes}")
+    return parse_input(args.input), args.classes
 
 
 def report(args: argparse.Namespace) -> int:
@@ -475,7 +491,10 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--algorithm", metavar="NAME")
     c.add_argument("--model", metavar="NAME")
     c.add_argument(
-        "--input", metavar="SHAPE", help="shape of a sample (3x32x32, 200x6, 18); with --classes, instead of a data set"
+        "--input",
+        metavar="SHAPE",
+        help="shape of a sample (3x32x32, 200x6, 18); with --classes, instead of a data set (default: what the network "
+        "was published for, where it says so and no data set is named or needed)",
     )
     c.add_argument("--classes", type=int, metavar="N", help="how many outputs the network has, with --input")
     c.add_argument("--apoz", type=Path, metavar="FILE", help="apoz.json of a pretrain step, instead of measuring")

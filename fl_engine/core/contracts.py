@@ -74,6 +74,22 @@ class TakesTokens(Protocol):
     def vocabulary(self) -> int: ...
 
 
+@runtime_checkable
+class PublishedFor(Protocol):
+    """A network that was published for one data set: for what samples and outputs, where nothing else is asked for."""
+
+    published_input: ClassVar[tuple[int, ...]]
+    published_outputs: ClassVar[int]
+
+
+@runtime_checkable
+class CountsMacs(Protocol):
+    """A layer with weights that says itself what it costs, with all that it is made of."""
+
+    def macs(self, given: Tensor, output: Tensor) -> int:
+        """Multiply-adds of a forward pass from this input to this output."""
+
+
 class ServerContext(Protocol):
     """The server's data and training, for algorithms that do more there than average: fine-tune, distil, search."""
 

@@ -32,10 +32,14 @@ Rule = Literal["closest", "authors"]
 MIN_RATIO = 0.01
 GAMMA_STEP = 0.01
 AUTHORS_TOLERANCE = 0.05
+UNMEASURED = 0.5
+"""A_i of a layer without a ReLU (an LSTM, an embedding), as if it were as often zero as not. Its real share of zeros is
+about 0, which would keep it as wide as gamma allows, however little it contributes."""
 
 
 def measure_apoz(family: ModelFamily, params: Params, x_nchw: Tensor, batch_size: int = 128) -> tuple[float, ...]:
-    """A_i per prunable layer, each in [0, 1]. `x_nchw` is float32, normalised (the proxy's test part)."""
+    """A_i per prunable layer, each in [0, 1]; `UNMEASURED` where it has no ReLU. `x_nchw` are samples as the network
+    takes them (the proxy's test part)."""
     module = runnable(family, FULL, {k: v.clone() for k, v in params.items()}).eval()
     names = [name for layer in family.prunable() for name in layer.activations]
     zeros = dict.fromkeys(names, 0)
@@ -55,7 +59,8 @@ def measure_apoz(family: ModelFamily, params: Params, x_nchw: Tensor, batch_size
         for x in torch.split(x_nchw, batch_size):
             module(x)
     layers = family.prunable()
-    return tuple(sum(zeros[n] / entries[n] for n in layer.activations) / len(layer.activations) for layer in layers)
+    shares = [[zeros[n] / entries[n] for n in layer.activations] for layer in layers]
+    return tuple(sum(each) / len(each) if each else UNMEASURED for each in shares)
 
 
 def layer_sizes(family: ModelFamily) -> tuple[int, ...]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from fl_engine.core.contracts import ModelFamily, TakesTokens
+from fl_engine.core.contracts import CountsMacs, ModelFamily, TakesTokens
 from fl_engine.core.errors import ModelError
 from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Pool, SubmodelSpec
 
@@ -142,34 +144,72 @@ def count_params(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
 
 def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
     """Multiply-adds per sample as the papers' tables count them (the thop convention): convolutions and linear
-    layers without bias, 4*C*H*W per batch norm; ReLU, pooling and dropout count 0. Recurrent layers count each weight
-    matrix once a step.
+    layers without bias, 4 for each number of a batch or group norm; ReLU, pooling, dropout and embeddings count 0.
+    Recurrent layers count each weight matrix once a step, transposed convolutions their kernel once for each number
+    that they take. Raises ModelError for a layer with weights that is none of these.
 
     Runs one sample of nothing through weights of nothing: on torch's meta device the first convolution would import its
     compiler and sympy, seconds in every client's pod.
     """
     total = 0
 
-    def count(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+    def count(layer: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
         nonlocal total
-        if isinstance(module, nn.Conv2d):
-            per_output = module.in_channels // module.groups * math.prod(module.kernel_size)
-            total += output.numel() * per_output
-        elif isinstance(module, nn.Linear):
-            total += output.numel() * module.in_features
-        elif isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d):
-            total += 4 * output.numel()
-        elif isinstance(module, nn.RNNBase):
-            steps = given[0].numel() // given[0].shape[-1]
-            total += steps * sum(weight.numel() for weight in module.parameters() if weight.dim() == 2)
+        total += layer.macs(given[0], output) if isinstance(layer, CountsMacs) else _macs(layer, given[0], output)
 
     nothing = shapes(family.layout(), spec, full_shapes(family))
     module = runnable(family, spec, {name: torch.empty(shape) for name, shape in nothing.items()}).eval()
-    for child in module.modules():
-        child.register_forward_hook(count)
+    for layer, name in {layer: name for name, layer in _costly(module)}.items():
+        if not isinstance(layer, CountsMacs | COUNTED):
+            raise ModelError(
+                f"{type(family).__name__}: {name or 'the network'} is a {type(layer).__name__} with weights, whose "
+                "multiply-adds are not known: make it of torch's linear, convolution, norm or recurrent layers, or "
+                "give it a method macs(given, output)"
+            )
+        layer.register_forward_hook(count)
     with torch.inference_mode():
         module(made_up(family, 1))
     return total
+
+
+COUNTED = (
+    _ConvNd
+    | nn.Linear
+    | _NormBase
+    | nn.GroupNorm
+    | nn.LayerNorm
+    | nn.RNNBase
+    | nn.RNNCellBase
+    | nn.Embedding
+    | nn.PReLU
+)
+
+
+def _costly(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """By name, the layers to count and those that hold weights themselves. One that counts itself stands for all that
+    it is made of."""
+    itself = isinstance(module, CountsMacs)
+    if itself or isinstance(module, COUNTED) or any(True for _ in module.parameters(recurse=False)):
+        yield name, module
+    for child, layer in () if itself else module.named_children():
+        yield from _costly(layer, f"{name}.{child}" if name else child)
+
+
+def _macs(layer: nn.Module, given: Tensor, output: Tensor) -> int:
+    """Multiply-adds of a layer of one of these kinds."""
+    match layer:
+        case _ConvTransposeNd():
+            return given.numel() * (layer.out_channels // layer.groups * math.prod(layer.kernel_size))
+        case _ConvNd():
+            return output.numel() * (layer.in_channels // layer.groups * math.prod(layer.kernel_size))
+        case nn.Linear():
+            return output.numel() * layer.in_features
+        case _NormBase() | nn.GroupNorm() | nn.LayerNorm():
+            return 4 * output.numel()
+        case nn.RNNBase() | nn.RNNCellBase():
+            steps = given.numel() // given.shape[-1]
+            return steps * sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
+    return 0
 
 
 def made_up(family: ModelFamily, count: int, generator: torch.Generator | None = None) -> Tensor:

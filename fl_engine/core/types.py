@@ -204,7 +204,8 @@ FULL = SubmodelSpec()
 @dataclass(frozen=True)
 class Prunable:
     """One layer (or block of layers) as a pool prunes it: the group that sets its width, the name prefixes of
-    its parameters (its size counts for AdjW, FlexFL Eq. 3), and its ReLU modules (APoZ, FlexFL Eq. 1-2)."""
+    its parameters (its size counts for AdjW, FlexFL Eq. 3), and its ReLU modules (APoZ, FlexFL Eq. 1-2); none where it
+    has no ReLU, as an LSTM (`pool.UNMEASURED`)."""
 
     group: str
     params: tuple[str, ...]

@@ -111,17 +111,30 @@ def check_options(family: ImageFamily, width: float, norm: str) -> None:
             f"{name} takes images of at least {least}x{least} pixels, got {chw[1]}x{chw[2]}: enlarge or pad "
             "the images, or choose a network for smaller ones (small_cnn takes 8x8)"
         )
+    _check_sizes(family, width, "pixels a side")
+    if norm not in get_args(Norm):
+        raise ModelError(f"{name}: norm is one of {', '.join(get_args(Norm))}, got {norm!r}")
+
+
+def check_sizes(family: ModelFamily, form: str, axes: int, width: float) -> None:
+    """Raises ModelError for what no network for samples of so many axes can be built from. `form` names the axes."""
+    if not are_sizes(family.input_shape, axes):
+        name, what = type(family).__name__, "one positive integer" if axes == 1 else f"{axes} positive integers"
+        raise ModelError(f"{name}: input_shape is a tuple of {what}, {form}, got {family.input_shape!r}")
+    _check_sizes(family, width, "numbers along an axis")
+
+
+def _check_sizes(family: ModelFamily, width: float, side: str) -> None:
+    name, shape = type(family).__name__, family.input_shape
     if not isinstance(family.outputs, int) or family.outputs < 1:
         raise ModelError(f"{name}: outputs is an integer of at least 1, got {family.outputs!r}")
     if not isinstance(width, int | float) or not 0 < width < math.inf:
         raise ModelError(f"{name}: width multiplies all channels and is a number above 0, got {width!r}")
-    if width > WIDEST or max(*chw, family.outputs) > LARGEST:
+    if width > WIDEST or max(*shape, family.outputs) > LARGEST:
         raise ModelError(
-            f"{name}: at most {WIDEST} times as wide, {LARGEST} pixels a side and {LARGEST} outputs, "
-            f"got width {width}, input_shape {chw} and {family.outputs} outputs"
+            f"{name}: at most {WIDEST} times as wide, {LARGEST} {side} and {LARGEST} outputs, "
+            f"got width {width}, input_shape {shape} and {family.outputs} outputs"
         )
-    if norm not in get_args(Norm):
-        raise ModelError(f"{name}: norm is one of {', '.join(get_args(Norm))}, got {norm!r}")
 
 
 def are_sizes(value: object, count: int) -> bool:

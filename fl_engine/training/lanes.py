@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from fl_engine.core.errors import ModelError
 from fl_engine.core.types import Axis, ParamLayout, Params, Slot
@@ -175,7 +176,7 @@ class Network:
         layers = dict(self.module.named_modules())
         self._dropouts = [layer for layer in layers.values() if isinstance(layer, Dropout)]
         self._holders = {name: (layers[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.shapes}
-        kinds = Conv2d | Linear | nn.Conv2d | nn.Linear
+        kinds = Conv2d | Linear | _ConvNd | nn.Linear
         self.weighted = {name: layer for name, layer in layers.items() if isinstance(layer, kinds)}
         """By name, the convolutions and linear layers."""
 

@@ -33,7 +33,8 @@ def lent(family: ModelFamily, task: LocalTask) -> Iterator[Network]:
 
 
 def _built(family: ModelFamily, task: LocalTask) -> Network:
-    """HeteroFL's scaler: every convolution and hidden layer puts out 1/rate times as much."""
+    """HeteroFL's scaler: every convolution and hidden linear layer puts out 1/rate times as much. What an LSTM puts out
+    is bounded by its gates and stays as it is."""
     with torch.device("meta"):
         network = Network(family.module(task.spec).train())
     if task.scaler != 1:

@@ -9,11 +9,17 @@ import torch
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.models import MODELS
+from fl_engine.models.aep_mlp import AepMLP
+from fl_engine.models.casas_bilstm import CasasBiLSTM
+from fl_engine.models.epic_resnet18 import EpicResNet18
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.uthar_resnet18 import UTHARResNet18
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.models.widar_resnet18 import WidarResNet18
+from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.models import ModelSuite
 
@@ -25,6 +31,12 @@ SMALL: dict[str, ModelFamily] = {
     "resnet34": ResNet34((1, 9, 9), 3, width=0.1),
     "preresnet18": PreResNet18((3, 9, 12), 4, width=0.1),
     "mobilenetv2": MobileNetV2((2, 17, 20), 6, width=0.15),
+    "wisdm_lstm": WisdmLSTM((7, 3), 4, width=0.9),
+    "aep_mlp": AepMLP((5,), 2, width=0.05),
+    "casas_bilstm": CasasBiLSTM((9,), 4, vocabulary=20, width=0.1),
+    "uthar_resnet18": UTHARResNet18((3, 15, 70), 5, width=0.1),
+    "widar_resnet18": WidarResNet18((4, 5, 9), 4, width=0.1),
+    "epic_resnet18": EpicResNet18((1, 40, 33), 5, width=0.1),
 }
 
 

@@ -1,0 +1,60 @@
+"""The ResNet18 of FedAIoT for EPIC-SOUNDS (Alam, Federated Learning Benchmarks and Frameworks for Artificial
+Intelligence of Things, Michigan State University 2023, section 2.3.3.7): what is done in a kitchen, told from the
+log-mel spectrogram of its sound.
+
+`maps_resnet18` with batch norm, the stride in the first 3x3 convolution of a block, and no bias in any convolution. At
+1x400x128 and 44 classes: 11,241,260 parameters with the 128 channels that the stem has in the authors' code,
+11,192,812 with the 64 of the text (`stem: 64`).
+
+Departs from the authors' code: weights start as those of torch's layers do, there by He's rule (normal, fan out).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fl_engine.core.errors import ModelError
+from fl_engine.core.types import FULL, HEAD, ParamLayout, Prunable, SubmodelSpec
+from fl_engine.models.layers import FREE, LARGEST, Norm, check_options, check_spec
+from fl_engine.models.maps_resnet18 import Trunk
+
+
+@dataclass(frozen=True)
+class EpicResNet18:
+    input_shape: tuple[int, int, int]
+    """(C, H, W): channels, frames and mel bands."""
+    outputs: int
+    stem: int = 128
+    """Channels of the stem, before `width`."""
+    width: float = 1.0
+    """Multiplies the channels of the stem and of every stage."""
+    norm: Norm = "batch"
+
+    published_input: ClassVar[tuple[int, ...]] = (1, 400, 128)
+    published_outputs: ClassVar[int] = 44
+    min_hw: ClassVar[int] = 33
+    """Up to 32x32 the last map is a single pixel, and one sample alone has no batch statistics there."""
+
+    def __post_init__(self) -> None:
+        check_options(self, self.width, self.norm)
+        if not isinstance(self.stem, int) or not 1 <= self.stem <= LARGEST:
+            raise ModelError(f"EpicResNet18: stem is an integer from 1 to {LARGEST}, got {self.stem!r}")
+
+    def layout(self) -> ParamLayout:
+        trunk = self._trunk()
+        return ParamLayout(trunk.groups() | {HEAD: self.outputs}, trunk.slots(FREE))
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        """(B, C, H, W) -> logits (B, kept classes)."""
+        layout, trunk = self.layout(), self._trunk()
+        check_spec(layout, spec, skippable=trunk.skippable())
+        return nn.Sequential(trunk.layers(layout, spec, self.input_shape[0]))
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        return self._trunk().prunable()
+
+    def _trunk(self) -> Trunk:
+        return Trunk(self.norm, self.width, self.stem)

@@ -1,0 +1,192 @@
+"""The networks of FedAIoT: their published counts, and how they are cut, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine.core.errors import ModelError
+from fl_engine.core.pool import UNMEASURED, measure_apoz
+from fl_engine.core.slicing import count_macs, count_params, initial_params, made_up, runnable, take
+from fl_engine.core.types import FULL, SubmodelSpec
+from fl_engine.core.widths import prefix
+from fl_engine.datasets import uthar
+from fl_engine.models import MODELS
+from fl_engine.models.aep_mlp import AepMLP
+from fl_engine.models.casas_bilstm import CasasBiLSTM
+from fl_engine.models.epic_resnet18 import EpicResNet18
+from fl_engine.models.uthar_resnet18 import UTHARResNet18
+from fl_engine.models.widar_resnet18 import WidarResNet18
+from fl_engine.models.wisdm_lstm import WisdmLSTM
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("wisdm_lstm", 155_612),
+        ("aep_mlp", 888_091),
+        ("casas_bilstm", 196_108),
+        ("uthar_resnet18", 11_182_142),
+        ("widar_resnet18", 11_185_706),
+        ("epic_resnet18", 11_241_260),
+    ],
+)
+def test_totals_at_the_published_input_and_outputs(name: str, params: int) -> None:
+    kind: Any = MODELS[name]
+    assert count_params(kind(kind.published_input, kind.published_outputs)) == params
+
+
+def test_totals_of_the_options() -> None:
+    assert count_params(EpicResNet18((1, 400, 128), 44, stem=64)) == 11_192_812
+    assert count_params(UTHARResNet18((3, 30, 250), 7)) == 11_182_142
+    assert count_params(CasasBiLSTM((2000,), 12, vocabulary=2001)) == 196_108 + 64
+
+
+def test_multiply_adds_by_hand() -> None:
+    assert count_macs(WisdmLSTM((200, 6), 12)) == 57_600 + 1200 * 128 + 128 * 12
+    assert count_macs(AepMLP((18,), 1)) == 888_091 - (210 + 420 + 840 + 420 + 210 + 1)
+    assert count_macs(CasasBiLSTM((10,), 12)) == 2 * 10 * 4 * 64 * (64 + 64) + 128 * 12
+
+
+# ---------------------------------------------------------------------------------------------------- slices
+def test_an_lstm_is_cut_by_unit_over_all_four_gates() -> None:
+    family = WisdmLSTM((2, 1), 2, width=0.5)  # three units
+    units, hidden = 3, 64
+    params = {
+        "lstm.cells.weight_ih_l0": torch.arange(4 * units).view(-1, 1),
+        "lstm.cells.weight_hh_l0": torch.arange(4 * units * units).view(-1, units),
+        "lstm.cells.bias_ih_l0": torch.arange(4 * units),
+        "fc1.linear.weight": torch.arange(hidden * 2 * units).view(hidden, -1),
+    }
+    cut = take(params, family.layout(), SubmodelSpec.of({"lstm": [0, 2], "fc1": 1}))
+    rows = [0, 2, 3, 5, 6, 8, 9, 11]
+    assert cut["lstm.cells.weight_ih_l0"].flatten().tolist() == rows
+    assert cut["lstm.cells.bias_ih_l0"].tolist() == rows
+    assert cut["lstm.cells.weight_hh_l0"].tolist() == [[3 * row, 3 * row + 2] for row in rows]
+    assert cut["fc1.linear.weight"].tolist() == [[0, 2, 3, 5]], "unit 0 and 2 of the first step, then of the second"
+
+
+def test_a_bilstm_loses_the_same_units_of_both_directions() -> None:
+    family = CasasBiLSTM((4,), 2, vocabulary=5, width=0.05)  # three units each way
+    params = {
+        "lstm.cells.weight_hh_l0_reverse": torch.arange(36).view(-1, 3),
+        "classifier.weight": torch.arange(12).view(2, 6),
+    }
+    cut = take(params, family.layout(), SubmodelSpec.of({"lstm": [1]}))
+    assert cut["lstm.cells.weight_hh_l0_reverse"].flatten().tolist() == [4, 13, 22, 31]
+    assert cut["classifier.weight"].tolist() == [[1, 4], [7, 10]]
+
+
+def test_both_directions_read_the_whole_sequence() -> None:
+    family = CasasBiLSTM((4,), 2, vocabulary=5, width=0.1)
+    module = family.module().eval()
+    seen = []
+    module[1].register_forward_hook(lambda _, __, out: seen.append(out))  # type: ignore[index]
+    for tokens in ([1, 2, 3, 4], [2, 2, 3, 4], [1, 2, 3, 3]):
+        module(torch.tensor([tokens]))
+    forwards, backwards = zip(*(out.detach().chunk(2, dim=1) for out in seen), strict=True)
+    for way in (forwards, backwards):
+        assert not torch.equal(way[0], way[1]), "the first token"
+        assert not torch.equal(way[0], way[2]), "the last token"
+
+
+def test_group_norm_is_cut_by_pairs_one_of_each_half() -> None:
+    layout = WidarResNet18((2, 4, 4), 3, width=0.25).layout()
+    assert layout.groups["stage1"] == 8, "pairs: 16 channels"
+    params = {"stem.norm.weight": torch.arange(16), "stage1.0.conv1.conv.weight": torch.arange(256).view(16, 16, 1, 1)}
+    cut = take(params, layout, SubmodelSpec.of({"stage1": [1, 6]}))
+    assert cut["stem.norm.weight"].tolist() == [1, 6, 9, 14]
+    assert cut["stage1.0.conv1.conv.weight"][0].flatten().tolist() == [16 + c for c in (1, 6, 9, 14)]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [UTHARResNet18((1, 70, 30), 4, width=0.25), WidarResNet18((3, 5, 6), 4, width=0.25)],
+    ids=["uthar", "widar"],
+)
+def test_a_slice_of_a_group_normalised_network_is_the_network_built_at_that_width(family: Any) -> None:
+    """And not the whole network with the rest zeroed: the statistics run over the channels that there are."""
+    layout, params = family.layout(), initial_params(family, 0)
+    x = made_up(family, 3, torch.Generator().manual_seed(0))
+    spec, narrow = prefix(layout, 0.5), replace(family, width=family.width / 2)
+    cut = take(params, layout, spec)
+    zeroed = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+    places = {name: torch.arange(tensor.numel()).view(tensor.shape) for name, tensor in params.items()}
+    for name, kept in take(places, layout, spec).items():
+        zeroed[name].view(-1)[kept.flatten()] = cut[name].flatten()
+    with torch.no_grad():
+        sliced = runnable(family, spec, cut).eval()(x)
+        built = runnable(narrow, FULL, cut).eval()(x)
+        whole = runnable(family, FULL, zeroed).eval()(x)
+    assert torch.equal(sliced, built)
+    assert not torch.allclose(sliced, whole, rtol=1e-2)
+
+
+def test_a_single_pair_on_a_single_pixel_runs() -> None:
+    """A batch of one sample then has a single number in each group, as where multiply-adds are counted."""
+    family = WidarResNet18((2, 4, 4), 3, width=0.001)
+    assert set(family.layout().groups.values()) == {1, 3}
+    assert count_macs(family) > 0
+
+
+def test_a_stem_as_wide_as_the_first_stage_is_tied_to_it() -> None:
+    tied = EpicResNet18((1, 40, 40), 4, stem=64, width=0.1)
+    assert "stem" not in tied.layout().groups
+    assert "stage1.0.shortcut.conv.weight" not in tied.layout().slots
+    assert "stage1.0.shortcut.conv.weight" in replace(tied, stem=128).layout().slots
+    kept = [block for block in tied.layout().blocks if block != "stage1.0"]
+    tied.module(SubmodelSpec.of({}, kept))
+    with pytest.raises(ModelError, match=r"'stage1\.0'"):
+        replace(tied, stem=128).module(SubmodelSpec.of({}, kept))
+
+
+# ----------------------------------------------------------------------------------------------- the networks
+def test_samples_by_antenna_are_the_same_samples() -> None:
+    x = torch.randn(2, 1, 250, 90)
+    by_antenna = torch.from_numpy(uthar.by_antenna(x.numpy()))
+    flat, antennas = UTHARResNet18((1, 250, 90), 7, width=0.1), UTHARResNet18((3, 30, 250), 7, width=0.1)
+    params = initial_params(flat, 0)
+    with torch.no_grad():
+        assert torch.equal(runnable(flat, FULL, params).eval()(x), runnable(antennas, FULL, params).eval()(by_antenna))
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_where_a_block_has_its_stride(late: bool) -> None:
+    family: Any = WidarResNet18((2, 20, 20), 3) if late else EpicResNet18((1, 64, 64), 3)
+    with torch.device("meta"):
+        block: Any = family.module().get_submodule("stage2.0")
+    strides = block.conv1.conv.stride[0], block.conv2.conv.stride[0], block.shortcut.conv.stride[0]
+    assert strides == ((1, 2, 2) if late else (2, 1, 2))
+    assert (block.shortcut.conv.bias is not None) == late
+
+
+def test_a_layer_without_a_relu_has_no_measured_apoz() -> None:
+    family = WisdmLSTM((5, 2), 3)
+    params = initial_params(family, 0)
+    params["fc1.linear.weight"].zero_()
+    params["fc1.linear.bias"].fill_(-1)
+    assert measure_apoz(family, params, torch.randn(4, 5, 2)) == (UNMEASURED, 1.0)
+    tokens = CasasBiLSTM((5,), 3, vocabulary=9, width=0.1)
+    assert measure_apoz(tokens, initial_params(tokens, 0), made_up(tokens, 4)) == (UNMEASURED, UNMEASURED)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: WisdmLSTM((200,), 12), r"\(T, F\)"),  # type: ignore[arg-type]
+        (lambda: WisdmLSTM((200, 6), 0), "outputs"),
+        (lambda: AepMLP((18,), 1, width=0.0), "width"),
+        (lambda: AepMLP((2**20,), 1), "at most"),
+        (lambda: CasasBiLSTM((10,), 3, vocabulary=0), "vocabulary"),
+        (lambda: UTHARResNet18((1, 63, 90), 7), "63 of 90"),
+        (lambda: UTHARResNet18((3, 9, 250), 7), "250 of 27"),
+        (lambda: EpicResNet18((1, 32, 400), 44), "33x33"),
+        (lambda: EpicResNet18((1, 400, 128), 44, stem=0), "stem"),
+    ],
+)
+def test_what_no_network_can_be_built_from(make: Any, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        make()
