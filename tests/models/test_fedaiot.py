@@ -11,7 +11,7 @@ import torch
 from fl_engine.core.errors import ModelError
 from fl_engine.core.pool import UNMEASURED, measure_apoz
 from fl_engine.core.slicing import count_macs, count_params, initial_params, made_up, runnable, take
-from fl_engine.core.types import FULL, SubmodelSpec
+from fl_engine.core.types import FULL, SGD, LocalTask, SubmodelSpec
 from fl_engine.core.widths import prefix
 from fl_engine.datasets import uthar
 from fl_engine.models import MODELS
@@ -21,6 +21,7 @@ from fl_engine.models.epic_resnet18 import EpicResNet18
 from fl_engine.models.uthar_resnet18 import UTHARResNet18
 from fl_engine.models.widar_resnet18 import WidarResNet18
 from fl_engine.models.wisdm_lstm import WisdmLSTM
+from fl_engine.training.networks import lent
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,21 @@ def test_where_a_block_has_its_stride(late: bool) -> None:
     strides = block.conv1.conv.stride[0], block.conv2.conv.stride[0], block.shortcut.conv.stride[0]
     assert strides == ((1, 2, 2) if late else (2, 1, 2))
     assert (block.shortcut.conv.bias is not None) == late
+
+
+def test_heterofls_scaler_acts_on_transposed_convolutions_too() -> None:
+    family = WidarResNet18((2, 4, 4), 3, width=0.1)
+    task = LocalTask(FULL, SGD(0.1), epochs=1, batch_size=2, drop_last=False, seed=0)
+    put_out = []
+    for scaler in (1.0, 4.0):
+        with lent(family, replace(task, scaler=scaler)) as network:
+            network.bind({name: p[None] for name, p in initial_params(family, 0).items()}, list)
+            hook = network.module.get_submodule("up1.conv").register_forward_hook(
+                lambda _, __, out: put_out.append(out)
+            )
+            network(made_up(family, 2, torch.Generator().manual_seed(0)))
+            hook.remove()
+    assert torch.equal(put_out[0], 4 * put_out[1])
 
 
 def test_a_layer_without_a_relu_has_no_measured_apoz() -> None:

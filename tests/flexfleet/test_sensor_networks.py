@@ -1,0 +1,100 @@
+"""The networks of FedAIoT through `flexfleet run` and `flexfleet pool`, on small made-up data of their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fl_engine.core import seeds
+from fl_engine.core.samples import Data
+from fl_engine.datasets import Source
+from fl_engine.tasks import Classification, Regression
+from flexfleet.files.artifacts import RunFile
+
+SAMPLES, TEST = 120, 40
+
+
+def made_up(name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+    """Noise around three levels, and which level each sample has."""
+    rng = seeds.rng(0, name)
+    level = rng.permutation(np.arange(SAMPLES + TEST) % 3)
+    x = rng.normal(0, 1, (SAMPLES + TEST, *shape)) + (level - 1.0).reshape(-1, *[1] * len(shape))
+    return torch.from_numpy(x.astype(np.float32)), level
+
+
+def classes(name: str, shape: tuple[int, ...]) -> Data:
+    x, level = made_up(name, shape)
+    y = torch.from_numpy(level)
+    return Data(name, Classification(3), x[:SAMPLES], y[:SAMPLES], x[SAMPLES:], y[SAMPLES:])
+
+
+def energy() -> Data:
+    x, level = made_up("like_aep", (18,))
+    y = torch.from_numpy(level - 1.0)
+    return Data("like_aep", Regression(), x[:SAMPLES], y[:SAMPLES], x[SAMPLES:], y[SAMPLES:])
+
+
+WISDM = Source("series of 20 steps of six sensors", lambda root: classes("like_wisdm", (20, 6)))
+AEP = Source("18 features and a number", lambda root: energy())
+WIDAR = Source("maps of 4 moments", lambda root: classes("like_widar", (4, 4, 6)))
+
+NETWORKS = {"wisdm_lstm": ("WISDM", 1.0, 300), "aep_mlp": ("AEP", 0.1, 300), "widar_resnet18": ("WIDAR", 0.1, 6000)}
+"""The data, the width, and how near FlexFL's models come to their targets, in parameters."""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("algorithm", ["flexfl", "heterofl"])
+@pytest.mark.parametrize("name", sorted(NETWORKS))
+def test_two_rounds(
+    flexfleet: Any, quick: Sequence[str], name: str, algorithm: str, tmp_path: Path, no_drawings: None
+) -> None:
+    data, width, epsilon = NETWORKS[name]
+    dropped = ("dataset.", "model.", "algorithm.", "rounds.", "tracking.")
+    sets = [*(each for each in quick if not each.startswith(dropped)), "rounds.stop=2", "tracking.mlflow=null"]
+    sets += [f"dataset.name={__name__}:{data}", f"model.name={name}", f"model.width={width}"]
+    sets += [f"algorithm.name={algorithm}", *([f"algorithm.epsilon={epsilon}"] if algorithm == "flexfl" else [])]
+    if algorithm == "heterofl" and data == "AEP":
+        sets.append("algorithm.mask_labels=false")
+    done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
+    assert done.code == 0, done.err
+    assert np.isfinite(done.json["metrics"]["full"])
+    strategy = RunFile.read(tmp_path / "runs" / "a" / "run.json").numerics["strategy"]
+    assert strategy == ("batched" if name == "aep_mlp" else "single")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "outputs", "params"),
+    [("wisdm_lstm", [200, 6], 12, 155_612), ("widar_resnet18", [22, 20, 20], 9, 11_185_706)],
+)
+def test_pool_takes_what_a_network_was_published_for(
+    flexfleet: Any, name: str, shape: list[int], outputs: int, params: int
+) -> None:
+    found = flexfleet("pool", "--json", "--algorithm", "all_large", "--model", name).json
+    assert (found["input_chw"], found["classes"]) == (shape, outputs)
+    assert [level["params"] for level in found["levels"]] == [params]
+
+
+def test_pool_prefers_what_is_asked_for(flexfleet: Any) -> None:
+    wisdm = ("pool", "--json", "--algorithm", "all_large", "--model", "wisdm_lstm")
+    said = flexfleet(*wisdm, "--input", "50x3", "--classes", "4").json
+    assert (said["input_chw"], said["classes"]) == ([50, 3], 4)
+    named = flexfleet(*wisdm, "--set", f"dataset.name={__name__}:WISDM").json
+    assert (named["input_chw"], named["classes"]) == ([20, 6], 3)
+
+
+def test_pool_measures_on_data_what_takes_data(flexfleet: Any) -> None:
+    done = flexfleet("pool", "--json", "--algorithm", "flexfl", "--model", "wisdm_lstm")
+    assert done.code == 2
+    assert "1x8x8" in done.err, "of the digits, which are configured"
+    sets = ["algorithm.use_apoz=false", "algorithm.epsilon=5000"]
+    free = flexfleet("pool", "--json", "--algorithm", "flexfl", "--model", "wisdm_lstm", sets=sets)
+    assert free.json["levels"][-1]["params"] == 155_612
