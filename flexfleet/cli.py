@@ -20,7 +20,6 @@ from flexfleet.files import terminal as common
 log = logging.getLogger("flexfleet")
 
 if TYPE_CHECKING:
-    from fl_engine.core.contracts import ModelFamily
     from flexfleet.config import Config
 
 MLFLOW_RUN = re.compile(r"[0-9a-f]{32}")
@@ -247,7 +246,6 @@ def pool(args: argparse.Namespace) -> int:
     if args.model:
         args.set.append(f"model.name={args.model}")
     from fl_engine.exchange.server import LazyServer
-    from fl_engine.models.build import model_kind
     from flexfleet.files import prepared
     from flexfleet.files.artifacts import Apoz
     from flexfleet.steps import model_pool, partition, pretrain
@@ -256,7 +254,7 @@ def pool(args: argparse.Namespace) -> int:
     config, algorithm = resolved.config, resolved.algorithm
     made: dict[str, Any] = {"apoz": Apoz.read(args.apoz)} if args.apoz else {}
     missing = [name for name in algorithm.preparations if name not in made]
-    given = _stand_in(args, model_kind(config.model), needs_data=bool(missing))
+    given = _stand_in(args, config, needs_data=bool(missing))
     family = resolved.network(*given) if given else resolved.family
     if missing and given:
         raise ConfigError(
@@ -290,16 +288,19 @@ def pool(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stand_in(
-    args: argparse.Namespace, kind: type[ModelFamily], needs_data: bool
-) -> tuple[tuple[int, ...], int] | None:
+def _stand_in(args: argparse.Namespace, config: Config, needs_data: bool) -> tuple[tuple[int, ...], int] | None:
     """The shape of a sample and the number of outputs, where `pool` needs no data set: those of --input and --classes,
-    or those that the network was published for, unless a data set is named."""
+    or those that the network was published for, unless a data set is asked for: by --set, or another one than the
+    default by a file."""
     from fl_engine.core.contracts import PublishedFor
+    from fl_engine.models.build import model_kind
+    from flexfleet.config.schema import DatasetConfig
     from flexfleet.steps.prepare import parse_input
 
     if not (args.input or args.classes):
-        named = any(each.startswith("dataset.") for each in args.set)
+        kind = model_kind(config.model)
+        set_here = any(each.startswith("dataset.name=") for each in args.set)
+        named = set_here or config.dataset.name != DatasetConfig().name
         if isinstance(kind, PublishedFor) and not named and not needs_data:
             return kind.published_input, kind.published_outputs
         return None

@@ -83,12 +83,16 @@ def test_pool_takes_what_a_network_was_published_for(
     assert [level["params"] for level in found["levels"]] == [params]
 
 
-def test_pool_prefers_what_is_asked_for(flexfleet: Any) -> None:
+def test_pool_prefers_what_is_asked_for(flexfleet: Any, tmp_path: Path) -> None:
     wisdm = ("pool", "--json", "--algorithm", "all_large", "--model", "wisdm_lstm")
     said = flexfleet(*wisdm, "--input", "50x3", "--classes", "4").json
     assert (said["input_chw"], said["classes"]) == ([50, 3], 4)
     named = flexfleet(*wisdm, "--set", f"dataset.name={__name__}:WISDM").json
     assert (named["input_chw"], named["classes"]) == ([20, 6], 3)
+    (tmp_path / "mine.yaml").write_text(f"dataset: {{name: '{__name__}:WISDM'}}\n")
+    assert flexfleet(*wisdm, "--config", "mine.yaml").json["input_chw"] == [20, 6]
+    (tmp_path / "mine.yaml").write_text("dataset: {name: digits, root: elsewhere}\n")
+    assert flexfleet(*wisdm, "--config", "mine.yaml").json["input_chw"] == [200, 6], "digits are the default"
 
 
 def test_pool_measures_on_data_what_takes_data(flexfleet: Any) -> None:
