@@ -19,8 +19,9 @@ from torch import Tensor
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import Params
 
-HELD_BYTES = 256 * 2**20
-"""Bytes that stay in memory."""
+HELD_BYTES = 64 * 2**20
+"""Bytes that stay in memory. It takes up to twice as much: the C library's heap does not put a large aligned block into
+a hole of the same size."""
 
 
 @dataclass(frozen=True)

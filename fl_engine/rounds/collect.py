@@ -21,7 +21,7 @@ from fl_engine.storage.client_states import ClientStates
 
 log = logging.getLogger("flexfleet")
 
-BESIDE_A_STORE = 16 * 2**20
+BESIDE_A_STORE = 2**20
 """Bytes of updates that stay in memory where the store has them too: rounds through a store are the large ones."""
 
 
