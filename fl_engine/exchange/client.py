@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch
 
 from fl_engine.core.client_state import apart, kept_by_clients
 from fl_engine.core.contracts import Algorithm, ModelFamily, keeps_client_state
-from fl_engine.core.errors import ClientError, ModelError
+from fl_engine.core.errors import ClientError, IntegrityError, ModelError
 from fl_engine.core.measures import LARGEST_LOSS, client_metrics
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import take
@@ -33,13 +34,15 @@ from fl_engine.core.types import (
 )
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.data.partitioning import Partition
-from fl_engine.exchange import coding
+from fl_engine.exchange import coding, sealing
 from fl_engine.exchange.trained import TrainedClient
 from fl_engine.exchange.updates import Rejected, Rules, check_state, packed, received, update_of
 from fl_engine.fleet import devices, faults
 from fl_engine.fleet.faults import Fault, Faults
 from fl_engine.training import local
 from fl_engine.training.numerics import SINGLE, Numerics
+
+log = logging.getLogger("flexfleet")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,10 @@ class Site:
     free: float | None = None
     """The device's free memory, in % of the full model's parameters, where it was measured; None: as simulated."""
     faults: Faults = faults.NONE
+    sealed: bool = False
+    """Clients encrypt what they keep."""
+    state_key: bytes | None = None
+    """The key for that, where this process is a client's."""
 
     def befalls(self, order: WorkOrder) -> Fault | None:
         """Which fault strikes this order, if any."""
@@ -70,7 +77,9 @@ class Site:
     def rules(self) -> Rules:
         """The rules for updates of these clients."""
         samples = tuple(len(indices) for indices in self.partition.clients)
-        return Rules(self.layout, samples, self.pool, self.fleet, family=self.family, seed=self.seed)
+        return Rules(
+            self.layout, samples, self.pool, self.fleet, family=self.family, seed=self.seed, sealed=self.sealed
+        )
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,8 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     # Sums over all parameters depend on the parameters' order, and a file does not keep it.
     received = {name: taken[name] for name in layout.slots if name in taken}
     memory, state = apart(order.memory)
+    if state and site.state_key is not None:
+        state = _unsealed(state, algorithm, site, site.state_key, order)
     start = Start(received, {name: tensor for name, tensor in memory.items() if name in received})
     if keeps_client_state(algorithm):
         try:
@@ -128,6 +139,19 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
         start = began
     weights = {name: start.params[name] for name in received}
     return Work(order, task, weights, indices, free, algorithm, start.linear, received, state)
+
+
+def _unsealed(state: Params, algorithm: Algorithm, site: Site, key: bytes, order: WorkOrder) -> Params:
+    """Empty where it cannot be read: the client begins like one that has not taken part yet."""
+    declared = kept_by_clients(algorithm, site.family, site.pool)
+    try:
+        found = sealing.unseal(state, declared, key, order.client)
+        check_state(found, sealing.forms(declared, sealed=False))
+    except (IntegrityError, Rejected) as error:
+        said = "what it keeps is lost, it begins as one that has not taken part yet"
+        log.warning("round %d, client %d: %s: %s", order.round + 1, order.client, said, error)
+        return {}
+    return found
 
 
 def accept_all(
@@ -205,7 +229,9 @@ def _outcome(work: Work, job: local.Job, trained: local.Trained, site: Site, sec
         try:
             if keeps_client_state(work.algorithm):  # first, since a measurement may write into the copies
                 state = {n: t.detach().to("cpu", copy=True) for n, t in work.algorithm.keep(work.state, client).items()}
-                check_state(state, kept)
+                check_state(state, sealing.forms(kept, sealed=False))
+                if site.state_key is not None:
+                    state = sealing.seal(state, site.state_key, order.client)
             metrics |= client.measured(wanted)
         except Rejected as error:
             said = f"what {type(work.algorithm).__name__}.keep gives is not what it declares: {error}"

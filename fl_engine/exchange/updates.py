@@ -62,7 +62,7 @@ from fl_engine.core.types import (
     TaskContext,
     WorkOrder,
 )
-from fl_engine.exchange import coding
+from fl_engine.exchange import coding, sealing
 from fl_engine.exchange.acceptance import Moved
 from fl_engine.fleet.devices import observe
 from fl_engine.storage.store import canonical, decode, encode, padded, sha256
@@ -75,10 +75,11 @@ HEADER_BYTES = 2**10
 """More bytes than safetensors writes for a tensor besides its numbers, and than a manifest has for a group's name."""
 
 
-def payload_bytes(order: WorkOrder, state: Shapes | None = None) -> int:
+def payload_bytes(order: WorkOrder, state: Header | None = None) -> int:
     """No update of this order is a larger file: at most what was sent comes back, as its codec makes it, and the
     client's `state`."""
-    return _most_bytes(coding.header(coding.codec_up(order), coding.header_of(order.payload)) | _forms(state or {}))
+    weights = coding.header(coding.codec_up(order), coding.header_of(order.payload))
+    return _most_bytes(weights | _on_the_way(state or {}))
 
 
 def manifest_bytes(order: WorkOrder) -> int:
@@ -127,11 +128,18 @@ class Rules:
     algorithm: Algorithm | None = None
     family: ModelFamily | None = None
     seed: int | None = None
+    sealed: bool = False
+    """Clients encrypt what they keep."""
 
     @cached_property
-    def client_state(self) -> Shapes:
+    def kept(self) -> Shapes:
         """What each client keeps."""
         return {} if self.family is None else kept_by_clients(self.algorithm, self.family, self.pool)
+
+    @cached_property
+    def client_state(self) -> Header:
+        """The same, as clients send it."""
+        return sealing.forms(self.kept, self.sealed)
 
 
 KeyOf = Callable[[WorkOrder], bytes]
@@ -338,13 +346,13 @@ def _but_classes(spec: SubmodelSpec) -> SubmodelSpec:
     return SubmodelSpec.of({group: kept for group, kept in spec.kept.items() if group != HEAD}, spec.blocks)
 
 
-def _forms(state: Shapes) -> Header:
-    return {STATE + name: (torch.float32, shape) for name, shape in state.items()}
+def _on_the_way(state: Header) -> Header:
+    return {STATE + name: form for name, form in state.items()}
 
 
 def _expected(rules: Rules, spec: SubmodelSpec, order: WorkOrder) -> Header:
     """The header of the decoded weights."""
-    layout, kept = rules.layout, rules.client_state
+    layout, kept = rules.layout, rules.kept
     try:
         layout.check(spec)
     except (ModelError, TypeError, ValueError) as error:
@@ -355,10 +363,10 @@ def _expected(rules: Rules, spec: SubmodelSpec, order: WorkOrder) -> Header:
     return {name: (order.payload[name].dtype, shape) for name, shape in found.items() if name not in kept}
 
 
-def check_state(state: Params, declared: Shapes) -> None:
-    """Raises Rejected unless names, types, shapes and numbers are those of a client's declared state."""
+def check_state(state: Params, expected: Header) -> None:
+    """Raises Rejected unless names, types, shapes and numbers are those of a client's state (`sealing.forms`)."""
     tensors = travelling(state)
-    if wrong := coding.misfit(tensors, _forms(declared)):
+    if wrong := coding.misfit(tensors, _on_the_way(expected)):
         raise Rejected(*wrong)
     _check_numbers(tensors)
 

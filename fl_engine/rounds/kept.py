@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fl_engine.core.client_state import Shapes, travelling
+from fl_engine.core.client_state import travelling
 from fl_engine.core.errors import IntegrityError
-from fl_engine.core.types import Params, RoundPlan
+from fl_engine.core.types import Header, Params, RoundPlan
 from fl_engine.exchange.updates import Rejected, check_state
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.run import Run
@@ -31,10 +31,10 @@ def handed_out(run: Run, plan: RoundPlan, files: Mapping[int, str], states: Clie
     return replace(plan, orders=tuple(orders))
 
 
-def _read(states: ClientStates, file: str, declared: Shapes, round: int, client: int) -> Params:
+def _read(states: ClientStates, file: str, expected: Header, round: int, client: int) -> Params:
     try:
         state = states.get(file)
-        check_state(state, declared)
+        check_state(state, expected)
     except (IntegrityError, Rejected) as error:
         said = "what it keeps is lost, it begins as one that has not taken part yet"
         log.warning("round %d, client %d: %s: %s (states/%s)", round + 1, client, said, error, file)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fl_engine.core.client_state import apart
 from fl_engine.core.slicing import index_of
 from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, Stage
+from fl_engine.exchange import coding
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.run import Run
 from fl_engine.storage.store import tensor_bytes
@@ -54,7 +52,7 @@ def recorded(run: Run, plan: RoundPlan, answers: Answers) -> Record:
     down = sum(tensor_bytes(order.travels) for order in plan.orders)
     up = sum(answers.size(update.client) for update in updates)
     held = sum(tensor_bytes(apart(order.memory)[1]) for order in plan.orders)
-    kept = sum(math.prod(shape) for shape in run.client_state.values()) * torch.float32.itemsize
+    kept = coding.bytes_of(run.client_state)
     metrics = {
         "bytes_down": float(down + held),
         "bytes_up": float(up + kept * len(updates)),

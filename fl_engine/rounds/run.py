@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fl_engine.aggregation import privacy
-from fl_engine.core.client_state import Shapes, apart, kept_by_clients
+from fl_engine.core.client_state import apart, kept_by_clients
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.types import ClientUpdate, Codecs, RoundContext, WorkOrder
+from fl_engine.core.types import ClientUpdate, Codecs, Header, RoundContext, WorkOrder
+from fl_engine.exchange import sealing
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import faults
@@ -55,9 +56,10 @@ class Run:
         return faults.slowness(fault) * took
 
     @cached_property
-    def client_state(self) -> Shapes:
-        """What each client keeps."""
-        return kept_by_clients(self.algorithm, self.site.family, self.site.pool)
+    def client_state(self) -> Header:
+        """What each client keeps, as the server stores it."""
+        kept = kept_by_clients(self.algorithm, self.site.family, self.site.pool)
+        return sealing.forms(kept, self.site.sealed)
 
     @cached_property
     def _faults(self) -> faults.Faults:

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from fl_engine.backends.in_process import prepare_process
+from fl_engine.backends.kubernetes.jobs import STATE_KEY
 from fl_engine.backends.processes import carry_out
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief
@@ -18,6 +19,7 @@ from fl_engine.data import partitioning as partition
 from fl_engine.exchange.assignment import SITE_FILES, Assignment
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.sealing import key_from
 from fl_engine.fleet import devices, faults
 from fl_engine.storage.store import Store
 from fl_engine.training import memory
@@ -71,7 +73,10 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
         log.info("the memory limit leaves room for %.1f %% of the full model (failures before: %d)", free, failures)
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     struck = faults.parse(config.rounds.faults)
-    return algorithm, Site(family, pool, fleet, data, parts, config.seed, numerics, free, struck)
+    sealed = config.kubernetes.state_key is not None
+    key = key_from(Path(os.environ.get("FLEXFLEET_STATE_KEY", STATE_KEY))) if sealed else None
+    site = Site(family, pool, fleet, data, parts, config.seed, numerics, free, struck, sealed=sealed, state_key=key)
+    return algorithm, site
 
 
 def _numerics(run: RunFile) -> Numerics:

@@ -222,7 +222,9 @@ def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path) -> Site:
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     prepare_process(config.run.devices)
     struck = faults.parse(config.rounds.faults)
-    return Site(family, pool, fleet, data, parts, config.seed, _numerics(config, family, data.task), faults=struck)
+    numerics = _numerics(config, family, data.task)
+    sealed = config.run.backend == "kubernetes" and config.kubernetes.state_key is not None
+    return Site(family, pool, fleet, data, parts, config.seed, numerics, faults=struck, sealed=sealed)
 
 
 def initial_state(resolved: Resolved, site: Site) -> Any:

@@ -61,12 +61,14 @@ POOLS = st.builds(
     packed=st.integers(1, 5),
     placement=st.sampled_from(["pool", "device"]),
     data=st.sampled_from([None, "pvc:images", "host:/mnt/images"]),
+    state_key=st.sampled_from([None, "secret:fleet", "host:/etc/key"]),
     run_id=st.text(max_size=40),
 )
 def test_every_job_is_valid_and_names_each_client_once(
-    clients: set[int], pools: dict[str, NodePool], packed: int, placement: Any, data: str | None, run_id: str
-) -> None:
-    options = KubernetesConfig(pools=pools, clients_per_pod=packed, placement=placement, data=data)
+    clients: set[int], pools: dict[str, NodePool], packed: int, placement: Any, data: str | None,
+    state_key: str | None, run_id: str,
+) -> None:  # fmt: skip
+    options = KubernetesConfig(pools=pools, clients_per_pod=packed, placement=placement, data=data, state_key=state_key)
     found = made(options, sorted(clients), run_id)
     named = [client for job in found for pod in jobs.pods_of(job) for client in pod]
     assert sorted(named) == sorted(clients)
@@ -81,7 +83,9 @@ def test_every_job_is_valid_and_names_each_client_once(
         job["metadata"]["uid"] = "3e2b"
         secret = jobs.secret(job, ["{}"] * job["spec"]["completions"], "{}")
         kubernetes_validate.validate(secret, "1.33", strict=True)
-        _restricted(job["spec"]["template"]["spec"], host=data is not None and data.startswith("host:"))
+        _restricted(
+            job["spec"]["template"]["spec"], any((each or "").startswith("host:") for each in (data, state_key))
+        )
 
 
 def _restricted(pod: dict[str, Any], host: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from fl_engine.backends.kubernetes.backend import Kubernetes
+from fl_engine.core.errors import ConfigError
+from fl_engine.exchange.sealing import KEY_BYTES, unseal
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.client_states import ClientStates, named
 from fl_engine.storage.places import open_store
@@ -67,3 +70,22 @@ def test_what_clients_measure_and_keep_in_pods_is_what_they_do_in_one_process(
     assert there.keys() == here.keys()
     for client, head in here.items():
         assert_same_bits(there[client], head)
+
+
+def test_pods_encrypt_what_they_keep_with_a_key_that_the_coordinator_does_not_read(
+    cluster: Any, rounds: Rounds, remote: Remote
+) -> None:
+    key = bytes(range(KEY_BYTES))
+    secret = {"metadata": {"name": "fleet"}, "data": {"key": base64.b64encode(key).decode()}}
+    cluster.objects["secrets", "fleet"] = secret
+    sets = ("kubernetes.state_key=secret:fleet", "kubernetes.clients_per_pod=2")
+    alone = rounds("alone", *OWN, "rounds.stop=2")
+    pods = rounds("pods", *remote, *OWN, "rounds.stop=2", *sets)
+    assert (pods / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+    there, here = heads(open_store(f"{remote[1].partition('=')[2]}/pods")), heads(FolderStore(alone))
+    assert there.keys() == here.keys()
+    for client, head in here.items():
+        shapes = {name: tuple(tensor.shape) for name, tensor in head.items()}
+        assert_same_bits(unseal(there[client], shapes, key, client), head)
+    with pytest.raises(ConfigError, match=r"kubernetes\.state_key"):
+        rounds("pods", *remote, *OWN, "rounds.stop=3", resume=True)

@@ -24,6 +24,8 @@ Resource = dict[str, Any]
 TEMPLATE = Path(__file__).with_name("client-job.yaml")
 RUN, ROUND, TIER = "flexfleet.io/run", "flexfleet.io/round", "flexfleet.io/tier"
 CLIENTS, ATTEMPT, SETTINGS = "flexfleet.io/clients", "flexfleet.io/attempt", "flexfleet.io/settings"
+STATE_KEY = "/etc/flexfleet/state-key"
+"""Where a pod finds the key of `kubernetes.state_key`."""
 SECRET_BYTES = 3 * 2**18
 """The most bytes that a Job's pods can be told: a Secret holds 1 MiB, and base64 makes four bytes of three."""
 
@@ -180,6 +182,11 @@ def job(
         pod["spec"]["volumes"].append({"name": "data", **_data_volume(options.data)})
         container["volumeMounts"].append({"name": "data", "mountPath": data_folder, "readOnly": True})
         container["env"].append({"name": "FLEXFLEET_DATA", "value": data_folder})
+    if options.state_key is not None:
+        pod["spec"]["volumes"].append({"name": "state-key", **_key_volume(options.state_key)})
+        entry = {"subPath": "key"} if options.state_key.startswith("secret:") else {}
+        container["volumeMounts"].append({"name": "state-key", "mountPath": STATE_KEY, "readOnly": True} | entry)
+        container["env"].append({"name": "FLEXFLEET_STATE_KEY", "value": STATE_KEY})
     return out
 
 
@@ -207,6 +214,13 @@ def _data_volume(data: str) -> Resource:
     if kind == "host" and what.startswith("/"):
         return {"hostPath": {"path": what, "type": "Directory"}}
     raise ConfigError(f"kubernetes.data is pvc:<claim> or host:/folder, got {data!r}")
+
+
+def _key_volume(key: str) -> Resource:
+    kind, _, what = key.partition(":")
+    if kind == "secret":
+        return {"secret": {"secretName": what, "defaultMode": 0o440}}
+    return {"hostPath": {"path": what, "type": "File"}}
 
 
 def secret(job: Resource, told: Sequence[str], common: str) -> Resource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -65,6 +66,9 @@ class KubernetesConfig(Section):
     data: str | None = None
     """Where pods find the data files: pvc:<claim> or host:<folder of the node>, mounted read-only; null: the data set
     comes with the image."""
+    state_key: Annotated[str | None, Moves.RESULT] = None
+    """The 64 bytes with which clients encrypt what they keep on the server (algorithms with client state):
+    secret:<name> (its entry `key`), or host:<file of the node>, one that only the device has; null: not encrypted."""
     access: Literal["presigned", "ambient"] = "presigned"
     """presigned: clients get URLs, and hold no keys; ambient: their pods have credentials of their own."""
     endpoint: str | None = None
@@ -87,6 +91,13 @@ class KubernetesConfig(Section):
     one that waits for room or quota alone they begin anew whenever a pod of the round starts or ends."""
     poll_s: Positive = 1.0
     """Seconds between two looks at Jobs, pods and answers."""
+
+    @field_validator("state_key")
+    @classmethod
+    def _names_a_key(cls, value: str | None) -> str | None:
+        if value is not None and re.fullmatch(r"secret:[a-z0-9]([a-z0-9.-]*[a-z0-9])?|host:/.+", value) is None:
+            raise ValueError("secret:<name of a Secret> or host:/<file of the node> is expected")
+        return value
 
     @model_validator(mode="after")
     def _urls_live_as_long(self) -> KubernetesConfig:
