@@ -1,9 +1,9 @@
-# make run     set up, then FlexFL and its control on the bundled digits, through every step
-# make test    set up, then the tests
+# make run     set up, then run FlexFL and its control on the bundled digits through every step
+# make test    set up, then run the tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# One thread per process: tests and campaigns run side by side.
+# One thread per process, because tests and campaigns run several processes in parallel.
 export OMP_NUM_THREADS ?= 1
 export DVC_NO_ANALYTICS ?= 1
 
@@ -31,8 +31,8 @@ test: setup
 SOAK_KILLS ?= 300
 SOAK_MUTANTS ?= 50
 
-# What `make test` does for a minute, for hours: kills, malformed bytes, attacks (they want radosgw), changes of the
-# engine that no test sees, and the largest runs that one machine takes.
+# Does for hours what `make test` does for a minute: kills runs, feeds malformed bytes, attacks the engine (needs
+# radosgw), and looks for changes of the engine that no test notices. Then makes the largest runs that fit one machine.
 soak: setup
 	$(BIN)/python -m tests.harness.kills --kills $(SOAK_KILLS)
 	FLEXFLEET_FUZZ=2000 $(BIN)/python -m pytest tests/fuzz
@@ -45,24 +45,24 @@ lint: setup
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
-# What the schema says, in the files that others read: params.yaml, the pipelines' forms, the compiled pipelines.
+# Writes the files that are generated from the schema: params.yaml, the pipelines' forms and the compiled pipelines.
 generated: setup
 	$(BIN)/python -m components.describe
 	$(BIN)/python -m pipelines.compile
 
-# The documentation as a site, in site/; `.venv/bin/mkdocs serve` shows it while it is being written.
+# Builds the documentation as a site, in site/; `.venv/bin/mkdocs serve` shows it while you write.
 docs: setup
 	$(BIN)/mkdocs build --strict --quiet
 
 IMAGE ?= flexfleet:latest
 
-# The second is MLflow's server, for clusters that have none.
+# The second image is MLflow's server, for clusters that have none.
 image:
 	docker build --file components/Dockerfile --target flexfleet --tag $(IMAGE) \
 	    --build-arg COMMIT=$$(git rev-parse HEAD) .
 	docker build --file components/Dockerfile --target mlflow --tag flexfleet-mlflow:latest .
 
-# What the images install, by hash, from constraints.txt: components/locks/. After it `make sbom`.
+# Writes components/locks/ from constraints.txt: the packages of the images, with hashes. Run `make sbom` after it.
 lock: .venv-lock/.ready
 	UV=.venv-lock/bin/uv components/lock
 
@@ -71,31 +71,33 @@ lock: .venv-lock/.ready
 	.venv-lock/bin/pip install --quiet --constraint constraints.txt uv
 	touch $@
 
-# What the images hold, installed from the locks: bills of materials (CycloneDX) in dist/, and docs/licences.md.
+# Installs the locks and lists the packages: bills of materials (CycloneDX) in dist/, and docs/licences.md.
 sbom: setup
 	PYTHON=$(BIN)/python components/sbom dist docs/licences.md
 
-# The tags of an overlay's images become digests: what a registry holds under them now. OVERLAY=k8s/overlays/cluster
+# Replaces the tags of an overlay's images by the digests that the registry has for them now.
 OVERLAY ?= k8s/overlays/cluster
 pin-digests: setup
 	$(BIN)/python -m components.digests $(OVERLAY)
 
-# The training graph, a client's pod and the worker processes, in the image: `make image` first.
+# Tests the training graph, a client's pod and the worker processes in the image; run `make image` first.
 e2e-containers: setup
 	docker image inspect --format 'in {{.Id}}' $(IMAGE)
 	FLEXFLEET_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/k8s/test_image.py
 
-# Real data, an hour and a half on two cores; start it again and it goes on. See docs/evidence.md.
+# Compares the algorithms on real data, in an hour and a half on two cores. An interrupted campaign goes on when it is
+# started again. See docs/evidence.md.
 evidence: setup
 	$(BIN)/python -m benchmarks.evidence
 
-# Speed against a hand-written PyTorch loop, a quarter of an hour; see docs/performance.md. With peers, after
-# `make bench-peers`: .venv/bin/python -m benchmarks W1 W3 --against naive,flower,pfl,fedjax
+# Compares the speed with a hand-written PyTorch loop, in a quarter of an hour; see docs/performance.md. To compare with
+# other frameworks, run `make bench-peers`, then
+# .venv/bin/python -m benchmarks W1 W3 --against naive,flower,pfl,fedjax
 bench: setup
 	$(BIN)/python -m benchmarks W3 --against naive
 	$(BIN)/python -m benchmarks W1 W2 W4 W4-no-kd W5 --against naive --samples 100 --turns 3
 
-# The oldest and newest `kubernetes` that pyproject.toml admits, and the one that sends no credentials by its own calls.
+# The oldest and newest `kubernetes` that pyproject.toml allows, and the version whose own calls send no credentials.
 KUBERNETES_CLIENTS ?= 30.1.0 36.0.3 37.0.2
 
 test-kubernetes-clients: $(KUBERNETES_CLIENTS:%=.venv-kubernetes-%/.ready)
@@ -108,7 +110,7 @@ test-kubernetes-clients: $(KUBERNETES_CLIENTS:%=.venv-kubernetes-%/.ready)
 	.venv-kubernetes-$*/bin/pip install --quiet kubernetes==$* pytest cryptography pyyaml
 	touch $@
 
-# Each peer lives in an environment of its own: their dependencies exclude each other.
+# Each peer has a virtual environment of its own, because their dependencies conflict.
 bench-peers: .venv-flower/.ready .venv-pfl/.ready .venv-fedjax/.ready
 
 .venv-%/.ready: benchmarks/requirements/%.txt

@@ -1,8 +1,8 @@
-"""Fails where the gate says so: Kubeflow keeps no artifacts of a task that fails."""
+"""Fails if the gate failed. It is a task of its own because Kubeflow keeps no artifacts of a task that fails."""
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 
 
 @task

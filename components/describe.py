@@ -1,7 +1,7 @@
-"""Writes what the schema says into the files that others read: `python -m components.describe`.
+"""Writes the files that are generated from the schema: `python -m components.describe`.
 
-params.yaml is for people, pipelines/form.json for the forms of the pipelines. `--check` says whether the files are
-current, and changes nothing. `python -m pipelines.compile` comes after it.
+params.yaml is for people, pipelines/form.json for the forms of the pipelines. Run `python -m pipelines.compile` after
+it, which reads form.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ PARAMS, FORM = ROOT / "params.yaml", ROOT / "pipelines" / "form.json"
 
 
 def form_json() -> str:
-    """Default, meaning and choices of each parameter that a form asks for, and the names of what there is."""
+    """Default, meaning and choices of each parameter in the forms, and the registered names of algorithms, data sets
+    and models."""
     defaults = flatten(Config())
     fields = {
         name: {"default": defaults[path], "meaning": about(path), "choices": choices(path)}
@@ -33,13 +34,13 @@ def form_json() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m components.describe", description=__doc__)
-    p.add_argument("--check", action="store_true", help="exit with 2 where a file is not current")
+    p.add_argument("--check", action="store_true", help="change nothing; exit with 2 if a file is out of date")
     args = p.parse_args(argv)
     wanted = {PARAMS: params_yaml(), FORM: form_json()}
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
     if args.check and stale:
         names = ", ".join(map(str, stale))
-        print(f"error: not what the schema says: {names}; run `python -m components.describe`", file=sys.stderr)
+        print(f"error: out of date with the schema: {names}; run `python -m components.describe`", file=sys.stderr)
         return 2
     for path in stale:
         path.write_text(wanted[path])

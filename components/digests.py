@@ -1,10 +1,11 @@
-"""Images by digest: what a registry holds under an overlay's tags now, so that nothing moves under a cluster.
+"""Pins the images of an overlay to digests, so that a tag that moves later does not change what a cluster runs.
 
     python -m components.digests k8s/overlays/cluster        (`make pin-digests`)
     python -m components.digests REGISTRY/NAME:TAG           one image; prints REGISTRY/NAME@sha256:...
 
-Of each entry in `images:` of the kustomization, `newTag: X` becomes `digest: sha256:... # X`; a second run asks for X
-again. An image without a registry in its name was loaded into the nodes (kind) and keeps its tag: it has no digest.
+The command asks the registry for the digest of each entry in `images:` of the kustomization. It replaces `newTag: X` by
+`digest: sha256:... # X`; when it runs again, it reads the tag X from that comment. An image without a registry in its
+name keeps its tag: it was loaded into the nodes (kind), and no registry has a digest of it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fl_engine.core.errors import BadInput, EnvironmentFailure, IntegrityError
 
 ACCEPT = ", ".join(
     (
-        "application/vnd.oci.image.index.v1+json",  # of all architectures, where there is one
+        "application/vnd.oci.image.index.v1+json",  # an index of several architectures
         "application/vnd.docker.distribution.manifest.list.v2+json",
         "application/vnd.oci.image.manifest.v1+json",
         "application/vnd.docker.distribution.manifest.v2+json",
@@ -35,9 +36,11 @@ TRIES = urllib3.Retry(3, backoff_factor=0.5, status_forcelist=(429, 500, 502, 50
 
 
 def pin(kustomization: str) -> tuple[str, list[str]]:
-    """The text with digests for tags, and the references that it now holds, for FLEXFLEET_IMAGE and the like.
+    """The kustomization's text with digests instead of tags, and the reference NAME@DIGEST of each pinned image, for
+    settings such as FLEXFLEET_IMAGE.
 
-    Raises EnvironmentFailure for a registry that cannot be reached or refuses, BadInput for an overlay without images.
+    Raises EnvironmentFailure if a registry cannot be reached or refuses, IntegrityError if it sends other content than
+    its digest says, BadInput if the overlay has no image to pin.
     """
     lines, entry, references = kustomization.splitlines(), "", []
     inside = False
@@ -58,13 +61,14 @@ def pin(kustomization: str) -> tuple[str, list[str]]:
         references.append(f"{entry}@{digest}")
     if not references:
         raise BadInput(
-            "no image with a registry and a tag: `kustomize edit set image NAME=REGISTRY/NAME:TAG` in the overlay first"
+            "the overlay names no image with a registry and a tag: in its folder, first run "
+            "`kustomize edit set image NAME=REGISTRY/NAME:TAG`"
         )
     return "\n".join(lines) + "\n", references
 
 
 def digest_of(name: str, tag: str) -> str:
-    """`sha256:...` of what a registry holds under this tag: of the index, where it is for several architectures."""
+    """The digest `sha256:...` of this tag in the registry; for an image of several architectures, that of the index."""
     registry, repository = _registry(name)
     scheme = "http" if registry.partition(":")[0] in ("localhost", "127.0.0.1") else "https"
     host = "registry-1.docker.io" if registry == "docker.io" else registry
@@ -80,23 +84,24 @@ def digest_of(name: str, tag: str) -> str:
     if answer.status != 200:
         raise EnvironmentFailure(
             f"the registry {registry} answers {answer.status} for {name}:{tag}. Was it pushed, and is `docker login "
-            f"{registry}` needed? (credentials are read from docker's config.json; its helpers are not asked)"
+            f"{registry}` needed? (Credentials come from docker's config.json; credential helpers are not supported.)"
         )
     digest = f"sha256:{hashlib.sha256(answer.data).hexdigest()}"
     told = answer.headers.get("Docker-Content-Digest", digest)
     if told != digest:
-        raise IntegrityError(f"{name}:{tag}: the registry says {told}, what it sent is {digest}")
+        raise IntegrityError(f"{name}:{tag}: the registry says {told}, but what it sent has {digest}")
     return digest
 
 
 def _registry(name: str) -> tuple[str, str]:
-    """Registry (empty: none is named) and repository, told apart as docker does."""
+    """(registry, repository) of an image's name, split as docker does; the registry is empty if the name has none."""
     first, _, rest = name.partition("/")
     return (first, rest) if rest and ("." in first or ":" in first or first == "localhost") else ("", name)
 
 
 def _authorization(http: urllib3.PoolManager, challenge: str, registry: str) -> str:
-    """What to answer a registry's challenge with: the credentials of docker's configuration, or nobody's token."""
+    """The header Authorization that answers a registry's challenge: docker's stored credentials, or a token, which is
+    anonymous if docker has no credentials for the registry."""
     basic = _credentials(registry)
     kind, _, rest = challenge.partition(" ")
     if kind.lower() != "bearer":
@@ -104,7 +109,7 @@ def _authorization(http: urllib3.PoolManager, challenge: str, registry: str) -> 
     told = dict(re.findall(r'(\w+)="([^"]*)"', rest))
     fields = {key: told[key] for key in ("service", "scope") if key in told}
     if "realm" not in told:
-        raise EnvironmentFailure(f"the registry {registry} asks for a token and does not say where: {challenge!r}")
+        raise EnvironmentFailure(f"the registry {registry} asks for a token, but does not say where: {challenge!r}")
     answer = http.request("GET", told["realm"], fields=fields, headers={"Authorization": basic} if basic else {})
     try:
         given = json.loads(answer.data)
@@ -135,7 +140,7 @@ def main(argv: Sequence[str]) -> None:
         return
     name, _, tag = argv[0].rpartition(":")
     if not _registry(name)[0] or "/" in tag:
-        raise BadInput(f"neither a folder with a kustomization.yaml nor REGISTRY/NAME:TAG: {argv[0]}")
+        raise BadInput(f"{argv[0]} is neither a folder with a kustomization.yaml nor REGISTRY/NAME:TAG")
     print(f"{name}@{digest_of(name, tag)}")
 
 

@@ -1,6 +1,6 @@
 # docker buildx bake --file components/docker-bake.hcl [--push]
-# Both images for both architectures; run it in the repository's root. REGISTRY=... TAG=... in the environment, and
-# COMMIT=$(git rev-parse HEAD), which runs in the image then say.
+# Builds both images for both architectures. Run it in the root of the repository, with REGISTRY, TAG and
+# COMMIT=$(git rev-parse HEAD) in the environment. Runs in the image record COMMIT.
 variable "REGISTRY" { default = "ghcr.io/flexfleet" }
 variable "TAG" { default = "0.1.0" }
 variable "COMMIT" { default = "" }

@@ -1,10 +1,10 @@
-"""The final model and its sub-models on the test set."""
+"""Evaluates the final model and its sub-models on the test set."""
 
 from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 Artifact = dsl.Artifact
 
 
@@ -33,5 +33,5 @@ def evaluate(
             for metric, value in score.metrics.items():
                 metrics.log_metric(f"{metric}/{name}", value)
         for rows in list(ConfusionFile.read(Path(evaluation.path) / "confusion.json").levels.values())[-1:]:
-            # Of the full model; a task without classes has none.
+            # The last level is the full model. Without classes there is no confusion matrix.
             matrix.log_confusion_matrix([str(c) for c in range(len(rows))], [list(row) for row in rows])

@@ -1,10 +1,10 @@
-"""The federated rounds, resumable."""
+"""Runs the federated rounds; a new attempt resumes the run."""
 
 from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 Artifact = dsl.Artifact
 
 

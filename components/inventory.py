@@ -1,7 +1,7 @@
-"""What an image holds: its locks, its bill of materials, its licences. `make sbom` and the image's build run it.
+"""Checks the bill of materials of an image against its locks, and lists the licences of its packages, for `make sbom`.
 
-python -m components.inventory check SBOM LOCK...             the bill names all that the locks do, in that version
-python -m components.inventory licences NAME=SITE_PACKAGES... the table of docs/licences.md
+python -m components.inventory check SBOM LOCK...             fails if the bill lacks a package of the locks
+python -m components.inventory licences NAME=SITE_PACKAGES... prints the page docs/licences.md
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAID: dict[str, str] = {
     "Python Software Foundation License": "PSF-2.0",
     "Zope Public License": "ZPL-2.1",
 }
-"""What packages say in words, in SPDX identifiers. `BSD` is a kind: its two common licences ask for the same."""
+"""SPDX identifiers of the names that packages give their licence. `BSD` may mean either of two; both are permitted."""
 KNOWN: dict[str, str] = {
     "antlr4-python3-runtime": "BSD-3-Clause",
     "grandalf": "GPL-2.0-only OR EPL-1.0",
@@ -44,7 +44,7 @@ KNOWN: dict[str, str] = {
     "pygit2": "GPL-2.0-only WITH GCC-exception-2.0",
     "skops": "MIT",
 }
-"""Of packages whose metadata says it in a way that nothing else does; read in their licence files."""
+"""Licences of packages whose metadata states them in no usable form; taken from their licence files."""
 REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)\s*(?:;\s*([^\\]*\S))?\s*\\?$")
 
 
@@ -53,7 +53,8 @@ def canonical(name: str) -> str:
 
 
 def locked(lock: str) -> dict[tuple[str, str], list[str]]:
-    """(name, version) to the sha256 sums of a lock's text. BadInput: a line that is neither."""
+    """The sha256 sums of each (name, version) in a lock's text. Raises BadInput for a line that is neither a
+    requirement nor a hash."""
     pins: dict[tuple[str, str], list[str]] = {}
     for line in lock.splitlines():
         if match := REQUIREMENT.match(line):
@@ -61,12 +62,13 @@ def locked(lock: str) -> dict[tuple[str, str], list[str]]:
         elif match := re.fullmatch(r"    --hash=sha256:([0-9a-f]{64})(?: \\)?", line):
             sums.append(match[1])
         elif not line.startswith("#"):
-            raise BadInput(f"a lock has requirements and their hashes only, got {line!r}; `make lock` writes it anew")
+            raise BadInput(f"a lock may have requirements and their hashes only, got {line!r}: run `make lock`")
     return pins
 
 
 def check(bill: str, locks: Iterable[str]) -> int:
-    """How many packages a CycloneDX bill names. IntegrityError: some that the locks name are not among them."""
+    """The number of packages in a CycloneDX bill of materials. Raises IntegrityError if a package of the locks is
+    missing, or is there in another version."""
     named = {(canonical(c["name"]), c.get("version", "")) for c in json.loads(bill)["components"]}
     names = {name for name, _ in named}
     wanted: dict[str, set[str]] = {}
@@ -76,13 +78,14 @@ def check(bill: str, locks: Iterable[str]) -> int:
     missing = [n for n, versions in sorted(wanted.items()) if not any((n, v) in named for v in versions)]
     if missing:
         raise IntegrityError(
-            f"the bill of materials lacks {', '.join(n if n not in names else f'{n} in its version' for n in missing)}"
+            "the bill of materials lacks "
+            + ", ".join(n if n not in names else f"{n} in the locked version" for n in missing)
         )
     return len(named)
 
 
 def licence(package: Distribution) -> str:
-    """As an SPDX expression. BadInput: what the package says is not known here."""
+    """A package's licence as an SPDX expression. Raises BadInput if its metadata states none that is known here."""
     name = canonical(package.name)
     said = package.metadata
     words = [c.rpartition(" :: ")[2] for c in said.get_all("Classifier") or () if c.startswith("License :: OSI")]
@@ -92,11 +95,11 @@ def licence(package: Distribution) -> str:
         expression = SAID.get(given, given)
         if expression and permitted(expression) is not None:
             return expression
-    raise BadInput(f"{name} {package.version} says {[*stated, *words]} of its licence: name it in {__name__}")
+    raise BadInput(f"{name} {package.version} says {[*stated, *words]} of its licence: add it to SAID or KNOWN")
 
 
 def permitted(expression: str) -> bool | None:
-    """Whether an SPDX expression allows what PERMITTED stands for; None: it is no such expression."""
+    """Whether the image may carry a package under this SPDX expression (see PERMITTED); None if it is not valid."""
     tokens = re.findall(r"[()]|[A-Za-z0-9.+-]+", expression)
     if " ".join(tokens).replace("( ", "(").replace(" )", ")") != expression:
         return None
@@ -134,8 +137,8 @@ def permitted(expression: str) -> bool | None:
 
 HEAD = """# Licences
 
-What the images hold besides flexfleet (Apache-2.0) and their base, by `make sbom`. Torch brings the notices of what is
-compiled into it; each package's own text lies beside it in the image.
+The packages in the images, without flexfleet (Apache-2.0) and the base image; `make sbom` writes this page. The licence
+text of each package lies beside it in the image. Torch's also has those of the libraries that are compiled into it.
 
 | package | version | licence | image |
 |---|---|---|---|
@@ -143,11 +146,11 @@ compiled into it; each package's own text lies beside it in the image.
 
 
 def table(environments: dict[str, list[Distribution]]) -> str:
-    """The page of licences. IntegrityError: one is not permitted."""
+    """The page of licences. Raises IntegrityError if one is not permitted."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for image, packages in environments.items():
         for package in packages:
-            if canonical(package.name) != "pip":  # the base's
+            if canonical(package.name) != "pip":  # belongs to the base image
                 rows.setdefault((canonical(package.name), package.version, licence(package)), []).append(image)
     refused = [f"{name} {version}: {said}" for name, version, said in rows if not permitted(said)]
     if refused:

@@ -4,7 +4,7 @@ from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 Artifact = dsl.Artifact
 
 

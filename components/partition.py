@@ -1,4 +1,4 @@
-"""Checks the whole form, begins the MLflow run, and cuts the partition: the first task of `train`."""
+"""The first task of `train`: checks the whole form, begins the MLflow run and cuts the partition."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 Artifact = dsl.Artifact
 
 

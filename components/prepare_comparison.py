@@ -1,4 +1,4 @@
-"""Checks all runs of a comparison, and computes once what those of a seed share."""
+"""Checks all runs of a comparison, and computes once what the runs of one seed share."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 Artifact = dsl.Artifact
 
 

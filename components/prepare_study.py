@@ -1,4 +1,4 @@
-"""Checks a search, and computes what its workers start from."""
+"""Checks the parameters of a search, and computes what all its workers start from."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 Artifact = dsl.Artifact
 
 

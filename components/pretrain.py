@@ -1,10 +1,10 @@
-"""Pre-trains on the proxy, for the algorithms that ask for it."""
+"""Pre-trains on the proxy, if the algorithm asks for it."""
 
 from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 Artifact = dsl.Artifact
 
 

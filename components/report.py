@@ -1,10 +1,10 @@
-"""One run folder of them all, and its page."""
+"""Gathers the outputs of all tasks into one run folder, and writes its report."""
 
 from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 Artifact = dsl.Artifact
 
 

@@ -1,12 +1,12 @@
-"""The best setting of a study against the default, on new seeds."""
+"""Compares the best setting of a study with the default, on new seeds."""
 
-from typing import List  # noqa: UP035 - kfp knows typing's own spelling of lists of artifacts only
+from typing import List  # noqa: UP035 - kfp accepts lists of artifacts only as typing.List
 
 from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 Artifact = dsl.Artifact
 
 

@@ -1,10 +1,10 @@
-"""One run of a comparison, or of a night."""
+"""Makes one run of a comparison or of a night."""
 
 from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 Artifact = dsl.Artifact
 
 

@@ -1,10 +1,10 @@
-"""A worker of a study: trial after trial."""
+"""A worker of a study, which runs one trial after the other."""
 
 from kfp import dsl
 
 from components.task import task
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 Artifact = dsl.Artifact
 
 

@@ -1,4 +1,4 @@
-"""Which build of torch came, said by `make setup`: PyPI's on Linux brings CUDA along, 3 GB that only a GPU needs."""
+"""Says which build of torch `make setup` installed. PyPI's for Linux includes CUDA: 3 GB that only a GPU needs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from pathlib import Path
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 WITH_IT = re.compile(r"nvidia-.*|cuda-.*|triton")
-"""What a build for GPUs brings along, as packages of their own."""
+"""Names of the packages that a build for GPUs requires."""
 
 
 def told(version: str, kind: str | None, size: int) -> str:
-    """One line. `kind`: e.g. "CUDA 13.0"; None: for the CPU. `size` in bytes."""
+    """One line on the build. `kind`: e.g. "CUDA 13.0"; None: a build for the CPU. `size` in bytes."""
     head = f"torch {version}, the build for {kind or 'the CPU'}, takes {size / 1e9:.1f} GB on disk"
     if kind is None:
-        return f"{head}. For a GPU: remove .venv, and make setup without PyTorch's CPU index (PIP_EXTRA_INDEX_URL)"
-    return f"{head}. Without a GPU the CPU's does as well: remove .venv, PIP_EXTRA_INDEX_URL={CPU_INDEX} make setup"
+        return f"{head}. For a GPU: remove .venv, then run make setup without PyTorch's CPU index (PIP_EXTRA_INDEX_URL)"
+    return (
+        f"{head}. Without a GPU, the build for the CPU is enough: remove .venv, then run "
+        f"PIP_EXTRA_INDEX_URL={CPU_INDEX} make setup"
+    )
 
 
 def size_of(package: str) -> int:
-    """Bytes on disk of an installed package, and of what it requires of WITH_IT."""
+    """Bytes on disk of an installed package and of its requirements whose names match WITH_IT, directly or not."""
     total, seen, left = 0, set[str](), [package]
     while left:
         name = left.pop()
@@ -29,7 +32,7 @@ def size_of(package: str) -> int:
         seen.add(name)
         try:
             installed = metadata.distribution(name)
-        except metadata.PackageNotFoundError:  # for another platform
+        except metadata.PackageNotFoundError:  # required on another platform
             continue
         paths = [Path(str(file.locate())) for file in installed.files or ()]
         total += sum(path.stat().st_size for path in paths if path.is_file())
