@@ -21,7 +21,7 @@ from components.run_pair import run
 from pipelines.form import Field, form
 from pipelines.shared import COORDINATOR_KEYS, described, on_cluster, pipeline
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 
 
 @pipeline(

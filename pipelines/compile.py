@@ -1,8 +1,8 @@
 """Writes the pipelines as the YAML that Kubeflow runs: `python -m pipelines.compile`.
 
-The forms are the schema's, by form.json (`python -m components.describe`). The files are checked in, with the
-defaults; variables of the environment (FLEXFLEET_IMAGE, ...) set what a cluster has otherwise, for an upload in the UI.
-`--check` says whether the files are current, and changes nothing.
+The forms come from the schema through form.json (`python -m components.describe`). The files are checked in with the
+defaults. For a cluster with other settings, compile with environment variables (FLEXFLEET_IMAGE, ...) and upload the
+files in the UI.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def compiled(name: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m pipelines.compile", description=__doc__)
-    p.add_argument("--check", action="store_true", help="exit with 2 where a file is not current")
+    p.add_argument("--check", action="store_true", help="change nothing; exit with 2 if a file is out of date")
     args = p.parse_args(argv)
     stale = []
     for name in PIPELINES:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(path)
     if args.check and stale:
         names = ", ".join(map(str, stale))
-        print(f"error: not what the source compiles to: {names}; run `python -m pipelines.compile`", file=sys.stderr)
+        print(f"error: out of date with the source: {names}; run `python -m pipelines.compile`", file=sys.stderr)
         return 2
     return 0
 

@@ -27,8 +27,8 @@ FIELDS = {name: Field(**about) for name, about in KNOWN["fields"].items()} | {
     ),
     "store_uri": Field("runs", "s3://bucket/prefix of all runs, or a folder that outlives a pod."),
 }
-"""By their names in the forms. The two have another meaning there than their parameters: no task writes files of this
-machine."""
+"""The fields of the forms, by name. `mlflow_uri` and `store_uri` mean something else here than in params.yaml, because
+a task cannot write files on the user's machine."""
 
 
 def form(without: Sequence[str] = (), **own: Field) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -20,7 +20,7 @@ from components.prepare_night import prepare
 from components.run_pair import run
 from pipelines.shared import COORDINATOR_KEYS, WEBHOOK_KEY, WEBHOOK_SECRET, described, on_cluster, pipeline
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 
 
 @pipeline(

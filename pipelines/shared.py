@@ -27,15 +27,15 @@ MLFLOW_SECRET = SECRETS["FLEXFLEET_MLFLOW_SECRET"]
 MLFLOW_KEYS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 
 TUNE_SECRET, TUNE_KEY = SECRETS["FLEXFLEET_TUNE_SECRET"], "FLEXFLEET_TUNE_STORAGE"
-"""The address of a study's data base, password included."""
+"""The address of a study's database, password included."""
 
 WEBHOOK_SECRET, WEBHOOK_KEY = SECRETS["FLEXFLEET_WEBHOOK_SECRET"], "FLEXFLEET_WEBHOOK"
 """The address that a failed night calls."""
 
 
 def described(what: str, first: str, example: str = '{"algorithm.kd_weight": 5, "rounds.evaluate_every": 5}') -> str:
-    """A pipeline's description, which the form shows above its fields; of those it shows names and defaults alone.
-    `first` is what a newcomer changes before anything else."""
+    """A pipeline's description. The form shows it above the fields; of a field it shows only the name and the default.
+    `first` names the fields that a newcomer should change first."""
     return (
         f"{what} Change first: {first}. Algorithms: {', '.join(NAMES['algorithms'])}. Data sets: "
         f"{', '.join(NAMES['datasets'])}. Networks: {', '.join(NAMES['models'])}. "
@@ -47,15 +47,15 @@ def described(what: str, first: str, example: str = '{"algorithm.kd_weight": 5, 
 LOST = ("unreachable", "not-ready")
 """Taints of a lost node. Tasks tolerate them for a minute, not for the default five."""
 
-# kfp has no types; naming it here keeps `ignore` comments out of the graphs.
+# kfp has no type hints. This annotation saves each graph a `type: ignore`.
 pipeline: Callable[..., Callable[[Callable[..., Any]], Any]] = dsl.pipeline
 
 
 def on_cluster(*tasks: Any, retries: int = 3, keys: Sequence[str] = S3_KEYS, trains: bool = False) -> None:
-    """Sets on every task: its image, also for the pods that it makes; the credentials of S3 and MLflow that the Secrets
-    have; a short wait for a lost node; its CPU and memory; and no root, which namespaces that enforce `restricted` ask
-    for. Also retries with a new pod, if Kubeflow's version makes them (see the guide), and no cache. `retarget` sets
-    what differs between clusters."""
+    """Sets for every task: its image, also for the pods that it makes; the credentials of S3 (`keys`) and MLflow from
+    their Secrets; a short wait for a lost node; its CPU and memory; and a user other than root, which namespaces that
+    enforce `restricted` require. Also sets retries with a new pod, if Kubeflow's version makes them (see the guide),
+    and no cache. `retarget` sets what differs between clusters."""
     for each in tasks:
         each.set_caching_options(False)
         size = SIZES["TRAIN" if trains else "TASK"]

@@ -4,8 +4,8 @@ The first task resolves and checks the configuration, cuts the partition and pre
 trial after trial of one study, as `flexfleet tune` makes it in the folder `<store_uri>/<study_id>`; the last task runs
 the best setting against the default and puts it on a page.
 
-Several workers share the study through the data base that `tune.storage` or a Secret names. The other workers, or the
-next pod, take over the trials of a killed pod. One worker without a data base resumes from its folder, if that outlives
+Several workers share the study through the database that `tune.storage` or a Secret names. The other workers, or the
+next pod, take over the trials of a killed pod. One worker without a database resumes from its folder, if that outlives
 a pod (a volume); else the study begins again. Caching is off, for the reasons given in
 pipelines/train.py.
 """
@@ -20,7 +20,7 @@ from components.search import search
 from pipelines.form import FIELDS, Field, form
 from pipelines.shared import COORDINATOR_KEYS, TUNE_KEY, TUNE_SECRET, described, on_cluster, pipeline
 
-# No `from __future__ import annotations` here: kfp reads the annotations themselves.
+# No `from __future__ import annotations` here: kfp needs annotations that are types, not text.
 
 
 @pipeline(
