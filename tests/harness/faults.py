@@ -1,8 +1,8 @@
 """Fault points: operations of the run store at which a process kills itself, as a power cut would.
 
-They lie around the store's own methods (put, list, delete, ...), around what FolderStore asks of the system inside them
-(write, rename, unlink, ...) and around what S3Store asks of the server (PutObject, UploadPart, ...). They are put there
-from outside, in a process forked for it: the product knows nothing of them.
+There are fault points at the store's own methods (put, list, delete, ...), at the system calls that FolderStore makes
+in them (write, rename, unlink, ...) and at the requests that S3Store sends to the server (PutObject, UploadPart, ...).
+`install` patches them into a process that was forked for this purpose; the product has no code for them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore
 
 When = Literal["before", "middle", "after", "forgotten"]
-"""forgotten: the operation is not done, and says that it was. No kill, but a store that lies."""
+"""`forgotten`: the operation does nothing and reports success. Nothing is killed, but the store lies."""
 
 READS = ("get", "uri", "presign", "upload")
-"""Methods of a store that change nothing and wait for nothing that does: a kill there is one at any time."""
+"""Methods of a store that change nothing. They have no fault points, because a kill there is like one at any time."""
 SYSTEM = {"fsync": "write", "replace": "rename", "link": "link", "unlink": "unlink", "mkdir": "mkdir", "rmdir": "rmdir"}
-"""Functions of `os`, and what they are called here. A file's bytes are there when it is synced: in the middle of that,
-half of them are."""
+"""Functions of `os`, and the operations that they are. A file is written before it is synced, so `fsync` is the write;
+`middle` cuts the file to half its size."""
 
 
 @contextmanager
@@ -45,11 +45,11 @@ def install(
     counts: str | None = None,
     constants: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[None]:
-    """Kills this process at the `number`-th `operation`, counted from now. `counts`: a file that in the end tells how
-    many there were of each. `constants`: values for `module.NAME`."""
+    """Kills this process at the `number`-th `operation`, counted from now. `counts`: a file for the number of each
+    operation, written in the end. `constants`: values by `module.NAME`, which are set first."""
     for where, value in constants.items():
         module, _, name = where.rpartition(".")
-        getattr(importlib.import_module(module), name)  # it has to be there
+        getattr(importlib.import_module(module), name)  # raises AttributeError for an unknown name
         setattr(importlib.import_module(module), name, value)
     if not operation and counts is None:
         yield
@@ -84,7 +84,7 @@ class _Points:
             return self._when if (operation, self.counts[operation]) == self._at else None
 
     def method(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
-        """A store's own."""
+        """Wraps a method of a store."""
 
         @functools.wraps(act)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ class _Points:
         return wrapped
 
     def system(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
-        """One of `os`, where a store calls it."""
+        """Wraps a function of `os`, which counts only if a store calls it."""
 
         @functools.wraps(act)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ class _Points:
         return wrapped
 
     def request(self, act: Callable[..., Any]) -> Callable[..., Any]:
-        """A request to the server."""
+        """Wraps requests to the server."""
 
         @functools.wraps(act)
         def wrapped(client: Any, operation: str, given: Any) -> Any:
@@ -139,7 +139,7 @@ class _Points:
             if operation == "write":
                 os.ftruncate(args[0], os.fstat(args[0]).st_size // 2)
                 _die()
-            self._here.torn = True  # the request goes out but for its last byte
+            self._here.torn = True  # `sendall` leaves out the last byte of the request
         found = act(*args, **kwargs)
         if when is not None:
             _die()

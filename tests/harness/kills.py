@@ -1,11 +1,11 @@
-"""Kills trainings, starts them again, and compares what they come to with one that nobody disturbed.
+"""Kills runs, resumes them, and compares their outcome with that of a run that nobody disturbed.
 
     python -m tests.harness.kills --kills 300 --seed 1 --only moto-processes,folder-whole --json
 
-SIGKILL falls on the coordinator at any time, within its rounds, or at a fault point inside the run store; on worker
-processes; on pods. A kill counts where the process really died by it before it was done. After each one, the same
-command is started again with --resume. In the end the model, history.json and MLflow have to be those of an undisturbed
-run, and nothing may be left lying about. Exit code 0: so they were; 1: not, and the folders of those runs are kept.
+SIGKILL hits the coordinator (at any time, within its rounds, or at a fault point inside the run store), a worker or a
+pod. A kill counts only if the process died of it. A killed coordinator is started again by the same command, with
+--resume. In the end the model, history.json and MLflow have to be those of an undisturbed run, and no temporary files,
+processes or objects may be left. Exit code 0: all of that holds; 1: it does not, and the folders of those runs stay.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tests.harness.processes import LOOK_S, Child, Done, workers
 from tests.harness.world import VARIANTS, Place, Variant, World, missing, opened, place
 
 PER_RUN = (3, 8)
-"""A run is killed so many times, at least and at most, before it is let finish."""
+"""The least and the most times that one run is killed before it may finish."""
 WAYS = ("any_time", "in_round", "fault_point", "fault_point")
-"""In which a coordinator is killed. There are more fault points than instants that matter."""
+"""The ways to kill a coordinator; each start draws one. `fault_point` is twice as likely, as there are many of them."""
 POD_S = 0.3
-"""About what a pod takes here."""
+"""About how many seconds a pod runs."""
 HANGS_S = 300.0
 ROUND = re.compile(r"^\S+ round \d+/", re.MULTILINE)
-"""A line of the coordinator's log: a round is committed."""
+"""A line of the coordinator's log that reports a committed round."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ class Undisturbed:
     operations: dict[str, int]
     """How often each operation of the store was done."""
     first_s: float
-    """Until the first round was committed."""
+    """Seconds until the first round was committed."""
     round_s: float
 
 
 class Lost(Exception):
-    """After a kill the same command does not go on."""
+    """After a kill, the same command does not resume the run."""
 
 
 @dataclass
 class Tally:
-    """What became of one variant's kills."""
+    """The results of one variant's kills."""
 
     landed: Counter[str] = field(default_factory=Counter)
-    """By way: any_time, in_round, fault_point, worker, pod."""
+    """Number of kills by way: any_time, in_round, fault_point, worker, pod."""
     points: Counter[str] = field(default_factory=Counter)
     lost: int = 0
-    """Kills after which the same command did not go on."""
+    """Kills after which the same command did not resume the run."""
     wrong: list[str] = field(default_factory=list)
     runs: int = 0
     starts: int = 0
@@ -75,12 +75,12 @@ class Tally:
 
 # ------------------------------------------------------------------------------------------------------- waiting
 def lasts(child: Child, seconds: float) -> bool:
-    """Whether it still runs after so long."""
+    """Whether the process still runs after so many seconds."""
     return not until(child, lambda: False, seconds) and child.poll() is None
 
 
 def until(child: Child, condition: Callable[[], bool], timeout_s: float = HANGS_S) -> bool:
-    """Whether the condition came to hold while the process ran."""
+    """Waits until the condition holds; returns whether it did while the process ran."""
     end = time.monotonic() + timeout_s
     while child.poll() is None and time.monotonic() < end:
         if condition():
@@ -106,8 +106,9 @@ def in_a_round(child: Child, normal: Undisturbed, rng: random.Random) -> None:
 
 
 def a_worker(child: Child, normal: Undisturbed, rng: random.Random, again: bool) -> bool:
-    """Whether it died by it, and the coordinator lived on. With a whole round between two: an order whose worker dies
-    twice is given up, and that one dies that has nothing to do may be seen in the next round only."""
+    """Kills a worker; returns whether it died of it and the coordinator lived on. `again`: a worker was killed before;
+    lets a whole round pass since, because the coordinator gives up an order whose worker dies twice, and may notice the
+    death of an idle worker only in the next round."""
     told = rounds_told(child)
     wanted = told + 2 if again else rng.randint(0, 2)
     if not until(child, lambda: rounds_told(child) >= wanted and bool(workers(child.pid))):
@@ -128,7 +129,8 @@ def a_worker(child: Child, normal: Undisturbed, rng: random.Random, again: bool)
 
 
 def a_pod(child: Child, at: Place, hit: set[str], rng: random.Random) -> bool:
-    """Whether it died by it. Each pod's place in its Job once: one that fails twice is given up."""
+    """Kills a pod; returns whether it died of it. Never kills two pods of the same index of a Job (`hit`), because the
+    Job gives up an index that fails twice."""
     running = at.world.cluster.running
 
     def candidates() -> list[str]:
@@ -165,7 +167,7 @@ def undisturbed(world: World, variant: Variant) -> Undisturbed:
 
 
 def disturbed(at: Place, normal: Undisturbed, most: int, rng: random.Random, tally: Tally) -> list[str]:
-    """Kills one run at most so many times and lets it finish; gives what is wrong with it. Raises Lost."""
+    """Kills one run at most `most` times and lets it finish. Returns what is wrong with it. Raises Lost."""
     left, hit = min(most, rng.randint(*PER_RUN)), set[str]()
     tally.runs += 1
     while True:
@@ -195,19 +197,19 @@ def disturbed(at: Place, normal: Undisturbed, most: int, rng: random.Random, tal
 
 
 def verdict(at: Place, normal: Undisturbed, done: Done) -> list[str]:
-    """What is wrong with a run whose last command ended so; empty: nothing. Raises Lost."""
+    """What is wrong with a run whose last command ended with `done`; empty: nothing. Raises Lost."""
     if done.code != 0:
         raise Lost(f"start {at.starts} ended with {done.code}: {done.err[-2000:].strip()}")
     try:
         return differences(normal.outcome, outcome(at, done)) + leftovers(at)
-    except Exception as error:  # whatever it is that cannot be read: the run has not come to what it should
+    except Exception as error:  # any error means that the run has no valid outcome
         return [f"the outcome cannot be read: {error!r}"]
 
 
 def _clients(
     child: Child, at: Place, normal: Undisturbed, most: int, hit: set[str], rng: random.Random, tally: Tally
 ) -> int:
-    """Kills some of the processes that clients are, and none in some starts; how many."""
+    """Kills some of the processes in which clients run, in some starts none. Returns how many."""
     kind, killed = at.variant.clients, 0
     while kind and killed < most and rng.random() < 0.7:
         if not (a_pod(child, at, hit, rng) if kind == "pod" else a_worker(child, normal, rng, again=killed > 0)):
@@ -218,7 +220,7 @@ def _clients(
 
 
 def _whens(operation: str) -> tuple[str, ...]:
-    """Where an operation of the store can be cut off (`faults`)."""
+    """The moments at which an operation of the store can be cut off (see `faults`)."""
     sends = operation[0].isupper() and not operation.startswith("List")
     return ("before", "middle", "after") if sends or operation == "write" else ("before", "after")
 
@@ -230,7 +232,7 @@ def _point(normal: Undisturbed, rng: random.Random) -> dict[str, Any]:
 
 
 def campaign(world: World, variant: Variant, kills: int, seed: int) -> tuple[Tally, Undisturbed]:
-    """So many kills of one variant."""
+    """Kills runs of one variant until `kills` kills have landed."""
     rng, tally, started = random.Random(f"{seed}/{variant.name}"), Tally(), time.monotonic()
     normal = undisturbed(world, variant)
     tally.wrong += [f"the undisturbed run left {line}" for line in normal.left]
@@ -242,12 +244,12 @@ def campaign(world: World, variant: Variant, kills: int, seed: int) -> tuple[Tal
         except Lost as error:
             tally.lost += 1
             wrong = [str(error)]
-            world.cluster.objects.clear()  # what is lost does not clean up
+            world.cluster.objects.clear()  # a lost run does not clean up
         if wrong:
             again = f"python -m tests.harness.kills --kills {kills} --rounds {world.rounds} --seed {seed} "
             again += f"--only {variant.name}"
             tally.wrong += [f"{at.folder}: {line}" for line in wrong]
-            tally.wrong.append(f"{at.folder} is kept; to see it again: {again}")
+            tally.wrong.append(f"{at.folder} is kept; to repeat it: {again}")
         else:
             at.remove()
     tally.seconds = time.monotonic() - started
@@ -293,11 +295,11 @@ def say(line: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = {variant.name: variant for variant in VARIANTS}
-    p.add_argument("--kills", type=int, required=True, metavar="N", help="in all, over the variants")
-    p.add_argument("--seed", type=int, default=0, help="of when and where kills fall")
-    p.add_argument("--only", metavar="VARIANT,...", help=f"of {', '.join(names)}")
-    p.add_argument("--rounds", type=int, default=8, metavar="N", help="of each run (default: 8)")
-    p.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    p.add_argument("--kills", type=int, required=True, metavar="N", help="number of kills of all variants together")
+    p.add_argument("--seed", type=int, default=0, help="seed of when and where kills fall")
+    p.add_argument("--only", metavar="VARIANT,...", help=f"kill only runs of these, of {', '.join(names)}")
+    p.add_argument("--rounds", type=int, default=8, metavar="N", help="rounds of each run (default: 8)")
+    p.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = p.parse_args(argv)
     wanted = args.only.split(",") if args.only else list(names)
     if unknown := set(wanted) - names.keys():
@@ -307,8 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"{name}: skipped, {why}")
     variants = [names[name] for name in wanted if not missing(names[name].store)]
     if not variants:
-        p.error("none of these variants runs here")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped then too
+        p.error("none of these variants can run on this machine")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped too
     tallies, models = {}, set()
     with opened(args.rounds) as world:
         for variant, kills in shares(args.kills, variants).items():
@@ -324,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in tally.wrong:
                 say(f"  {line}")
     if len(models) > 1:
-        say(f"undisturbed runs of these variants do not end with one model: {', '.join(wanted)}")
+        say(f"the undisturbed runs of these variants end with different models: {', '.join(wanted)}")
     found = report(tallies, len(models) == 1, args.seed)
     if args.json:
         print(json.dumps(found))

@@ -1,6 +1,6 @@
-"""MLflow's own server, in a process: in its own it sets MLflow's addresses for everybody. `python -m` it to serve.
+"""MLflow's own server, in a process of its own, because it changes MLflow's addresses for the whole process.
 
-WANTED=me:password python -m tests.harness.mlflow_server     who says no such thing is sent away; empty: nobody is
+WANTED=me:password python -m tests.harness.mlflow_server     refuses other logins; empty: needs no login
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def serving(folder: Path, template: Path, wanted: str = "") -> Iterator[int]:
-    """Its port. Runs and artifacts are in `folder`; `template` is a data base without runs."""
+    """Yields the server's port. Runs and artifacts are in `folder`; `template` is a database without runs; `wanted` is
+    the login, user:password."""
     from mlflow.server import constants
 
     shutil.copy(template, folder / "mlflow.db")
@@ -49,7 +50,7 @@ def main() -> None:
         if not wanted or environ.get("HTTP_AUTHORIZATION") == header:
             return app(environ, start_response)
         start_response("401 Unauthorized", [("WWW-Authenticate", "Basic"), ("Content-Type", "text/plain")])
-        return [b"who asks?"]
+        return [b"a login is needed"]
 
     server = make_server("127.0.0.1", 0, guarded, threaded=True)
     print(server.port, flush=True)

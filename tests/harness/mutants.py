@@ -1,13 +1,12 @@
-"""Changes the engine by one small thing at a time, and looks whether the fast tests see it.
+"""Changes the engine in one small place at a time, and checks whether the fast tests notice it.
 
     python -m tests.harness.mutants --only updates,ledger --limit 50 --seed 1 --json
 
-A mutant is a module with one change of `changes`; it lives in the memory of a forked process, where the law tests of
-that module run until one fails. Prints what survived: a test that is missing, or a change that changes nothing. Exit
-code 0: so many were tried; 1: the tests fail without any change.
+A mutant is a module with one of the `changes`. It exists only in a forked process, which runs the law tests of that
+module until one fails. Prints the mutants that no test noticed: a test is missing, or the change has no effect. Exit
+code 0: all mutants were tried; 1: the tests fail without any change.
 
-mutmut and cosmic-ray know neither a statement that is left out nor a `max` for a `min`, the changes that matter most
-here.
+mutmut and cosmic-ray neither leave out statements nor replace `min` by `max`, the changes that matter most here.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ TESTS = {
     "storage/checkpoints": ("test_ledger", "test_lease", "test_resume"),
     "storage/lease": ("test_lease",),
 }
-"""By file of the engine, the law tests that are to notice."""
+"""The law tests that should notice a change, by file of the engine."""
 
 PRELOADED = ("hypothesis", "numpy", "pydantic", "safetensors.torch", "torch", "yaml")
-"""What takes long to import is imported once, before the processes part."""
+"""Modules that take long to import. They are imported once, before the processes are forked."""
 PATIENCE = 4.0
-"""A mutant that takes so many times longer than the unchanged module hangs."""
+"""A mutant hangs if its tests take so many times longer than those of the unchanged module."""
 
 
 # ------------------------------------------------------------------------------------------------------ changes
@@ -55,7 +54,7 @@ class Mutant:
     line: int
     said: str
     make: Callable[[], None]
-    """Changes the tree that it was found in."""
+    """Makes the change in the tree in which it was found."""
 
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -72,7 +71,7 @@ NOT_LOOKED_INTO = {"annotation", "returns", "decorator_list", "bases"}
 
 
 def changes(parent: ast.AST, field: str, node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """What may stand in the place of `node`, and that in words."""
+    """Yields (description, new node) for each replacement of `node`."""
     if isinstance(node, LEFT_OUT) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
         yield f"left out: {_said(node)}", ast.Pass()
     if isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Name | ast.Tuple):
@@ -112,7 +111,7 @@ def changes(parent: ast.AST, field: str, node: ast.AST) -> Iterator[tuple[str, a
 
 
 def mutants(tree: ast.Module) -> Iterator[Mutant]:
-    """Every change, in the order of the lines. Messages of errors and of the log are as they are."""
+    """Every change, in the order of the lines. Messages of errors and calls of the log are not changed."""
 
     def walk(parent: ast.AST) -> Iterator[Mutant]:
         for field, value in ast.iter_fields(parent):
@@ -183,7 +182,7 @@ def changed(source: str, number: int) -> ast.Module:
 
 
 def tried(module: str, tree: ast.Module, patience_s: float) -> bool:
-    """Whether the module's law tests pass when this is the module. Where they hang, they do not."""
+    """Whether the module's law tests pass with `tree` as the module. Tests that hang do not pass."""
     child = os.fork()
     if child == 0:
         os._exit(_tests(module, tree))
@@ -199,7 +198,7 @@ def tried(module: str, tree: ast.Module, patience_s: float) -> bool:
 
 
 def _tests(module: str, tree: ast.Module) -> int:
-    """In the forked process: pytest's exit code, nothing said."""
+    """Runs the tests in the forked process, without output. Returns pytest's exit code."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -213,7 +212,8 @@ def _tests(module: str, tree: ast.Module) -> int:
 
 
 def campaign(modules: Sequence[str], limit: int | None, seed: int) -> dict[str, object]:
-    """`limit` changes of each module, drawn; None: all. Raises SystemExit where the tests fail without any."""
+    """Tries `limit` changes of each module, drawn at random; None: all. Raises SystemExit if the tests fail without a
+    change."""
     for name in PRELOADED:
         importlib.import_module(name)
     count, survivors = 0, []
@@ -238,18 +238,18 @@ def campaign(modules: Sequence[str], limit: int | None, seed: int) -> dict[str, 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harness.mutants", description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(TESTS), help="files of the engine, e.g. storage/lease")
-    parser.add_argument("--limit", type=int, help="so many changes of each module, drawn (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="of that draw")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--limit", type=int, help="number of changes to draw for each module (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of that draw")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args(argv)
     modules = args.only.split(",")
     if unknown := set(modules) - set(TESTS):
-        parser.error(f"no tests are named for {', '.join(sorted(unknown))}; there are {', '.join(TESTS)}")
+        parser.error(f"there are no tests for {', '.join(sorted(unknown))}, only for {', '.join(TESTS)}")
     found = campaign(modules, args.limit, args.seed)
     if args.json:
         print(json.dumps(found))
     else:
-        print(f"{found['killed']} of {found['tried']} changes were noticed; not:", *found["survivors"], sep="\n")  # type: ignore[misc]
+        print(f"{found['killed']} of {found['tried']} changes were noticed; these not:", *found["survivors"], sep="\n")  # type: ignore[misc]
     return 0
 
 

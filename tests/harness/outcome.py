@@ -1,4 +1,4 @@
-"""What a run came to, as far as it must not depend on how often it was killed; and what it left behind."""
+"""The outcome of a run, as far as it must not depend on kills; and what the run left behind."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from tests.harness.world import BUCKET, Place
 from tests.k8s import fake
 
 MAY_DIFFER = ("seconds", "peak_mb")
-"""Metrics that begin so; what the simulated clock says is not among them."""
+"""Prefixes of metrics that are measured. `seconds_simulated` is not measured: it is the simulated clock's."""
 ENDS_S = 10.0
-"""A process that nobody needs any more has so long to notice."""
+"""Seconds within which a process has to end after the run."""
 MAY_BE_MISSING = "seconds_train/"
-"""A coordinator that finds a round closed has not waited for anybody."""
+"""Prefix of metrics that a coordinator does not log if it resumes a closed round, since it waits for no client."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     model_sha256: str
-    """As history.json says."""
+    """From history.json."""
     model: str
     """sha256 of the model file's bytes."""
     model_in_store: str
     rounds: dict[str, Any]
     """What history.json says of each round and of its clients."""
     tracked: dict[str, Any]
-    """(metric, step) to value, of MLflow."""
+    """Values in MLflow, by metric and step."""
     printed: dict[str, Any]
-    """The object on stdout; of a step, nothing."""
+    """The JSON object on stdout; empty for a single step."""
     files: dict[str, str]
-    """sha256 of what the steps after the rounds wrote."""
+    """sha256 of files that the other steps wrote."""
 
 
 def outcome(place: Place, done: Done) -> Outcome:
-    """Of a run whose last command ended with `done`."""
+    """The outcome of a run whose last command ended with `done`."""
     history = json.loads((place.out / "history.json").read_text())
     model = _sha256((place.out / "model.safetensors").read_bytes())
     stored = model
@@ -62,7 +62,7 @@ def outcome(place: Place, done: Done) -> Outcome:
 
 
 def differences(expected: Outcome, found: Outcome) -> list[str]:
-    """A line for each thing that differs; empty: they are the same."""
+    """A line for each difference; empty: the outcomes are the same."""
     lines = []
     for field in fields(Outcome):
         one, other = getattr(expected, field.name), getattr(found, field.name)
@@ -75,7 +75,7 @@ def differences(expected: Outcome, found: Outcome) -> list[str]:
 
 
 def leftovers(place: Place) -> list[str]:
-    """A line for each thing that a finished run has left and should not have."""
+    """A line for each thing that a finished run should not have left."""
     lines = [f"temporary file: {path}" for path in sorted(place.folder.rglob("*.part"))]
     lines += [f"temporary folder: {path}" for path in sorted(place.folder.rglob(".mlflow-*"))]
     if place.s3 is not None:
@@ -111,7 +111,8 @@ def _timeless(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _tracked(data_base: Path) -> dict[str, Any]:
-    """Of a metric that may differ, only that it is there; of one that is there more than once, how often."""
+    """Values in MLflow. Of a metric that may differ, only that it is there; of one that is there more than once, how
+    often."""
     rows = _asked(data_base, "select key, step, value, is_nan from metrics")
     often = Counter((key, step) for key, step, *_ in rows)
     values = {(key, step): (value, nan) if _same_always(key) else "" for key, step, value, nan in rows}
@@ -123,7 +124,7 @@ def _tracked(data_base: Path) -> dict[str, Any]:
 
 
 def _mlflow_runs(data_base: Path) -> list[str]:
-    """What is not as it should be: one run, which is over."""
+    """A line if MLflow has anything else than one run, which is finished."""
     states = [state for (state,) in _asked(data_base, "select status from runs")]
     return [] if states == ["FINISHED"] else [f"runs in MLflow: {', '.join(states) or 'none'}"]
 

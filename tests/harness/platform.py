@@ -1,5 +1,5 @@
-"""Kubeflow with MLflow built in, as far as tasks see it: a run for the pipeline, a child of it for the task, and the
-environment that says so."""
+"""Kubeflow with MLflow built in, as tasks see it: an MLflow run of the pipeline, a child run of the task, and the
+environment variables that name them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Platform:
     client: Any
     experiment: str
     pipeline: str
-    """The MLflow run of the pipeline's run,"""
+    """The MLflow run of the pipeline's run."""
     task: str
-    """and that of the task, which is Kubeflow's to write."""
+    """The MLflow run of the task. Only Kubeflow may write it."""
     before: Any
     """The task's run as Kubeflow left it."""
 
@@ -36,7 +36,7 @@ class Platform:
 
 
 def begin(uri: str, patch: pytest.MonkeyPatch, experiment: str | None = None) -> Platform:
-    """Makes a pipeline's run and a task's, and has the environment say so; `uri` may hold a password."""
+    """Creates the runs of a pipeline and its task, and sets the environment variables. `uri` may contain a password."""
     client = mlflow.MlflowClient(tracking_uri=uri)
     if experiment is None:
         experiment = client.create_experiment("kubeflow")

@@ -1,7 +1,7 @@
-"""Commands as real processes, forked from one that has imported everything: 0.1 s per start instead of 5.
+"""Runs commands as real processes, forked from one that has imported everything: a start takes 0.1 s instead of 5.
 
-`python -m tests.harness.processes DIR` is that process, the nursery. It reads orders, a line of JSON each, and answers
-each with a line: a command's process id, or its exit code once it has ended.
+`python -m tests.harness.processes DIR` is that process, the nursery. It reads requests, a line of JSON each. It replies
+to each with a line: a command's process id, or its exit code once it has ended.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ QUICK = (
     "training.epochs=1",
     "rounds.stop=3",
 )
-"""FlexFL on digits in well under a second of training."""
+"""Settings of FlexFL on the digits that train in well under a second."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a command ended with."""
+    """How a command ended."""
 
     code: int
     out: str
@@ -62,7 +62,7 @@ def with_sets(argv: Sequence[str], sets: Sequence[str]) -> list[str]:
 
 
 class Child:
-    """A real process in which a command runs. It can be killed until it is known to have ended."""
+    """A real process in which a command runs."""
 
     def __init__(self, nursery: Nursery, pid: int, out: Path, err: Path) -> None:
         self._nursery = nursery
@@ -75,25 +75,25 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         with self._lock:
             if self._code is None:
-                os.kill(self.pid, number)  # dead or alive, the number is still its own: nobody has asked for its end
+                os.kill(self.pid, number)  # the id cannot be another process's before `poll` has seen the end
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)
 
     @property
     def err(self) -> str:
-        """What it has said so far."""
+        """Its stderr so far."""
         return self._err.read_text() if self._err.exists() else ""
 
     def poll(self) -> int | None:
-        """Its exit code, -n where signal n ended it; None while it runs."""
+        """Its exit code, -n if signal n ended it; None while it runs."""
         with self._lock:
             if self._code is None:
                 self._code = self._nursery.ask({"poll": self.pid})
             return self._code
 
     def wait(self, timeout_s: float = float("inf")) -> Done:
-        """Raises TimeoutError where it does not end."""
+        """Waits for its end. Raises TimeoutError if it does not end."""
         until = time.monotonic() + timeout_s
         while (code := self.poll()) is None:
             if time.monotonic() > until:
@@ -103,7 +103,7 @@ class Child:
 
 
 class Nursery:
-    """Starts commands; several threads may ask it."""
+    """Starts commands. Several threads may use it."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -125,7 +125,7 @@ class Nursery:
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError("the nursery has ended: what it said is on stderr")
+            raise RuntimeError("the nursery has ended: see its messages on stderr")
         return json.loads(answer)
 
     def start(
@@ -138,8 +138,8 @@ class Nursery:
         log: Path | None = None,
         faults: Mapping[str, Any] | None = None,
     ) -> Child:
-        """`main` is one of `_mains`. `env`: on top of the nursery's environment. `log`: where stderr goes; stdout goes
-        beside it. `faults`: what `faults.install` takes."""
+        """`main`: a name in `_mains`. `env`: added to the nursery's environment. `log`: the file for stderr; stdout
+        goes beside it. `faults`: arguments of `faults.install`."""
         with self._lock:
             self._count += 1
             err = log or self._scratch / f"{self._count}.err"
@@ -153,7 +153,7 @@ class Nursery:
 
 # --------------------------------------------------------------------------------------- inside the nursery
 def _mains() -> dict[str, Callable[[list[str]], int]]:
-    """Everything that a command imports, and the commands: `flexfleet`, the console's, a step's own, and one that
+    """Imports all that commands need. Returns the commands by name: `flexfleet`, single steps, and `mlflow`, which
     creates MLflow's tables."""
     import boto3.session  # noqa: F401
     import kubernetes  # noqa: F401
@@ -187,11 +187,11 @@ def _serve(scratch: Path) -> None:
     from flexfleet.tracking import record
 
     mains = _mains()
-    # The same in every command, and half a second of each: what is installed here.
+    # The list of installed packages is the same in every command, and takes half a second: read it once.
     record.environment = functools.cache(record.environment)
     record.environment()
-    partitioning.draw(numpy.ones((2, 2), dtype=int), scratch / "fonts.svg")  # loads the fonts
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+    partitioning.draw(numpy.ones((2, 2), dtype=int), scratch / "fonts.svg")  # loads matplotlib's fonts
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with SIGINT ignored
     for line in sys.stdin:
         order = json.loads(line)
         if "poll" in order:
@@ -205,7 +205,7 @@ def _serve(scratch: Path) -> None:
 
 
 def _live(order: Mapping[str, Any], mains: Mapping[str, Callable[[list[str]], int]]) -> NoReturn:
-    """The command, in the forked child."""
+    """Runs the command in the forked child."""
     from flexfleet.files import terminal as common
     from tests.harness import faults
 
@@ -237,12 +237,12 @@ def children(pid: int) -> list[int]:
 
 
 def workers(pid: int) -> list[int]:
-    """The worker processes of a coordinator: started for it by a process of multiprocessing's."""
+    """The worker processes of a coordinator: its grandchildren, since multiprocessing's server process starts them."""
     return sorted(worker for server in children(pid) for worker in children(server))
 
 
 def marked(token: str) -> list[int]:
-    """Processes that were started with `token` in their environment, or whose parents were."""
+    """Processes with `token` in the environment that they were started with, which their children inherit."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,10 +1,9 @@
-"""What a matrix of short runs computes, as digests: recorded before a change of the structure, compared after it.
+"""Digests of what a matrix of short runs computes: record them before a refactoring, compare after it.
 
     python -m tests.harness.same_bits --record       writes same_bits.json beside this file
-    python -m tests.harness.same_bits                compares; exit code 1 where a run computes something else
+    python -m tests.harness.same_bits                compares; exit code 1 if a run computes something else
 
-A digest is that of the model, and that of the history without measured seconds and memory. It lives as long as the
-redesign that it watches.
+Each run has a digest of its model, and one of its history without measured seconds and memory.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ NETWORKS = ("mobilenetv2", "preresnet18", "resnet18", "resnet34", "small_cnn", "
 
 
 def cases() -> dict[str, tuple[str, ...]]:
-    """Settings on top of BASE, by name."""
+    """Settings of each case, added to BASE, by its name."""
     found: dict[str, tuple[str, ...]] = {}
     for name in ALGORITHMS:
         for backend in ("in_process", "processes"):
@@ -81,7 +80,7 @@ def _pods() -> tuple[str, ...]:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     p.add_argument("--record", action="store_true")
-    p.add_argument("--only", default="", help="part of a case's name")
+    p.add_argument("--only", default="", help="run only cases whose name contains this")
     args = p.parse_args()
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         wanted = {name: sets for name, sets in cases().items() if args.only in name}
@@ -98,13 +97,13 @@ def main() -> int:
     known = json.loads(RECORD.read_text())
     others = [name for name in found if found[name] != known.get(name)]
     for name in others:
-        print(f"ANOTHER: {name}: {known.get(name)} before, {found[name]} now")
-    print(f"{len(found) - len(others)} of {len(found)} the same")
+        print(f"DIFFERENT: {name}: {known.get(name)} before, {found[name]} now")
+    print(f"{len(found) - len(others)} of {len(found)} are the same")
     return 1 if others else 0
 
 
 def _run(sets: tuple[str, ...], scratch: Path, env: dict[str, str]) -> dict[str, str]:
-    """The digests of a run of the command line."""
+    """Makes a run on the command line; returns its digests."""
     folder = Path(tempfile.mkdtemp(dir=scratch))
     words = [Path(sys.executable).with_name("flexfleet"), "run", "--run-id", folder.name, "--json"]
     for pair in (*BASE, *sets):
@@ -131,7 +130,7 @@ def _digest(value: Any) -> str:
 
 @contextmanager
 def _cluster(scratch: Path) -> Iterator[dict[str, str]]:
-    """The tests' cluster and an S3 server: the variables that name them."""
+    """Starts the tests' cluster and an S3 server; yields the environment variables that name them."""
     import logging
 
     import boto3.session

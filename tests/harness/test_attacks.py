@@ -1,6 +1,6 @@
-"""A part of the attacks, and that the harness reports what goes through: one that cannot fail proves nothing.
+"""Some of the attacks; and that the harness reports an attack that succeeds: a harness that cannot fail proves nothing.
 
-On a machine without radosgw its attacks are skipped; `.ci/run` installs it, and has them fail where it could not.
+Without radosgw, the tests that need it are skipped. `.ci/run` installs it, and lets them fail if it could not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.harness.attacks.table import Attack, Tally, try_all
 from tests.harness.world import missing
 
 REQUIRED = "FLEXFLEET_TEST_RADOSGW"
-"""Set to `required`: no test that wants radosgw may be skipped."""
+"""If it is `required`, tests that need radosgw fail without it instead of being skipped."""
 QUICK = (
     "flexfl, 90 times the change",
     "flexfl, 90 times, in a first round of one",
@@ -64,7 +64,7 @@ def test_a_server_refuses_what_was_not_signed(world: World) -> None:
     try_all(urls.ATTACKS, tally, world, enforces=world.kind != "moto")
     assert tally.open == []
     if world.kind == "moto":
-        assert tally.refused == [], "what moto refuses is nothing to rely on"
+        assert tally.refused == [], "a refusal by moto proves nothing"
         assert {name.partition(":")[0] for name in tally.not_enforced} > {"another key", "read, wrong signature"}
     else:
         assert len(tally.refused) == len(urls.ATTACKS)
@@ -79,7 +79,7 @@ def test_what_a_client_does_to_its_own_files_stops_no_run(world: World) -> None:
 
 # ------------------------------------------------------------------------------------------------------ the harness
 class Careless(World):
-    """Hands out URLs that sign nothing but where they lead."""
+    """Grants uploads by URLs whose signature covers only the address."""
 
     def grant(self, seconds: int = SECONDS) -> Upload:
         self.s3.delete_object(Bucket=BUCKET, Key=PREFIX + OWN)

@@ -1,4 +1,4 @@
-"""Twenty kills; and that the harness reports what it should, for one that cannot fail proves nothing."""
+"""Twenty kills; and that the harness reports what it should: a harness that cannot fail proves nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Campaign = Callable[..., tuple[int, dict[str, Any], str]]
 
 @pytest.fixture
 def campaign(world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Campaign:
-    """The command, in a world that is there already: exit code, the one object on stdout, stderr."""
+    """Runs the command in the world that exists already. Returns its exit code, the object on stdout, and stderr."""
     monkeypatch.setattr(kills, "opened", lambda _: nullcontext(world))
 
     def run(*argv: str) -> tuple[int, dict[str, Any], str]:
@@ -141,7 +141,7 @@ def normal(world: World) -> kills.Undisturbed:
 
 @pytest.fixture(scope="module")
 def finished(world: World, normal: kills.Undisturbed) -> tuple[Place, Done]:
-    """A run that nothing is wrong with."""
+    """A finished run without any fault."""
     at = place(world, FOLDER)
     done = at.start().wait()
     assert kills.verdict(at, normal, done) == []
@@ -213,7 +213,8 @@ def test_a_process_an_upload_and_an_object_of_the_cluster_that_stay_are_reported
 
 
 def test_a_store_that_forgets_what_it_was_given_is_found_out(world: World, normal: kills.Undisturbed) -> None:
-    """One write in the middle of a run; there are some that nobody would miss without a kill."""
+    """Each try forgets one write in the second half of a run. Some writes are needed only after a kill, so the harness
+    has to report only one of the tries."""
     found = []
     for number in range(normal.operations["put"] // 2, normal.operations["put"]):
         at = place(world, FOLDER)
@@ -256,6 +257,6 @@ def test_a_process_that_was_done_before_it_could_be_killed_does_not_count(
     world: World, normal: kills.Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kills, "WAYS", ("any_time",))
-    slow, tally = replace(normal, first_s=1e6, round_s=1e6), kills.Tally()  # so it seems: every kill comes too late
+    slow, tally = replace(normal, first_s=1e6, round_s=1e6), kills.Tally()  # makes every kill come too late
     assert kills.disturbed(place(world, FOLDER), slow, 3, random.Random(0), tally) == []
     assert (tally.kills, tally.starts, tally.runs) == (0, 1, 1)

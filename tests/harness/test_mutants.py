@@ -1,4 +1,4 @@
-"""The runner of mutants: what it changes, and that a change which no test sees is told from one that is seen."""
+"""The runner of mutants: which changes it makes, and that it reports those that no test notices, and only those."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_once_went_unnoticed_is_among_the_changes() -> None:
 
 
 def test_the_runner_tells_what_survives_from_what_does_not(tmp_path: Path) -> None:
-    """On an engine of one line and a test that looks at one half of it."""
+    """The engine has one line; its test checks one half of that line."""
     for name in ("fl_engine/storage", "tests/laws", "tests/harness"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "fl_engine/__init__.py").touch()

@@ -1,4 +1,4 @@
-"""What runs are made on: S3 servers, a cluster, and for each run a folder with a data base of its own."""
+"""Where runs are made: S3 servers, a cluster, and for each run a folder with a database of its own."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from tests.k8s import fake
 RADOSGW = ROOT / "tests" / "s3" / "radosgw"
 BUCKET = "runs"
 SMALL = {"fl_engine.storage.s3.PART": 32 * 2**10, "fl_engine.storage.checkpoints.PACKED": 1}
-"""So that a quick run's model is uploaded in several parts, and its measurements are packed."""
+"""With these constants, even a quick run uploads its model in several parts and packs its measurements."""
 ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.poll_s=0.2", "kubernetes.image=flexfleet:latest")
 WORKERS = ("run.backend=processes", "run.devices=[cpu, cpu]")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A configuration that is killed. `clients` says which processes clients are: none of their own, worker or pod."""
+    """A configuration whose runs are killed. `clients`: what runs clients: "" (the coordinator), worker or pod."""
 
     name: str
     store: str
     clients: str
     sets: tuple[str, ...]
     whole: bool = False
-    """`flexfleet run`, all steps; else the rounds alone."""
+    """True: all steps, by `flexfleet run`; False: only the rounds."""
 
 
 def _on(store: str) -> tuple[Variant, ...]:
@@ -71,7 +71,7 @@ class World:
         return (*QUICK, f"rounds.stop={self.rounds}")
 
     def environment(self, store: str) -> dict[str, str]:
-        """Which tells boto3 where the server is; it is started when it is first asked for."""
+        """The variables that tell boto3 where the server is. The first call starts the server."""
         if store not in self._known:
             self._known[store] = self.servers.enter_context(START[store](self.folder / store))
             if store != "folder":
@@ -80,7 +80,7 @@ class World:
 
     @cached_property
     def cluster(self) -> fake.Cluster:
-        """Its kubelet forks clients from the nursery."""
+        """The cluster, whose kubelet forks clients from the nursery."""
 
         def start(command: list[str], env: dict[str, str], log: Path) -> Child:
             _, *main, assignment = command
@@ -95,7 +95,7 @@ class World:
 
     @cached_property
     def prepared(self) -> Path:
-        """Partition and pool of all runs."""
+        """The folder with the partition and the pool of all runs."""
         out = self.folder / "prepared"
         out.mkdir()
         steps = (
@@ -109,7 +109,7 @@ class World:
 
     @cached_property
     def data_base(self) -> Path:
-        """Without runs: to create its tables takes MLflow seconds, to copy it nothing."""
+        """MLflow's database without runs. Each run gets a copy, because MLflow takes seconds to create its tables."""
         self._do("mlflow", f"sqlite:///{self.folder / 'empty.db'}", cwd=self.folder)
         return self.folder / "empty.db"
 
@@ -120,13 +120,13 @@ class World:
 
 @dataclass
 class Place:
-    """Where one run is, and the command that starts it and goes on with it."""
+    """The folder of one run, and the command that starts and resumes it."""
 
     world: World
     variant: Variant
     folder: Path
     token: str
-    """In the environment of all its processes."""
+    """Marks all processes of the run, in their environment."""
     starts: int = 0
 
     @property
@@ -135,12 +135,12 @@ class Place:
 
     @property
     def prefix(self) -> str:
-        """Of the run's keys in the bucket."""
+        """Prefix of the run's keys in the bucket."""
         return f"{self.folder.name}/"
 
     @cached_property
     def s3(self) -> Any:
-        """A client of the server that the run's ledger is on; None where it is in the folder."""
+        """A boto3 client of the server that has the run's ledger; None if the ledger is in the folder."""
         return s3_of(self.world.environment(self.variant.store)) if self.variant.store != "folder" else None
 
     def start(self, faults: Mapping[str, Any] | None = None) -> Child:
@@ -176,7 +176,7 @@ def place(world: World, variant: Variant) -> Place:
 
 @contextmanager
 def opened(rounds: int) -> Iterator[World]:
-    """In a temporary folder, of which the places stay that nobody has removed."""
+    """A world in a temporary folder. The folders of runs stay unless they are removed."""
     folder = Path(tempfile.mkdtemp(prefix="flexfleet-kills-"))
     own = folder / "world"
     own.mkdir()
@@ -193,16 +193,16 @@ def opened(rounds: int) -> Iterator[World]:
 
 # ------------------------------------------------------------------------------------------------ S3 servers
 def s3_of(environment: Mapping[str, str]) -> Any:
-    """A client of the server that the environment tells of."""
+    """A boto3 client of the server that these variables name."""
     keys = environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]
     session = boto3.session.Session(*keys, region_name="us-east-1")
     return session.client("s3", endpoint_url=environment["AWS_ENDPOINT_URL"])
 
 
 def missing(store: str) -> str | None:
-    """Why there is no such store here; None: there is."""
+    """Why this machine cannot serve such a store; None: it can."""
     if store == "radosgw" and shutil.which("radosgw") is None:
-        return "radosgw is not installed (tests/s3/radosgw says how)"
+        return "radosgw is not installed (tests/s3/radosgw says how to install it)"
     return None
 
 
@@ -218,7 +218,7 @@ def _moto(_: Path) -> Iterator[dict[str, str]]:
     smallest, moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = moto.s3.models.S3_UPLOAD_PART_MIN_SIZE, 1
     try:
         keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
-        # It holds nobody to what is signed.
+        # moto does not check signatures.
         yield {"AWS_ENDPOINT_URL": f"http://{host}:{port}", **keys, "FLEXFLEET_S3_UNCHECKED": "1"}
     finally:
         moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = smallest
@@ -245,4 +245,4 @@ def _nowhere(_: Path) -> Iterator[dict[str, str]]:
 
 
 START = {"folder": _nowhere, "moto": _moto, "radosgw": _radosgw}
-"""By kind, what serves a store in a folder and tells the environment that leads to it."""
+"""By kind of store: serves it in a folder, and yields the environment variables that lead to it."""
