@@ -1,12 +1,12 @@
-"""Attacks a run as its clients could, and looks what holds.
+"""Attacks a run as its clients could, and reports the attacks that succeed.
 
     python -m tests.harness.attacks --json
     python -m tests.harness.attacks --only copy-source
 
-Each attack is a function in a table: `urls` (what the S3 server has to refuse), `stored`, `updates`, `runs` and
-`settings` (what the engine has to). Servers are Ceph's radosgw, which enforces what was signed, and moto, which
-verifies nothing: there, what only a server can refuse is told under `not_enforced`. Exit code 0: nothing is open; 1:
-something is; 6: radosgw is not installed, and nothing was tried. The log goes to stderr.
+Each attack is a function in a table. The S3 server has to refuse those in `urls`; the engine has to refuse those in
+`stored`, `updates`, `runs` and `settings`. The servers are Ceph's radosgw, which checks signatures, and moto, which
+does not: attacks on moto that only a server can refuse are reported under `not_enforced`. Exit code 0: all attacks were
+refused; 1: some were not; 6: radosgw is not installed, and nothing was tried. The log goes to stderr.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENGINE = {"updates": updates.ATTACKS, "settings": settings.ATTACKS, "runs": runs
 
 
 def campaign(only: str) -> Tally:
-    """Of all attacks those whose name holds `only`."""
+    """Tries all attacks whose name contains `only`."""
 
     def chosen(attacks: Sequence[Attack]) -> list[Attack]:
         return [attack for attack in attacks if only in attack.name]
@@ -53,12 +53,12 @@ def campaign(only: str) -> Tally:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harness.attacks", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="attacks whose name holds this")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--only", default="", metavar="TEXT", help="try only attacks whose name contains this")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args(argv)
     why = missing("radosgw")
     if why is not None:
-        print(f"{why}: what a server has to refuse cannot be tried without it", file=sys.stderr)
+        print(f"{why}: attacks that a server has to refuse cannot be tried without it", file=sys.stderr)
         return 6
     found = campaign(args.only)
     if args.json:
@@ -71,5 +71,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("flexfleet.attacks").setLevel(logging.INFO)
-    logging.getLogger("flexfleet").setLevel(logging.ERROR)  # what runs say of what they refuse
+    logging.getLogger("flexfleet").setLevel(logging.ERROR)  # hides the runs' warnings of refused updates
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""What one client of twenty makes of a run's model. The engine's to refuse.
+"""Attacks of one client of twenty on a run's model. The engine has to refuse them, or the model has to withstand them.
 
-Most of it on a tiny model, in which each client's part is large; what is to go through, on the digits."""
+Most use a tiny model, on which each client has much influence. Lies that stay below the bound use the digits."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from tests.harness.attacks.scene import InMemory
 from tests.harness.attacks.table import Attack
 
 LOST, LOST_OF_DIGITS, LOST_AT_WORST = 0.1, 0.03, 0.2
-"""So much accuracy may be lost to one client of twenty: where its lies are refused, it is one client less. At worst: to
-one whose lies are as long as honest updates are, and go the other way."""
+"""Accuracy that one lying client of twenty may cost. If its lies are refused, the run only has one client less. At
+worst: if its lies are as long as honest updates, and go the other way."""
 Name = Literal["flexfl", "heterofl"]
 Factor = Callable[["Liar", float, float], float]
 ROUNDS = {0.25: 20, 0.1: 30, 0.05: 40}
-"""By the share of the twenty that each round asks."""
+"""Rounds of a run, by the share of the clients that each round asks."""
 
 
 @dataclass
 class Liar:
-    """Turns one client's honest updates into lies. `moved`: how far honest updates moved lately, and in how many steps,
-    and its own that were taken as far as it knows."""
+    """Turns one client's honest updates into lies. `moved`: how far the last updates moved, and in how many steps:
+    those of the others, and its own lies, of which it assumes that they were accepted."""
 
     client: int
     factor: Factor
-    """How many times the honest change it sends, knowing how far that moved, and in how many steps."""
+    """The factor by which it multiplies its honest change, from how far that moved, and in how many steps."""
     moved: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=32))
     told: int = 0
 
@@ -67,8 +67,8 @@ def times(factor: float, _: Liar, far: float, steps: float) -> float:
 
 
 def just_under(part: float, liar: Liar, far: float, steps: float) -> float:
-    """As far as this part of the bound, by all that can be known of the others; a half is what is taken again and
-    again. Below 0: turned around."""
+    """The factor of a lie that reaches this part of the bound, as far as the liar can know it. The engine accepts lies
+    of half the bound again and again. Below 0: turned around."""
     bound, known = RoundsConfig().norm_bound, [*liar.moved, (far, steps)]
     rooted = statistics.median(each / math.sqrt(count) for each, count in known)
     usual = max(statistics.median(each for each, _ in known), math.sqrt(steps) * rooted)
@@ -81,7 +81,7 @@ def moved(new: Params, sent: Params) -> float:
 
 
 class Hostile:
-    """In-process clients, one of whom lies; its lies are looked at as if they came through a store."""
+    """In-process clients, one of which lies. Its lies are checked as if they came through a store."""
 
     durable = False
     phases: ClassVar[dict[str, float]] = {}
@@ -125,7 +125,7 @@ class Run:
     accuracy: float
     asked: list[list[int]]
     refused: Counter[int]
-    """By client, updates that were not taken for how far they moved."""
+    """Number of updates that were refused because they moved too far, by client."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Job:
 
 
 Where = float | Literal["digits"]
-"""The tiny network, with the share of the clients that a round asks; or the digits, as `flexfleet run` has them."""
+"""The share of the clients that a round asks, with the tiny network; or the digits, as `flexfleet run` has them."""
 
 
 @cache
@@ -164,7 +164,7 @@ def _digits(name: Name) -> Job:
 
 
 def run(of: Job, liar: Liar | None) -> Run:
-    """With the defaults of `rounds`."""
+    """Makes a run with the defaults of `rounds`; without a liar, an honest one."""
     backend, tracker, ledger = Hostile(of.site, of.algorithm, liar), Memory(), ledger_in(InMemory())
     rounds.federate(
         rounds_run.Run(of.algorithm, of.site, RoundsConfig(stop=of.stop, evaluate_every=of.stop, commit_every=of.stop)),
@@ -184,14 +184,15 @@ def honest(name: Name, where: Where) -> Run:
 
 
 def control() -> None:
-    """Honest runs learn, and lose nobody to the bound."""
+    """Checks that honest runs learn, and that the bound refuses none of their updates."""
     for name, where in {(n, w) for n, w, _ in RUINS}:
         found = honest(name, where)
         assert found.accuracy > 0.75 and not found.refused, f"{name}, {where}: {found}"
 
 
 def ruined(name: Name, where: Where, factor: Factor, first: bool, may_cost: float) -> str | None:
-    """`first`: by the client that is asked first, when nothing is known of any; else by the one that is asked most."""
+    """Says what the liar achieved; None: nothing. `first`: the liar is the client that is asked first, when nothing is
+    known of any client; else it is the client that is asked most often."""
     before = honest(name, where)
     often = Counter(client for asked in before.asked for client in asked).most_common(1)[0][0]
     liar = Liar(before.asked[0][0] if first else often, factor)
@@ -207,7 +208,7 @@ def ruined(name: Name, where: Where, factor: Factor, first: bool, may_cost: floa
 
 
 MAY_REFUSE = 0.02
-"""Share of the honest updates that move too far because of what the liar has made of the model."""
+"""Largest share of the honest updates that may be refused because the liar has changed the model."""
 
 RUINS: dict[tuple[Name, Where, str], tuple[Factor, bool, float]] = {
     ("flexfl", 0.25, "90 times the change"): (partial(times, 90.0), False, LOST),
@@ -231,13 +232,13 @@ RUINS: dict[tuple[Name, Where, str], tuple[Factor, bool, float]] = {
     ("heterofl", "digits", "all that is taken"): (partial(just_under, 0.5), False, LOST_OF_DIGITS),
     ("heterofl", "digits", "all that is taken, turned around"): (partial(just_under, -0.5), False, LOST_AT_WORST),
 }
-"""By algorithm, share of the clients that a round asks, and lie: how it is made, whether in the first round, and what
-it may cost."""
+"""By algorithm, model and lie: its factor, whether the liar is the client that is asked first, and the accuracy that it
+may cost."""
 
 
 # ------------------------------------------------------------------------------------------------------ privacy
 def cohort_from_the_seed() -> str | None:
-    """Every client knows the run's seed; who took part in a private round must not follow from it."""
+    """Every client knows the run's seed. Who took part in a private round must not follow from it."""
     algorithm = FlexFL(training=Training(fraction=0.25, epochs=1, batch_size=4), aggregation=Private())
     site = tiny_site(algorithm)
     start = start_of(algorithm, site)

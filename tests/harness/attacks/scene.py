@@ -1,5 +1,5 @@
-"""One round of a small run, in which a client may say whatever it likes: what it was asked, what it would answer if it
-were honest, and what the coordinator makes of another answer."""
+"""One round of a small run in which a client may send anything: its order, its honest answer, and what the coordinator
+makes of another answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class InMemory:
             self.files.pop(key, None)
 
     def sweep(self, prefix: str) -> None:
-        """Nothing is ever cut off."""
+        """Nothing to do: no write is ever cut off."""
 
     def uri(self, key: str = "") -> str:
         return f"memory/{key}"
@@ -63,13 +63,13 @@ class Scene:
     site: Site
     plan: RoundPlan
     order: WorkOrder
-    """The liar's."""
+    """The liar's order."""
     honest: ClientUpdate
-    """What it would answer."""
+    """The liar's honest answer."""
 
     @staticmethod
     def open(round: int = 0) -> Scene:
-        """Of a network that keeps running statistics, which clients send too."""
+        """A scene with a network that keeps running statistics, which clients send too."""
         site = tiny_site(ALGORITHM, SmallCNN((1, 8, 8), 4, width=0.25, norm="static"))
         plan = ALGORITHM.plan(start_of(ALGORITHM, site), context_of(site, round, SEED))
         order = plan.orders[0]
@@ -83,7 +83,7 @@ class Scene:
 
     @property
     def key(self) -> bytes:
-        """The liar's, for this order."""
+        """The liar's key for this order."""
         return CLIENTS(self.order)
 
     @property
@@ -95,15 +95,15 @@ class Scene:
 
     # --------------------------------------------------------------------------------------------- lies
     def payload(self, change: Callable[[str, Tensor], Tensor]) -> bytes:
-        """The honest update's tensors, each changed."""
+        """The honest update's tensors, each changed by `change`."""
         return encode({name: change(name, t.clone()).contiguous() for name, t in self.honest.payload.items()})
 
     def tensors(self, change: Callable[[Params], Params]) -> bytes:
         return encode(change({name: t.clone() for name, t in self.honest.payload.items()}))
 
     def files(self, *, key: bytes | None = None, payload: bytes | None = None, **said: Any) -> dict[str, bytes]:
-        """The honest answer's, but for the payload or for fields of the manifest; signed with the order's own key or
-        another `key`."""
+        """The files of the honest answer, with another payload or other fields of the manifest; signed with the order's
+        own key or another `key`."""
         store = InMemory()
         self.ledger(store, own=None).put_outcome(self.plan, self.honest)
         manifest = Manifest.model_validate_json(store.files[f"{self.base}.json"])
@@ -117,8 +117,8 @@ class Scene:
 
     # ---------------------------------------------------------------------------------- what becomes of them
     def taken(self, files: Mapping[str, bytes]) -> str | None:
-        """What is taken of these files; None where the answer is this client's failure, and it is asked again on
-        resume."""
+        """What the coordinator accepts of these files; None if the answer counts as this client's failure, and the
+        client is asked again on resume."""
         store = InMemory()
         store.files |= files
         found = self.ledger(store).receive(self.plan, self.client)
@@ -130,7 +130,7 @@ class Scene:
         return "refused when it came, and adopted on resume" if adopted else None
 
     def closed(self, store: Store) -> Closed:
-        """The round over, with all that is there."""
+        """Closes the round with the answers that are there."""
         ledger = self.ledger(store)
         there = {o.client: o for o in ledger.finished(self.plan)}
         for order in self.plan.orders:
@@ -139,5 +139,5 @@ class Scene:
         return ledger.close(self.plan, sorted(self.plan.order_of))
 
     def merged(self, store: Store, closed: Closed) -> Outcome:
-        """What the merge gets of the liar."""
+        """What the merge gets from the liar."""
         return self.ledger(store).accepted(self.plan, self.client, closed)

@@ -1,4 +1,4 @@
-"""S3 servers under attack: a run's bucket, another bucket beside it, and what a client of one round is given there."""
+"""S3 servers under attack: a run's bucket, another bucket, and the URLs that a client of one round is given."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.harness.world import START, s3_of
 BUCKET, OTHER = "runs", "mlflow"
 PREFIX = "experiments/a/"
 OWN = "rounds/00000/updates/3.safetensors"
-"""What the client may write."""
+"""The key that the client may write."""
 READ = "rounds/00000/orders/3.json"
-"""What it may read."""
+"""The key that it may read."""
 VICTIMS = {
     f"{BUCKET}/{PREFIX}rounds/00000/orders/4.json": b"the order of another client",
     f"{BUCKET}/{PREFIX}rounds/00000/closed.json": b"what the coordinator alone reads",
     f"{OTHER}/artifacts/model": b"an object of another bucket",
 }
-"""What it may not, by bucket and key."""
+"""Objects that it may neither read nor write, by bucket and key."""
 HONEST = b"an honest update, to the last byte of it"
 NONE: Mapping[str, str] = MappingProxyType({})
 SECONDS = 600
@@ -36,7 +36,7 @@ SECONDS = 600
 
 @dataclass(frozen=True)
 class World:
-    """One server. `s3` is a client of the coordinator's; `pool` sends what anybody can."""
+    """One server. `s3`: the coordinator's boto3 client of it. `pool`: sends requests without credentials."""
 
     kind: str
     store: S3Store
@@ -45,7 +45,7 @@ class World:
     pool: urllib3.PoolManager
 
     def grant(self, seconds: int = SECONDS) -> Upload:
-        """Leave to write OWN, which is not there yet."""
+        """Permission to write OWN, which is deleted first."""
         self.s3.delete_object(Bucket=BUCKET, Key=PREFIX + OWN)
         return self.store.upload(OWN, len(HONEST), seconds, self.verb)
 
@@ -62,7 +62,7 @@ class World:
         instead: Mapping[str, str] = NONE,
         chunked: bool = False,
     ) -> urllib3.BaseHTTPResponse:
-        """As a client would, with `headers` and, in a form, `fields` more, or `instead` of those that were given."""
+        """Uploads as a client would, with more `headers` and, in a form, more `fields`; `instead` replaces fields."""
         if upload.verb == "PUT":
             body: Any = iter([value]) if chunked else value
             given = {**upload.fields, **headers}
@@ -81,7 +81,7 @@ class World:
         return self.pool.request(verb, url, body=body)
 
     def written(self, key: str = OWN, bucket: str = BUCKET) -> bytes | None:
-        """What lies there, read by the coordinator; None: nothing, or nothing that it can read."""
+        """The object, read by the coordinator; None: there is none, or the coordinator cannot read it."""
         try:
             return bytes(self.s3.get_object(Bucket=bucket, Key=PREFIX + key)["Body"].read())
         except self.s3.exceptions.ClientError:
@@ -93,13 +93,13 @@ class World:
         ]
 
     def address(self, key: str = OWN) -> str:
-        """Without a signature."""
+        """The object's URL without a signature."""
         return f"{self.s3.meta.endpoint_url}/{BUCKET}/{PREFIX}{key}"
 
 
 @contextmanager
 def served(kind: str, folder: Path) -> Iterator[World]:
-    """A server with both buckets, on which an honest client can do what it may."""
+    """Starts a server with both buckets, and checks that an honest client can do what it may."""
     with START[kind](folder) as environment, mock.patch.dict(os.environ, environment):
         for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE"):
             os.environ.pop(name, None)
@@ -111,7 +111,7 @@ def served(kind: str, folder: Path) -> Iterator[World]:
             s3.put_object(Bucket=bucket, Key=key, Body=value)
         store = S3Store(f"s3://{BUCKET}/{PREFIX}")
         store.put(READ, b"its own order")
-        if kind == "moto":  # verifies nothing
+        if kind == "moto":  # which checks no signatures
             os.environ[probe.UNCHECKED] = "1"
         pool = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(30))
         world = World(kind, store, s3, probe.upload_verb(store), pool)

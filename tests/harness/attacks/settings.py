@@ -1,4 +1,4 @@
-"""Names, paths and settings that open a door. The engine's to refuse, before anything is trained."""
+"""Names, paths and settings that would open a hole. The engine has to refuse them before anything is trained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IN_PODS = ("run.backend=kubernetes", "run.remote=s3://runs/a", "kubernetes.image
 
 @contextlib.contextmanager
 def elsewhere() -> Iterator[Path]:
-    """A fresh current folder."""
+    """Changes to a new, empty folder."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -46,7 +46,7 @@ def elsewhere() -> Iterator[Path]:
 
 
 def control() -> None:
-    """What is refused below is fine without what makes it wrong."""
+    """Checks that the settings below are accepted without the part that makes them wrong."""
     check.check(Resolved.load(None, [*PRIVATE, *IN_PODS]))
     load_config(None, [f"kubernetes.deadline_s={WEEK_S // 2}"])
 
@@ -81,7 +81,7 @@ def configured(*sets: str) -> str | None:
 
 
 def a_node_with_many_devices() -> str | None:
-    """Where clients' data lives on their devices, what a node is told is its own client's alone."""
+    """If clients' data lies on their devices, a node may only get the orders of its own client."""
     algorithm = ALGORITHM.__class__(training=Training(fraction=1.0))
     site = tiny_site(algorithm)
     orders = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders
@@ -91,7 +91,7 @@ def a_node_with_many_devices() -> str | None:
 
 
 def any_address() -> str | None:
-    """Of a client's pod, in the overlay for clusters."""
+    """The network policy of clients' pods in the overlay `cluster` must not allow every address."""
     wide = []
     for policy in yaml.safe_load_all((ROOT / "k8s/overlays/cluster/network.yaml").read_text()):
         for rule in policy["spec"].get("egress", ()):

@@ -1,5 +1,5 @@
-"""What a client does to its own files, where a server lets it: that no run stops for it, and no time is lost, is the
-engine's to see to. Tried on every server that can do it."""
+"""What a client can do to its own files if the server allows it. The engine has to see to it that no run stops, and
+that no time is lost. Each attack is tried on every server that supports it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.harness.attacks.updates import scene
 from tests.harness.attacks.urls import EVERYBODY, KEY
 
 PATIENCE_S = 1.0
-"""What one client's bad file may cost in waiting."""
+"""Seconds of waiting that one client's bad file may cost."""
 Hide = Callable[[World, str, bytes], None]
-"""Leaves this value under this key of the bucket, in a way."""
+"""Stores a value under a key of the bucket so that the coordinator cannot read it, or reads a false description."""
 
 
 # --------------------------------------------------------------------------------------------------- ways to hide
 def by_acl(world: World, key: str, value: bytes) -> None:
-    """Its owner has no grant on it."""
+    """The ACL does not let its owner read it."""
     world.s3.put_object(Bucket=BUCKET, Key=key, Body=value, GrantReadACP=EVERYBODY)
 
 
@@ -43,12 +43,12 @@ def by_key(world: World, key: str, value: bytes) -> None:
 
 
 def by_class(world: World, key: str, value: bytes) -> None:
-    """In an archive, from which nothing is read before it is restored."""
+    """In an archive, from which it has to be restored before it can be read."""
     world.s3.put_object(Bucket=BUCKET, Key=key, Body=value, StorageClass="GLACIER")
 
 
 def by_checksum(world: World, key: str, value: bytes) -> None:
-    """With a checksum that is wrong."""
+    """With a wrong checksum."""
     world.s3.put_object(Bucket=BUCKET, Key=key, Body=value, Metadata={"sha256": "0" * 64})
 
 
@@ -57,13 +57,13 @@ def by_size(world: World, key: str, value: bytes) -> None:
 
 
 def by_encoding(world: World, key: str, value: bytes) -> None:
-    """Says that it is packed."""
+    """With a header that says that it is compressed."""
     world.s3.put_object(Bucket=BUCKET, Key=key, Body=value, ContentEncoding="gzip")
 
 
 # ------------------------------------------------------------------------------------------------------ attacks
 def hidden(hide: Hide, world: World, late: bool = False, kind: str = "safetensors") -> str | None:
-    """Of two clients one hides a file; `late`: when the round is closed already."""
+    """One of two clients hides a file; `late`: after the round was closed."""
     s = scene()
     other = execute(ALGORITHM, s.plan.orders[1], s.site)
     assert isinstance(other, ClientUpdate)
@@ -98,12 +98,12 @@ def hidden(hide: Hide, world: World, late: bool = False, kind: str = "safetensor
 
 
 def _same(found: Any, s: Scene) -> bool:
-    """Hidden badly: what was taken is what an honest client sent."""
+    """Whether the accepted update is the honest one: then the file was not really hidden."""
     return all(bool((found.payload[n] == t).all()) for n, t in s.honest.payload.items())
 
 
 def a_store_that_fails_for_all(world: World) -> str | None:
-    """Is no client's doing: whoever brings that about does not get others counted as failed."""
+    """A store that fails for all must not count as a client's failure: attackers could make others fail that way."""
     s = scene()
     store: Store = S3Store(f"s3://{BUCKET}-of-nobody/x")
     try:
@@ -114,7 +114,7 @@ def a_store_that_fails_for_all(world: World) -> str | None:
 
 
 def an_open_server(world: World) -> str | None:
-    """Runs on a server that verifies nothing have to be asked for by name."""
+    """A server that checks no signatures may be used only if the user explicitly allows it."""
     if world.kind != "moto":
         return None
     with mock.patch.dict(os.environ):
@@ -128,7 +128,7 @@ def an_open_server(world: World) -> str | None:
 
 @contextmanager
 def waiting() -> Iterator[list[float]]:
-    """What is slept between tries, which is not slept really."""
+    """Yields the seconds of each sleep between tries, without sleeping."""
     slept: list[float] = []
     with mock.patch.object(time, "sleep", slept.append):
         yield slept
@@ -141,11 +141,11 @@ def _attack(name: str, tries: str, run: Callable[..., str | None], *given: Any, 
 HIDES = {"by an ACL": by_acl, "by a key": by_key, "by a storage class": by_class}
 LIES = {"by a checksum": by_checksum, "by its size": by_size, "by its encoding": by_encoding}
 SERVERS = {"by a key": "radosgw", "by an ACL": "radosgw", "by a storage class": "moto"}
-"""Which server can do it."""
+"""The only server that supports a way of hiding."""
 
 
 def attacks(kind: str) -> tuple[Attack, ...]:
-    """Those that this server can do."""
+    """The attacks that this server supports."""
     ways = {name: hide for name, hide in (HIDES | LIES).items() if SERVERS.get(name, kind) == kind}
     found = [
         _attack(f"{what} hidden {name}{', late' * late}", "to stop the run for good", hidden, hide, late=late, kind=end)

@@ -1,4 +1,4 @@
-"""What an attack is, and how all of a table are tried."""
+"""What an attack is, and how the attacks of a table are tried."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ log = logging.getLogger("flexfleet.attacks")
 class Attack:
     name: str
     tries: str
-    """What it is after, in words."""
+    """What the attacker wants."""
     decided: Literal["server", "engine"]
     """Who has to refuse it."""
     run: Callable[..., str | None]
-    """Tries it; what it got, or None where it was refused. Any exception counts as open: nothing was proven."""
+    """Tries it. Returns what it achieved, or None if it was refused. An exception counts as open: it proves nothing."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Tally:
     refused: list[str] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
     not_enforced: list[str] = field(default_factory=list)
-    """What a server that verifies nothing lets through, and only it could refuse."""
+    """Attacks that only a server can refuse, and that a server without checks lets through."""
 
     def json(self) -> dict[str, Any]:
         tried = len(self.refused) + len(self.open)
@@ -45,7 +45,7 @@ def attempt(attack: Attack, *given: object) -> str | None:
 
 
 def try_all(attacks: Iterable[Attack], tally: Tally, *given: object, where: str = "", enforces: bool = True) -> None:
-    """`enforces`: whether the server refuses anything by itself."""
+    """Tries each attack and adds it to the tally. `enforces`: whether the server checks signatures."""
     for attack in attacks:
         started = time.monotonic()
         got = attempt(attack, *given)

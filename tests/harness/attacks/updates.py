@@ -1,4 +1,4 @@
-"""Answers that are lies: whose, to what, in which files, with which numbers. All of it is the engine's to refuse."""
+"""Answers with a wrong sender, order, file or number. The engine has to refuse all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INFINITE = float("inf")
 
 
 def control() -> None:
-    """The honest answer is taken as it is: a refusal means something."""
+    """Checks that the honest answer is accepted unchanged; else a refusal would prove nothing."""
     store = InMemory()
     store.files |= scene().files()
     assert_same_outcomes([scene().ledger(store).receive(scene().plan, scene().client)], [scene().honest])
@@ -62,7 +62,7 @@ def another_client() -> str | None:
 
 
 def replay() -> str | None:
-    """The files of an earlier round, as they were."""
+    """Sends the files of an earlier round unchanged."""
     earlier, now = scene(), scene(1)
     files = {key.replace("rounds/00000", "rounds/00001"): value for key, value in earlier.files().items()}
     moved = {key.replace(str(earlier.base[-2:]), now.base[-2:]): value for key, value in files.items()}
@@ -71,7 +71,7 @@ def replay() -> str | None:
 
 
 def replay_of_another_order() -> str | None:
-    """In the same round, to an order that was drawn anew."""
+    """Sends the files again in the same round, as an answer to an order that was drawn anew."""
     s = scene()
     other = replace(s.order, seed=s.order.seed + 1)
     drawn = replace(s, plan=replace(s.plan, orders=(other, *s.plan.orders[1:])), order=other)
@@ -79,7 +79,7 @@ def replay_of_another_order() -> str | None:
 
 
 def late(change: Callable[[Scene], dict[str, bytes]]) -> str | None:
-    """After the round was closed: the merge gets what it was closed with, or nothing."""
+    """Changes files after the round was closed. The merge has to get what the round was closed with, or nothing."""
     s, store = scene(), InMemory()
     store.files |= s.files()
     closed = s.closed(store)
@@ -103,7 +103,7 @@ def garbage(s: Scene) -> dict[str, bytes]:
 
 
 def first_answer_late() -> str | None:
-    """From one that the round was closed without."""
+    """Sends an answer after the round was closed without it."""
     s, store = scene(), InMemory()
     closed = s.closed(store)
     store.files |= s.files()
@@ -112,7 +112,7 @@ def first_answer_late() -> str | None:
 
 
 def other_metrics_late() -> str | None:
-    """They are weights, clocks and selection: nothing of it moves, and nobody fails for it."""
+    """Metrics decide weights in the mean, clocks and selection. Late ones change nothing, and make nobody fail."""
     s, store = scene(), InMemory()
     store.files |= s.files()
     closed = s.closed(store)
@@ -158,7 +158,7 @@ def renamed(params: Params) -> Params:
 
 
 def exchanged(params: Params) -> Params:
-    """Two tensors of equal kind under each other's names are another update, which is no lie; of unequal kind one."""
+    """Exchanges two tensors of different shapes. (With the same shape, the result would be a valid update.)"""
     names = list(params)
     one = names[0]
     other = next(n for n in names if params[n].shape != params[one].shape)
@@ -179,7 +179,7 @@ def statistics(name: str, number: float, params: Params) -> Params:
 
 
 def no_numbers(*shape: int) -> bytes:
-    """A file of no numbers, whose sizes cannot be multiplied."""
+    """A file without numbers, whose sizes overflow when they are multiplied."""
     said = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
     return struct.pack("<Q", len(said)) + said
 
@@ -205,7 +205,7 @@ def nested_manifest() -> str | None:
 
 
 def narrower() -> str | None:
-    """A part of what was sent, but not one that this client would train."""
+    """A part of the sub-model that was sent, but not one that this client would train."""
     s = scene()
     layout = s.site.layout
     group = next(g for g in layout.groups if g != "classes" and layout.width(s.honest.spec, g) > 1)
@@ -225,7 +225,7 @@ def measures(**metrics: float) -> str | None:
 
 
 def no_number() -> str | None:
-    """JSON as some parsers read it: no signature can be computed over this, so the old one stays."""
+    """NaN, which some JSON parsers accept. No signature can be computed over it, so the old one stays."""
     s = scene()
     files = s.files()
     said = json.loads(files[f"{s.base}.json"])
@@ -235,7 +235,7 @@ def no_number() -> str | None:
 
 
 def unprintable() -> str | None:
-    """Reasons are printed in terminals and logs: a line break forges a line, an override turns one around."""
+    """Reasons are printed in terminals and logs, where a line break forges a line, and an override reverses one."""
     s, store = scene(), InMemory()
     reason = "out of\nmemory\x1b[2J\r\x07 \u202egnp.exe \u2066x\u2069 \x85 \u2028 done"
     store.files |= s.files(spec=None, sha256=None, stage="train", reason=reason)

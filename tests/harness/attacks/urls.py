@@ -1,5 +1,5 @@
-"""What a client, or somebody who has found its URLs, tries with them. All of it is the server's to refuse: it is tried
-on one that does; what goes through on one that verifies nothing is told apart."""
+"""What a client, or somebody who has found its URLs, can try with them. The server has to refuse all of it. Attacks
+that succeed on a server without checks are reported separately."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def copies(victim: str, world: World) -> str | None:
 
 
 def shows(given: Mapping[str, str], world: World) -> str | None:
-    """The update, to anybody: with it, whatever a client can copy into it."""
+    """Lets anybody read the update, and with it whatever a client can copy into it."""
     for headers, fields in _both(world, given):
         world.send(world.grant(), HONEST, headers, fields)
         if world.ask("GET", world.address()).status == 200:
@@ -46,7 +46,7 @@ def shows(given: Mapping[str, str], world: World) -> str | None:
 
 
 def hides(given: Mapping[str, str], world: World) -> str | None:
-    """The update, from the coordinator."""
+    """Hides the update from the coordinator."""
     for headers, fields in _both(world, given):
         world.send(world.grant(), HONEST, headers, fields)
         if world.is_there() and world.written() is None:
@@ -58,7 +58,7 @@ def hides(given: Mapping[str, str], world: World) -> str | None:
 
 
 def describes(world: World) -> str | None:
-    """Metadata is the coordinator's word: it has the checksum in it."""
+    """Writes metadata, which only the coordinator may write: it has the checksum."""
     for headers, fields in _both(world, {"x-amz-meta-sha256": "0" * 64}):
         world.send(world.grant(), HONEST, headers, fields)
         if world.is_there():
@@ -69,7 +69,7 @@ def describes(world: World) -> str | None:
 
 
 def _both(world: World, given: Mapping[str, str]) -> list[tuple[Mapping[str, str], Sequence[tuple[str, str]]]]:
-    """As headers, and where the upload is a form as its fields: some servers read there what others read in headers."""
+    """The values as headers and, if the upload is a form, also as its fields, which some servers read instead."""
     found: list[tuple[Mapping[str, str], Sequence[tuple[str, str]]]] = [(given, ())]
     if world.verb == "POST":
         named = [(name.replace("x-amz-acl", "acl"), value) for name, value in given.items()]
@@ -135,7 +135,7 @@ def another_bucket(world: World) -> str | None:
 
 
 def another_policy(world: World) -> str | None:
-    """A form's policy with other words, under the signature of the old one; a URL's with a longer life."""
+    """Changes a form's policy and keeps the old signature; of a URL, prolongs the time that it is valid."""
     upload, other = world.grant(), "rounds/00000/updates/7.safetensors"
     if upload.verb == "POST":
         said = json.dumps(json.loads(base64.b64decode(upload.fields["policy"]))).replace(OWN, other)
