@@ -1,12 +1,12 @@
-"""How fast is it, against what else one could use? All contestants take turns in one run, so that a noisy machine is
-noisy for all of them, and every figure is a ratio within that run.
+"""Compares the speed of flexfleet with that of other frameworks and of a hand-written loop. All contestants take turns,
+so that a noisy machine is noisy for all of them, and every ratio comes from one benchmark.
 
-python -m benchmarks W3 --against naive,flower,pfl     a table of one workload
-python -m benchmarks --json W1 --precision bf16        one line of JSON last
-make bench                                             the naive loop on all of them
+python -m benchmarks W3 --against naive,flower,pfl     prints a table for one workload
+python -m benchmarks --json W1 --precision bf16        prints one line of JSON
+make bench                                             compares with the naive loop on all workloads
 
-A contestant is a process that runs rounds when it is told to (`gate`). Flower, pfl-research and FedJAX live in virtual
-environments of their own (`make bench-peers` makes them, from benchmarks/requirements/).
+A contestant is a process that runs rounds when it is told to (`gate`). Flower, pfl-research and FedJAX have virtual
+environments of their own (`make bench-peers` makes them from benchmarks/requirements/).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from benchmarks.workloads import WORKLOADS, Workload
 ROOT = Path(__file__).parents[1]
 PEERS = ("naive", "flower", "pfl", "fedjax")
 BUSY = 0.1
-"""Share of the processors that others may use before the run says so."""
+"""Share of the processors that other programs may use before the table says so."""
 
 
 class Contestant:
-    """Started at once, then waiting; `run` has it do some rounds."""
+    """A process that starts at once and then waits; `run` lets it run some rounds."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
@@ -71,7 +71,7 @@ class Contestant:
 
 
 def python_of(name: str) -> Path:
-    """The interpreter of a contestant; a peer has an environment of its own."""
+    """The interpreter of a contestant; each framework has a virtual environment of its own."""
     if name in ("ours", "naive"):
         return Path(sys.executable)
     python = ROOT / f".venv-{name}" / "bin" / "python"
@@ -81,7 +81,8 @@ def python_of(name: str) -> Path:
 
 
 def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, options: Sequence[str]) -> dict[str, Any]:
-    """Each contestant in turn, ours first, `turns` times; a turn is as many rounds as fit into about `seconds`."""
+    """Measures all contestants: `turns` times each in turn, ours first. A turn has as many rounds as fit into about
+    `seconds`."""
     contestants: dict[str, Contestant] = {}
     rounds: dict[str, int] = {}
     for name in ("ours", *peers):
@@ -118,7 +119,7 @@ def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, opt
 
 
 def _for_peers(options: Sequence[str]) -> list[str]:
-    """Peers get the workload's size; the precision and the devices are ours."""
+    """The options for peers: those of the workload's size, without our precision and devices."""
     own = ("--precision", "--devices")
     out: list[str] = []
     keep = True
@@ -136,7 +137,7 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 # ---------------------------------------------------------------------------------------------- the machine
 def others_busy(seconds: float = 1.0) -> float:
-    """Share of all processors that is at work while every contestant waits."""
+    """Share of all processors that is busy while every contestant waits."""
     before, idle = _cpu_times()
     time.sleep(seconds)
     after, idle_after = _cpu_times()
@@ -146,13 +147,13 @@ def others_busy(seconds: float = 1.0) -> float:
 def _cpu_times() -> tuple[float, float]:
     try:
         fields = [float(f) for f in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    except OSError:  # not Linux: nothing is known
+    except OSError:  # not Linux: the share is unknown
         return 0.0, 0.0
     return sum(fields), fields[3] + fields[4]
 
 
 def matmul_gflops(size: int = 1024, repeats: int = 10) -> float:
-    """float32 matrix products, one per processor at the same time: the most that this machine can do."""
+    """GFLOP/s of float32 matrix products, one per processor at the same time: the most that the machine can do."""
     code = (
         "import sys, time, torch; torch.set_num_threads(1)\n"
         "n, k = map(int, sys.argv[1:]); a = torch.rand(n, n); a @ a\n"
@@ -174,7 +175,8 @@ def matmul_gflops(size: int = 1024, repeats: int = 10) -> float:
 
 
 def gflop(workload: str, options: Sequence[str]) -> float:
-    """What one round computes: three forward passes per sample and step, one per teacher; the mean of a few rounds."""
+    """GFLOP that one round computes, as the mean of a few rounds. A training step counts as three forward passes, each
+    teacher as one."""
     from benchmarks.ours import SEED, site_of
     from benchmarks.workloads import chosen
     from fl_engine.core.slicing import initial_params
@@ -210,7 +212,7 @@ def table(found: dict[str, Any], w: Workload) -> str:
         )
     lines.append(f"matrix products on all processors: {found['peak_gflops']:.0f} GFLOP/s")
     if found["others_busy"] > BUSY:
-        lines.append(f"the machine was not idle: others used up to {100 * found['others_busy']:.0f} % of it")
+        lines.append(f"the machine was not idle: other programs used up to {100 * found['others_busy']:.0f} % of it")
     return "\n".join(lines)
 
 
@@ -221,12 +223,12 @@ def note(text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     p.add_argument("workloads", nargs="+", choices=WORKLOADS, metavar="WORKLOAD", help=", ".join(WORKLOADS))
-    p.add_argument("--against", default="naive", help=f"peers, of {','.join(PEERS)}")
-    p.add_argument("--turns", type=int, default=5)
-    p.add_argument("--seconds", type=float, default=10.0, help="of a contestant's turn, about")
-    p.add_argument("--samples", type=int, help="of each client, instead of the workload's")
-    p.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="ours; peers stay in fp32")
-    p.add_argument("--json", action="store_true", help="print one line of JSON for each workload, last")
+    p.add_argument("--against", default="naive", help=f"compare with these, of {','.join(PEERS)}")
+    p.add_argument("--turns", type=int, default=5, help="turns of each contestant")
+    p.add_argument("--seconds", type=float, default=10.0, help="length of a turn, about")
+    p.add_argument("--samples", type=int, help="samples of each client, instead of the workload's number")
+    p.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of flexfleet; peers use fp32")
+    p.add_argument("--json", action="store_true", help="print one line of JSON for each workload on stdout")
     args = p.parse_args(argv)
     options = [] if args.samples is None else ["--samples", str(args.samples)]
     options += [] if args.precision == "fp32" else ["--precision", args.precision]

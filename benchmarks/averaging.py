@@ -1,8 +1,8 @@
-"""Does averaging run at the speed of memory? Bytes per second of `averaging.Mean` over those of a copy, in one run.
+"""Checks whether averaging is as fast as memory allows: compares bytes per second of `averaging.Mean` with a copy's.
 
 python -m benchmarks.averaging
 
-Adding one float32 update to float64 sums moves 20 bytes a parameter (reads 4 and 8, writes 8); a copy of float64
+Adding one float32 update to float64 sums moves 20 bytes per parameter (reads 4 and 8, writes 8); copying float64
 numbers moves 16.
 """
 
@@ -25,7 +25,7 @@ from fl_engine.models import VGG16
 
 
 def seconds(work: Callable[[], object], turns: int = 9) -> float:
-    """Median, after one turn that does not count."""
+    """Median seconds of a turn; a first turn is not counted."""
     work()
     taken = []
     for _ in range(turns):

@@ -1,10 +1,10 @@
-"""What `rounds.norm_bound` costs honest rounds, and what one bad client of twenty reaches below it: a quarter of an
-hour on one core.
+"""Measures what `rounds.norm_bound` costs honest runs, and the damage that one bad client of twenty can do below it.
+Takes a quarter of an hour on one core.
 
-    FLEXFLEET_DATA=... python -m benchmarks.bound        (again, after an interruption: finished runs are kept)
+    FLEXFLEET_DATA=... python -m benchmarks.bound        (resumes after an interruption: finished runs are kept)
 
-The bad client is the one that `rounds.faults` strikes, in every round that it is asked. It knows everything: what the
-others bring, and the bound. Writes docs/robustness/bound.json.
+The bad client is the one that `rounds.faults` draws. It attacks in every round that asks it, and it knows the updates
+of the others and the bound. Writes docs/robustness/bound.json.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ ALGORITHMS = {"flexfl": ("algorithm.epsilon=5.0",), "heterofl": ("algorithm.name
 FEW = {"1 client a round": ("training.fraction=0.05", "rounds.stop=40"), "2": ("training.fraction=0.1",)}
 
 Attack = Callable[[float, float, float], float]
-"""(how far the client really moved, how far one update may, and how far its updates may on average) to the factor of
-its change."""
+"""The factor of the client's change, from how far its honest update moved, how far one update may move, and how far its
+updates may move on average."""
 ATTACKS: dict[str, Attack] = {
     "change x 90": lambda moved, once, often: 90.0,
     "change x -90": lambda moved, once, often: -90.0,
@@ -80,7 +80,7 @@ ATTACKS: dict[str, Attack] = {
 
 @dataclass
 class Bad:
-    """A backend one of whose clients attacks."""
+    """A backend with one client that attacks."""
 
     inner: Backend
     client: int
@@ -119,7 +119,7 @@ class Bad:
 
 
 def prepared(name: str, settings: tuple[str, ...]) -> tuple[Resolved, Path]:
-    """A run's configuration with what it names, and its folder with partition and pool."""
+    """A run's resolved configuration, and its folder with partition and pool."""
     found = Resolved.load(None, ("tracking.mlflow=null", "rounds.evaluate_every=100", *settings))
     out = STORE / name
     if not (out / "pool/pool.json").exists():
@@ -130,7 +130,7 @@ def prepared(name: str, settings: tuple[str, ...]) -> tuple[Resolved, Path]:
 
 
 def measured(name: str, settings: tuple[str, ...], bound: float | None, attack: str | None) -> dict[str, Any]:
-    """Accuracies of the last round in %, and how many updates came and were refused."""
+    """Accuracies of the last round in %, and the numbers of updates, refused updates and attacks."""
     kept = STORE / name / f"{'off' if bound is None else f'{bound:g}'}, {attack or 'honest'}.json"
     with suppress(FileNotFoundError):
         return dict(json.loads(kept.read_text()))
@@ -169,7 +169,7 @@ def main() -> None:
     print("| | without | with the bound | refused |\n|---|---|---|---|")
     for name, settings in honest.items():
         on = measured(name, settings, BOUND, None)
-        off = measured(name, settings, None, None) if on["refused"] else on  # who refuses nobody changes no bit
+        off = measured(name, settings, None, None) if on["refused"] else on  # without refusals the runs have equal bits
         found["honest"][name] = {"without": off, "with": on}
         print(f"| {name} | {off['avg']:.1f} | {on['avg']:.1f} | {on['refused']} of {on['updates']} |", flush=True)
     print("| | accuracy | caught | honest ones refused |\n|---|---|---|---|")

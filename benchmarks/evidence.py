@@ -1,9 +1,9 @@
-"""The evidence campaign: the algorithms side by side on real data, in about an hour and a half on two cores.
+"""Compares the algorithms on real data, in about an hour and a half on two cores.
 
-    make evidence        (again, after an interruption: finished runs are kept, the others go on where they stopped)
+    make evidence        (resumes after an interruption: finished runs are kept, the others go on where they stopped)
 
-Four comparisons (`flexfleet compare`): CIFAR-10 and Fashion-MNIST, Dirichlet 0.3 and IID. Writes docs/evidence/:
-tables.md, results.json (each comparison's command and numbers) and a drawing per comparison.
+Makes four comparisons (`flexfleet compare`): CIFAR-10 and Fashion-MNIST, each with Dirichlet 0.3 and IID. Writes
+docs/evidence/: tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WIDTHS = "algorithm.widths=[0.71,0.71,1.0]"
 MAIN: dict[str, tuple[str, ...]] = {
     "flexfl": ("algorithm.epsilon=3.0",),
     "adaptivefl": (),
-    # As in FlexFL's comparison: its selection, without HeteroFL's additions, without ScaleFL's distillation.
+    # As FlexFL's paper compares: with its selection, without HeteroFL's additions and ScaleFL's distillation.
     "heterofl": (TABLE, "algorithm.scaler=false", "algorithm.mask_labels=false", "algorithm.static_bn=false"),
     "scalefl": (TABLE, WIDTHS, "algorithm.kd_weight=0.0"),
     "decoupled": (),
@@ -93,13 +93,13 @@ CAMPAIGNS = (
 
 
 def run(campaign: Campaign) -> dict[str, Any]:
-    """comparison.json of the campaign, after running what is missing of it."""
+    """Makes the runs of a campaign that are missing; returns its comparison.json."""
     jobs = str(os.cpu_count() or 1)
     local = ["--resume", "--jobs", jobs, "--set", f"run.store={STORE}"]
     program = [sys.executable, "-m", "flexfleet.cli", *campaign.command[1:], *local]
     code = subprocess.run(program, check=False).returncode
     if code != 0:
-        raise SystemExit(f"{campaign.id} ended with {code}: mend the cause and run again, finished runs are kept")
+        raise SystemExit(f"{campaign.id} ended with {code}: fix the cause and start again; finished runs are kept")
     found: dict[str, Any] = json.loads((STORE / campaign.id / "comparison.json").read_text())
     return found
 

@@ -1,13 +1,16 @@
-"""Flower as a contestant: its FedAvg strategy over its Ray simulation; evaluation is left out.
+"""Flower as a contestant: its FedAvg strategy over its Ray simulation, without evaluation.
 
 python -m benchmarks.flower W3
 
-For speed: two Ray actors of one CPU and one torch thread each. An actor makes the data and the network once and keeps
-them; a client is only a number. It trains as the hand-written loop does. Flower 1.41 has two simulation engines, both
-marked as deprecated: `start_simulation` hands a client straight to an actor, `run_simulation` goes through a store of
-messages that is searched ten times a second for each of all clients. The first was quicker where clients are many and
-small (W3, side by side on a busy machine: 0.90 s a round against 1.35 s), and equal otherwise, so it is the one here.
-Ray would run its actors at a lower priority than the server; that is switched off.
+It is set up to be as fast as possible:
+
+* There are two Ray actors with one CPU and one torch thread each. An actor makes the data and the network once and
+  keeps them; a client is only a number. It trains with the code of the hand-written loop.
+* Flower 1.41 has two simulation engines, both marked as deprecated. `start_simulation` hands a client directly to an
+  actor; `run_simulation` uses a store of messages, which it searches ten times a second for every client. The first was
+  faster with many small clients (W3, side by side on a busy machine: 0.90 s a round against 1.35 s), and equal
+  otherwise, so it is used here.
+* Ray would run its actors at a lower priority than the server; this is switched off.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-# Read when Flower and Ray are imported.
+# Flower and Ray read these when they are imported.
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 import numpy as np
@@ -40,7 +43,7 @@ from benchmarks.workloads import WORKLOADS, Workload, chosen
 # ------------------------------------------------------------------------------------------- in an actor
 @cache
 def held(name: str, samples: int) -> naive.Client:
-    """What an actor keeps from client to client."""
+    """The data and the network, which an actor makes once and keeps for all clients."""
     w = replace(WORKLOADS[name], samples=samples)
     return naive.Client(w, naive.plan_of(name, w))
 
@@ -63,7 +66,7 @@ def client_of(context: Context) -> Client:
 
 # --------------------------------------------------------------------------------------------- the server
 class GateOfRay(Gate):
-    """Takes Ray down before the process ends, which some of its processes would outlive by half a minute."""
+    """Stops Ray before the process ends; else some of Ray's processes would run for another half minute."""
 
     def _say(self, what: dict[str, Any]) -> None:
         if "peak_mb" in what:
@@ -72,7 +75,7 @@ class GateOfRay(Gate):
 
 
 class Gated(FedAvg):
-    """FedAvg, and a stop before each round."""
+    """FedAvg that waits at the gate before each round."""
 
     def __init__(self, gate: Gate, name: str, w: Workload, initial: Parameters) -> None:
         super().__init__(
@@ -111,8 +114,8 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Imported by its name, because what belongs to __main__ is sent to the actors as code, anew for each client, and
-    # `held` would hold nothing.
+    # Imports this module by its name. Ray sends functions of __main__ to the actors as code, anew for each client, so
+    # that `held` would keep nothing.
     from benchmarks import flower
 
     flower.main(sys.argv[1:])

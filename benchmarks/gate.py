@@ -1,8 +1,8 @@
-"""How a contestant is told to run rounds, and tells how long they took: lines of JSON on its standard streams.
+"""Tells a contestant on its stdin to run rounds, and reports on its stdout how long they took.
 
-A contestant calls `Gate.round_begins()` at the start of each round, and nothing else; what a round costs is the time
-from one call to the next, so nothing between two rounds goes uncounted. It stops there until it is told to go on, so
-contestants can take turns. Needs nothing but Python, because contestants live in environments of their own.
+A contestant calls only `Gate.round_begins()`, at the start of each round. A round takes the time from one call to the
+next, so that nothing between two rounds goes uncounted. The call waits until the contestant's turn. This module needs
+nothing but Python, because contestants have environments of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 class Gate:
     def __init__(self) -> None:
-        # What libraries print goes to stderr: stdout is the line to the harness.
+        # Lets libraries print to stderr, because stdout is for the reports.
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._marks: list[float] = []
@@ -25,7 +25,7 @@ class Gate:
         self._begun = False
 
     def round_begins(self) -> None:
-        """Returns when the next round may start. Exits the process when there is no other."""
+        """Returns when the next round may start. Exits the process if there is none."""
         now = time.perf_counter()
         if not self._begun:
             self._say({"ready": True})
@@ -48,12 +48,12 @@ class Gate:
 
 
 def _peak_mb() -> float:
-    """Largest resident memory of this process and of each that it has started, added up (Linux; elsewhere 0)."""
+    """Peak resident memory of this process plus the peaks of its descendants (on Linux; elsewhere 0)."""
     parents, peaks = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             lines = (folder / "status").read_text().splitlines()
-        except OSError:  # ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         pid = int(folder.name)

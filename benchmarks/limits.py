@@ -1,13 +1,14 @@
-"""How far a run can grow: what a coordinator's memory, files and time do where clients, updates or rounds become many.
+"""Measures a coordinator's memory, files and time with many clients, updates or rounds.
 
 python -m benchmarks.limits [--json]
 
-    updates  a round of 100, 500 and 2,000 updates of a 10 MB model, held by the process or through the store, merged by
-             mean (by median: up to 1,000, as it keeps them once more): the coordinator's peak, over that of 100
-    clients  10,000 clients, 1,000 per round, tiny models, really trained
-    rounds   10,000 rounds, each committed: files, bytes, and the pace of the last thousand over that of the first
+    updates  one round of 100, 500 and 2,000 updates of a 10 MB model, kept in memory or in the store, merged by mean
+             (by median up to 1,000, because it keeps a copy): the coordinator's peak memory, relative to that of 100
+    clients  10,000 clients, 1,000 per round, which really train tiny models
+    rounds   10,000 rounds, each committed: files, bytes, and the time of a round in the last thousand, relative to that
+             in the first thousand
 
-Takes about a quarter of an hour and 25 GB of disk. Each case is a process of its own, so that its peak is its own.
+Takes about a quarter of an hour and 25 GB of disk. Each case has a process of its own, to have a peak of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ TEN_MB = TinyNet(hidden=1540)
 
 
 class Echo:
-    """A backend whose clients send back what they were sent, moved a little: updates at no cost."""
+    """A backend whose clients do not train: each sends back the weights that it was sent, changed a little."""
 
     durable = False
     phases: ClassVar[MappingProxyType[str, float]] = MappingProxyType({})
@@ -69,7 +70,7 @@ class Echo:
 
 
 def site_of(algorithm: Algorithm, family: TinyNet, clients: int) -> Site:
-    """That many clients, who need no data."""
+    """A site with that many clients, which need no data."""
     small = tiny_site(algorithm, family, fleet=tiny_fleet(clients, sigma=(0.0,)), sizes=(1,) * clients)
     return replace(small, numerics=Numerics("batched", 64))
 
@@ -82,7 +83,7 @@ def federate(site: Site, algorithm: Algorithm, backend: Any, ledger: Ledger, **t
 
 
 def of_updates(count: int, way: Way, robust: bool, folder: str) -> dict[str, float]:
-    """One round of so many updates of 10 MB: MB that it added to the process's peak, and seconds."""
+    """One round of `count` updates of 10 MB: the MB that it added to the process's peak memory, and its seconds."""
     prepare_process(("cpu",))
     training = replace(TRAINING, fraction=1.0)
     algorithm = AllLarge(training, eligible="all", **({"aggregation": Median()} if robust else {}))
@@ -94,7 +95,7 @@ def of_updates(count: int, way: Way, robust: bool, folder: str) -> dict[str, flo
 
 
 def of_clients(clients: int, per_round: int, stop: int, folder: str) -> dict[str, float]:
-    """Rounds of a large fleet that really trains: seconds a round, peak in MB."""
+    """Rounds of a large fleet that really trains: seconds per round, and peak memory in MB."""
     prepare_process(("cpu",))
     algorithm = FlexFL(replace(TRAINING, fraction=per_round / clients))
     fleet = tiny_fleet(clients)
@@ -110,8 +111,9 @@ def of_clients(clients: int, per_round: int, stop: int, folder: str) -> dict[str
 
 
 def of_rounds(stop: int, folder: str) -> dict[str, float]:
-    """Very many rounds of four clients that do not train: most files there were, bytes in the end, seconds a round, the
-    last tenth's pace over the first's, and MB that the peak grew by after the first tenth."""
+    """`stop` rounds of four clients that do not train: the largest number of files, MB on disk at the end, seconds per
+    round of the last tenth, those relative to the first tenth (`pace`), and the MB by which the peak memory grew after
+    the first tenth."""
     prepare_process(("cpu",))
     algorithm = FlexFL(Training(fraction=0.2, epochs=1, batch_size=4, lr=0.01))
     site = tiny_site(algorithm)
@@ -136,7 +138,7 @@ def of_rounds(stop: int, folder: str) -> dict[str, float]:
 
 
 def alone(case: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
-    """In a process and a folder of its own."""
+    """Runs a case in a process and a folder of its own."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="flexfleet-limits-") as folder, spawn.Pool(1) as pool:
         return pool.apply(case, (*args, folder))
@@ -146,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         prog="python -m benchmarks.limits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--updates", type=int, nargs="+", default=[100, 500, 2000], help="merged by mean")
+    p.add_argument("--updates", type=int, nargs="+", default=[100, 500, 2000], help="numbers of updates merged by mean")
     p.add_argument("--median-updates", type=int, nargs="+", default=[100, 500, 1000])
     p.add_argument("--rounds", type=int, default=10_000)
     p.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")

@@ -1,10 +1,10 @@
-"""The loop that a researcher writes by hand: plain PyTorch, one process per core, data in memory as tensors.
+"""The loop that a researcher would write by hand: plain PyTorch, one process per core, data in memory as tensors.
 
 python -m benchmarks.naive W3
 
-The global model lies in memory that the workers share. Each client copies it (or its slice), trains, and hands its
-weights back as arrays, several clients in one message; the server averages. The workers take the next clients as soon
-as they are free.
+The global model is in memory that the workers share. Each client copies it (or its slice), trains, and returns its
+weights as arrays, several clients in one message; the server averages them. A worker takes the next clients as soon as
+it is free.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROCESSES = 2
 
 @dataclass(frozen=True)
 class Pick:
-    """A client of a round: which sub-network it trains, with which teachers inside it (indices of `Plan.nets`)."""
+    """A client of a round, the sub-network that it trains, and the teachers inside it (indices of `Plan.nets`)."""
 
     client: int
     net: int = 0
@@ -39,7 +39,7 @@ class Pick:
 
 @dataclass
 class Plan:
-    """The sub-networks in play, freshly built, the largest last, and who trains which in each round."""
+    """The sub-networks, freshly built, the largest last; and the clients of each round with their sub-networks."""
 
     nets: list[nn.Module]
     rounds: Iterator[list[Pick]]
@@ -65,7 +65,7 @@ def plan_of(name: str, w: Workload) -> Plan:
 
 
 def _like_ours(name: str, w: Workload) -> Plan:
-    """The same sub-networks and the same picks as flexfleet's, so that both do the same work; nothing else is taken."""
+    """A plan with flexfleet's sub-networks and picks, so that both do the same work. Nothing else is flexfleet's."""
     from benchmarks.ours import SEED, site_of
     from fl_engine.core.slicing import initial_params
     from fl_engine.exchange.client import Work, accept
@@ -97,7 +97,7 @@ def _like_ours(name: str, w: Workload) -> Plan:
 
 # ------------------------------------------------------------------------------------------------- a client
 class Client:
-    """What a worker process holds."""
+    """The data and networks of a worker process, with which it trains one client after the other."""
 
     def __init__(self, w: Workload, plan: Plan) -> None:
         torch.set_num_threads(1)
@@ -131,7 +131,7 @@ class Client:
         return F.cross_entropy(logits, y)
 
     def distil(self, net: nn.Module, teachers: Sequence[nn.Module], logits: Tensor, x: Tensor) -> Tensor:
-        """FlexFL Eq. 4: the smaller sub-networks, with the weights of this very step, teach the one in training."""
+        """FlexFL Eq. 4: the smaller sub-networks, with the current weights, teach the one in training."""
         log_s = F.log_softmax(logits / TEMPERATURE, dim=1)
         state = net.state_dict()
         terms = []
@@ -145,14 +145,14 @@ class Client:
 
 
 def cut(weights: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
-    """The first channels of every tensor: what the sub-network has of the global model."""
+    """The sub-network's slice of the global model: the first channels of every tensor."""
     return {name: weights[name][tuple(slice(0, k) for k in t.shape)] for name, t in net.state_dict().items()}
 
 
 # ------------------------------------------------------------------------------------------------- the server
 def average(weights: dict[str, Tensor], updates: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Mean of each element over the clients that have it; the old value where none has. (All clients hold equally many
-    samples.)"""
+    """Mean of each element over the clients that trained it; the old value where none did. (All clients have the same
+    number of samples.)"""
     total = {name: torch.zeros_like(t) for name, t in weights.items()}
     count = {name: torch.zeros_like(t) for name, t in weights.items()}
     for update in updates:

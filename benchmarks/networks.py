@@ -1,5 +1,5 @@
-"""The networks of the workloads that are nobody's but the benchmarks': as plain PyTorch for the peers, and as model
-families for flexfleet. ResNet18 and VGG16 are flexfleet's own modules, for everybody."""
+"""Networks that only the benchmarks use: in plain PyTorch for the peers, and as model families for flexfleet. (All
+contestants use flexfleet's own ResNet18 and VGG16.)"""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class BinaryMLP:
 
 
 class _Pair(nn.Module):
-    """(B, n) -> (B, n * 2): a zero before each."""
+    """(B, n) -> (B, n * 2): puts a zero before each element."""
 
     def forward(self, x_bn: Tensor) -> Tensor:
         return torch.stack([torch.zeros_like(x_bn), x_bn], dim=2).flatten(1)
@@ -65,7 +65,8 @@ class _Pair(nn.Module):
 
 @dataclass(frozen=True)
 class McMahanCNN:
-    """`mcmahan_cnn`. Each pool comes before its ReLU, which is the same and touches a quarter of the values."""
+    """`mcmahan_cnn` as a model family. Each max pool comes before its ReLU: the result is the same, and the ReLU has a
+    quarter of the values."""
 
     input_shape: tuple[int, int, int]
     outputs: int

@@ -1,4 +1,4 @@
-"""flexfleet as a contestant: `rounds.federate` with its ledger on, on two devices; evaluation is left out.
+"""flexfleet as a contestant: `rounds.federate` with a ledger, on two devices, without evaluation.
 
 python -m benchmarks.ours W3
 """
@@ -81,7 +81,7 @@ def site_of(name: str, w: Workload, numerics: Numerics = Numerics()) -> tuple[Al
 
 
 class Gated:
-    """The backend, and a stop before each round."""
+    """A backend that waits at the gate before each round."""
 
     durable = False
     phases: ClassVar[dict[str, float]] = {}

@@ -1,11 +1,11 @@
-"""pfl-research as a contestant: its federated averaging over its simulated backend; evaluation is left out.
+"""pfl-research as a contestant: its federated averaging over its simulated backend, without evaluation.
 
 python -m benchmarks.pfl W3
 
-For speed: two worker processes of one torch thread each, started here and joined by pfl's own switch for that (the
-variables PFL_WORKER_*). Each trains half of a round's clients, and they add up over torch.distributed. One process was
-slower (W3: 0.34 s a round against 0.18 s), with two torch threads as with one. SGD's fused kernel made no difference.
-Data sit in memory as tensors, and pfl prints no metrics.
+It is set up to be as fast as possible: this module starts two worker processes with one torch thread each, which pfl
+connects through its variables PFL_WORKER_*. Each trains half of a round's clients; they add their updates over
+torch.distributed. One process was slower (W3: 0.34 s a round against 0.18 s), with one or with two torch threads. SGD's
+fused kernel made no difference. The data is in memory as tensors, and pfl prints no metrics.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ RANK, ADDRESSES = "PFL_WORKER_RANK", "PFL_WORKER_ADDRESSES"
 
 # ------------------------------------------------------------------------------------------ two processes
 def lead(argv: list[str]) -> Callable[[], None]:
-    """Starts the other process. Returns the stop before a round, for both: without it the other one would be at work
-    while this one is held at the gate."""
+    """Starts the other process. Returns a function that both call before a round: without it, the other process would
+    work while this one waits at the gate."""
     gate = Gate()
     with socket.socket() as s:
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
-    # pfl counts the addresses and meets at the first.
+    # pfl counts the addresses; all workers connect to the first.
     os.environ |= {RANK: "0", ADDRESSES: f"{address},{address}"}
     command = [sys.executable, "-m", "benchmarks.pfl", *argv]
     other = subprocess.Popen(command, env={**os.environ, RANK: "1"}, stdin=subprocess.PIPE, text=True)
@@ -50,14 +50,14 @@ def lead(argv: list[str]) -> Callable[[], None]:
 
 
 def follow() -> None:
-    """The other process's stop before a round. Its standard input closes when the first process ends."""
+    """Waits, in the other process, before a round. Its standard input closes when the first process ends."""
     if not sys.stdin.readline():
         os._exit(0)
 
 
 # -------------------------------------------------------------------------------------------- the training
 class Net(nn.Module):
-    """A network as pfl takes it, with its loss."""
+    """A network with its loss, as pfl expects it."""
 
     def __init__(self, net: nn.Module, binary: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Net(nn.Module):
 
 
 def federate(name: str, w: Workload, round_begins: Callable[[], None]) -> None:
-    # Here, because the import waits for the other process.
+    # Imported here, because the import waits for the other process.
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.aggregate.weighting import WeightByDatapoints
     from pfl.algorithm.base import NNAlgorithmParams
@@ -89,7 +89,7 @@ def federate(name: str, w: Workload, round_begins: Callable[[], None]) -> None:
     from pfl.model.pytorch import PyTorchModel
 
     class Gated(TrainingProcessCallback[PyTorchModel]):
-        """The stop before each round but the first, in which pfl evaluates however rarely it is told to."""
+        """Waits at the gate before each round except the first, in which pfl always evaluates."""
 
         def after_central_iteration(
             self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
@@ -126,7 +126,7 @@ def federate(name: str, w: Workload, round_begins: Callable[[], None]) -> None:
 def main(argv: list[str]) -> None:
     round_begins = follow if RANK in os.environ else lead(argv)
     name, w, _ = chosen(argv)
-    # pfl wants the same seeds in both processes.
+    # pfl needs the same seeds in both processes.
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)

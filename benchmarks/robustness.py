@@ -1,10 +1,10 @@
-"""What bad clients and what privacy cost FlexFL: Fashion-MNIST, a quarter of an hour on one core.
+"""Measures the accuracy that bad clients and privacy cost FlexFL on Fashion-MNIST: a quarter of an hour on one core.
 
-    python -m benchmarks.robustness        (again, after an interruption: finished runs are kept)
+    python -m benchmarks.robustness        (resumes after an interruption: finished runs are kept)
 
-A fixed share of the clients turns its change around (flip), or makes it a hundred times as large (scale), with every
-aggregation; then, with many more clients, private aggregation with less and more noise. Writes docs/robustness/:
-results.json and a drawing.
+First a fixed share of the clients reverses its change (flip) or makes it a hundred times as large (scale); each
+aggregation is tried. Then private aggregation is tried with many more clients and different noise. Writes
+docs/robustness/: results.json and a drawing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ AGGREGATIONS = {
     "median": "{name: median}",
     "median_clipped": "{name: median, clip: 0.5}",
 }
-"""Honest changes have norms from 0.2 to 1."""
+"""Aggregations by label. (Honest changes have norms from 0.2 to 1.)"""
 MANY = (
     *COMMON,
     "dataset.train_samples=21000",
@@ -73,7 +73,7 @@ MANY = (
     "algorithm.epsilon=8.0",
 )
 NOISE = (0.5, 1.0, 2.0, 4.0)
-"""z."""
+"""Values of z, the noise multiplier."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class Case:
 
 
 def accuracies(case: Case) -> dict[str, dict[str, float]]:
-    """avg and full after the last round, in %, by label; runs what is missing."""
+    """avg and full after the last round, in %, by label. Makes the runs that are missing."""
     local = ["--resume", "--jobs", "1", "--set", f"run.store={STORE}"]
     code = subprocess.run([sys.executable, "-m", "flexfleet.cli", *case.command[1:], *local], check=False).returncode
     if code != 0:
-        raise SystemExit(f"{case.id} ended with {code}: mend the cause and run again, finished runs are kept")
+        raise SystemExit(f"{case.id} ended with {code}: fix the cause and start again; finished runs are kept")
     found = json.loads((STORE / case.id / "comparison.json").read_text())["results"]
     return {
         label: {figure: 100 * found[label]["last"][figure]["mean"] for figure in ("avg", "full")}
@@ -106,7 +106,7 @@ def accuracies(case: Case) -> dict[str, dict[str, float]]:
 
 
 def attacked(attack: str, share: int) -> Case:
-    """`share` % of the clients are bad, and stay so."""
+    """A comparison in which the same `share` % of the clients are bad in every round."""
     if share == 0:
         return Case("honest", ATTACKED, AGGREGATIONS)
     times = "x100" if attack == "scale" else ""
@@ -120,7 +120,7 @@ def private() -> Case:
 
 
 def epsilon(case: Case, label: str) -> float | None:
-    """What the run has logged."""
+    """The run's last logged epsilon; None: it was not private."""
     rows = Checkpoints(FolderStore(STORE / case.id / f"{label}-s0")).rows()
     return rows[-1].metrics.get("epsilon")
 

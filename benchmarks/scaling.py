@@ -1,8 +1,9 @@
-"""How long is a round, and how much of it is not training, as things grow? Measured, fitted by a line, and drawn.
+"""Measures how the time of a round, and its part outside training, grow with the number of clients, the pool, the model
+and the number of rounds. Fits a line to the times and draws them.
 
 python -m benchmarks.scaling --out docs/performance
 
-Each point is a federated training of its own through `rounds.federate`, ledger on, one device, evaluation left out.
+Each point is a run of its own by `rounds.federate`, with a ledger, on one device, without evaluation.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ class Point:
     x: float
     round_s: float
     outside_s: float
-    """Mean over the run: planning, merging, bookkeeping, commits."""
+    """Seconds per round outside training, as a mean over the run: planning, merging, bookkeeping, commits."""
 
 
 def measure(
     algorithm: Algorithm, family: ModelFamily, clients: int, samples: int, stop: int, x: float, tiers: Any = STRONG
 ) -> Point:
-    """Of a run of `stop` rounds; the first three do not count for the median."""
+    """Measures a run of `stop` rounds. The median of a round's time leaves out the first three rounds and the last."""
     generator = torch.Generator().manual_seed(0)
     n = clients * samples
     images = torch.randint(0, 256, (n, *family.input_shape), dtype=torch.uint8, generator=generator)
@@ -112,7 +113,7 @@ def model_size() -> list[Point]:
 
 
 def number_of_rounds() -> list[Point]:
-    """Seconds of all rounds; what the ledger lists and reads must not grow with what was committed."""
+    """Runs of more and more rounds: a round must not take longer when more rounds are committed in the ledger."""
     family = BinaryMLP(WORKLOADS["W3"].chw)
     return [measure(AllLarge(training=training(0.1)), family, 100, 40, stop, stop) for stop in (50, 200, 800, 2000)]
 
@@ -126,7 +127,7 @@ SWEEPS: dict[str, tuple[str, Callable[[], list[Point]]]] = {
 
 
 def fit(points: Sequence[Point]) -> tuple[float, float]:
-    """(seconds at zero, seconds per unit): least squares on relative errors."""
+    """Fits a line by least squares of relative errors. Returns (seconds at zero, seconds per unit)."""
     x, y = np.array([p.x for p in points]), np.array([p.round_s for p in points])
     slope, base = np.polyfit(x, y, 1, w=1 / y)
     return float(base), float(slope)

@@ -1,4 +1,4 @@
-"""What is trained, for every contestant alike. Needs numpy alone."""
+"""The workloads, the same for every contestant. This module needs only numpy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Workload:
     clients: int
     per_round: int
     samples: int
-    """Of each client."""
+    """Samples of each client."""
     chw: tuple[int, int, int]
     classes: int
     batch: int
@@ -34,7 +34,7 @@ class Workload:
 
 
 def normalised(x: np.ndarray) -> np.ndarray:
-    """uint8 to float32, as every contestant feeds it to the network."""
+    """Images from uint8 to normalised float32, as every contestant feeds them to the network."""
     out: np.ndarray = (x.astype(np.float32) / 255 - MEAN) / STD
     return out
 
@@ -66,11 +66,11 @@ WORKLOADS = {
 
 
 def chosen(argv: list[str]) -> tuple[str, Workload, argparse.Namespace]:
-    """What a contestant was started with: a workload's name, the workload (of which it may be asked a share only), and
+    """Parses a contestant's command line: the workload's name, the workload (with `--samples`, if given), and all
     options."""
     p = argparse.ArgumentParser()
     p.add_argument("workload", choices=WORKLOADS)
-    p.add_argument("--samples", type=int, help="of each client, instead of the workload's")
+    p.add_argument("--samples", type=int, help="samples of each client, instead of the workload's number")
     p.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     p.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
     args = p.parse_args(argv)
