@@ -23,6 +23,7 @@ from fl_engine.training import batches, lanes, losses, steps
 from fl_engine.training.lanes import Network
 from fl_engine.training.networks import lent
 from fl_engine.training.numerics import SINGLE, Numerics
+from fl_engine.training.scaling import SCALE, LossScale
 from fl_engine.training.shared_layers import Seen, shared
 
 
@@ -43,9 +44,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """`loss` is the mean over all steps of the objective (less the proximal and linear terms, which act on the
-    gradient alone). `finite`: whether all weights are, and within `slicing.largest`. `samples` counts a sample once
-    for each time it was seen."""
+    """`params` are float32. `loss` is the mean over all steps of the objective (less the proximal and linear terms,
+    which act on the gradient alone). `finite`: whether all weights are, and within `slicing.largest`. `samples` counts
+    a sample once for each time it was seen."""
 
     params: Params
     loss: float
@@ -107,6 +108,8 @@ class Session:
     def __init__(
         self, family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics, borrowed: ExitStack
     ) -> None:
+        if numerics.precision == "fp16":
+            jobs = [_in_half(job) for job in jobs]
         task, self._device = jobs[0].task, jobs[0].x.device
         batches.check(task.sampler, task.augment, goal, jobs[0].x)
         self.done = self.steps = self.samples = 0
@@ -119,6 +122,9 @@ class Session:
         self._x, self._y = torch.cat([job.x for job in jobs]), torch.cat([job.y for job in jobs])
         self._moments: Params = {}
         self._step = steps.stepper(task.optimizer, weights, self._moments)
+        self._scale = None
+        if numerics.scales(self._device):
+            self._scale = LossScale(self._step, weights, self._moments, self.total)
         starts, linear = [job.start for job in jobs], [job.linear for job in jobs]
         self._correct = steps.gradient_terms(task, self._state, starts, linear, self._device)
         self._streams: Streams = {}
@@ -134,16 +140,20 @@ class Session:
             loss_n = self._objective(batch_layout(x), self._y[chosen])
             for weight in self._weights:
                 weight.grad = None
-            loss_n.sum().backward()  # type: ignore[no-untyped-call]
+            scale = self._scale
+            (loss_n if scale is None else scale.scaled(loss_n)).sum().backward()  # type: ignore[no-untyped-call]
+            if scale is not None:
+                scale.unscale()
             self._correct()
-            self._step(rate)
+            (self._step if scale is None else scale.step)(rate)
             self.total += loss_n.detach()
             self.steps, self.samples = self.steps + 1, self.samples + len(chosen)
         self.done += 1
 
     def trained(self) -> list[Trained]:
         means = (self.total / max(1, self.steps)).tolist()
-        found, whole = lanes.unstack(self._state), _within(self._state)
+        whole = _within(self._state)
+        found = lanes.unstack({name: tensor.float() for name, tensor in self._state.items()})
         parts = ((params, loss, whole or _within(params)) for params, loss in zip(found, means, strict=True))
         return [Trained(params, loss, finite, self.steps, self.samples) for params, loss, finite in parts]
 
@@ -170,6 +180,7 @@ class Session:
             _shapes(weights) != _shapes(self._state)
             or any(t.dim() and t.shape != likes[name].shape for name, t in moments.items())
             or set(streams) != set(self._streams)
+            or (SCALE in moments) != (self._scale is not None)
             or set(counted) != {"loss", "done", "steps", "samples"}
             or int(counted["done"]) > len(self._orders)
         ):
@@ -188,6 +199,15 @@ class Session:
             stream.set_state(streams[name])
         self.total.copy_(counted["loss"])
         self.done, self.steps, self.samples = (int(counted[name]) for name in ("done", "steps", "samples"))
+
+
+def _in_half(job: Job) -> Job:
+    """The job with weights and samples in float16, and without weight decay; tokens and targets stay as they are."""
+    start, linear = ({name: t.half() for name, t in params.items()} for params in (job.start, job.linear))
+    task, x = job.task, job.x.half() if job.x.is_floating_point() else job.x
+    if isinstance(task.optimizer, SGD):
+        task = replace(task, optimizer=replace(task.optimizer, weight_decay=0.0))
+    return replace(job, task=task, start=start, x=x, linear=linear)
 
 
 def _part(snapshot: Params, part: str) -> Params:

@@ -13,7 +13,7 @@ import torch
 from numpy.lib.introspect import opt_func_info
 
 Strategy = Literal["single", "batched"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "amp", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,26 @@ class Numerics:
     lanes: int = 1
     """So many clients side by side at most, with `batched`. Moves no bit."""
     precision: Precision = "fp32"
-    """`bf16`: forward and backward pass under autocast; weights, loss, optimiser and batch norm's sums stay float32."""
+    """Of training; the loss is float32 with each, evaluation is float32 throughout.
+
+    `bf16`: forward and backward pass under autocast; weights, optimiser and batch norm's sums stay float32. `amp`:
+    automatic mixed precision as it is usual for the device. On CUDA it is autocast to float16 with a scaled loss
+    (`scaling`), elsewhere `bf16`. `fp16`: weights, samples, gradients and the optimiser in float16, nothing scaled, no
+    weight decay: `model.half()`, as in FedAIoT's code. It is `single`: torch's convolutions in float16 round a lane in
+    another way when others run beside it."""
+
+    def __post_init__(self) -> None:
+        if self.precision == "fp16" and self.strategy == "batched":
+            raise ValueError("fp16 trains one client at a time: the strategy is single")
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        if self.precision == "fp32":
+        if self.precision in ("fp32", "fp16"):
             return nullcontext()
-        return torch.autocast(device.type, torch.bfloat16)
+        return torch.autocast(device.type, torch.float16 if self.scales(device) else torch.bfloat16)
+
+    def scales(self, device: torch.device) -> bool:
+        """Whether the loss is scaled before the backward pass."""
+        return self.precision == "amp" and device.type == "cuda"
 
 
 SINGLE = Numerics()

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from fl_engine.core.errors import ModelError
 from fl_engine.core.types import SGD, Adam, LocalTask, Params
 from fl_engine.training import lanes
 
@@ -26,11 +27,15 @@ def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable
     def step(rate: float) -> None:
         used = [name for name, w in named if w.grad is not None]
         moved, gradients = [weights[name] for name in used], [g for _, w in named if (g := w.grad) is not None]
+        # On a CPU, torch's fused kernels are wrong for half weights: with momentum, from 16 of them on (torch 2.13).
+        fused = not moved or moved[0].dtype == torch.float32
+        if not fused and rate > torch.finfo(torch.float16).max:
+            raise ModelError(f"the learning rate {rate:g} is more than float16 can hold: set a smaller one")
         if isinstance(o, SGD):
             buffers = [moments.get(f"momentum/{name}") for name in used]
             sgd(
-                moved, gradients, buffers, fused=True, lr=rate, momentum=o.momentum, weight_decay=o.weight_decay,
-                dampening=0.0, nesterov=False, maximize=False,
+                moved, gradients, buffers, foreach=False, fused=fused, lr=rate, momentum=o.momentum,
+                weight_decay=o.weight_decay, dampening=0.0, nesterov=False, maximize=False,
             )  # fmt: skip
             moments.update({f"momentum/{name}": b for name, b in zip(used, buffers, strict=True) if b is not None})
             return
@@ -40,8 +45,8 @@ def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable
                 moments[f"steps/{name}"] = torch.zeros((), device=w.device)
         means, squares, steps = ([moments[f"{kind}/{name}"] for name in used] for kind in ("mean", "square", "steps"))
         adam(
-            moved, gradients, means, squares, [], steps, fused=True, lr=rate, beta1=0.9, beta2=0.999, eps=1e-8,
-            weight_decay=0.0, amsgrad=False, maximize=False,
+            moved, gradients, means, squares, [], steps, foreach=False, fused=fused, lr=rate, beta1=0.9, beta2=0.999,
+            eps=1e-8, weight_decay=0.0, amsgrad=False, maximize=False,
         )  # fmt: skip
 
     return step
@@ -74,7 +79,7 @@ def gradient_terms(
 
 def _clip(gradients: Sequence[Tensor], limit: float) -> None:
     """`torch.nn.utils.clip_grad_norm_`, for each lane by itself."""
-    norms_n = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
+    norms_n = torch.stack([g.flatten(1).float().norm(dim=1) for g in gradients]).norm(dim=0)
     factors_n = (limit / (norms_n + 1e-6)).clamp(max=1.0)
     for g in gradients:
         g.mul_(factors_n.view(-1, *[1] * (g.dim() - 1)))

@@ -42,6 +42,8 @@ def choose(
 ) -> Numerics:
     """Numerics for rounds of `clients` clients on `devices`."""
     single = Numerics(precision=precision)
+    if precision == "fp16":
+        return single
     with torch.device("meta"):
         capable = can_run(family.module(FULL))
     if not capable or 3 * count_macs(family) * batch_size > SMALL_STEP:

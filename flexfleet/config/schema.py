@@ -111,7 +111,16 @@ class RunConfig(Section):
     """single: a device trains one client at a time; batched: several side by side, for small networks; auto: what
     suits the size of the network."""
     precision: Annotated[Precision, Moves.NUMERICS] = "fp32"
-    """bf16: forward and backward pass in bfloat16, which CPUs with AMX and recent GPUs do several times faster."""
+    """bf16: forward and backward pass in bfloat16, which CPUs with AMX and recent GPUs do several times faster. amp:
+    mixed precision as it is usual for the device: on CUDA forward and backward pass in float16, with a scaled loss; on
+    a CPU bf16. fp16: weights, samples and gradients in float16, nothing scaled, and no training.weight_decay (FedAIoT's
+    half precision); one client at a time, and slow on most CPUs."""
+
+    @model_validator(mode="after")
+    def _one_at_a_time(self) -> RunConfig:
+        if self.precision == "fp16" and self.strategy == "batched":
+            raise ValueError("run.precision=fp16 trains one client at a time: set run.strategy to single or auto")
+        return self
 
 
 class TrackingConfig(Section):

@@ -236,6 +236,8 @@ def initial_state(resolved: Resolved, site: Site) -> Any:
 def _numerics(config: Config, family: ModelFamily, goal: Task) -> Numerics:
     """The numerics that the configuration names, else those that suit the network."""
     run, per_round = config.run, round_size(config.training.fraction, config.partition.clients)
+    if run.precision == "fp16" and config.training.weight_decay:
+        log.warning("run.precision=fp16: training.weight_decay = %g is left out", config.training.weight_decay)
     if run.strategy == "single":
         return Numerics(precision=run.precision)
     if run.strategy == "batched":

@@ -25,7 +25,7 @@ def test_values_are_listed_where_they_are_few() -> None:
     assert choices("run.strategy") == ("auto", "single", "batched"), "of a union too"
     assert choices("rounds.commit_every") == choices("seed") == choices("model.name") == ()
     assert about("partition.rule") == "iid, dirichlet, quantity, disjoint_labels or natural."
-    assert about("run.precision").startswith("fp32 or bf16. bf16: "), "before the field's own text"
+    assert about("run.precision").startswith("fp32, bf16, amp or fp16. bf16: "), "before the field's own text"
     assert about("run.strategy").startswith("single: "), "not where the text has them all"
     assert about("fleet.tiers").endswith(f"The names: {', '.join(FLEETS)}.")
     assert about("tune.space").endswith("Each: {low, high, log, whole, choices}.")

@@ -1,25 +1,35 @@
-"""bf16: forward and backward passes in bfloat16, everything that is kept in float32."""
+"""Half precision: what is computed in it, what stays float32, and that bits stay a matter of the job alone."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL, SGD, Distillation, LocalTask
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.errors import ConfigError, ModelError
+from fl_engine.core.samples import Task
+from fl_engine.core.slicing import initial_params, made_up, runnable
+from fl_engine.core.types import FULL, SGD, Distillation, LocalTask, Params
 from fl_engine.core.widths import prefix
+from fl_engine.models import MODELS
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.tasks import Classification
+from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.tiny import assert_same_bits
+from fl_engine.training import lanes, scaling, steps, strategy
+from fl_engine.training import numerics as arithmetic
 from fl_engine.training.local import Job, train
-from fl_engine.training.numerics import SINGLE, Numerics
+from fl_engine.training.numerics import SINGLE, Numerics, Precision
+from fl_engine.training.scaling import GOOD, SCALE, LossScale
+from flexfleet.config import load_config
 
 FAMILY = SmallCNN((1, 8, 8), 4, width=0.5)
+GOAL = Classification(FAMILY.outputs)
 TASK = LocalTask(FULL, SGD(0.05, 0.5), epochs=6, batch_size=8, drop_last=True, seed=3)
-HALF = Numerics(precision="bf16")
-HALF_BATCHED = Numerics("batched", 8, "bf16")
+HALVES: tuple[Precision, ...] = ("bf16", "amp", "fp16")
+CPU = torch.device("cpu")
 
 
 def jobs(task: LocalTask, count: int = 3) -> list[Job]:
@@ -30,12 +40,18 @@ def jobs(task: LocalTask, count: int = 3) -> list[Job]:
     return [Job(replace(task, seed=i), initial_params(FAMILY, i), x, y) for i in range(count)]
 
 
-@pytest.mark.parametrize("numerics", [HALF, HALF_BATCHED], ids=["single", "batched"])
-def test_it_learns_as_well_and_keeps_float32(numerics: Numerics) -> None:
-    plain, half = (
-        train(FAMILY, Classification(FAMILY.outputs), jobs(TASK), SINGLE),
-        train(FAMILY, Classification(FAMILY.outputs), jobs(TASK), numerics),
-    )
+@pytest.fixture
+def scaled_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`amp` as it is on CUDA: autocast in float16 and a scaled loss."""
+    monkeypatch.setattr(arithmetic.Numerics, "scales", lambda self, device: self.precision == "amp")
+
+
+EVERY = [Numerics(precision=p) for p in HALVES] + [Numerics("batched", 8, p) for p in HALVES if p != "fp16"]
+
+
+@pytest.mark.parametrize("numerics", EVERY, ids=lambda n: f"{n.strategy}-{n.precision}")
+def test_it_learns_as_well_and_gives_float32(numerics: Numerics) -> None:
+    plain, half = train(FAMILY, GOAL, jobs(TASK)), train(FAMILY, GOAL, jobs(TASK), numerics)
     for a, b in zip(plain, half, strict=True):
         assert b.loss == pytest.approx(a.loss, rel=0.05)
         assert {t.dtype for t in b.params.values()} == {torch.float32}
@@ -44,11 +60,169 @@ def test_it_learns_as_well_and_keeps_float32(numerics: Numerics) -> None:
             assert b.params[name].shape == start.shape
 
 
-def test_a_lane_has_the_same_bits_alone() -> None:
+@pytest.mark.parametrize("precision", ["bf16", "amp"])
+def test_a_lane_has_the_same_bits_alone(precision: Precision) -> None:
+    numerics = Numerics("batched", 8, precision)
     teachers = Distillation((prefix(FAMILY.layout(), 0.5),), 10.0, 3.0)
     for task in (TASK, replace(TASK, distillation=teachers)):
-        together = train(FAMILY, Classification(FAMILY.outputs), jobs(task, 5), HALF_BATCHED)
+        together = train(FAMILY, GOAL, jobs(task, 5), numerics)
         for job, expected in zip(jobs(task, 5), together, strict=True):
-            assert_same_bits(
-                train(FAMILY, Classification(FAMILY.outputs), [job], HALF_BATCHED)[0].params, expected.params
-            )
+            assert_same_bits(train(FAMILY, GOAL, [job], numerics)[0].params, expected.params)
+
+
+def test_on_a_cpu_amp_is_bf16() -> None:
+    for a, b in zip(*(train(FAMILY, GOAL, jobs(TASK), Numerics(precision=p)) for p in ("amp", "bf16")), strict=True):
+        assert_same_bits(a.params, b.params)
+        assert a.loss == b.loss
+
+
+# ----------------------------------------------------------------------------------------------------------- fp16
+NETWORKS = ("wisdm_lstm", "aep_mlp", "casas_bilstm", "widar_resnet18")
+"""An LSTM, dropout, an embedding and a bidirectional LSTM, transposed convolutions and group norm."""
+
+
+def half_by_hand(family: ModelFamily, goal: Task, job: Job, lr: float) -> Params:
+    """One step of `module.half()` with plain SGD."""
+    module = runnable(family, FULL, {name: t.clone() for name, t in job.start.items()}).half().train()
+    x = job.x.half() if job.x.is_floating_point() else job.x
+    goal.loss(module(x).float(), job.y).mean().backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for weight in module.parameters():
+            if weight.grad is not None:
+                weight -= lr * weight.grad
+    return {name: t.float() for name, t in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_fp16_is_a_network_in_half(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of the published network, as it is in the training loop and as a person would write it. Kernels add up
+    in other orders in the two, and group norm makes much of that: what a step moves is compared as a whole."""
+    monkeypatch.setattr(lanes.Dropout, "forward", lambda self, x: x)
+    monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, x: x)
+    kind = MODELS[name]
+    family = kind(kind.published_input, kind.published_outputs)  # type: ignore[attr-defined]
+    goal = Regression() if family.outputs == 1 else Classification(family.outputs)
+    generator = torch.Generator().manual_seed(1)
+    x, y = made_up(family, 2, generator), goal.examples(2, generator)
+    task = LocalTask(FULL, SGD(1.0), epochs=1, batch_size=2, drop_last=True, seed=0)
+    job = Job(task, initial_params(family, 0), x, y)
+    (found,) = train(family, goal, [job], Numerics(precision="fp16"))
+    assert found.finite and math.isfinite(found.loss)
+    for tensor in found.params.values():
+        assert torch.equal(tensor, tensor.half().float()), "weights are numbers of float16"
+    by_hand = half_by_hand(family, goal, job, 1.0)
+    ours, theirs = (
+        torch.cat([(p[name] - t.half().float()).flatten() for name, t in job.start.items()])
+        for p in (found.params, by_hand)
+    )
+    assert theirs.norm() > 0 and (ours - theirs).norm() < 0.1 * theirs.norm()
+
+
+def test_fp16_is_refused_side_by_side_by_name() -> None:
+    with pytest.raises(ValueError, match="fp16 trains one client at a time"):
+        Numerics("batched", 2, "fp16")
+    assert strategy.choose(FAMILY, GOAL, 8, 4, "fp16") == Numerics(precision="fp16")
+    assert strategy.choose(FAMILY, GOAL, 8, 4, "amp").strategy == "batched"
+    with pytest.raises(ConfigError, match=r"fp16 trains one client at a time: set run\.strategy to single"):
+        load_config(None, ["run.precision=fp16", "run.strategy=batched"])
+
+
+def test_momentum_in_half_is_that_of_the_formula() -> None:
+    """100 weights, two steps of w -= lr * b, b = 0.5 * b + g, each number rounded to float16."""
+    weights = {"w": torch.linspace(-2, 2, 100).half()[None].requires_grad_()}
+    step = steps.stepper(SGD(0.25, 0.5), weights, {})
+    expected, buffer = weights["w"].detach().clone(), torch.zeros(1, 100).half()
+    for gradient in (torch.linspace(1, 3, 100).half()[None], torch.linspace(-3, 1, 100).half()[None]):
+        weights["w"].grad = gradient.clone()
+        step(0.25)
+        buffer = buffer * 0.5 + gradient
+        expected = expected - 0.25 * buffer
+    torch.testing.assert_close(weights["w"].detach(), expected, rtol=0, atol=2e-3)
+
+
+def test_fp16_leaves_out_weight_decay() -> None:
+    decayed = replace(TASK, optimizer=SGD(0.05, 0.5, 0.1))
+    for precision, same in (("fp16", True), ("fp32", False)):
+        numerics = Numerics(precision=precision)  # type: ignore[arg-type]
+        a, b = (train(FAMILY, GOAL, jobs(task, 1), numerics)[0].params for task in (TASK, decayed))
+        assert all(torch.equal(a[name], b[name]) for name in a) is same
+
+
+def test_what_half_cannot_hold_is_a_training_that_diverged() -> None:
+    """65,504 is the largest number of float16."""
+    half = Numerics(precision="fp16")
+    (job,) = jobs(replace(TASK, optimizer=SGD(6e4)), 1)
+    (found,) = train(FAMILY, GOAL, [job], half)
+    assert not found.finite or not math.isfinite(found.loss)
+    (job,) = jobs(replace(TASK, optimizer=SGD(7e4)), 1)
+    with pytest.raises(ModelError, match="the learning rate 70000 is more than float16 can hold"):
+        train(FAMILY, GOAL, [job], half)
+
+
+def test_fp16_takes_every_term_of_a_task() -> None:
+    task = replace(TASK, epochs=1, clip_norm=0.5, proximal=0.1)
+    for job in jobs(task, 1):
+        linear = {name: torch.full_like(t, 1e-3) for name, t in job.start.items()}
+        (found,) = train(FAMILY, GOAL, [replace(job, linear=linear)], Numerics(precision="fp16"))
+        (plain,) = train(FAMILY, GOAL, [replace(job, linear=linear)], SINGLE)
+        assert found.finite
+        for name, tensor in plain.params.items():
+            torch.testing.assert_close(found.params[name], tensor, rtol=0.02, atol=0.01)
+
+
+# ---------------------------------------------------------------------------------------------- the scaled loss
+def test_the_scale_follows_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of which some are not finite, with the growth interval cut short, against `torch.amp.GradScaler`."""
+    monkeypatch.setattr(scaling, "INTERVAL", 20)
+    theirs_w = torch.tensor([[1.0, -2.0]], requires_grad=True)
+    ours_w = theirs_w.detach().clone().requires_grad_()
+    optimizer = torch.optim.SGD([theirs_w], lr=0.1, momentum=0.9, weight_decay=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=20)
+    moments: Params = {}
+    weights = {"w": ours_w}
+    scale = LossScale(steps.stepper(SGD(0.1, 0.9, 0.01), weights, moments), weights, moments, torch.zeros(1))
+    for step in range(60):
+        factor = torch.tensor(float("inf") if step in (0, 3, 50) else 1.0)
+        for w in (theirs_w, ours_w):
+            w.grad = None
+        scaler.scale((theirs_w.square() * factor).sum() * 1e-3).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scale.scaled((ours_w.square() * factor).sum(1) * 1e-3).sum().backward()  # type: ignore[no-untyped-call]
+        scale.unscale()
+        scale.step(0.1)
+        assert torch.allclose(theirs_w, ours_w, rtol=1e-5), step
+        assert moments[SCALE].item() == scaler.get_scale(), step
+    # Halved at steps 0, 3 and 50, doubled after 20 good ones: at 23 and 43.
+    assert moments[SCALE].item() == 2.0**15 and moments[GOOD].item() == 59 - 50
+
+
+def test_a_lane_whose_gradient_is_not_finite_stands_still_alone() -> None:
+    weights = {"w": torch.ones(3, 2, requires_grad=True)}
+    moments: Params = {}
+    scale = LossScale(steps.stepper(SGD(0.5, 0.9), weights, moments), weights, moments, torch.zeros(3))
+    for bad in (1, 2):
+        factor = torch.ones(3)
+        factor[bad] = float("nan")
+        weights["w"].grad = None
+        scale.scaled(weights["w"].sum(1) * factor).sum().backward()  # type: ignore[no-untyped-call]
+        scale.unscale()
+        scale.step(0.5)
+    # Lane 0: two steps of 0.5, the second with momentum 0.9: 1 - 0.5 - 0.5 * 1.9. Lane 1 moved once, and lane 2 once.
+    assert weights["w"].tolist() == [[pytest.approx(-0.45)] * 2, [0.5] * 2, [0.5] * 2]
+    assert moments[SCALE].tolist() == [2.0**16, 2.0**15, 2.0**15]
+    assert moments[GOOD].tolist() == [2.0, 1.0, 0.0]
+    assert moments["momentum/w"].tolist() == [[pytest.approx(1.9)] * 2, [1.0] * 2, [1.0] * 2]
+
+
+@pytest.mark.usefixtures("scaled_on_the_cpu")
+def test_float16_with_a_scaled_loss_learns_as_well_and_lanes_stay_apart() -> None:
+    assert Numerics(precision="amp").scales(CPU)
+    task = replace(TASK, clip_norm=10.0)
+    plain = train(FAMILY, GOAL, jobs(task))
+    for numerics in (Numerics(precision="amp"), Numerics("batched", 8, "amp")):
+        half = train(FAMILY, GOAL, jobs(task), numerics)
+        for a, b in zip(plain, half, strict=True):
+            assert b.finite and b.loss == pytest.approx(a.loss, rel=0.05)
+        for job, expected in zip(jobs(task), half, strict=True):
+            assert_same_bits(train(FAMILY, GOAL, [job], numerics)[0].params, expected.params)
