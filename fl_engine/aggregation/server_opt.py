@@ -9,6 +9,11 @@ Adaptive Federated Optimization (Reddi et al., ICLR 2021), Algorithm 2. With the
     Adam:    v = b2 * v + (1 - b2) * delta^2
     new = old + lr * m / (sqrt(v) + tau)          m starts at 0, v at tau^2; no bias correction
 
+With `bias_correction`, Adam is that of torch (Kingma and Ba, ICLR 2015, Algorithm 1) with tau for its eps, as in
+FedAIoT's code; Yogi is corrected alike. Both moments then start at 0, and t counts the element's steps:
+
+    new = old + lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + tau)
+
 Departs from the paper: it has one model for all; here an element that no client trained in a round has no
 pseudo-gradient, so neither it nor its moments move. Running statistics of batch norm are averaged: they are no
 parameters.
@@ -72,6 +77,8 @@ class Adam:
     b1: Beta = 0.9
     b2: Beta = 0.99
     tau: Positive = 1e-3
+    bias_correction: bool = False
+    """true: as torch's optimisers do, whose usual b2 is 0.999 and tau 1e-8."""
 
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
         return _step(self, moments, old, mean, trained)
@@ -90,6 +97,7 @@ class Yogi:
     b1: Beta = 0.9
     b2: Beta = 0.99
     tau: Positive = 1e-3
+    bias_correction: bool = False
 
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
         return _step(self, moments, old, mean, trained)
@@ -101,19 +109,30 @@ class Yogi:
 def _step(
     rule: Adagrad | Adam | Yogi, moments: Params, old: Params, mean: Params, trained: Params
 ) -> tuple[Params, Params]:
+    corrected = isinstance(rule, Adam | Yogi) and rule.bias_correction
     kept, new = {}, {}
     for name, before in old.items():
         if is_statistic(name):
             new[name] = mean[name]
             continue
         m = moments.get(f"m/{name}", torch.zeros_like(before))
-        v = moments.get(f"v/{name}", torch.full_like(before, rule.tau**2))
+        v = moments.get(f"v/{name}", torch.full_like(before, 0.0 if corrected else rule.tau**2))
         delta, mask = mean[name] - before, trained[name]
         m = torch.where(mask, rule.b1 * m + (1 - rule.b1) * delta, m)
         v = torch.where(mask, rule.second(v, delta), v)
         kept[f"m/{name}"], kept[f"v/{name}"] = m, v
+        if corrected and isinstance(rule, Adam | Yogi):
+            t = moments.get(f"t/{name}", torch.zeros_like(before)) + mask
+            kept[f"t/{name}"] = t
+            m, v = m / _share(rule.b1, t), v / _share(rule.b2, t)
         new[name] = torch.where(mask, before + rule.lr * m / (v.sqrt() + rule.tau), before)
     return kept, new
+
+
+def _share(beta: float, steps: Tensor) -> Tensor:
+    """How much weight a moment has given to anything but its start: 1 - beta^t; 1 where there was no step. In double
+    precision, as 1 - 0.999 would lose three digits in single."""
+    return torch.where(steps > 0, 1 - beta ** steps.double(), 1.0).to(steps.dtype)
 
 
 SERVERS: dict[str, type[ServerOptimizer]] = {"average": Average, "adagrad": Adagrad, "adam": Adam, "yogi": Yogi}

@@ -80,7 +80,7 @@ class Training:
     """Leave out a last batch that is not full."""
     sampler: Sampling = Shuffle()
     """Which samples a client sees in an epoch. shuffle: every one once; balanced: as many draws with replacement, each
-    label equally likely."""
+    label equally likely, or with `smoothing` a sample's weight is 1 / (smoothing + its label's count)."""
     augment: tuple[Augmenting, ...] = ()
     """Random changes of images and maps while clients train, one after the other. flip: left to right, with probability
     `share`; crop: a window that lies up to `padding` pixels beside the image. E.g. [{name: crop}, {name: flip}]."""

@@ -7,13 +7,14 @@ from the sample count alone (`core.workload`), and the server can check what a c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.fields import STRICT
+from fl_engine.core.fields import STRICT, NotNegative
 from fl_engine.core.registry import Contract
 from fl_engine.core.samples import Task
 
@@ -47,12 +48,14 @@ class Shuffle:
 class Balanced:
     """With replacement: first a label, each that the client holds equally likely, then a sample of it.
 
-    The labels are those of `Task.labels`; for numbers these are quantile bins of the client's own targets. (FedAIoT's
-    code weighs a sample of a class by 1 / (1 + count), so that its rare classes are slightly less likely.)
+    The labels are those of `Task.labels`; for numbers these are quantile bins of the client's own targets. With
+    `smoothing` a sample's weight is 1 / (smoothing + count), with the count of its label, so that rare labels are less
+    likely; FedAIoT's code has 1 / (1 + count).
     """
 
     __pydantic_config__: ClassVar = STRICT
     name: Literal["balanced"] = "balanced"
+    smoothing: NotNegative = 0.0
 
     def check(self, goal: Task) -> None:
         if not goal.label_count:
@@ -66,10 +69,18 @@ class Balanced:
         counts = torch.bincount(labels)
         counts = counts[counts > 0]
         by_label, first = labels.argsort(stable=True), counts.cumsum(0) - counts
-        label = torch.randint(len(counts), (len(y),), generator=generator)
+        label = self._labels(counts.tolist(), len(y), generator)
         # Whole numbers, so that every machine agrees; 2**48 is so large that the remainder prefers no sample.
         place = torch.randint(2**48, (len(y),), generator=generator) % counts[label]
         return by_label[first[label] + place]
+
+    def _labels(self, counts: list[int], draws: int, generator: torch.Generator) -> Tensor:
+        """int64 (draws,): which of the labels, held `counts` times."""
+        if not self.smoothing:
+            return torch.randint(len(counts), (draws,), generator=generator)
+        ends = torch.tensor(list(accumulate(count / (self.smoothing + count) for count in counts)), dtype=torch.float64)
+        drawn = torch.rand(draws, dtype=torch.float64, generator=generator) * ends[-1]
+        return torch.searchsorted(ends, drawn, right=True).clamp_(max=len(counts) - 1)
 
 
 SAMPLERS: dict[str, type[Sampler]] = {"shuffle": Shuffle, "balanced": Balanced}

@@ -246,6 +246,52 @@ def test_defaults_are_those_of_the_paper() -> None:
     assert FedOpt().server == Adam()
 
 
+# ------------------------------------------------------------------------------------------------ bias correction
+CORRECTED: list[Adam | Yogi] = [
+    Adam(lr=0.1, b1=0.9, b2=0.999, tau=1e-8, bias_correction=True),
+    Adam(lr=0.01, b1=0.5, b2=0.99, tau=1e-3, bias_correction=True),
+    Adam(lr=1.0, b1=0.0, b2=0.9, tau=0.1, bias_correction=True),
+]
+
+
+@pytest.mark.parametrize("rule", CORRECTED, ids=str)
+def test_with_bias_correction_adam_is_torchs(rule: Adam) -> None:
+    """20 rounds: torch's optimiser, handed old - mean for its gradient, moves alike but for rounding. Betas and eps
+    count: those of another rule go elsewhere."""
+    generator = torch.Generator().manual_seed(3)
+    theirs = torch.randn(4, 5, generator=generator).requires_grad_()
+    params, moments = {"w": theirs.detach().clone()}, dict[str, Tensor]()
+    other, forgotten = {"w": theirs.detach().clone()}, dict[str, Tensor]()
+    plain = replace(rule, b1=0.8, tau=rule.tau * 100)
+    optimizer = torch.optim.Adam([theirs], lr=rule.lr, betas=(rule.b1, rule.b2), eps=rule.tau)
+    everything = {"w": torch.ones(4, 5, dtype=torch.bool)}
+    for _ in range(20):
+        delta = torch.randn(4, 5, generator=generator)
+        theirs.grad = -delta
+        optimizer.step()
+        moments, params = rule.step(moments, params, {"w": params["w"] + delta}, everything)
+        forgotten, other = plain.step(forgotten, other, {"w": other["w"] + delta}, everything)
+        torch.testing.assert_close(params["w"], theirs.detach(), rtol=1e-5, atol=1e-5 * rule.lr)
+    assert not torch.allclose(other["w"], theirs, rtol=1e-3)
+
+
+def test_bias_correction_by_hand_counts_the_steps_of_each_element() -> None:
+    """Channel 2 takes part in the first round alone, channel 3 in the second alone: there t is 1, elsewhere 2."""
+    for server in (replace(ADAM, bias_correction=True), replace(YOGI, bias_correction=True)):
+        one, two = after_two(server)
+        # m = 0.1 * delta and v = 0.01 * delta^2, over 0.1 and 0.01: lr * delta / (|delta| + tau).
+        first = [old + 0.1 * d / (abs(d) + 0.1) for old, d in zip((1, 2, 3), (0.4, -0.2, 0.05), strict=True)]
+        close(one.params["w"], [*first, 4.0])
+        # m: 0.9 * m + 0.1 * delta over 1 - 0.81; v over 1 - 0.9801. Yogi's v: 0.0016 is below 0.01 and 0.0004 below
+        # 0.09, so both grow by 0.01 * delta^2.
+        m = [(0.9 * 0.04 + 0.1 * 0.1) / 0.19, (0.9 * -0.02 + 0.1 * 0.3) / 0.19]
+        before = [0.0016, 0.0004] if server.name == "yogi" else [0.99 * 0.0016, 0.99 * 0.0004]
+        v = [(b + 0.01 * d * d) / 0.0199 for b, d in zip(before, (0.1, 0.3), strict=True)]
+        moved = [x + 0.1 * a / (sqrt(c) + 0.1) for x, a, c in zip(first, m, v, strict=False)]
+        close(two.params["w"], [*moved, first[2], 4 + 0.1 * 0.2 / 0.3])
+        assert two.moments["t/w"].tolist() == [2, 2, 1, 1]
+
+
 # -------------------------------------------------------------------------------------------------- laws of a step
 def numbers(draw: st.DrawFn, low: float, high: float, count: int) -> Tensor:
     return torch.tensor(draw(st.lists(st.floats(low, high, width=32), min_size=count, max_size=count)))
@@ -303,7 +349,7 @@ def test_steps_are_those_of_one_element_at_a_time(
 
 # ======================================================================= every algorithm, optimiser and selection
 QUICK = Training(fraction=0.1, epochs=1, batch_size=8, lr=0.05)
-SERVERS: list[Server] = [Average(), Adagrad(), Adam(), Yogi()]
+SERVERS: list[Server] = [Average(), Adagrad(), Adam(), Yogi(), Adam(b2=0.999, tau=1e-8, bias_correction=True)]
 SELECTIONS: list[Any] = [
     Uniform(), Uniform(model="random"), Uniform(model="largest"), ResourceTable(), Curiosity(per_type=1),
 ]  # fmt: skip
@@ -425,6 +471,8 @@ def test_a_server_optimiser_is_configured_by_name() -> None:
     adam = ("algorithm.server.name=adam", "algorithm.server.b1=0.5", "algorithm.server.tau=1e-4")
     assert configured(*adam).server == Adam(b1=0.5, tau=1e-4)
     assert configured("algorithm.server.name=adagrad").server == Adagrad()
+    torchs = [f"algorithm.server.{of}" for of in ("name=adam", "b2=0.999", "tau=1e-8", "bias_correction=true")]
+    assert configured(*torchs, name="fedopt").server == Adam(b2=0.999, tau=1e-8, bias_correction=True)
     assert configured("algorithm.server.name=average").server == configured().server == Average()
     assert configured(name="fedopt").server == Adam()
 

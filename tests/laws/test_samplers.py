@@ -23,6 +23,7 @@ from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, context_of, start_of, tiny_fleet, tiny_site
 from fl_engine.training.batches import orders
 from fl_engine.training.local import Job, train
+from flexfleet.config import load_config
 
 FOUR = Classification(4)
 TASK = LocalTask(FULL, SGD(0.1), epochs=2, batch_size=4, drop_last=True, seed=5)
@@ -67,6 +68,20 @@ def test_balanced_draws_every_held_label_equally_often() -> None:
     weighed = torch.tensor([90 / 91, 9 / 10, 1 / 2])
     assert chi_square(9000 * weighed / weighed.sum()) > 20
     assert chi_square(torch.bincount(HELD[drawn(Uniform(), HELD, 90)], minlength=4)[[0, 1, 3]]) > 20
+
+
+def test_smoothed_as_fedaiots_code_weighs_by_one_over_one_plus_the_count() -> None:
+    """9,000 draws of labels held 90, 9 and 1 times: in the ratio 90/91 : 9/10 : 1/2. As above; equal weights are told
+    apart. The samples of a label stay equally likely."""
+    indices = drawn(Balanced(smoothing=1.0), HELD, 90)
+    counts = torch.bincount(HELD[indices], minlength=4)[[0, 1, 3]].double()
+    weights = torch.tensor([90 / 91, 9 / 10, 1 / 2], dtype=torch.float64)
+    expected = 9000 * weights / weights.sum()
+    assert float(((counts - expected).square() / expected).sum()) < 20
+    assert chi_square(counts) > 20
+    assert chi_square(torch.bincount(indices, minlength=100)[:90]) < 150
+    config = load_config(None, ["training.sampler={name: balanced, smoothing: 1.0}", "training.clip_norm=1.0"])
+    assert config.training.sampler == Balanced(smoothing=1.0) and config.training.clip_norm == 1.0
 
 
 def test_balanced_draws_every_sample_of_a_label_equally_often() -> None:
