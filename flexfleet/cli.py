@@ -72,6 +72,36 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def central(args: argparse.Namespace) -> int:
+    from flexfleet.run.central import central as train
+    from flexfleet.steps.prepare import resolved_of
+
+    resolved = resolved_of(args)
+    config = resolved.config
+    result = train(
+        resolved,
+        args.run_id or f"central-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}",
+        resume=args.resume,
+        discard_damaged=args.discard_damaged,
+        accept_numerics=args.accept_numerics,
+        tags=tags_of(args.tag),
+    )
+    if args.json:
+        print(result.model_dump_json())
+        return 0
+    from flexfleet.files.measure import Measure
+
+    m, measure = result.metrics, Measure(resolved.data.task.metric.name)
+    best = f"best {measure.with_unit(m['best']['full'])} after epoch {m['best']['round']}"
+    print(
+        f"{result.run_id}: {measure.name} {measure.with_unit(m['full'])} after {config.central.epochs} epochs, {best}"
+    )
+    print(f"curve: {result.report}")
+    if config.tracking.mlflow:
+        print(where_tracked(config.tracking.mlflow, config.tracking.ui))
+    return 0
+
+
 def where_tracked(uri: str, ui: str | None) -> str:
     """Where to see the run in MLflow: the server's address, or the command that starts a server for a data base."""
     if ui is not None or uri.startswith(("http://", "https://")):
@@ -437,6 +467,12 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
     c.set_defaults(call=run)
+
+    c = add("central", "train the network on all training samples, as a reference for federated runs (see `central`)")
+    c.add_argument("--run-id", metavar="NAME", help="name of the run's folder (default: central, seed and time)")
+    common.add_resume(c)
+    c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
+    c.set_defaults(call=central)
 
     c = add("compare", "several algorithms and seeds on one task, in one table")
     c.description, c.formatter_class = COMPARE, argparse.RawDescriptionHelpFormatter

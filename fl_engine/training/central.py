@@ -68,3 +68,10 @@ def train_centrally(
                 session.done, task.epochs, loss, metric, score.value, seconds,
             )  # fmt: skip
             yield Epoch(session.done, loss, score, params, session.snapshot())
+
+
+def weights_in(snapshot: Params) -> Params:
+    """The weights of an `Epoch.snapshot`: float32, its `params`."""
+    prefix = "weights/"
+    lanes = {name.removeprefix(prefix): t for name, t in snapshot.items() if name.startswith(prefix)}
+    return {name: t[0].float().contiguous() for name, t in lanes.items()}

@@ -119,7 +119,9 @@ class Session:
         self._tasks, self._state = [job.task for job in jobs], lanes.stack([job.start for job in jobs], self._device)
         weights = {name: t.requires_grad_() for name, t in self._state.items() if not is_statistic(name)}
         self._weights = list(weights.values())
-        self._x, self._y = torch.cat([job.x for job in jobs]), torch.cat([job.y for job in jobs])
+        alone = len(jobs) == 1  # central training holds all samples, which are not copied
+        self._x = jobs[0].x if alone else torch.cat([job.x for job in jobs])
+        self._y = jobs[0].y if alone else torch.cat([job.y for job in jobs])
         self._moments: Params = {}
         self._step = steps.stepper(task.optimizer, weights, self._moments)
         self._scale = None

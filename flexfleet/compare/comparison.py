@@ -23,6 +23,7 @@ from fl_engine.training.numerics import deciding
 from flexfleet.config import moves
 from flexfleet.config.entries import run_name
 from flexfleet.files.artifacts import Artifact
+from flexfleet.files.measure import SHARES, highest
 from flexfleet.reports.report import Run, load, plain
 from flexfleet.steps import share
 
@@ -69,6 +70,14 @@ class Reached(_Part):
     seconds_simulated: Spread | None
 
 
+class Highest(_Part):
+    """The highest values within the first `share` % of the rounds (`measure.highest`); null: no run has one."""
+
+    share: int
+    avg: Spread | None
+    full: Spread | None
+
+
 class OneRun(_Part):
     seed: int
     run_id: str
@@ -106,6 +115,7 @@ class Summary(_Part):
     seconds_simulated: Spread | None
     """Seconds on the fleet's devices; null if the simulated clock was not used."""
     reached: tuple[Reached, ...]
+    highest: tuple[Highest, ...] = ()
     runs: tuple[OneRun, ...]
 
 
@@ -235,6 +245,7 @@ def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float]
         seconds=_sure([one.seconds for one in each]),
         seconds_simulated=spread([one.seconds_simulated for one in each]),
         reached=tuple(reached(seeds, [run.rows for run in runs], target) for target in targets),
+        highest=tuple(_highest(runs)),
         runs=tuple(each),
     )
 
@@ -258,6 +269,18 @@ def _one(seed: int, run: Run) -> OneRun:
         model_sha256=run.history.model_sha256,
         mlflow_run_id=run.file.mlflow_run_id,
     )
+
+
+def _highest(runs: Sequence[Run]) -> Iterator[Highest]:
+    rounds = [[row.metrics for row in run.rows] for run in runs]
+    avg = [{} if run.single else highest(each, "avg") for run, each in zip(runs, rounds, strict=True)]
+    full = [highest(each, "full") for each in rounds]
+    for until in SHARES:
+        yield Highest(
+            share=until,
+            avg=spread([of_run.get(until) for of_run in avg]),
+            full=spread([of_run[until] for of_run in full]),
+        )
 
 
 # ------------------------------------------------------------------------------------- accuracies to reach

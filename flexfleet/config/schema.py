@@ -13,8 +13,11 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
+from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.errors import masked
-from fl_engine.core.fields import Count, Moves, Positive, Section, Unseen
+from fl_engine.core.fields import Count, Moves, NotNegative, Positive, Section, Unseen
+from fl_engine.core.samplers import Sampling, Shuffle
+from fl_engine.core.schedules import Constant, Scheduling
 from fl_engine.data.partitioning import Rule
 from fl_engine.fleet.devices import FLEETS, Tier
 from fl_engine.rounds.terms import RoundsConfig
@@ -80,6 +83,39 @@ class PretrainConfig(Section):
     reference: bool = False
     """Also pre-train on all training data, to report how similar that pool is (FlexFL Sec. IV-C1). Costs 1/proxy times
     as much, and is for studies only: a server does not see its clients' data."""
+
+
+class CentralConfig(Section):
+    """For `flexfleet central`, which trains the full network on all training samples."""
+
+    epochs: Count = 100
+    """Passes over all training samples."""
+    batch_size: Count = 32
+    """Samples."""
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """Adam is torch's, with its defaults."""
+    lr: Positive = 0.01
+    """Learning rate at the beginning."""
+    momentum: NotNegative = 0.0
+    """Of SGD."""
+    weight_decay: NotNegative = 0.0
+    """Of SGD."""
+    clip_norm: Positive | None = None
+    """Largest norm of a step's gradient; null: no limit."""
+    drop_last: bool = False
+    """Leave out a last batch that is not full."""
+    sampler: Sampling = Shuffle()
+    """As in `training`."""
+    augment: tuple[Augmenting, ...] = ()
+    """As in `training`."""
+    schedule: Scheduling = Constant()
+    """The learning rate over all epochs, as in `training`: e.g. {name: cosine, restart: 10, growth: 2}."""
+
+    @model_validator(mode="after")
+    def _of_the_optimizer(self) -> CentralConfig:
+        if self.optimizer == "adam" and (self.momentum or self.weight_decay):
+            raise ValueError("central.momentum and central.weight_decay are of SGD: set them to 0 for Adam")
+        return self
 
 
 class RunConfig(Section):
@@ -204,6 +240,7 @@ class Config(Section):
     algorithm: dict[str, Any] = Field(default={"name": "flexfl"})
     """name (registered, or package.module:NAME) and the algorithm's own hyper-parameters."""
     training: Training = Training(fraction=0.3, epochs=5, batch_size=10, lr=0.05)
+    central: Annotated[CentralConfig, Moves.PLACE] = CentralConfig()
     codec: CodecConfig = CodecConfig()
     rounds: RoundsConfig = RoundsConfig()
     run: Annotated[RunConfig, Moves.EXECUTION] = RunConfig()

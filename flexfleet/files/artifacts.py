@@ -245,7 +245,8 @@ class Result(Artifact):
     run_id: str
     status: Literal["finished"]
     metrics: dict[str, Any]
-    """avg, full, levels{name: value}, best{round, avg, full}: the round with the best avg."""
+    """avg, full, levels{name: value}, best{round, avg, full}: the round with the best avg, highest{50, 80, 100: {avg,
+    full}}: the highest values within so many % of the rounds."""
     bytes: dict[str, int]
     """down, up."""
     waste: float

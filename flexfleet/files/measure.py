@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -41,3 +41,17 @@ def measure_in(values: Mapping[str, float]) -> Measure:
     another metric."""
     scored, accurate = (any(name.startswith(kind) for name in values) for kind in ("loss/", "accuracy/"))
     return Measure("") if scored and not accurate else ACCURACY
+
+
+SHARES = (50, 80, 100)
+"""In % of the rounds."""
+
+
+def highest(rounds: Sequence[Mapping[str, float]], key: str) -> dict[int, float | None]:
+    """By share of the rounds (SHARES), the highest value until then, from the measurements of all rounds; None: there
+    is none. FedAIoT reports these figures (its code); like the best round they are a choice made on test data."""
+    found: dict[int, float | None] = {}
+    for share in SHARES:
+        until = -(-len(rounds) * share // 100)
+        found[share] = max((metrics[key] for metrics in rounds[:until] if key in metrics), default=None)
+    return found

@@ -244,8 +244,15 @@ def pool_widths(pool: PoolFile, apoz: Apoz | None = None, name: str = "pool") ->
     return _drawing(name, alt, 4.6 if scores else 3.4, paint)
 
 
-def of_levels(rows: Sequence[Row], levels: Sequence[str], name: str = "levels", measure: Measure = ACCURACY) -> str:
-    """Each level's metric over the rounds. `levels`: the whole pool, smallest first, coloured as in its drawing."""
+def of_levels(
+    rows: Sequence[Row],
+    levels: Sequence[str],
+    name: str = "levels",
+    measure: Measure = ACCURACY,
+    along: str = "round",
+) -> str:
+    """Each level's metric over the rounds, or what else a row is `along`. `levels`: the whole pool, smallest first,
+    coloured as in its drawing."""
     colours = level_colours(levels)
 
     def paint(figure: Any) -> None:
@@ -258,10 +265,10 @@ def of_levels(rows: Sequence[Row], levels: Sequence[str], name: str = "levels", 
             look = {"color": colours[level], "marker": few, "linewidth": _thin(len(having))}
             axes.plot([r.round + 1 for r in having], _values(having, f"{measure.name}/{level}", measure), **look)
             handles.append(_line(**look))
-        _axes(axes, "round", measure.title, whole_x=True)
+        _axes(axes, along, measure.title, whole_x=True)
         _put_legend(figure, handles, shown)
 
-    return _drawing(name, f"Test {measure.name} over the rounds, a line for each level", 3.2, paint)
+    return _drawing(name, f"Test {measure.name} over the {along}s, a line for each level", 3.2, paint)
 
 
 def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:

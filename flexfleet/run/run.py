@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.storage.store import Store
 from flexfleet.config.names import plain
 from flexfleet.files.artifacts import EvaluationFile, History, Result, RunFile
+from flexfleet.files.measure import SHARES, highest
 from flexfleet.files.terminal import missing
 from flexfleet.publish.publish import publish
 from flexfleet.reports.report import report
@@ -127,6 +129,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
             "full": evaluation.full,
             "levels": {name: score.value for name, score in evaluation.levels.items()},
             "best": {k: best[k] for k in ("round", "avg", "full")},
+            "highest": highest_of(measured),
         },
         bytes={"down": int(down), "up": int(up)},
         waste=1 - up / down if down else 0.0,
@@ -136,3 +139,9 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
         mlflow_run_id=run.mlflow_run_id,
         report=str(page),
     )
+
+
+def highest_of(measured: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
+    """`highest` of result.json, from the measurements of all rounds."""
+    avg, full = highest(measured, "avg"), highest(measured, "full")
+    return {str(share): {"avg": avg[share], "full": full[share]} for share in SHARES}

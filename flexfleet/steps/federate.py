@@ -193,7 +193,7 @@ def _federate(
     noise_key = privacy.noise_key(key, token) if private and key is not None else None
     try:
         with (
-            _stop_on_signals() as should_stop,
+            stop_on_signals() as should_stop,
             BACKENDS[config.run.backend](_surroundings(config, site, ledger.mailbox, run_id, should_stop)) as backend,
         ):
             final = loop.federate(
@@ -346,7 +346,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _stop_on_signals() -> Iterator[Callable[[], bool]]:
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """SIGTERM and the first Ctrl-C end the run after the client in flight; the second Ctrl-C ends it at once."""
     received: list[int] = []
 

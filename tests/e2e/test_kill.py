@@ -289,7 +289,7 @@ def test_a_second_ctrl_c_that_lands_where_python_drops_it_ends_all_the_same(caps
 
     thing = Thing()
     dropped = weakref.ref(thing, interrupt)
-    with pytest.raises(KeyboardInterrupt), federate._stop_on_signals() as asked:
+    with pytest.raises(KeyboardInterrupt), federate.stop_on_signals() as asked:
         signal.raise_signal(signal.SIGINT)
         assert asked()
         del thing

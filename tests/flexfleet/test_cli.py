@@ -20,7 +20,7 @@ from fl_engine.storage.store import sha256
 from flexfleet import cli
 from flexfleet.files.artifacts import PoolFile, RunFile
 
-COMMANDS = ("run", "pool", "report", "fetch", "status", "check", "doctor")
+COMMANDS = ("run", "central", "pool", "report", "fetch", "status", "check", "doctor")
 RESULT = {
     "schema_version", "run_id", "status", "metrics", "bytes", "waste", "seconds", "model_sha256", "store_uri",
     "mlflow_run_id", "report",

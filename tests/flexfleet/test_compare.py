@@ -215,6 +215,16 @@ def test_every_figure_is_what_the_histories_say(ran: Ran, label: str) -> None:
 
     check(found["last"], [2, 2])
     check(found["best"], [max(range(3), key=lambda i: run[i]["avg"]) for run in each])
+    for percent, until in ((50, 2), (80, 3), (100, 3)):
+        (one,) = [one for one in found["highest"] if one["share"] == percent]
+        assert one["full"] == means([max(row["full"] for row in run[:until]) for run in each])
+        assert (
+            (one["avg"] is None)
+            if single
+            else one["avg"] == means([max(r["avg"] for r in run[:until]) for run in each])
+        )
+        told = [Result.read(ran.folder / f"{label}-s{seed}" / "result.json").metrics["highest"] for seed in SEEDS]
+        assert one["full"] == means([highest[str(percent)]["full"] for highest in told])
     down, up = ([sum(row[key] for row in run) for run in each] for key in ("bytes_down", "bytes_up"))
     assert found["mb_down"] == means([value / 1e6 for value in down])
     assert found["mb_up"] == means([value / 1e6 for value in up])

@@ -10,6 +10,7 @@ import pytest
 from fl_engine.storage.checkpoints import Row
 from flexfleet.compare import comparison, tabulate
 from flexfleet.compare.comparison import Spread
+from flexfleet.files.measure import highest
 from flexfleet.reports import report
 
 
@@ -30,6 +31,16 @@ FAST = rows((0.4, 2), (0.5, 2), (0.7, 2), (0.6, 2), (0.6, 2))
 
 def near(found: Spread | None, mean: float, std: float | None) -> bool:
     return found is not None and found.model_dump() == {"mean": pytest.approx(mean), "std": pytest.approx(std)}
+
+
+def test_the_highest_value_until_half_of_the_rounds_four_fifths_and_all() -> None:
+    """Of five rounds 50 % are the first three, 80 % the first four."""
+    slow, fast = ([row.metrics for row in rows] for rows in (SLOW, FAST))
+    assert highest(slow, "full") == {50: 0.4, 80: 0.5, 100: 0.5}
+    assert highest(slow, "avg") == pytest.approx({50: 0.3, 80: 0.4, 100: 0.4})
+    assert highest(fast[::-1], "full") == {50: 0.7, 80: 0.7, 100: 0.7}
+    assert highest(slow[2:4], "full") == {50: None, 80: 0.5, 100: 0.5}, "not evaluated in the first half"
+    assert highest(fast[:1], "full") == {50: 0.4, 80: 0.4, 100: 0.4}
 
 
 def test_rounds_mb_and_seconds_to_an_accuracy() -> None:

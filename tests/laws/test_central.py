@@ -21,10 +21,10 @@ from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.storage.store import decode, encode
 from fl_engine.testing.kinds import KINDS
 from fl_engine.testing.tiny import TinyNet, assert_same_bits, tiny_data
-from fl_engine.training.central import train_centrally
+from fl_engine.training.central import train_centrally, weights_in
 from fl_engine.training.evaluation import evaluate
 from fl_engine.training.local import Job, train
-from fl_engine.training.numerics import Numerics
+from fl_engine.training.numerics import Numerics, Precision
 
 TASK = LocalTask(FULL, SGD(0.05, 0.5), epochs=3, batch_size=16, drop_last=False, seed=5)
 HALF = SubmodelSpec.of({"conv": 4, "hidden": 16})
@@ -55,6 +55,7 @@ def test_it_is_one_client_with_all_samples_and_goes_on_with_the_same_bits(case: 
     epochs = list(train_centrally(family, data, task, start))
     (alone,) = train(family, data.task, [Job(task, start, data.normalise(data.train_x), data.train_y)])
     assert_same_bits(epochs[-1].params, alone.params)
+    assert_same_bits(weights_in(epochs[-1].snapshot), alone.params)
     assert [each.number for each in epochs] == [1, 2, 3]
     for stop in (1, 2):
         begun = list(islice(train_centrally(family, data, task, start), stop))
@@ -66,6 +67,21 @@ def test_it_is_one_client_with_all_samples_and_goes_on_with_the_same_bits(case: 
             assert_same_bits(found.params, expected.params)
             assert (found.loss, found.score) == (expected.loss, expected.score)
         assert_same_bits(again[-1].snapshot, epochs[-1].snapshot)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "amp", "fp16"])
+def test_in_half_it_goes_on_with_the_same_bits(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`amp` as on CUDA: with a scaled loss, which the snapshot holds too."""
+    monkeypatch.setattr(Numerics, "scales", lambda self, device: self.precision == "amp")
+    numerics, start = Numerics(precision=precision), initial_params(NETWORK, 1)
+    whole = list(train_centrally(NETWORK, DATA, TASK, start, numerics))
+    assert_same_bits(weights_in(whole[-1].snapshot), whole[-1].params)
+    kept = decode(encode(whole[0].snapshot), "a file")
+    again = list(train_centrally(NETWORK, DATA, TASK, start, numerics, since=kept))
+    assert_same_bits(again[-1].snapshot, whole[-1].snapshot)
+    if precision == "amp":
+        with pytest.raises(ModelError, match="the snapshot is of another training"):
+            next(iter(train_centrally(NETWORK, DATA, TASK, start, since=kept)))
 
 
 def test_epochs_are_evaluated_and_told(caplog: pytest.LogCaptureFixture) -> None:

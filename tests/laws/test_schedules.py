@@ -46,6 +46,19 @@ def test_cosine_restarts_after_so_many_epochs() -> None:
     assert rates(Cosine(restart=9), 2, 3) == pytest.approx(rates(Cosine(), 2, 9)[:6])
 
 
+def test_descents_that_grow_are_those_of_torch() -> None:
+    """T_0 of 10 epochs and T_mult 2, as FedAIoT trains VisDrone's detector: restarts after 10, 30 and 70 epochs."""
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=10 * 3, T_mult=2)
+    ours = rates(Cosine(restart=10, growth=2), 3, 80, 0.1)
+    for step, rate in enumerate(ours):
+        assert rate == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step
+        optimizer.step()
+        theirs.step()
+    assert [step for step, rate in enumerate(ours) if rate == 0.1] == [0, 30, 90, 210]
+
+
 def gradients(params: Params, x: Tensor, y: Tensor) -> Params:
     network = FAMILY.module().train()
     network.load_state_dict(params)
