@@ -1,0 +1,83 @@
+"""Memory of a training step of FedAIoT's networks, in float32 and in half precision, beside the thesis's Table 2.6.
+
+    python -m benchmarks.memory                             six networks, batch 32, on the CPU (a few minutes)
+    python -m benchmarks.memory --device cuda --only wisdm  those with this in their name, on a GPU
+
+It is the memory of tensors (`fl_engine.training.step_memory`), in MB of 1e6 bytes. Table 2.6 has the memory on a GPU
+under centralised training, with a batch size that it does not print; all its figures hold what CUDA itself takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import torch
+
+from fl_engine.backends.in_process import check_device
+from fl_engine.core.contracts import ModelFamily, PublishedFor
+from fl_engine.models import MODELS
+from fl_engine.tasks import Classification, Regression
+from fl_engine.training.numerics import Numerics, Precision
+from fl_engine.training.step_memory import step_memory
+
+PUBLISHED = {
+    "wisdm_lstm": (1444, 564),
+    "aep_mlp": (1201, 500),
+    "casas_bilstm": (1834, 732),
+    "uthar_resnet18": (1716, 639),
+    "widar_resnet18": (1734, 636),
+    "epic_resnet18": (2176, 936),
+}
+"""Table 2.6: MB in FP32 and FP16."""
+PRECISIONS: tuple[Precision, ...] = ("fp32", "amp", "fp16")
+
+
+def measured(name: str, batch: int, device: str) -> dict[str, float]:
+    """MB by precision."""
+    kind: Any = MODELS[name]
+    assert isinstance(kind, PublishedFor)
+    family: ModelFamily = kind(kind.published_input, kind.published_outputs)  # type: ignore[call-arg]
+    goal = Regression() if kind.published_outputs == 1 else Classification(kind.published_outputs)
+    numerics = {precision: Numerics(precision=precision) for precision in PRECISIONS}
+    return {p: step_memory(family, goal, batch, n, device) / 1e6 for p, n in numerics.items()}
+
+
+def line(name: str, mb: dict[str, float]) -> str:
+    """A row of the table, in Markdown."""
+    ours = [f"{mb[p]:,.1f}" for p in PRECISIONS] + [less(mb["fp16"], mb["fp32"])]
+    full, half = PUBLISHED[name]
+    return f"| {name} | " + " | ".join([*ours, f"{full:,}", f"{half:,}", less(half, full)]) + " |"
+
+
+def less(small: float, large: float) -> str:
+    return f"{100 * (small / large - 1):+.1f} %"
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--device", default="cpu", help="a torch device (default: cpu)")
+    p.add_argument("--batch", type=int, default=32, help="samples of the step (default: 32)")
+    p.add_argument("--only", default="", help="part of a network's name")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead: MB by network and precision")
+    args = p.parse_args()
+    check_device(args.device)
+    torch.set_num_threads(1)
+    found = {}
+    if not args.json:
+        head = ("network", "fp32", "amp", "fp16", "fp16 / fp32", "Table 2.6 FP32", "FP16", "FP16 / FP32")
+        print(f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}", sep="\n", flush=True)
+    for name in PUBLISHED:
+        if args.only in name:
+            found[name] = measured(name, args.batch, args.device)
+            if not args.json:
+                print(line(name, found[name]), flush=True)
+    if args.json:
+        print(json.dumps({"device": args.device, "batch": args.batch, "mb": found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""How much memory the tensors of one training step take, at most: weights, gradients, what the optimiser remembers, the
+batch, and what the backward pass has to know of the forward pass.
+
+On CUDA the allocator tells it. On a CPU the bytes of live tensors are counted: a storage counts from the operator that
+makes it until nobody holds it. What a kernel takes for itself and gives back before it returns is not seen there; nor
+is, on either, what the interpreter and the libraries hold (`memory.training_peak` measures that).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.samples import Task
+from fl_engine.core.slicing import initial_params, made_up
+from fl_engine.core.types import FULL, SGD, Adam, LocalTask
+from fl_engine.training import local
+from fl_engine.training.numerics import SINGLE, Numerics
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the tensors that are made inside it: `now` are the bytes that are held, `peak` the most that were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        given = {_address(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and each.device.type != "meta":
+                address = _address(each)
+                if address not in given and address not in self._known:  # not what was there already
+                    self._count(each.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        self._known.add(address)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, address, size).atexit = False
+
+    def _gone(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.now -= size
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def counted(device: str) -> Iterator[Mapping[str, int]]:
+    """The work inside, whose `peak` bytes are there when it is done."""
+    found: dict[str, int] = {}
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        found["peak"] = torch.cuda.max_memory_allocated(device) - before
+        return
+    with LiveBytes() as live:
+        yield found
+    found["peak"] = live.peak
+
+
+def step_memory(
+    family: ModelFamily,
+    goal: Task,
+    batch_size: int,
+    numerics: Numerics = SINGLE,
+    device: str = "cpu",
+    optimizer: SGD | Adam | None = None,
+) -> int:
+    """Bytes at the peak of one step of the full network, on made-up samples, as the engine trains a client (by default
+    with SGD without momentum). The samples and the weights that the step starts from are held besides."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = made_up(family, batch_size, generator).to(device), goal.examples(batch_size, generator).to(device)
+    task = LocalTask(FULL, optimizer or SGD(0.01), epochs=1, batch_size=batch_size, drop_last=True, seed=0)
+    start = initial_params(family, 0)
+    with counted(device) as found, local.opened(family, goal, [local.Job(task, start, x, y)], numerics) as session:
+        session.epoch()
+    return found["peak"]
