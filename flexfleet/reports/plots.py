@@ -115,10 +115,14 @@ Points = Sequence[tuple[int, float, Sequence[float]]]
 
 
 def comparison(
-    curves: Sequence[tuple[str, Points, Points]], name: str = "comparison", measure: Measure = ACCURACY
+    curves: Sequence[tuple[str, Points, Points]],
+    name: str = "comparison",
+    measure: Measure = ACCURACY,
+    reference: tuple[str, float] | None = None,
 ) -> str:
     """Of each algorithm avg (no points: it has none) and full, as means over the seeds in a band from the lowest to
-    the highest: on the left over the rounds, on the right full against all MB sent so far."""
+    the highest: on the left over the rounds, on the right full against all MB sent so far. `reference`: (name, value)
+    of a horizontal line."""
 
     def paint(figure: Any) -> None:
         from matplotlib.patches import Patch
@@ -142,6 +146,10 @@ def comparison(
         handles = [*(_line(**_look(i, 8)) for i in range(len(curves))), _line(color=GREY)]
         handles += [_line(color=GREY, linestyle="--", linewidth=1.2)]
         names = [*(label for label, _, _ in curves), "avg", "full"]
+        if reference is not None:
+            for axes in (left, right):
+                axes.axhline(measure.scale * reference[1], color=GREY, linestyle=":", linewidth=1.2)
+            handles, names = [*handles, _line(color=GREY, linestyle=":", linewidth=1.2)], [*names, reference[0]]
         if any(len(point[2]) > 1 for _, _, full in curves for point in full):
             handles, names = [*handles, Patch(color=GREY, alpha=0.25, linewidth=0)], [*names, "range of seeds"]
         _put_legend(figure, handles, names)

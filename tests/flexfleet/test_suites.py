@@ -1,0 +1,162 @@
+"""`flexfleet compare --suite`: the rows of published tables, from files that say where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.core.errors import ConfigError
+from flexfleet.compare import suites
+from flexfleet.compare.comparison import Comparison
+from flexfleet.config import flatten, load_config
+from flexfleet.config.entries import Entry
+from flexfleet.files.artifacts import Result
+from flexfleet.reports.report import NONE
+
+Write = Callable[[str, str], str]
+
+BASE = """
+seeds: [0, 1]
+settings: {rounds.stop: 3, training.lr: 0.1}
+rows:
+  large: {algorithm: all_large, algorithm.eligible: all}
+  flex: {algorithm: flexfl, training.lr: 0.2}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def file(name: str, text: str) -> str:
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return file
+
+
+def runs(name: str, only: str | None = None, seeds: str | None = None, *sets: str) -> dict[str, Entry]:
+    found = suites.entries_of(suites.load(name), only, seeds, sets, partial(load_config, None), "id")
+    return {entry.name: entry for entry in found}
+
+
+def setting(entry: Entry, path: str) -> Any:
+    return flatten(entry.config)[path]
+
+
+# ---------------------------------------------------------------------------------------------- those that come
+@pytest.mark.parametrize("name", suites.names())
+def test_every_row_is_a_configuration(name: str) -> None:
+    found = runs(name)
+    assert {entry.seed for entry in found.values()} == {0, 1, 2}
+    assert {"fedavg-low", "fedopt-low", "fedavg-high", "fedopt-high", "fedavg-30", "fp16"} <= {
+        entry.label for entry in found.values()
+    }
+
+
+def test_what_the_text_says_of_aep() -> None:
+    """Alam 2023, section 2.3.1: client learning rate .01, batch size 32, server learning rate .1; Table 2.4: 3,000
+    rounds; Table 2.1: 80 clients."""
+    found = runs("fedaiot/aep", None, "0")
+    for entry in found.values():
+        assert setting(entry, "training.lr") == 0.01 and setting(entry, "training.batch_size") == 32
+        assert setting(entry, "rounds.stop") == 3000 and setting(entry, "partition.clients") == 80
+        assert setting(entry, "central.lr") == 0.001 and setting(entry, "central.epochs") == 1200
+    assert {label: setting(entry, "partition.alpha") for label, entry in found.items()} == {
+        "fedavg-low-s0": 0.5,
+        "fedopt-low-s0": 0.5,
+        "fedavg-high-s0": 0.1,
+        "fedopt-high-s0": 0.1,
+        "fedavg-30-s0": 0.1,
+        "fp16-s0": 0.1,
+    }
+    assert setting(found["fedavg-30-s0"], "training.fraction") == 0.3
+    assert found["fedopt-low-s0"].config.algorithm["server"]["lr"] == 0.1
+    assert setting(runs("fedaiot/aep-code", None, "0")["fedavg-low-s0"], "training.lr") == 0.1
+
+
+def test_sources_that_disagree_are_suites_of_their_own() -> None:
+    stops = {name: setting(runs(name, "fedavg-high", "0")["fedavg-high-s0"], "rounds.stop") for name in suites.names()}
+    assert stops["fedaiot/uthar"] == 1200 and stops["fedaiot/uthar-table2.4"] == 2000
+    assert stops["fedaiot/widar"] == 900 and stops["fedaiot/widar-table2.4"] == 1500
+    assert stops["fedaiot/epic_sounds"] == 400 and stops["fedaiot/epic_sounds-table2.4"] == 300
+    casas = runs("fedaiot/casas", None, "0")
+    assert (setting(casas["fedavg-30-s0"], "training.lr"), setting(casas["noise-30-s0"], "training.lr")) == (
+        0.15,
+        0.005,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- files
+def test_a_suite_is_like_another_but_for_what_it_says(write: Write) -> None:
+    base = write("base", BASE)
+    name = write("own", f"like: {base}\nsettings: {{rounds.stop: 5}}\nrows: {{flex: {{training.epochs: 2}}}}\n")
+    found = runs(name)
+    assert list(found) == ["large-s0", "flex-s0", "large-s1", "flex-s1"]
+    assert [setting(found[run], "rounds.stop") for run in found] == [5] * 4
+    assert [setting(found[run], "training.lr") for run in ("large-s0", "flex-s0")] == [0.1, 0.2]
+    assert [setting(found[run], "training.epochs") for run in ("large-s0", "flex-s0")] == [5, 2]
+    assert list(runs(write("less", f"like: {base}\nrows: {{flex: null}}\n"))) == ["large-s0", "large-s1"]
+
+
+def test_the_command_line_picks_rows_and_changes_them(write: Write) -> None:
+    found = runs(write("base", BASE), "flex", "7", "rounds.stop=4", "flex:training.lr=0.3")
+    assert list(found) == ["flex-s7"]
+    assert (setting(found["flex-s7"], "rounds.stop"), setting(found["flex-s7"], "training.lr")) == (4, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rows: {a: {algorithm: flexfl}}", "lacks seeds"),
+        ("seeds: [0]", "lacks rows"),
+        ("seeds: [0]\nrows: {a: {training.lr: 1.0}}", "row a names no algorithm"),
+        ("seeds: [0]\nrows: {a: {algorithm: flexfi}}", "a: .*flexfi"),
+        ("seeds: [0]\nrow: {}", "is no suite: .*row"),
+        ("seeds: [0]\nrows: {a: [", "is no suite"),
+        ("like: nothing\nseeds: [0]", "cannot read the suite .*nothing.yaml"),
+        ("like: SELF\nseeds: [0]", "is like itself"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(write: Write, tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        runs(write("mine", text.replace("SELF", str(tmp_path / "mine.yaml"))))
+
+
+def test_a_suite_with_its_reference_in_one_table(
+    flexfleet: Any, write: Write, tmp_path: Path, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text("training: {lr: -1}")  # published rows are not on top of one's own parameters
+    name = write("mine", BASE.replace("0, 1]", "0, 1]\ncentral: true").replace("stop: 3", "stop: 1"))
+    sets = [*(each for each in quick if "algorithm" not in each), "rounds.stop=1", "central.epochs=2"]
+    argv = ("compare", "--suite", name, "--algorithms", "large", "--id", "one", "--jobs", "2", "--json")
+    done = flexfleet(*argv, sets=sets)
+    assert done.code == 0, done.err
+    found = Comparison.model_validate(done.json)
+    assert found.labels == ("large",) and found.seeds == (0, 1) and found.central is not None
+    last = [Result.read(Path(f"runs/one/central-s{seed}/result.json")).metrics["full"] for seed in (0, 1)]
+    assert found.central.epochs == 2 and found.central.last.mean == pytest.approx(sum(last) / 2)
+    table = Path("runs/one/comparison.md").read_text()
+    assert f"| central | 100 | {NONE} | {100 * sum(last) / 2:.2f} ± " in table
+    assert "for 2 epochs" in table and ">central<" in Path("runs/one/comparison.svg").read_text()
+    before = Path("runs/one/central-s0.log").read_text()
+    again = flexfleet(*argv, "--resume", sets=sets)
+    assert again.json == done.json and Path("runs/one/central-s0.log").read_text() == before, "nothing is trained again"
+
+
+def test_a_row_is_not_named_like_the_reference(write: Write) -> None:
+    with pytest.raises(ConfigError, match="has the name of its reference"):
+        runs(write("mine", "seeds: [0]\ncentral: true\nrows: {central: {algorithm: flexfl}}"))
+
+
+def test_what_does_not_exist_is_said(flexfleet: Any, write: Write) -> None:
+    done = flexfleet("compare", "--suite", "fedaiot/aap", "--json")
+    assert done.code == 2 and "did you mean 'fedaiot/aep'?" in done.err
+    done = flexfleet("compare", "--json")
+    assert done.code == 2 and "--algorithms flexfl,all_large, or --suite" in done.err
+    with pytest.raises(ConfigError, match="the suite has no row 'flax'"):
+        runs(write("base", BASE), "flax")
