@@ -8,7 +8,8 @@ Rules, each a pure function from labels (or groups) to one ascending index array
     iid              equal random parts (McMahan et al., AISTATS 2017)
     dirichlet        one Dir(alpha) over the clients for every class (Yurochkin et al., ICML 2019;
                      "distribution-based label imbalance" of Li et al., Federated Learning on Non-IID Data
-                     Silos: An Experimental Study, ICDE 2022)
+                     Silos: An Experimental Study, ICDE 2022); with `cap` as in the code of FedAIoT (Alam, Michigan
+                     State University 2023)
     quantity         equal mixtures of classes in shares drawn from Dir(alpha) ("quantity skew" of Li et al.)
     disjoint_labels  every client holds L labels ("quantity-based label imbalance", #C = L, of Li et al.)
     natural          by the writer or user whom the data set names
@@ -39,7 +40,7 @@ from safetensors import numpy as safetensors
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError, brief, nearest
 from fl_engine.core.fields import Index
-from fl_engine.core.samples import Data
+from fl_engine.core.samples import Data, label_word
 from fl_engine.data.files import fingerprint, replacing
 
 Ints = NDArray[np.int64]
@@ -49,23 +50,27 @@ RULES: tuple[str, ...] = get_args(Rule)
 BY_LABEL = ("dirichlet", "disjoint_labels")
 TENSORS = "partition.safetensors"
 MANIFEST = "partition.json"
+CLASS = "class"
+"""The label of a classification, which `partition.json` does not name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
     """Positions in the training data, ascending int64, and how they came about.
 
-    `counts` (labels, clients) says how many samples of each label a client holds (one row where the task has none);
-    `parameters` holds what the rule was given; `data` is the fingerprint of the data set that the positions belong to.
+    `counts` (labels, clients) says how many samples of each label a client holds (one row where the task has none), and
+    `label` what people call one; `parameters` holds what the rule was given; `data` is the fingerprint of the data set
+    that the positions belong to.
     """
 
     proxy_train: Ints
     proxy_test: Ints
     clients: tuple[Ints, ...]
     rule: str
-    parameters: Mapping[str, int | float]
+    parameters: Mapping[str, bool | int | float]
     data: str
     counts: Ints
+    label: str = CLASS
 
 
 # ------------------------------------------------------------------------------------------------------ rules
@@ -75,8 +80,14 @@ def iid(labels: Ints, clients: int, rng: np.random.Generator) -> tuple[Ints, ...
     return tuple(np.sort(part) for part in np.array_split(rng.permutation(len(labels)), clients))
 
 
-def dirichlet(labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator) -> tuple[Ints, ...]:
+def dirichlet(
+    labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator, cap: bool = False
+) -> tuple[Ints, ...]:
     """For every class one draw from Dir(alpha) cuts its shuffled samples; then small clients are fed.
+
+    With `cap`, a client that holds samples / clients or more when a class is dealt gets none of it, and the others'
+    shares grow in proportion; so a client may end above that, by its share of one class (FedAIoT, the authors' code).
+    Where the others' shares are all 0, they are taken as equal.
 
     Feeding: while the smallest client has fewer than `minimum` samples, one sample, picked at random, moves
     to it from the largest client (ties: the lower client number). Nothing is drawn again, so this ends for
@@ -87,14 +98,31 @@ def dirichlet(labels: Ints, clients: int, alpha: float, minimum: int, rng: np.ra
     if not (math.isfinite(alpha) and alpha > 0):
         raise PartitionError(f"alpha must be positive and finite, got {alpha}; for equal shares take the rule iid")
     _check_room(len(labels), clients, minimum)
+    return _fed(dealt_by_label(labels, clients, alpha, rng, cap), clients, minimum, rng)
+
+
+def dealt_by_label(labels: Ints, clients: int, alpha: float, rng: np.random.Generator, cap: bool = False) -> Ints:
+    """The client of each sample, as `dirichlet` deals them before it feeds anyone."""
     order = rng.permutation(len(labels))
-    owner = np.empty(len(labels), dtype=np.int64)
+    owner, sizes = np.empty(len(labels), dtype=np.int64), np.zeros(clients, dtype=np.int64)
     for label in np.unique(labels):
         samples = order[labels[order] == label]
-        cuts = np.floor(np.cumsum(_drawn(clients, alpha, rng))[:-1] * len(samples) + 0.5).astype(np.int64)
+        shares = _drawn(clients, alpha, rng)
+        if cap:
+            shares = _capped(shares, sizes < len(labels) / clients)
+        cuts = np.floor(np.cumsum(shares)[:-1] * len(samples) + 0.5).astype(np.int64)
         for client, part in enumerate(np.split(samples, cuts)):
             owner[part] = client
-    return _fed(owner, clients, minimum, rng)
+            sizes[client] += len(part)
+    return owner
+
+
+def _capped(shares: NDArray[np.float64], below: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """The shares of the clients that are `below` the cap, which add up to 1. Before all samples are dealt, one is."""
+    left = np.where(below, shares, 0.0)
+    total = left.sum()
+    capped: NDArray[np.float64] = left / total if total > 0 else below / below.sum()
+    return capped
 
 
 def quantity(labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator) -> tuple[Ints, ...]:
@@ -226,11 +254,12 @@ def partition(
     alpha: float | None = None,
     labels_per_client: int | None = None,
     minimum: int = 1,
+    cap: bool = False,
 ) -> Partition:
     """Cuts the proxy, then deals the rest to `clients` by `rule`, each at least `minimum` samples.
 
-    `alpha` is for dirichlet and quantity, `labels_per_client` for disjoint_labels; other rules do not look at them. A
-    function of the arguments alone, on every machine. Raises PartitionError for what cannot be cut.
+    `alpha` is for dirichlet and quantity, `cap` for dirichlet, `labels_per_client` for disjoint_labels; other rules do
+    not look at them. A function of the arguments alone, on every machine. Raises PartitionError for what cannot be cut.
     """
     if rule in BY_LABEL and not data.task.label_count:
         others = ", ".join(each for each in RULES if each not in BY_LABEL)
@@ -242,7 +271,7 @@ def partition(
     proxy_train, proxy_test, rest = split_proxy(len(labels), proxy_share, seeds.rng(seed, "proxy"))
     _check_room(len(rest), clients, minimum)
     rng = seeds.rng(seed, "partition")
-    parameters: dict[str, int | float] = {
+    parameters: dict[str, bool | int | float] = {
         "clients": clients,
         "proxy_share": proxy_share,
         "seed": seed,
@@ -255,8 +284,11 @@ def partition(
             if alpha is None:
                 raise PartitionError(f"the rule {rule} needs alpha, for example 0.3; got none")
             parameters["alpha"] = alpha
-            cut = dirichlet if rule == "dirichlet" else quantity
-            parts = cut(labels[rest], clients, alpha, minimum, rng)
+            if rule == "quantity":
+                parts = quantity(labels[rest], clients, alpha, minimum, rng)
+            else:
+                parameters |= {"cap": True} if cap else {}
+                parts = dirichlet(labels[rest], clients, alpha, minimum, rng, cap)
         case "disjoint_labels":
             if labels_per_client is None:
                 raise PartitionError("the rule disjoint_labels needs labels_per_client, for example 2; got none")
@@ -280,7 +312,8 @@ def partition(
             f"{minimum}; take fewer clients or a smaller minimum"
         )
     counts = _count(held, labels, max(1, data.task.label_count))
-    return Partition(proxy_train, proxy_test, held, rule, parameters, fingerprint(data), counts)
+    word = label_word(data.task)
+    return Partition(proxy_train, proxy_test, held, rule, parameters, fingerprint(data), counts, word)
 
 
 def labels_of(data: Data) -> Ints:
@@ -313,19 +346,21 @@ def _check_room(samples: int, clients: int, minimum: int) -> None:
 
 # ---------------------------------------------------------------------------------------------------- storage
 class Manifest(BaseModel):
-    """`partition.json`. `class_counts` has a row for each class and a column for each client."""
+    """`partition.json`. `class_counts` has a row for each label and a column for each client; `label` is what people
+    call a label."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     schema_version: Literal[1] = 1
     rule: str
-    parameters: dict[str, int | float]
+    parameters: dict[str, bool | int | float]
     data_sha256: str
     proxy_train: Index
     proxy_test: Index
     client_samples: list[Index] = Field(min_length=1)
     class_counts: list[list[Index]]
     tensors_sha256: str
+    label: str = Field(CLASS, pattern=r"^[\w -]{1,40}$")
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -362,12 +397,18 @@ def save(partition: Partition, folder: Path) -> Path:
         client_samples=[len(part) for part in partition.clients],
         class_counts=partition.counts.tolist(),
         tensors_sha256=hashlib.sha256(content).hexdigest(),
+        label=partition.label,
     )
     with replacing(folder / TENSORS) as out:
         out.write(content)
     with replacing(folder / MANIFEST) as out:
-        out.write(manifest.model_dump_json(indent=1).encode() + b"\n")
+        out.write(manifest.model_dump_json(indent=1, exclude=_usual(manifest)).encode() + b"\n")
     return folder / MANIFEST
+
+
+def _usual(manifest: Manifest) -> set[str]:
+    """What is left out of the file: a manifest without it reads the same."""
+    return {"label"} if manifest.label == CLASS else set()
 
 
 def load(folder: Path, data: Data | None = None) -> Partition:
@@ -406,6 +447,7 @@ def load(folder: Path, data: Data | None = None) -> Partition:
         parameters=manifest.parameters,
         data=manifest.data_sha256,
         counts=np.array(manifest.class_counts, dtype=np.int64),
+        label=manifest.label,
     )
 
 

@@ -44,6 +44,8 @@ class PartitionConfig(Section):
     """Number of devices."""
     alpha: float = 0.6
     """Concentration of dirichlet and quantity, above 0; smaller is more heterogeneous."""
+    cap: bool = False
+    """Deal a class only to clients that hold less than an equal share of all samples yet (dirichlet)."""
     labels_per_client: Count = 2
     """Labels that each client holds (disjoint_labels)."""
     minimum: Count = 20

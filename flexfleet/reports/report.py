@@ -23,7 +23,7 @@ from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config import moves
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, row_of
-from flexfleet.files.measure import ACCURACY, Measure
+from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.reports.page import Drawing, render
 
@@ -258,7 +258,7 @@ def _page(runs: Sequence[Run]) -> str:
         levels = [m.name for m in run.pool.levels]
         owner = first_with.setdefault(run.file.partition_sha256, name)
         alone = len(levels) == 1 and all(m.widths == run.pool.groups for m in run.pool.levels)
-        counts, label = run.partition.class_counts, "class" if run.measure == ACCURACY else "label"
+        counts, label = run.partition.class_counts, run.partition.label
         drawings = {
             "pool": None if alone else plots.pool_widths(run.pool, run.apoz, f"pool-{i}"),
             "levels": plots.of_levels(run.rows, levels, f"levels-{i}", run.measure),

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_engine.core.contracts import ServerContext
-from fl_engine.core.samples import label_word
 from fl_engine.data import partitioning as partitions
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
@@ -19,7 +18,7 @@ from flexfleet.steps.prepare import Resolved, resolved_of
 def partition(resolved: Resolved, out: Path) -> Path:
     """Writes partition.safetensors, partition.json and partition.svg (label x client) into `out`."""
     parts = cut(resolved)
-    partitions.draw(parts.counts, out / "partition.svg", label_word(resolved.data.task))
+    partitions.draw(parts.counts, out / "partition.svg", parts.label)
     return partitions.save(parts, out)
 
 
@@ -35,6 +34,7 @@ def cut(resolved: Resolved) -> Partition:
         alpha=p.alpha,
         labels_per_client=p.labels_per_client,
         minimum=p.minimum,
+        cap=p.cap,
     )
 
 

@@ -20,6 +20,7 @@ from fl_engine.core.errors import IntegrityError, PartitionError
 from fl_engine.core.samples import Data, label_word
 from fl_engine.data import partitioning as p
 from fl_engine.tasks import Classification, Regression
+from fl_engine.testing.kinds import tiny_table
 
 law = settings(max_examples=60, deadline=None)
 
@@ -135,6 +136,56 @@ def test_quantity_makes_sizes_uneven_and_leaves_the_classes_alike() -> None:
     assert large.shape[1] >= 2 and (np.abs(large / large.sum(axis=0) - 0.1) < 0.08).all()
 
 
+class Scripted:
+    """A generator that shuffles nothing, and draws these shares one after the other."""
+
+    def __init__(self, *shares: tuple[float, ...]) -> None:
+        self.shares = list(shares)
+
+    def permutation(self, n: int) -> p.Ints:
+        return np.arange(n)
+
+    def dirichlet(self, alpha: object) -> np.ndarray[Any, Any]:
+        return np.array(self.shares.pop(0))
+
+
+@pytest.mark.parametrize(
+    ("of_class_0", "of_class_1", "without", "capped"),
+    [
+        # Client 0 has its 4 of 8 samples when class 1 is dealt, and gets none of it.
+        ((1.0, 0.0), (0.75, 0.25), [[4, 0], [3, 1]], [[4, 0], [0, 4]]),
+        # Client 0 has 3, so it still gets its half of class 1, and ends above 4.
+        ((0.75, 0.25), (0.5, 0.5), [[3, 1], [2, 2]], [[3, 1], [2, 2]]),
+        # The only client below the cap has a share of 0, and gets all the same.
+        ((1.0, 0.0), (1.0, 0.0), [[4, 0], [4, 0]], [[4, 0], [0, 4]]),
+    ],
+)
+def test_the_cap_by_hand(
+    of_class_0: tuple[float, ...], of_class_1: tuple[float, ...], without: list[list[int]], capped: list[list[int]]
+) -> None:
+    labels = np.array([0, 0, 0, 0, 1, 1, 1, 1])
+    for cap, wanted in ((False, without), (True, capped)):
+        rng: Any = Scripted(of_class_0, of_class_1)
+        owner = p.dealt_by_label(labels, 2, 1.0, rng, cap)
+        assert [[int((owner[labels == c] == k).sum()) for k in range(2)] for c in range(2)] == wanted
+
+
+@law
+@given(labels_st, st.integers(1, 40), st.floats(1e-300, 1e300), st.integers(1, 20), seed_st)
+def test_with_the_cap_every_client_was_below_it_when_it_got_its_last_class(
+    labels: p.Ints, clients: int, alpha: float, minimum: int, seed: int
+) -> None:
+    clients = min(clients, len(labels))
+    owner = p.dealt_by_label(labels, clients, alpha, seeds.rng(seed, "test"), cap=True)
+    for client in range(clients):
+        held = labels[owner == client]
+        assert not len(held) or (held < held.max()).sum() < len(labels) / clients
+    minimum = min(minimum, len(labels) // clients)
+    parts = p.dirichlet(labels, clients, alpha, minimum, seeds.rng(seed, "test"), cap=True)
+    check_law(parts, len(labels))
+    assert min(map(len, parts)) >= minimum
+
+
 def test_disjoint_labels_share_the_classes_evenly() -> None:
     counts = p.partition(TEN, "disjoint_labels", 15, 0, 0, labels_per_client=2).counts
     assert sorted((counts > 0).sum(axis=1).tolist()) == [3] * 10
@@ -152,6 +203,15 @@ CASES: dict[str, dict[str, Any]] = {
         "alpha": 0.3,
         "minimum": 15,
     },
+    "capped": {
+        "rule": "dirichlet",
+        "clients": 20,
+        "proxy_share": 0.05,
+        "seed": 7,
+        "alpha": 0.3,
+        "minimum": 15,
+        "cap": True,
+    },
     "quantity": {"rule": "quantity", "clients": 20, "proxy_share": 0.05, "seed": 7, "alpha": 0.3, "minimum": 5},
     "disjoint_labels": {
         "rule": "disjoint_labels",
@@ -165,6 +225,7 @@ CASES: dict[str, dict[str, Any]] = {
 GOLDEN = {
     "iid": "b1adac7e0aae8e93b5aa4900c26183c650c93554802e7880b0eaacfa97e06bba",
     "dirichlet": "36bf600645dd5d4f7062fefb05d3b0691d80ce8d59c01654b5a54ec95c9596c2",
+    "capped": "a3c84fab20157c157f30d6167c82923c094f7335ee099808201e4a9d0769e2da",
     "quantity": "33e4d377b443e1f444008cb8e7a3a5a27e5cbaef125f6cb26ae41c39542da547",
     "disjoint_labels": "0e608ffdb410272aa28752b30e6b2ac8eaf59cb5103ff8450c44c1770c6ba637",
     "natural": "939ae0af49b99ca3445587c7cd5ae339a88a6e0a116040d49e07a6a29dc35e92",
@@ -176,13 +237,13 @@ def digest(partition: p.Partition) -> str:
     return hashlib.sha256(json.dumps(lists).encode()).hexdigest()
 
 
-@pytest.mark.parametrize("rule", p.RULES)
+@pytest.mark.parametrize("rule", CASES)
 def test_golden(rule: str) -> None:
     """The same seed gives the same partition on every machine. A change breaks every stored comparison."""
     assert digest(p.partition(TEN, **CASES[rule])) == GOLDEN[rule]
 
 
-@pytest.mark.parametrize("rule", p.RULES)
+@pytest.mark.parametrize("rule", CASES)
 @given(seed=st.integers(0, 2**63))
 @settings(max_examples=8, deadline=None)
 def test_every_sample_is_in_exactly_one_place(rule: str, seed: int) -> None:
@@ -297,6 +358,15 @@ def test_the_manifest_says_how_the_partition_came_about(tmp_path: Path) -> None:
     }
     assert np.array(manifest["class_counts"]).shape == (10, 20)
     assert manifest["tensors_sha256"] == hashlib.sha256((tmp_path / p.TENSORS).read_bytes()).hexdigest()
+
+
+def test_the_manifest_names_what_a_label_is_unless_it_is_a_class(tmp_path: Path) -> None:
+    assert set(CASES) >= set(p.RULES)
+    p.save(p.partition(TEN, **CASES["dirichlet"]), tmp_path)
+    assert "label" not in json.loads((tmp_path / p.MANIFEST).read_text()) and p.load(tmp_path).label == "class"
+    p.save(p.partition(tiny_table(), "dirichlet", 4, 0, 0, alpha=0.5), tmp_path)
+    assert json.loads((tmp_path / p.MANIFEST).read_text())["label"] == "quantile bin"
+    assert p.load(tmp_path, tiny_table()).label == "quantile bin"
 
 
 def test_a_partition_of_other_data_is_refused(tmp_path: Path) -> None:
