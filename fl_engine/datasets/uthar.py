@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from tokenize import TokenError
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.files import moments, require_by_hand
+from fl_engine.data.npy import mapped
 from fl_engine.tasks import Classification
 
 ABOUT = "UT-HAR, 1x250x90 maps of a Wi-Fi signal, 7 activities, 3,977 + 500; no licence stated; 854 MB, by hand"
@@ -38,8 +38,6 @@ HOW = (
 ACTIVITIES = ("lie down", "fall", "walk", "pick up", "run", "sit down", "stand up")
 SAMPLES = (3977, 500)
 PACKETS, ANTENNAS, SUBCARRIERS = 250, 3, 30
-HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-"""Who reads what stands in front of the numbers, by the format's version."""
 
 
 def load(root: Path, antennas: bool = False, samples: tuple[int, int] = SAMPLES) -> Data:
@@ -94,15 +92,11 @@ def _array(path: Path, shape: tuple[int, ...]) -> NDArray[np.generic]:
     until they are looked at. Raises DataError.
     """
     try:
-        with path.open("rb") as file:
-            found, fortran, dtype = HEADERS[np.lib.format.read_magic(file)](file)
-            start = file.tell()
-        if dtype.kind not in "iuf" or found[:1] != shape[:1] or math.prod(found) != math.prod(shape):
-            raise ValueError(f"{dtype} of {' x '.join(map(str, found))}")
-        if (size := path.stat().st_size - start) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{size} bytes of numbers")
-        return np.memmap(path, dtype, "r", start, found, "F" if fortran else "C").reshape(shape)
-    except (OSError, ValueError, TypeError, LookupError, SyntaxError, TokenError, MemoryError, RecursionError) as error:
+        found = mapped(path)
+        if found.shape[:1] != shape[:1] or found.size != math.prod(shape):
+            raise ValueError(f"{found.dtype} of {' x '.join(map(str, found.shape))}")
+        return found.reshape(shape)
+    except ValueError as error:
         raise DataError(
             f"{path}: expected an array of NumPy (.npy) of {' x '.join(map(str, shape))} numbers, found "
             f"{str(error)[:300]}; delete it and download it again"

@@ -149,7 +149,7 @@ FROM = {"dp_accounting": "dp-accounting", "sklearn": "scikit-learn", "yaml": "py
 """Packages whose modules have another name."""
 BROUGHT = {"botocore": "boto3", "urllib3": "boto3", "sqlalchemy": "optuna", "markupsafe": "jinja2"}
 BROUGHT |= {"pydantic_core": "pydantic", "certifi": "kubernetes", "requests": "kubernetes", "kfp_server_api": "kfp"}
-BROUGHT |= {"PIL": "matplotlib"}
+BROUGHT |= {"PIL": "matplotlib", "threadpoolctl": "scikit-learn"}
 """What comes with others."""
 
 

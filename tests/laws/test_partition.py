@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError
 from fl_engine.core.samples import Data, label_word
 from fl_engine.data import partitioning as p
+from fl_engine.data import rules
 from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.kinds import tiny_table
 
@@ -38,7 +40,7 @@ def data_of(labels: np.ndarray[Any, np.dtype[np.int64]], classes: int = 10, writ
 TEN = data_of(np.arange(1000) % 10, writers=25)
 
 
-def check_law(parts: tuple[p.Ints, ...], samples: int) -> None:
+def check_law(parts: tuple[rules.Ints, ...], samples: int) -> None:
     """Each of 0 .. samples - 1 exactly once; every part ascending int64."""
     for part in parts:
         assert part.dtype == np.int64
@@ -49,18 +51,18 @@ def check_law(parts: tuple[p.Ints, ...], samples: int) -> None:
 # --------------------------------------------------------------------------------------------------- rules
 @law
 @given(labels_st, st.integers(1, 40), seed_st)
-def test_iid_deals_evenly(labels: p.Ints, clients: int, seed: int) -> None:
+def test_iid_deals_evenly(labels: rules.Ints, clients: int, seed: int) -> None:
     clients = min(clients, len(labels))
-    parts = p.iid(labels, clients, seeds.rng(seed, "test"))
+    parts = rules.iid(labels, clients, seeds.rng(seed, "test"))
     check_law(parts, len(labels))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @law
 @given(labels_st, st.integers(1, 40), st.floats(1e-300, 1e300), st.integers(1, 20), seed_st)
-@pytest.mark.parametrize("rule", [p.dirichlet, p.quantity])
-def test_dirichlet_and_quantity_hold_the_minimum(
-    rule: Any, labels: p.Ints, clients: int, alpha: float, minimum: int, seed: int
+@pytest.mark.parametrize("rule", [rules.dirichlet, rules.dirichlet_per_client, rules.quantity])
+def test_rules_that_draw_sizes_hold_the_minimum(
+    rule: Any, labels: rules.Ints, clients: int, alpha: float, minimum: int, seed: int
 ) -> None:
     clients = min(clients, len(labels))
     minimum = min(minimum, len(labels) // clients)
@@ -71,15 +73,15 @@ def test_dirichlet_and_quantity_hold_the_minimum(
 
 @law
 @given(labels_st, st.integers(1, 40), st.integers(1, 6), seed_st)
-def test_disjoint_labels_gives_exactly_so_many_labels(labels: p.Ints, clients: int, each: int, seed: int) -> None:
+def test_disjoint_labels_gives_exactly_so_many_labels(labels: rules.Ints, clients: int, each: int, seed: int) -> None:
     """It fails only where the counting argument says that no such partition exists."""
     classes, samples = np.unique(labels, return_counts=True)
     possible = clients <= len(labels) and each <= len(classes) <= clients * each <= np.minimum(samples, clients).sum()
     if not possible:
         with pytest.raises(PartitionError):
-            p.disjoint_labels(labels, clients, each, seeds.rng(seed, "test"))
+            rules.disjoint_labels(labels, clients, each, seeds.rng(seed, "test"))
         return
-    parts = p.disjoint_labels(labels, clients, each, seeds.rng(seed, "test"))
+    parts = rules.disjoint_labels(labels, clients, each, seeds.rng(seed, "test"))
     check_law(parts, len(labels))
     assert all(len(np.unique(labels[part])) == each for part in parts)
     for label in classes:  # dealt evenly to its holders
@@ -92,11 +94,11 @@ def test_disjoint_labels_gives_exactly_so_many_labels(labels: p.Ints, clients: i
 def test_natural_splits_no_group(groups: list[int], clients: int) -> None:
     array = np.array(groups, dtype=np.int64)
     clients = min(clients, len(set(groups)))
-    parts = p.natural(array, clients)
+    parts = rules.natural(array, clients)
     check_law(parts, len(array))
     assert len(parts) == clients
     assert sum(len(np.unique(array[part])) for part in parts) == len(set(groups))
-    assert len(p.natural(array)) == len(set(groups))
+    assert len(rules.natural(array)) == len(set(groups))
 
 
 @law
@@ -105,9 +107,9 @@ def test_split_proxy_parts_are_disjoint(samples: int, share: float, seed: int) -
     size = int(samples * share + 0.5)
     if share > 0 and size < 2:
         with pytest.raises(PartitionError, match="raise the share, or set it to 0"):
-            p.split_proxy(samples, share, seeds.rng(seed, "test"))
+            rules.split_proxy(samples, share, seeds.rng(seed, "test"))
         return
-    train, test, rest = p.split_proxy(samples, share, seeds.rng(seed, "test"))
+    train, test, rest = rules.split_proxy(samples, share, seeds.rng(seed, "test"))
     check_law((train, test, rest), samples)
     assert len(train) + len(test) == size
     if size:
@@ -142,11 +144,14 @@ class Scripted:
     def __init__(self, *shares: tuple[float, ...]) -> None:
         self.shares = list(shares)
 
-    def permutation(self, n: int) -> p.Ints:
-        return np.arange(n)
+    def permutation(self, of: Any) -> rules.Ints:
+        return np.array(of) if np.ndim(of) else np.arange(of)
 
     def dirichlet(self, alpha: object) -> np.ndarray[Any, Any]:
         return np.array(self.shares.pop(0))
+
+    def random(self, n: int) -> np.ndarray[Any, Any]:
+        return np.full(n, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -166,24 +171,51 @@ def test_the_cap_by_hand(
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 1])
     for cap, wanted in ((False, without), (True, capped)):
         rng: Any = Scripted(of_class_0, of_class_1)
-        owner = p.dealt_by_label(labels, 2, 1.0, rng, cap)
+        owner = rules.dealt_by_label(labels, 2, 1.0, rng, cap)
         assert [[int((owner[labels == c] == k).sum()) for k in range(2)] for c in range(2)] == wanted
 
 
 @law
 @given(labels_st, st.integers(1, 40), st.floats(1e-300, 1e300), st.integers(1, 20), seed_st)
 def test_with_the_cap_every_client_was_below_it_when_it_got_its_last_class(
-    labels: p.Ints, clients: int, alpha: float, minimum: int, seed: int
+    labels: rules.Ints, clients: int, alpha: float, minimum: int, seed: int
 ) -> None:
     clients = min(clients, len(labels))
-    owner = p.dealt_by_label(labels, clients, alpha, seeds.rng(seed, "test"), cap=True)
+    owner = rules.dealt_by_label(labels, clients, alpha, seeds.rng(seed, "test"), cap=True)
     for client in range(clients):
         held = labels[owner == client]
         assert not len(held) or (held < held.max()).sum() < len(labels) / clients
     minimum = min(minimum, len(labels) // clients)
-    parts = p.dirichlet(labels, clients, alpha, minimum, seeds.rng(seed, "test"), cap=True)
+    parts = rules.dirichlet(labels, clients, alpha, minimum, seeds.rng(seed, "test"), cap=True)
     check_law(parts, len(labels))
     assert min(map(len, parts)) >= minimum
+
+
+def test_dirichlet_per_client_by_hand() -> None:
+    """Client 0 gets 6 of 8 samples and wants class 0: all 4 of it, then 2 of what is left. Client 1 wants class 1."""
+    labels = np.array([0, 0, 0, 0, 1, 1, 1, 1])
+    rng: Any = Scripted((0.75, 0.25), (1.0, 0.0), (0.0, 1.0))
+    parts = rules.dirichlet_per_client(labels, 2, 1.0, 1, rng)
+    assert [np.bincount(labels[part], minlength=2).tolist() for part in parts] == [[4, 2], [0, 2]]
+    # With a minimum of 4, two of its places go to client 1.
+    rng = Scripted((0.75, 0.25), (1.0, 0.0), (0.0, 1.0))
+    parts = rules.dirichlet_per_client(labels, 2, 1.0, 4, rng)
+    assert [np.bincount(labels[part], minlength=2).tolist() for part in parts] == [[4, 0], [0, 4]]
+
+
+def test_dirichlet_per_client_is_uneven_in_sizes_and_in_classes() -> None:
+    """As its alpha says, unlike `dirichlet`'s for its sizes: there the sum over ten classes evens them out."""
+    labels = np.arange(10_000) % 10
+
+    def spread(alpha: float) -> tuple[float, float]:
+        parts = rules.dirichlet_per_client(labels, 20, alpha, 20, seeds.rng(0, "test"))
+        sizes = np.array([len(part) for part in parts])
+        mixtures = [np.bincount(labels[part], minlength=10).max() / len(part) for part in parts]
+        return float(sizes.std() / sizes.mean()), float(np.mean(mixtures))
+
+    uneven, even = spread(0.1), spread(1000.0)
+    assert uneven[0] > 1.5 and uneven[1] > 0.5
+    assert even[0] < 0.1 and even[1] < 0.2
 
 
 def test_disjoint_labels_share_the_classes_evenly() -> None:
@@ -221,6 +253,15 @@ CASES: dict[str, dict[str, Any]] = {
         "labels_per_client": 3,
     },
     "natural": {"rule": "natural", "clients": 20, "proxy_share": 0.05, "seed": 7},
+    "dirichlet_per_client": {
+        "rule": "dirichlet_per_client",
+        "clients": 20,
+        "proxy_share": 0.05,
+        "seed": 7,
+        "alpha": 0.3,
+        "minimum": 15,
+    },
+    "manual": {"rule": "manual", "clients": 20, "proxy_share": 0.05, "seed": 7, "owner": np.arange(1000) // 50},
 }
 GOLDEN = {
     "iid": "b1adac7e0aae8e93b5aa4900c26183c650c93554802e7880b0eaacfa97e06bba",
@@ -229,6 +270,8 @@ GOLDEN = {
     "quantity": "33e4d377b443e1f444008cb8e7a3a5a27e5cbaef125f6cb26ae41c39542da547",
     "disjoint_labels": "0e608ffdb410272aa28752b30e6b2ac8eaf59cb5103ff8450c44c1770c6ba637",
     "natural": "939ae0af49b99ca3445587c7cd5ae339a88a6e0a116040d49e07a6a29dc35e92",
+    "dirichlet_per_client": "12fa481acb023ee5a75f8fb341e0e2f406561b61e0f06aea0de08a4497f5085d",
+    "manual": "40a2f8c55d7f0c30e9af20948613d4da9a0fb3e30e170d2c0df2272e93afb212",
 }
 
 
@@ -289,6 +332,12 @@ def test_without_a_proxy_all_goes_to_the_clients() -> None:
         ({"rule": "dirichlet", "alpha": float("inf")}, "alpha must be positive"),
         ({"rule": "dirichlet", "alpha": 1.7e308}, "beyond what floating point can draw; take the rule iid"),
         ({"rule": "quantity"}, "quantity needs alpha"),
+        ({"rule": "dirichlet_per_client"}, "dirichlet_per_client needs alpha"),
+        ({"rule": "dirichlet_per_client", "alpha": float("nan")}, "alpha must be positive"),
+        ({"rule": "dirichlet_per_client", "alpha": 1.0, "minimum": 48}, "need 960, there are 950"),
+        ({"rule": "manual"}, "needs a map; set partition.map"),
+        ({"rule": "manual", "owner": np.arange(1000) % 5}, "the map has 5 clients, asked for are 20"),
+        ({"rule": "manual", "owner": np.arange(1000) // 995, "clients": 2, "minimum": 6}, "leaves client 1 [0-5] samp"),
         ({"rule": "quantity", "alpha": 0.0}, "alpha must be positive and finite, got 0.0"),
         ({"rule": "disjoint_labels"}, "needs labels_per_client"),
         ({"rule": "disjoint_labels", "labels_per_client": 0}, r"must be 1 to 10 \(the classes\), got 0"),
@@ -323,7 +372,7 @@ def test_natural_needs_to_know_the_source_of_a_sample() -> None:
 
 def test_the_proxy_needs_a_sensible_test_share() -> None:
     with pytest.raises(PartitionError, match="test share"):
-        p.split_proxy(100, 0.1, seeds.rng(0, "test"), test_share=1.0)
+        rules.split_proxy(100, 0.1, seeds.rng(0, "test"), test_share=1.0)
 
 
 # ------------------------------------------------------------------------------------------------- storage
@@ -367,6 +416,47 @@ def test_the_manifest_names_what_a_label_is_unless_it_is_a_class(tmp_path: Path)
     p.save(p.partition(tiny_table(), "dirichlet", 4, 0, 0, alpha=0.5), tmp_path)
     assert json.loads((tmp_path / p.MANIFEST).read_text())["label"] == "quantile bin"
     assert p.load(tmp_path, tiny_table()).label == "quantile bin"
+
+
+CLUSTERS = np.arange(1000) // 100
+"""Ten, unlike TEN's classes."""
+
+
+@pytest.mark.parametrize("rule", p.BY_LABEL)
+def test_clusters_are_dealt_as_labels_are(rule: str, tmp_path: Path) -> None:
+    cut = p.partition(TEN, **CASES[rule], clusters=CLUSTERS)
+    assert cut.label == "cluster" and np.array_equal(cut.counts, p.statistics(cut, CLUSTERS, 10))
+    by_cluster = data_of(CLUSTERS)
+    assert digest(cut) == digest(p.partition(by_cluster, **CASES[rule])) != digest(p.partition(TEN, **CASES[rule]))
+    p.save(cut, tmp_path)
+    found = p.load(tmp_path, TEN)
+    assert np.array_equal(found.clusters, CLUSTERS) and found.label == "cluster"
+    assert np.array_equal(found.counts, cut.counts)
+    manifest = json.loads((tmp_path / p.MANIFEST).read_text())
+    assert (manifest["label"], manifest["clusters"]) == ("cluster", 1000)
+
+
+def test_clusters_give_labels_to_data_that_have_none() -> None:
+    data = tiny_table()
+    numbers = Data("numbers", Regression(bins=0), data.train_x, data.train_y, data.test_x, data.test_y)
+    with pytest.raises(PartitionError, match=r"take one of iid, quantity, natural, manual, or partition\.features"):
+        p.partition(numbers, "dirichlet", 4, 0, 0, alpha=0.5)
+    cut = p.partition(numbers, "dirichlet", 4, 0, 0, alpha=0.5, clusters=np.arange(len(data.train_y)) % 3)
+    assert cut.counts.shape == (3, 4)
+
+
+def test_a_rule_that_deals_by_no_label_does_not_look_at_clusters() -> None:
+    for rule in ("iid", "quantity", "natural", "manual"):
+        cut = p.partition(TEN, **CASES[rule], clusters=CLUSTERS)
+        assert cut.clusters is None and cut.label == "class" and digest(cut) == GOLDEN[rule]
+
+
+@pytest.mark.parametrize("wrong", [CLUSTERS - 1, CLUSTERS + 1, CLUSTERS[::-1].copy()])
+def test_clusters_that_are_not_those_of_the_counts_are_named(wrong: rules.Ints, tmp_path: Path) -> None:
+    p.save(replace(p.partition(TEN, **CASES["dirichlet"], clusters=CLUSTERS), clusters=wrong), tmp_path)
+    for data in (None, TEN):
+        with pytest.raises(IntegrityError, match=r"partition\.json: (clusters|class_counts)"):
+            p.load(tmp_path, data)
 
 
 def test_a_partition_of_other_data_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""Clusters of samples that are alike, as labels for partition rules where there are no better ones (FedAIoT, section
+2.2.3.1: ten clusters of ImageNet features of VGG19; its published code: a hundred of ResNet-50's).
+
+The thesis calls the method "K-nearest neighbors"; its code is k-means, as here: scikit-learn's, the best of ten starts.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_engine.core import seeds
+from fl_engine.core.errors import PartitionError
+from fl_engine.data.npy import mapped
+
+STARTS = 10
+
+
+def features_of(path: Path, samples: int) -> NDArray[np.float32]:
+    """(samples, F), a row for each training sample, from a .npy file; further axes are made one. Raises PartitionError,
+    which names the file."""
+    try:
+        found = mapped(path)
+    except ValueError as error:
+        raise PartitionError(f"partition.features = {path}: an array of NumPy is expected, found {error}") from error
+    if found.ndim < 2 or len(found) != samples or not math.prod(found.shape):
+        raise PartitionError(
+            f"partition.features = {path}: a row of features for each of the {samples} training samples is expected, "
+            f"found {' x '.join(map(str, found.shape))} numbers"
+        )
+    with np.errstate(over="ignore"):  # what becomes infinite is refused
+        features = found.reshape(samples, -1).astype(np.float32)
+    _check_finite(features, f"partition.features = {path}")
+    return features
+
+
+def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str) -> NDArray[np.int64]:
+    """(N,): the number of each sample's cluster, 0 to count - 1, by k-means on `features` (N, F). `what`: the features,
+    in a message.
+
+    A function of features and seed on one machine; another may decide a tie by its last bits. Raises PartitionError
+    where there are fewer different samples than clusters.
+    """
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+    from threadpoolctl import threadpool_limits
+
+    _check_finite(features, what)
+    if len(features) < count:
+        raise PartitionError(f"{what}: {count} clusters of {len(features)} samples: lower partition.clusters")
+    state = seeds.derive(seed, "clusters") % 2**32
+    # With more threads the order of the sums, and with it the last bits, is left to chance.
+    with threadpool_limits(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different samples than clusters: see below
+        found = KMeans(count, n_init=STARTS, random_state=state).fit_predict(features)
+    different = len(np.unique(found))
+    if different < count:
+        raise PartitionError(f"{what}: {count} clusters of {different} different samples: lower partition.clusters")
+    labels: NDArray[np.int64] = found.astype(np.int64)
+    return labels
+
+
+def _check_finite(features: NDArray[np.float32], what: str) -> None:
+    wrong = np.flatnonzero(~np.isfinite(features).all(1))
+    if len(wrong):
+        raise PartitionError(f"{what}: the features of sample {wrong[0]} are no finite numbers ({len(wrong)} such)")

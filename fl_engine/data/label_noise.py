@@ -1,0 +1,107 @@
+"""Wrong labels at the clients, as a person or a model confuses classes.
+
+FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things, Michigan State
+University 2023, section 2.2.3.5): Q[i, j] is the share of the samples of class i that a centrally trained model takes
+for class j. Of every client's n samples int(n * share) are drawn at random. The label y of each becomes another one,
+drawn from row Q[y].
+
+From the authors' code: a class with a Q of .95 or more in its row is left as it is, so the share that is reached may be
+smaller than the one that was asked for. The code draws from Q[y] until the label differs; here it is drawn once from
+what of Q[y] is not on the diagonal, which is the same distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from fl_engine.core import seeds
+from fl_engine.core.errors import IntegrityError
+from fl_engine.core.fields import Index
+from fl_engine.core.samples import Data
+
+Ints = NDArray[np.int64]
+
+
+class NoiseFigures(BaseModel):
+    """In `partition.json`: the share that was asked for, and how many labels of each client are wrong."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    share: Annotated[float, Field(gt=0, le=1)]
+    wrong: tuple[Index, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LabelNoise:
+    """`labels`: for each client those that it has, in the order of its samples."""
+
+    figures: NoiseFigures
+    labels: tuple[Ints, ...]
+
+    @property
+    def reached(self) -> float:
+        """The share of all clients' labels that are wrong."""
+        return sum(self.figures.wrong) / sum(len(each) for each in self.labels)
+
+    def check(self, clients: Sequence[Ints], path: Path, data: Data | None) -> None:
+        """Raises IntegrityError where the labels are no classes of the data, or the figures not those of the labels."""
+        if len(self.figures.wrong) != len(clients):
+            raise IntegrityError(f"{path}: {len(clients)} clients, but noise of {len(self.figures.wrong)}")
+        if data is None:
+            return
+        held = np.concatenate(self.labels)
+        wrong = None
+        if held.min() >= 0 and held.max() < data.task.outputs:
+            wrong = differing(data.train_y.numpy(), clients, self.labels)
+        if wrong != self.figures.wrong:
+            raise IntegrityError(f"{path}: the noise is not that of the labels stored; partition again")
+
+
+def likely_mistakes(confusion: NDArray[np.int64], sure: float) -> NDArray[np.float64]:
+    """(classes, classes): for each class what its label becomes, where it becomes another one. A row of zeros: never.
+
+    `confusion` (classes, classes) counts how often a class (row) was taken for which (column). A class is left as it is
+    where the share `sure` of its samples or more was taken for one class, and where it has no samples.
+    """
+    counts = confusion.astype(np.float64)
+    of_class = counts.sum(1, keepdims=True)
+    unsure = (of_class > 0) & (counts.max(1, keepdims=True) < sure * of_class)
+    others = np.where(unsure, counts * (1 - np.eye(len(counts))), 0.0)
+    return others / np.where(unsure, others.sum(1, keepdims=True), 1.0)
+
+
+def made_wrong(
+    targets: Ints, clients: Sequence[Ints], mistakes: NDArray[np.float64], share: float, seed: int
+) -> LabelNoise:
+    """The noise of all clients. `targets` (N_train,) are the right classes, `mistakes` as `likely_mistakes` gives them.
+    The streams of two clients have nothing in common."""
+    labels = []
+    for client, indices in enumerate(clients):
+        rng = seeds.rng(seed, "label noise", client=client)
+        held = targets[indices]  # a copy
+        for i in rng.permutation(len(held))[: int(len(held) * share)]:
+            if mistakes[held[i]].any():
+                held[i] = rng.choice(len(mistakes), p=mistakes[held[i]])
+        labels.append(held)
+    wrong = differing(targets, clients, labels)
+    return LabelNoise(NoiseFigures(share=share, wrong=wrong), tuple(labels))
+
+
+def differing(targets: Ints, clients: Sequence[Ints], labels: Sequence[Ints]) -> tuple[int, ...]:
+    """How many labels of each client are not its samples' classes."""
+    pairs = zip(clients, labels, strict=True)
+    return tuple(int((targets[indices] != held).sum()) for indices, held in pairs)
+
+
+def told(targets: torch.Tensor, clients: Sequence[Ints], noise: LabelNoise) -> torch.Tensor:
+    """The targets (N_train,) with the clients' labels in place of the right ones."""
+    found = targets.clone()
+    found[torch.from_numpy(np.concatenate(list(clients)))] = torch.from_numpy(np.concatenate(noise.labels))
+    return found

@@ -1,0 +1,255 @@
+"""Rules by which samples are dealt: pure functions from labels (or groups) to an ascending index array per client.
+
+    iid                   equal random parts (McMahan et al., AISTATS 2017); the "uniform partition" of FedAIoT
+    dirichlet             one Dir(alpha) over the clients for every class (Yurochkin et al., ICML 2019;
+                          "distribution-based label imbalance" of Li et al., Federated Learning on Non-IID Data
+                          Silos: An Experimental Study, ICDE 2022); with `cap` as in the code of FedAIoT (Alam,
+                          Michigan State University 2023)
+    dirichlet_per_client  one Dir(alpha) over the classes for every client (Hsu et al., arXiv:1909.06335), and one over
+                          the clients for how many samples each gets (FedAIoT, section 2.2.3.1)
+    quantity              equal mixtures of classes in shares drawn from Dir(alpha) ("quantity skew" of Li et al.)
+    disjoint_labels       every client holds L labels ("quantity-based label imbalance", #C = L, of Li et al.)
+    natural               by the writer or user whom the data set names
+    manual                by a map that is given
+
+Below, "class" means label. Every sample ends in exactly one place.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_engine.core.errors import PartitionError
+
+Ints = NDArray[np.int64]
+
+
+def iid(labels: Ints, clients: int, rng: np.random.Generator) -> tuple[Ints, ...]:
+    """Random parts whose sizes differ by one at most. Raises PartitionError for more clients than samples."""
+    check_room(len(labels), clients, 1)
+    return tuple(np.sort(part) for part in np.array_split(rng.permutation(len(labels)), clients))
+
+
+def dirichlet(
+    labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator, cap: bool = False
+) -> tuple[Ints, ...]:
+    """For every class one draw from Dir(alpha) cuts its shuffled samples; then small clients are fed.
+
+    With `cap`, a client that holds samples / clients or more when a class is dealt gets none of it, and the others'
+    shares grow in proportion; so a client may end above that, by its share of one class (FedAIoT, the authors' code).
+    Where the others' shares are all 0, they are taken as equal.
+
+    Feeding: while the smallest client has fewer than `minimum` samples, one sample, picked at random, moves
+    to it from the largest client (ties: the lower client number). Nothing is drawn again, so this ends for
+    every alpha.
+
+    Raises PartitionError for an alpha that is not positive and finite, and where clients x minimum > samples.
+    """
+    _check_alpha(alpha)
+    check_room(len(labels), clients, minimum)
+    return _fed(dealt_by_label(labels, clients, alpha, rng, cap), clients, minimum, rng)
+
+
+def dealt_by_label(labels: Ints, clients: int, alpha: float, rng: np.random.Generator, cap: bool = False) -> Ints:
+    """The client of each sample, as `dirichlet` deals them before it feeds anyone."""
+    order = rng.permutation(len(labels))
+    owner, sizes = np.empty(len(labels), dtype=np.int64), np.zeros(clients, dtype=np.int64)
+    for label in np.unique(labels):
+        samples = order[labels[order] == label]
+        shares = _drawn(clients, alpha, rng)
+        if cap:
+            shares = _capped(shares, sizes < len(labels) / clients)
+        cuts = np.floor(np.cumsum(shares)[:-1] * len(samples) + 0.5).astype(np.int64)
+        for client, part in enumerate(np.split(samples, cuts)):
+            owner[part] = client
+            sizes[client] += len(part)
+    return owner
+
+
+def _capped(shares: NDArray[np.float64], below: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """The shares of the clients that are `below` the cap, which add up to 1. Before all samples are dealt, one is."""
+    left = np.where(below, shares, 0.0)
+    total = left.sum()
+    capped: NDArray[np.float64] = left / total if total > 0 else below / below.sum()
+    return capped
+
+
+def dirichlet_per_client(
+    labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator
+) -> tuple[Ints, ...]:
+    """Every client draws its mixture of classes from Dir(alpha) over the classes; one draw from Dir(alpha) over the
+    clients says how many samples each gets; then small numbers grow, one by one, at the cost of the largest.
+
+    Samples are dealt in a random order of all clients' places: a place takes a class from its client's mixture, among
+    the classes that are left, and where that has none of these, each sample that is left is as likely. So every sample
+    is dealt, and late places have less of a choice. Raises as `dirichlet` does.
+    """
+    _check_alpha(alpha)
+    check_room(len(labels), clients, minimum)
+    cuts = np.floor(np.cumsum(_drawn(clients, alpha, rng)) * len(labels) + 0.5).astype(np.int64)
+    cuts[-1] = len(labels)
+    sizes = np.diff(cuts, prepend=0)
+    while sizes.min() < minimum:
+        sizes[sizes.argmax()] -= 1
+        sizes[sizes.argmin()] += 1
+    order = rng.permutation(len(labels))
+    samples = [order[labels[order] == label].tolist() for label in np.unique(labels)]
+    mixtures = [_drawn(len(samples), alpha, rng) for _ in range(clients)]
+    places = rng.permutation(np.repeat(np.arange(clients), sizes))
+    left = np.array([len(each) for each in samples])
+    owner = np.empty(len(labels), dtype=np.int64)
+    for client, where in zip(places, rng.random(len(labels)), strict=True):
+        there = np.flatnonzero(left)
+        likely = np.cumsum(mixtures[client][there])
+        if not likely[-1] > 0:
+            likely = np.cumsum(left[there]).astype(np.float64)
+        found = there[min(int(np.searchsorted(likely, where * likely[-1], side="right")), len(there) - 1)]
+        left[found] -= 1
+        owner[samples[found].pop()] = client
+    return tuple(np.flatnonzero(owner == client) for client in range(clients))
+
+
+def quantity(labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator) -> tuple[Ints, ...]:
+    """One draw from Dir(alpha) says how large each client's random part is; then small clients are fed, as in
+    `dirichlet`. Raises as that does."""
+    _check_alpha(alpha)
+    check_room(len(labels), clients, minimum)
+    cuts = np.floor(np.cumsum(_drawn(clients, alpha, rng))[:-1] * len(labels) + 0.5).astype(np.int64)
+    owner = np.empty(len(labels), dtype=np.int64)
+    for client, part in enumerate(np.split(rng.permutation(len(labels)), cuts)):
+        owner[part] = client
+    return _fed(owner, clients, minimum, rng)
+
+
+def _check_alpha(alpha: float) -> None:
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise PartitionError(f"alpha must be positive and finite, got {alpha}; for equal shares take the rule iid")
+
+
+def _drawn(clients: int, alpha: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    shares = rng.dirichlet(np.full(clients, alpha))
+    if not math.isclose(shares.sum(), 1.0, rel_tol=1e-9):
+        raise PartitionError(f"alpha {alpha} is beyond what floating point can draw; take the rule iid")
+    return shares
+
+
+def _fed(owner: Ints, clients: int, minimum: int, rng: np.random.Generator) -> tuple[Ints, ...]:
+    """Each client's samples, after those that have fewer than `minimum` were given some."""
+    sizes = np.bincount(owner, minlength=clients)
+    while sizes.min() < minimum:
+        rich, poor = int(sizes.argmax()), int(sizes.argmin())
+        owner[rng.choice(np.flatnonzero(owner == rich))] = poor
+        sizes[rich] -= 1
+        sizes[poor] += 1
+    return tuple(np.flatnonzero(owner == client) for client in range(clients))
+
+
+def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.random.Generator) -> tuple[Ints, ...]:
+    """Every client holds exactly L labels; each class's samples are dealt evenly to the clients that hold it.
+
+    Classes are held by as equal numbers of clients as their sample counts allow. The classes are those that
+    occur in `labels`. Raises PartitionError for L < 1, L > classes, clients x L < classes (nobody would hold
+    some class), and where there are too few samples for every client to have one of each of its labels.
+    """
+    check_room(len(labels), clients, 1)
+    classes, samples = np.unique(labels, return_counts=True)
+    slots = clients * labels_per_client
+    if not 1 <= labels_per_client <= len(classes):
+        raise PartitionError(f"labels_per_client must be 1 to {len(classes)} (the classes), got {labels_per_client}")
+    if slots < len(classes):
+        raise PartitionError(
+            f"{clients} clients with {labels_per_client} labels hold at most {slots} of {len(classes)} "
+            f"classes; take at least {-(-len(classes) // labels_per_client)} clients or more labels each"
+        )
+    most = np.minimum(samples, clients)
+    if most.sum() < slots:
+        raise PartitionError(
+            f"{clients} clients with {labels_per_client} labels need {slots} (client, label) pairs, "
+            f"but the samples per class ({', '.join(map(str, samples))}) allow {most.sum()}; "
+            "take fewer clients or labels per client"
+        )
+
+    # How many clients hold each class: level by level, never more than it has samples.
+    holders = np.ones(len(classes), dtype=np.int64)
+    while (missing := slots - int(holders.sum())) > 0:
+        growing = np.flatnonzero(holders < most)
+        lowest = growing[holders[growing] == holders[growing].min()]
+        holders[rng.permutation(lowest)[:missing]] += 1
+
+    # Each client takes the L classes with the most places left. With equal L for all this never runs dry
+    # (Gale 1957, Ryser 1957: bipartite graphs of given degrees).
+    held_by: list[list[int]] = [[] for _ in classes]
+    for client in range(clients):
+        chosen = np.lexsort((rng.permutation(len(classes)), -holders))[:labels_per_client]
+        holders[chosen] -= 1
+        for i in chosen:
+            held_by[i].append(client)
+
+    parts: list[list[Ints]] = [[] for _ in range(clients)]
+    for i, label in enumerate(classes):
+        dealt = np.array_split(rng.permutation(np.flatnonzero(labels == label)), len(held_by[i]))
+        for client, part in zip(rng.permutation(held_by[i]), dealt, strict=True):
+            parts[client].append(part)
+    return tuple(np.sort(np.concatenate(part)) for part in parts)
+
+
+def natural(groups: Ints, clients: int | None = None) -> tuple[Ints, ...]:
+    """One client for each group (writer, user), in ascending order of the group's number.
+
+    With fewer clients than groups, whole groups are dealt round: the g-th goes to client g mod `clients`. No
+    group is ever split: PartitionError for more clients than groups.
+    """
+    names, rank = np.unique(groups, return_inverse=True)
+    number = len(names) if clients is None else clients
+    if not 1 <= number <= len(names):
+        raise PartitionError(
+            f"the natural partition has {len(names)} groups, so 1 to {len(names)} clients; got {number}"
+        )
+    return tuple(np.flatnonzero(rank % number == client) for client in range(number))
+
+
+def manual(owner: Ints, clients: int, rest: Ints) -> tuple[Ints, ...]:
+    """By hand: `owner` says which client each training sample belongs to, `rest` are the positions of those that the
+    proxy has left. Raises PartitionError where the map has another number of clients."""
+    found = int(owner.max()) + 1
+    if clients != found:
+        raise PartitionError(f"the map has {found} clients, asked for are {clients}: set partition.clients={found}")
+    return tuple(np.flatnonzero(owner[rest] == client) for client in range(clients))
+
+
+def split_proxy(
+    samples: int, share: float, rng: np.random.Generator, test_share: float = 0.2
+) -> tuple[Ints, Ints, Ints]:
+    """(proxy to train on, proxy to measure on, the rest) of positions 0 .. samples - 1, drawn uniformly.
+
+    The proxy has `share` of the samples, `test_share` of it to measure (FlexFL: 80 % to pre-train, 20 % for
+    APoZ), each rounded half up and at least one sample. A share of 0 is no proxy. Raises PartitionError for a
+    share outside [0, 1) or a proxy of fewer than two samples.
+    """
+    if not 0 <= share < 1:
+        raise PartitionError(f"the proxy share must be in [0, 1), got {share}; 0.01 is one per cent")
+    if not 0 < test_share < 1:
+        raise PartitionError(f"the proxy's test share must be in (0, 1), got {test_share}")
+    size = math.floor(samples * share + 0.5)
+    if share > 0 and size < 2:
+        raise PartitionError(
+            f"a proxy share of {share} of {samples} samples is {size}, but one to train and one to "
+            "measure are needed; raise the share, or set it to 0 where no proxy is used"
+        )
+    test = min(max(math.floor(size * test_share + 0.5), 1), size - 1) if size else 0
+    order = rng.permutation(samples)
+    return np.sort(order[test:size]), np.sort(order[:test]), np.sort(order[size:])
+
+
+def check_room(samples: int, clients: int, minimum: int) -> None:
+    """Raises PartitionError where every client cannot have so many samples."""
+    if clients < 1 or minimum < 1:
+        raise PartitionError(f"expected at least 1 client with at least 1 sample, got {clients} with {minimum}")
+    if clients * minimum > samples:
+        raise PartitionError(
+            f"{clients} clients with at least {minimum} samples need {clients * minimum}, there are "
+            f"{samples}; take fewer clients, a smaller minimum or a smaller proxy"
+        )

@@ -1,0 +1,79 @@
+"""Train centrally, and count which classes are taken for which: the matrix Q of `data.label_noise` (FedAIoT, section
+2.2.3.5).
+
+Departs from the thesis: it does not say on which samples the mistakes are counted. Here a fifth of the training samples
+is held out for it: a network makes hardly any mistakes on samples that it was trained on, and no test sample may have a
+say in what is trained.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.fields import Index
+from fl_engine.core.samples import Data, Task
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import FULL, Adam, LocalTask
+from fl_engine.tasks import Classification
+from fl_engine.training.central import train_centrally
+
+log = logging.getLogger("flexfleet")
+
+HELD_OUT = 0.2
+
+
+class Confusion(BaseModel):
+    """counts[i][j]: how many held-out samples of class i were taken for class j."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    counts: tuple[tuple[Index, ...], ...]
+    accuracy: float
+
+    @model_validator(mode="after")
+    def _a_square(self) -> Confusion:
+        if not self.counts or any(len(row) != len(self.counts) for row in self.counts):
+            raise ValueError("a count for each pair of classes is expected")
+        return self
+
+    @property
+    def matrix(self) -> NDArray[np.int64]:
+        return np.array(self.counts, dtype=np.int64)
+
+
+def check_classes(task: Task, name: str) -> None:
+    """Raises ConfigError for a task whose labels cannot be confused. `name`: of the data set."""
+    if not isinstance(task, Classification):
+        raise ConfigError(
+            f"noise.labels confuses classes, and the targets of {name} are none ({task.name}): set noise.labels=0"
+        )
+
+
+def measure_confusion(
+    family: ModelFamily, data: Data, seed: int, epochs: int, lr: float, batch_size: int, device: str = "cpu"
+) -> Confusion:
+    """A function of the arguments alone. Raises ConfigError where there are no classes, or too few samples to hold some
+    out; ModelError where training diverges."""
+    check_classes(data.task, data.name)
+    order = seeds.rng(seed, "confusion").permutation(len(data.train_y))
+    cut = round(HELD_OUT * len(order))
+    if cut < 1:
+        raise ConfigError(f"noise.labels holds a fifth of the training samples out, of {len(order)} that is none")
+    test, train = (torch.from_numpy(np.sort(part)) for part in (order[:cut], order[cut:]))
+    x, y = data.train_x, data.train_y
+    own = replace(data, train_x=x[train], train_y=y[train], test_x=x[test], test_y=y[test], natural_client=None)
+    task = LocalTask(FULL, Adam(lr), epochs, batch_size, drop_last=False, seed=seeds.derive(seed, "confusion"))
+    start = initial_params(family, seeds.derive(seed, "confusion/init"))
+    log.info("label noise: central training on %d samples, %d epochs, to count its mistakes", len(train), epochs)
+    for epoch in train_centrally(family, own, task, {k: v.to(device) for k, v in start.items()}, device=device):
+        score = epoch.score
+    rows = score.confusion.tolist()
+    return Confusion(counts=tuple(tuple(row) for row in rows), accuracy=score.value)

@@ -1,0 +1,85 @@
+"""What a person gives a partition: a map of clients to samples, and an array of features."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fl_engine.core.errors import PartitionError
+from fl_engine.data.clusters import features_of
+from fl_engine.data.manual import owners
+from tests.fuzz.mutations import answer, damaged, json_like, law
+
+SAMPLES = 12
+MAP = {"clients": [[0, 3, 6, 9], [1, 4], [2, 5, 7, 8, 10, 11]]}
+
+
+def test_a_map_says_whose_each_sample_is(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps(MAP))
+    assert owners(path, SAMPLES).tolist() == [0, 1, 2, 0, 1, 2, 0, 2, 2, 0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "expected .*the positions of each client's training samples"),
+        ("[[0, 1]]", "expected "),
+        ('{"clients": []}', "clients"),
+        ('{"clients": [[0, 1, 2], []]}', "clients.1"),
+        ('{"clients": [[0, 1, 2.0]]}', "clients.0.2"),
+        ('{"clients": [[0, 1, -2]]}', "clients.0.2"),
+        ('{"clients": [[0, 1, 2]], "proxy": [3]}', "proxy"),
+        ('{"clients": [[0, 1, 12]]}', "there are training samples 0 to 11, the map names 12"),
+        ('{"clients": [[0, 1, 2], [2, 3]]}', r"sample 2 is named 2 times \(9 such samples\)"),
+        ('{"clients": [[0, 1, 2], [3, 4]]}', r"sample 5 is named 0 times \(7 such samples\)"),
+    ],
+)
+def test_what_is_no_map_is_told_in_a_line(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    path.write_text(text)
+    with pytest.raises(PartitionError, match=f"map.json: .*{said}"):
+        owners(path, SAMPLES)
+    with pytest.raises(PartitionError, match=r"partition\.map = .*none\.json cannot be read: No such file"):
+        owners(tmp_path / "none.json", SAMPLES)
+
+
+@law(60)
+@given(json_like(MAP) | damaged(json.dumps(MAP).encode()))
+@example(b'{"clients": [[' + b"9" * 5000 + b"]]}")
+@example(b"[" * 100_000)
+def test_a_map_is_whole_or_its_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "map.json"
+    path.write_bytes(content)
+    found = answer(lambda: owners(path, SAMPLES), "map.json", kind=PartitionError)
+    if found is not None:
+        assert found.shape == (SAMPLES,) and found.min() == 0
+        assert set(found.tolist()) == set(range(found.max() + 1))
+
+
+def npy(values: np.ndarray) -> bytes:  # type: ignore[type-arg]
+    out = io.BytesIO()
+    np.save(out, values, allow_pickle=False)
+    return out.getvalue()
+
+
+WHOLE = npy(np.arange(3.0 * SAMPLES, dtype=np.float32).reshape(SAMPLES, 3))
+
+
+@law(60)
+@given(damaged(WHOLE) | st.binary(max_size=200))
+@example(WHOLE.replace(b"(12, 3)", b"(12,10**9)"))
+@example(WHOLE.replace(b"(12, 3), }     ", b"(12, 999999999)}"))
+@example(WHOLE.replace(b"<f4", b"|O8"))
+def test_features_are_whole_or_their_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "features.npy"
+    path.write_bytes(content)
+    found = answer(lambda: features_of(path, SAMPLES), "features.npy", kind=PartitionError)
+    if found is not None:
+        assert len(found) == SAMPLES and np.isfinite(found).all()

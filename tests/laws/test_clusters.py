@@ -1,0 +1,122 @@
+"""Samples that are alike are in one cluster, the same ones every time; features are a network's, or a file's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fl_engine.core.errors import ModelError, PartitionError
+from fl_engine.core.slicing import initial_params
+from fl_engine.data.clusters import clusters_of, features_of
+from fl_engine.models import MODELS
+from fl_engine.models.build import build_model
+from fl_engine.testing.kinds import TinyMLP, tiny_table
+from fl_engine.testing.tiny import TinyNet, tiny_data
+from fl_engine.training.activations import LAST, pooled
+
+RNG = np.random.default_rng(0)
+GROUPS = RNG.permutation(np.arange(90) % 3)
+BLOBS = (10.0 * np.eye(3, 5)[GROUPS] + RNG.normal(0, 0.1, (90, 5))).astype(np.float32)
+"""Three groups, far from each other."""
+
+
+def test_groups_that_lie_apart_are_clusters() -> None:
+    found = clusters_of(BLOBS, 3, seed=0, what="blobs")
+    assert found.dtype == np.int64
+    pairs = set(zip(found.tolist(), GROUPS.tolist(), strict=True))
+    assert len(pairs) == 3 and {cluster for cluster, _ in pairs} == {0, 1, 2}
+    assert np.array_equal(found, clusters_of(BLOBS, 3, seed=0, what="blobs"))
+
+
+def test_another_seed_may_find_others() -> None:
+    noise = RNG.normal(0, 1, (200, 4)).astype(np.float32)
+    assert not np.array_equal(clusters_of(noise, 8, 0, "noise"), clusters_of(noise, 8, 1, "noise"))
+
+
+def test_fewer_different_samples_than_clusters_are_an_error() -> None:
+    with pytest.raises(PartitionError, match=r"blobs: 91 clusters of 90 samples: lower partition\.clusters"):
+        clusters_of(BLOBS, 91, 0, "blobs")
+    alike = np.repeat(np.eye(2, dtype=np.float32), 30, axis=0)
+    with pytest.raises(PartitionError, match="alike: 3 clusters of 2 different samples"):
+        clusters_of(alike, 3, 0, "alike")
+    wrong = BLOBS.copy()
+    wrong[7, 2] = np.nan
+    with pytest.raises(PartitionError, match=r"the features of sample 7 are no finite numbers \(1 such\)"):
+        clusters_of(wrong, 3, 0, "blobs")
+
+
+def test_features_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "features.npy"
+    for kind in (np.float32, np.float64, np.int16):
+        np.save(path, BLOBS.reshape(90, 5, 1).astype(kind))
+        assert np.array_equal(features_of(path, 90), BLOBS.astype(kind).astype(np.float32))
+    with pytest.raises(
+        PartitionError, match=r"a row of features for each of the 91 training samples.*found 90 x 5 x 1"
+    ):
+        features_of(path, 91)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (np.array([["a"]]), "found <U1 of 1 x 1"),
+        (np.array(3.0), "found  numbers"),
+        (np.zeros(3), "found 3 numbers"),
+        (np.zeros((3, 0)), "found "),
+        (np.full((3, 2), 1e300), "the features of sample 0 are no finite numbers"),
+        (np.array([[{}]], dtype=object), "found "),
+    ],
+)
+def test_what_are_no_features_is_named(values: np.ndarray[Any, Any], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "features.npy"
+    np.save(path, values, allow_pickle=True)
+    with pytest.raises(PartitionError, match=f"features.npy: .*{said}"):
+        features_of(path, 3)
+    with pytest.raises(PartitionError, match="No such file"):
+        features_of(tmp_path / "none.npy", 3)
+
+
+# ------------------------------------------------------------------------------------------------- of networks
+def test_features_of_a_network_are_what_its_last_layer_is_given() -> None:
+    data, family = tiny_data(), TinyNet()
+    params = initial_params(family, 0)
+    found = pooled(family, params, data, batch_size=32)
+    module = family.module()
+    module.load_state_dict(params)
+    (head,) = [layer for layer in module.modules() if isinstance(layer, nn.Linear)][-1:]
+    assert found.shape == (len(data.train_y), head.in_features)
+    with torch.no_grad():
+        outputs = torch.cat([module.eval()(data.normalise(x)) for x in torch.split(data.train_x, 32)])
+        again = head(torch.from_numpy(found))
+    assert torch.allclose(outputs, again, atol=1e-5)
+    assert np.array_equal(found, pooled(family, params, data, batch_size=32))
+
+
+def test_vectors_have_features_too() -> None:
+    data = tiny_table()
+    family = TinyMLP(data.input_shape, 1)
+    assert pooled(family, initial_params(family, 0), data).shape[0] == len(data.train_y)
+
+
+def test_every_network_ends_in_a_layer_that_can_be_looked_at() -> None:
+    for name in MODELS:
+        kind: Any = MODELS[name]
+        shape, outputs = getattr(kind, "published_input", (3, 32, 32)), getattr(kind, "published_outputs", 10)
+        with torch.device("meta"):
+            module = build_model({"name": name}, shape, outputs).module()
+        (last,) = [layer for layer in module.modules() if isinstance(layer, LAST)][-1:]
+        assert (last.out_features if isinstance(last, nn.Linear) else last.out_channels) == outputs, name
+
+
+def test_a_network_without_one_is_refused() -> None:
+    class Flat(TinyNet):
+        def module(self, spec: Any = None) -> nn.Module:
+            return nn.Flatten()
+
+    with pytest.raises(ModelError, match="Flat has no linear layer and no convolution"):
+        pooled(Flat(), {}, tiny_data())

@@ -1,0 +1,151 @@
+"""Clients' labels are made wrong as the matrix says, as often as asked for, and nobody else's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.data import label_noise as noise
+from fl_engine.data import partitioning as p
+from fl_engine.data.label_noise import LabelNoise, NoiseFigures
+from fl_engine.preparation.confusion import check_classes, measure_confusion
+from fl_engine.tasks import Classification
+from fl_engine.testing.kinds import TinyMLP, tiny_table
+from fl_engine.testing.tiny import TinyNet, tiny_data
+
+CONFUSION = np.array([[6, 3, 1], [0, 19, 1], [2, 0, 8]])
+"""Class 1 is recognised in 95 of 100 cases."""
+
+
+def test_what_a_label_becomes_by_hand() -> None:
+    found = noise.likely_mistakes(CONFUSION, sure=0.95)
+    assert found.tolist() == [[0, 0.75, 0.25], [0, 0, 0], [1, 0, 0]]
+    assert noise.likely_mistakes(CONFUSION, sure=0.96)[1].tolist() == [0, 0, 1]
+    assert noise.likely_mistakes(np.array([[0, 0], [1, 1]]), 0.95).tolist() == [[0, 0], [1, 0]], "never seen: left"
+    assert noise.likely_mistakes(np.array([[0, 9], [0, 9]]), 1.0).tolist() == [[0, 0], [0, 0]], "always one class: left"
+
+
+def test_so_many_labels_of_each_client_become_what_the_matrix_says() -> None:
+    """Client 0 holds class 0, client 1 class 1, which is left; of client 2's 4 samples int(.3 * 4) = 1 is wrong."""
+    targets = np.array([0] * 4000 + [1] * 50 + [2] * 4)
+    clients = (np.arange(4000), np.arange(4000, 4050), np.arange(4050, 4054))
+    found = noise.made_wrong(targets, clients, noise.likely_mistakes(CONFUSION, 0.95), 0.3, seed=1)
+    assert found.figures == NoiseFigures(share=0.3, wrong=(1200, 0, 1))
+    assert found.reached == 1201 / 4054
+    became = np.bincount(found.labels[0], minlength=3)
+    assert became[0] == 2800 and abs(became[1] - 900) < 60, "three in four of them class 1"
+    assert found.labels[1].tolist() == [1] * 50
+    assert sorted(found.labels[2].tolist()) == [0, 2, 2, 2]
+
+
+law = settings(max_examples=40, deadline=None)
+
+
+@law
+@given(st.data())
+def test_noise_is_where_it_may_be_and_the_same_for_a_seed(data: st.DataObject) -> None:
+    classes = data.draw(st.integers(2, 5))
+    rows = st.lists(st.integers(0, 30), min_size=classes, max_size=classes)
+    confusion = np.array(data.draw(st.lists(rows, min_size=classes, max_size=classes)))
+    targets = np.array(data.draw(st.lists(st.integers(0, classes - 1), min_size=1, max_size=80)))
+    share, seed = data.draw(st.floats(0.01, 1)), data.draw(st.integers(0, 2**40))
+    clients = tuple(np.sort(part) for part in np.array_split(np.arange(len(targets)), 3))
+    mistakes = noise.likely_mistakes(confusion, 0.95)
+    assert np.isclose(mistakes.sum(1), 1).tolist() == mistakes.any(1).tolist()
+    assert not mistakes.diagonal().any()
+    found = noise.made_wrong(targets, clients, mistakes, share, seed)
+    again = noise.made_wrong(targets, clients, mistakes, share, seed)
+    for indices, held, same, wrong in zip(clients, found.labels, again.labels, found.figures.wrong, strict=True):
+        assert held.tolist() == same.tolist()
+        differ = held != targets[indices]
+        assert differ.sum() == wrong <= int(len(indices) * share)
+        assert (mistakes[targets[indices][differ], held[differ]] > 0).all()
+    # A client's noise does not depend on what others hold.
+    alone = noise.made_wrong(targets, (clients[0], clients[1][:0], clients[2][:0]), mistakes, share, seed)
+    assert alone.labels[0].tolist() == found.labels[0].tolist()
+
+
+def noisy_partition(share: float = 0.5) -> tuple[Any, p.Partition]:
+    data = tiny_data()
+    parts = p.partition(data, "iid", 4, 0.1, 0)
+    others = 1.0 - np.eye(data.task.outputs)
+    mistakes = others / others.sum(1, keepdims=True)
+    made = noise.made_wrong(data.train_y.numpy(), parts.clients, mistakes, share, 0)
+    return data, replace(parts, noise=made)
+
+
+def test_a_noisy_partition_is_stored_and_clients_are_told_its_labels(tmp_path: Path) -> None:
+    data, parts = noisy_partition()
+    p.save(parts, tmp_path)
+    found = p.load(tmp_path, data)
+    assert found.noise is not None and parts.noise is not None
+    assert found.noise.figures == parts.noise.figures and found.noise.reached > 0.4
+    told = p.as_told(data, found)
+    for indices, held in zip(parts.clients, parts.noise.labels, strict=True):
+        assert told.train_y[indices].tolist() == held.tolist()
+    own = np.concatenate([parts.proxy_train, parts.proxy_test])
+    assert torch.equal(told.train_y[own], data.train_y[own]), "the server's labels are right"
+    assert torch.equal(told.test_y, data.test_y) and torch.equal(told.train_x, data.train_x)
+    assert p.read_manifest(tmp_path / p.MANIFEST).reached == found.noise.reached
+
+
+def test_without_noise_the_data_are_those_that_were_read_and_the_file_is_as_it_was(tmp_path: Path) -> None:
+    data = tiny_data()
+    parts = p.partition(data, "iid", 4, 0.1, 0)
+    assert p.as_told(data, parts) is data
+    p.save(parts, tmp_path)
+    assert "noise" not in (tmp_path / p.MANIFEST).read_text()
+    assert p.read_manifest(tmp_path / p.MANIFEST).reached is None
+
+
+def of_class(number: int) -> Any:
+    def change(made: LabelNoise) -> LabelNoise:
+        return replace(made, labels=(np.full_like(made.labels[0], number), *made.labels[1:]))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        of_class(99),
+        of_class(-1),
+        of_class(0),
+        lambda made: replace(made, figures=NoiseFigures(share=0.5, wrong=made.figures.wrong[:-1])),
+        lambda made: replace(made, figures=NoiseFigures(share=0.5, wrong=(0, *made.figures.wrong[1:]))),
+        lambda made: replace(made, labels=made.labels[:-1]),
+    ],
+)
+def test_labels_that_are_not_those_of_the_figures_are_named(change: Any, tmp_path: Path) -> None:
+    data, parts = noisy_partition()
+    assert parts.noise is not None
+    p.save(replace(parts, noise=change(parts.noise)), tmp_path)
+    with pytest.raises(IntegrityError, match="partition"):
+        p.load(tmp_path, data)
+
+
+# ------------------------------------------------------------------------------------------------- the matrix
+def test_the_matrix_is_of_held_out_training_samples_and_the_same_every_time() -> None:
+    data, family = tiny_data(), TinyNet()
+    found = measure_confusion(family, data, seed=3, epochs=2, lr=1e-2, batch_size=16)
+    assert found == measure_confusion(family, data, seed=3, epochs=2, lr=1e-2, batch_size=16)
+    assert found != measure_confusion(family, data, seed=4, epochs=2, lr=1e-2, batch_size=16)
+    assert found.matrix.sum() == round(0.2 * len(data.train_y))
+    assert found.accuracy == pytest.approx(found.matrix.trace() / found.matrix.sum())
+    other = replace(data, test_x=data.test_x.flip(0), test_y=data.test_y.clone())
+    assert measure_confusion(family, other, seed=3, epochs=2, lr=1e-2, batch_size=16) == found, "no test sample counts"
+
+
+def test_numbers_are_refused_by_name() -> None:
+    data = tiny_table()
+    with pytest.raises(ConfigError, match=r"the targets of tiny_table are none \(regression\): set noise\.labels=0"):
+        measure_confusion(TinyMLP(data.input_shape, 1), data, seed=0, epochs=1, lr=1e-3, batch_size=8)
+    check_classes(Classification(3), "x")
