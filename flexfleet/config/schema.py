@@ -15,7 +15,7 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.errors import masked
-from fl_engine.core.fields import Count, Moves, NotNegative, Positive, Section, Unseen
+from fl_engine.core.fields import Count, Fraction, Moves, NotNegative, Positive, Section, Unseen
 from fl_engine.core.samplers import Sampling, Shuffle
 from fl_engine.core.schedules import Constant, Scheduling
 from fl_engine.data.partitioning import Rule
@@ -43,17 +43,41 @@ class PartitionConfig(Section):
     clients: Count = 20
     """Number of devices."""
     alpha: float = 0.6
-    """Concentration of dirichlet and quantity, above 0; smaller is more heterogeneous."""
+    """Concentration of dirichlet, dirichlet_per_client and quantity, above 0; smaller is more heterogeneous."""
     cap: bool = False
     """Deal a class only to clients that hold less than an equal share of all samples yet (dirichlet)."""
     labels_per_client: Count = 2
     """Labels that each client holds (disjoint_labels)."""
     minimum: Count = 20
-    """Each client gets at least this many samples (dirichlet, quantity)."""
+    """Each client gets at least this many samples (dirichlet, dirichlet_per_client, quantity)."""
+    map: str | None = None
+    """File with each client's training samples (manual): {"clients": [[0, 3, ...], ...]}, positions from 0."""
+    features: str | None = None
+    """Deal by clusters of the samples' features instead of by labels (dirichlet, dirichlet_per_client,
+    disjoint_labels): an .npy file with a row for each training sample, or the name of a network, whose input to its
+    last layer counts, with its first weights, untrained. null: deal by labels."""
+    clusters: Annotated[int, Field(ge=2)] = 10
+    """Number of clusters, by k-means, where `features` is given."""
     proxy: float = 0.05
     """Share of the training data kept by the server: 80 % to pre-train, 20 % to measure APoZ."""
     seed: int | None = None
     """Seed of the partition alone; null: the run's seed, so that runs with other seeds have other partitions."""
+
+
+class NoiseConfig(Section):
+    """Wrong labels at the clients, drawn from the mistakes of a centrally trained model (FedAIoT)."""
+
+    labels: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of each client's labels to make wrong; 0: none. Report and MLflow show the share that is reached: see
+    `sure`."""
+    sure: Fraction = 0.95
+    """The labels of a class stay right if the model takes this share of it or more for one class."""
+    epochs: Count = 20
+    """Epochs of the central training, on four fifths of all training data; its mistakes are counted on the rest."""
+    lr: Positive = 1e-3
+    """Its learning rate, of Adam."""
+    batch_size: Count = 50
+    """Its samples per step."""
 
 
 class FleetConfig(Section):
@@ -235,6 +259,7 @@ class Config(Section):
     """Everything random follows from it."""
     dataset: DatasetConfig = DatasetConfig()
     partition: PartitionConfig = PartitionConfig()
+    noise: NoiseConfig = NoiseConfig()
     model: dict[str, Any] = Field(default={"name": "small_cnn"})
     """name (registered, or package.module:NAME) and the network's own options."""
     fleet: FleetConfig = FleetConfig()

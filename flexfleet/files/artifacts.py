@@ -246,7 +246,8 @@ class Result(Artifact):
     status: Literal["finished"]
     metrics: dict[str, Any]
     """avg, full, levels{name: value}, best{round, avg, full}: the round with the best avg, highest{50, 80, 100: {avg,
-    full}}: the highest values within so many % of the rounds."""
+    full}}: the highest values within so many % of the rounds; label_noise: the share of clients' labels that are wrong,
+    where noise.labels asks for some."""
     bytes: dict[str, int]
     """down, up."""
     waste: float

@@ -13,6 +13,7 @@ from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.models import export as exports
 from fl_engine.preparation import assumed, preparation
+from fl_engine.preparation.confusion import check_classes
 from fl_engine.rounds.run import Run
 from flexfleet.config import Config
 from flexfleet.steps.partition import cut, site_of
@@ -26,6 +27,8 @@ def check(resolved: Resolved) -> dict[str, Any]:
     for device in config.run.devices:
         check_device(device)
     parts = cut(resolved)
+    if config.noise.labels:
+        check_classes(data.task, data.name)
     if config.publish.models:
         exports.check(family, data, config.partition.proxy)
         if config.publish.onnx:

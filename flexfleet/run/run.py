@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fl_engine.aggregation import privacy
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.data.partitioning import MANIFEST, read_manifest
 from fl_engine.storage.store import Store
 from flexfleet.config.names import plain
 from flexfleet.files.artifacts import EvaluationFile, History, Result, RunFile
@@ -104,6 +105,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
             from flexfleet.tracking.trackers import log_outcome
 
             metrics = {"final/avg": outcome.metrics["avg"], "final/full": outcome.metrics["full"]}
+            metrics |= {name: outcome.metrics[name] for name in ("label_noise",) if name in outcome.metrics}
             files = [str(page), str(out / "pool" / "pool.json"), str(written)]
             pointers = out / versioned.POINTERS if config.publish.dvc else None
             log_outcome(config.tracking.mlflow, outcome.mlflow_run_id, metrics, tags, files, pointers)
@@ -119,6 +121,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
     run, history = RunFile.read(out / "run.json"), History.read(out / "history.json")
     evaluation = EvaluationFile.read(out / "evaluation.json")
     measured = [row["metrics"] | {"round": row["round"] + 1} for row in history.rounds]
+    noise = read_manifest(out / "partition" / MANIFEST).reached
     best = max((m for m in measured if "avg" in m), key=lambda m: m["avg"])
     down, up = (sum(m[k] for m in measured) for k in ("bytes_down", "bytes_up"))
     return Result(
@@ -130,6 +133,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
             "levels": {name: score.value for name, score in evaluation.levels.items()},
             "best": {k: best[k] for k in ("round", "avg", "full")},
             "highest": highest_of(measured),
+            **({} if noise is None else {"label_noise": noise}),
         },
         bytes={"down": int(down), "up": int(up)},
         waste=1 - up / down if down else 0.0,

@@ -54,8 +54,9 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
         run = RunFile.read(folder / "run.json")
         told_config, algorithm = configs.parse_with_algorithm(run.config)
         resolved = Resolved(_here(told_config), algorithm)
-        config, data, family = resolved.config, resolved.data, resolved.family
-        parts = partition.load(folder, data)
+        config, family = resolved.config, resolved.family
+        parts = partition.load(folder, resolved.data)
+        data = partition.as_told(resolved.data, parts)
         pool = PoolFile.read(folder / "pool.json").pool()
     prepare_process((told.device,))
     numerics = _numerics(run)

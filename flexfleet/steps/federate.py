@@ -216,8 +216,9 @@ def _federate(
 
 def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path) -> Site:
     """All that clients on this machine need to know. Prepares the process for training."""
-    config, data, family = resolved.config, resolved.data, resolved.family
-    parts = partition.load(partition_dir, data)
+    config, family = resolved.config, resolved.family
+    parts = partition.load(partition_dir, resolved.data)
+    data = partition.as_told(resolved.data, parts)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     prepare_process(config.run.devices)

@@ -7,24 +7,30 @@ from pathlib import Path
 
 from fl_engine.core.contracts import ServerContext
 from fl_engine.data import partitioning as partitions
+from fl_engine.data.manual import owners
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import LazyServer, ServerSite
 from flexfleet.config import cut_seed
 from flexfleet.files import terminal as common
+from flexfleet.steps.labels import keep_clusters, noisy
 from flexfleet.steps.prepare import Resolved, resolved_of
 
 
 def partition(resolved: Resolved, out: Path) -> Path:
     """Writes partition.safetensors, partition.json and partition.svg (label x client) into `out`."""
     parts = cut(resolved)
+    if parts.clusters is not None:
+        keep_clusters(resolved.config, resolved.data, parts.clusters)
+    parts = noisy(resolved.config, resolved.data, parts)
     partitions.draw(parts.counts, out / "partition.svg", parts.label)
     return partitions.save(parts, out)
 
 
 def cut(resolved: Resolved) -> Partition:
-    """The configured partition of the data. Raises PartitionError if it is impossible."""
+    """The configured partition of the data, without the noise. Raises PartitionError if it is impossible."""
     p = resolved.config.partition
+    owner = owners(Path(p.map), len(resolved.data.train_y)) if p.rule == "manual" and p.map is not None else None
     return partitions.partition(
         resolved.data,
         p.rule,
@@ -35,6 +41,8 @@ def cut(resolved: Resolved) -> Partition:
         labels_per_client=p.labels_per_client,
         minimum=p.minimum,
         cap=p.cap,
+        clusters=resolved.clusters,
+        owner=owner,
     )
 
 

@@ -15,11 +15,13 @@ from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, Tak
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data
+from fl_engine.data.rules import Ints
 from fl_engine.datasets import DATASETS, Source, pad, subset
 from fl_engine.models.build import build_model
 from fl_engine.training import batches
 from flexfleet import config as configs
 from flexfleet.config import Config, cut_seed, min_side
+from flexfleet.steps.labels import clusters_for
 from flexfleet.tracking import versioned
 
 log = logging.getLogger("flexfleet")
@@ -47,6 +49,12 @@ class Resolved:
     def data(self) -> Data:
         """The data set, cut and (if it holds images) padded as configured. Raises DataError and ConfigError."""
         return _read(self.config)
+
+    @cached_property
+    def clusters(self) -> Ints | None:
+        """(N_train,): the cluster of each training sample, where the partition deals by clusters. Raises
+        PartitionError."""
+        return clusters_for(self.config, self.data)
 
     @cached_property
     def family(self) -> ModelFamily:

@@ -1,7 +1,7 @@
 """Computes once what all runs of one seed of a comparison start from: the partition, and what the preparations make.
 
-The partition follows from data set, network, partition, pre-training settings and seed. The folder records these, and
-only runs with the same values use it. A run uses a preparation's result if its inputs are the same (`steps.pretrain`),
+Both follow from data set, network, partition, noise, pre-training settings and seed. The folder records these, and only
+runs with the same values use it. A run uses a preparation's result if its inputs are the same (`steps.pretrain`),
 and computes its own if they are not.
 """
 
@@ -22,7 +22,7 @@ from flexfleet.steps.partition import partition
 from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.steps.pretrain import is_known, pretrain
 
-SECTIONS = ("dataset.", "partition.", "model.", "pretrain.", "seed")
+SECTIONS = ("dataset.", "partition.", "noise.", "model.", "pretrain.", "seed")
 ABOUT = "shared.json"
 
 

@@ -1,0 +1,119 @@
+"""Labels that are not the data set's own: clusters of features, by which a partition deals; wrong labels of clients.
+
+Both take long, follow from data, network, seed and a few parameters, and are kept in the run store by these.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_engine.backends.in_process import check_device
+from fl_engine.core import seeds
+from fl_engine.core.errors import PartitionError
+from fl_engine.core.samples import Data
+from fl_engine.core.slicing import initial_params
+from fl_engine.data import clusters, npy
+from fl_engine.data.files import fingerprint
+from fl_engine.data.label_noise import likely_mistakes, made_wrong
+from fl_engine.data.partitioning import BY_LABEL, Partition
+from fl_engine.data.rules import Ints
+from fl_engine.models.build import build_model
+from fl_engine.preparation import confusion
+from fl_engine.preparation.confusion import Confusion, measure_confusion
+from fl_engine.storage.store import sha256
+from fl_engine.training import activations
+from flexfleet.config import Config, cut_seed
+from flexfleet.files import kept
+
+log = logging.getLogger("flexfleet")
+
+
+def clusters_for(config: Config, data: Data) -> Ints | None:
+    """(N_train,): the cluster of each training sample, as kept or computed; None where the partition does not deal by
+    clusters. Raises PartitionError; for a network ConfigError and ModelError too."""
+    p = config.partition
+    if p.features is None or p.rule not in BY_LABEL:
+        return None
+    samples = len(data.train_y)
+    known = kept.find(_store(config), "clusters", _inputs(config, data), list[int])
+    if known is not None and len(known) == samples and min(known) >= 0 and max(known) < p.clusters:
+        return np.array(known, dtype=np.int64)
+    if _is_file(p.features):
+        features = clusters.features_of(Path(p.features), samples)
+    else:
+        family = build_model({"name": p.features}, data.input_shape, data.task.outputs)
+        features = activations.pooled(family, initial_params(family, seeds.derive(cut_seed(config), "features")), data)
+    return clusters.clusters_of(features, p.clusters, cut_seed(config), f"partition.features = {p.features}")
+
+
+def keep_clusters(config: Config, data: Data, found: Ints) -> None:
+    """For the next run with the same features."""
+    kept.keep(_store(config), "clusters", _inputs(config, data), list[int], found.tolist())
+
+
+def _inputs(config: Config, data: Data) -> dict[str, Any]:
+    """All that clusters are computed from."""
+    p, given = config.partition, {}
+    assert p.features is not None
+    if _is_file(p.features):
+        try:
+            given["file"] = sha256(Path(p.features).read_bytes())
+        except OSError as error:
+            raise PartitionError(f"partition.features = {p.features} cannot be read: {error.strerror}") from error
+    else:
+        given["network"] = repr(build_model({"name": p.features}, data.input_shape, data.task.outputs))
+    return given | {
+        "data": fingerprint(data),
+        "clusters": p.clusters,
+        "seed": cut_seed(config),
+        "scikit-learn": version("scikit-learn"),
+        "code": [_code(module) for module in (clusters, npy, activations)],
+    }
+
+
+def noisy(config: Config, data: Data, parts: Partition) -> Partition:
+    """The partition with wrong labels, where the configuration asks for some. Trains centrally, unless what it found is
+    kept. The network is the configured one, without an algorithm's changes: algorithms that are compared have the same
+    labels. Raises ConfigError where the data have no classes; ModelError where the training diverges."""
+    n, device = config.noise, config.run.devices[0]
+    if not n.labels:
+        return parts
+    confusion.check_classes(data.task, data.name)
+    family = build_model(config.model, data.input_shape, data.task.outputs)
+    seed, settings = cut_seed(config), n.model_dump(include={"epochs", "lr", "batch_size"})
+    inputs = {"data": fingerprint(data), "network": repr(family), "code": _code(confusion), "seed": seed, **settings}
+
+    def measured() -> Confusion:
+        check_device(device)
+        return measure_confusion(family, data, seed, n.epochs, n.lr, n.batch_size, device)
+
+    found = kept.kept(_store(config), "confusion", inputs, Confusion, measured)
+    mistakes = likely_mistakes(found.matrix, n.sure)
+    noise = made_wrong(data.train_y.numpy(), parts.clients, mistakes, n.labels, seed)
+    level = logging.INFO if noise.reached >= n.labels / 2 else logging.WARNING
+    log.log(
+        level,
+        "label noise: %d of %d labels of clients are wrong, %.2f %%; %g %% were asked for, and the labels of %d of %d "
+        "classes stay right",
+        sum(noise.figures.wrong), sum(map(len, parts.clients)), 100 * noise.reached, 100 * n.labels,
+        int((mistakes.sum(1) == 0).sum()), data.task.outputs,
+    )  # fmt: skip
+    return replace(parts, noise=noise)
+
+
+def _store(config: Config) -> Path:
+    return Path(config.run.store)
+
+
+def _is_file(features: str) -> bool:
+    return features.endswith(".npy")
+
+
+def _code(module: Any) -> str:
+    return sha256(Path(module.__file__).read_bytes())
