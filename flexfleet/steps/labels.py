@@ -15,6 +15,7 @@ import numpy as np
 
 from fl_engine.backends.in_process import check_device
 from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
@@ -34,6 +35,14 @@ from flexfleet.files import kept
 log = logging.getLogger("flexfleet")
 
 
+def feature_network(config: Config, data: Data) -> ModelFamily | None:
+    """The network that `partition.features` names; None where it names none. Raises ConfigError or ModelError."""
+    p = config.partition
+    if p.features is None or p.rule not in BY_LABEL or p.features.endswith(".npy"):
+        return None
+    return build_model({"name": p.features}, data.input_shape, data.task.outputs)
+
+
 def clusters_for(config: Config, data: Data) -> Ints | None:
     """(N_train,): the cluster of each training sample, as kept or computed; None where the partition does not deal by
     clusters. Raises PartitionError; for a network ConfigError and ModelError too."""
@@ -44,10 +53,10 @@ def clusters_for(config: Config, data: Data) -> Ints | None:
     known = kept.find(_store(config), "clusters", _inputs(config, data), list[int])
     if known is not None and len(known) == samples and min(known) >= 0 and max(known) < p.clusters:
         return np.array(known, dtype=np.int64)
-    if _is_file(p.features):
+    family = feature_network(config, data)
+    if family is None:
         features = clusters.features_of(Path(p.features), samples)
     else:
-        family = build_model({"name": p.features}, data.input_shape, data.task.outputs)
         features = activations.pooled(family, initial_params(family, seeds.derive(cut_seed(config), "features")), data)
     return clusters.clusters_of(features, p.clusters, cut_seed(config), f"partition.features = {p.features}")
 
@@ -59,15 +68,15 @@ def keep_clusters(config: Config, data: Data, found: Ints) -> None:
 
 def _inputs(config: Config, data: Data) -> dict[str, Any]:
     """All that clusters are computed from."""
-    p, given = config.partition, {}
+    p, given, family = config.partition, {}, feature_network(config, data)
     assert p.features is not None
-    if _is_file(p.features):
+    if family is None:
         try:
             given["file"] = sha256(Path(p.features).read_bytes())
         except OSError as error:
             raise PartitionError(f"partition.features = {p.features} cannot be read: {error.strerror}") from error
     else:
-        given["network"] = repr(build_model({"name": p.features}, data.input_shape, data.task.outputs))
+        given["network"] = repr(family)
     return given | {
         "data": fingerprint(data),
         "clusters": p.clusters,
@@ -78,12 +87,10 @@ def _inputs(config: Config, data: Data) -> dict[str, Any]:
 
 
 def noisy(config: Config, data: Data, parts: Partition) -> Partition:
-    """The partition with wrong labels, where the configuration asks for some. Trains centrally, unless what it found is
+    """The partition with the wrong labels that the configuration asks for. Trains centrally, unless what it found is
     kept. The network is the configured one, without an algorithm's changes: algorithms that are compared have the same
     labels. Raises ConfigError where the data have no classes; ModelError where the training diverges."""
     n, device = config.noise, config.run.devices[0]
-    if not n.labels:
-        return parts
     confusion.check_classes(data.task, data.name)
     family = build_model(config.model, data.input_shape, data.task.outputs)
     seed, settings = cut_seed(config), n.model_dump(include={"epochs", "lr", "batch_size"})
@@ -109,10 +116,6 @@ def noisy(config: Config, data: Data, parts: Partition) -> Partition:
 
 def _store(config: Config) -> Path:
     return Path(config.run.store)
-
-
-def _is_file(features: str) -> bool:
-    return features.endswith(".npy")
 
 
 def _code(module: Any) -> str:

@@ -22,7 +22,9 @@ def partition(resolved: Resolved, out: Path) -> Path:
     parts = cut(resolved)
     if parts.clusters is not None:
         keep_clusters(resolved.config, resolved.data, parts.clusters)
-    parts = noisy(resolved.config, resolved.data, parts)
+    if resolved.config.noise.labels:
+        _ = resolved.family  # raises where the network does not fit the data
+        parts = noisy(resolved.config, resolved.data, parts)
     partitions.draw(parts.counts, out / "partition.svg", parts.label)
     return partitions.save(parts, out)
 

@@ -21,7 +21,7 @@ from fl_engine.models.build import build_model
 from fl_engine.training import batches
 from flexfleet import config as configs
 from flexfleet.config import Config, cut_seed, min_side
-from flexfleet.steps.labels import clusters_for
+from flexfleet.steps.labels import clusters_for, feature_network
 from flexfleet.tracking import versioned
 
 log = logging.getLogger("flexfleet")
@@ -53,7 +53,10 @@ class Resolved:
     @cached_property
     def clusters(self) -> Ints | None:
         """(N_train,): the cluster of each training sample, where the partition deals by clusters. Raises
-        PartitionError."""
+        PartitionError, or ConfigError and ModelError for a network."""
+        family = feature_network(self.config, self.data)
+        if family is not None:
+            check_fits(self.data, family)
         return clusters_for(self.config, self.data)
 
     @cached_property

@@ -1,5 +1,5 @@
-"""Samples that are no images, a task that is no classification, and samples that are drawn and changed, as pods on the
-fake cluster."""
+"""Samples that are no images, a task that is no classification, samples that are drawn and changed, and labels that are
+wrong, as pods on the fake cluster."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         "training.augment=[{name: crop, padding: 2}, {name: flip}]",
         "training.schedule={name: cosine, floor: 0.1, restart: 1}",
     ),
+    "wrong labels": ("algorithm.name=heterofl", "noise.labels=0.5", "noise.epochs=1", "noise.sure=1.0"),
 }
 
 
