@@ -18,7 +18,6 @@ from pathlib import Path
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, Stopped
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
-from flexfleet.compare import reference
 from flexfleet.compare.comparison import Comparison
 from flexfleet.compare.side_by_side import Command, last_words, side_by_side
 from flexfleet.compare.tabulate import tabulate
@@ -54,11 +53,9 @@ def compare(
     resume: bool = False,
     options: Sequence[str] = (),
     night: str | None = None,
-    central: Sequence[Entry] = (),
 ) -> Comparison:
     """Makes the runs that are not finished, `at_once` side by side, and writes the comparison. `options` are passed to
-    each run (`--discard-damaged`). `night`: the MLflow run of the night that the comparison belongs to. `central`: what
-    `flexfleet central` trains as the reference, for each seed.
+    each run (`--discard-damaged`). `night`: the MLflow run of the night that the comparison belongs to.
 
     Raises ConfigError before anything trains; RunsFailed if runs failed, after all others ended; Stopped and
     KeyboardInterrupt when all processes have stopped.
@@ -77,14 +74,13 @@ def compare(
         mlflow = begin(runs, id, {PARENT: night} if night else {})
         try:
             with ending(mlflow):
-                _run(runs, id, folder, at_once, options, mlflow.root if mlflow else None, central)
+                _run(runs, id, folder, at_once, options, mlflow.root if mlflow else None)
         except Stopped:
             raise Stopped(f"stopped on request: {_go_on(id)}") from None
         except KeyboardInterrupt:
             log.warning("interrupted: %s", _go_on(id))
             raise
-        folders = {entry.name: folder / entry.name for entry in runs}
-        return tabulate(id, runs, folders, folder, to, mlflow, reference.read(central, folder))
+        return tabulate(id, runs, {entry.name: folder / entry.name for entry in runs}, folder, to, mlflow)
 
 
 def in_one_experiment(runs: Sequence[Entry]) -> list[Entry]:
@@ -148,20 +144,12 @@ def _check_metric(runs: Sequence[Entry]) -> None:
 
 
 def _run(
-    runs: Sequence[Entry],
-    id: str,
-    folder: Path,
-    at_once: int,
-    options: Sequence[str],
-    parent: str | None,
-    central: Sequence[Entry],
+    runs: Sequence[Entry], id: str, folder: Path, at_once: int, options: Sequence[str], parent: str | None
 ) -> None:
     left = [entry for entry in runs if not finished(entry.config, folder / entry.name)]
     if len(left) < len(runs):
         log.info("%d of %d runs are finished", len(runs) - len(left), len(runs))
-    about = {"flexfleet.comparison": id, **({PARENT: parent} if parent else {})}
-    references = reference.commands(central, folder, options, about)
-    if not left and not references:
+    if not left:
         return
     for name in ("json", "md", "svg", "html"):  # would not match the runs that the folder has in the end
         (folder / f"comparison.{name}").unlink(missing_ok=True)
@@ -174,7 +162,7 @@ def _run(
     commands = [
         _command(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
         for entry in ready
-    ] + references
+    ]
     codes |= side_by_side(commands, at_once)
     failed = [(name, code) for name, code in codes.items() if code]
     if failed:

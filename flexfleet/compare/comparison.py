@@ -32,8 +32,6 @@ STEPS = 20
 """If no accuracies to reach are given, they are multiples of 1/20,"""
 MOST_TARGETS = 4
 """at most this many."""
-LABEL = "central"
-"""Of the reference, in tables and in the names of its runs."""
 Runs = Mapping[str, Sequence[Run]]
 """The runs of each label, in the order of the seeds."""
 
@@ -121,16 +119,6 @@ class Summary(_Part):
     runs: tuple[OneRun, ...]
 
 
-class Central(_Part):
-    """The full network trained on all samples, with the same seeds."""
-
-    epochs: int
-    last: Spread
-    best: Spread
-    """After the best epoch, which is chosen on test data."""
-    mlflow_run_ids: tuple[str, ...]
-
-
 class Comparison(Artifact):
     """comparison.json, and what `flexfleet compare --json` prints."""
 
@@ -146,8 +134,6 @@ class Comparison(Artifact):
     """Parameters in which labels differ, without the algorithm's own, by dotted names."""
     results: dict[str, Summary]
     """By label."""
-    central: Central | None = None
-    """The reference; null: not asked for."""
     notes: tuple[str, ...] = ()
     mlflow_run_id: str | None = None
 
@@ -244,19 +230,19 @@ def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float]
         varied={key: runs[0].config.get(key) for key in varied},
         levels=tuple(statistics.fmean(sizes) for sizes in zip(*map(_sizes, runs), strict=True)),
         last=Score(
-            round=sure([len(run.rows) for run in runs]),
+            round=_sure([len(run.rows) for run in runs]),
             avg=spread([one.avg for one in each]),
-            full=sure([one.full for one in each]),
+            full=_sure([one.full for one in each]),
         ),
         best=Score(
-            round=sure([run.best.round + 1 for run in runs]),
+            round=_sure([run.best.round + 1 for run in runs]),
             avg=spread([b["avg"] for b in best]),
-            full=sure([run.best.metrics["full"] for run in runs]),
+            full=_sure([run.best.metrics["full"] for run in runs]),
         ),
-        mb_down=sure([one.mb_down for one in each]),
-        mb_up=sure([one.mb_up for one in each]),
-        waste=sure([one.waste for one in each]),
-        seconds=sure([one.seconds for one in each]),
+        mb_down=_sure([one.mb_down for one in each]),
+        mb_up=_sure([one.mb_up for one in each]),
+        waste=_sure([one.waste for one in each]),
+        seconds=_sure([one.seconds for one in each]),
         seconds_simulated=spread([one.seconds_simulated for one in each]),
         reached=tuple(reached(seeds, [run.rows for run in runs], target) for target in targets),
         highest=tuple(_highest(runs)),
@@ -353,7 +339,7 @@ def spread(values: Sequence[float | None]) -> Spread | None:
     return Spread(mean=statistics.fmean(known), std=statistics.stdev(known) if len(known) > 1 else None)
 
 
-def sure(values: Sequence[float]) -> Spread:
+def _sure(values: Sequence[float]) -> Spread:
     known = spread(values)
     assert known is not None, "a comparison has at least one seed"
     return known

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_engine.storage.store import FolderStore
-from flexfleet.compare.comparison import LABEL, Central, Comparison, Runs, Spread, Summary, curve, read, summarise
+from flexfleet.compare.comparison import Comparison, Runs, Spread, Summary, curve, read, summarise
 from flexfleet.config.entries import Entry, varied
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
@@ -37,15 +37,14 @@ def tabulate(
     out: Path,
     to: Sequence[float] = (),
     mlflow: MLflow | None = None,
-    central: Central | None = None,
 ) -> Comparison:
     """Writes FILES into `out` (`folders`: the finished run folders by run id), then logs them to the comparison's
     MLflow run, if there is one. Raises what `comparison.read` raises."""
     labels, seeds = list(dict.fromkeys(e.label for e in entries)), list(dict.fromkeys(e.seed for e in entries))
     differ = varied(entries)
     runs = read(labels, seeds, folders, differ)
-    comparison = summarise(id, seeds, runs, to, differ).model_copy(update={"central": central})
-    store, drawing = FolderStore(out), draw(runs, central)
+    comparison = summarise(id, seeds, runs, to, differ)
+    store, drawing = FolderStore(out), draw(runs)
     store.put("comparison.md", markdown(comparison).encode())
     store.put("comparison.svg", (drawing + "\n").encode())
     store.put("comparison.html", page(comparison, drawing).encode())
@@ -71,8 +70,7 @@ def tables(c: Comparison) -> list[Table]:
                 cell(r.best.round, digits=1),
             )
             for label, r in results
-        )
-        + _reference_row(c, measure),
+        ),
     )
     digits, shares = 2 if measure.unit else 4, [one.share for one in next(iter(c.results.values())).highest]
     best = Table(
@@ -106,13 +104,6 @@ def tables(c: Comparison) -> list[Table]:
         tuple((label, *_reached(c, r)) for label, r in results),
     )
     return [*metrics, cost, reach]
-
-
-def _reference_row(c: Comparison, measure: Measure) -> tuple[tuple[str, ...], ...]:
-    if c.central is None:
-        return ()
-    last, best = (cell(each, measure.scale, 2 if measure.unit else 4) for each in (c.central.last, c.central.best))
-    return ((LABEL, "100", NONE, last, NONE, best, NONE),)
 
 
 def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
@@ -177,8 +168,6 @@ def notes(c: Comparison) -> list[str]:
     lines.append("levels: sizes of the models that avg is the mean of; full: the largest of them. best: the round with "
                  "the highest avg, a choice made on test data. So is the highest value until 50, 80 and 100 % of the "
                  "rounds, which FedAIoT reports.")  # fmt: skip
-    if c.central is not None:
-        lines.append(f"central: the full network trained on all samples for {c.central.epochs} epochs.")
     if c.varied:
         lines.append(common(c))
     if any(r.last.avg is None for r in c.results.values()):
@@ -232,11 +221,10 @@ def escaped(words: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------ curves and page
-def draw(runs: Runs, central: Central | None = None) -> str:
+def draw(runs: Runs) -> str:
     return plots.comparison(
         [(label, [] if each[0].single else curve(each, "avg"), curve(each, "full")) for label, each in runs.items()],
         measure=next(iter(runs.values()))[0].measure,
-        reference=None if central is None else (LABEL, central.last.mean),
     )
 
 
@@ -253,8 +241,7 @@ def page(c: Comparison, drawing: str) -> str:
         variants=variants(c),
         common=common(c),
         drawing=Drawing(drawing),
-        colours={LABEL: plots.GREY}
-        | {label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)},
+        colours={label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)},
         dash=NONE,
     )
 
@@ -264,8 +251,7 @@ def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
     """Logs the figures and FILES to the comparison's own small MLflow run, and makes all runs its children."""
     tracked = c.model_copy(update={"mlflow_run_id": mlflow.run_id})
     tracked.write(out / "comparison.json")
-    references = [] if c.central is None else list(c.central.mlflow_run_ids)
-    mlflow.adopt([*(run.mlflow_run_id for r in c.results.values() for run in r.runs if run.mlflow_run_id), *references])
+    mlflow.adopt([run.mlflow_run_id for r in c.results.values() for run in r.runs if run.mlflow_run_id])
     log_outcome(mlflow.uri, mlflow.run_id, metrics(c), {}, [str(out / name) for name in FILES])
     mlflow.finish("FINISHED")
     return tracked
@@ -273,7 +259,7 @@ def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
 
 def metrics(c: Comparison) -> dict[str, float]:
     """`full/flexfl` and the like: means over the seeds, accuracies as shares; `_std` where there are several."""
-    out: dict[str, float] = {} if c.central is None else {"full/central": c.central.last.mean}
+    out: dict[str, float] = {}
     for label, r in c.results.items():
         spreads = {
             "avg": r.last.avg,
