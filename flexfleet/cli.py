@@ -127,7 +127,9 @@ def compare(args: argparse.Namespace) -> int:
     from flexfleet.compare.tabulate import text as table
 
     options = [f"--{o.replace('_', '-')}" for o in ("discard_damaged", "accept_numerics") if getattr(args, o)]
-    comparison = compare_all(runs, name, to=to, at_once=args.jobs, resume=args.resume, options=options)
+    comparison = compare_all(
+        runs, name, to=to, at_once=args.jobs, resume=args.resume, options=options, central=args.central
+    )
     if args.json:
         print(comparison.model_dump_json())
     else:
@@ -481,6 +483,10 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--id", metavar="NAME", help="name of the comparison's folder (default: the time)")
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, one thread each (default: 1)")
     c.add_argument("--to", metavar="LIST", help="accuracies to reach with the full model, as shares: 0.4,0.45")
+    c.add_argument(
+        "--central", type=Path, nargs="+", default=[], metavar="DIR",
+        help="folders of central trainings, one for each seed: a reference in the tables",
+    )  # fmt: skip
     common.add_resume(c)
     common.add_faults(c)
     c.set_defaults(call=compare)

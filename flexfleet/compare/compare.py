@@ -19,9 +19,10 @@ from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, S
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
 from flexfleet.compare.comparison import Comparison
+from flexfleet.compare.reference import read as read_central
 from flexfleet.compare.side_by_side import Command, last_words, side_by_side
 from flexfleet.compare.tabulate import tabulate
-from flexfleet.config import Config, algorithm, parse
+from flexfleet.config import Config, algorithm, flatten, parse
 from flexfleet.config.entries import Entry, folder_of, varied
 from flexfleet.config.overrides import hand_over
 from flexfleet.files.artifacts import History, Result, RunFile
@@ -53,9 +54,11 @@ def compare(
     resume: bool = False,
     options: Sequence[str] = (),
     night: str | None = None,
+    central: Sequence[Path] = (),
 ) -> Comparison:
     """Makes the runs that are not finished, `at_once` side by side, and writes the comparison. `options` are passed to
-    each run (`--discard-damaged`). `night`: the MLflow run of the night that the comparison belongs to.
+    each run (`--discard-damaged`). `night`: the MLflow run of the night that the comparison belongs to. `central`:
+    folders of central trainings, a reference in its tables.
 
     Raises ConfigError before anything trains; RunsFailed if runs failed, after all others ended; Stopped and
     KeyboardInterrupt when all processes have stopped.
@@ -67,6 +70,7 @@ def compare(
         raise ConfigError(f"{folder} is the folder of a run, not of a comparison: choose another --id")
     if folder.exists() and not resume:
         raise ConfigError(f"{folder} exists already: go on with --resume, or choose another --id")
+    reference = read_central(central, flatten(runs[0].config), varied(runs)) if central else None
     check_all(runs)
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
@@ -80,7 +84,7 @@ def compare(
         except KeyboardInterrupt:
             log.warning("interrupted: %s", _go_on(id))
             raise
-        return tabulate(id, runs, {entry.name: folder / entry.name for entry in runs}, folder, to, mlflow)
+        return tabulate(id, runs, {entry.name: folder / entry.name for entry in runs}, folder, to, mlflow, reference)
 
 
 def in_one_experiment(runs: Sequence[Entry]) -> list[Entry]:

@@ -119,6 +119,21 @@ class Summary(_Part):
     runs: tuple[OneRun, ...]
 
 
+class Central(_Part):
+    """The same network, trained on all samples (`flexfleet central`): the reference, over the seeds given."""
+
+    seeds: tuple[int, ...]
+    settings: dict[str, Any]
+    """The parameters of `central`, by dotted names."""
+    full: Spread
+    """After the last epoch."""
+    best: Spread
+    best_epoch: Spread
+    highest: tuple[Highest, ...]
+    """Until so many % of the epochs."""
+    seconds: Spread
+
+
 class Comparison(Artifact):
     """comparison.json, and what `flexfleet compare --json` prints."""
 
@@ -134,6 +149,7 @@ class Comparison(Artifact):
     """Parameters in which labels differ, without the algorithm's own, by dotted names."""
     results: dict[str, Summary]
     """By label."""
+    central: Central | None = None
     notes: tuple[str, ...] = ()
     mlflow_run_id: str | None = None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_engine.storage.store import FolderStore
-from flexfleet.compare.comparison import Comparison, Runs, Spread, Summary, curve, read, summarise
+from flexfleet.compare.comparison import Central, Comparison, Runs, Spread, Summary, curve, read, summarise
 from flexfleet.config.entries import Entry, varied
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
@@ -37,13 +37,14 @@ def tabulate(
     out: Path,
     to: Sequence[float] = (),
     mlflow: MLflow | None = None,
+    central: Central | None = None,
 ) -> Comparison:
-    """Writes FILES into `out` (`folders`: the finished run folders by run id), then logs them to the comparison's
-    MLflow run, if there is one. Raises what `comparison.read` raises."""
+    """Writes FILES into `out` (`folders`: the finished run folders by run id; `central`: the reference), then logs them
+    to the comparison's MLflow run, if there is one. Raises what `comparison.read` raises."""
     labels, seeds = list(dict.fromkeys(e.label for e in entries)), list(dict.fromkeys(e.seed for e in entries))
     differ = varied(entries)
     runs = read(labels, seeds, folders, differ)
-    comparison = summarise(id, seeds, runs, to, differ)
+    comparison = summarise(id, seeds, runs, to, differ).model_copy(update={"central": central})
     store, drawing = FolderStore(out), draw(runs)
     store.put("comparison.md", markdown(comparison).encode())
     store.put("comparison.svg", (drawing + "\n").encode())
@@ -70,7 +71,8 @@ def tables(c: Comparison) -> list[Table]:
                 cell(r.best.round, digits=1),
             )
             for label, r in results
-        ),
+        )
+        + _reference(c, measure),
     )
     digits, shares = 2 if measure.unit else 4, [one.share for one in next(iter(c.results.values())).highest]
     best = Table(
@@ -83,7 +85,8 @@ def tables(c: Comparison) -> list[Table]:
                 *(cell(one.full, measure.scale, digits) for one in r.highest),
             )
             for label, r in results
-        ),
+        )
+        + _reference_highest(c, measure),
     )
     metrics = [metric, best] if shares else [metric]
     cost = Table(
@@ -104,6 +107,24 @@ def tables(c: Comparison) -> list[Table]:
         tuple((label, *_reached(c, r)) for label, r in results),
     )
     return [*metrics, cost, reach]
+
+
+REFERENCE = "central training"
+
+
+def _reference(c: Comparison, measure: Measure) -> tuple[tuple[str, ...], ...]:
+    """The row of central training among the runs' figures; none without it."""
+    if c.central is None:
+        return ()
+    full, best = (cell(score, measure.scale, 2 if measure.unit else 4) for score in (c.central.full, c.central.best))
+    return ((REFERENCE, "100", NONE, full, NONE, best, cell(c.central.best_epoch, digits=1)),)
+
+
+def _reference_highest(c: Comparison, measure: Measure) -> tuple[tuple[str, ...], ...]:
+    if c.central is None:
+        return ()
+    found = [cell(one.full, measure.scale, 2 if measure.unit else 4) for one in c.central.highest]
+    return ((REFERENCE, *(NONE for _ in found), *found),)
 
 
 def cell(s: Spread | None, scale: float = 1, digits: int = 2) -> str:
@@ -172,6 +193,10 @@ def notes(c: Comparison) -> list[str]:
         lines.append(common(c))
     if any(r.last.avg is None for r in c.results.values()):
         lines.append(f"avg {NONE}: the algorithm reports one level alone.")
+    if c.central is not None:
+        of_seeds = ", ".join(map(str, c.central.seeds))
+        lines.append(f"{REFERENCE}: the full network on all training samples, {c.central.settings['central.epochs']} "
+                     f"epochs, seeds {of_seeds}; rounds are epochs there.")  # fmt: skip
     if any(r.reached for r in c.results.values()):
         far = "that accurate" if c.metric == "accuracy" else "that high"
         lines.append(f"To reach: up to the first evaluated round in which full is {far}; {NONE}: not reached.")
@@ -241,7 +266,8 @@ def page(c: Comparison, drawing: str) -> str:
         variants=variants(c),
         common=common(c),
         drawing=Drawing(drawing),
-        colours={label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)},
+        colours={REFERENCE: plots.GREY}
+        | {label: plots.PALETTE[i % len(plots.PALETTE)] for i, label in enumerate(c.labels)},
         dash=NONE,
     )
 

@@ -84,10 +84,28 @@ def test_a_run_goes_on_in_another_backend_but_not_with_another_strategy(flexflee
     assert more.json["model_sha256"] == whole.json["model_sha256"]
 
 
-def test_bf16_is_another_model_and_says_so(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_another_model_and_says_so(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, precision: str
+) -> None:
+    sets = [*quick, f"run.precision={precision}"]
     plain = flexfleet("run", "--json", "--run-id", "fp32", sets=quick)
-    half = flexfleet("run", "--json", "--run-id", "bf16", sets=[*quick, "run.precision=bf16"])
-    again = flexfleet("run", "--json", "--run-id", "again", sets=[*quick, "run.precision=bf16"])
+    half = flexfleet("run", "--json", "--run-id", "half", sets=sets)
+    again = flexfleet("run", "--json", "--run-id", "again", sets=[*sets, "run.backend=processes"])
     assert half.json["model_sha256"] == again.json["model_sha256"] != plain.json["model_sha256"]
-    assert RunFile.read(tmp_path / "runs" / "bf16" / "run.json").numerics["precision"] == "bf16"
+    assert RunFile.read(tmp_path / "runs" / "half" / "run.json").numerics["precision"] == precision
     assert half.json["metrics"]["avg"] == pytest.approx(plain.json["metrics"]["avg"], abs=0.25)
+
+
+def test_what_float16_cannot_hold_is_a_client_that_failed(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    """A rate with which every client's weights overflow, and one that is no number of float16 itself: the model stays
+    as it is, and the run says why."""
+    said = {"6e4": "train: training diverged (learning rate 60000)", "7e4": "train: the learning rate 70000 is more"}
+    for lr, reason in said.items():
+        done = flexfleet(
+            "run", "--json", "--run-id", lr, sets=[*quick, "run.precision=fp16", f"training.lr={lr}", "rounds.stop=1"]
+        )
+        assert done.code == 0, done.err
+        (row,) = History.read(tmp_path / "runs" / lr / "history.json").rounds
+        assert row["metrics"]["clients_trained"] == 0
+        assert all(line["failure"].startswith(reason) for line in row["clients"])

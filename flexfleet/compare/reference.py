@@ -1,0 +1,59 @@
+"""Central trainings as the reference of a comparison: read from their folders, refused where the task is another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import ConfigError
+from flexfleet.compare.comparison import Central, Highest, Spread, spread
+from flexfleet.files.artifacts import Result
+from flexfleet.run.central import CentralFile
+
+COMMON = ("dataset.", "model.")
+"""What a central training has in common with the runs that are measured against it."""
+
+
+def read(folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[str]) -> Central:
+    """The finished trainings in these folders, one for each seed. `settings`: the parameters of the runs, `varied`:
+    those in which labels differ. Raises ConfigError where a training is not of their data and network, or differs from
+    the others in more than the seed; IntegrityError where one is not finished."""
+    if apart := [key for key in varied if key.startswith(COMMON)]:
+        raise ConfigError(f"--central is one reference for all runs, and the labels differ in {', '.join(apart)}")
+    files, results = [], []
+    for folder in folders:
+        if not (folder / "central.json").is_file():
+            raise ConfigError(f"{folder} is not the folder of a central training: it has no central.json")
+        files.append(CentralFile.read(folder / "central.json"))
+        results.append(Result.read(folder / "result.json"))
+    for folder, file in zip(folders, files, strict=True):
+        wanted = {key: settings.get(key) for key in file.config if key.startswith(COMMON)}
+        wanted |= {key: value for key, value in files[0].config.items() if key.startswith("central.")}
+        changed = [f"{k}: {v!r}, not {file.config.get(k)!r}" for k, v in wanted.items() if file.config.get(k) != v]
+        if changed:
+            raise ConfigError(f"{folder} is no reference for these runs: {', '.join(changed[:4])} are expected")
+    seeds = tuple(int(file.config["seed"]) for file in files)
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--central takes one training for each seed, got the seeds {', '.join(map(str, seeds))}")
+    best = [result.metrics["best"] for result in results]
+    return Central(
+        seeds=seeds,
+        settings={key: value for key, value in files[0].config.items() if key.startswith("central.")},
+        full=_over(result.metrics["full"] for result in results),
+        best=_over(each["full"] for each in best),
+        best_epoch=_over(each["round"] for each in best),
+        highest=tuple(
+            Highest(
+                share=int(share), avg=None, full=spread([each.metrics["highest"][share]["full"] for each in results])
+            )
+            for share in results[0].metrics["highest"]
+        ),
+        seconds=_over(result.seconds for result in results),
+    )
+
+
+def _over(values: Any) -> Spread:
+    found = spread([float(value) for value in values])
+    assert found is not None, "there is at least one training"
+    return found

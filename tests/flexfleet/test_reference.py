@@ -1,0 +1,74 @@
+"""A central training in the tables of a comparison, and trainings that are none of these runs'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexfleet.compare.comparison import Comparison
+from flexfleet.compare.reference import read
+from flexfleet.config import flatten, load_config
+
+SETS = ("dataset.train_samples=300", "dataset.test_samples=100", "model.width=0.5", "tracking.mlflow=null")
+SHORT = ("central.epochs=2", "central.lr=0.05")
+ROUNDS = (
+    "partition.clients=4", "partition.minimum=10", "partition.proxy=0.1", "training.epochs=1", "rounds.stop=2",
+    "training.fraction=0.5", "algorithm.eligible=all",
+)  # fmt: skip
+
+
+@pytest.fixture
+def trained(flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Two seeds, in runs/c0 and runs/c1."""
+    monkeypatch.chdir(tmp_path)
+    return [
+        flexfleet("central", "--json", "--run-id", f"c{seed}", sets=[*SETS, *SHORT, f"seed={seed}"]).json
+        for seed in (0, 1)
+    ]
+
+
+def test_it_is_a_row_of_the_tables(flexfleet: Any, trained: list[dict[str, Any]]) -> None:
+    words = ("compare", "--algorithms", "all_large", "--id", "both", "--central", "runs/c0", "runs/c1")
+    done = flexfleet(*words, sets=[*SETS, *ROUNDS])
+    assert done.code == 0, done.err
+    found = Comparison.read(Path("runs/both/comparison.json")).central
+    assert found is not None and found.seeds == (0, 1) and found.settings["central.epochs"] == 2
+    a, b = (each["metrics"]["full"] for each in trained)
+    assert found.full.mean == pytest.approx((a + b) / 2)
+    rows = [line for line in done.out.splitlines() if line.startswith("  central training")]
+    assert len(rows) == 2 and f"{50 * (a + b):.2f} ± " in rows[0]
+    last = [each["metrics"]["highest"]["100"]["full"] for each in trained]
+    assert f"{50 * sum(last):.2f} ± " in rows[1]
+    assert "central training: the full network on all training samples, 2 epochs, seeds 0, 1" in done.out
+    assert "central training" in Path("runs/both/comparison.html").read_text()
+
+
+def test_what_is_no_reference_is_refused_before_anything_trains(flexfleet: Any, trained: Any, tmp_path: Path) -> None:
+    def refused(*folders: str, sets: tuple[str, ...] = (), labels: str = "all_large") -> str:
+        words = ("compare", "--algorithms", labels, "--id", "x", "--central", *folders)
+        done = flexfleet(*words, sets=[*SETS, *ROUNDS, *sets])
+        assert done.code in (2, 4) and not Path("runs/x").exists()
+        return str(done.err)
+
+    assert "runs/none is not the folder of a central training" in refused("runs/none")
+    assert "runs/c0 is no reference for these runs: model.width: 0.25, not 0.5" in refused(
+        "runs/c0", sets=("model.width=0.25",)
+    )
+    assert "one training for each seed, got the seeds 0, 0" in refused("runs/c0", "runs/c0")
+    labels = "a=all_large,b=all_large"
+    assert "the labels differ in model.width" in refused("runs/c0", sets=("b:model.width=0.25",), labels=labels)
+    file = json.loads(Path("runs/c1/central.json").read_text())
+    file["config"]["central.lr"] = 0.1
+    Path("runs/c1/central.json").write_text(json.dumps(file))
+    assert "central.lr: 0.05, not 0.1" in refused("runs/c0", "runs/c1")
+    Path("runs/c0/result.json").unlink()
+    assert "result.json does not exist" in refused("runs/c0")
+
+
+def test_one_seed_has_no_spread(trained: Any) -> None:
+    found = read([Path("runs/c0")], flatten(load_config(None, SETS)), ())
+    assert found.full.std is None and found.full.mean == trained[0]["metrics"]["full"]
+    assert [one.share for one in found.highest] == [50, 80, 100]
