@@ -227,7 +227,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--turns", type=int, default=5, help="turns of each contestant")
     p.add_argument("--seconds", type=float, default=10.0, help="length of a turn, about")
     p.add_argument("--samples", type=int, help="samples of each client, instead of the workload's number")
-    p.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of flexfleet; peers use fp32")
+    p.add_argument(
+        "--precision", choices=["fp32", "bf16", "amp", "fp16"], default="fp32", help="of flexfleet; peers use fp32"
+    )
     p.add_argument("--json", action="store_true", help="print one line of JSON for each workload on stdout")
     args = p.parse_args(argv)
     options = [] if args.samples is None else ["--samples", str(args.samples)]

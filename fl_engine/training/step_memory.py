@@ -26,11 +26,11 @@ from fl_engine.training import local
 from fl_engine.training.numerics import SINGLE, Numerics
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the tensors that are made inside it: `now` are the bytes that are held, `peak` the most that were."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: set[int] = set()
 

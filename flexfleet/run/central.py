@@ -1,7 +1,7 @@
 """`flexfleet central`: the full network trained on all training samples, the reference for federated runs.
 
 The trainer, the data, the first weights and the metrics are those of a federated run; an epoch stands for a round. In
-the folder `<run.store>/<run id>`:
+the folder `<run.store>/<run id>`, whatever `run.remote` says:
 
     central.json                        what the training is, fixed when it starts
     rounds/, metrics/                   commits (`fl_engine.storage.checkpoints`) with which it goes on after a kill
