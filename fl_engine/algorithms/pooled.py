@@ -86,7 +86,7 @@ class Training:
     `share`; crop: a window that lies up to `padding` pixels beside the image. E.g. [{name: crop}, {name: flip}]."""
     schedule: Scheduling = Constant()
     """The learning rate inside a client's work of one round. cosine: from lr down to the share `floor` of it, again
-    after every `restart` epochs, where that is given, each descent `growth` times as long as the one before."""
+    after every `restart` epochs, where that is given, each time over `factor` times as many."""
 
     def sgd(self, round: int) -> SGD:
         rate = self.lr * self.lr_decay**round / 10 ** sum(round >= step for step in self.lr_steps)

@@ -47,14 +47,14 @@ class Cosine:
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of lr that it goes down to."""
     restart: Count | None = None
-    """Epochs after which it begins at lr again (T_0); null: all epochs of the work are one descent."""
-    growth: Count = 1
-    """Each descent is so many times as long as the one before it (T_mult)."""
+    """Epochs after which it begins at lr again; null: all epochs of the work are one descent."""
+    factor: Count = 1
+    """Each descent is so many times as long as the one before (the paper's T_mult)."""
 
     def rate(self, lr: float, step: int, per_epoch: int, epochs: int) -> float:
         period = per_epoch * (epochs if self.restart is None else self.restart)
-        while self.growth > 1 and step >= period:
-            step, period = step - period, period * self.growth
+        while self.factor > 1 and step >= period:
+            step, period = step - period, period * self.factor
         return lr * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * (step % period) / period)) / 2)
 
 

@@ -135,7 +135,7 @@ class CentralConfig(Section):
     augment: tuple[Augmenting, ...] = ()
     """As in `training`."""
     schedule: Scheduling = Constant()
-    """The learning rate over all epochs, as in `training`: e.g. {name: cosine, restart: 10, growth: 2}."""
+    """The learning rate over all epochs, as in `training`: e.g. {name: cosine, restart: 10, factor: 2}."""
 
     @model_validator(mode="after")
     def _of_the_optimizer(self) -> CentralConfig:

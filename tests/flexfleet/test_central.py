@@ -185,10 +185,10 @@ def test_damaged_commits_are_refused_and_may_be_left(flexfleet: Any) -> None:
 def test_the_thesiss_trainings_can_be_said() -> None:
     """Section 2.3.1: learning rate, batch and epochs of each data set; cosine restarts for VisDrone."""
     wanted = ["central.lr=0.1", "central.batch_size=12", "central.epochs=200", "seed=4"]
-    restarts = "central.schedule={name: cosine, restart: 10, growth: 2}"
+    restarts = "central.schedule={name: cosine, restart: 10, factor: 2}"
     task = task_of(load_config(None, [*wanted, restarts, "central.weight_decay=0.0005"]))
     assert (task.spec, task.optimizer, task.batch_size, task.epochs) == (FULL, SGD(0.1, 0.0, 0.0005), 12, 200)
-    assert task.schedule == Cosine(restart=10, growth=2) and task.seed == seeds.derive(4, "central")
+    assert task.schedule == Cosine(restart=10, factor=2) and task.seed == seeds.derive(4, "central")
     adam = task_of(load_config(None, ["central.optimizer=adam", "central.lr=0.001", "central.clip_norm=1.0"]))
     assert (adam.optimizer, adam.clip_norm, adam.drop_last) == (Adam(0.001), 1.0, False)
 

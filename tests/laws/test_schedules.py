@@ -51,7 +51,7 @@ def test_descents_that_grow_are_those_of_torch() -> None:
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     theirs = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=10 * 3, T_mult=2)
-    ours = rates(Cosine(restart=10, growth=2), 3, 80, 0.1)
+    ours = rates(Cosine(restart=10, factor=2), 3, 80, 0.1)
     for step, rate in enumerate(ours):
         assert rate == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step
         optimizer.step()
