@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,6 +38,7 @@ COMPARE = """Several algorithms on the same task, with several seeds, side by si
   flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2 --jobs 2
   flexfleet compare --algorithms flexfl,no_kd=flexfl --set no_kd:algorithm.kd_weight=0
   flexfleet compare --algorithms even=flexfl,skewed=flexfl --set skewed:partition.alpha=0.1
+  flexfleet compare --suite fedaiot/aep --id aep --jobs 2
 
 --set a.b=value is for all runs, --set LABEL:a.b=value for one label (LABEL:algorithm.x=value for its algorithm). All
 other parameters (data, partition, fleet, training) are the same in all runs of a seed. Each run is a usual run in the
@@ -110,7 +112,9 @@ def where_tracked(uri: str, ui: str | None) -> str:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from flexfleet.config import entries
+    from flexfleet.compare import suites
+    from flexfleet.config import entries, load_config
+    from flexfleet.config.entries import Entry
     from flexfleet.steps.prepare import config_of
 
     if args.resume and args.id is None:
@@ -121,14 +125,29 @@ def compare(args: argparse.Namespace) -> int:
 
     to = () if args.to is None else entries.accuracies_of(args.to)
     name = args.id or time.strftime("compare-%Y%m%d-%H%M%S")
-    runs = entries.entries_for(args.algorithms, args.seeds, args.set, load, name)
+    references: list[Entry] = []
+    if args.suite is not None:
+        suite, read = suites.load(args.suite), partial(load_config, args.config)
+        runs = suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name)
+        references = [] if args.central else suites.central_of(suite, args.seeds, args.set, read, name)
+    elif args.algorithms is not None:
+        runs = entries.entries_for(args.algorithms, args.seeds, args.set, load, name)
+    else:
+        raise ConfigError("compare needs --algorithms, e.g. --algorithms flexfl,all_large, or --suite")
 
     from flexfleet.compare.compare import compare as compare_all
     from flexfleet.compare.tabulate import text as table
 
     options = [f"--{o.replace('_', '-')}" for o in ("discard_damaged", "accept_numerics") if getattr(args, o)]
     comparison = compare_all(
-        runs, name, to=to, at_once=args.jobs, resume=args.resume, options=options, central=args.central
+        runs,
+        name,
+        to=to,
+        at_once=args.jobs,
+        resume=args.resume,
+        options=options,
+        central=args.central,
+        references=references,
     )
     if args.json:
         print(comparison.model_dump_json())
@@ -478,8 +497,9 @@ def parser() -> argparse.ArgumentParser:
 
     c = add("compare", "several algorithms and seeds on one task, in one table")
     c.description, c.formatter_class = COMPARE, argparse.RawDescriptionHelpFormatter
-    c.add_argument("--algorithms", required=True, metavar="LIST", help="names, or label=name: flexfl,no_kd=flexfl")
-    c.add_argument("--seeds", metavar="LIST", help="0,1,2 (default: the configuration's seed alone)")
+    c.add_argument("--algorithms", metavar="LIST", help="names, or label=name: flexfl,no_kd=flexfl")
+    c.add_argument("--suite", metavar="NAME", help="the rows of published tables, or a file; --algorithms picks rows")
+    c.add_argument("--seeds", metavar="LIST", help="0,1,2 (default: the configuration's seed alone, or the suite's)")
     c.add_argument("--id", metavar="NAME", help="name of the comparison's folder (default: the time)")
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, one thread each (default: 1)")
     c.add_argument("--to", metavar="LIST", help="accuracies to reach with the full model, as shares: 0.4,0.45")

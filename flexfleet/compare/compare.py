@@ -18,8 +18,8 @@ from pathlib import Path
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, Stopped
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
+from flexfleet.compare import reference
 from flexfleet.compare.comparison import Comparison
-from flexfleet.compare.reference import read as read_central
 from flexfleet.compare.side_by_side import Command, last_words, side_by_side
 from flexfleet.compare.tabulate import tabulate
 from flexfleet.config import Config, algorithm, flatten, parse
@@ -55,10 +55,11 @@ def compare(
     options: Sequence[str] = (),
     night: str | None = None,
     central: Sequence[Path] = (),
+    references: Sequence[Entry] = (),
 ) -> Comparison:
     """Makes the runs that are not finished, `at_once` side by side, and writes the comparison. `options` are passed to
     each run (`--discard-damaged`). `night`: the MLflow run of the night that the comparison belongs to. `central`:
-    folders of central trainings, a reference in its tables.
+    folders of central trainings, a reference in its tables; `references`: others that are trained with the runs.
 
     Raises ConfigError before anything trains; RunsFailed if runs failed, after all others ended; Stopped and
     KeyboardInterrupt when all processes have stopped.
@@ -70,7 +71,8 @@ def compare(
         raise ConfigError(f"{folder} is the folder of a run, not of a comparison: choose another --id")
     if folder.exists() and not resume:
         raise ConfigError(f"{folder} exists already: go on with --resume, or choose another --id")
-    reference = read_central(central, flatten(runs[0].config), varied(runs)) if central else None
+    if central:
+        reference.read(central, flatten(runs[0].config), varied(runs))
     check_all(runs)
     runs = in_one_experiment(runs)
     track.prepare(runs[0].config)
@@ -78,13 +80,15 @@ def compare(
         mlflow = begin(runs, id, {PARENT: night} if night else {})
         try:
             with ending(mlflow):
-                _run(runs, id, folder, at_once, options, mlflow.root if mlflow else None)
+                _run(runs, id, folder, at_once, options, mlflow.root if mlflow else None, references)
         except Stopped:
             raise Stopped(f"stopped on request: {_go_on(id)}") from None
         except KeyboardInterrupt:
             log.warning("interrupted: %s", _go_on(id))
             raise
-        return tabulate(id, runs, {entry.name: folder / entry.name for entry in runs}, folder, to, mlflow, reference)
+        central = [*central, *(folder / entry.name for entry in references)]
+        trained = reference.read(central, flatten(runs[0].config), varied(runs)) if central else None
+        return tabulate(id, runs, {entry.name: folder / entry.name for entry in runs}, folder, to, mlflow, trained)
 
 
 def in_one_experiment(runs: Sequence[Entry]) -> list[Entry]:
@@ -148,12 +152,20 @@ def _check_metric(runs: Sequence[Entry]) -> None:
 
 
 def _run(
-    runs: Sequence[Entry], id: str, folder: Path, at_once: int, options: Sequence[str], parent: str | None
+    runs: Sequence[Entry],
+    id: str,
+    folder: Path,
+    at_once: int,
+    options: Sequence[str],
+    parent: str | None,
+    references: Sequence[Entry],
 ) -> None:
     left = [entry for entry in runs if not finished(entry.config, folder / entry.name)]
     if len(left) < len(runs):
         log.info("%d of %d runs are finished", len(runs) - len(left), len(runs))
-    if not left:
+    about = {"flexfleet.comparison": id, **({PARENT: parent} if parent else {})}
+    central = reference.commands(references, folder, options, about)
+    if not left and not central:
         return
     for name in ("json", "md", "svg", "html"):  # would not match the runs that the folder has in the end
         (folder / f"comparison.{name}").unlink(missing_ok=True)
@@ -166,7 +178,7 @@ def _run(
     commands = [
         _command(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
         for entry in ready
-    ]
+    ] + central
     codes |= side_by_side(commands, at_once)
     failed = [(name, code) for name, code in codes.items() if code]
     if failed:

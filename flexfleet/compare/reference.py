@@ -6,11 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_engine.core.errors import ConfigError
+from fl_engine.core.errors import ConfigError, IntegrityError
 from flexfleet.compare.comparison import Central, Highest, Spread, spread
-from flexfleet.files.artifacts import Result
+from flexfleet.compare.side_by_side import Command
+from flexfleet.config import Config
+from flexfleet.config.entries import Entry
+from flexfleet.config.overrides import hand_over
+from flexfleet.files.artifacts import History, Result
 from flexfleet.run.central import CentralFile
 
+LABEL = "central"
+"""Of trainings that a suite asks for: `central-s0`."""
 COMMON = ("dataset.", "model.")
 """What a central training has in common with the runs that are measured against it."""
 
@@ -51,6 +57,28 @@ def read(folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[
         ),
         seconds=_over(result.seconds for result in results),
     )
+
+
+def commands(entries: Sequence[Entry], folder: Path, options: Sequence[str], tags: Mapping[str, str]) -> list[Command]:
+    """Those that train what is not trained yet, in folders of `folder`."""
+    found = []
+    for entry in entries:
+        if finished(entry.config, folder / entry.name):
+            continue
+        config, stdin = hand_over(entry.config, folder / f"{entry.name}.yaml")
+        argv = ["central", "--config", config, "--run-id", entry.name, "--resume", *options]
+        argv += [word for key, value in tags.items() for word in ("--tag", f"{key}={value}")]
+        found.append(Command(entry.name, "flexfleet.cli", tuple(argv), folder / f"{entry.name}.log", stdin))
+    return found
+
+
+def finished(config: Config, out: Path) -> bool:
+    """Whether the folder holds a result after the configured number of epochs."""
+    try:
+        Result.read(out / "result.json")
+        return len(History.read(out / "history.json").rounds) == config.central.epochs
+    except IntegrityError:
+        return False
 
 
 def _over(values: Any) -> Spread:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fl_engine.core.errors import ConfigError, brief, nearest
 from fl_engine.core.plain import read_yaml
-from flexfleet.compare.comparison import LABEL
+from flexfleet.compare.reference import LABEL
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry, entries_for
 

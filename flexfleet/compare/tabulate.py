@@ -45,7 +45,7 @@ def tabulate(
     differ = varied(entries)
     runs = read(labels, seeds, folders, differ)
     comparison = summarise(id, seeds, runs, to, differ).model_copy(update={"central": central})
-    store, drawing = FolderStore(out), draw(runs)
+    store, drawing = FolderStore(out), draw(runs, central)
     store.put("comparison.md", markdown(comparison).encode())
     store.put("comparison.svg", (drawing + "\n").encode())
     store.put("comparison.html", page(comparison, drawing).encode())
@@ -246,10 +246,11 @@ def escaped(words: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------ curves and page
-def draw(runs: Runs) -> str:
+def draw(runs: Runs, central: Central | None = None) -> str:
     return plots.comparison(
         [(label, [] if each[0].single else curve(each, "avg"), curve(each, "full")) for label, each in runs.items()],
         measure=next(iter(runs.values()))[0].measure,
+        reference=None if central is None else (REFERENCE, central.full.mean),
     )
 
 

@@ -139,10 +139,10 @@ def test_a_suite_with_its_reference_in_one_table(
     found = Comparison.model_validate(done.json)
     assert found.labels == ("large",) and found.seeds == (0, 1) and found.central is not None
     last = [Result.read(Path(f"runs/one/central-s{seed}/result.json")).metrics["full"] for seed in (0, 1)]
-    assert found.central.epochs == 2 and found.central.last.mean == pytest.approx(sum(last) / 2)
+    assert found.central.settings["central.epochs"] == 2 and found.central.full.mean == pytest.approx(sum(last) / 2)
     table = Path("runs/one/comparison.md").read_text()
-    assert f"| central | 100 | {NONE} | {100 * sum(last) / 2:.2f} ± " in table
-    assert "for 2 epochs" in table and ">central<" in Path("runs/one/comparison.svg").read_text()
+    assert f"| central training | 100 | {NONE} | {100 * sum(last) / 2:.2f} ± " in table
+    assert ">central training<" in Path("runs/one/comparison.svg").read_text()
     before = Path("runs/one/central-s0.log").read_text()
     again = flexfleet(*argv, "--resume", sets=sets)
     assert again.json == done.json and Path("runs/one/central-s0.log").read_text() == before, "nothing is trained again"
