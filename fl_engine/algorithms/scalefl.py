@@ -80,7 +80,7 @@ class ScaleFL:
         level = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
         spec = ctx.pool[level].spec
         exits = sum(1 for b in ctx.layout.blocks if b.startswith("exit_") and ctx.layout.has_block(spec, b))
-        outputs = exits + ctx.layout.has_block(spec, "classifier")
+        outputs = exits + ctx.layout.has_block(spec, ctx.layout.blocks[-1])
         weights = tuple((j + 1) / (outputs * (outputs + 1) / 2) for j in range(outputs))
         kd_weight = self.kd_weight if order.round >= self.kd_from else 0.0
         return local_task(

@@ -6,7 +6,7 @@ and one output: 888,091 parameters.
 
 Departs from the authors' code: that has dropout 0.5; the text says 0.3.
 
-Groups: fc1 .. fc5, classes. Blocks: fc1 .. fc5, head.
+Groups: fc1 .. fc5, classes. Blocks: fc1 .. fc5, head. An early exit may sit behind each hidden layer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import ClassVar
 from torch import nn
 
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import FREE, check_sizes, check_spec, linear_slots, scaled
 
 UNITS = {"fc1": 210, "fc2": 420, "fc3": 840, "fc4": 420, "fc5": 210}
@@ -32,12 +33,15 @@ class AepMLP:
     outputs: int
     width: float = 1.0
     """Multiplies the units of every hidden layer."""
+    exits: tuple[str, ...] = ()
+    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
 
     published_input: ClassVar[tuple[int, ...]] = (18,)
     published_outputs: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_sizes(self, "(F,) of a vector", 1, self.width)
+        check_exits("AepMLP", self.exits, self.exit_points())
 
     def layout(self) -> ParamLayout:
         groups = {name: scaled(n, self.width) for name, n in UNITS.items()}
@@ -47,19 +51,23 @@ class AepMLP:
             slots |= linear_slots(f"{name}.linear", name, inside, Axis(name))
             inside = Axis(name)
         slots |= linear_slots("head", "head", inside, Axis(HEAD))
-        return ParamLayout(groups | {HEAD: self.outputs}, slots)
+        return ParamLayout(groups | {HEAD: self.outputs}, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, F) -> (B, kept outputs)."""
+        """(B, F) -> (B, kept outputs); with exits, a tuple of such, one per output kept."""
         layout = self.layout()
-        check_spec(layout, spec)
+        check_spec(layout, spec, exits=self.exits)
         sizes = [self.input_shape[0], *(layout.width(spec, group) for group in UNITS)]
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for name, (before, hidden) in zip(UNITS, pairwise(sizes), strict=True):
             parts = OrderedDict(linear=nn.Linear(before, hidden), relu=nn.ReLU(), dropout=nn.Dropout(DROPOUT))
             layers[name] = nn.Sequential(parts)
         layers["head"] = nn.Linear(sizes[-1], layout.width(spec, HEAD))
-        return nn.Sequential(layers)
+        return assemble(layers, layout, spec, self.exits)
+
+    def exit_points(self) -> tuple[str, ...]:
+        """The blocks behind which an early exit may sit, in network order."""
+        return tuple(UNITS)
 
     def prunable(self) -> tuple[Prunable, ...]:
         return tuple(Prunable(name, (f"{name}.",), (f"{name}.relu",)) for name in UNITS)

@@ -18,6 +18,7 @@ from torch import nn
 
 from fl_engine.core.errors import ModelError
 from fl_engine.core.types import FULL, HEAD, ParamLayout, Prunable, SubmodelSpec
+from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import FREE, LARGEST, Norm, check_options, check_spec
 from fl_engine.models.maps_resnet18 import Trunk
 
@@ -32,6 +33,8 @@ class EpicResNet18:
     width: float = 1.0
     """Multiplies the channels of the stem and of every stage."""
     norm: Norm = "batch"
+    exits: tuple[str, ...] = ()
+    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
 
     published_input: ClassVar[tuple[int, ...]] = (1, 400, 128)
     published_outputs: ClassVar[int] = 44
@@ -42,16 +45,21 @@ class EpicResNet18:
         check_options(self, self.width, self.norm)
         if not isinstance(self.stem, int) or not 1 <= self.stem <= LARGEST:
             raise ModelError(f"EpicResNet18: stem is an integer from 1 to {LARGEST}, got {self.stem!r}")
+        check_exits("EpicResNet18", self.exits, self.exit_points())
 
     def layout(self) -> ParamLayout:
         trunk = self._trunk()
-        return ParamLayout(trunk.groups() | {HEAD: self.outputs}, trunk.slots(FREE))
+        return ParamLayout(trunk.groups() | {HEAD: self.outputs}, slots_with_exits(trunk.slots(FREE), self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes)."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
         layout, trunk = self.layout(), self._trunk()
-        check_spec(layout, spec, skippable=trunk.skippable())
-        return nn.Sequential(trunk.layers(layout, spec, self.input_shape[0]))
+        check_spec(layout, spec, skippable=trunk.skippable(), exits=self.exits)
+        return assemble(trunk.layers(layout, spec, self.input_shape[0]), layout, spec, self.exits)
+
+    def exit_points(self) -> tuple[str, ...]:
+        """The blocks behind which an early exit may sit, in network order."""
+        return self._trunk().exit_points()
 
     def prunable(self) -> tuple[Prunable, ...]:
         return self._trunk().prunable()

@@ -146,8 +146,8 @@ def _head(block: str, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
     """The head whose slots these are."""
     own = [name for name, slot in layout.slots.items() if slot.block == block]
     convs = [name.removesuffix(".conv.weight").rpartition(".")[2] for name in own if name.endswith(".conv.weight")]
-    groups = [axis.group for axis in layout.slots[f"{block}.linear.weight" if convs else f"{block}.weight"].axes]
-    classes, channels = (layout.width(spec, group) for group in groups if group is not None)
+    axes = layout.slots[f"{block}.linear.weight" if convs else f"{block}.weight"].axes
+    classes, channels = (layout.width(spec, axis.group) * axis.each for axis in axes if axis.group is not None)
     linear = ExitHead(channels, classes)
     if not convs:
         return linear

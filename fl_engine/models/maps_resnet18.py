@@ -12,7 +12,7 @@ the other, and each in the group that it was in. A rule's width counts pairs. Th
 are kept: a slice is the network built at that width, not the whole network with the rest zeroed.
 
 Groups: stem (where it is not tied), stage1 .. stage4. Blocks: stem, stage<s>.<b> (b from 0), classifier. The blocks
-with an identity shortcut can be dropped.
+with an identity shortcut can be dropped. An early exit may sit behind each block of a stage.
 """
 
 from __future__ import annotations
@@ -81,6 +81,9 @@ class Trunk:
 
     def skippable(self) -> list[str]:
         return [f"{stage}.{b}" for stage in CHANNELS for b in range(DEPTH) if not self._projects(stage, b)]
+
+    def exit_points(self) -> tuple[str, ...]:
+        return tuple(f"{stage}.{b}" for stage in CHANNELS for b in range(DEPTH))
 
     def layers(self, layout: ParamLayout, spec: SubmodelSpec, c_in: int) -> OrderedDict[str, nn.Module]:
         """(B, c_in, H, W) -> logits (B, kept classes)."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import FREE, check_sizes, check_spec, scaled
 from fl_engine.models.maps_resnet18 import Trunk
 
@@ -46,6 +47,8 @@ class UTHARResNet18:
     outputs: int
     width: float = 1.0
     """Multiplies the channels of the first two convolutions, the stem and every stage."""
+    exits: tuple[str, ...] = ()
+    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
 
     published_input: ClassVar[tuple[int, ...]] = (1, 250, 90)
     published_outputs: ClassVar[int] = 7
@@ -59,6 +62,7 @@ class UTHARResNet18:
                 f"UTHARResNet18 takes at least {LEAST[0]} packets of {LEAST[1]} subcarriers, got {packets} of "
                 f"{carriers}: pad the samples, or choose another network"
             )
+        check_exits("UTHARResNet18", self.exits, self.exit_points())
 
     def layout(self) -> ParamLayout:
         trunk = self._trunk()
@@ -69,12 +73,13 @@ class UTHARResNet18:
             slots[f"{name}.conv.weight"] = Slot(name, (Axis(name), inside, FREE, FREE))
             slots[f"{name}.conv.bias"] = Slot(name, (Axis(name),))
             inside = Axis(name)
-        return ParamLayout(groups | trunk.groups() | {HEAD: self.outputs}, slots | trunk.slots(inside))
+        slots = slots_with_exits(slots | trunk.slots(inside), self.exits)
+        return ParamLayout(groups | trunk.groups() | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, *input_shape) -> logits (B, kept classes)."""
+        """(B, *input_shape) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
         layout, trunk = self.layout(), self._trunk()
-        check_spec(layout, spec, skippable=trunk.skippable())
+        check_spec(layout, spec, skippable=trunk.skippable(), exits=self.exits)
         first, second = (layout.width(spec, name) for name in DOWN)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if self.input_shape[0] > 1:
@@ -82,7 +87,11 @@ class UTHARResNet18:
         layers["down1"] = nn.Sequential(OrderedDict(conv=nn.Conv2d(1, first, 7, (3, 1)), relu=nn.ReLU()))
         layers["down_pool"] = nn.MaxPool2d(2)
         layers["down2"] = nn.Sequential(OrderedDict(conv=nn.Conv2d(first, second, (10, 11)), relu=nn.ReLU()))
-        return nn.Sequential(layers | trunk.layers(layout, spec, second))
+        return assemble(layers | trunk.layers(layout, spec, second), layout, spec, self.exits)
+
+    def exit_points(self) -> tuple[str, ...]:
+        """The blocks behind which an early exit may sit, in network order."""
+        return self._trunk().exit_points()
 
     def prunable(self) -> tuple[Prunable, ...]:
         down = [Prunable(name, (f"{name}.",), (f"{name}.relu",)) for name in DOWN]

@@ -18,6 +18,7 @@ from typing import ClassVar
 from torch import nn
 
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.exits import assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import FREE, check_sizes, check_spec, scaled
 from fl_engine.models.maps_resnet18 import Trunk
 
@@ -32,12 +33,15 @@ class WidarResNet18:
     outputs: int
     width: float = 1.0
     """Multiplies the channels of the transposed convolutions, the stem and every stage."""
+    exits: tuple[str, ...] = ()
+    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
 
     published_input: ClassVar[tuple[int, ...]] = (22, 20, 20)
     published_outputs: ClassVar[int] = 9
 
     def __post_init__(self) -> None:
         check_sizes(self, "(C, H, W) of maps", 3, self.width)
+        check_exits("WidarResNet18", self.exits, self.exit_points())
 
     def layout(self) -> ParamLayout:
         trunk = self._trunk()
@@ -48,19 +52,24 @@ class WidarResNet18:
             slots[f"{name}.conv.weight"] = Slot(name, (inside, Axis(name), FREE, FREE))
             slots[f"{name}.conv.bias"] = Slot(name, (Axis(name),))
             inside = Axis(name)
-        return ParamLayout(groups | trunk.groups() | {HEAD: self.outputs}, slots | trunk.slots(inside))
+        slots = slots_with_exits(slots | trunk.slots(inside), self.exits)
+        return ParamLayout(groups | trunk.groups() | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes)."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
         layout, trunk = self.layout(), self._trunk()
-        check_spec(layout, spec, skippable=trunk.skippable())
+        check_spec(layout, spec, skippable=trunk.skippable(), exits=self.exits)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         c_in = self.input_shape[0]
         for name in UP:
             c_out = layout.width(spec, name)
             layers[name] = nn.Sequential(OrderedDict(conv=nn.ConvTranspose2d(c_in, c_out, KERNEL), relu=nn.ReLU()))
             c_in = c_out
-        return nn.Sequential(layers | trunk.layers(layout, spec, c_in))
+        return assemble(layers | trunk.layers(layout, spec, c_in), layout, spec, self.exits)
+
+    def exit_points(self) -> tuple[str, ...]:
+        """The blocks behind which an early exit may sit, in network order."""
+        return self._trunk().exit_points()
 
     def prunable(self) -> tuple[Prunable, ...]:
         up = [Prunable(name, (f"{name}.",), (f"{name}.relu",)) for name in UP]

@@ -114,6 +114,19 @@ def kept_mask(layout: ParamLayout, spec: SubmodelSpec, name: str, shape: torch.S
     return mask
 
 
+def zeroed(family: ModelFamily, spec: SubmodelSpec, params: Params) -> nn.Module:
+    """The full network, in evaluation, with all that the sub-model leaves out zeroed. Its group norms take their
+    statistics from the channels that are kept."""
+    layout, buffers = family.layout(), {name for name, _ in family.module().named_buffers()}
+    kept = {name: kept_mask(layout, spec, name, t.shape) for name, t in params.items()}
+    rest = {name: t if name in buffers else t * kept[name] for name, t in params.items()}
+    whole = slicing.runnable(family, FULL, rest).eval()
+    for name, layer in whole.named_modules():
+        if isinstance(layer, nn.GroupNorm):
+            layer.forward = partial(_over_kept, layer, kept[f"{name}.weight"])  # type: ignore[method-assign]
+    return whole
+
+
 def assert_same(left: Params, right: Params) -> None:
     assert list(left) == list(right)
     for name in left:
@@ -220,16 +233,9 @@ class ModelSuite:
         static = self.static(family)
         spec = data.draw(specs(static))
         layout, params, x = static.layout(), random_params(static), _in_double(samples(static, 2))
-        buffers = {name for name, _ in static.module().named_buffers()}
-        kept = {name: kept_mask(layout, spec, name, t.shape) for name, t in params.items()}
-        zeroed = {name: t if name in buffers else t * kept[name] for name, t in params.items()}
-        whole = slicing.runnable(static, FULL, zeroed).eval()
-        for name, layer in whole.named_modules():
-            if isinstance(layer, nn.GroupNorm):
-                layer.forward = partial(_over_kept, layer, kept[f"{name}.weight"])  # type: ignore[method-assign]
         with torch.no_grad():
             sub = slicing.runnable(static, spec, take(params, layout, spec)).eval()(x)
-            full = whole(x)
+            full = zeroed(static, spec, params)(x)
         torch.testing.assert_close(sub, full[:, _channels(layout, spec, HEAD)], rtol=1e-7, atol=1e-9)
 
     def test_a_smaller_network_costs_less(self, family: ModelFamily) -> None:

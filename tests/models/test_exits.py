@@ -19,13 +19,17 @@ from fl_engine.core.slicing import count_macs, count_params, full_shapes, initia
 from fl_engine.core.types import FULL, SGD, ExitLoss, LocalTask, SubmodelSpec
 from fl_engine.core.widths import choose_exits, exit_name, up_to
 from fl_engine.models import MODELS
+from fl_engine.models.aep_mlp import AepMLP
+from fl_engine.models.epic_resnet18 import EpicResNet18
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.uthar_resnet18 import UTHARResNet18
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.models.widar_resnet18 import WidarResNet18
 from fl_engine.tasks import Classification
-from fl_engine.testing.models import assert_same, kept_mask, random_params, samples
+from fl_engine.testing.models import assert_same, random_params, samples, zeroed
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from fl_engine.training import strategy
 from fl_engine.training.local import Job, train
@@ -39,6 +43,10 @@ FAMILIES: dict[str, Any] = {
     "resnet34": ResNet34((1, 9, 9), 3, width=0.1, exits=("stage2.1", "stage4.0")),
     "preresnet18": PreResNet18((3, 9, 12), 4, width=0.1, exits=("stage1.1", "stage3.0")),
     "mobilenetv2": MobileNetV2((2, 17, 20), 6, width=0.15, exits=("stage2.0", "stage5.1")),
+    "aep_mlp": AepMLP((5,), 2, width=0.05, exits=("fc1", "fc4")),
+    "epic_resnet18": EpicResNet18((1, 40, 33), 5, width=0.1, exits=("stage1.1", "stage3.0")),
+    "uthar_resnet18": UTHARResNet18((1, 70, 30), 5, width=0.1, exits=("stage1.0", "stage3.1")),
+    "widar_resnet18": WidarResNet18((4, 5, 9), 4, width=0.1, exits=("stage2.0", "stage4.0")),
     "tiny": TinyNet(exits=("conv", "fc")),
 }
 # Heads with convolutions: of some exits, and of one that may sit elsewhere.
@@ -58,7 +66,7 @@ def family(request: pytest.FixtureRequest) -> Any:
 def outputs(family: ModelFamily, spec: SubmodelSpec = FULL) -> list[int]:
     """Which of the full network's outputs the sub-model keeps."""
     heads = [exit_name(block) for block in family.exits]  # type: ignore[attr-defined]
-    return [i for i, block in enumerate([*heads, "classifier"]) if family.layout().has_block(spec, block)]
+    return [i for i, block in enumerate([*heads, family.layout().blocks[-1]]) if family.layout().has_block(spec, block)]
 
 
 def truncations(family: ModelFamily) -> list[tuple[str, ...]]:
@@ -122,6 +130,8 @@ def test_an_exit_may_sit_behind_every_exit_point_at_once(family: Any) -> None:
         ("vgg16", " ".join([*(f"conv{i}" for i in range(1, 14)), "fc1", "fc2"])),
         ("resnet18", "stage1.0 stage1.1 stage2.0 stage2.1 stage3.0 stage3.1 stage4.0 stage4.1"),
         ("preresnet18", "stage1.0 stage1.1 stage2.0 stage2.1 stage3.0 stage3.1 stage4.0 stage4.1"),
+        ("aep_mlp", "fc1 fc2 fc3 fc4 fc5"),
+        ("widar_resnet18", "stage1.0 stage1.1 stage2.0 stage2.1 stage3.0 stage3.1 stage4.0 stage4.1"),
         ("tiny", "conv fc"),
     ],
 )
@@ -198,11 +208,10 @@ def test_without_its_heads_it_is_the_network_without_exits(family: Any) -> None:
 def test_a_slice_runs_like_the_full_network_with_the_rest_zeroed(family: Any) -> None:
     static = dataclasses.replace(family, norm="static") if hasattr(family, "norm") else family
     layout, params, x = static.layout(), random_params(static), samples(static, 2).double()
-    buffers = {name for name, _ in static.module().named_buffers()}
     for keep in narrowings(static):
         narrow, rows = SubmodelSpec.of(keep), list(keep.get("classes", range(static.outputs)))
-        zeroed = {n: t if n in buffers else t * kept_mask(layout, narrow, n, t.shape) for n, t in params.items()}
-        full = run(static, FULL, zeroed, x)
+        with torch.no_grad():
+            full = zeroed(static, narrow, params)(x)
         for blocks in truncations(static):
             spec = SubmodelSpec.of(keep, blocks)
             logits = run(static, spec, take(params, layout, spec), x)
