@@ -99,7 +99,7 @@ class AdaptiveFL:
         paper = STARTS.get(layers, ())
         if len(paper) >= self.p and shares(paper, self.widths[0])[0] < shares(paper, self.widths[1])[-1]:
             return paper[: self.p]
-        for first in range(layers - 1, 0, -1):
+        for first in range(layers - 1, -1, -1):
             if all(shares((first,), w)[0] <= limit for w, limit in zip(self.widths, LIMITS, strict=True)):
                 return tuple(range(first, max(-1, first - self.p), -1))
         raise PoolError(

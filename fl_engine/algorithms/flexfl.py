@@ -55,7 +55,8 @@ class FlexFL:
     gammas: tuple[Positive, ...] | None = None
     """Fixed gamma for each target below 100 instead of its size; the targets then only order the models."""
     epsilon: Positive | None = None
-    """How far a model's size may be from its target, in points; null: max(0.5, one channel of the widest layer)."""
+    """How far a model's size may be from its target, in points; null: the largest of 0.5, one channel of the widest
+    layer, and half a channel of the layer whose channels are largest."""
     rule: pools.Rule = "closest"
     """`closest` (the paper's sizes) or `authors` (the published code's first hit from above)."""
     use_apoz: bool = True

@@ -91,11 +91,14 @@ def spec_of(family: ModelFamily, ratios: Sequence[float]) -> SubmodelSpec:
 
 
 def default_epsilon(family: ModelFamily) -> float:
-    """Parameters: max(0.5 % of the whole, one channel of the widest group)."""
+    """Parameters: the largest of 0.5 % of the whole, one channel of the widest layer, and half a channel of the layer
+    whose channels have most parameters. Sizes are steps of one channel, and the middle of a step is half of it away
+    from both ends; an LSTM's few units may make large ones."""
     whole, groups = count_params(family), family.layout().groups
-    widest = max((p.group for p in family.prunable()), key=lambda g: groups[g])
-    one_less = count_params(family, SubmodelSpec.of({widest: groups[widest] - 1})) if groups[widest] > 1 else whole
-    return max(0.005 * whole, float(whole - one_less))
+    layers = [p.group for p in family.prunable()]
+    each = {g: whole - count_params(family, SubmodelSpec.of({g: groups[g] - 1})) for g in layers if groups[g] > 1}
+    widest = max(layers, key=lambda g: groups[g])
+    return max(0.005 * whole, float(each.get(widest, 0)), max(each.values(), default=0) / 2)
 
 
 def solve(

@@ -26,6 +26,7 @@ from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.selection import Curiosity, Uniform
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_orders, context_of, start_of, tiny_pool, tiny_site
 
@@ -226,6 +227,16 @@ def test_the_coarse_pool_of_resnet34_has_a_quarter_and_a_half() -> None:
     small, medium, _ = tiny_pool(AdaptiveFL(p=1), ResNet34((3, 32, 32), 10))
     assert small.share <= 0.30
     assert medium.share <= 0.55
+
+
+def test_a_network_of_two_layers_is_cut_from_the_first_one_on() -> None:
+    """With the LSTM of WISDM at full width (I = 1) S1 would have 40 % of the whole."""
+    pool = tiny_pool(AdaptiveFL(), WisdmLSTM((200, 6), 12))
+    assert [(m.name, m.spec.kept.get("lstm"), m.spec.kept.get("fc1")) for m in pool] == [
+        ("S1", 2, 51),
+        ("M1", 3, 84),
+        ("L1", None, None),
+    ]
 
 
 def test_widths_that_meet_no_limit_are_an_error() -> None:

@@ -25,6 +25,7 @@ from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.testing.tiny import TinyNet, assert_same_bits, tiny_pool
 
 CIFAR = (3, 32, 32)
@@ -280,6 +281,8 @@ def test_the_default_epsilon_by_hand() -> None:
     one = 512 + 1 + 4096
     assert one < 0.005 * 33_646_666
     assert pools.default_epsilon(vgg) == pytest.approx(0.005 * 33_646_666)
+    unit = 4 * 6 + 4 * 6 + 4 * 5 + 2 * 4 + 200 * 128  # in the LSTM: input, two sides of the recurrence, biases; in fc1
+    assert pools.default_epsilon(WisdmLSTM((200, 6), 12)) == unit / 2 == 12_838
 
 
 # ================================================================================================== the pool

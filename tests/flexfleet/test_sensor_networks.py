@@ -43,8 +43,11 @@ WISDM = Source("series of 20 steps of six sensors", lambda root: classes("like_w
 AEP = Source("18 features and a number", lambda root: energy())
 WIDAR = Source("maps of 4 moments", lambda root: classes("like_widar", (4, 4, 6)))
 
-NETWORKS = {"wisdm_lstm": ("WISDM", 1.0, 300), "aep_mlp": ("AEP", 0.1, 300), "widar_resnet18": ("WIDAR", 0.1, 6000)}
-"""The data, the width, and how near FlexFL's models come to their targets, in parameters."""
+NETWORKS = {"wisdm_lstm": ("WISDM", 1.0), "aep_mlp": ("AEP", 0.1), "widar_resnet18": ("WIDAR", 0.1)}
+"""The data, and the width."""
+HETEROGENEOUS = ("adaptivefl", "depthfl", "fedrolex", "flexfl", "heterofl", "scalefl")
+EXITS = ("depthfl", "scalefl")
+"""They train networks with early exits."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,23 +55,36 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("algorithm", ["flexfl", "heterofl"])
+def quickly(quick: Sequence[str], name: str, algorithm: str) -> list[str]:
+    data, width = NETWORKS[name]
+    dropped = ("dataset.", "model.", "algorithm.", "rounds.", "tracking.")
+    sets = [*(each for each in quick if not each.startswith(dropped)), "rounds.stop=2", "tracking.mlflow=null"]
+    sets += [f"dataset.name={__name__}:{data}", f"model.name={name}", f"model.width={width}"]
+    return [*sets, f"algorithm.name={algorithm}"]
+
+
+@pytest.mark.parametrize("algorithm", HETEROGENEOUS)
 @pytest.mark.parametrize("name", sorted(NETWORKS))
 def test_two_rounds(
     flexfleet: Any, quick: Sequence[str], name: str, algorithm: str, tmp_path: Path, no_drawings: None
 ) -> None:
-    data, width, epsilon = NETWORKS[name]
-    dropped = ("dataset.", "model.", "algorithm.", "rounds.", "tracking.")
-    sets = [*(each for each in quick if not each.startswith(dropped)), "rounds.stop=2", "tracking.mlflow=null"]
-    sets += [f"dataset.name={__name__}:{data}", f"model.name={name}", f"model.width={width}"]
-    sets += [f"algorithm.name={algorithm}", *([f"algorithm.epsilon={epsilon}"] if algorithm == "flexfl" else [])]
-    if algorithm == "heterofl" and data == "AEP":
+    sets = quickly(quick, name, algorithm)
+    if algorithm == "heterofl" and name == "aep_mlp":
         sets.append("algorithm.mask_labels=false")
     done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
+    if name == "wisdm_lstm" and algorithm in EXITS:
+        assert (done.code, "WisdmLSTM offers no early exits" in done.err) == (2, True)
+        return
     assert done.code == 0, done.err
     assert np.isfinite(done.json["metrics"]["full"])
     strategy = RunFile.read(tmp_path / "runs" / "a" / "run.json").numerics["strategy"]
     assert strategy == ("batched" if name == "aep_mlp" else "single")
+
+
+def test_numbers_have_no_labels_to_mask(flexfleet: Any, quick: Sequence[str]) -> None:
+    done = flexfleet("run", "--run-id", "a", sets=quickly(quick, "aep_mlp", "heterofl"))
+    assert done.code == 2
+    assert "regression has no classes whose outputs could be masked: set algorithm.mask_labels=false" in done.err
 
 
 @pytest.mark.parametrize(
@@ -99,6 +115,6 @@ def test_pool_measures_on_data_what_takes_data(flexfleet: Any) -> None:
     done = flexfleet("pool", "--json", "--algorithm", "flexfl", "--model", "wisdm_lstm")
     assert done.code == 2
     assert "1x8x8" in done.err, "of the digits, which are configured"
-    sets = ["algorithm.use_apoz=false", "algorithm.epsilon=5000"]
+    sets = ["algorithm.use_apoz=false"]
     free = flexfleet("pool", "--json", "--algorithm", "flexfl", "--model", "wisdm_lstm", sets=sets)
     assert free.json["levels"][-1]["params"] == 155_612
