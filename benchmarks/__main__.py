@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gate import family
 from benchmarks.workloads import WORKLOADS, Workload
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +48,11 @@ class Contestant:
         """Seconds of each round."""
         self._tell(str(rounds))
         return list(self._answer()["seconds"])
+
+    def cpu_seconds(self) -> float:
+        """What its processes have used of the processors so far."""
+        ticks = sum(int(value) for _, values in family(self._process.pid) for value in values[11:13])  # user, system
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def finish(self) -> float:
         """Peak memory in MB."""
@@ -91,11 +97,13 @@ def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, opt
         warm = contestants[name].run(2)[1:]
         rounds[name] = max(1, min(200, int(seconds / statistics.median(warm))))
         note(f"{name}: {rounds[name]} round(s) a turn")
-    busy, measured = [others_busy()], {name: [] for name in contestants}
+    busy, measured, used = [others_busy()], {name: [] for name in contestants}, dict.fromkeys(contestants, 0.0)
     peaks = []
     for turn in range(turns):
         for name, contestant in contestants.items():
+            before = contestant.cpu_seconds()
             measured[name] += contestant.run(rounds[name])
+            used[name] += contestant.cpu_seconds() - before
         peaks.append(matmul_gflops())
         busy.append(others_busy())
         note(f"turn {turn + 1} of {turns}")
@@ -108,6 +116,7 @@ def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, opt
         "ours_s": medians["ours"],
         "peers": {name: medians[name] for name in peers},
         "ratios": {name: medians[name] / medians["ours"] for name in peers},
+        "cpu_s": {name: used[name] / turns / rounds[name] for name in medians},
         "gflops": {name: arithmetic / medians[name] for name in medians},
         "peak_gflops": peak,
         "peak_share": arithmetic / medians["ours"] / peak,
@@ -200,7 +209,9 @@ def gflop(workload: str, options: Sequence[str]) -> float:
 def table(found: dict[str, Any], w: Workload) -> str:
     options = ", ".join(["", *found["options"]]) if found["options"] else ""
     lines = [f"{found['workload']}  {w.title}: {w.per_round} of {w.clients} clients{options}"]
-    lines.append(f"{'':10}{'s/round':>10}{'quartiles':>20}{'ratio':>8}{'GFLOP/s':>10}{'of peak':>9}{'MB':>8}")
+    lines.append(
+        f"{'':10}{'s/round':>10}{'quartiles':>20}{'ratio':>8}{'CPU s':>9}{'GFLOP/s':>10}{'of peak':>9}{'MB':>8}"
+    )
     for name, gflops in found["gflops"].items():
         seconds = found["ours_s"] if name == "ours" else found["peers"][name]
         low, high = found["quartiles_s"][name]
@@ -208,7 +219,7 @@ def table(found: dict[str, Any], w: Workload) -> str:
         share = f"{100 * gflops / found['peak_gflops']:.1f} %"
         spread = f"{low:.4g} - {high:.4g}"
         lines.append(
-            f"{name:10}{seconds:10.4g}{spread:>20}{ratio:>8}{gflops:10.1f}{share:>9}{found['peak_mb'][name]:8.0f}"
+            f"{name:10}{seconds:10.4g}{spread:>20}{ratio:>8}{found['cpu_s'][name]:9.4g}{gflops:10.1f}{share:>9}{found['peak_mb'][name]:8.0f}"
         )
     lines.append(f"matrix products on all processors: {found['peak_gflops']:.0f} GFLOP/s")
     if found["others_busy"] > BUSY:

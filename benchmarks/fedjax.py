@@ -46,7 +46,7 @@ def max_pool(x_bhwc: jax.Array) -> jax.Array:
 
 
 def model_of(name: str, w: Workload) -> fedjax.Model:
-    c, height, width = w.chw
+    c, height, width = w.shape
     sample = {"x": np.zeros((1, height, width, c), np.float32), "y": np.zeros(1, np.int32)}
     if name == "W3":
         net = hk.transform(lambda batch: mlp(batch["x"]))

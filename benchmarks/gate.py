@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +48,23 @@ class Gate:
         print(json.dumps(what), file=self._out, flush=True)
 
 
-def _peak_mb() -> float:
-    """Peak resident memory of this process plus the peaks of its descendants (on Linux; elsewhere 0)."""
-    parents, peaks = {}, {}
+def family(pid: int) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """Of a process and of each that it has started: the fields of /proc/<pid>/status, and the values of
+    /proc/<pid>/stat from the third on (Linux; elsewhere nothing)."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             lines = (folder / "status").read_text().splitlines()
+            values = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:  # the process has ended meanwhile
             continue
-        fields = dict(line.split(":", 1) for line in lines if ":" in line)
-        pid = int(folder.name)
-        parents[pid], peaks[pid] = int(fields["PPid"]), float(fields.get("VmHWM", "0 kB").split()[0])
-    ours = {os.getpid()}
-    while grown := {pid for pid, parent in parents.items() if parent in ours} - ours:
-        ours |= grown
-    return sum(peaks.get(pid, 0.0) for pid in ours) / 1024
+        found[int(folder.name)] = dict(line.split(":", 1) for line in lines if ":" in line), values
+    members = {pid}
+    while grown := {other for other, (fields, _) in found.items() if int(fields["PPid"]) in members} - members:
+        members |= grown
+    return (found[member] for member in members if member in found)
+
+
+def _peak_mb() -> float:
+    """Largest resident memory of this process and of each that it has started, added up (Linux; elsewhere 0)."""
+    return sum(float(fields.get("VmHWM", "0 kB").split()[0]) for fields, _ in family(os.getpid())) / 1024

@@ -50,11 +50,7 @@ class Plan:
 def plan_of(name: str, w: Workload) -> Plan:
     if w.algorithm != "fedavg":
         return _like_ours(name, w)
-    net = networks.mlp(w.chw[0]) if name == "W3" else networks.mcmahan_cnn(w.chw[0], w.chw[1], w.classes)
-    if name == "W2":
-        from fl_engine.models import ResNet18
-
-        net = ResNet18(w.chw, w.classes).module()
+    net = network_of(name, w)
     rng = np.random.default_rng(1)
 
     def rounds() -> Iterator[list[Pick]]:
@@ -62,6 +58,14 @@ def plan_of(name: str, w: Workload) -> Plan:
             yield [Pick(int(c)) for c in rng.choice(w.clients, w.per_round, replace=False)]
 
     return Plan([net], rounds(), binary=name == "W3")
+
+
+def network_of(name: str, w: Workload) -> nn.Module:
+    if name == "W1":
+        return networks.mcmahan_cnn(w.shape[0], w.shape[1], w.classes)
+    if name == "W3":
+        return networks.mlp(w.shape[0])
+    return networks.family_of(name, w).module()
 
 
 def _like_ours(name: str, w: Workload) -> Plan:
@@ -126,6 +130,8 @@ class Client:
         return {name: t.detach() for name, t in net.state_dict().items()}
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        if not self.w.classes:
+            return F.mse_loss(logits.squeeze(1), y)
         if self.plan.binary:
             return F.binary_cross_entropy_with_logits(logits.squeeze(1), y.float())
         return F.cross_entropy(logits, y)

@@ -1,5 +1,5 @@
-"""Networks that only the benchmarks use: in plain PyTorch for the peers, and as model families for flexfleet. (All
-contestants use flexfleet's own ResNet18 and VGG16.)"""
+"""Networks that only the benchmarks use: in plain PyTorch for the peers, and as model families for flexfleet. (For the
+others all contestants use flexfleet's own modules.)"""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from benchmarks.workloads import Workload
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.types import FULL, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models import VGG16, ResNet18
+from fl_engine.models.aep_mlp import AepMLP
 from fl_engine.models.layers import FREE, linear_slots
+from fl_engine.models.wisdm_lstm import WisdmLSTM
 
 HIDDEN = 64
 
@@ -32,6 +37,19 @@ def mcmahan_cnn(channels: int, side: int, classes: int) -> nn.Sequential:
 
 
 # ------------------------------------------------------------------------------------------ as model families
+def family_of(name: str, w: Workload) -> ModelFamily:
+    """The network of a workload."""
+    if name == "W1":
+        return McMahanCNN(w.shape, w.classes)
+    if name == "W3":
+        return BinaryMLP(w.shape)
+    if name == "W6":
+        return WisdmLSTM(w.shape, w.classes)
+    if name == "W7":
+        return AepMLP(w.shape, 1)
+    return VGG16(w.shape, w.classes, width=0.5) if name.startswith("W4") else ResNet18(w.shape, w.classes)
+
+
 @dataclass(frozen=True)
 class BinaryMLP:
     """`mlp` for two classes: the logits are 0 and the network's one output, so that cross entropy is the logistic

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from benchmarks.gate import Gate
-from benchmarks.networks import BinaryMLP, McMahanCNN
-from benchmarks.workloads import MEAN, STD, Workload, chosen
+from benchmarks.networks import family_of
+from benchmarks.workloads import MEAN, STD, Workload, chosen, normalised
 from fl_engine.algorithms import AdaptiveFL, AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
-from fl_engine.core.contracts import Algorithm, Backend, ModelFamily
+from fl_engine.core.contracts import Algorithm, Backend
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import Outcome, RoundPlan
@@ -30,27 +30,18 @@ from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
-from fl_engine.models import VGG16, ResNet18
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import FolderStore
-from fl_engine.tasks import Classification
+from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.tiny import tiny_pool
 from fl_engine.testing.tracker import Memory
 from fl_engine.training import strategy
 from fl_engine.training.numerics import Numerics
 
 SEED = 0
-
-
-def family_of(name: str, w: Workload) -> ModelFamily:
-    if name == "W1":
-        return McMahanCNN(w.chw, w.classes)
-    if name == "W3":
-        return BinaryMLP(w.chw)
-    return VGG16(w.chw, w.classes, width=0.5) if name.startswith("W4") else ResNet18(w.chw, w.classes)
 
 
 def algorithm_of(w: Workload) -> Algorithm:
@@ -66,13 +57,17 @@ def algorithm_of(w: Workload) -> Algorithm:
 def site_of(name: str, w: Workload, numerics: Numerics = Numerics()) -> tuple[Algorithm, Site]:  # noqa: B008
     algorithm, family = algorithm_of(w), family_of(name, w)
     x, y = w.data()
-    images, labels = torch.from_numpy(x).flatten(0, 1), torch.from_numpy(y).flatten()
-    data = Data(
-        name, Classification(w.classes), images, labels, images[:1], labels[:1], (MEAN,) * w.chw[0], (STD,) * w.chw[0]
-    )
+    if len(w.shape) == 3:
+        samples, moments = torch.from_numpy(x).flatten(0, 1), ((MEAN,) * w.shape[0], (STD,) * w.shape[0])
+    else:
+        samples, moments = torch.from_numpy(normalised(x)).flatten(0, 1), ()
+    targets = torch.from_numpy(y).flatten()
+    task = Classification(w.classes) if w.classes else Regression(bins=0)
+    data = Data(name, task, samples, targets, samples[:2], targets[:2], *moments)
     parts = tuple(np.arange(c * w.samples, (c + 1) * w.samples) for c in range(w.clients))
     nobody = np.zeros(0, dtype=np.int64)
-    counts = np.stack([np.bincount(row, minlength=w.classes) for row in y], axis=1)
+    labels = y if w.classes else np.zeros(y.shape, dtype=np.int64)
+    counts = np.stack([np.bincount(row, minlength=w.classes) for row in labels], axis=1)
     partition = Partition(nobody, nobody, parts, "made up", {}, name, counts)
     mixed = w.algorithm != "fedavg"
     fleet = devices.fleet("4:3:3" if mixed else (Tier("strong", 1.0, 110.0, (0.0,)),), w.clients, SEED)

@@ -96,7 +96,7 @@ def training(fraction: float, batch: int = 10) -> Training:
 
 
 def clients_per_round() -> list[Point]:
-    w, family = WORKLOADS["W3"], BinaryMLP(WORKLOADS["W3"].chw)
+    w, family = WORKLOADS["W3"], BinaryMLP(WORKLOADS["W3"].shape)
     counts = (10, 30, 100, 300, 1000)
     return [measure(AllLarge(training=training(k / 2000)), family, 2000, w.samples, 25, k) for k in counts]
 
@@ -114,7 +114,7 @@ def model_size() -> list[Point]:
 
 def number_of_rounds() -> list[Point]:
     """Runs of more and more rounds: a round must not take longer when more rounds are committed in the ledger."""
-    family = BinaryMLP(WORKLOADS["W3"].chw)
+    family = BinaryMLP(WORKLOADS["W3"].shape)
     return [measure(AllLarge(training=training(0.1)), family, 100, 40, stop, stop) for stop in (50, 200, 800, 2000)]
 
 

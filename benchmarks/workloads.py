@@ -17,8 +17,10 @@ class Workload:
     per_round: int
     samples: int
     """Samples of each client."""
-    chw: tuple[int, int, int]
+    shape: tuple[int, ...]
+    """Of a sample."""
     classes: int
+    """0: the target is a number."""
     batch: int
     lr: float
     momentum: float
@@ -27,9 +29,12 @@ class Workload:
     peers: tuple[str, ...] = ("naive",)
 
     def data(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Made-up samples: uint8 (clients, samples, C, H, W) and int64 labels (clients, samples)."""
+        """Made-up samples: uint8 (clients, samples, *shape) and int64 labels, or float32
+        targets, (clients, samples)."""
         rng = np.random.default_rng(seed)
-        x = rng.integers(0, 256, (self.clients, self.samples, *self.chw), dtype=np.uint8)
+        x = rng.integers(0, 256, (self.clients, self.samples, *self.shape), dtype=np.uint8)
+        if not self.classes:
+            return x, rng.standard_normal((self.clients, self.samples), dtype=np.float32)
         return x, rng.integers(0, self.classes, (self.clients, self.samples), dtype=np.int64)
 
 
@@ -40,8 +45,12 @@ def normalised(x: np.ndarray) -> np.ndarray:
 
 
 def _cifar_like(title: str, **changes: object) -> Workload:
-    base = {"clients": 100, "per_round": 10, "samples": 500, "chw": (3, 32, 32), "classes": 10, "batch": 50}
+    base = {"clients": 100, "per_round": 10, "samples": 500, "shape": (3, 32, 32), "classes": 10, "batch": 50}
     return Workload(title, **{**base, "lr": 0.01, "momentum": 0.5, **changes})  # type: ignore[arg-type]
+
+
+def _aiot(title: str, shape: tuple[int, ...], classes: int) -> Workload:
+    return Workload(title, 80, 8, 200, shape, classes, batch=32, lr=0.01, momentum=0.0, peers=("naive", "flower"))
 
 
 WORKLOADS = {
@@ -52,7 +61,7 @@ WORKLOADS = {
         clients=1000,
         per_round=100,
         samples=40,
-        chw=(18, 1, 1),
+        shape=(18, 1, 1),
         classes=2,
         batch=10,
         lr=0.1,
@@ -62,6 +71,9 @@ WORKLOADS = {
     "W4": _cifar_like("FlexFL, VGG16 of half width, lambda 10", algorithm="flexfl"),
     "W4-no-kd": _cifar_like("FlexFL, VGG16 of half width, lambda 0", algorithm="flexfl-no-kd"),
     "W5": _cifar_like("AdaptiveFL, ResNet18, pool of seven", algorithm="adaptivefl"),
+    # FedAIoT's clients, 16,569 and 15,788 samples over 80, in batches of 32.
+    "W6": _aiot("FedAvg, LSTM of WISDM", shape=(200, 6), classes=12),
+    "W7": _aiot("FedAvg, MLP of AEP", shape=(18,), classes=0),
 }
 
 

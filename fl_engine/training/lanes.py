@@ -121,7 +121,7 @@ class Dropout(nn.Module):
             return x
         shape = (len(x), x.shape[1] // len(self.generators), *x.shape[2:])
         masks = [x.new_empty(shape).bernoulli_(1 - self.p, generator=g) for g in self.generators]
-        return x * torch.cat(masks, dim=1) / (1 - self.p)
+        return x * (masks[0] if len(masks) == 1 else torch.cat(masks, dim=1)) / (1 - self.p)
 
 
 @runtime_checkable

@@ -17,8 +17,10 @@ from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import ClientUpdate, Params, WorkOrder
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.server import ServerSite
+from fl_engine.models import aep_mlp, wisdm_lstm
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import context_of, tiny_pool
+from fl_engine.training import networks as trained
 from fl_engine.training.losses import self_distillation
 from fl_engine.training.numerics import Numerics
 
@@ -38,8 +40,16 @@ def assert_close(left: Params, right: Params) -> None:
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize(("name", "samples"), [("W1", 100), ("W2", 10), ("W3", 40), ("W5", 10)])
-def test_a_client_of_the_naive_loop_learns_what_ours_does(name: str, samples: int) -> None:
+@pytest.fixture
+def no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its masks are everyone's own."""
+    monkeypatch.setattr(aep_mlp, "DROPOUT", 0.0)
+    monkeypatch.setattr(wisdm_lstm, "DROPOUT", 0.0)
+    monkeypatch.setattr(trained, "_free", {})
+
+
+@pytest.mark.parametrize(("name", "samples"), [("W1", 100), ("W2", 10), ("W3", 40), ("W5", 10), ("W6", 70), ("W7", 70)])
+def test_a_client_of_the_naive_loop_learns_what_ours_does(name: str, samples: int, no_dropout: None) -> None:
     w = replace(WORKLOADS[name], samples=samples)
     algorithm, site = ours.site_of(name, w)
     start = initial_params(site.family, ours.SEED)
@@ -83,7 +93,7 @@ def test_the_naive_loop_distils_like_ours() -> None:
     state = algorithm.init(
         initial_params(site.family, 0), site.family.layout(), site.fleet, site.pool, ServerSite(site)
     )
-    x = torch.rand(10, *w.chw)
+    x = torch.rand(10, *w.shape)
     specs = [m.spec for m in site.pool]
     nets = [site.family.module(spec).eval() for spec in specs]
     for net, spec in zip(nets, specs, strict=True):
@@ -107,6 +117,7 @@ def test_the_harness_lets_them_take_turns(capsys: pytest.CaptureFixture[str], mo
     assert set(found["peers"]) == set(found["ratios"]) == {"naive"}
     assert found["ratios"]["naive"] == pytest.approx(found["peers"]["naive"] / found["ours_s"])
     assert 0 < found["peak_share"] < 1
+    assert set(found["cpu_s"]) == {"ours", "naive"} and min(found["cpu_s"].values()) > 0
     assert "flower does not run W3" in captured.err
     assert "GFLOP/s" in captured.err
 
