@@ -1,15 +1,18 @@
-"""Compares the algorithms on real data, in about an hour and a half on two cores.
+"""Compares the algorithms on real data, in about two hours on two cores.
 
     make evidence        (resumes after an interruption: finished runs are kept, the others go on where they stopped)
+    python -m benchmarks.evidence wisdm_watch-natural aep-dirichlet      (only these comparisons; the others stay)
 
-Makes four comparisons (`flexfleet compare`): CIFAR-10 and Fashion-MNIST, each with Dirichlet 0.3 and IID. Writes
-docs/evidence/: tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
+Makes comparisons (`flexfleet compare`): CIFAR-10 and Fashion-MNIST, each with Dirichlet 0.3 and IID; WISDM, by subject
+and with Dirichlet 0.5; AEP, with Dirichlet 0.5. Writes docs/evidence/: tables.md, results.json (each comparison's command
+and numbers) and a drawing of each comparison.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -60,6 +63,27 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "no_adjustment=flexfl": ("algorithm.epsilon=3.0", "algorithm.use_adjustment=false"),
 }
 
+SENSORS = (
+    "training.epochs=1",
+    "training.batch_size=32",
+    "training.lr=0.1",
+    "training.lr_decay=1.0",
+    "rounds.evaluate_every=10",
+    "tracking.mlflow=null",
+)
+WISDM = ("model.name=wisdm_lstm", "partition.proxy=0.1", "partition.minimum=10", *SENSORS)
+TWO_DEVICES = (("weak", 35.0), ("strong", 110.0))
+SUBJECTS = (
+    "partition.rule=natural",
+    "partition.clients=2",
+    "training.fraction=1.0",
+    f"fleet.tiers=[{', '.join(f'{{name: {name}, share: 0.5, memory: {memory}}}' for name, memory in TWO_DEVICES)}]",
+)
+"""One device can train a third of the network, the other all of it; which subject has which follows from the seed."""
+AEP = ("model.name=aep_mlp", "partition.clients=80", "training.fraction=0.1", "partition.proxy=0.05", *SENSORS)
+ON_SENSORS: dict[str, tuple[str, ...]] = {name: MAIN[name] for name in ("flexfl", "heterofl", "all_large")}
+ON_SENSORS["flexfl"] = ()
+
 
 @dataclass(frozen=True)
 class Campaign:
@@ -68,15 +92,17 @@ class Campaign:
     seeds: str
     rounds: int
     algorithms: Mapping[str, Sequence[str]]
+    common: tuple[str, ...] = COMMON
 
     @property
     def id(self) -> str:
-        return f"{self.dataset}-{'iid' if 'partition.rule=iid' in self.partition else 'dirichlet'}"
+        rule = next(each for each in self.partition if each.startswith("partition.rule="))
+        return f"{self.dataset}-{rule.removeprefix('partition.rule=')}"
 
     @property
     def command(self) -> list[str]:
         own = [f"{a.partition('=')[0]}:{s}" for a, settings in self.algorithms.items() for s in settings]
-        settings = (f"dataset.name={self.dataset}", *self.partition, *COMMON, f"rounds.stop={self.rounds}", *own)
+        settings = (f"dataset.name={self.dataset}", *self.partition, *self.common, f"rounds.stop={self.rounds}", *own)
         options = [word for setting in settings for word in ("--set", setting)]
         labels = ",".join(self.algorithms)
         return ["flexfleet", "compare", "--algorithms", labels, "--seeds", self.seeds, "--id", self.id, *options]
@@ -84,11 +110,15 @@ class Campaign:
 
 DIRICHLET = ("partition.rule=dirichlet", "partition.alpha=0.3")
 IID = ("partition.rule=iid",)
+HALF = ("partition.rule=dirichlet", "partition.alpha=0.5")
 CAMPAIGNS = (
     Campaign("cifar10", DIRICHLET, "0,1,2", 60, MAIN),
     Campaign("fashion_mnist", DIRICHLET, "0", 40, {**MAIN, **ABLATIONS}),
     Campaign("cifar10", IID, "0", 40, {**MAIN, **AS_PUBLISHED}),
     Campaign("fashion_mnist", IID, "0", 40, MAIN),
+    Campaign("wisdm_watch", SUBJECTS, "0,1,2", 200, ON_SENSORS, WISDM),
+    Campaign("wisdm_watch", (*HALF, "partition.clients=10", "training.fraction=0.4"), "0,1,2", 200, ON_SENSORS, WISDM),
+    Campaign("aep", HALF, "0,1,2", 200, ON_SENSORS, AEP),
 )
 
 
@@ -104,22 +134,34 @@ def run(campaign: Campaign) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def tables(path: Path) -> dict[str, str]:
+    """The sections of tables.md by the comparison's name, which is in their headings."""
+    found = re.split(r"^(?=## )", path.read_text(), flags=re.MULTILINE)[1:] if path.exists() else []
+    return {text[3:].partition(":")[0].replace("\\", ""): text.strip() + "\n" for text in found}
+
+
+def main(names: Sequence[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     OUT.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {}
-    tables = []
+    known = [campaign.id for campaign in CAMPAIGNS]
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"no comparison {unknown[0]!r}; there are {', '.join(known)}")
+    path = OUT / "results.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    texts = tables(OUT / "tables.md")
     for campaign in CAMPAIGNS:
+        if names and campaign.id not in names:
+            continue
         found = run(campaign)
         folder = STORE / campaign.id
         results[campaign.id] = {"command": shlex.join(campaign.command), "comparison": found}
         text = (folder / "comparison.md").read_text().strip()
-        tables.append(text.replace("(comparison.svg)", f"({campaign.id}.svg)") + "\n")
+        texts[campaign.id] = text.replace("(comparison.svg)", f"({campaign.id}.svg)") + "\n"
         shutil.copyfile(folder / "comparison.svg", OUT / f"{campaign.id}.svg")
-        (OUT / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-        (OUT / "tables.md").write_text("\n".join(tables))
-    print("\n".join(tables))
+        path.write_text(json.dumps({name: results[name] for name in known if name in results}, indent=1) + "\n")
+        (OUT / "tables.md").write_text("\n".join(texts[name] for name in known if name in texts))
+        print(texts[campaign.id])
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
