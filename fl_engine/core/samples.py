@@ -96,6 +96,8 @@ def label_word(task: Task) -> str:
 # ------------------------------------------------------------------------------------------------------ data
 IMAGE_AXES = 4
 """(N, C, H, W)"""
+CHECKED = 4096
+"""Samples whose numbers are checked at a time."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def _samples(x: Tensor, what: str) -> Tensor:
         raise DataError(f"{what}: samples are uint8, float or integers, got {str(x.dtype).removeprefix('torch.')}")
     if x.is_floating_point():
         x = x.float()
-        if not bool(torch.isfinite(x).all()):
+        if not all(bool(torch.isfinite(part).all()) for part in x.split(CHECKED)):
             where = (~torch.isfinite(x)).flatten(1).any(1).nonzero().flatten()
             raise DataError(
                 f"{what}: sample {int(where[0])} holds NaN, infinity or more than float32 can hold ({len(where)} such "

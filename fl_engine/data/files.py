@@ -105,6 +105,16 @@ def read(path: Path, checksum: str | None = None, most: int | None = None) -> by
     return content
 
 
+def digest(path: Path) -> str:
+    """The SHA-256 (hex) of a file, of which never more than a piece is in memory. Raises DataError where it cannot be
+    read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}); check that it is a file and who may read it") from error
+
+
 # ------------------------------------------------------------------------------------------------ downloading
 @dataclass(frozen=True)
 class Remote:

@@ -4,8 +4,8 @@ Huh et al., EPIC-SOUNDS: A Large-Scale Dataset of Actions that Sound, ICASSP 202
 https://github.com/epic-kitchens/epic-sounds-annotations; a row is a segment of a video's sound, in samples at 24 kHz.
 The sound is that of EPIC-KITCHENS-100, whose videos are to be had for research. Auditory SlowFast
 (https://github.com/ekazakos/auditory-slow-fast, audio_extraction/extract_audio.py), to which the publisher refers,
-makes `<video_id>.wav` of each: 24 kHz, one channel, 16 bits. These files are read. The HDF5 file into which it packs
-them is not: h5py is no dependency.
+makes `<video_id>.wav` of each: 24 kHz, one channel, 16 bits. These files are read, not the HDF5 file into which it
+packs them.
 
 The spectrogram is that of FedAIoT (Alam et al., 2023: the text's Sec. 2.2.3, and its code where the text is silent):
 Hann windows of 10 ms every 5 ms, centred, with silence before and after the segment; magnitudes of a Fourier transform
@@ -16,6 +16,9 @@ tensor. Values are rounded to 1/1024, so that machines agree whose last bits dif
 
 The training segments are the training part, the validation segments the test part: the publisher keeps the labels of
 its test segments. A participant is the natural client.
+
+The spectrograms take about ten minutes, so they are kept in epic-sounds/packed (14 GB): `fl_engine.data.packs`. They
+are mapped into memory, not held in it.
 """
 
 from __future__ import annotations
@@ -25,22 +28,23 @@ import io
 import re
 import struct
 import wave
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.files import read, require_by_hand
+from fl_engine.data.packs import packed
 from fl_engine.tasks import Classification
 
 ABOUT = (
-    "EPIC-SOUNDS, 1x400x128 log-mel, 44 classes, 60,055 + 8,035; licence CC BY-NC 4.0; 17 GB of WAV, by application; "
-    "14 GB in memory"
+    "EPIC-SOUNDS, 1x400x128 log-mel, 44 classes, 60,055 + 8,035; licence CC BY-NC 4.0; 17 GB of WAV, by application, "
+    "and 14 GB of spectrograms made of it"
 )
 FOLDER = "epic-sounds"
 ANNOTATIONS = f"{FOLDER}/epic-sounds-annotations"
@@ -51,6 +55,8 @@ HOW = (
     f"Clone {URL} there (10 MB), and put the sound of EPIC-KITCHENS-100's videos, as Auditory SlowFast's "
     f"extract_audio.py makes it, into {AUDIO} as <video_id>.wav (17 GB)"
 )
+VERSION = 1
+"""Of what is kept: another one where the same files are read in another way."""
 CLASSES = 44
 MOST_BYTES = 2**25
 """Of an annotation file; the training one has some 6 MB."""
@@ -93,10 +99,22 @@ def load(root: Path) -> Data:
     parts = tuple(segments(root / file) for file in FILES[:2])
     videos = sorted({segment.video for part in parts for segment in part})
     require_by_hand("epic_sounds", root, [f"{AUDIO}/{video}.wav" for video in videos], HOW)
-    train, test = (_part(root / AUDIO, part) for part in parts)
+    inputs = [root / file for file in (*FILES[:2], *(f"{AUDIO}/{video}.wav" for video in videos))]
+    arrays = packed(root / FOLDER / "packed", VERSION, inputs, partial(_pack, root / AUDIO, parts))
+    return Data("epic_sounds", Classification(CLASSES), **arrays)
+
+
+def _pack(audio: Path, parts: Sequence[list[Segment]], folder: Path) -> None:
+    for name, part in zip(("train", "test"), parts, strict=True):
+        np.save(folder / f"{name}_y.npy", np.array([segment.label for segment in part]))
+        with (folder / f"{name}_x.npy").open("wb") as file:  # one after the other: all of them are too much for memory
+            shape = (len(part), 1, FRAMES, MELS)
+            np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+            for segment in part:
+                file.write(log_mel(_sound(audio / f"{segment.video}.wav", segment)).astype("<f4").tobytes())
     participants = sorted({segment.participant for segment in parts[0]})
     source = [participants.index(segment.participant) for segment in parts[0]]
-    return Data("epic_sounds", Classification(CLASSES), *train, *test, natural_client=torch.tensor(source))
+    np.save(folder / "natural_client.npy", np.array(source))
 
 
 def segments(path: Path) -> list[Segment]:
@@ -133,13 +151,6 @@ def _segment(where: str, values: list[str]) -> Segment:
             f"{label}; it is damaged: download it again"
         )
     return Segment(participant, video, start, stop, label)
-
-
-def _part(folder: Path, part: list[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
-    x = np.empty((len(part), 1, FRAMES, MELS), dtype=np.float32)
-    for at, segment in enumerate(part):
-        x[at, 0] = log_mel(_sound(folder / f"{segment.video}.wav", segment))
-    return torch.from_numpy(x), torch.tensor([segment.label for segment in part])
 
 
 def _sound(path: Path, segment: Segment) -> NDArray[np.float64]:

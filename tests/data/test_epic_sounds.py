@@ -108,6 +108,19 @@ def test_segments_become_spectrograms_of_their_sound(sounds: Path) -> None:
     assert torch.equal(data.normalise(data.train_x), data.train_x)
 
 
+def test_spectrograms_are_made_once_and_mapped(sounds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = epic_sounds.load(sounds)
+    monkeypatch.setattr(epic_sounds, "log_mel", None)
+    again = epic_sounds.load(sounds)
+    assert torch.equal(first.train_x, again.train_x) and torch.equal(first.test_y, again.test_y)
+    kept = np.load(sounds / "epic-sounds" / "packed" / "train_x.npy", mmap_mode="r+")
+    kept[0, 0, 0, 0] = 7
+    kept.flush()
+    assert again.train_x[0, 0, 0, 0] == 7, "the tensor is the file"
+    monkeypatch.undo()
+    assert epic_sounds.load(sounds).train_x[0, 0, 0, 0] != 7, "a changed file is damaged, and made anew"
+
+
 def test_missing_sound_is_named_and_how_to_get_it(sounds: Path) -> None:
     audio(sounds, "P01_02").unlink()
     with pytest.raises(DataError, match=r"1 of 3 files.*audio/P01_02\.wav\. Clone https.*extract_audio\.py"):

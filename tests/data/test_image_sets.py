@@ -174,6 +174,12 @@ def test_femnist_reads_what_leaf_wrote(leaf: tuple[Path, tuple[str, ...]]) -> No
     assert not (set(map(bytes, data.train_x.numpy())) & set(map(bytes, data.test_x.numpy())))
 
 
+def test_femnist_is_read_once(leaf: tuple[Path, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = femnist.load(*leaf)
+    monkeypatch.setattr(femnist, "_writers", None)
+    assert fingerprint(femnist.load(*leaf)) == fingerprint(first)
+
+
 def test_a_writers_test_samples_are_the_same_whoever_else_is_there(tmp_path: Path) -> None:
     alone = femnist.load(tmp_path, made.femnist_files(tmp_path, made.femnist_file({"b": 20})))
     both = made.femnist_file({"a": 30})
