@@ -1,0 +1,135 @@
+"""FEMNIST as TensorFlow Federated has it: the characters of `femnist`, with a split, in two HDF5 files.
+
+https://www.tensorflow.org/federated/api_docs/python/tff/simulation/datasets/emnist/load_data (only_digits=False): 3,400
+writers with at least two samples, 671,585 + 77,483 images, of each writer at least one in both parts. The archive has
+to match the SHA-256 that TensorFlow Federated prints. In fed_emnist_train.h5 and fed_emnist_test.h5, of each writer:
+
+    examples/<writer>/pixels  float32 (n, 28, 28), 0..1, white (1) behind black ink
+    examples/<writer>/label   int32 (n,), digits (0 to 9), upper case (10 to 35), lower case (36 to 61)
+
+Pixels are bytes divided by 255, and become bytes again. A writer is the natural client; writers are in the order of
+their names. Needs h5py: `pip install 'flexfleet[hdf5]'`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_engine.core.errors import DataError, EnvironmentFailure
+from fl_engine.core.samples import Data
+from fl_engine.data.files import Remote, byte_statistics, download, extract, require
+from fl_engine.datasets.femnist import CLASSES, SIDE
+from fl_engine.tasks import Classification
+
+ABOUT = (
+    "FEMNIST by TensorFlow Federated, 28x28 grey, 62 classes, 671,585 + 77,483 of 3,400 writers; no licence stated, "
+    "cite Caldas et al. 2018; 170 MB; needs h5py"
+)
+FOLDER = "femnist-tff"
+ARCHIVE = Remote(
+    "https://storage.googleapis.com/tff-datasets-public/fed_emnist.tar.bz2",
+    "fed_emnist.tar.bz2",
+    "sha256:fe1ed5a502cea3a952eb105920bff8cffb32836b5173cb18a57a32c3606f3ea0",
+)
+FILES = (f"{FOLDER}/fed_emnist_train.h5", f"{FOLDER}/fed_emnist_test.h5")
+MOST_SAMPLES = 10_000
+"""Of a writer in a file; the most productive one has some hundreds."""
+
+
+def load(root: Path) -> Data:
+    """The data set from `root`/femnist-tff. Mean and deviation are the training images' own.
+
+    Raises DataError for a file that is missing, damaged or of another form, for other images or labels, and where the
+    parts are not by the same writers; EnvironmentFailure where h5py is not installed.
+    """
+    require("femnist_tff", root, FILES, ARCHIVE.url)
+    (train_x, train_y, writers, counts), (test_x, test_y, others, _) = (_part(root / file) for file in FILES)
+    if writers != others:
+        odd = sorted(set(writers) ^ set(others))
+        raise DataError(
+            f"{root / FILES[1]}: expected the writers of {Path(FILES[0]).name}, of which each has samples in both; "
+            f"{len(odd)} have not, such as {odd[0][:80]!r}: fetch both again"
+        )
+    mean, std = byte_statistics(train_x)
+    return Data(
+        "femnist_tff",
+        Classification(CLASSES),
+        torch.from_numpy(train_x),
+        torch.from_numpy(train_y),
+        torch.from_numpy(test_x),
+        torch.from_numpy(test_y),
+        mean,
+        std,
+        natural_client=torch.from_numpy(np.repeat(np.arange(len(writers)), counts)),
+    )
+
+
+def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
+    """Downloads the archive and unpacks the files that are not there yet. The archive stays.
+
+    Raises DataError as `files.download` and `files.extract` do.
+    """
+    absent = {path.name: path for path in (root / file for file in FILES) if not path.exists()}
+    if absent:
+        extract(download(archive, root / FOLDER), absent)
+
+
+def _part(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], list[str], list[int]]:
+    """Images (N, 1, 28, 28), labels (N,), the writers, and how many samples each has."""
+    found = list(_writers(path))
+    if not found:
+        raise DataError(f"{path}: no writer has a sample; delete it and fetch again")
+    names, images, labels = zip(*found, strict=True)
+    return np.concatenate(images), np.concatenate(labels), list(names), [len(each) for each in labels]
+
+
+def _writers(path: Path) -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
+    try:
+        import h5py  # heavy, and for this data set alone
+    except ImportError as error:
+        raise EnvironmentFailure("femnist_tff is read with h5py: pip install 'flexfleet[hdf5]'") from error
+    try:
+        with h5py.File(path, "r") as file:
+            examples = file.get("examples")
+            if not isinstance(examples, h5py.Group):
+                raise DataError(f"{path}: expected a group 'examples', as TensorFlow Federated has it; is it another?")
+            for name in sorted(examples):
+                who, writer = f"{path}: writer {name[:80]!r}", examples.get(name)
+                parts = [writer.get(part) if isinstance(writer, h5py.Group) else None for part in ("pixels", "label")]
+                if not all(isinstance(part, h5py.Dataset) for part in parts):
+                    raise DataError(f"{who}: expected the arrays pixels and label; delete the file and fetch again")
+                yield name, *_samples(who, *parts)
+    except (OSError, RuntimeError, KeyError, ValueError, UnicodeError) as error:  # what damage makes of h5py's calls
+        raise DataError(f"{path}: cannot be read as HDF5 ({error}); delete it and fetch again") from error
+
+
+def _samples(who: str, pixels: Any, label: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Shapes and types are what the file says of itself: they are checked before anything is read."""
+    count = pixels.shape[0] if pixels.shape else 0
+    if pixels.dtype.kind != "f" or pixels.shape != (count, SIDE, SIDE) or not 0 < count <= MOST_SAMPLES:
+        raise DataError(
+            f"{who}: expected pixels of floats, (n, {SIDE}, {SIDE}) with n from 1 to {MOST_SAMPLES}, found "
+            f"{pixels.dtype} {pixels.shape}; delete the file and fetch again"
+        )
+    if label.dtype.kind not in "iu" or label.shape not in ((count,), (count, 1)):
+        raise DataError(
+            f"{who}: expected a label, an integer, of each of {count} images, found {label.dtype} {label.shape}; "
+            "delete the file and fetch again"
+        )
+    images, labels = pixels[()], label[()].reshape(-1).astype(np.int64)
+    wrong = np.flatnonzero((labels < 0) | (labels >= CLASSES))
+    if wrong.size:
+        raise DataError(
+            f"{who}: expected labels 0..{CLASSES - 1}, found {labels[wrong[0]]} at sample {wrong[0]}; delete the file "
+            "and fetch again"
+        )
+    low, high = images.min(), images.max()
+    if not (low >= 0 and high <= 1):  # a NaN is neither
+        raise DataError(f"{who}: expected pixels in 0..1, found {low:g} to {high:g}; fetch the file again")
+    return (images * np.float32(255)).round().astype(np.uint8)[:, None], labels
