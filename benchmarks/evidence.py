@@ -118,7 +118,7 @@ CAMPAIGNS = (
     Campaign("fashion_mnist", IID, "0", 40, MAIN),
     Campaign("wisdm_watch", SUBJECTS, "0,1,2", 200, ON_SENSORS, WISDM),
     Campaign("wisdm_watch", (*HALF, "partition.clients=10", "training.fraction=0.4"), "0,1,2", 200, ON_SENSORS, WISDM),
-    Campaign("aep", HALF, "0,1,2", 200, ON_SENSORS, AEP),
+    Campaign("aep", HALF, "0", 150, ON_SENSORS, AEP),
 )
 
 

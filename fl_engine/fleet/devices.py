@@ -56,6 +56,17 @@ def _widths(shares: Mapping[str, float]) -> tuple[Tier, ...]:
     )
 
 
+def _aiot(kind: str, training_mb: float, sizes: Sequence[str], speed: float) -> tuple[Tier, ...]:
+    """The devices of a row of FedAIoT's Table 2.7, in equal shares: one with the least memory that it names, one with
+    the most. r_M is that memory in % of what training the row's network takes (Table 2.6, float32). Speeds are
+    assumed."""
+    units = {"mb": 1.0, "gb": 1024.0}
+    return tuple(
+        Tier(f"{kind}-{size}", 1 / len(sizes), 100 * float(size[:-2]) * units[size[-2:]] / training_mb, speed=speed)
+        for size in sizes
+    )
+
+
 _TABLE_I = (5.0, 8.0, 10.0)
 
 FLEETS: dict[str, tuple[Tier, ...]] = {
@@ -76,6 +87,16 @@ FLEETS: dict[str, tuple[Tier, ...]] = {
     # FedRolex Sec. 3.3.1 and Fig. 3.7.
     "capacities": _widths(dict.fromkeys(("1", "1/2", "1/4", "1/8", "1/16"), 0.2)),
     "real_world": _widths({"1": 0.06, "1/2": 0.10, "1/4": 0.11, "1/8": 0.18, "1/16": 0.55}),
+    # FedAIoT (Alam, Michigan State University 2023) Table 2.7, by data set: Apple Watch 8, iPhone 14, TP-Link AX1800,
+    # Raspberry Pi 4, the same on a DJI Mavic 3, and headsets.
+    "fedaiot_wisdm_watch": _aiot("watch", 1444, ("512mb", "1gb"), 5.0),
+    "fedaiot_wisdm_phone": _aiot("phone", 1444, ("6gb",), 200.0),
+    "fedaiot_uthar": _aiot("router", 1716, ("64mb", "1gb"), 1.0),
+    "fedaiot_widar": _aiot("router", 1734, ("64mb", "1gb"), 1.0),
+    "fedaiot_casas": _aiot("pi4", 1834, ("1gb", "8gb"), 2.0),
+    "fedaiot_aep": _aiot("pi4", 1201, ("1gb", "8gb"), 2.0),
+    "fedaiot_visdrone": _aiot("drone", 8369, ("1gb", "8gb"), 2.0),
+    "fedaiot_epic_sounds": _aiot("headset", 2176, ("1gb", "8gb"), 20.0),
 }
 """What `fleet.tiers` takes by name instead of a list."""
 
