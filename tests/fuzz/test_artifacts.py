@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import SubmodelSpec
 from fl_engine.data import partitioning as partition
+from fl_engine.data.label_noise import made_wrong
 from fl_engine.exchange.assignment import COMMON, Assignment
 from fl_engine.exchange.server import LazyServer, ServerSite
 from fl_engine.models import export
@@ -158,10 +160,16 @@ def test_a_model_that_diverged_is_evaluated_all_the_same(tmp_path: Path) -> None
 
 # --------------------------------------------------------------------------------------------------- partition
 WHOLE = partition.partition(SITE.data, "iid", 4, 0.1, 0)
+Y = SITE.data.train_y.numpy()
+DEALT = partition.partition(SITE.data, "dirichlet", 4, 0.1, 0, alpha=0.5, clusters=np.arange(len(Y)) % 3)
+OTHERS = 1.0 - np.eye(SITE.data.task.outputs)
+WRONG = made_wrong(Y, DEALT.clients, OTHERS / OTHERS.sum(1), 0.5, 0)
+KINDS = {"plain": WHOLE, "clusters and noise": replace(DEALT, noise=WRONG)}
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def saved(folder: Path) -> tuple[dict[str, Any], bytes]:
-    partition.save(WHOLE, folder)
+def saved(folder: Path, kind: str = "plain") -> tuple[dict[str, Any], bytes]:
+    partition.save(KINDS[kind], folder)
     manifest = json.loads((folder / partition.MANIFEST).read_bytes())
     return manifest, (folder / partition.TENSORS).read_bytes()
 
@@ -172,14 +180,22 @@ def sound(found: partition.Partition) -> None:
     every = np.concatenate([found.proxy_train, found.proxy_test, *found.clients])
     assert every.dtype == np.int64 and len(np.unique(every)) == len(every)
     assert every.min() >= 0 and every.max() < samples
-    assert found.counts.shape == (SITE.data.task.label_count, len(found.clients))
+    assert found.counts.shape[1] == len(found.clients)
     assert found.counts.sum(0).tolist() == [len(part) for part in found.clients]
+    if found.clusters is None:
+        assert len(found.counts) == SITE.data.task.label_count
+    else:
+        assert len(found.clusters) == samples and 0 <= found.clusters.min() <= found.clusters.max() < len(found.counts)
+    told = partition.as_told(SITE.data, found)
+    wrong = [int((told.train_y[part] != SITE.data.train_y[part]).sum()) for part in found.clients]
+    assert wrong == (list(found.noise.figures.wrong) if found.noise else [0] * len(found.clients))
 
 
+@kinds
 @law(40)
-@given(st.data())
-def test_a_partition_is_what_was_cut_or_a_file_is_named(tmp_path: Path, data: st.DataObject) -> None:
-    manifest, tensors = saved(tmp_path)
+@given(data=st.data())
+def test_a_partition_is_what_was_cut_or_a_file_is_named(tmp_path: Path, data: st.DataObject, kind: str) -> None:
+    manifest, tensors = saved(tmp_path, kind)
     if data.draw(st.booleans(), label="manifest"):
         (tmp_path / partition.MANIFEST).write_bytes(data.draw(json_like(manifest), label="content"))
     else:
@@ -216,11 +232,14 @@ def test_tensors_of_another_partition_are_refused_though_the_checksum_is_theirs(
     assert answer(lambda: partition.load(tmp_path, SITE.data), "partition.", kind=IntegrityError) is None
 
 
+@kinds
 @law(40)
-@given(st.data())
-def test_a_partition_whose_liar_writes_the_checksum_is_sound_or_named(tmp_path: Path, data: st.DataObject) -> None:
+@given(data=st.data())
+def test_a_partition_whose_liar_writes_the_checksum_is_sound_or_named(
+    tmp_path: Path, data: st.DataObject, kind: str
+) -> None:
     """Here nothing but the reader stands between the bytes and the clients."""
-    manifest, tensors = saved(tmp_path)
+    manifest, tensors = saved(tmp_path, kind)
     content = data.draw(damaged(tensors), label="tensors")
     changed = data.draw(altered(manifest), label="manifest")
     if isinstance(changed, dict) and data.draw(st.booleans()):
