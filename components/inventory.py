@@ -39,6 +39,7 @@ SAID: dict[str, str] = {
 """SPDX identifiers of the names that packages give their licence. `BSD` may mean either of two; both are permitted."""
 KNOWN: dict[str, str] = {
     "antlr4-python3-runtime": "BSD-3-Clause",
+    "faster-coco-eval": "Apache-2.0",
     "grandalf": "GPL-2.0-only OR EPL-1.0",
     "huey": "MIT",
     "pygit2": "GPL-2.0-only WITH GCC-exception-2.0",
