@@ -6,16 +6,18 @@ They act on batches as a network is fed them, after normalisation, and never in 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
+from fl_engine.core import boxes
 from fl_engine.core.errors import ModelError
 from fl_engine.core.fields import STRICT, Count, Fraction
+from fl_engine.core.pictures import Compress, Hsv, MixUp, Scale, Shear, check_maps
 from fl_engine.core.registry import Contract
-from fl_engine.core.samples import IMAGE_AXES
 
 
 class Augmentation(Protocol):
@@ -29,20 +31,44 @@ class Augmentation(Protocol):
         CPU, and is good for this batch alone."""
 
 
+@runtime_checkable
+class CarriesBoxes(Protocol):
+    """An augmentation that says what becomes of targets which are boxes (`core.boxes`). Where targets are boxes, it
+    alone is taken, by this method; `boxes_only = True` says that it is of no use elsewhere."""
+
+    def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Samples as `apply` gives them, and their targets (B, boxes, 5); y itself is unchanged."""
+
+
 @dataclass(frozen=True)
 class Flip:
-    """Mirrors a sample, left to right, with probability `share`."""
+    """Mirrors a sample, left to right with probability `share`, and top to bottom with probability `vertical`."""
 
     __pydantic_config__: ClassVar = STRICT
     name: Literal["flip"] = "flip"
     share: Fraction = 0.5
+    vertical: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     def check(self, x: Tensor) -> None:
-        _check_maps(self.name, x)
+        check_maps(self.name, x)
 
     def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
-        mirrored = (torch.rand(len(x_bchw), generator=generator) < self.share).to(x_bchw.device)
-        return torch.where(mirrored[:, None, None, None], x_bchw.flip(-1), x_bchw)
+        for axis, mirrored in self._mirrored(x_bchw, generator):
+            x_bchw = torch.where(mirrored[:, None, None, None], x_bchw.flip(axis), x_bchw)
+        return x_bchw
+
+    def apply_with_boxes(self, x_bchw: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        y = y.clone()
+        for axis, mirrored in self._mirrored(x_bchw, generator):
+            x_bchw = torch.where(mirrored[:, None, None, None], x_bchw.flip(axis), x_bchw)
+            centre = y[..., -axis]
+            y[..., -axis] = torch.where(mirrored[:, None] & boxes.present(y), 1 - centre, centre)
+        return x_bchw, y
+
+    def _mirrored(self, x_bchw: Tensor, generator: torch.Generator) -> list[tuple[int, Tensor]]:
+        """An axis, the last or the one before, and which samples are mirrored along it."""
+        shares = [(-1, self.share)] + ([(-2, self.vertical)] if self.vertical else [])
+        return [(axis, (torch.rand(len(x_bchw), generator=generator) < p).to(x_bchw.device)) for axis, p in shares]
 
 
 @dataclass(frozen=True)
@@ -57,7 +83,7 @@ class Crop:
     padding: Count = 4
 
     def check(self, x: Tensor) -> None:
-        _check_maps(self.name, x)
+        check_maps(self.name, x)
         side = min(x.shape[2:])
         if self.padding >= side:
             raise ModelError(
@@ -77,16 +103,15 @@ class Crop:
         ]
 
 
-def _check_maps(name: str, x: Tensor) -> None:
-    if x.dim() != IMAGE_AXES or x.dtype == torch.int64:
-        kind = "tokens" if x.dtype == torch.int64 else "numbers"
-        raise ModelError(
-            f"training.augment: {name} takes images and maps (C, H, W), a sample is {kind} of the shape "
-            f"{tuple(x.shape[1:])}: leave {name} out of training.augment"
-        )
-
-
-AUGMENTATIONS: dict[str, type[Augmentation]] = {"flip": Flip, "crop": Crop}
+AUGMENTATIONS: dict[str, type[Augmentation]] = {
+    "flip": Flip,
+    "crop": Crop,
+    "hsv": Hsv,
+    "compress": Compress,
+    "shear": Shear,
+    "scale": Scale,
+    "mixup": MixUp,
+}
 
 Augmenting = Annotated[Augmentation, Contract("augmentation", AUGMENTATIONS, Augmentation)]
 """For a field: chosen by name in a configuration, or one's own as `package.module:NAME`."""

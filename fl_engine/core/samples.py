@@ -38,7 +38,8 @@ class Measured(NamedTuple):
 class Task(Protocol):
     """What a network learns from data. Implementations are frozen dataclasses in `fl_engine.tasks`.
 
-    `outputs_bo` is float32 (batch, outputs); `y` holds as many targets, as `check` returned them.
+    `outputs_bo` is float32 (batch, outputs), or (batch, outputs, H, W) of a network that answers at every place of a
+    map; `y` holds as many targets, as `check` returned them.
     """
 
     name: ClassVar[str]
@@ -74,14 +75,14 @@ class Task(Protocol):
         """One value for each sample, (batch,), or their sum."""
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """A student's outputs as `divergence` takes them, (batch, outputs)."""
+        """A student's outputs as `divergence` takes them, of the same shape."""
 
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """How far a softened student is from a teacher, for each output: (batch, outputs). Distillation sums it or
+        """How far a softened student is from a teacher, for each output, of the same shape. Distillation sums it or
         takes its mean, times temperature^2."""
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """What `measure` has to know of a batch."""
+        """What `measure` has to know of a batch: sums where the metric adds up, else answers and targets themselves."""
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
         """The metrics over all batches: exactly those of the whole data set, however it was cut into batches."""
@@ -91,6 +92,12 @@ def label_word(task: Task) -> str:
     """What people call one of the task's labels: its `label_word`, where it has one."""
     word: str = getattr(task, "label_word", "label")
     return word
+
+
+def has_boxes(task: Task) -> bool:
+    """Whether targets are boxes in the sample, several of them (`core.boxes`): its `boxes`, where it has one.
+    Augmentations move them with the sample, and no label is a sample's only one."""
+    return bool(getattr(task, "boxes", False))
 
 
 # ------------------------------------------------------------------------------------------------------ data

@@ -29,7 +29,7 @@ from safetensors import numpy as safetensors
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError, brief, nearest
 from fl_engine.core.fields import Index
-from fl_engine.core.samples import Data, label_word
+from fl_engine.core.samples import Data, has_boxes, label_word
 from fl_engine.data.files import fingerprint, replacing
 from fl_engine.data.label_noise import LabelNoise, NoiseFigures, told
 from fl_engine.data.rules import (
@@ -105,6 +105,11 @@ def partition(
         raise PartitionError(
             f"the rule {rule} deals by labels, and the targets of {data.name} have none ({data.task.name}): take one "
             f"of {others}, or partition.features, or give the task quantile bins"
+        )
+    if rule == "disjoint_labels" and clusters is None and has_boxes(data.task):
+        raise PartitionError(
+            f"the rule disjoint_labels gives clients labels of their own, and a sample of {data.name} has several "
+            f"({data.task.name}): take one of {', '.join(each for each in RULES if each != rule)}"
         )
     labels = labels_of(data) if clusters is None else clusters
     proxy_train, proxy_test, rest = split_proxy(len(labels), proxy_share, seeds.rng(seed, "proxy"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fl_engine.tasks.classification import Classification
+from fl_engine.tasks.detection import Detection
 from fl_engine.tasks.regression import Regression
 
-__all__ = ["Classification", "Regression"]
+__all__ = ["Classification", "Detection", "Regression"]

@@ -9,18 +9,30 @@ import torch
 from torch import Tensor
 
 from fl_engine.core import seeds, workload
-from fl_engine.core.augmentation import Augmentation
+from fl_engine.core.augmentation import AUGMENTATIONS, Augmentation, CarriesBoxes
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samplers import Sampler
-from fl_engine.core.samples import Task
+from fl_engine.core.samples import Task, has_boxes
 from fl_engine.core.types import LocalTask
 
 
 def check(sampler: Sampler, augment: Sequence[Augmentation], goal: Task, x: Tensor) -> None:
-    """Raises ModelError where samples like x (N, ...), of this task, cannot be drawn or changed so."""
+    """Raises ModelError where samples like x (N, ...), normalised, of this task, cannot be drawn or changed so."""
     sampler.check(goal)
     for each in augment:
         each.check(x)
+        name = getattr(each, "name", type(each).__name__)
+        if has_boxes(goal) and not isinstance(each, CarriesBoxes):
+            able = ", ".join(known for known, kind in AUGMENTATIONS.items() if issubclass(kind, CarriesBoxes))
+            raise ModelError(
+                f"training.augment: {name} does not say where boxes go, which are the targets of this {goal.name}: "
+                f"take some of {able}"
+            )
+        if getattr(each, "boxes_only", False) and not has_boxes(goal):
+            raise ModelError(
+                f"training.augment: {name} is for targets that are boxes, and those of this {goal.name} are none: "
+                f"leave {name} out of training.augment"
+            )
 
 
 def orders(goal: Task, tasks: Sequence[LocalTask], targets: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -52,16 +64,23 @@ def _strange(sampler: Sampler) -> ModelError:
     )
 
 
-def gathered(x: Tensor, chosen_bn: Tensor, tasks: Sequence[LocalTask], step: int) -> Tensor:
-    """The samples (B, n*C, ...) of a step, changed where the tasks say so: each lane's by its own seed, whoever is
-    beside it."""
+def gathered(
+    goal: Task, x: Tensor, y: Tensor, chosen_bn: Tensor, tasks: Sequence[LocalTask], step: int
+) -> tuple[Tensor, Tensor]:
+    """The samples (B, n*C, ...) and targets (B, n, ...) of a step, changed where the tasks say so: each lane's by its
+    own seed, whoever is beside it."""
     b, n = chosen_bn.shape
-    batch = x[chosen_bn.flatten()]
+    batch, wanted = x[chosen_bn.flatten()], y[chosen_bn]
     for place, augmentation in enumerate(tasks[0].augment):
         of_lane = batch.view(b, n, *x.shape[1:]).unbind(1)
-        changed = []
-        for task, samples in zip(tasks, of_lane, strict=True):
+        changed, moved = [], []
+        for task, samples, targets in zip(tasks, of_lane, wanted.unbind(1), strict=True):
             generator = torch.Generator().manual_seed(seeds.derive(task.seed, f"augment{place}", step))
-            changed.append(augmentation.apply(samples, generator))
-        batch = torch.stack(changed, dim=1)
-    return batch.reshape(b, -1, *x.shape[2:])
+            if has_boxes(goal) and isinstance(augmentation, CarriesBoxes):
+                samples, targets = augmentation.apply_with_boxes(samples, targets, generator)
+            else:
+                samples = augmentation.apply(samples, generator)
+            changed.append(samples)
+            moved.append(targets)
+        batch, wanted = torch.stack(changed, dim=1), torch.stack(moved, dim=1)
+    return batch.reshape(b, -1, *x.shape[2:]), wanted

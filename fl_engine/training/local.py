@@ -110,7 +110,7 @@ class Session:
     ) -> None:
         if numerics.precision == "fp16":
             jobs = [_in_half(job) for job in jobs]
-        task, self._device = jobs[0].task, jobs[0].x.device
+        self._goal, task, self._device = goal, jobs[0].task, jobs[0].x.device
         batches.check(task.sampler, task.augment, goal, jobs[0].x)
         self.done = self.steps = self.samples = 0
         """Epochs, steps, and samples of one job: a sample counts once for each time it was seen."""
@@ -138,8 +138,8 @@ class Session:
         for chosen_bn in order:
             rate = task.schedule.rate(task.optimizer.lr, self.steps, len(order), task.epochs)
             chosen = chosen_bn.to(self._device)
-            x = batches.gathered(self._x, chosen, self._tasks, self.steps)
-            loss_n = self._objective(batch_layout(x), self._y[chosen])
+            x, y = batches.gathered(self._goal, self._x, self._y, chosen, self._tasks, self.steps)
+            loss_n = self._objective(batch_layout(x), y)
             for weight in self._weights:
                 weight.grad = None
             scale = self._scale
@@ -243,8 +243,9 @@ def _objective(
     streams: Streams,
     borrowed: ExitStack,
 ) -> Objective:
-    """The goal's loss, and whatever the task asks for besides: rows of outputs are (B*n, outputs), the mean over a
-    lane's rows is its loss. Good as long as the networks are `borrowed`; what they draw from is put into `streams`."""
+    """The goal's loss, and whatever the task asks for besides: rows of outputs are (B*n, outputs), or (B*n, outputs, H,
+    W); the mean over a lane's rows is its loss. Good as long as the networks are `borrowed`; what they draw from is put
+    into `streams`."""
     task, n, device = jobs[0].task, len(jobs), jobs[0].x.device
     layout = lanes.layout_of(family.layout())
     forward = _student(family, layout, jobs, state, streams, borrowed)
@@ -255,7 +256,7 @@ def _objective(
     present = torch.stack([goal.present(job.y) for job in jobs]) if task.mask_labels else None
 
     def rows(outputs: Tensor) -> Tensor:
-        return outputs.float().reshape(len(outputs) * n, -1)
+        return outputs.float().reshape(len(outputs) * n, -1, *outputs.shape[2:])
 
     def objective(x: Tensor, y: Tensor) -> Tensor:
         fetch()

@@ -1,5 +1,5 @@
-"""Loss terms beside the task's own: outputs (batch, outputs) to one value for each row (batch,). Their mean over the
-batch is the loss.
+"""Loss terms beside the task's own: outputs (batch, outputs), or maps of outputs, to one value for each row (batch,).
+Their mean over the batch is the loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def self_distillation(goal: Task, student: Tensor, teachers: Sequence[Tensor], t
     The paper also prints h(y)/tau; a temperature acts on the logits, as here and in the code.
     """
     softened = goal.softened(student, temperature)
-    terms = [goal.divergence(softened, t.detach(), temperature).mean(1) for t in teachers]
+    terms = [goal.divergence(softened, t.detach(), temperature).flatten(1).mean(1) for t in teachers]
     total = terms[0]
     for term in terms[1:]:
         total = total + term
@@ -44,7 +44,7 @@ def distil_from_last(goal: Task, outputs: Sequence[Tensor], temperature: float) 
     total = outputs[0].new_zeros(len(outputs[0]))
     for j, student in enumerate(outputs[:-1]):
         total = total + (j + 1) * _divergence(goal, student, outputs[-1], temperature)
-    return total * (temperature**2 / (n * (n + 1) / 2) / outputs[-1].shape[1])
+    return total * (temperature**2 / (n * (n + 1) / 2) / outputs[-1][0].numel())
 
 
 def distil_mutually(goal: Task, outputs: Sequence[Tensor], temperature: float) -> Tensor:
@@ -60,7 +60,7 @@ def distil_mutually(goal: Task, outputs: Sequence[Tensor], temperature: float) -
 
 def _divergence(goal: Task, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """For classes, KL(teacher || student) of softened distributions."""
-    return goal.divergence(goal.softened(student, temperature), teacher, temperature).sum(1)
+    return goal.divergence(goal.softened(student, temperature), teacher, temperature).flatten(1).sum(1)
 
 
 def mask_absent(logits: Tensor, present: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Resolved:
         if getattr(self.algorithm, "mask_labels", False):
             data.task.present(data.train_y[:1])  # raises if there are no classes to mask
         training = self.config.training
-        batches.check(training.sampler, training.augment, data.task, data.train_x[:1])
+        batches.check(training.sampler, training.augment, data.task, data.normalise(data.train_x[:1]))
         return family
 
     def network(self, input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
