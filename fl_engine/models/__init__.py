@@ -7,6 +7,7 @@ from fl_engine.models.aep_mlp import AepMLP
 from fl_engine.models.casas_bilstm import CasasBiLSTM
 from fl_engine.models.epic_resnet18 import EpicResNet18
 from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.point_detector import PointDetector
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
@@ -28,4 +29,5 @@ MODELS: dict[str, type[ModelFamily]] = {
     "uthar_resnet18": UTHARResNet18,
     "widar_resnet18": WidarResNet18,
     "epic_resnet18": EpicResNet18,
+    "point_detector": PointDetector,
 }

@@ -53,7 +53,7 @@ class BasicBlock(nn.Module):
         return out
 
 
-def _block_slots(name: str, inside: Axis, out: Axis, norm: Norm, project: bool) -> dict[str, Slot]:
+def block_slots(name: str, inside: Axis, out: Axis, norm: Norm, project: bool) -> dict[str, Slot]:
     slots = conv_bn_slots(f"{name}.conv1", name, inside, out, norm, bias=False)
     slots |= conv_bn_slots(f"{name}.conv2", name, out, out, norm, bias=False)
     if project:
@@ -89,7 +89,7 @@ class _ResNet:
         for stage, depth in enumerate(self.depths, 1):
             out = Axis(f"stage{stage}")
             for b in range(depth):
-                slots |= _block_slots(f"stage{stage}.{b}", inside, out, self.norm, project=b == 0)
+                slots |= block_slots(f"stage{stage}.{b}", inside, out, self.norm, project=b == 0)
                 inside = out
         slots |= linear_slots("classifier", "classifier", inside, Axis(HEAD))
         slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)

@@ -1,5 +1,5 @@
-"""The smallest data sets and networks that are no images: a table with a number to predict, sequences of tokens, and
-series of measurements."""
+"""The smallest data sets and networks of other kinds than the classification of images: a table with a number to
+predict, sequences of tokens, series of measurements, and images in which rectangles are to be found."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core import seeds
+from fl_engine.core.boxes import NONE
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.samples import Data
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.data.files import byte_statistics
 from fl_engine.datasets import Source
 from fl_engine.models.layers import FREE, check_spec, linear_slots
-from fl_engine.tasks import Classification, Regression
+from fl_engine.tasks import Classification, Detection, Regression
 from fl_engine.testing.tiny import CLIENTS, SAMPLES
 
 FEATURES = 6
@@ -157,6 +159,47 @@ class TinyLSTM:
         return (Prunable("lstm", ("lstm.",), ("lstm.relu",)),)
 
 
+@dataclass(frozen=True)
+class TinyDetector:
+    """Images (B, C, H, W) -> two convolutions of stride 2 -> an answer at every fourth pixel, (B, outputs, H/4, W/4).
+
+    Groups: conv1, conv2, the outputs. Blocks: conv1, conv2, head.
+    """
+
+    input_shape: tuple[int, int, int] = (1, 16, 16)
+    outputs: int = 6
+    channels: int = 8
+
+    def layout(self) -> ParamLayout:
+        slots = _conv_slots("conv1.conv", "conv1", FREE, Axis("conv1"))
+        slots |= _conv_slots("conv2.conv", "conv2", Axis("conv1"), Axis("conv2"))
+        slots |= _conv_slots("head", "head", Axis("conv2"), Axis(HEAD))
+        return ParamLayout({"conv1": self.channels, "conv2": 2 * self.channels, HEAD: self.outputs}, slots)
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        layout = self.layout()
+        check_spec(layout, spec)
+        first, second, outputs = (layout.width(spec, group) for group in layout.groups)
+
+        def halved(c_in: int, c_out: int) -> nn.Module:
+            return nn.Sequential(OrderedDict(conv=nn.Conv2d(c_in, c_out, 3, 2, 1), relu=nn.ReLU()))
+
+        return nn.Sequential(
+            OrderedDict(
+                conv1=halved(self.input_shape[0], first),
+                conv2=halved(first, second),
+                head=nn.Conv2d(second, outputs, 1),
+            )
+        )
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        return tuple(Prunable(name, (f"{name}.",), (f"{name}.relu",)) for name in ("conv1", "conv2"))
+
+
+def _conv_slots(name: str, block: str, inside: Axis, out: Axis) -> dict[str, Slot]:
+    return {f"{name}.weight": Slot(block, (out, inside, FREE, FREE)), f"{name}.bias": Slot(block, (out,))}
+
+
 def tiny_table(clients: int = CLIENTS) -> Data:
     """A number that is a smooth function of six features, which are not normalised, and some noise."""
     rng = seeds.rng(0, "tiny table")
@@ -193,13 +236,34 @@ def tiny_series(clients: int = CLIENTS) -> Data:
     return Data("tiny_series", Classification(classes), samples[:cut], y[:cut], samples[cut:], y[cut:])
 
 
+def tiny_boxes(clients: int = CLIENTS) -> Data:
+    """Grey noise with one or two rectangles, 4 to 7 pixels a side: dark ones and bright ones, the two categories."""
+    rng = seeds.rng(0, "tiny boxes")
+    categories, most, side, cut = 2, 3, 16, SAMPLES * clients
+    x = rng.integers(100, 156, (cut + 40, 1, side, side)).astype(np.uint8)
+    y = np.zeros((len(x), most, 5), dtype=np.float32)
+    y[..., 0] = NONE
+    for image, targets in zip(x[:, 0], y, strict=True):
+        for row in range(rng.integers(1, 3)):
+            category, (width, height) = rng.integers(categories), rng.integers(4, 8, 2)
+            left, top = rng.integers(0, side - width + 1), rng.integers(0, side - height + 1)
+            image[top : top + height, left : left + width] = 255 * category
+            targets[row] = [category, *np.array([left + width / 2, top + height / 2, width, height]) / side]
+    samples, boxes = torch.from_numpy(x), torch.from_numpy(y)
+    mean, std = byte_statistics(x[:cut])
+    task = Detection(categories, most)
+    return Data("tiny_boxes", task, samples[:cut], boxes[:cut], samples[cut:], boxes[cut:], mean, std)
+
+
 TABLE = Source("a made-up table with a number to predict", lambda root: tiny_table())
 SEQUENCES = Source("made-up sequences of tokens in three classes", lambda root: tiny_sequences())
 SERIES = Source("made-up series of two sensors in three classes", lambda root: tiny_series())
+BOXES = Source("made-up images of dark and bright rectangles to find", lambda root: tiny_boxes())
 
 KINDS: dict[str, tuple[ModelFamily, Data]] = {
     "regression": (TinyMLP(), tiny_table()),
     "tokens": (TinyTokens(), tiny_sequences()),
     "series": (TinyLSTM(), tiny_series()),
+    "detection": (TinyDetector(), tiny_boxes()),
 }
-"""A network and data for it, of each kind that is no image."""
+"""A network and data for it, of each kind that is not the classification of images."""

@@ -13,6 +13,7 @@ from fl_engine.models.aep_mlp import AepMLP
 from fl_engine.models.casas_bilstm import CasasBiLSTM
 from fl_engine.models.epic_resnet18 import EpicResNet18
 from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.point_detector import PointDetector
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
@@ -37,6 +38,7 @@ SMALL: dict[str, ModelFamily] = {
     "uthar_resnet18": UTHARResNet18((3, 15, 70), 5, width=0.1),
     "widar_resnet18": WidarResNet18((4, 5, 9), 4, width=0.1),
     "epic_resnet18": EpicResNet18((1, 40, 33), 5, width=0.1),
+    "point_detector": PointDetector((3, 40, 33), 6, width=0.06),
 }
 
 
