@@ -28,6 +28,7 @@ from fl_engine.datasets import (
     shakespeare,
     tiny_imagenet,
     uthar,
+    visdrone,
     widar,
     wisdm,
 )
@@ -81,6 +82,7 @@ DATASETS: dict[str, Source] = {
     "casas": Source(casas.ABOUT, casas.load, files=casas.FILES),
     "uthar": Source(uthar.ABOUT, uthar.load, files=uthar.FILES),
     "uthar_antennas": Source(uthar.ABOUT_ANTENNAS, partial(uthar.load, antennas=True), files=uthar.FILES),
+    "visdrone": Source(visdrone.ABOUT, visdrone.load, files=visdrone.FILES),
     "widar": Source(widar.ABOUT, widar.load, files=widar.FILES),
     "wisdm_watch": Source(wisdm.about("watch"), partial(wisdm.load, device="watch"), files=wisdm.files("watch")),
     "wisdm_watch_code": Source(

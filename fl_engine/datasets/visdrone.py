@@ -1,0 +1,231 @@
+"""VisDrone: what a drone sees from above, people and vehicles in 12 categories, as images of 224 x 224 with boxes.
+
+Zhu et al., Detection and Tracking Meet Drones Challenge, IEEE TPAMI 2021, task 1 (objects in images). From
+https://github.com/VisDrone/VisDrone-Dataset, three archives that unpack to
+
+    VisDrone2019-DET-train/       6,471 images
+    VisDrone2019-DET-val/           548
+    VisDrone2019-DET-test-dev/    1,610
+        images/<name>.jpg
+        annotations/<name>.txt    a box a line: left, top, width and height in pixels, score, category, truncation,
+                                  occlusion, with commas between
+
+Instead of annotations/ a part may have labels/, the text form of YOLO: category, centre x, centre y, width and height,
+shares of the image, with spaces between.
+
+As in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things, Michigan State
+University 2023, sections 2.2.1 and 2.2.3) the 6,471 images train and the 1,610 test, the 12 categories are learnt
+alike, and pixels are scaled to 0..1. Departs from the challenge, which scores categories 1 to 10 alone: 0 (an ignored
+region) and 11 (others) have the score 0 there. Images are resized to 224 x 224 whatever their form was, boxes with
+them.
+
+Where there is no VisDrone2019-DET-train, the validation images are used alone, for trials: every fifth, by name, tests.
+The clip that an image is from, the first number of its name, is the natural client.
+
+Pillow decodes the images, which Matplotlib brings.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_engine.core.boxes import NONE
+from fl_engine.core.errors import DataError, EnvironmentFailure
+from fl_engine.core.samples import Data
+from fl_engine.data.files import DAMAGE, read, require_by_hand
+from fl_engine.tasks import Detection
+
+ABOUT = (
+    "VisDrone-DET, 224x224 colour, boxes of 12 categories, 6,471 + 1,610; licence CC BY-NC-SA 3.0; 1.8 GB, by hand; "
+    "1.4 GB in memory"
+)
+FOLDER = "visdrone"
+TRAIN, VALIDATION, TEST = (f"VisDrone2019-DET-{part}" for part in ("train", "val", "test-dev"))
+IMAGES = {TRAIN: 6471, VALIDATION: 548, TEST: 1610}
+FILES = (f"{FOLDER}/VisDrone2019-DET-*/images/*.jpg",)
+URL = "https://github.com/VisDrone/VisDrone-Dataset"
+HOW = (
+    f"Download task 1, object detection in images, from {URL} (trainset 1.4 GB, testset-dev 0.3 GB; the valset alone, "
+    f"0.1 GB, serves for trials), and unpack the archives in {FOLDER}/"
+)
+CATEGORIES = (
+    "ignored region", "pedestrian", "people", "bicycle", "car", "van", "truck", "tricycle", "awning-tricycle", "bus",
+    "motor", "others",
+)  # fmt: skip
+SIDE = 224
+MOST_BOXES = 1024
+"""Of an image; the fullest one of the set has some 900."""
+MOST_TEXT = 2**18
+"""Bytes of the boxes of an image."""
+MOST_PICTURE = 2**24
+MOST_PIXELS = 2**24
+"""Of a picture; those of the set have up to 2000 x 1500."""
+
+NAME = re.compile(r"(\d{1,9})_\d{1,9}_d_\d{1,9}", re.ASCII)
+WHOLE = re.compile(r"-?\d{1,6}", re.ASCII)
+SHARE = re.compile(r"\d{1,2}(\.\d{1,20})?(e-\d{1,2})?", re.ASCII)
+ROUNDING = 1e-4
+"""Of the image: by less a box that is cut off at the edge was not too large, but rounded."""
+
+log = logging.getLogger(__name__)
+
+Box = tuple[int, float, float, float, float]
+"""Category, centre x, centre y, width, height, in shares of the image."""
+
+
+def load(root: Path) -> Data:
+    """The data set from `root`/visdrone: uint8 (N, 3, 224, 224), boxes (N, 1024, 5).
+
+    Raises DataError for what is missing or damaged, for an image without a file of boxes or the other way round, for a
+    box that does not lie in its image, and for more images than a part has; EnvironmentFailure without Pillow.
+    """
+    folder = root / FOLDER
+    whole = (folder / TRAIN).is_dir()
+    parts = (TRAIN, TEST) if whole else (VALIDATION,)
+    require_by_hand("visdrone", root, [f"{FOLDER}/{part}/images/*.jpg" for part in parts], HOW)
+    names = [_names(folder / part, IMAGES[part]) for part in parts]
+    if whole:
+        train, test = ([(folder / part, name) for name in of] for part, of in zip(parts, names, strict=True))
+    else:
+        log.warning("visdrone: there is no %s; of the validation images every fifth tests, the others train", TRAIN)
+        pictures = [(folder / VALIDATION, name) for name in names[0]]
+        if len(pictures) < 2:
+            raise DataError(f"{folder / VALIDATION}: expected at least 2 images, found 1; unpack the archive again")
+        test = pictures[::5]
+        train = [picture for at, picture in enumerate(pictures) if at % 5]
+    clip = [int(name.partition("_")[0]) for _, name in train]
+    task = Detection(len(CATEGORIES), MOST_BOXES)
+    scale = ((0.0,) * 3, (1.0,) * 3)  # 0..1
+    return Data("visdrone", task, *_read(train), *_read(test), *scale, natural_client=torch.tensor(clip))
+
+
+def _names(folder: Path, most: int) -> list[str]:
+    """The images of a part, without .jpg, in order; each has a file of boxes, and none is left over."""
+    found = sorted(path.stem for path in (folder / "images").glob("*.jpg"))
+    texts = {path.stem for path in _texts(folder).glob("*.txt")}
+    if wrong := [name for name in found if not NAME.fullmatch(name)]:
+        raise DataError(
+            f"{folder / 'images'}: expected names as 0000001_02999_d_0000005.jpg (clip, frame, d, number), found "
+            f"{wrong[0][:80]!r}; take away what is none of the set"
+        )
+    if apart := sorted(texts.symmetric_difference(found)):
+        has, lacks = ("an image", "no boxes") if apart[0] in found else ("boxes", "no image")
+        raise DataError(
+            f"{folder}: there are {has} but {lacks} called {apart[0][:80]!r} ({len(apart)} such names); some files are "
+            "missing: unpack the archive again"
+        )
+    if len(found) > most:
+        raise DataError(f"{folder}: expected at most {most} images, found {len(found)}; take away what is none of it")
+    if len(found) < most:
+        log.warning("visdrone: %d of the %d images of %s are there", len(found), most, folder.name)
+    return found
+
+
+def _texts(folder: Path) -> Path:
+    official, plain = folder / "annotations", folder / "labels"
+    return plain if plain.is_dir() and not official.is_dir() else official
+
+
+def _read(pictures: list[tuple[Path, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+    x = np.empty((len(pictures), 3, SIDE, SIDE), dtype=np.uint8)
+    y = np.zeros((len(pictures), MOST_BOXES, 5), dtype=np.float32)
+    y[..., 0] = NONE
+    empty = cut = 0
+    for at, (folder, name) in enumerate(pictures):
+        x[at], width, height = _picture(folder / "images" / f"{name}.jpg")
+        listed = boxes_of(_texts(folder) / f"{name}.txt", width, height)
+        real = [box for box in listed if box[3] > 0 and box[4] > 0]
+        found = [_within(box) for box in real]
+        y[at, : len(found)] = np.array(found, dtype=np.float32).reshape(-1, 5)
+        empty += len(listed) - len(found)
+        pairs = zip(found, real, strict=True)
+        cut += sum(abs(inside[3] - box[3]) + abs(inside[4] - box[4]) > ROUNDING for inside, box in pairs)
+    if empty:
+        log.warning("visdrone: %d boxes without width or height are left out", empty)
+    if cut:
+        log.warning("visdrone: %d boxes that reach out of their images are cut off at the edge", cut)
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def _picture(path: Path) -> tuple[NDArray[np.uint8], int, int]:
+    """(3, 224, 224), and the picture's width and height before."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise EnvironmentFailure("VisDrone needs Pillow to read JPEG: pip install pillow") from error
+    content = read(path, most=MOST_PICTURE)
+    try:
+        with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
+            width, height = image.size  # of the header: nothing is decoded yet
+            if not 0 < width * height <= MOST_PIXELS:
+                raise DataError(f"{path}: expected at most {MOST_PIXELS} pixels, found {width} x {height}")
+            small = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+            return np.asarray(small).transpose(2, 0, 1), width, height
+    except (*DAMAGE, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(f"{path}: cannot be read as JPEG ({error}); unpack the archive again") from error
+
+
+def boxes_of(path: Path, width: int, height: int) -> list[Box]:
+    """The boxes of an image of this size in pixels; some of the set have a width or height of 0. In annotations/ the
+    official form is expected, else YOLO's. Raises DataError for another line, and for a box that lies outside."""
+    official = path.parent.name == "annotations"
+    form = (
+        "8 whole numbers with commas between: left, top, width, height, score 0 or 1, category 0..11, truncation, "
+        "occlusion"
+        if official
+        else "category 0..11, centre x, centre y, width, height as shares of the image, with spaces between"
+    )
+    try:
+        lines = read(path, most=MOST_TEXT).decode("ascii").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: expected plain text ({error}); it is damaged: unpack the archive again") from error
+    found = list[Box]()
+    for number, line in enumerate(lines, 1):
+        box = _official(line, width, height) if official else _yolo(line)
+        if box is None or min(box[3:]) < 0 or min(_within(box)[3:]) < 0:
+            raise DataError(
+                f"{path}: line {number}: expected {form}, a box in the image of {width} x {height}; found "
+                f"{line[:80]!r}: it is damaged, unpack the archive again"
+            )
+        found.append(box)
+    if len(found) > MOST_BOXES:
+        raise DataError(f"{path}: expected at most {MOST_BOXES} boxes, found {len(found)}; unpack the archive again")
+    return found
+
+
+def _within(box: Box) -> Box:
+    """What of it lies in the image; of negative size where nothing does."""
+    category, x, y, width, height = box
+    left, top = max(0.0, x - width / 2), max(0.0, y - height / 2)
+    right, low = min(1.0, x + width / 2), min(1.0, y + height / 2)
+    return category, (left + right) / 2, (top + low) / 2, right - left, low - top
+
+
+def _official(line: str, width: int, height: int) -> Box | None:
+    """None: it is no such line. Some of the set end in a comma."""
+    fields = line.strip().removesuffix(",").split(",")
+    if len(fields) != 8 or not all(map(WHOLE.fullmatch, fields)):
+        return None
+    left, top, across, down, score, category, truncation, occlusion = map(int, fields)
+    if score not in (0, 1) or not 0 <= category < len(CATEGORIES) or truncation not in (-1, 0, 1):
+        return None
+    if occlusion not in (-1, 0, 1, 2):
+        return None
+    return category, (left + across / 2) / width, (top + down / 2) / height, across / width, down / height
+
+
+def _yolo(line: str) -> Box | None:
+    category, *shares = line.split() or [""]
+    if len(shares) != 4 or not WHOLE.fullmatch(category) or not all(map(SHARE.fullmatch, shares)):
+        return None
+    if not 0 <= int(category) < len(CATEGORIES):
+        return None
+    x, y, across, down = map(float, shares)
+    return int(category), x, y, across, down
