@@ -1,0 +1,249 @@
+"""Augmentations of pictures whose targets are boxes: what the boxes hold before, they hold after."""
+
+from __future__ import annotations
+
+import colorsys
+import io
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+
+from fl_engine.core import boxes
+from fl_engine.core.augmentation import AUGMENTATIONS, Augmentation, CarriesBoxes, Crop, Flip
+from fl_engine.core.errors import ModelError
+from fl_engine.core.pictures import Compress, Hsv, MixUp, Scale, Shear
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import FULL, SGD, LocalTask
+from fl_engine.tasks import Classification, Detection
+from fl_engine.testing.kinds import KINDS
+from fl_engine.training.batches import check, gathered
+from fl_engine.training.local import Job, train
+
+SIDE = 64
+NOTHING = [-1.0, 0, 0, 0, 0]
+TASK = LocalTask(FULL, SGD(0.1), epochs=2, batch_size=4, drop_last=True, seed=5)
+MOVING = (Flip(share=1.0, vertical=1.0), Flip(share=0.5, vertical=0.5), Shear(degrees=20.0), Scale(change=0.4))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def pictures(rectangles: list[tuple[int, int, int, int]]) -> tuple[Tensor, Tensor]:
+    """A black picture each with one white rectangle, (left, top, width, height) in pixels, and its box."""
+    x, y = torch.zeros(len(rectangles), 3, SIDE, SIDE), torch.tensor([[NOTHING, NOTHING]] * len(rectangles))
+    for i, (left, top, width, height) in enumerate(rectangles):
+        x[i, :, top : top + height, left : left + width] = 1
+        box = torch.tensor([left + width / 2, top + height / 2, width, height]) / SIDE
+        y[i, 1] = torch.cat([torch.tensor([3.0]), box])
+    return x, y
+
+
+rectangle = st.tuples(st.integers(16, 36), st.integers(16, 36), st.integers(4, 12), st.integers(4, 12))
+
+
+# --------------------------------------------------------------------------------------------------- boxes follow
+@pytest.mark.parametrize("augmentation", MOVING, ids=str)
+@given(rectangles=st.lists(rectangle, min_size=1, max_size=3), seed=st.integers(0, 999))
+@settings(max_examples=15, deadline=None)
+def test_a_box_is_around_its_rectangle_before_and_after(
+    augmentation: Any, rectangles: list[tuple[int, int, int, int]], seed: int
+) -> None:
+    x, y = pictures(rectangles)
+    before = x.clone(), y.clone()
+    moved_x, moved_y = augmentation.apply_with_boxes(x, y, seeded(seed))
+    assert torch.equal(x, before[0]) and torch.equal(y, before[1]), "samples are used again in the next epoch"
+    assert torch.equal(moved_x, augmentation.apply(x, seeded(seed))), "pixels change alike with and without boxes"
+    assert (moved_y[:, 0] == torch.tensor(NOTHING)).all() and (moved_y[:, 1, 0] == 3).all()
+    low, high = boxes.corners(moved_y[:, 1, 1:] * SIDE)
+    for picture, (left, top), (right, bottom) in zip(moved_x, low.tolist(), high.tolist(), strict=True):
+        down, across = (picture[0] > 0.02).nonzero().unbind(1)
+        found = [int(across.min()), int(down.min()), int(across.max()) + 1, int(down.max()) + 1]
+        assert np.abs(np.array(found) - [left, top, right, bottom]).max() <= 1.5, "but for the pixel at the edge"
+
+
+def test_a_flip_of_boxes_by_hand() -> None:
+    x, y = torch.zeros(1, 3, 4, 4), torch.tensor([[[0.0, 0.2, 0.3, 0.1, 0.1], NOTHING]])
+    for flip, place in ((Flip(share=1.0), [0.8, 0.3]), (Flip(share=1.0, vertical=1.0), [0.8, 0.7])):
+        _, found = flip.apply_with_boxes(x, y, seeded(0))
+        torch.testing.assert_close(found, torch.tensor([[[0.0, *place, 0.1, 0.1], NOTHING]]))
+
+
+def test_a_flip_without_the_vertical_one_draws_what_it_always_drew() -> None:
+    x = torch.rand(50, 1, 2, 3, generator=seeded(1))
+    mirrored = torch.rand(50, generator=seeded(4)) < 0.5
+    assert torch.equal(Flip().apply(x, seeded(4)), torch.where(mirrored[:, None, None, None], x.flip(-1), x))
+
+
+def test_a_shear_by_hand() -> None:
+    """45 degrees to the right: a point goes right by as much as it lies below the centre."""
+    _, y = pictures([(28, 40, 8, 8)])
+    matrices = torch.tensor([[[1.0, 1.0, -0.5], [0.0, 1.0, 0.0]]])
+    assert torch.equal(boxes.moved(y, matrices)[0, 1, 1:] * SIDE, torch.tensor([32 + 12.0, 44.0, 16.0, 8.0]))
+    angles = [Shear(degrees=30.0)._matrices(1, seeded(s))[0] for s in range(200)]
+    assert max(abs(float(m[0, 1])) for m in angles) == pytest.approx(np.tan(np.radians(30)), rel=0.03)
+    assert all(torch.allclose(m[:, :2] @ torch.tensor([0.5, 0.5]) + m[:, 2], torch.tensor([0.5, 0.5])) for m in angles)
+
+
+def test_scales_are_uniform_about_one() -> None:
+    factors = Scale(change=0.5)._matrices(4000, seeded(1))[:, 0, 0]
+    assert float(factors.min()) > 0.5 and float(factors.max()) < 1.5
+    assert float(factors.mean()) == pytest.approx(1, abs=0.02)
+    x, _ = pictures([(24, 24, 16, 16)])
+    whole = float(x.sum())
+    for seed in range(5):
+        factor = float(Scale()._matrices(1, seeded(seed))[0, 0, 0])
+        assert float(Scale().apply(x, seeded(seed)).sum()) == pytest.approx(whole * factor**2, rel=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------- colours
+def test_hsv_changes_colours_as_the_standard_library_does() -> None:
+    x = torch.rand(4, 3, 5, 6, generator=seeded(1))
+    x[0, :, 0, 0], x[0, :, 0, 1], x[0, :, 0, 2] = 0.0, 1.0, 0.5
+    hsv = Hsv(hue=0.2, saturation=0.7, value=0.4)
+    found, drawn = hsv.apply(x, seeded(3)), 2 * torch.rand(3, 4, generator=seeded(3)) - 1
+    for i, row, column in np.ndindex(4, 5, 6):
+        h, s, v = colorsys.rgb_to_hsv(*x[i, :, row, column].tolist())
+        h, s = (h + 0.2 * float(drawn[0, i])) % 1, min(1.0, s * (1 + 0.7 * float(drawn[1, i])))
+        wanted = colorsys.hsv_to_rgb(h, s, min(1.0, v * (1 + 0.4 * float(drawn[2, i]))))
+        assert found[i, :, row, column].tolist() == pytest.approx(wanted, abs=1e-5), (i, row, column)
+    still = Hsv(hue=0.0, saturation=0.0, value=0.0)
+    torch.testing.assert_close(still.apply(x, seeded(3)), x)
+
+
+def test_compressed_is_what_a_jpeg_holds() -> None:
+    x = torch.rand(6, 3, 16, 16, generator=seeded(1))
+    compress = Compress(share=0.5, quality=30)
+    before, found = x.clone(), compress.apply(x, seeded(2))
+    assert torch.equal(x, before) and found.min() >= 0 and found.max() <= 1
+    draws = seeded(2)
+    chosen = torch.rand(6, generator=draws) < 0.5
+    quality = torch.randint(30, 96, (6,), generator=draws)
+    assert 0 < int(chosen.sum()) < 6
+    for i in range(6):
+        if not chosen[i]:
+            assert torch.equal(found[i], x[i])
+            continue
+        stored = io.BytesIO()
+        pixels = (x[i] * 255).round().byte().permute(1, 2, 0).numpy()
+        Image.fromarray(pixels).save(stored, "JPEG", quality=int(quality[i]))
+        read = torch.from_numpy(np.array(Image.open(stored))).permute(2, 0, 1) / 255
+        assert torch.equal(found[i], read) and not torch.equal(found[i], x[i])
+    grey = Compress(share=1.0).apply(x[:, :1], seeded(2))
+    assert grey.shape == (6, 1, 16, 16)
+
+
+@pytest.mark.parametrize("augmentation", [Hsv(), Compress()], ids=["hsv", "compress"])
+def test_colours_move_no_box(augmentation: Any) -> None:
+    x, y = pictures([(20, 20, 8, 8)])
+    found, boxed = augmentation.apply_with_boxes(x, y, seeded(1))
+    assert torch.equal(boxed, y) and torch.equal(found, augmentation.apply(x, seeded(1)))
+
+
+# --------------------------------------------------------------------------------------------------------- mixup
+def test_mixup_lays_pictures_over_each_other_with_the_boxes_of_both() -> None:
+    x, y = pictures([(10, 10, 8, 8), (40, 40, 8, 8)])
+    found, boxed = MixUp(share=1.0).apply_with_boxes(x, y, seeded(1))
+    for i in range(2):
+        weight = float(found[i, 0, 14, 14]) if i == 0 else float(found[i, 0, 44, 44])
+        assert 0.3 < weight < 0.7
+        torch.testing.assert_close(found[i], weight * x[i] + (1 - weight) * x[1 - i])
+        assert torch.equal(boxed[i], torch.stack([y[i, 1], y[1 - i, 1]]))
+
+
+def test_mixup_leaves_alone_what_it_cannot_mix() -> None:
+    x, y = pictures([(10, 10, 8, 8), (40, 40, 8, 8)])
+    full = torch.cat([y[:, 1:], y[:, 1:]], dim=1)
+    for given_x, given_y in ((x[:1], y[:1]), (x, full)):
+        found, boxed = MixUp(share=1.0).apply_with_boxes(given_x, given_y, seeded(1))
+        assert torch.equal(found, given_x) and torch.equal(boxed, given_y)
+
+
+def test_mixups_weights_have_the_beta_distribution() -> None:
+    """Of Beta(a, a) mean 1/2 and variance 1 / (8 a + 4)."""
+    x = torch.cat([torch.zeros(2000, 1, 1, 1), torch.ones(2000, 1, 1, 1)])
+    y = torch.tensor([[NOTHING, NOTHING]]).repeat(4000, 1, 1)
+    found, _ = MixUp(share=1.0, alpha=2).apply_with_boxes(x, y, seeded(1))
+    weights = found[(found > 0) & (found < 1)]
+    assert len(weights) > 1500
+    assert float(weights.mean()) == pytest.approx(0.5, abs=0.02)
+    assert float(weights.var()) == pytest.approx(1 / 20, rel=0.1)
+
+
+# -------------------------------------------------------------------------------------------------- in training
+def test_boxes_of_a_step_follow_from_seed_place_and_step() -> None:
+    """Whoever is in the other lanes; and samples and targets of a lane belong together."""
+    x, y = pictures([(16 + 3 * i, 30 - 2 * i, 8, 10) for i in range(6)])
+    x, y = x.repeat(2, 1, 1, 1), y.repeat(2, 1, 1)
+    goal, chosen = Detection(4, 2), torch.arange(6)[:, None]
+    task = replace(TASK, augment=(Flip(vertical=0.5), Shear(), Scale(), MixUp(share=1.0), Hsv(), Compress()))
+    alone = gathered(goal, x, y, chosen, [task], 7)
+    other = replace(task, seed=6)
+    beside = gathered(goal, x, y, torch.cat([chosen + 6, chosen, chosen + 6], 1), [other, task, other], 7)
+    assert beside[0].shape == (6, 9, SIDE, SIDE) and beside[1].shape == (6, 3, 2, 5)
+    assert torch.equal(beside[0][:, 3:6], alone[0]) and torch.equal(beside[1][:, 1:2], alone[1])
+    assert not torch.equal(beside[1][:, :1], alone[1])
+    assert not torch.equal(gathered(goal, x, y, chosen, [task], 8)[1], alone[1])
+
+
+def test_training_sees_the_boxes_where_they_have_gone() -> None:
+    family, data = KINDS["detection"]
+    x, y, start = data.normalise(data.train_x[:8]), data.train_y[:8], initial_params(family, 1)
+    found = [
+        train(family, data.task, [Job(replace(TASK, augment=each), start, *given)])[0].params["head.weight"]
+        for each, given in (
+            ((Flip(share=1.0),), (x, y)),
+            ((), Flip(share=1.0).apply_with_boxes(x, y, seeded(0))),
+            ((), (x, y)),
+        )
+    ]
+    torch.testing.assert_close(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])
+
+
+# ------------------------------------------------------------------------------------------------------ refused
+@dataclass(frozen=True)
+class Own:
+    """One's own, which does not know of boxes."""
+
+    def check(self, x: Tensor) -> None:
+        pass
+
+    def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
+        return x_bchw
+
+
+@pytest.mark.parametrize(("augmentation", "name"), [(Crop(), "crop"), (Own(), "Own")])
+def test_what_does_not_say_where_boxes_go_is_refused(augmentation: Augmentation, name: str) -> None:
+    family, data = KINDS["detection"]
+    job = Job(replace(TASK, augment=(augmentation,)), initial_params(family, 1), data.train_x.float(), data.train_y)
+    with pytest.raises(
+        ModelError, match=f"{name} does not say where boxes go.*flip, hsv, compress, shear, scale, mixup"
+    ):
+        train(family, data.task, [job])
+
+
+def test_mixup_is_refused_where_targets_are_no_boxes() -> None:
+    with pytest.raises(ModelError, match="mixup is for targets that are boxes, and those of this classification are"):
+        check(TASK.sampler, (MixUp(),), Classification(4), torch.rand(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize("augmentation", [Hsv(), Compress()], ids=["hsv", "compress"])
+@pytest.mark.parametrize(
+    ("x", "said"), [(torch.rand(1, 2, 4, 4), "a sample has 2"), (3 * torch.ones(1, 3, 4, 4), "from 3 to 3")]
+)
+def test_colours_are_of_pictures_in_0_to_1(augmentation: Augmentation, x: Tensor, said: str) -> None:
+    augmentation.check(torch.rand(1, 3, 4, 4))
+    with pytest.raises(ModelError, match=rf"{augmentation.name} takes pictures .* in 0\.\.1, .*{said}"):  # type: ignore[attr-defined]
+        augmentation.check(x)
+
+
+def test_all_but_the_crop_carry_boxes() -> None:
+    assert [name for name, kind in AUGMENTATIONS.items() if not issubclass(kind, CarriesBoxes)] == ["crop"]
