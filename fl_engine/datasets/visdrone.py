@@ -148,9 +148,9 @@ def _read(pictures: list[tuple[Path, str]]) -> tuple[torch.Tensor, torch.Tensor]
         pairs = zip(found, real, strict=True)
         cut += sum(abs(inside[3] - box[3]) + abs(inside[4] - box[4]) > ROUNDING for inside, box in pairs)
     if empty:
-        log.warning("visdrone: %d boxes without width or height are left out", empty)
+        log.warning("visdrone: boxes without width or height are left out: %d", empty)
     if cut:
-        log.warning("visdrone: %d boxes that reach out of their images are cut off at the edge", cut)
+        log.warning("visdrone: boxes that reach out of their images are cut off at the edge: %d", cut)
     return torch.from_numpy(x), torch.from_numpy(y)
 
 
@@ -189,7 +189,7 @@ def boxes_of(path: Path, width: int, height: int) -> list[Box]:
     found = list[Box]()
     for number, line in enumerate(lines, 1):
         box = _official(line, width, height) if official else _yolo(line)
-        if box is None or min(box[3:]) < 0 or min(_within(box)[3:]) < 0:
+        if box is None or min(box[3:]) < 0 or min(box[3:]) > 0 >= min(_within(box)[3:]):
             raise DataError(
                 f"{path}: line {number}: expected {form}, a box in the image of {width} x {height}; found "
                 f"{line[:80]!r}: it is damaged, unpack the archive again"

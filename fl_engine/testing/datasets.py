@@ -53,6 +53,8 @@ class DatasetSuite:
     def test_normalised_training_images_have_zero_mean_and_unit_deviation(self, data: Data) -> None:
         if not data.has_images:
             pytest.skip("no images")
+        if {*data.mean} == {0.0} and {*data.std} == {1.0}:
+            pytest.skip("pixels in 0..1, as the data set says")
         channels = data.input_shape[0]
         every_byte = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, channels, 1, 1)
         normalised = data.normalise(every_byte)

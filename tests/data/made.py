@@ -91,6 +91,37 @@ def tiny_imagenet_files(root: Path, classes: Sequence[str] = WNIDS[:3], train: i
     return folder
 
 
+Rectangle = tuple[int, int, int, int, int]
+"""Category, left, top, width, height, in pixels."""
+
+
+def visdrone_files(
+    root: Path,
+    part: str,
+    images: Mapping[str, Sequence[Rectangle]],
+    size: tuple[int, int] = (96, 64),
+    yolo: bool = False,
+) -> Path:
+    """A grey picture of each name, with its rectangles in white; the part's folder."""
+    folder, (width, height) = root / "visdrone" / f"VisDrone2019-DET-{part}", size
+    for name, rectangles in images.items():
+        pixels, lines = np.full((height, width, 3), 100, dtype=np.uint8), []
+        for category, left, top, across, down in rectangles:
+            pixels[max(0, top) : top + down, max(0, left) : left + across] = 255
+            score = int(0 < category < 11)
+            shares = ((left + across / 2) / width, (top + down / 2) / height, across / width, down / height)
+            if yolo:
+                lines.append(f"{category} {' '.join(map(repr, shares))}")
+            else:
+                lines.append(f"{left},{top},{across},{down},{score},{category},0,1")
+        out = io.BytesIO()
+        Image.fromarray(pixels).save(out, "JPEG", quality=95)
+        write(folder / "images" / f"{name}.jpg", out.getvalue())
+        text = "".join(f"{line}\n" for line in lines)
+        write(folder / ("labels" if yolo else "annotations") / f"{name}.txt", text.encode())
+    return folder
+
+
 PLAY = """First Citizen:
 Before we  proceed any further,
 hear me speak.

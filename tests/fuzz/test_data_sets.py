@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.files import extract
-from fl_engine.datasets import cifar100, emnist, epic_sounds, femnist, mnist, shakespeare, tiny_imagenet
+from fl_engine.datasets import cifar100, emnist, epic_sounds, femnist, mnist, shakespeare, tiny_imagenet, visdrone
 from tests.data import made
 from tests.fuzz.mutations import answer, damaged, json_like, law
 
@@ -164,6 +164,69 @@ def test_a_picture_that_declares_gigapixels_is_not_decoded(pictures: Path, size:
         path.write_bytes(valid)
 
 
+# ----------------------------------------------------------------------------------------------------- VisDrone
+CLIPS = {f"000000{n}_00000_d_0000001": [(4, 8, 8, 16, 24), (10, 40, 30, 4, 6), (1, 60, 8, 3, 3)] for n in range(2)}
+
+
+@pytest.fixture(scope="module", params=["annotations", "labels"])
+def flight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.visdrone_files(tmp_path_factory.mktemp("flight"), "val", CLIPS, yolo=request.param == "labels")
+
+
+def seen(data: Data | None) -> None:
+    """That boxes lie in their images, of known categories, `Data` sees to."""
+    if data is not None:
+        assert (len(data.train_x), len(data.test_x)) == (1, 1)
+        assert data.train_y.shape[1:] == (visdrone.MOST_BOXES, 5)
+
+
+@law(40)
+@given(st.sampled_from(("txt", "jpg")), st.data())
+def test_visdrone_is_whole_or_refused(flight: Path, kind: str, data: st.DataObject) -> None:
+    path = next(flight.glob(f"*/0000000_*.{kind}"))
+    valid = path.read_bytes()
+    path.write_bytes(data.draw(damaged(valid)))
+    try:
+        # A file that lists nothing is of a picture without objects; then the test part may hold none at all.
+        seen(answer(lambda: visdrone.load(flight.parents[1]), path.name, "visdrone: test_y", kind=DataError))
+    finally:
+        path.write_bytes(valid)
+
+
+ODD_BOXES = {
+    "numbers of megabytes": b"1" * 2**20,
+    "more boxes than there is room for": b"1 0.5 0.5 0.1 0.1\n1,1,2,2,1,1,0,0\n" * 4000,
+    "infinite": b"1 inf 0.5 0.1 0.1",
+    "beyond a float": b"1 1e99 0.5 0.1 0.1",
+    "no numbers": b"1 nan 0.5 0.1 0.1",
+    "other digits": "\u0661,1,2,2,1,1,0,0".encode(),
+    "of negative size": b"9,9,-3,4,1,1,0,0\n1 0.5 0.5 -0.1 0.1",
+}
+
+
+@pytest.mark.parametrize("content", ODD_BOXES.values(), ids=list(ODD_BOXES))
+def test_odd_boxes_are_refused(flight: Path, content: bytes) -> None:
+    path = next(flight.glob("*/0000001_*.txt"))
+    valid = path.read_bytes()
+    path.write_bytes(content)
+    try:
+        assert answer(lambda: visdrone.load(flight.parents[1]), path.name, kind=DataError) is None
+    finally:
+        path.write_bytes(valid)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [(65_535, 65_535), (12_000, 12_000), (0, 64)])
+def test_a_drones_picture_that_declares_gigapixels_is_not_decoded(flight: Path, size: tuple[int, int]) -> None:
+    path = next(flight.glob("*/0000001_*.jpg"))
+    valid = path.read_bytes()
+    path.write_bytes(huge(*size))
+    try:
+        assert answer(lambda: visdrone.load(flight.parents[1]), path.name, kind=DataError) is None
+    finally:
+        path.write_bytes(valid)
+
+
 def zipped() -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -237,13 +300,14 @@ def test_sound_is_whole_or_refused(sounds: Path, data: st.DataObject | None) -> 
         path.write_bytes(valid)
 
 
-def test_the_made_files_are_whole(grey: Path, pictures: Path, sounds: Path, tmp_path: Path) -> None:
+def test_the_made_files_are_whole(grey: Path, pictures: Path, flight: Path, sounds: Path, tmp_path: Path) -> None:
     """Otherwise the cases above would all be refused for another reason."""
     whole(mnist.load(grey, {}))
     whole(emnist.load(grey, SPLIT))
     whole(cifar100.load(grey, (2, 1)))
     whole(femnist.load(tmp_path, made.femnist_files(tmp_path, LEAF)))
     whole(tiny_imagenet.load(pictures))
+    seen(visdrone.load(flight.parents[1]))
     made.shakespeare_file(tmp_path)
     whole(shakespeare.load(tmp_path, None))
     whole(epic_sounds.load(sounds))

@@ -59,6 +59,13 @@ def test_descents_that_grow_are_those_of_torch() -> None:
     assert [step for step, rate in enumerate(ours) if rate == 0.1] == [0, 30, 90, 210]
 
 
+def test_cosine_restarts_after_longer_and_longer_descents() -> None:
+    """Two epochs, then four, then eight, of two steps each."""
+    found = rates(Cosine(floor=0.1, restart=2, factor=2), 2, 14)
+    assert found == [rate for epochs in (2, 4, 8) for rate in rates(Cosine(floor=0.1), 2, epochs)]
+    assert rates(Cosine(factor=3), 2, 5) == rates(Cosine(), 2, 5), "without a restart there is one descent"
+
+
 def gradients(params: Params, x: Tensor, y: Tensor) -> Params:
     network = FAMILY.module().train()
     network.load_state_dict(params)

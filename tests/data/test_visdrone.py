@@ -1,0 +1,138 @@
+"""VisDrone: both forms of boxes, its parts, and what may be wrong with files; on made-up pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fl_engine.core import boxes
+from fl_engine.core.errors import DataError
+from fl_engine.datasets import DATASETS, visdrone
+from fl_engine.tasks import Detection
+from tests.data import made
+
+SIZE = (96, 64)
+CAR, REGION = (4, 12, 8, 24, 16), (0, 48, 32, 48, 32)
+IMAGES = {f"000000{n}_0000{n}_d_000000{n}": [CAR, REGION] for n in range(1, 8)}
+FIRST = next(iter(IMAGES))
+
+
+@pytest.fixture
+def val(tmp_path: Path) -> Path:
+    return made.visdrone_files(tmp_path, "val", IMAGES, SIZE)
+
+
+def test_pictures_and_boxes_of_the_official_form(val: Path) -> None:
+    data = visdrone.load(val.parents[1])
+    assert isinstance(data.task, Detection) and data.task.outputs == 16
+    assert data.train_x.shape == (5, 3, 224, 224) and data.train_y.shape == (5, 1024, 5)
+    expected = [[4, 0.25, 0.25, 0.25, 0.25], [0, 0.75, 0.75, 0.5, 0.5], [boxes.NONE, 0, 0, 0, 0]]
+    torch.testing.assert_close(data.train_y[0, :3], torch.tensor(expected))
+    # The car lies where its box says, in the resized picture.
+    low, high = (224 * each[0, 0] for each in boxes.corners(data.train_y[:, :1, 1:]))
+    inside = data.train_x[0, :, int(low[1]) + 3 : int(high[1]) - 3, int(low[0]) + 3 : int(high[0]) - 3]
+    assert int(inside.min()) > 230 and int(data.train_x[0, :, : int(low[1]) - 3].max()) < 130
+    assert (float(data.normalise(data.train_x).min()), float(data.normalise(data.train_x).max())) <= (0.5, 1.0)
+    assert data.task.labels(data.train_y).tolist() == [0] * 5
+
+
+def test_the_yolo_form_gives_the_same_boxes(val: Path, tmp_path: Path) -> None:
+    other = made.visdrone_files(tmp_path / "other", "val", IMAGES, SIZE, yolo=True)
+    official, plain = visdrone.load(val.parents[1]), visdrone.load(other.parents[1])
+    torch.testing.assert_close(plain.train_y, official.train_y)
+    assert torch.equal(plain.train_x, official.train_x)
+
+
+def test_of_the_validation_images_alone_every_fifth_tests(val: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = visdrone.load(val.parents[1])
+    assert (len(data.train_x), len(data.test_x)) == (5, 2)
+    assert data.natural_client is not None and data.natural_client.tolist() == [2, 3, 4, 5, 7]
+    assert "every fifth tests" in caplog.text and "7 of the 548 images of VisDrone2019-DET-val" in caplog.text
+
+
+def test_the_training_part_trains_and_the_test_part_tests(
+    val: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = val.parents[1]
+    made.visdrone_files(root, "train", {"0000012_00001_d_0000003": [CAR], "0000009_00001_d_0000003": [CAR]}, SIZE)
+    with pytest.raises(DataError, match=r"visdrone: 1 of 2 files .*test-dev/images.*Download task 1"):
+        visdrone.load(root)
+    made.visdrone_files(root, "test-dev", {"9999999_00001_d_0000003": [REGION]}, SIZE)
+    monkeypatch.setattr(visdrone, "IMAGES", {visdrone.TRAIN: 2, visdrone.VALIDATION: 7, visdrone.TEST: 1})
+    data = visdrone.load(root)
+    assert (len(data.train_x), len(data.test_x)) == (2, 1) and caplog.text == ""
+    assert data.natural_client is not None and data.natural_client.tolist() == [9, 12]
+    monkeypatch.setattr(visdrone, "IMAGES", {visdrone.TRAIN: 1, visdrone.VALIDATION: 7, visdrone.TEST: 1})
+    with pytest.raises(DataError, match=r"DET-train: expected at most 1 images, found 2"):
+        visdrone.load(root)
+
+
+def test_what_is_left_out_or_cut_off_is_told(val: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = val / "annotations" / f"{list(IMAGES)[1]}.txt"
+    text.write_text("12,8,24,16,1,4,0,0,\n20,20,0,5,1,1,0,0\n90,8,12,16,1,2,0,0\n")
+    data = visdrone.load(val.parents[1])
+    assert data.train_y[0, :3, 0].tolist() == [4, 2, boxes.NONE]
+    torch.testing.assert_close(data.train_y[0, 1, 1:], torch.tensor([93 / 96, 0.25, 6 / 96, 0.25]))
+    assert "boxes without width or height are left out: 1" in caplog.text
+    assert "boxes that reach out of their images are cut off at the edge: 1" in caplog.text
+
+
+def test_a_picture_without_objects_is_one(val: Path) -> None:
+    (val / "annotations" / f"{list(IMAGES)[1]}.txt").write_bytes(b"")
+    data = visdrone.load(val.parents[1])
+    assert data.task.labels(data.train_y).tolist() == [12, 0, 0, 0, 0]
+
+
+OFFICIAL = (
+    "1,2,3,4,1,4,0", "1,2,3,4,1,12,0,0", "1,2,3,4,2,4,0,0", "1,2,3,4,1,4,0,3", "1.5,2,3,4,1,4,0,0", "1,2,-3,4,1,4,0,0",
+    "96,2,3,4,1,4,0,0", "-9,2,3,4,1,4,0,0", "", "1,2,3,4,1,4,0,0,,", "4 0.5 0.5 0.1 0.1",
+)  # fmt: skip
+YOLO = (
+    "4 0.5 0.5 0.1",
+    "12 0.5 0.5 0.1 0.1",
+    "-1 0.5 0.5 0.1 0.1",
+    "4 0.5 0.5 0.1 x",
+    "4 2 0.5 0.1 0.1",
+    "1,2,3,4,1,4,0,0",
+)
+
+
+@pytest.mark.parametrize(("line", "yolo"), [*((each, False) for each in OFFICIAL), *((each, True) for each in YOLO)])
+def test_a_line_that_is_no_box_is_named(tmp_path: Path, line: str, yolo: bool) -> None:
+    folder = made.visdrone_files(tmp_path, "val", IMAGES, SIZE, yolo=yolo)
+    text = folder / ("labels" if yolo else "annotations") / f"{FIRST}.txt"
+    text.write_text(f"{text.read_text()}{line}\n1,1,1,1,1,1,1,1\n")
+    form = "category 0..11, centre x" if yolo else "8 whole numbers"
+    with pytest.raises(DataError, match=rf"{FIRST}\.txt: line 3: expected {form}.*in the image of 96 x 64; found"):
+        visdrone.load(tmp_path)
+
+
+def test_more_boxes_than_there_is_room_for_are_refused(val: Path) -> None:
+    (val / "annotations" / f"{FIRST}.txt").write_text("1,2,3,4,1,4,0,0\n" * 1025)
+    with pytest.raises(DataError, match="expected at most 1024 boxes, found 1025"):
+        visdrone.load(val.parents[1])
+
+
+def test_pictures_and_files_of_boxes_go_together(val: Path) -> None:
+    root = val.parents[1]
+    text = val / "annotations" / f"{FIRST}.txt"
+    text.rename(val / "annotations" / "0000099_00000_d_0000001.txt")
+    with pytest.raises(DataError, match=rf"there are an image but no boxes called '{FIRST}' \(2 such names\)"):
+        visdrone.load(root)
+    (val / "images" / f"{FIRST}.jpg").unlink()
+    with pytest.raises(DataError, match="there are boxes but no image called '0000099_00000_d_0000001'"):
+        visdrone.load(root)
+
+
+def test_pictures_of_other_names_are_refused(val: Path) -> None:
+    made.write(val / "images" / "holiday.jpg", made.jpeg(1))
+    with pytest.raises(DataError, match=r"expected names as .* found 'holiday'"):
+        visdrone.load(val.parents[1])
+
+
+def test_what_is_missing_is_said_with_where_it_comes_from(tmp_path: Path) -> None:
+    assert DATASETS["visdrone"].missing(tmp_path)
+    with pytest.raises(DataError, match=r"visdrone: .*github\.com/VisDrone/VisDrone-Dataset .*1\.4 GB.*visdrone/"):
+        visdrone.load(tmp_path)
