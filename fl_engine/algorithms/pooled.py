@@ -83,7 +83,9 @@ class Training:
     label equally likely, or with `smoothing` a sample's weight is 1 / (smoothing + its label's count)."""
     augment: tuple[Augmenting, ...] = ()
     """Random changes of images and maps while clients train, one after the other. flip: left to right, with probability
-    `share`; crop: a window that lies up to `padding` pixels beside the image. E.g. [{name: crop}, {name: flip}]."""
+    `share`, and top to bottom, with probability `vertical`; crop: a window that lies up to `padding` pixels beside the
+    image; hsv, compress: of colours in 0..1; shear, scale: about the centre; mixup: another image over it, where
+    targets are boxes. Boxes follow all but crop. E.g. [{name: crop}, {name: flip}]."""
     schedule: Scheduling = Constant()
     """The learning rate inside a client's work of one round. cosine: from lr down to the share `floor` of it, again
     after every `restart` epochs, where that is given, each time over `factor` times as many."""

@@ -24,7 +24,7 @@ import torch
 
 import fl_engine
 from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.core.samples import Data
+from fl_engine.core.samples import Data, has_boxes
 from fl_engine.data import partitioning as partitions
 from fl_engine.models import export as exports
 from fl_engine.models.export import About
@@ -141,10 +141,11 @@ def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
     from mlflow.pyfunc import save_model
     from mlflow.types import DataType, ParamSchema, ParamSpec, Schema, TensorSpec
 
+    answers = (-1, -1) if has_boxes(data.task) else ()  # at each place of a map
     samples = TensorSpec(np.dtype(exports.type_of(data)), (-1, *data.input_shape))
     signature = ModelSignature(
         Schema([samples]),
-        Schema([TensorSpec(np.dtype(np.float32), (-1, data.task.outputs))]),
+        Schema([TensorSpec(np.dtype(np.float32), (-1, data.task.outputs, *answers))]),
         ParamSchema([ParamSpec("level", DataType.string, largest.level)]),
     )
     code = scratch / "fl_engine"

@@ -1,4 +1,5 @@
-"""Tables of numbers and sequences of tokens through the whole of `flexfleet run`: every backend, killed, reported."""
+"""Tables of numbers, sequences of tokens and images with boxes through the whole of `flexfleet run`: every backend,
+killed, reported."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from fl_engine.core.pool import member
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SubmodelSpec
 from fl_engine.models import export
-from fl_engine.testing.kinds import VOCABULARY, TinyLSTM, TinyMLP, tiny_sequences, tiny_series, tiny_table
+from fl_engine.testing.kinds import VOCABULARY, TinyLSTM, TinyMLP, tiny_boxes, tiny_sequences, tiny_series, tiny_table
 from flexfleet.files.artifacts import EvaluationFile, History, RunFile
 from flexfleet.reports.report import table
 
@@ -26,8 +27,14 @@ HERE = "fl_engine.testing.kinds"
 KINDS = {
     "regression": (f"dataset.name={HERE}:TABLE", f"model.name={HERE}:TinyMLP", "algorithm.epsilon=40.0"),
     "tokens": (f"dataset.name={HERE}:SEQUENCES", f"model.name={HERE}:TinyTokens", "algorithm.epsilon=40.0"),
+    "detection": (
+        f"dataset.name={HERE}:BOXES",
+        f"model.name={HERE}:TinyDetector",
+        "algorithm.epsilon=40.0",
+        "training.augment=[{name: flip, vertical: 0.5}, {name: scale}, {name: mixup}]",
+    ),
 }
-METRICS = {"regression": ["r2", "mae"], "tokens": ["accuracy"]}
+METRICS = {"regression": ["r2", "mae"], "tokens": ["accuracy"], "detection": ["map50"]}
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +59,7 @@ def test_every_backend_and_a_resumed_run_give_the_same_model(
     done["again"] = flexfleet("run", "--json", "--run-id", "again", "--resume", sets=sets)
     assert len({each.json["model_sha256"] for each in done.values()}) == 1
     strategy = RunFile.read(tmp_path / "runs" / "one" / "run.json").numerics["strategy"]
-    assert strategy == {"regression": "batched", "tokens": "single"}[kind]
+    assert strategy == {"regression": "batched", "tokens": "single", "detection": "batched"}[kind]
 
 
 @pytest.mark.parametrize(("sets", "kind"), [(kind, kind) for kind in KINDS], indirect=["sets"])
@@ -68,14 +75,16 @@ def test_what_is_told_speaks_of_the_tasks_metric(flexfleet: Any, sets: list[str]
         assert {metric: last[f"{metric}/{name}"] for metric in METRICS[kind]} == level.metrics
     page, words = (run / "report.html").read_text(), table([run])
     figures = (
-        (f"{evaluation.full:.4f}", "test r2") if kind == "regression" else (f"{100 * evaluation.full:.2f}", "avg %")
+        (f"{100 * evaluation.full:.2f}", "avg %")
+        if kind == "tokens"
+        else (f"{evaluation.full:.4f}", f"test {METRICS[kind][0]}")
     )
     assert figures[0] in page and figures[0] in words
-    assert figures[1] in (page if kind == "regression" else words)
+    assert figures[1] in (words if kind == "tokens" else page)
     assert ("ccuracy" in page) == (kind == "tokens")
     assert f"full {figures[0]}" in (status := flexfleet("status").out) and ("%" in status) == (kind == "tokens")
     confusion = json.loads((run / "confusion.json").read_text())["levels"]
-    assert list(confusion) == ([] if kind == "regression" else list(evaluation.levels))
+    assert list(confusion) == (list(evaluation.levels) if kind == "tokens" else [])
 
 
 @dataclass(frozen=True)
@@ -96,11 +105,11 @@ def test_levels_are_exported_whatever_the_samples_are(
     done = flexfleet("run", "--json", "--run-id", "a", sets=[*sets, "publish.models=true"])
     assert done.code == 0, done.err
     scores = EvaluationFile.read(tmp_path / "runs" / "a" / "evaluation.json").levels
-    data = {"regression": tiny_table(), "tokens": tiny_sequences()}[kind]
+    data = {"regression": tiny_table(), "tokens": tiny_sequences(), "detection": tiny_boxes()}[kind]
     for level, score in scores.items():
         folder = tmp_path / "runs" / "a" / "export" / level
         about, network = export.read(folder), export.load(folder)
-        assert (about.metric, about.samples) == {"regression": ("r2", "float32"), "tokens": ("accuracy", "int64")}[kind]
+        assert (about.metric, about.samples) == (METRICS[kind][0], str(data.train_x.dtype).removeprefix("torch."))
         assert about.accuracy_exported == pytest.approx(score.value, abs=1e-6)
         with torch.no_grad():
             outputs = network(data.test_x)
@@ -108,8 +117,9 @@ def test_levels_are_exported_whatever_the_samples_are(
         assert values[about.metric] == pytest.approx(score.value, abs=1e-6)
         session = onnxruntime.InferenceSession(str(folder / export.ONNX), providers=["CPUExecutionProvider"])
         names = [each.name for each in (*session.get_inputs(), *session.get_outputs())]
-        assert names == ["samples", "outputs" if kind == "regression" else "logits"]
-        (answer,) = session.run(None, {"samples": data.test_x[:7].numpy()})
+        given = "images" if kind == "detection" else "samples"
+        assert names == [given, "logits" if kind == "tokens" else "outputs"]
+        (answer,) = session.run(None, {given: data.test_x[:7].numpy()})
         torch.testing.assert_close(torch.from_numpy(answer), outputs[:7], rtol=1e-4, atol=1e-4)
 
 
@@ -173,6 +183,18 @@ def test_a_run_that_is_killed_ends_with_the_same_model(nursery: Any, sets: list[
             "regression",
             ("training.augment=[{name: flip}]",),
             "flip takes images and maps (C, H, W), a sample is numbers of the shape (6,): leave flip out of training.a",
+        ),
+        ("detection", ("training.augment=[{name: crop}]",), "crop does not say where boxes go, which are the targets"),
+        (
+            "detection",
+            ("training.augment=[{name: hsv}]",),
+            "hsv takes pictures of 3 channels with values in 0..1, a sa",
+        ),
+        ("detection", ("algorithm.name=heterofl",), "no classes whose outputs could be masked (outputs are boxes too,"),
+        (
+            "detection",
+            ("partition.rule=disjoint_labels", "partition.labels_per_client=1"),
+            "a sample of tiny_boxes has several (detection): take one of iid",
         ),
         ("tokens", ("training.augment=[{name: crop}]",), "crop takes images and maps (C, H, W), a sample is tokens of"),
         ("tokens", ("model.name=small_cnn",), "small_cnn takes no samples of the shape 5: choose another network"),

@@ -16,6 +16,12 @@ NAMED = ("dataset.", "model.")
 KINDS: dict[str, tuple[str, ...]] = {
     "regression": (f"dataset.name={HERE}:TABLE", f"model.name={HERE}:TinyMLP", "algorithm.epsilon=40.0"),
     "tokens": (f"dataset.name={HERE}:SEQUENCES", f"model.name={HERE}:TinyTokens", "algorithm.epsilon=40.0"),
+    "detection": (
+        f"dataset.name={HERE}:BOXES",
+        f"model.name={HERE}:TinyDetector",
+        "algorithm.epsilon=40.0",
+        "training.augment=[{name: flip, vertical: 0.5}, {name: scale}, {name: mixup}]",
+    ),
     "drawn and changed": (
         "algorithm.name=heterofl",
         "training.sampler.name=balanced",
