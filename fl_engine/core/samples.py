@@ -100,6 +100,14 @@ def has_boxes(task: Task) -> bool:
     return bool(getattr(task, "boxes", False))
 
 
+def check_ready(task: Task) -> None:
+    """Raises EnvironmentFailure where a package that the task's metric needs is not installed: the task's `ready`,
+    where it has one."""
+    ready = getattr(task, "ready", None)
+    if ready is not None:
+        ready()
+
+
 # ------------------------------------------------------------------------------------------------------ data
 IMAGE_AXES = 4
 """(N, C, H, W)"""

@@ -106,9 +106,8 @@ class Detection:
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
         """The category that most of an image's boxes have, of several the first; `categories` without a box."""
-        one_hot = F.one_hot(torch.where(boxes.present(y), y[..., 0], float(self.categories)).long(), self.label_count)
-        counts = one_hot.sum(1)
-        counts[:, -1] = counts[:, :-1].sum(1) == 0
+        counts = torch.stack([(y[..., 0] == category).sum(1) for category in range(self.categories)], dim=1)
+        counts = torch.cat([counts, (counts == 0).all(1, keepdim=True)], dim=1)
         # torch leaves open which of equal numbers argmax finds; NumPy takes the first.
         found: NDArray[np.int64] = counts.numpy().argmax(1)
         return found
@@ -196,6 +195,9 @@ class Detection:
         missing = empty.expand(len(rows), DETECTIONS - rows.shape[1], -1)
         return torch.cat([rows, missing], dim=1)
 
+    def ready(self) -> None:
+        _scorer()
+
     def measure(self, observed: Sequence[Tensor]) -> Measured:
         """mAP-50 as COCO has it: for each category that occurs the mean precision at 101 recalls (0, .01, ..., 1),
         where a box is right that overlaps a target of its category, not yet taken, by half or more; the mean over these
@@ -254,20 +256,27 @@ def _cells(rows: int, columns: int, device: torch.device) -> Tensor:
 def _left(box_bk4: Tensor, category_bk: Tensor) -> Tensor:
     """bool (B, K): which of these boxes, the highest score first, are left when each in turn takes out those of its
     category behind it that it overlaps by more than SAME."""
-    same = boxes.overlap(box_bk4[:, :, None], box_bk4[:, None]) > SAME
-    same &= category_bk[:, :, None] == category_bk[:, None]
+    # An image at a time: 128 at once would take gigabytes.
+    pairs = ((box[:, None], box, category) for box, category in zip(box_bk4, category_bk, strict=True))
+    same = torch.stack([(boxes.overlap(a, b) > SAME) & (c[:, None] == c) for a, b, c in pairs])
     left = torch.ones(category_bk.shape, dtype=torch.bool, device=box_bk4.device)
     for k in range(left.shape[1] - 1):
         left[:, k + 1 :] &= ~(same[:, k, k + 1 :] & left[:, k : k + 1])
     return left
 
 
-def _map50(found: NDArray[np.float64], wanted: NDArray[np.float64], categories: int) -> float:
-    """Of rows (images, boxes, 6)."""
+def _scorer() -> tuple[Any, Any]:
+    """The library's catalogue of boxes, and what compares two of them."""
     try:
         from faster_coco_eval import COCO, COCOeval_faster
     except ImportError as error:
         raise EnvironmentFailure("mAP needs faster-coco-eval: pip install 'flexfleet[detection]'") from error
+    return COCO, COCOeval_faster
+
+
+def _map50(found: NDArray[np.float64], wanted: NDArray[np.float64], categories: int) -> float:
+    """Of rows (images, boxes, 6)."""
+    catalogue_of, scorer_of = _scorer()
 
     def listed(rows: NDArray[np.float64]) -> list[dict[str, Any]]:
         image, at = np.nonzero(rows[..., 0] >= 0)
@@ -285,9 +294,9 @@ def _map50(found: NDArray[np.float64], wanted: NDArray[np.float64], categories: 
     def catalogue(rows: NDArray[np.float64]) -> Any:
         names = [{"id": c, "name": str(c)} for c in range(categories)]
         images = [{"id": i, "width": 1, "height": 1} for i in range(len(rows))]
-        return COCO({"images": images, "categories": names, "annotations": listed(rows)})
+        return catalogue_of({"images": images, "categories": names, "annotations": listed(rows)})
 
-    scorer = COCOeval_faster(catalogue(wanted), catalogue(found), "bbox", print_function=log.debug)
+    scorer = scorer_of(catalogue(wanted), catalogue(found), "bbox", print_function=log.debug)
     scorer.params.iouThrs, scorer.params.maxDets = np.array([0.5]), [DETECTIONS]
     scorer.params.areaRng, scorer.params.areaRngLbl = [[0.0, 1e10]], ["all"]
     scorer.evaluate()

@@ -18,6 +18,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "tune": (("optuna",), "searching hyper-parameters"),
     "export": (("onnx", "onnxruntime"), "the models of a run as ONNX, for devices"),
     "privacy": (("dp_accounting",), "what private aggregation spends: epsilon of every round"),
+    "detection": (("faster_coco_eval",), "mAP, the metric where objects in images are to be found"),
     "testing": (("pytest", "hypothesis"), "the conformance suites: algorithms, networks, data, backends of your own"),
     "docs": (("mkdocs",), "the documentation as a site: make docs"),
 }

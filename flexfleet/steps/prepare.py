@@ -14,7 +14,7 @@ import torch
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, TakesTokens
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import resolve
-from fl_engine.core.samples import Data
+from fl_engine.core.samples import Data, check_ready
 from fl_engine.data.rules import Ints
 from fl_engine.datasets import DATASETS, Source, pad, subset
 from fl_engine.models.build import build_model
@@ -66,6 +66,7 @@ class Resolved:
         data = self.data
         family = self.network(data.input_shape, data.task.outputs)
         check_fits(data, family)
+        check_ready(data.task)
         if getattr(self.algorithm, "mask_labels", False):
             data.task.present(data.train_y[:1])  # raises if there are no classes to mask
         training = self.config.training

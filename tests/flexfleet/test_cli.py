@@ -102,7 +102,8 @@ def test_doctor_says_what_a_bare_installation_lacks() -> None:
     found = json.loads(done.stdout)
     assert found["version"] == fl_engine.__version__
     assert found["extras"].keys() == {
-        "engine", "data", "tracking", "pipeline", "kubernetes", "tune", "export", "privacy", "testing", "docs"
+        "engine", "data", "tracking", "pipeline", "kubernetes", "tune", "export", "privacy", "detection",
+        "testing", "docs"
     }  # fmt: skip
     assert set(found["extras"]["engine"]["missing"]) >= {"torch", "safetensors", "numpy"}
     assert all(about["missing"] and about["enables"] for about in found["extras"].values())

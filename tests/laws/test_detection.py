@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fl_engine.core import boxes
 from fl_engine.core.errors import DataError, EnvironmentFailure, ModelError, PartitionError
+from fl_engine.core.samples import check_ready
 from fl_engine.data import partitioning
-from fl_engine.tasks import Detection
+from fl_engine.tasks import Classification, Detection
 from fl_engine.tasks.detection import BOX_WEIGHT, DETECTIONS, PRIOR
 from fl_engine.testing.kinds import tiny_boxes
 from fl_engine.training.losses import self_distillation
@@ -273,6 +274,9 @@ def test_without_its_library_the_metric_says_what_to_install(monkeypatch: pytest
     y = TWO.examples(2, torch.Generator().manual_seed(1))
     with pytest.raises(EnvironmentFailure, match=r"pip install 'flexfleet\[detection\]'"):
         TWO.measure([TWO.observe(torch.zeros(2, 6, 2, 2), y)])
+    with pytest.raises(EnvironmentFailure, match=r"pip install 'flexfleet\[detection\]'"):
+        check_ready(TWO)  # before anything trains
+    check_ready(Classification(2))
 
 
 # ------------------------------------------------------------------------------------------------- distillation
