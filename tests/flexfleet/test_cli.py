@@ -84,7 +84,7 @@ def without(packages: Sequence[str], *argv: str) -> subprocess.CompletedProcess[
 
 
 HEAVY = (
-    "onnx", "onnxruntime", "mkdocs", "dp_accounting", "pytest", "hypothesis",
+    "onnx", "onnxruntime", "mkdocs", "dp_accounting", "faster_coco_eval", "pytest", "hypothesis",
     "torch", "numpy", "safetensors", "sklearn", "mlflow", "matplotlib", "jinja2", "kfp", "kubernetes", "optuna", "dvc"
 )  # fmt: skip
 
