@@ -12,6 +12,10 @@ from torch import Tensor
 
 NONE = -1
 """The category of a row without a box."""
+TINY = 1e-12
+"""Of the image: where something is divided by an area, smaller ones count as this one."""
+VISIBLE = 0.1
+"""The share of its area that a moved box has to have left in the image, as detectors' training code commonly has it."""
 
 
 def present(y: Tensor) -> Tensor:
@@ -39,10 +43,6 @@ def generalised_overlap(a: Tensor, b: Tensor) -> Tensor:
     return shared - (around - union) / around.clamp(min=TINY)
 
 
-TINY = 1e-12
-"""Of the image: smaller areas count as this one where they are divided by."""
-
-
 def _shares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The overlap and the area of the union."""
     (low_a, high_a), (low_b, high_b) = corners(a), corners(b)
@@ -66,10 +66,6 @@ def moved(y: Tensor, matrices: Tensor) -> Tensor:
     kept = (inside_high - inside_low).prod(-1) >= VISIBLE * (high - low).prod(-1).clamp(min=TINY)
     found = torch.cat([y[..., :1], (inside_low + inside_high) / 2, inside_high - inside_low], dim=-1)
     return without(found, ~(kept & present(y)))
-
-
-VISIBLE = 0.1
-"""Of a box's area, as detectors' training code commonly has it."""
 
 
 def without(y: Tensor, gone: Tensor) -> Tensor:

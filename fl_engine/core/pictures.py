@@ -47,7 +47,10 @@ class Hsv:
 
     def apply(self, x_bchw: Tensor, generator: torch.Generator) -> Tensor:
         drawn_3b = 2 * torch.rand(3, len(x_bchw), generator=generator).to(x_bchw) - 1
-        amounts = (self.hue, 1 + self.saturation * drawn_3b[1], 1 + self.value * drawn_3b[2])
+        turn, more_colour, more_light = (
+            drawn.view(-1, 1, 1) * most
+            for drawn, most in zip(drawn_3b, (self.hue, self.saturation, self.value), strict=True)
+        )
         value, least = x_bchw.amax(1), x_bchw.amin(1)
         chroma = value - least
         red, green, blue = x_bchw.unbind(1)
@@ -56,9 +59,9 @@ class Hsv:
         hue = torch.where(value == blue, (red - green) / safe + 4, 0.0)
         hue = torch.where(value == green, (blue - red) / safe + 2, hue)
         hue = torch.where(value == red, (green - blue) / safe, hue)
-        hue = hue + 6 * amounts[0] * drawn_3b[0].view(-1, 1, 1)
-        share = (chroma / torch.where(value > 0, value, 1.0) * amounts[1].view(-1, 1, 1)).clamp(0, 1)
-        value = (value * amounts[2].view(-1, 1, 1)).clamp(0, 1)
+        hue = hue + 6 * turn
+        share = (chroma / torch.where(value > 0, value, 1.0) * (1 + more_colour)).clamp(0, 1)
+        value = (value * (1 + more_light)).clamp(0, 1)
         parts = []
         for offset in (5, 3, 1):
             at = (hue + offset) % 6
@@ -146,8 +149,8 @@ class Scale:
 @dataclass(frozen=True)
 class MixUp:
     """Lays another sample of the batch over a sample, with probability `share`, and adds its boxes: m x + (1 - m) x'
-    with m from Beta(alpha, alpha) (mixup: Beyond Empirical Risk Minimization, Zhang et al., ICLR 2018; for boxes as
-    Bag of Freebies for Training Object Detection Neural Networks, Zhang et al., 2019, has it: they count in full).
+    with m from Beta(alpha, alpha) (mixup: Beyond Empirical Risk Minimization, Zhang et al., ICLR 2018). Boxes count in
+    full, whatever m is, as in YOLOv8.
 
     A sample stays as it is where it is alone in its batch, and where targets have no room for the boxes of both.
     """

@@ -31,9 +31,12 @@ BALANCE, FOCUS = 0.25, 2.0
 BOX_WEIGHT = 2.0
 """Of the boxes' loss beside the categories'."""
 CANDIDATES, DETECTIONS = 1000, 300
-"""Of an image: the highest scores, and how many of them are left at most where boxes that overlap are taken out."""
+"""Of an image: how many of the highest scores are looked at (FCOS's code), and how many of them are left at most where
+boxes that overlap are taken out (YOLOv8's)."""
 SAME = 0.6
-"""Overlap from which two boxes of a category are the same object (FCOS, Tian et al., ICCV 2019, Sec. 4)."""
+"""Two boxes of a category that overlap by more are one object (as in the code of FCOS, Tian et al., ICCV 2019)."""
+ROUNDING = 1e-4
+"""Of the image: files round centres and sizes, so that a box at the edge may end so far behind it."""
 NEIGHBOURS = 1
 """Cells around the one with a box's centre that learn it too, where they lie in the box."""
 
@@ -46,8 +49,8 @@ class Detection:
     each cell how far its box's centre is from the cell's, right and down in cells, the logarithms of the box's width
     and height in cells, and for each category a logit, `PRIOR` too high, of whether the box holds one.
 
-    A box is learnt by the cell with its centre, and by that cell's neighbours whose centres it covers. A cell that
-    several would have learns the one that has its centre there, else the smallest (FCOS, Sec. 3.1).
+    A box is learnt by the cell with its centre, and by that cell's neighbours whose centres it covers. Of several boxes
+    a cell learns the one that has its centre there, else the smallest (FCOS, Sec. 3.1).
     """
 
     categories: int
@@ -102,7 +105,7 @@ class Detection:
             )
         if not bool(held.any()):
             raise DataError(f"{what}: no image holds a box, so nothing can be learnt and mAP is undefined")
-        return y
+        return boxes.without(y, ~held)
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
         """The category that most of an image's boxes have, of several the first; `categories` without a box."""
@@ -153,7 +156,7 @@ class Detection:
 
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
         """Of a category KL(teacher || student), each score a probability of its own (Yang et al., Bridging Cross-task
-        Protocol Inconsistency for Distillation in Dense Object Detection, ICCV 2023, Sec. 3.2); of a box the squared
+        Protocol Inconsistency for Distillation in Dense Object Detection, ICCV 2023); of a box the squared
         errors of its four numbers, times the teacher's highest score in the cell, since the boxes of cells that hold
         nothing mean nothing."""
         teacher = self.softened(teacher_bo, temperature)
@@ -241,10 +244,6 @@ class Detection:
         best = best.scatter_reduce(1, cell.flatten(1), claim.flatten(1), "amin")
         owner = by_area_bm.gather(1, best % self.most)
         return torch.where(best < 2 * self.most, owner, self.most)
-
-
-ROUNDING = 1e-4
-"""Of the image: files round centres and sizes, so that a box at the edge may end so far behind it."""
 
 
 def _cells(rows: int, columns: int, device: torch.device) -> Tensor:

@@ -340,6 +340,13 @@ def test_what_are_no_boxes_is_refused(y: Tensor, said: str) -> None:
         TWO.check(y, "set: train_y")
 
 
+def test_what_stands_in_a_row_without_a_box_does_not_matter() -> None:
+    y = torch.tensor([[[1.0, 0.5, 0.5, 0.1, 0.1], [-1.0, math.nan, 2, -1, math.inf], NOTHING]])
+    assert (
+        TWO.check(y, "set: train_y").tolist() == torch.tensor([[[1.0, 0.5, 0.5, 0.1, 0.1], NOTHING, NOTHING]]).tolist()
+    )
+
+
 @pytest.mark.parametrize("options", [{"categories": 0}, {"most": 0}, {"categories": 2.0}])
 def test_a_task_of_nothing_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="at least 1"):
