@@ -14,7 +14,8 @@ import torch
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, TakesTokens
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import resolve
-from fl_engine.core.samples import Data, check_ready
+from fl_engine.core.samples import Data, check_ready, has_boxes
+from fl_engine.core.slicing import made_up
 from fl_engine.data.rules import Ints
 from fl_engine.datasets import DATASETS, Source, pad, subset
 from fl_engine.models.build import build_model
@@ -113,7 +114,8 @@ def _read(config: Config) -> Data:
 
 
 def check_fits(data: Data, family: ModelFamily) -> None:
-    """Raises ConfigError if the network takes tokens and the data are no tokens, or the other way round."""
+    """Raises ConfigError if the network takes tokens and the data are no tokens, or the other way round; ModelError if
+    boxes are to be found and the network gives one answer for the whole image."""
     kind = type(family).__name__
     if isinstance(family, TakesTokens) != data.has_tokens:
         given, taken = ("tokens", "numbers") if data.has_tokens else ("numbers", "tokens")
@@ -125,6 +127,9 @@ def check_fits(data: Data, family: ModelFamily) -> None:
                 f"{kind} knows the tokens 0 to {family.vocabulary - 1}, {data.name} holds {largest}: set "
                 f"model.vocabulary={largest + 1}"
             )
+    if has_boxes(data.task):
+        with torch.no_grad():
+            data.task.loss(family.module().eval()(made_up(family, 1)), data.train_y[:1])
 
 
 def parse_input(text: str) -> tuple[int, ...]:

@@ -191,6 +191,7 @@ def test_a_run_that_is_killed_ends_with_the_same_model(nursery: Any, sets: list[
             "hsv takes pictures of 3 channels with values in 0..1, a sa",
         ),
         ("detection", ("algorithm.name=heterofl",), "no classes whose outputs could be masked (outputs are boxes too,"),
+        ("detection", ("model.name=small_cnn",), "this one gives (1, 6): use model.name=point_detector"),
         (
             "detection",
             ("partition.rule=disjoint_labels", "partition.labels_per_client=1"),
