@@ -85,8 +85,8 @@ e2e-containers: setup
 	docker image inspect --format 'in {{.Id}}' $(IMAGE)
 	FLEXFLEET_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/k8s/test_image.py
 
-# Compares the algorithms on real data, in an hour and a half on two cores. An interrupted campaign goes on when it is
-# started again. See docs/evidence.md.
+# Compares the algorithms on real data, in two hours on two cores. An interrupted campaign goes on when it is started
+# again. See docs/evidence.md.
 evidence: setup
 	$(BIN)/python -m benchmarks.evidence
 

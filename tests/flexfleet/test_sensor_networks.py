@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fl_engine.core.samples import Data
 from fl_engine.datasets import Source
 from fl_engine.tasks import Classification, Regression
 from flexfleet.files.artifacts import RunFile
+from tests.data import sensors
 
 SAMPLES, TEST = 120, 40
 
@@ -79,6 +81,29 @@ def test_two_rounds(
     assert np.isfinite(done.json["metrics"]["full"])
     strategy = RunFile.read(tmp_path / "runs" / "a" / "run.json").numerics["strategy"]
     assert strategy == ("batched" if name == "aep_mlp" else "single")
+
+
+WRITES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "widar": ("widar_resnet18", sensors.write_widar),
+    "wisdm_watch": ("wisdm_lstm", sensors.write_wisdm),
+}
+
+
+@pytest.mark.parametrize("data", sorted(WRITES))
+def test_flexfl_on_files_of_the_official_forms(
+    flexfleet: Any, quick: Sequence[str], data: str, tmp_path: Path, no_drawings: None
+) -> None:
+    name, write = WRITES[data]
+    write(tmp_path / "data")
+    sets = [each for each in quickly(quick, name, "flexfl") if not each.startswith(("dataset.", "partition."))]
+    sets += [f"dataset.name={data}", f"dataset.root={tmp_path / 'data'}", "partition.rule=iid", "partition.minimum=5"]
+    done = flexfleet("run", "--json", "--run-id", "a", sets=[*sets, "partition.clients=4", "partition.proxy=0.3"])
+    assert done.code == 0, done.err
+    assert list(done.json["metrics"]["levels"])[-1] == "M3"
+    scores = json.loads((tmp_path / "runs" / "a" / "pretrain" / "apoz.json").read_text())["layers"]
+    measured = [layer["apoz"] for layer in scores if layer["group"] != "lstm"]
+    assert min(measured) > 0 and max(measured) < 1, "a ReLU is measured"
+    assert [layer["apoz"] for layer in scores if layer["group"] == "lstm"] == [0.5] * (data == "wisdm_watch")
 
 
 def test_numbers_have_no_labels_to_mask(flexfleet: Any, quick: Sequence[str]) -> None:
