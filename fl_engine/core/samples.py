@@ -252,7 +252,7 @@ def _samples(x: Tensor, what: str) -> Tensor:
         raise DataError(f"{what}: samples are uint8, float or integers, got {str(x.dtype).removeprefix('torch.')}")
     if x.is_floating_point():
         x = x.float()
-        if not all(bool(torch.isfinite(part).all()) for part in x.split(CHECKED)):
+        if not all(bool(torch.isfinite(part).all()) for part in torch.split(x, CHECKED)):
             where = (~torch.isfinite(x)).flatten(1).any(1).nonzero().flatten()
             raise DataError(
                 f"{what}: sample {int(where[0])} holds NaN, infinity or more than float32 can hold ({len(where)} such "
