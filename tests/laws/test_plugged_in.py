@@ -338,7 +338,7 @@ def test_a_configuration_with_ones_own_is_written_and_read_again() -> None:
     ("given", "said"),
     [
         ("sampler={name: balance}", r"training.sampler.name: no sampler named 'balance' \(did you mean 'balanced'\?\)"),
-        ("sampler={name: balanced, share: 1}", r"unknown parameter 'training.sampler.share' \(known: none\)"),
+        ("sampler={name: balanced, share: 1}", r"unknown parameter 'training.sampler.share' \(known: smoothing\)"),
         (
             "augment=[{name: flip}, {name: crop, padding: 0}]",
             r"training.augment.1.padding: .*greater than or equal to 1",
