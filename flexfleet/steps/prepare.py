@@ -67,7 +67,6 @@ class Resolved:
         data = self.data
         family = self.network(data.input_shape, data.task.outputs)
         check_fits(data, family)
-        check_ready(data.task)
         if getattr(self.algorithm, "mask_labels", False):
             data.task.present(data.train_y[:1])  # raises if there are no classes to mask
         training = self.config.training
@@ -115,7 +114,9 @@ def _read(config: Config) -> Data:
 
 def check_fits(data: Data, family: ModelFamily) -> None:
     """Raises ConfigError if the network takes tokens and the data are no tokens, or the other way round; ModelError if
-    boxes are to be found and the network gives one answer for the whole image."""
+    boxes are to be found and the network gives one answer for the whole image; EnvironmentFailure if a package is
+    missing that computes the metric."""
+    check_ready(data.task)
     kind = type(family).__name__
     if isinstance(family, TakesTokens) != data.has_tokens:
         given, taken = ("tokens", "numbers") if data.has_tokens else ("numbers", "tokens")
