@@ -129,7 +129,7 @@ def compare(args: argparse.Namespace) -> int:
     if args.suite is not None:
         suite, read = suites.load(args.suite), partial(load_config, args.config)
         runs = suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name)
-        references = [] if args.central else suites.central_of(suite, args.seeds, args.set, read, name)
+        references = [] if args.central else suites.central_of(suite, args.algorithms, args.seeds, args.set, read, name)
     elif args.algorithms is not None:
         runs = entries.entries_for(args.algorithms, args.seeds, args.set, load, name)
     else:

@@ -89,12 +89,14 @@ def _read(name: str, before: tuple[str, ...]) -> Suite:
 def entries_of(
     suite: Suite, only: str | None, seeds: str | None, sets: Sequence[str], load: Callable[[list[str]], Config], id: str
 ) -> list[Entry]:
-    """All runs of the suite, or of the rows named in `only` (`a,b`). `sets` and `seeds` replace what the suite says.
-    Raises ConfigError."""
+    """All runs of the suite, or of the rows named in `only` (`a,b`; `central` is the reference). `sets` and `seeds`
+    replace what the suite says. Raises ConfigError."""
     rows = {label: row for label, row in suite.rows.items() if row is not None}
     if suite.central and LABEL in rows:
         raise ConfigError(f"the suite's row {LABEL} has the name of its reference: give it another, or central: false")
-    wanted = list(rows) if only is None else [label.strip() for label in only.split(",")]
+    wanted = list(rows) if only is None else [label for label in _named(only) if label != LABEL]
+    if not wanted:
+        raise ConfigError(f"--algorithms: name a row beside the reference, of {', '.join(rows)}")
     for label in wanted:
         if label not in rows:
             raise ConfigError(f"--algorithms: the suite has no row {label!r}{nearest(label, list(rows))}")
@@ -111,11 +113,16 @@ def entries_of(
 
 
 def central_of(
-    suite: Suite, seeds: str | None, sets: Sequence[str], load: Callable[[list[str]], Config], id: str
+    suite: Suite, only: str | None, seeds: str | None, sets: Sequence[str], load: Callable[[list[str]], Config], id: str
 ) -> list[Entry]:
-    """What `flexfleet central` trains for the suite, with each seed. The settings of single rows are not its own."""
-    if not suite.central:
+    """What `flexfleet central` trains for the suite, with each seed; nothing where `only` leaves it out. The settings
+    of single rows are not its own."""
+    if not suite.central or (only is not None and LABEL not in _named(only)):
         return []
     given = [f"{path}={json.dumps(value)}" for path, value in suite.settings.items()]
     common = [text for text in sets if ":" not in text.partition("=")[0]]
     return entries_for(f"{LABEL}=all_large", seeds or ",".join(map(str, suite.seeds)), [*given, *common], load, id)
+
+
+def _named(only: str) -> list[str]:
+    return [label.strip() for label in only.split(",")]

@@ -133,7 +133,7 @@ def test_a_suite_with_its_reference_in_one_table(
     (tmp_path / "params.yaml").write_text("training: {lr: -1}")  # published rows are not on top of one's own parameters
     name = write("mine", BASE.replace("0, 1]", "0, 1]\ncentral: true").replace("stop: 3", "stop: 1"))
     sets = [*(each for each in quick if "algorithm" not in each), "rounds.stop=1", "central.epochs=2"]
-    argv = ("compare", "--suite", name, "--algorithms", "large", "--id", "one", "--jobs", "2", "--json")
+    argv = ("compare", "--suite", name, "--algorithms", "large,central", "--id", "one", "--jobs", "2", "--json")
     done = flexfleet(*argv, sets=sets)
     assert done.code == 0, done.err
     found = Comparison.model_validate(done.json)
@@ -146,6 +146,20 @@ def test_a_suite_with_its_reference_in_one_table(
     before = Path("runs/one/central-s0.log").read_text()
     again = flexfleet(*argv, "--resume", sets=sets)
     assert again.json == done.json and Path("runs/one/central-s0.log").read_text() == before, "nothing is trained again"
+
+
+def test_the_reference_is_picked_like_a_row(write: Write) -> None:
+    name = write("mine", f"central: true\n{BASE}")
+    suite, load = suites.load(name), partial(load_config, None)
+    picked = {only: suites.central_of(suite, only, "4", [], load, "id") for only in (None, "flex", "flex,central")}
+    assert {only: [entry.name for entry in found] for only, found in picked.items()} == {
+        None: ["central-s4"],
+        "flex": [],
+        "flex,central": ["central-s4"],
+    }
+    assert list(runs(name, "flex,central", "4")) == ["flex-s4"]
+    with pytest.raises(ConfigError, match="name a row beside the reference, of large, flex"):
+        runs(name, "central")
 
 
 def test_a_row_is_not_named_like_the_reference(write: Write) -> None:
