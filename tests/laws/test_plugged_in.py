@@ -327,7 +327,7 @@ def test_a_configuration_with_ones_own_is_written_and_read_again() -> None:
     config = load_config(None, OWN_WORK)
     values = config.model_dump(mode="json")
     assert values["training"]["schedule"] == {"name": f"{HERE}:Falling", "factor": 0.75}
-    assert values["training"]["augment"][0] == {"name": "flip", "share": 0.25}
+    assert values["training"]["augment"][0] == {"name": "flip", "share": 0.25, "vertical": 0.0}
     assert configs.parse(values) == configs.parse(json.loads(config.model_dump_json())) == config
     assert config_from(*parameters_of(config)).training == config.training
     flat = configs.flatten(config)
