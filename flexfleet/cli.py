@@ -1,29 +1,14 @@
-"""The console command `flexfleet`."""
+"""The console command `flexfleet`: its arguments; `flexfleet.commands` carries them out."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
-import re
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
 
 import fl_engine
-from fl_engine.core.errors import ConfigError, masked
+from flexfleet import commands
 from flexfleet.files import terminal as common
-
-log = logging.getLogger("flexfleet")
-
-if TYPE_CHECKING:
-    from flexfleet.config import Config
-
-MLFLOW_RUN = re.compile(r"[0-9a-f]{32}")
 
 DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
 
@@ -46,434 +31,15 @@ folder <run.store>/<id>/<label>-s<seed>/.
 """
 
 
-def run(args: argparse.Namespace) -> int:
-    from flexfleet.run.run import run as run_all
-    from flexfleet.steps.prepare import resolved_of
-
-    resolved = resolved_of(args)
-    config = resolved.config
-    run_id = args.run_id or f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    result = run_all(
-        resolved,
-        run_id,
-        resume=args.resume,
-        discard_damaged=args.discard_damaged,
-        accept_numerics=args.accept_numerics,
-        shared=args.shared,
-        tags=tags_of(args.tag),
-    )
-    if args.json:
-        print(result.model_dump_json())
-    else:
-        from flexfleet.reports.report import table
-
-        print(table([Path(config.run.store) / run_id]))
-        print(f"report: {result.report}")
-        if config.tracking.mlflow:
-            print(where_tracked(config.tracking.mlflow, config.tracking.ui))
-    return 0
-
-
-def central(args: argparse.Namespace) -> int:
-    from flexfleet.run.central import central as train
-    from flexfleet.steps.prepare import resolved_of
-
-    resolved = resolved_of(args)
-    config = resolved.config
-    result = train(
-        resolved,
-        args.run_id or f"central-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}",
-        resume=args.resume,
-        discard_damaged=args.discard_damaged,
-        accept_numerics=args.accept_numerics,
-        tags=tags_of(args.tag),
-    )
-    if args.json:
-        print(result.model_dump_json())
-        return 0
-    from flexfleet.files.measure import Measure
-
-    m, measure = result.metrics, Measure(resolved.data.task.metric.name)
-    best = f"best {measure.with_unit(m['best']['full'])} after epoch {m['best']['round']}"
-    print(
-        f"{result.run_id}: {measure.name} {measure.with_unit(m['full'])} after {config.central.epochs} epochs, {best}"
-    )
-    print(f"curve: {result.report}")
-    if config.tracking.mlflow:
-        print(where_tracked(config.tracking.mlflow, config.tracking.ui))
-    return 0
-
-
-def where_tracked(uri: str, ui: str | None) -> str:
-    """Where to see the run in MLflow: the server's address, or the command that starts a server for a data base."""
-    if ui is not None or uri.startswith(("http://", "https://")):
-        return f"MLflow: {masked(ui or uri)}"
-    return f"MLflow: mlflow ui --backend-store-uri {masked(uri)}"
-
-
-def compare(args: argparse.Namespace) -> int:
-    from flexfleet.compare import suites
-    from flexfleet.config import entries, load_config
-    from flexfleet.config.entries import Entry
-    from flexfleet.steps.prepare import config_of
-
-    if args.resume and args.id is None:
-        raise ConfigError("--resume needs --id: the name of the comparison to go on with, a folder of the run store")
-
-    def load(sets: list[str]) -> Config:
-        return config_of(argparse.Namespace(config=args.config, set=sets))
-
-    to = () if args.to is None else entries.accuracies_of(args.to)
-    name = args.id or time.strftime("compare-%Y%m%d-%H%M%S")
-    references: list[Entry] = []
-    if args.suite is not None:
-        suite, read = suites.load(args.suite), partial(load_config, args.config)
-        runs = suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name)
-        references = [] if args.central else suites.central_of(suite, args.algorithms, args.seeds, args.set, read, name)
-    elif args.algorithms is not None:
-        runs = entries.entries_for(args.algorithms, args.seeds, args.set, load, name)
-    else:
-        raise ConfigError("compare needs --algorithms, e.g. --algorithms flexfl,all_large, or --suite")
-
-    from flexfleet.compare.compare import compare as compare_all
-    from flexfleet.compare.tabulate import text as table
-
-    options = [f"--{o.replace('_', '-')}" for o in ("discard_damaged", "accept_numerics") if getattr(args, o)]
-    comparison = compare_all(
-        runs,
-        name,
-        to=to,
-        at_once=args.jobs,
-        resume=args.resume,
-        options=options,
-        central=args.central,
-        references=references,
-    )
-    if args.json:
-        print(comparison.model_dump_json())
-    else:
-        print(table(comparison))
-        print(f"page: {entries.folder_of(runs) / 'comparison.html'}")
-        if runs[0].config.tracking.mlflow:
-            print(where_tracked(runs[0].config.tracking.mlflow, runs[0].config.tracking.ui))
-    return 0
-
-
-def tune(args: argparse.Namespace) -> int:
-    from flexfleet.steps.prepare import config_of
-
-    if args.resume and args.id is None:
-        raise ConfigError("--resume needs --id: the name of the study to go on with, a folder of the run store")
-    if args.jobs is not None:
-        args.set = [*args.set, f"tune.workers={args.jobs}"]
-    name = args.id or time.strftime("tune-%Y%m%d-%H%M%S")
-    config = config_of(args)
-
-    from flexfleet.tune.outcome import told
-    from flexfleet.tune.study import tune as search
-
-    tuned = search(config, name, resume=args.resume)
-    print(tuned.model_dump_json() if args.json else told(tuned, Path(config.run.store) / name))
-    return 0
-
-
-def regress(args: argparse.Namespace) -> int:
-    from fl_engine.core.errors import GateFailed
-    from flexfleet.nightly import regress as step
-    from flexfleet.nightly import webhook
-
-    id = args.id or f"night-{time.strftime('%Y%m%d-%H%M%S')}"
-    night = step.prepare(args.suite, id, args.set, args.update)
-    log.info("folder: %s", night.folder)
-    if args.update:
-        figures = step.update(night, jobs=args.jobs, resume=args.resume)
-        print(figures.model_dump_json() if args.json else f"reference: {night.path.with_suffix('.json')}")
-        return 0
-    verdict = step.regress(night, jobs=args.jobs, resume=args.resume)
-    print(verdict.model_dump_json() if args.json else step.told(verdict))
-    if not verdict.passed:
-        webhook.call(step.told(verdict))
-    return 0 if verdict.passed else GateFailed.exit_code
-
-
-def submit(args: argparse.Namespace) -> int:
-    from flexfleet.steps.prepare import config_of
-
-    if (args.pipeline is None) == (args.follow is None):
-        raise ConfigError("submit takes the name of a pipeline to start, or --follow RUN_ID, one of the two")
-    if args.follow is not None:
-        return follow(args, args.follow, {})
-    from dataclasses import asdict
-
-    from flexfleet.config.overrides import parameters_of
-    from flexfleet.kubeflow.submit import form
-    from flexfleet.kubeflow.submit import submit as start
-
-    parameters, advanced = parameters_of(config_of(args))
-    asked = form(args.pipeline)
-    parameters = {name: value for name, value in parameters.items() if name in asked}
-    submitted = start(
-        args.pipeline,
-        {**parameters, **tags_of(args.param, "--param"), "advanced": advanced},
-        host=args.host,
-        namespace=args.namespace,
-        experiment=args.experiment,
-        run_name=args.run_name,
-    )
-    if args.wait or not args.json:
-        said = f"{submitted.pipeline} {submitted.version}{' (new)' if submitted.uploaded else ''}"
-        where = "" if args.wait else f": {submitted.url or submitted.run_id}"  # which following begins with
-        print(said + where, file=sys.stderr if args.json else sys.stdout, flush=True)
-    if args.wait:
-        return follow(args, submitted.run_id, asdict(submitted))
-    print(json.dumps(asdict(submitted)) if args.json else f"to follow it: {_follow_again(args, submitted.run_id)}")
-    return 0
-
-
-def _follow_again(args: argparse.Namespace, run_id: str) -> str:
-    return f"flexfleet submit --follow {run_id}" + (f" --host {masked(args.host)}" if args.host else "")
-
-
-def follow(args: argparse.Namespace, run_id: str, about: dict[str, object]) -> int:
-    """`about`: what is already known about the run, for --json. Ctrl-C stops following, not the run."""
-    from dataclasses import asdict
-
-    from fl_engine.core.errors import FlexfleetError
-    from flexfleet.kubeflow.follow import follow as watch
-
-    again = f"to follow it again: {_follow_again(args, run_id)}"
-    out = sys.stderr if args.json else sys.stdout
-    try:
-        followed = watch(run_id, host=args.host, tell=lambda line: print(line, file=out, flush=True))
-    except KeyboardInterrupt:
-        print(f"not followed any more; the run goes on. {again[0].upper()}{again[1:]}", file=sys.stderr)
-        return 130
-    except FlexfleetError as error:
-        raise type(error)(f"{error}. {again[0].upper()}{again[1:]}") from error
-    if args.json:
-        print(json.dumps({**about, **asdict(followed)}))
-    return followed.exit_code
-
-
-def nightly(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
-    from flexfleet.config.overrides import form_of
-    from flexfleet.kubeflow.submit import schedule
-    from flexfleet.nightly.regress import prepare
-
-    parameters = {"suite": args.suite, **form_of(args.set), **tags_of(args.param, "--param")}
-    prepare(args.suite, "nightly", [*args.set, "tracking.mlflow=null"])  # an error now, not at night
-    scheduled = schedule(
-        "nightly",
-        parameters,
-        args.name,
-        args.cron,
-        host=args.host,
-        namespace=args.namespace,
-        experiment=args.experiment,
-    )
-    if args.json:
-        print(json.dumps(asdict(scheduled)))
-    else:
-        before = f", in place of {scheduled.replaced}" if scheduled.replaced else ""
-        print(f"{scheduled.name} at {scheduled.cron!r} (UTC){before}: {scheduled.url or scheduled.recurring_run_id}")
-    return 0
-
-
-def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
-    pairs = [text.partition("=") for text in texts]
-    wrong = [text for text, (key, sign, _) in zip(texts, pairs, strict=True) if not key or not sign]
-    if wrong:
-        raise ConfigError(f"{option} takes key=value, got {wrong[0]!r}")
-    return {key: value for key, _, value in pairs}
-
-
-def pool(args: argparse.Namespace) -> int:
-    from flexfleet.steps.prepare import resolved_of
-
-    if args.algorithm:
-        args.set.append(f"algorithm.name={args.algorithm}")
-    if args.model:
-        args.set.append(f"model.name={args.model}")
-    from fl_engine.exchange.server import LazyServer
-    from flexfleet.files import prepared
-    from flexfleet.files.artifacts import Apoz
-    from flexfleet.steps import model_pool, partition, pretrain
-
-    resolved = resolved_of(args)
-    config, algorithm = resolved.config, resolved.algorithm
-    made: dict[str, Any] = {"apoz": Apoz.read(args.apoz)} if args.apoz else {}
-    missing = [name for name in algorithm.preparations if name not in made]
-    given = _stand_in(args, config, needs_data=bool(missing))
-    family = resolved.network(*given) if given else resolved.family
-    if missing and given:
-        raise ConfigError(
-            f"{config.algorithm['name']} asks for {', '.join(missing)}, which takes data: leave out --input and "
-            "--classes (or for apoz give --apoz FILE, a pretrain step's apoz.json, or --set algorithm.use_apoz=false)"
-        )
-    if missing:
-        with tempfile.TemporaryDirectory() as scratch:
-            partition.partition(resolved, Path(scratch))
-            pretrain.pretrain(resolved, Path(scratch), Path(scratch))
-            made = {**prepared.read(Path(scratch), algorithm.preparations), **made}
-
-    def no_server() -> NoReturn:
-        raise ConfigError(
-            f"the pool of {config.algorithm['name']} asks for the server's data, and there is no data set here: leave "
-            "out --input and --classes, and name one (--set dataset.name=NAME)"
-        )
-
-    server = LazyServer(no_server) if given else partition.server_of(resolved)
-    built = model_pool.build(config, algorithm, family, made, server)
-    if args.json:
-        print(built.model_dump_json())
-        return 0
-    outputs = f"{built.classes} output{'s' if built.classes > 1 else ''}"
-    print(f"{built.algorithm} on {built.model}, {outputs}, input {'x'.join(map(str, built.input_chw))}")
-    print(f"{'model':8}{'share %':>9}{'parameters':>13}{'MB':>9}{'MFLOPs':>10}  widths")
-    for m in built.levels:
-        widths = " ".join(str(w) for w in m.widths.values())
-        cost = f"{100 * m.share:9.2f}{m.params:13,}{m.bytes / 1e6:9.2f}{m.flops / 1e6:10.2f}"
-        print(f"{m.name:8}{cost}  {widths}")
-    return 0
-
-
-def _stand_in(args: argparse.Namespace, config: Config, needs_data: bool) -> tuple[tuple[int, ...], int] | None:
-    """The shape of a sample and the number of outputs, where `pool` needs no data set: those of --input and --classes,
-    or those that the network was published for, unless a data set is asked for: by --set, or another one than the
-    default by a file."""
-    from fl_engine.core.contracts import PublishedFor
-    from fl_engine.models.build import model_kind
-    from flexfleet.config.schema import DatasetConfig
-    from flexfleet.steps.prepare import parse_input
-
-    if not (args.input or args.classes):
-        kind = model_kind(config.model)
-        set_here = any(each.startswith("dataset.name=") for each in args.set)
-        named = set_here or config.dataset.name != DatasetConfig().name
-        if isinstance(kind, PublishedFor) and not named and not needs_data:
-            return kind.published_input, kind.published_outputs
-        return None
-    if not (args.input and args.classes):
-        raise ConfigError("--input and --classes go together: they stand in for a data set")
-    if args.classes < 1:
-        raise ConfigError(f"--classes says how many outputs the network has, at least 1; got {args.classes}")
-    return parse_input(args.input), args.classes
-
-
-def report(args: argparse.Namespace) -> int:
-    from flexfleet.reports.report import report as write
-    from flexfleet.reports.report import table
-
-    page = write(args.runs, args.out)
-    if args.json:
-        print(json.dumps({"report": str(page), "runs": [str(r) for r in args.runs]}))
-    else:
-        print(table(args.runs))
-        print(f"report: {page}")
-    return 0
-
-
-def fetch(args: argparse.Namespace) -> int:
-    if len(args.names) == 1 and MLFLOW_RUN.fullmatch(args.names[0]):
-        return fetch_run(args)
-    from fl_engine.core.registry import resolve
-    from fl_engine.datasets import DATASETS, data_root
-
-    root = data_root(args.root)
-    named = {name: resolve(DATASETS, name, "data set") for name in args.names}
-    for source in named.values():
-        if source.fetch is not None:
-            source.fetch(root)
-        source.load(root)
-    listed = named or dict(sorted(DATASETS.items()))
-    there = {name: not source.missing(root) for name, source in listed.items()}
-    if args.json:
-        about = {name: source.about for name, source in listed.items()}
-        print(json.dumps({"root": str(root), "datasets": there, "about": about}))
-        return 0
-    for name, source in listed.items():
-        fetched = "nothing to fetch, checked" if source.fetch is None else "complete and checked"
-        print(f"{name:16} {fetched if named else source.on_disk(root):12} {source.about}")
-    return 0
-
-
-def fetch_run(args: argparse.Namespace) -> int:
-    from flexfleet.steps.prepare import config_of
-    from flexfleet.tracking.versioned import fetch_run as bring
-
-    config = config_of(args)
-    if config.tracking.mlflow is None:
-        raise ConfigError(f"{args.names[0]} is looked up in MLflow, and tracking.mlflow is null")
-    out = args.out or Path(config.run.store) / args.names[0]
-    brought = bring(config.tracking.mlflow, args.names[0], out)
-    if args.json:
-        print(json.dumps({"folder": str(out), "files": [str(path) for path in brought]}))
-    else:
-        print("\n".join(f"{path}  checked" for path in brought))
-    return 0
-
-
-def status(args: argparse.Namespace) -> int:
-    from flexfleet.files.measure import Measure
-    from flexfleet.run.status import describe, list_runs
-    from flexfleet.steps.prepare import config_of
-
-    if args.run is None:
-        config = config_of(args)
-        rows = list_runs(Path(config.run.store))
-    else:
-        rows = [describe(args.run)]
-    if args.json:
-        print(json.dumps(rows[0] if args.run is not None else {"runs": rows}))
-        return 0
-    for row in rows:
-        measure, last = Measure(row["metric"] or ""), ""
-        if row["avg"] is not None:
-            last = f"  avg {measure.with_unit(row['avg'])}  full {measure.with_unit(row['full'])}"
-        print(f"{row['run_id']:40} {row['status']:10} round {row['round']}/{row['stop']}{last}")
-    return 0
-
-
-def check(args: argparse.Namespace) -> int:
-    from flexfleet.run.check import check as examine
-    from flexfleet.steps.prepare import resolved_of
-
-    answer = examine(resolved_of(args))
-    print(json.dumps(answer) if args.json else "ok: " + ", ".join(f"{k} {v}" for k, v in answer.items() if k != "ok"))
-    return 0
-
-
-def doctor(args: argparse.Namespace) -> int:
-    from flexfleet.files.doctor import examine
-
-    report = examine()
-    if args.json:
-        print(json.dumps(report))
-        return 0
-    print(
-        f"flexfleet {report['version']}, Python {report['python']}, {report['cpus']} CPUs, torch devices: "
-        f"{', '.join(report['devices']) or 'none'}"
-    )
-    for extra, about in report["extras"].items():
-        missing = ", ".join(about["missing"])
-        state = f"missing {missing}: pip install 'flexfleet[{extra}]'" if missing else "installed"
-        print(f"  {extra:10} {state}\n             {about['enables']}")
-    for name, there in report["data"].items():
-        print(f"  data {name:14} {'there' if there else 'not there'}")
-    return 0
-
-
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="flexfleet", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--version", action="version", version=f"flexfleet {fl_engine.__version__}")
-    commands = p.add_subparsers(dest="command", required=True, metavar="command")
+    subparsers = p.add_subparsers(dest="command", required=True, metavar="command")
 
     def add(name: str, about: str, *, config: bool = True) -> argparse.ArgumentParser:
-        c = commands.add_parser(name, help=about, description=about)
+        c = subparsers.add_parser(name, help=about, description=about)
         if config:
             common.add_config(c)
         c.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
@@ -487,13 +53,13 @@ def parser() -> argparse.ArgumentParser:
         "--shared", type=Path, metavar="DIR", help="use the partition and pre-training that a comparison computed"
     )
     c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
-    c.set_defaults(call=run)
+    c.set_defaults(call=commands.run)
 
     c = add("central", "train the network on all training samples, as a reference for federated runs (see `central`)")
     c.add_argument("--run-id", metavar="NAME", help="name of the run's folder (default: central, seed and time)")
     common.add_resume(c)
     c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
-    c.set_defaults(call=central)
+    c.set_defaults(call=commands.central)
 
     c = add("compare", "several algorithms and seeds on one task, in one table")
     c.description, c.formatter_class = COMPARE, argparse.RawDescriptionHelpFormatter
@@ -509,13 +75,13 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     common.add_resume(c)
     common.add_faults(c)
-    c.set_defaults(call=compare)
+    c.set_defaults(call=commands.compare)
 
     c = add("tune", "search hyper-parameters: trials, then the best against the default on new seeds")
     c.add_argument("--id", metavar="NAME", help="name of the study's folder (default: the time)")
     c.add_argument("--jobs", type=int, metavar="N", help="workers side by side (default: tune.workers)")
     c.add_argument("--resume", action="store_true", help="go on with the study if it exists")
-    c.set_defaults(call=tune)
+    c.set_defaults(call=commands.tune)
 
     c = add("regress", "run a fixed suite; exit code 5 if a figure is worse than before", config=False)
     c.add_argument("--suite", default="digits", metavar="NAME", help="a shipped suite, or a file (default: digits)")
@@ -524,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side (default: 1)")
     c.add_argument("--update", action="store_true", help="instead write the suite's reference figures, of 20 seeds")
     c.add_argument("--resume", action="store_true", help="go on with the night if it exists")
-    c.set_defaults(call=regress)
+    c.set_defaults(call=commands.regress)
 
     c = add("submit", "start a pipeline on Kubeflow; uploads a new version if the graph has changed")
     c.add_argument("pipeline", nargs="?", help="train, compare, tune or nightly")
@@ -537,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument(
         "--param", action="append", default=[], metavar="key=value", help="a parameter of the form alone, e.g. run_id"
     )
-    c.set_defaults(call=submit)
+    c.set_defaults(call=commands.submit)
 
     c = add("nightly", "let Kubeflow run the regression every night; replaces one of that name", config=False)
     c.add_argument("--cron", default="0 0 2 * * *", help="six fields, seconds first; UTC (default: 0 0 2 * * *)")
@@ -548,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--namespace", metavar="NAME", help="of your profile, if Kubeflow has several users")
     c.add_argument("--experiment", default="flexfleet", metavar="NAME")
     c.add_argument("--param", action="append", default=[], metavar="key=value", help="a parameter of the form alone")
-    c.set_defaults(call=nightly)
+    c.set_defaults(call=commands.nightly)
 
     c = add("pool", "show the model pool: sizes, multiply-adds, widths")
     c.add_argument("--algorithm", metavar="NAME")
@@ -561,28 +127,28 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("--classes", type=int, metavar="N", help="how many outputs the network has, with --input")
     c.add_argument("--apoz", type=Path, metavar="FILE", help="apoz.json of a pretrain step, instead of measuring")
-    c.set_defaults(call=pool)
+    c.set_defaults(call=commands.pool)
 
     c = add("report", "one page and one table for one or more finished runs", config=False)
     c.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a finished run")
     c.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
-    c.set_defaults(call=report)
+    c.set_defaults(call=commands.report)
 
     c = add("fetch", "download data sets, or what a run pushed by DVC, and check them; without a name: list data sets")
     c.add_argument("names", nargs="*", metavar="NAME", help="names of data sets, or the id of an MLflow run")
     c.add_argument("--root", metavar="DIR", help="of data sets (default: FLEXFLEET_DATA, else ~/.cache/flexfleet/data)")
     c.add_argument("--out", type=Path, metavar="DIR", help="where a run's files go (default: runs/<the id>)")
-    c.set_defaults(call=fetch)
+    c.set_defaults(call=commands.fetch)
 
     c = add("status", "show how far runs are")
     c.add_argument("run", type=Path, nargs="?", metavar="RUN", help="folder of a run (default: all in run.store)")
-    c.set_defaults(call=status)
+    c.set_defaults(call=commands.status)
 
     c = add("check", "check parameters, data, partition, fleet and pool without training")
-    c.set_defaults(call=check)
+    c.set_defaults(call=commands.check)
 
     c = add("doctor", "show what is installed, and what each missing extra would enable", config=False)
-    c.set_defaults(call=doctor)
+    c.set_defaults(call=commands.doctor)
     return p
 
 

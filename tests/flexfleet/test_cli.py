@@ -17,7 +17,7 @@ import pytest
 import fl_engine
 from fl_engine.datasets import DATASETS, fashion_mnist
 from fl_engine.storage.store import sha256
-from flexfleet import cli
+from flexfleet import cli, commands
 from flexfleet.files.artifacts import PoolFile, RunFile
 
 COMMANDS = ("run", "central", "pool", "report", "fetch", "status", "check", "doctor")
@@ -535,7 +535,7 @@ def test_fetch_lists_what_there_is(flexfleet: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(DATASETS))
 def test_the_list_says_what_a_data_set_is_how_large_and_under_what_licence(name: str) -> None:
     about = DATASETS[name].about
-    assert re.search(r"classes|activities|gestures|target", about)
+    assert re.search(r"classes|categories|activities|gestures|target", about)
     assert re.search(r"\d,\d{3} \+ [\d,]+\d|\d people|\d homes", about), "training and test samples, or whose they are"
     assert re.search(r"licen[cs]e|CC BY|terms|public domain", about)
     assert re.search(r"\d (kB|MB|GB)\b|comes with", about)
@@ -558,16 +558,16 @@ def test_an_interruption_is_exit_code_130(flexfleet: Any, monkeypatch: pytest.Mo
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "doctor", interrupted)
+    monkeypatch.setattr(commands, "doctor", interrupted)
     done = flexfleet("doctor", "--json")
     assert done.code == 130
     assert "Traceback" not in done.err
 
 
 def test_a_tracking_server_is_named_by_its_address_a_data_base_by_the_command_that_shows_it() -> None:
-    assert cli.where_tracked("http://me:secret@mlflow:5000", None) == "MLflow: http://mlflow:5000"
-    assert cli.where_tracked("http://mlflow:5000", "https://here") == "MLflow: https://here"
-    assert cli.where_tracked("sqlite:///a.db", None) == "MLflow: mlflow ui --backend-store-uri sqlite:///a.db"
+    assert commands.where_tracked("http://me:secret@mlflow:5000", None) == "MLflow: http://mlflow:5000"
+    assert commands.where_tracked("http://mlflow:5000", "https://here") == "MLflow: https://here"
+    assert commands.where_tracked("sqlite:///a.db", None) == "MLflow: mlflow ui --backend-store-uri sqlite:///a.db"
 
 
 def test_the_module_is_the_command() -> None:

@@ -30,6 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"flexfleet.compare"}),
     frozenset({"flexfleet.nightly", "flexfleet.tune"}),
     frozenset({"flexfleet.kubeflow"}),
+    frozenset({"flexfleet.commands"}),
     frozenset({"flexfleet.cli"}),
     frozenset({"components"}),
     frozenset({"pipelines"}),
