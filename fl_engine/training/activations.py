@@ -1,4 +1,4 @@
-"""What a network makes of samples before its last layer."""
+"""The inputs of a network's last layer, computed for the training samples."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ LAST = (nn.Linear, nn.Conv2d)
 
 
 def pooled(family: ModelFamily, params: Params, data: Data, batch_size: int = 128) -> NDArray[np.float32]:
-    """(N_train, F): what the network's last layer, linear or a convolution, is given for each training sample: the mean
-    over places or times, where it has any. Raises ModelError for a network without such a layer."""
+    """(N_train, F): the input of the network's last linear or convolution layer for each training sample, averaged over
+    pixels or time steps where the input has any. Raises ModelError for a network without such a layer."""
     module = runnable(family, FULL, {name: tensor.clone() for name, tensor in params.items()}).eval()
     layers = [layer for layer in module.modules() if isinstance(layer, LAST)]
     if not layers:
-        raise ModelError(
-            f"{type(family).__name__} has no linear layer and no convolution whose input could be looked at"
-        )
+        raise ModelError(f"{type(family).__name__} has no linear layer and no convolution whose input could be read")
     found: list[Tensor] = []
 
     def look(_: nn.Module, given: tuple[Tensor, ...]) -> None:

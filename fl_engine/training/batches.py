@@ -1,4 +1,4 @@
-"""What each lane is fed, step by step: which of its samples, in which order, and how they are changed."""
+"""The batches of each lane: which samples each step takes, and how augmentation changes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fl_engine.core.types import LocalTask
 
 
 def check(sampler: Sampler, augment: Sequence[Augmentation], goal: Task, x: Tensor) -> None:
-    """Raises ModelError where samples like x (N, ...), normalised, of this task, cannot be drawn or changed so."""
+    """Raises ModelError if the sampler cannot draw, or an augmentation cannot change, normalised samples like x (N,
+    ...) of this task."""
     sampler.check(goal)
     for each in augment:
         each.check(x)
@@ -30,7 +31,7 @@ def check(sampler: Sampler, augment: Sequence[Augmentation], goal: Task, x: Tens
             )
         if getattr(each, "boxes_only", False) and not has_boxes(goal):
             raise ModelError(
-                f"training.augment: {name} is for targets that are boxes, and those of this {goal.name} are none: "
+                f"training.augment: {name} is for targets that are boxes, and those of this {goal.name} are not: "
                 f"leave {name} out of training.augment"
             )
 
@@ -52,14 +53,14 @@ def orders(goal: Task, tasks: Sequence[LocalTask], targets: Sequence[Tensor]) ->
     chosen = torch.stack(drawn).view(len(tasks), task.epochs, used)
     least, most = chosen.flatten(1).aminmax(dim=1)
     if any(low < 0 or high >= count for low, high, count in zip(least.tolist(), most.tolist(), counts, strict=True)):
-        raise _strange(task.sampler)  # it would be a sample of another lane
+        raise _strange(task.sampler)  # such an index would take a sample of another lane
     chosen += first[:, None, None]
     return [torch.split(of_epoch, sizes) for of_epoch in chosen.permute(1, 2, 0).contiguous()]
 
 
 def _strange(sampler: Sampler) -> ModelError:
     return ModelError(
-        f"{type(sampler).__name__}.epoch gave other indices than it may: for N samples N are expected, int64 (N,), "
+        f"{type(sampler).__name__}.epoch gave invalid indices: for N samples it must give int64 (N,), each "
         "from 0 to N - 1"
     )
 
@@ -67,8 +68,8 @@ def _strange(sampler: Sampler) -> ModelError:
 def gathered(
     goal: Task, x: Tensor, y: Tensor, chosen_bn: Tensor, tasks: Sequence[LocalTask], step: int
 ) -> tuple[Tensor, Tensor]:
-    """The samples (B, n*C, ...) and targets (B, n, ...) of a step, changed where the tasks say so: each lane's by its
-    own seed, whoever is beside it."""
+    """The samples (B, n*C, ...) and targets (B, n, ...) of a step, augmented if the tasks ask for it. Each lane's
+    augmentation is seeded by its own task, so it does not depend on the other lanes."""
     b, n = chosen_bn.shape
     batch, wanted = x[chosen_bn.flatten()], y[chosen_bn]
     for place, augmentation in enumerate(tasks[0].augment):

@@ -1,6 +1,8 @@
-"""Central training: one client that holds all training samples, in the one local loop, looked at after every epoch.
+"""Central training: one client holds all training samples, trains in the loop of `local`, and is evaluated after each
+epoch.
 
-The bits are those of `local.train` with that one job and `single` numerics, also where training is stopped and goes on.
+The weights equal, bit for bit, those of `local.train` with that job and `single` numerics, also if training is stopped
+and resumed.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ log = logging.getLogger("flexfleet")
 
 @dataclass(frozen=True)
 class Epoch:
-    """What there is after an epoch. `number` counts from 1; `loss` is the mean over the epoch's steps of what the task
-    minimises; `score` is on the test samples; `params` are the weights; with `snapshot`, `train_centrally` goes on."""
+    """The state after an epoch. `number` counts from 1; `loss` is the mean training loss over the epoch's steps;
+    `score` is on the test samples; `params` are the weights; `train_centrally` can resume from `snapshot`."""
 
     number: int
     loss: float
@@ -42,10 +44,10 @@ def train_centrally(
     device: str = "cpu",
     since: Params | None = None,
 ) -> Iterator[Epoch]:
-    """Trains the sub-model `task.spec` from the weights `start` on all training samples, epoch by epoch, and tells each
-    in a line of the log. Who takes no more epochs has stopped; `since` is the last one's snapshot, after which the rest
-    has the bits of a training that was not stopped. Raises ModelError where training diverges, where the task cannot
-    take these data, and for a snapshot of another training."""
+    """Trains the sub-model `task.spec` from the weights `start` on all training samples, and logs a line after each
+    epoch. Training stops when the caller takes no more epochs. Given the last epoch's snapshot as `since`, it resumes,
+    with the bits of a training that never stopped. Raises ModelError if training diverges, if the task does not fit
+    these data, or if the snapshot is of another training."""
     job = local.Job(task, start, data.normalise(data.train_x.to(device)), data.train_y.to(device))
     with local.opened(family, data.task, [job], replace(numerics, strategy="single")) as session:
         if since is not None:
@@ -71,7 +73,7 @@ def train_centrally(
 
 
 def weights_in(snapshot: Params) -> Params:
-    """The weights of an `Epoch.snapshot`: float32, its `params`."""
+    """The weights in an `Epoch.snapshot`, float32: equal to the epoch's `params`."""
     prefix = "weights/"
     lanes = {name.removeprefix(prefix): t for name, t in snapshot.items() if name.startswith(prefix)}
     return {name: t[0].float().contiguous() for name, t in lanes.items()}

@@ -21,7 +21,7 @@ from fl_engine.core.types import ParamLayout, Params, Pool, PoolModel, SubmodelS
 @dataclass(frozen=True)
 class Score:
     """`value` is that of the task's deciding metric (accuracy, in [0, 1]; R2), `loss` the mean over the samples,
-    `metrics` all that the task measures, by name, and `confusion` what `Measured` says."""
+    `metrics` all metrics of the task by name, and `confusion` is as in `Measured`."""
 
     value: float
     loss: float
@@ -44,11 +44,11 @@ def evaluate(
 ) -> Score:
     """Scores one sub-model, whose weights are `params`, on samples `x` and their targets.
 
-    Networks without running statistics normalise by the batch at hand in evaluation too, as the authors do; so
-    that the figure is defined, batches have a fixed size and a fixed permutation. A last batch of one sample
-    joins the batch before it. With `static_bn`, statistics come from one pass over the training data instead
-    (HeteroFL, ICLR 2021, Sec. 3). A network with early exits answers with its last, or with the mean of the outputs
-    of all (`ensemble`).
+    Networks without running statistics normalise by the current batch in evaluation too, as in the authors' code; so
+    that the score is reproducible, batches have a fixed size and a fixed permutation. A last batch of one sample joins
+    the batch before it. With `static_bn`, statistics come from one pass over the training data instead (HeteroFL, ICLR
+    2021, Sec. 3). A network with early exits is scored by its last output, or by the mean of all its outputs
+    (`ensemble`).
     """
     network = _network(family, params, spec, data, device, batch_size, static_bn)
     return _one_pass([(network, ensemble)], data, x, y, device, batch_size)[0]
@@ -67,7 +67,7 @@ def evaluate_exits(
     static_bn: bool = False,
 ) -> tuple[Score, ...]:
     """Scores every output of one sub-model in a single pass over samples `x` and their targets: in network order, early
-    exits first. The last is what `evaluate` scores; a network without exits has no other."""
+    exits first. The last score is that of `evaluate`; a network without exits has only this one."""
     network = _network(family, params, spec, data, device, batch_size, static_bn)
     tallies: list[_Tally] = []
     with torch.no_grad():
@@ -92,7 +92,8 @@ def _network(
 def _one_pass(
     networks: Sequence[tuple[nn.Module, bool]], data: Data, x: Tensor, y: Tensor, device: str, batch_size: int
 ) -> list[Score]:
-    """Every network (and whether its exits vote) on each batch in turn: samples are gathered and normalised once."""
+    """Scores several networks in one pass, so that samples are gathered and normalised once. Each comes with a flag:
+    whether its outputs are averaged."""
     tallies = [_Tally(data.task, device) for _ in networks]
     with torch.no_grad():
         for chunk in _batches(len(y), batch_size):
@@ -108,7 +109,7 @@ def _exits(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 class _Tally:
-    """What was seen of one output so far."""
+    """Collects the loss and the observations of one output, batch by batch."""
 
     def __init__(self, goal: Task, device: str) -> None:
         self._goal = goal
@@ -139,15 +140,15 @@ def _batches(count: int, batch_size: int) -> list[Tensor]:
 
 
 def score(network: nn.Module, data: Data, ensemble: bool, device: str = "cpu", batch_size: int = 128) -> Score:
-    """Scores a network as it is on the test samples, which are normalised for it."""
+    """Scores a network, as it is, on the test samples, which are normalised here."""
     return _one_pass([(network, ensemble)], data, data.test_x, data.test_y, device, batch_size)[0]
 
 
 def losses_of(
     family: ModelFamily, goal: Task, params: Params, spec: SubmodelSpec, x: Tensor, y: Tensor, batch_size: int = 128
 ) -> Tensor:
-    """float32 (N,): the loss of each of these samples, which are normalised, at the network's last exit. In batches as
-    `evaluate` has them."""
+    """float32 (N,): the loss of each of these normalised samples at the network's last output, in the batches of
+    `evaluate`."""
     module = runnable(family, spec, params).eval()
     found = torch.empty(len(y), device=x.device)
     with torch.no_grad():
@@ -158,12 +159,12 @@ def losses_of(
 
 
 def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, batch_size: int) -> None:
-    """Gives every batch norm the mean over all batches of these samples of their mean and variance.
+    """Sets the statistics of every batch norm: the means, over all batches of these samples, of the batch's mean and
+    variance.
 
-    In the rounds' figures (HeteroFL, FedRolex) these are all training data, the server's proxy included. Where clients
-    hold the data, that is a pass in which each of them answers with sums of activations, for every level: more than the
-    weights that federated averaging shows the server, and it wants secure aggregation. An exported model takes the
-    proxy alone.
+    The scores of the rounds (HeteroFL, FedRolex) use all training data, the server's proxy included. If clients hold
+    the data, each of them would have to send sums of activations for every level. That shows the server more than
+    federated averaging does, so it would need secure aggregation. An exported model uses the proxy alone.
     """
     norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
     for norm in norms:
@@ -181,8 +182,8 @@ def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, ba
 
 
 def weights_of(published: Params, layout: ParamLayout, model: PoolModel) -> Params:
-    """The weights with which a pool model is used: its own, kept as `<level>/<name>` (Decoupled), or its slice of the
-    global model."""
+    """The weights of a pool model: its own, stored as `<level>/<name>` (Decoupled), or its slice of the global
+    model."""
     prefix = f"{model.name}/"
     own = {name.removeprefix(prefix): t for name, t in published.items() if name.startswith(prefix)}
     if own:
@@ -191,7 +192,7 @@ def weights_of(published: Params, layout: ParamLayout, model: PoolModel) -> Para
 
 
 def published(state: Any) -> Params:
-    """What a state offers for use: its global model, and levels with weights of their own where it has such."""
+    """The weights that a state publishes: the global model, and the levels that have weights of their own."""
     params: Params = getattr(state, "published", state.params)
     return params
 
@@ -204,8 +205,8 @@ def evaluate_pool(
     devices: Sequence[str] = ("cpu",),
     batch_size: int = 128,
 ) -> dict[str, Score]:
-    """Every reported pool model on the test samples, by name, smallest first; spread over the devices. `params` is what
-    `published` gave."""
+    """Scores every reported pool model on the test samples: by name, smallest first. The models are spread over the
+    devices. `params` is the result of `published`."""
     layout = family.layout()
     reported = [m for m in pool if m.reported]
 
@@ -223,6 +224,6 @@ def evaluate_pool(
 
 
 def average(scores: Mapping[str, Score]) -> float:
-    """`avg` of the papers' tables: the mean over the reported models of the metric that decides."""
+    """`avg` of the papers' tables: the mean of the deciding metric over the reported models."""
     values: Sequence[float] = [s.value for s in scores.values()]
     return sum(values) / len(values)

@@ -1,4 +1,5 @@
-"""Arithmetic of `lanes` where PyTorch's own is slow on a CPU, or adds up in an order that the other lanes change."""
+"""Operations for `lanes` whose PyTorch version is slow on a CPU, or sums in an order that depends on the number of
+lanes."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SMALL_MAP = 16
-"""Pixels of an output map up to which a convolution is quicker as one matrix product."""
+"""Most pixels of an output map for which a convolution is quicker as one matrix product."""
 WIDE = 2**14
-"""Input times output channels from which on it is."""
+"""Least product of input and output channels for which it is quicker."""
 
 
 def batched_linear(x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Linear layers side by side: (B, n*F), (n, O, F), (n, O) -> (B, n*O). The bits of a lane depend on nothing else,
-    for n > 1."""
+    """The linear layers of n lanes: (B, n*F), (n, O, F), (n, O) -> (B, n*O). For n > 1, a lane's bits do not depend on
+    the other lanes."""
     half = _half(x_bf)
     if half is None:
         return _apply(_BatchedLinear, x_bf, weight, bias)
@@ -25,7 +26,8 @@ def batched_linear(x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def suits_unfolding(x_bchw: Tensor, weight: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]) -> bool:
-    """Whether `unfolded_conv2d` is the quicker one. Half precision is oneDNN's: gradients would add up in halves."""
+    """Whether `unfolded_conv2d` is quicker than torch's convolution. Half precision is left to torch (oneDNN), since
+    gradients would be summed in half precision here."""
     o, c, *kernel = weight.shape
     if x_bchw.device.type != "cpu" or _half(x_bchw) is not None or c * o < WIDE or max(kernel) == 1:
         return False
@@ -42,7 +44,7 @@ def unfolded_conv2d(
 
 
 def _half(x: Tensor) -> torch.dtype | None:
-    """The type that autocast computes in; None: it is off."""
+    """The dtype that autocast computes in; None if autocast is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -53,8 +55,8 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 class _BatchedLinear(torch.autograd.Function):
-    """Batched matrix products, forward and backward, on layouts that BLAS takes as they are. The bias's gradient is a
-    product with ones: a plain sum over the batch adds up in an order that depends on n."""
+    """Batched matrix products, forward and backward, on layouts that BLAS takes without a copy. The bias's gradient is
+    a product with ones, since a plain sum over the batch adds in an order that depends on n."""
 
     @staticmethod
     def forward(ctx: Any, x_bf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -78,7 +80,8 @@ class _BatchedLinear(torch.autograd.Function):
 
 
 class _UnfoldedConv2d(torch.autograd.Function):
-    """Channels last throughout. The gradient of the input is added up window by window."""
+    """Tensors are channels last throughout. The gradient of the input is summed over the kernel's positions, one by
+    one."""
 
     @staticmethod
     def forward(ctx: Any, x_bchw: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:

@@ -1,12 +1,13 @@
-"""Clients side by side: n copies of a network that run as one, each with weights of its own.
+"""Lanes: n copies of a network run as one, each with its own weights, so that n clients train side by side.
 
-A batch is (B, n*C, H, W): lane i has the channels i*C to (i+1)*C - 1; vectors are (B, n*F) likewise. So whatever treats
-channels one by one (ReLU, pooling, flattening, adding up branches, the mean over pixels) needs no change. Layers that
-hold weights are replaced by the ones here, whose weights have the lane as their first axis: a convolution becomes one
-of n times as many groups, a linear layer a batched matrix product.
+A batch is (B, n*C, H, W): lane i has the channels i*C to (i+1)*C - 1; vectors are (B, n*F) likewise. So operations that
+treat each channel alone (ReLU, pooling, flattening, adding up branches, the mean over pixels) need no change. Layers
+with weights are replaced by the ones here, whose weights have the lane as their first axis: a convolution becomes one
+with n times as many groups, a linear layer a batched matrix product.
 
-The bits of a lane do not depend on how many others run beside it, as long as there is one (a law with a test): kernels
-for a single lane add up in another order. What would break that is written in another way here, and says so.
+A lane's bits do not depend on how many other lanes there are, as long as there is at least one; property tests hold
+this. (For a single lane, kernels add in another order.) Comments name the PyTorch operations that would break this and
+are avoided.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from fl_engine.core.types import Axis, ParamLayout, Params, Slot
 from fl_engine.training import kernels
 
 VECTOR = 16
-"""Floats in the largest register of a CPU (AVX-512)."""
+"""Floats that the largest register of a CPU holds (AVX-512)."""
 
 
 class Lane(nn.Module):
-    """A layer with weights (n, ...); `bind` sets them as plain attributes."""
+    """A layer whose weights are (n, ...), for n lanes; `Network.bind` sets them as plain attributes."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -42,24 +43,26 @@ class Conv2d(Lane):
         self._plain = bool(self._pixels) and set(of.dilation) == {1}
         self._skips: tuple[int, ...] = (1, 1)
         if set(of.kernel_size) == {1} and set(self._pixels) == {0}:
-            # oneDNN does the same, but writes beyond its memory for fewer than 8 channels on a CPU without AVX-512.
+            # Drop the skipped pixels first: with a stride, oneDNN writes beyond its memory for fewer than 8 channels on
+            # a CPU without AVX-512.
             self._skips, self.stride = of.stride, (1, 1)
 
     def forward(self, x_bchw: Tensor) -> Tensor:
         if self._skips != (1, 1):
-            x_bchw = F.avg_pool2d(x_bchw, 1, self._skips)  # unlike a slice, hands a gradient back channels last
+            x_bchw = F.avg_pool2d(x_bchw, 1, self._skips)  # unlike a slice's, its gradient is channels last
         weight, bias = self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten()
         groups = self.groups * len(self.weight)
         if groups == 1 and self._plain and kernels.suits_unfolding(x_bchw, weight, self.stride, self._pixels):
             return kernels.unfolded_conv2d(x_bchw, weight, bias, self.stride, self._pixels)
         if groups != 3 or x_bchw.shape[1] != 3 or len(self.weight) == 1:
             return F.conv2d(x_bchw, weight, bias, self.stride, self.padding, self.dilation, groups)
-        # Kernels for a CPU without AVX-512 take three channels for those of a picture: a fourth lane, of zeros.
+        # On a CPU without AVX-512, three channels in all get a kernel for images, which rounds differently. A fourth
+        # lane of zeros avoids it.
         outputs = len(weight)
         x, weight = F.pad(x_bchw, (0, 0, 0, 0, 0, 1)), F.pad(weight, (0, 0, 0, 0, 0, 0, 0, outputs // 3))
         bias = None if bias is None else F.pad(bias, (0, outputs // 3))
         out = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, 4)
-        return F.pad(out, (0, 0, 0, 0, 0, -(outputs // 3)))  # as above
+        return F.pad(out, (0, 0, 0, 0, 0, -(outputs // 3)))  # unlike a slice's, its gradient is channels last
 
 
 class Linear(Lane):
@@ -78,7 +81,7 @@ class BatchNorm2d(Lane):
         self.momentum, self.eps = of.momentum or 0.0, of.eps
 
     def forward(self, x_bchw: Tensor) -> Tensor:
-        # flatten() of what is contiguous is a view: running statistics are written where they are kept.
+        # flatten() of a contiguous tensor is a view, so batch norm updates the running statistics in place.
         vectors = [self.running_mean, self.running_var, self.weight, self.bias]
         mean, var, weight, bias = (None if v is None else v.flatten() for v in vectors)
         by_batch = self.training or mean is None
@@ -86,14 +89,14 @@ class BatchNorm2d(Lane):
         more = 0 if len(self.weight) == 1 else -channels % VECTOR
         if not more:
             return F.batch_norm(x_bchw, mean, var, weight, bias, by_batch, self.momentum, self.eps)
-        # The kernel rounds channels that do not fill a register in another way, so the last register is filled up.
+        # The kernel rounds channels that do not fill a register differently, so pad with zeros to full registers.
         x = F.pad(x_bchw, (0, 0, 0, 0, 0, more))
         wide = [None if v is None else F.pad(v, (0, more)) for v in (mean, var, weight, bias)]
         out = F.batch_norm(x, wide[0], wide[1], wide[2], wide[3], by_batch, self.momentum, self.eps)
         for kept, updated in ((mean, wide[0]), (var, wide[1])):
             if kept is not None and updated is not None:
                 kept.copy_(updated[:channels])
-        return F.pad(out, (0, 0, 0, 0, 0, -more))  # as above
+        return F.pad(out, (0, 0, 0, 0, 0, -more))  # unlike a slice's, its gradient is channels last
 
 
 class MeanOfPixels(nn.Module):
@@ -102,13 +105,13 @@ class MeanOfPixels(nn.Module):
 
 
 def mean_of_pixels(x_bchw: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, C, 1, 1). Unlike a sum over two axes, a pooling's kernel adds the pixels of every channel in
-    one order."""
+    """(B, C, H, W) -> (B, C, 1, 1). Unlike a sum over two axes, average pooling adds the pixels of every channel in the
+    same order."""
     return F.avg_pool2d(x_bchw, (x_bchw.shape[2], x_bchw.shape[3]))
 
 
 class Dropout(nn.Module):
-    """Each lane draws from its own generator, whoever trains beside it."""
+    """Each lane draws its mask from its own generator, so the mask does not depend on the other lanes."""
 
     generators: Sequence[torch.Generator] = ()
 
@@ -126,13 +129,14 @@ class Dropout(nn.Module):
 
 @runtime_checkable
 class RunsInLanes(Protocol):
-    """A layer with weights that says itself how it runs side by side."""
+    """A layer with weights that makes its own replacement for lanes."""
 
     def in_lanes(self) -> nn.Module: ...
 
 
 def _replacement(layer: nn.Module) -> nn.Module | None:
-    """What runs in lanes instead of this layer. None: it can stay, unless it holds weights."""
+    """The layer that replaces this one in lanes. None: it has no replacement, and can stay only if it holds no
+    weights."""
     if isinstance(layer, RunsInLanes):
         return layer.in_lanes()
     if type(layer) is nn.Conv2d and layer.padding_mode == "zeros":
@@ -147,8 +151,8 @@ def _replacement(layer: nn.Module) -> nn.Module | None:
 
 
 def can_run(module: nn.Module) -> bool:
-    """Whether every layer that holds weights can run side by side. Says nothing about what has none: `strategy.choose`
-    tries it."""
+    """Whether every layer that holds weights can run in lanes. Layers without weights are not checked here:
+    `strategy.choose` tries them."""
     return all(_replacement(layer) is not None for layer in module.modules() if _holds_weights(layer))
 
 
@@ -163,13 +167,13 @@ Generators = Callable[[], list[torch.Generator]]
 
 
 class Network:
-    """A module (without storage) prepared for lanes. `bind` gives it its weights, (n, ...) each; a module that cannot
-    run side by side is left as it is, and takes n = 1 only."""
+    """A module (without storage) prepared for lanes. `bind` gives it its weights, (n, ...) each. A module that cannot
+    run in lanes stays as it is and takes n = 1 only."""
 
     def __init__(self, module: nn.Module) -> None:
         self._side_by_side = can_run(module)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        """Of a single lane's weights."""
+        """The shapes of a single lane's weights, by name."""
         names = {type(m).__name__ for m in module.modules() if _holds_weights(m) and not _replacement(m)}
         self._odd = ", ".join(sorted(names))
         self.module = _replace(module, self._side_by_side)
@@ -178,11 +182,12 @@ class Network:
         self._holders = {name: (layers[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.shapes}
         kinds = Conv2d | Linear | _ConvNd | nn.Linear
         self.weighted = {name: layer for name, layer in layers.items() if isinstance(layer, kinds)}
-        """By name, the convolutions and linear layers."""
+        """The convolutions and linear layers, by name."""
 
     def bind(self, params: Params, generators: Generators) -> None:
-        """From now on the network runs with these very tensors. `generators` gives one per lane, for dropout; it is
-        asked where there is some. Raises ModelError where the tensors do not fit."""
+        """Makes the network compute with these tensors themselves, not with copies. `generators` makes one generator
+        per lane for dropout; it is called only if the network has dropout. Raises ModelError if the tensors do not
+        fit."""
         n = len(next(iter(params.values()), ()))
         if not self._side_by_side and n > 1:
             raise ModelError(f"{self._odd} cannot train clients side by side: use run.strategy=single")
@@ -202,7 +207,7 @@ class Network:
             dropout.generators = drawn
 
     def release(self) -> None:
-        """Forgets the tensors."""
+        """Drops the references to the bound tensors."""
         for layer, leaf in self._holders.values():
             setattr(layer, leaf, None)
 
@@ -227,14 +232,15 @@ def _replace(module: nn.Module, side_by_side: bool) -> nn.Module:
 
 
 def layout_of(layout: ParamLayout) -> ParamLayout:
-    """The layout of weights (n, ...): all lanes are cut alike."""
+    """The layout of weights (n, ...): all lanes are sliced alike."""
     lane = Axis(None)
     slots = {name: Slot(slot.block, (lane, *slot.axes)) for name, slot in layout.slots.items()}
     return ParamLayout(layout.groups, slots)
 
 
 def stack(lanes: Sequence[Params], device: torch.device | None = None) -> Params:
-    """A copy, with the lane as the first axis. Convolution weights are laid out channels last."""
+    """Copies the lanes' weights into one tensor (n, ...) for each name. Convolution weights are laid out channels
+    last."""
     out = {}
     for name, first in lanes[0].items():
         if all(params[name] is first for params in lanes):
@@ -251,6 +257,6 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 
 def unstack(params: Params) -> list[Params]:
-    """One state per lane, each tensor contiguous."""
+    """Splits weights (n, ...) into those of each lane, as contiguous tensors: the inverse of `stack`."""
     rows = {name: tensor.detach().contiguous().unbind(0) for name, tensor in params.items()}
     return [{name: row[i] for name, row in rows.items()} for i in range(len(next(iter(rows.values()))))]

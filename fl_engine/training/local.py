@@ -1,6 +1,6 @@
-"""The one local training loop. Clients use it, and so does the server's proxy pre-training.
+"""The local training loop, used by clients, by the server's pre-training on its proxy, and by central training.
 
-It trains a group of clients side by side (`lanes`), or a group of one.
+It trains several clients side by side (`lanes`), or one alone.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from fl_engine.training.shared_layers import Seen, shared
 
 @dataclass(frozen=True)
 class Job:
-    """One client's work: what to do, from which weights (the sub-model `task.spec`), on which samples.
+    """One client's work: the task, the weights to start from (those of the sub-model `task.spec`), and the samples.
 
     `x` (N, ...) is normalised, `y` (N, ...) are its targets, both on the torch device that trains. `linear` holds, by
-    parameter, what FedDyn subtracts from the gradient (shapes of the weights; a parameter without one: nothing).
+    parameter name, what FedDyn subtracts from that parameter's gradient (of the same shape); a parameter that it lacks
+    keeps its gradient.
     """
 
     task: LocalTask
@@ -44,9 +45,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """`params` are float32. `loss` is the mean over all steps of the objective (less the proximal and linear terms,
-    which act on the gradient alone). `finite`: whether all weights are, and within `slicing.largest`. `samples` counts
-    a sample once for each time it was seen."""
+    """`params` are float32. `loss` is the mean of the objective over all steps, without the proximal and linear terms,
+    which act on the gradient alone. `finite`: whether all weights are finite and within `slicing.largest`. `samples`
+    counts a sample once for each time it was seen."""
 
     params: Params
     loss: float
@@ -56,31 +57,33 @@ class Trained:
 
 
 def train(family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics = SINGLE) -> list[Trained]:
-    """Trains each job towards the goal from its own copy of the weights: side by side, which takes jobs of equal
-    `kind`, or one after the other with `single` numerics.
+    """Trains each job from its own copy of the weights: side by side, which needs jobs of equal `kind`, or one after
+    the other with `single` numerics.
 
-    A last batch smaller than `batch_size` is dropped with `drop_last`, unless it is the only one: a client with
-    few samples would train nothing (the authors' loader yields no batch at all there).
-    Bits depend on the job and the numerics alone: order, dropout and initial weights come from `task.seed` and `start`.
+    With `drop_last`, a last batch smaller than `batch_size` is dropped unless it is the only one. Otherwise a client
+    with few samples would train nothing, as in the authors' code, whose loader yields no batch there. The bits depend
+    on the job and the numerics alone: all randomness comes from `task.seed`.
     """
     if any(len(job.y) == 0 for job in jobs):
         raise ModelError("a client without samples cannot train")
     if numerics.strategy == "single" or not can_share(jobs[0].task):
         return [trained for job in jobs for trained in _train(family, goal, [job], numerics)]
-    if len(jobs) == 1:  # a lane on its own would have other bits: a copy runs beside it
+    if len(jobs) == 1:  # a single lane has other bits than one of several, so a copy runs beside it
         return _train(family, goal, [*jobs, *jobs], numerics)[:1]
     return _train(family, goal, jobs, numerics)
 
 
 def can_share(task: LocalTask) -> bool:
-    """Whether clients with such a task can train side by side. In ordered dropout each draws widths of its own; Adam's
-    kernel rounds the last elements of a tensor, those of the last lane, in another way."""
+    """Whether clients with such a task can train side by side. With ordered dropout they cannot, since each client
+    draws its own widths; nor with Adam, whose kernel rounds the last elements of a tensor differently, and these belong
+    to the last lane."""
     return not task.widths and isinstance(task.optimizer, SGD)
 
 
 def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozenset[str] = frozenset()) -> object:
-    """Tasks of equal kind do the same steps on the same shapes. Which channels a sub-model keeps does not matter, but
-    how many; a distillation's teachers lie in the student as its first channels, and are compared as they are."""
+    """Tasks of equal kind take the same steps on the same shapes. Of a sub-model it matters how many channels it keeps,
+    not which. With distillation the sub-models must be equal, since the teachers are leading channels of the
+    student."""
     spec = task.spec if task.distillation else layout.form(task.spec)
     return spec, _rest(task), workload.batches(task, samples), remembered
 
@@ -97,13 +100,13 @@ def _train(family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numer
 
 @contextmanager
 def opened(family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics) -> Iterator[Session]:
-    """Jobs of equal kind, ready to train; the networks are borrowed until the context ends."""
+    """A session for jobs of equal kind. Its networks are borrowed until the context ends."""
     with ExitStack() as borrowed:
         yield Session(family, goal, jobs, numerics, borrowed)
 
 
 class Session:
-    """Jobs of equal kind in training, side by side, an epoch at a time."""
+    """Trains jobs of equal kind side by side, one epoch at a time."""
 
     def __init__(
         self, family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numerics, borrowed: ExitStack
@@ -113,13 +116,13 @@ class Session:
         self._goal, task, self._device = goal, jobs[0].task, jobs[0].x.device
         batches.check(task.sampler, task.augment, goal, jobs[0].x)
         self.done = self.steps = self.samples = 0
-        """Epochs, steps, and samples of one job: a sample counts once for each time it was seen."""
+        """Epochs, steps and samples of each job so far; a sample counts once for each time it was seen."""
         self.total = torch.zeros(len(jobs), dtype=torch.float64, device=self._device)
-        """(n,) The losses of all steps, summed."""
+        """(n,): the sum of each lane's losses over all steps."""
         self._tasks, self._state = [job.task for job in jobs], lanes.stack([job.start for job in jobs], self._device)
         weights = {name: t.requires_grad_() for name, t in self._state.items() if not is_statistic(name)}
         self._weights = list(weights.values())
-        alone = len(jobs) == 1  # central training holds all samples, which are not copied
+        alone = len(jobs) == 1  # no copy: in central training these are all samples
         self._x = jobs[0].x if alone else torch.cat([job.x for job in jobs])
         self._y = jobs[0].y if alone else torch.cat([job.y for job in jobs])
         self._moments: Params = {}
@@ -160,8 +163,8 @@ class Session:
         return [Trained(params, loss, finite, self.steps, self.samples) for params, loss, finite in parts]
 
     def snapshot(self) -> Params:
-        """A copy of all that the next epochs depend on besides the jobs: weights, what the optimiser remembers, the
-        generators that networks draw from, and what was counted. On the CPU."""
+        """A copy, on the CPU, of everything besides the jobs that the next epochs depend on: the weights, the
+        optimiser's state, the states of the networks' generators, and the counts."""
         counted = {"done": self.done, "steps": self.steps, "samples": self.samples}
         parts: dict[str, Params] = {
             "weights": self._state,
@@ -173,7 +176,7 @@ class Session:
 
     @torch.no_grad()
     def restore(self, snapshot: Params) -> None:
-        """Goes on after a snapshot of the same jobs. Raises ModelError where it is of others."""
+        """Resumes after a snapshot of the same jobs. Raises ModelError if the snapshot is of other jobs."""
         weights, moments, streams, counted = (
             _part(snapshot, of) for of in ("weights", "moments", "streams", "counted")
         )
@@ -187,14 +190,14 @@ class Session:
             or int(counted["done"]) > len(self._orders)
         ):
             raise ModelError(
-                "the snapshot is of another training: its network, dropout or epochs are not those of this task; go on "
-                "with the task that it was taken of, or begin anew"
+                "the snapshot is of another training: its network, dropout or epochs differ from this task's; resume "
+                "with the task that it was taken from, or start again"
             )
         for name, tensor in self._state.items():
             tensor.copy_(weights[name])
         self._moments.clear()
         for name, tensor in moments.items():
-            # The kernels take a weight and its moments element by element, as they lie in memory.
+            # The kernels pair a weight with its moments by position in memory, so both need the same layout.
             like = likes[name] if tensor.dim() else tensor
             self._moments[name] = torch.empty_like(like, dtype=tensor.dtype, device=self._device).copy_(tensor)
         for name, stream in self._streams.items():
@@ -221,7 +224,7 @@ def _shapes(params: Params) -> dict[str, torch.Size]:
 
 
 def _within(params: Params) -> bool:
-    """Whether all numbers are within `largest`; one that is none is within nothing."""
+    """Whether all values are within `largest`; a NaN never is."""
     ends = torch.stack([end for tensor in params.values() for end in tensor.detach().aminmax()]).tolist()
     limits = (largest(name) for name in params for _ in range(2))
     return all(abs(end) <= limit for end, limit in zip(ends, limits, strict=True))
@@ -229,7 +232,7 @@ def _within(params: Params) -> bool:
 
 # ---------------------------------------------------------------------------------------------- the objective
 Objective = Callable[[Tensor, Tensor], Tensor]
-"""A batch (B, n*C, ...) and its targets (B, n, ...) to the loss of each lane (n,)."""
+"""Computes the loss of each lane (n,) from a batch (B, n*C, ...) and its targets (B, n, ...)."""
 Streams = dict[str, torch.Generator]
 """The generators that networks draw from, by purpose and lane."""
 
@@ -243,9 +246,9 @@ def _objective(
     streams: Streams,
     borrowed: ExitStack,
 ) -> Objective:
-    """The goal's loss, and whatever the task asks for besides: rows of outputs are (B*n, outputs), or (B*n, outputs, H,
-    W); the mean over a lane's rows is its loss. Good as long as the networks are `borrowed`; what they draw from is put
-    into `streams`."""
+    """The goal's loss plus the terms that the task asks for. Outputs are reshaped to rows, (B*n, outputs) or (B*n,
+    outputs, H, W); a lane's loss is the mean over its rows. The function is valid as long as the networks are
+    `borrowed`; the generators that they draw from are put into `streams`."""
     task, n, device = jobs[0].task, len(jobs), jobs[0].x.device
     layout = lanes.layout_of(family.layout())
     forward = _student(family, layout, jobs, state, streams, borrowed)
@@ -280,7 +283,7 @@ def _objective(
             if task.distillation is not None and soft:
                 d = task.distillation
                 loss = loss + d.weight * losses.self_distillation(goal, outputs[-1], soft, d.temperature)
-        return loss.view(len(x), n).T.contiguous().mean(1)  # a row's sum depends on nothing but the row
+        return loss.view(len(x), n).T.contiguous().mean(1)  # one row per lane: its sum does not depend on n
 
     return objective
 
@@ -336,8 +339,9 @@ def _one_of_widths(
 def _teachers(
     family: ModelFamily, layout: ParamLayout, jobs: Sequence[Job], state: Params, streams: Streams, borrowed: ExitStack
 ) -> tuple[list[Network], Callable[[], None]]:
-    """Sub-networks whose weights are views of the weights in training, so they are current at every step; and what
-    fetches the others before a step: on an axis with copies, leading channels do not lie together."""
+    """The teachers, whose weights are views of the student's and so are current at every step; and a function that
+    updates those weights that cannot be views, to be called before each step. On an axis with copies (`Axis.copies`),
+    leading channels do not lie together in memory, so they are copied."""
     task = jobs[0].task
     if task.distillation is None or task.distillation.weight == 0:
         return [], lambda: None

@@ -1,5 +1,5 @@
-"""Loss terms beside the task's own: outputs (batch, outputs), or maps of outputs, to one value for each row (batch,).
-Their mean over the batch is the loss.
+"""Loss terms besides the task's own. Each turns outputs (batch, outputs), or maps of outputs, into one value per row,
+(batch,). The loss is the mean over the batch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ def self_distillation(goal: Task, student: Tensor, teachers: Sequence[Tensor], t
     """The task's divergence, for classes KL(softmax(t/tau) || softmax(s/tau)), times tau^2, mean over outputs and
     teachers (FlexFL Eq. 4 and the text above it).
 
-    Departs from the paper: it writes a sum over classes; the authors' code reduces by the mean over batch *and*
-    classes, and the printed lambda = 10 has that meaning (10 / num_classes with a sum over classes). So do we.
-    The paper also prints h(y)/tau; a temperature acts on the logits, as here and in the code.
+    Departs from the paper, which sums over classes. As in the authors' code, this is the mean over batch *and* classes,
+    which the printed lambda = 10 assumes (with a sum it would be 10 / num_classes). The paper also divides h(y) by tau;
+    here, as in the code, the temperature divides the logits.
     """
     softened = goal.softened(student, temperature)
     terms = [goal.divergence(softened, t.detach(), temperature).flatten(1).mean(1) for t in teachers]
@@ -29,7 +29,7 @@ def self_distillation(goal: Task, student: Tensor, teachers: Sequence[Tensor], t
 
 
 def of_exits(goal: Task, outputs: Sequence[Tensor], y: Tensor, weights: Sequence[float]) -> Tensor:
-    """The task's loss of every exit, each times its weight, summed."""
+    """The weighted sum of the task's loss at every exit."""
     total = weights[0] * goal.loss(outputs[0], y)
     for of_exit, weight in zip(outputs[1:], weights[1:], strict=True):
         total = total + weight * goal.loss(of_exit, y)
@@ -37,9 +37,9 @@ def of_exits(goal: Task, outputs: Sequence[Tensor], y: Tensor, weights: Sequence
 
 
 def distil_from_last(goal: Task, outputs: Sequence[Tensor], temperature: float) -> Tensor:
-    """ScaleFL (Ilhan et al., CVPR 2023): KL of each earlier exit from the last, times tau^2, summed with the weights
-    (j + 1) / sum of all of them. As in the authors' code, the last exit is not detached, so it learns from the others,
-    and KL is reduced by the mean over the classes, too."""
+    """ScaleFL (Ilhan et al., CVPR 2023): KL of each earlier exit j from the last, times tau^2, summed with weights
+    proportional to j + 1 that add up to 1 over all exits. As in the authors' code, the last exit is not detached, so it
+    learns from the others, and KL is the mean over the classes, too."""
     n = len(outputs)
     total = outputs[0].new_zeros(len(outputs[0]))
     for j, student in enumerate(outputs[:-1]):
@@ -48,8 +48,8 @@ def distil_from_last(goal: Task, outputs: Sequence[Tensor], temperature: float) 
 
 
 def distil_mutually(goal: Task, outputs: Sequence[Tensor], temperature: float) -> Tensor:
-    """DepthFL (Kim et al., ICLR 2023), Eq. 3: every exit learns from every other, the teacher detached; KL summed
-    over all pairs, over n - 1."""
+    """DepthFL (Kim et al., ICLR 2023), Eq. 3: every exit learns from every other, which is detached; the sum of KL over
+    all pairs, divided by n - 1."""
     total = outputs[0].new_zeros(len(outputs[0]))
     for i, student in enumerate(outputs):
         for j, teacher in enumerate(outputs):

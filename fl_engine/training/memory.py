@@ -1,11 +1,11 @@
-"""How much memory training takes, and how much a pod may take.
+"""How much memory training needs, and how much a pod has.
 
 A device that holds `limit` bytes can train a sub-model of r % of the full model's parameters, where
 
     r = 100 * (limit - base) / (peak - base)
 
-with the resident memory of a client before it trains, and at the peak of training the full model. What is held besides
-the interpreter (weights, gradients, activations) grows about with the parameters.
+where `base` is a client's resident memory before it trains, and `peak` the largest while it trains the full model. What
+training adds (weights, gradients, activations) is about proportional to the parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics
 
 NO_LIMIT = 2**60
-"""What version 1 of the cgroup file system says for "none" is near 2^63."""
+"""From this value on there is no limit: version 1 of the cgroup file system writes about 2^63 for none."""
 
 
 def training_peak(family: ModelFamily, goal: Task, batch_size: int, numerics: Numerics) -> tuple[int, int]:
@@ -61,8 +61,8 @@ def _measure(answer: Connection, family: ModelFamily, goal: Task, batch_size: in
 
 
 def resident_peak() -> int:
-    """The largest resident memory of this process so far, or since `restart_peak`, in bytes. (`getrusage` begins with
-    the parent's, so it is asked only where there is no /proc: on macOS, which counts in bytes too.)"""
+    """The largest resident memory of this process so far, or since `restart_peak`, in bytes. (`getrusage` starts from
+    the parent's peak, so it is used only where there is no /proc: on macOS, where it counts in bytes too.)"""
     if not Path("/proc/self/status").exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return _status("VmHWM")
@@ -70,12 +70,12 @@ def resident_peak() -> int:
 
 def restart_peak() -> tuple[int, int]:
     """(held, peak) in bytes: the resident memory of this process now, and the largest so far. From here on
-    `resident_peak` counts anew. Where the system cannot do that (macOS, a /proc that is read-only) both are the largest
-    so far."""
+    `resident_peak` counts anew. If the system cannot restart the count (macOS, a read-only /proc), both values are the
+    largest so far."""
     peak = resident_peak()
     try:
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # proc(5): VmHWM becomes what VmRSS is
+            file.write("5")  # proc(5): sets VmHWM to VmRSS
     except OSError:
         return peak, peak
     return _status("VmRSS"), peak
@@ -87,8 +87,8 @@ def _status(field: str) -> int:
 
 
 def limit(root: Path | None = None) -> int:
-    """This container's memory limit in bytes, by the cgroup file system (version 2 or 1) at `root`, by default
-    FLEXFLEET_CGROUP or /sys/fs/cgroup. Raises EnvironmentFailure where there is none."""
+    """This container's memory limit in bytes, read from the cgroup file system (version 2 or 1) at `root`, by default
+    FLEXFLEET_CGROUP or /sys/fs/cgroup. Raises EnvironmentFailure if there is no limit."""
     root = root or Path(os.environ.get("FLEXFLEET_CGROUP", "/sys/fs/cgroup"))
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         if (root / name).is_file():
@@ -96,17 +96,17 @@ def limit(root: Path | None = None) -> int:
             if re.fullmatch("[0-9]{1,20}", text) and int(text) < NO_LIMIT:
                 return int(text)
     raise EnvironmentFailure(
-        f"kubernetes.observe=cgroup, but {root} says no memory limit: give the tier's pool one (kubernetes.pools)"
+        f"kubernetes.observe=cgroup, but {root} has no memory limit: set one for the tier's pool (kubernetes.pools)"
     )
 
 
 def free(limit_bytes: int, measured: tuple[int, int], pool: Pool, failures: int = 0) -> float:
-    """What the device can train, in % of the full model's parameters. After `failures` (out of memory, as a rule) so
-    many models of the pool fewer than would fit."""
+    """The largest model that the device can train, in % of the full model's parameters. Each of `failures` (usually for
+    lack of memory) takes away the largest model of the pool that would still fit."""
     base, peak = measured
     share = max(0.0, 100.0 * (limit_bytes - base) / max(1, peak - base))
     if failures == 0:
         return share
     fitting = [100.0 * member.share for member in pool if 100.0 * member.share <= share]
-    # A hair more than that model takes: one has to have more free than it needs.
+    # Slightly more than that model needs, since a model fits only if more is free than it needs.
     return math.nextafter(fitting[-1 - failures], math.inf) if failures < len(fitting) else 0.0

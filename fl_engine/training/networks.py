@@ -1,4 +1,4 @@
-"""Sub-networks to train with, ready for lanes, which one training after the other borrows."""
+"""A cache of networks prepared for lanes, which one training after the other borrows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from fl_engine.training.lanes import Network
 
 NETWORKS_KEPT = 64
 _free: dict[object, list[Network]] = {}
-"""Networks that nobody uses at the moment, by what they are: building one takes as long as a small step."""
+"""Networks not in use, by the sub-model and scaler that they were built for. They are kept because building one takes
+as long as a small step."""
 
 
 @contextmanager
 def lent(family: ModelFamily, task: LocalTask) -> Iterator[Network]:
-    """The sub-network `task.spec`, in training, until the context ends."""
+    """Lends the network of the sub-model `task.spec`, in training mode, until the context ends."""
     what = (family, family.layout().form(task.spec), task.spec.kept.get(HEAD), task.scaler)
     free = _free.setdefault(what, [])
     try:
@@ -27,14 +28,14 @@ def lent(family: ModelFamily, task: LocalTask) -> Iterator[Network]:
         network = _built(family, task)
     yield network
     network.release()
-    if len(_free) > NETWORKS_KEPT:  # windows that roll: hardly any comes again
+    if len(_free) > NETWORKS_KEPT:  # rolling windows (FedRolex) hardly ever repeat a sub-model
         _free.clear()
     _free.setdefault(what, []).append(network)
 
 
 def _built(family: ModelFamily, task: LocalTask) -> Network:
-    """HeteroFL's scaler: every convolution and hidden linear layer puts out 1/rate times as much. What an LSTM puts out
-    is bounded by its gates and stays as it is."""
+    """Builds the network, with HeteroFL's scaler: the outputs of every convolution and hidden linear layer are divided
+    by the rate. An LSTM's outputs are bounded by its gates and stay as they are."""
     with torch.device("meta"):
         network = Network(family.module(task.spec).train())
     if task.scaler != 1:

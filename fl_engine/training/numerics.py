@@ -1,4 +1,5 @@
-"""All that bits depend on besides configuration and seed: equal numerics, equal models, on whatever backend."""
+"""Everything besides configuration and seed that a run's bits depend on. With equal numerics, all backends give the
+same global model."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ class Numerics:
     strategy: Strategy = "single"
     """`single`: one client at a time; `batched`: clients with tasks of equal kind side by side (`lanes`)."""
     lanes: int = 1
-    """So many clients side by side at most, with `batched`. Moves no bit."""
+    """With `batched`, the most clients to train side by side. It does not change the bits."""
     precision: Precision = "fp32"
-    """Of training; the loss is float32 with each, evaluation is float32 throughout.
+    """The precision of training. The loss is always computed in float32, and so is evaluation.
 
-    `bf16`: forward and backward pass under autocast; weights, optimiser and batch norm's sums stay float32. `amp`:
-    automatic mixed precision as it is usual for the device. On CUDA it is autocast to float16 with a scaled loss
-    (`scaling`), elsewhere `bf16`. `fp16`: weights, samples, gradients and the optimiser in float16, nothing scaled, no
-    weight decay: `model.half()`, as in FedAIoT's code. It is `single`: torch's convolutions in float16 round a lane in
-    another way when others run beside it."""
+    `bf16`: forward and backward pass under autocast; weights, optimiser and batch norm's sums stay float32. `amp`: the
+    mixed precision that is usual for the device: on CUDA autocast to float16 with a scaled loss (`scaling`), elsewhere
+    `bf16`. `fp16`: weights, samples, gradients and the optimiser in float16, without loss scaling or weight decay:
+    `model.half()`, as in FedAIoT's code. `fp16` needs `single`, since torch's float16 convolutions round a lane
+    differently when others run beside it."""
 
     def __post_init__(self) -> None:
         if self.precision == "fp16" and self.strategy == "batched":
@@ -51,7 +52,7 @@ SINGLE = Numerics()
 
 
 def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
-    """For the run's record: what has to be equal for equal bits, and `lanes`."""
+    """For the run's record: the values that must be equal for equal bits, and `lanes`."""
     kinds = sorted({d.split(":")[0] for d in devices})
     names = [torch.cuda.get_device_name()] if "cuda" in kinds else []
     return {
@@ -65,15 +66,15 @@ def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
 
 
 NOISE = "^(log|cos|sin|sqrt)$"
-"""What of numpy a private run's noise is computed with."""
+"""A pattern of the numpy functions that compute the noise of a private run."""
 
 
 def describe_noise() -> dict[str, Any]:
-    """For a private run's record: what else has to be equal for equal bits."""
+    """For a private run's record: further values that must be equal for equal bits."""
     used = opt_func_info(func_name=NOISE, signature="float64")
     return {"numpy": np.__version__, **{name: used[name]["dd"]["current"] for name in sorted(used)}}
 
 
 def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what `describe` gave, that on which bits depend."""
+    """The entries of `describe` that the bits depend on."""
     return {name: value for name, value in described.items() if name != "lanes"}

@@ -1,8 +1,8 @@
-"""A scaled loss, for gradients in float16: Mixed Precision Training (Micikevicius et al., ICLR 2018), Sec. 3.2.
+"""Loss scaling, for gradients in float16: Mixed Precision Training (Micikevicius et al., ICLR 2018), Sec. 3.2.
 
-The rule is that of `torch.amp.GradScaler` with its defaults, for each lane by itself: the loss is multiplied by a
-scale, the gradients are divided by it again; a step with a gradient that is not finite is left out, and halves the
-scale; 2000 steps without one double it. Each client's work begins with the scale 2^16.
+The rule is that of `torch.amp.GradScaler` with its defaults, for each lane by itself. The loss is multiplied by a
+scale, and the gradients are divided by it. A step with a gradient that is not finite is skipped and halves the scale;
+after 2000 steps without one the scale doubles. Each job starts with the scale 2^16.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fl_engine.core.types import Params
 
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 SCALE, GOOD = "scale/loss", "scale/good"
-"""Where the moments keep it: the scale of each lane, and its steps since the scale has changed, float32 (n,)."""
+"""Keys in the moments: the scale of each lane, and its steps since the scale last changed, float32 (n,)."""
 
 
 class LossScale:
-    """`step` moves the `weights`, each (n, ...), by their gradients. What it and this remember lies in `moments`."""
+    """Wraps `step`, the optimiser's update of the `weights`, each (n, ...). Both keep their state in `moments`."""
 
     def __init__(self, step: Callable[[float], None], weights: Params, moments: Params, like: Tensor) -> None:
-        """`like` (n,): a value of each lane, on the device that trains."""
+        """`like` (n,): any tensor with one value per lane, on the device that trains."""
         self._step, self._weights, self._moments = step, weights, moments
         moments[SCALE] = torch.full_like(like, FIRST, dtype=torch.float32)
         moments[GOOD] = torch.zeros_like(like, dtype=torch.float32)
@@ -34,7 +34,7 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self) -> None:
-        """Divides the gradients by the scale, and sees which lanes have one that is not finite."""
+        """Divides the gradients by the scale, and notes which lanes have one that is not finite."""
         gradients = [w.grad for w in self._weights.values() if w.grad is not None]
         self._bad = torch.stack([~g.isfinite().flatten(1).all(1) for g in gradients]).any(0)
         for g in gradients:
@@ -42,7 +42,7 @@ class LossScale:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """The optimiser's step, for all lanes whose gradients are finite; then the next scale."""
+        """Takes the optimiser's step in all lanes whose gradients are finite, then updates the scale."""
         bad = self._bad
         if not bad.any():
             self._step(rate)
@@ -53,7 +53,7 @@ class LossScale:
             for name, w in self._weights.items():
                 w.copy_(torch.where(_beside(bad, w), kept[name], w))
             for name, t in self._moments.items():
-                before = remembered.get(name)  # None: this was the first step, before which it was nothing
+                before = remembered.get(name)  # None: this first step created it, from zeros
                 t.copy_(torch.where(_beside(bad, t), torch.zeros_like(t) if before is None else before, t))
         scale, good = self._moments[SCALE], torch.where(bad, 0.0, self._moments[GOOD] + 1)
         grown = (good == INTERVAL) & (scale * GROWTH).isfinite()
@@ -62,5 +62,5 @@ class LossScale:
 
 
 def _beside(value_n: Tensor, tensor: Tensor) -> Tensor:
-    """A value of each lane, shaped to meet the lane's part of a tensor (n, ...)."""
+    """Reshapes one value per lane to broadcast over a tensor (n, ...)."""
     return value_n.view(-1, *[1] * (tensor.dim() - 1))

@@ -1,8 +1,8 @@
-"""What the teachers of a self-distillation need not compute: layers with the student's own weights, on its own input.
+"""Lets the teachers of a self-distillation reuse the outputs of layers whose weights and input are the student's own.
 
-In FlexFL's self-KD a teacher consists of leading channels of the student; where a group is kept in full, the two are
-one. In its pools those are the first layers, which cost most. The output that is handed on is the very tensor that the
-layer would have computed, so no bit moves.
+In FlexFL's self-KD a teacher consists of leading channels of the student; where it keeps a group in full, its layers
+equal the student's. In FlexFL's pools those are the first layers, which cost most. The reused tensor is the one that
+the layer would have computed, so no bit changes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from fl_engine.training.lanes import Dropout, Network
 
 Seen = dict[str, tuple[Tensor, Tensor]]
-"""By layer of the student: its last input and output."""
+"""The last input and output of each layer of the student, by name."""
 
 
 @contextmanager
 def shared(student: Network, teachers: Sequence[Network]) -> Iterator[Seen]:
-    """While the context lasts, the student's forward pass leaves its outputs in what is yielded, and the teachers'
-    take them from there: call the student first, and clear it afterwards. The networks' weights of equal name and
-    shape must be the same tensors; they are in training."""
+    """While the context lasts, the student's forward pass stores the outputs of common layers in the yielded
+    dictionary, and the teachers take them from there. Call the student first, and clear the dictionary after each
+    batch. Weights of equal name and shape must be the same tensors in all the networks, which are in training mode."""
     layers, seen = dict(student.module.named_modules()), Seen()
     changed: list[nn.Module] = []
     names = set()
@@ -45,7 +45,7 @@ def shared(student: Network, teachers: Sequence[Network]) -> Iterator[Seen]:
 
 
 def _alike(name: str, a: Network, b: Network) -> bool:
-    """Whether the layer consists of the same layers, of the same shape, in both."""
+    """Whether the layer has the same layers inside, of the same shapes, in both networks."""
     return _inside(name, a) == _inside(name, b)
 
 

@@ -1,9 +1,9 @@
-"""How much memory the tensors of one training step take, at most: weights, gradients, what the optimiser remembers, the
-batch, and what the backward pass has to know of the forward pass.
+"""The peak memory of the tensors of one training step: weights, gradients, the optimiser's state, the batch, and the
+activations kept for the backward pass.
 
-On CUDA the allocator tells it. On a CPU the bytes of live tensors are counted: a storage counts from the operator that
-makes it until nobody holds it. What a kernel takes for itself and gives back before it returns is not seen there; nor
-is, on either, what the interpreter and the libraries hold (`memory.training_peak` measures that).
+On CUDA the allocator reports it. On a CPU the bytes of live tensors are counted: a storage counts from the operator
+that creates it until it is freed. That misses memory which a kernel allocates and frees before it returns. Neither
+includes the memory of the interpreter and the libraries (`memory.training_peak` measures that).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fl_engine.training.numerics import SINGLE, Numerics
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the tensors that are made inside it: `now` are the bytes that are held, `peak` the most that were."""
+    """Counts the bytes of the tensors created inside it: `now` those that are alive, `peak` the most so far."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in tree_leaves(out):
             if isinstance(each, Tensor) and each.device.type != "meta":
                 address = _address(each)
-                if address not in given and address not in self._known:  # not what was there already
+                if address not in given and address not in self._known:  # not counted yet
                     self._count(each.untyped_storage())
         return out
 
@@ -64,7 +64,7 @@ def _address(tensor: Tensor) -> int:
 
 @contextmanager
 def counted(device: str) -> Iterator[Mapping[str, int]]:
-    """The work inside, whose `peak` bytes are there when it is done."""
+    """Measures the work inside the context. When it ends, the yielded mapping has the `peak` in bytes."""
     found: dict[str, int] = {}
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -87,7 +87,7 @@ def step_memory(
     optimizer: SGD | Adam | None = None,
 ) -> int:
     """Bytes at the peak of one step of the full network, on made-up samples, as the engine trains a client (by default
-    with SGD without momentum). The samples and the weights that the step starts from are held besides."""
+    with SGD without momentum). The memory of the samples and of the weights that the step starts from comes on top."""
     generator = torch.Generator().manual_seed(0)
     x, y = made_up(family, batch_size, generator).to(device), goal.examples(batch_size, generator).to(device)
     task = LocalTask(FULL, optimizer or SGD(0.01), epochs=1, batch_size=batch_size, drop_last=True, seed=0)

@@ -1,4 +1,4 @@
-"""A step, once the gradient of the loss is there: what is added to the gradient, and what the optimiser makes of it."""
+"""The part of a step after the backward pass: terms added to the gradient, then the optimiser's update."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from fl_engine.training import lanes
 
 
 def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable[[float], None]:
-    """`torch.optim.SGD` or `Adam` over the weights that have a gradient, with the learning rate of the step. What it
-    remembers lies in `moments`, by kind and weight.
+    """A function of the learning rate that updates all weights which have a gradient, as `torch.optim.SGD` or `Adam`
+    does. Its state is kept in `moments`, by kind and weight.
 
-    As functions, with the same kernels: the classes import torch's compiler first, 1.5 s in every pod on a fast core.
+    It calls the functions behind torch's classes: the classes themselves import torch's compiler, which takes 1.5 s in
+    every pod on a fast core.
     """
     o = optimizer
     named = list(weights.items())
@@ -27,7 +28,8 @@ def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable
     def step(rate: float) -> None:
         used = [name for name, w in named if w.grad is not None]
         moved, gradients = [weights[name] for name in used], [g for _, w in named if (g := w.grad) is not None]
-        # On a CPU, torch's fused kernels are wrong for half weights: with momentum, from 16 of them on (torch 2.13).
+        # On a CPU, torch's fused kernels are wrong for float16 weights (torch 2.13: with momentum, from 16 elements
+        # on).
         fused = not moved or moved[0].dtype == torch.float32
         if not fused and rate > torch.finfo(torch.float16).max:
             raise ModelError(f"the learning rate {rate:g} is more than float16 can hold: set a smaller one")
@@ -55,8 +57,8 @@ def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable
 def gradient_terms(
     task: LocalTask, state: Params, starts: Sequence[Params], linear: Sequence[Params], device: torch.device
 ) -> Callable[[], None]:
-    """What is added to the gradient after the backward pass: mu * (theta - theta_received) (FedProx), minus the linear
-    term (FedDyn); then the norm is clipped. `starts` and `linear` have a lane's in each place."""
+    """A function that corrects the gradients after the backward pass: it adds mu * (theta - theta_received) (FedProx),
+    subtracts the linear term (FedDyn), then clips the norm. `starts` and `linear` have one entry per lane."""
     mu, limit = task.proximal, task.clip_norm
     trained = {name: t for name, t in state.items() if t.requires_grad}
     received = lanes.stack(starts, device) if mu > 0 else {}

@@ -1,7 +1,7 @@
-"""How clients are trained: one at a time, or side by side, and then how many.
+"""Decides whether clients train one at a time or side by side, and how many at once.
 
-Rules, not measurements: the strategy decides about bits, so the same configuration has to give the same one on a busy
-machine and an idle one. The figures they rest on are in docs/performance.md.
+Fixed rules decide, not measurements: the strategy changes the bits, so the same configuration must give the same
+strategy on a busy machine and an idle one. docs/performance.md has the figures behind the rules.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from fl_engine.training.numerics import Numerics, Precision
 log = logging.getLogger("flexfleet")
 
 SMALL_STEP = 3e8
-"""Multiply-adds of a client's training step up to which clients train side by side. In larger ones arithmetic takes so
-long that calling kernels costs nothing beside it."""
+"""Most multiply-adds of a client's training step with which clients train side by side. In larger steps the arithmetic
+takes so long that the cost of calling kernels does not matter."""
 AT_ONCE = 1.2e9
-"""Multiply-adds of a step of all lanes: with more, what they hold no longer fits into the caches."""
+"""Most multiply-adds of a step of all lanes together: beyond that, their tensors no longer fit into the caches."""
 WORTH_A_THREAD = 1e8
-"""Multiply-adds of a step of all lanes below which several threads only wait for Python's lock."""
+"""Least multiply-adds of a step of all lanes together that are worth a second thread: below that, threads only wait for
+Python's lock."""
 
 
 def choose(
@@ -49,7 +50,7 @@ def choose(
     if not capable or 3 * count_macs(family) * batch_size > SMALL_STEP:
         return single
     if not _agrees(family, goal, batch_size, precision, devices[0]):
-        log.warning("%s mixes channels where it has no weights: clients train one at a time", type(family).__name__)
+        log.warning("%s mixes channels in a layer without weights: clients train one at a time", type(family).__name__)
         return single
     return batched(family, batch_size, clients, precision, devices)
 
@@ -57,7 +58,8 @@ def choose(
 def batched(
     family: ModelFamily, batch_size: int, clients: int, precision: Precision, devices: Sequence[str] = ("cpu",)
 ) -> Numerics:
-    """Side by side, as many as are quickest. Their number moves no bit."""
+    """Numerics for training side by side, with the number of lanes that is quickest. That number does not change the
+    bits."""
     step = 3 * count_macs(family) * batch_size
     lanes = min(clients, int(AT_ONCE // step))
     if clients * step > WORTH_A_THREAD:
@@ -66,7 +68,7 @@ def batched(
 
 
 def _agrees(family: ModelFamily, goal: Task, batch_size: int, precision: Precision, device: str) -> bool:
-    """Whether a step of two clients side by side is the step of each alone, but for rounding: on made-up samples."""
+    """Whether two clients' step side by side equals the step of each alone, up to rounding, on made-up samples."""
     generator = torch.Generator().manual_seed(seeds.derive(0, "strategy"))
     x = made_up(family, batch_size, generator).to(device)
     y = goal.examples(batch_size, generator).to(device)
@@ -75,7 +77,7 @@ def _agrees(family: ModelFamily, goal: Task, batch_size: int, precision: Precisi
     alone = local.train(family, goal, jobs, Numerics(precision=precision))
     try:
         together = local.train(family, goal, jobs, Numerics("batched", 2, precision))
-    except (RuntimeError, ValueError, IndexError):  # it takes a batch apart, which has more channels with two clients
+    except (RuntimeError, ValueError, IndexError):  # a layer does not accept the channels of two clients
         return False
     close = 1e-3 if precision == "fp32" else 3e-2
     pairs = [(a.params[name], b.params[name]) for a, b in zip(together, alone, strict=True) for name in a.params]

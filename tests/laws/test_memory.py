@@ -43,7 +43,7 @@ def test_the_limit_is_what_the_cgroup_says(tmp_path: Path, name: str, text: str)
 @pytest.mark.parametrize("text", ["max", str(2**63 - 4096), ""])
 def test_no_limit_is_said(tmp_path: Path, text: str) -> None:
     (tmp_path / "memory.max").write_text(text)
-    with pytest.raises(EnvironmentFailure, match=r"no memory limit: give the tier's pool one"):
+    with pytest.raises(EnvironmentFailure, match=r"no memory limit: set one for the tier's pool"):
         memory.limit(tmp_path)
 
 
