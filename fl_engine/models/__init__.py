@@ -1,4 +1,4 @@
-"""The networks: what exists, by the name that `model:` takes. To add one, write its file and list it here."""
+"""All networks, by the name that `model:` takes. To add one, write its file and list it here."""
 
 from __future__ import annotations
 

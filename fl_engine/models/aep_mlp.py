@@ -1,10 +1,10 @@
 """The MLP of FedAIoT for AEP (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things,
-Michigan State University 2023, section 2.3.3.6): how much energy the appliances of a house take.
+Michigan State University 2023, section 2.3.3.6): it predicts how much energy the appliances of a house use.
 
-Five hidden layers of 210, 420, 840, 420 and 210 units, each with ReLU and dropout 0.3, and the outputs. At 18 features
-and one output: 888,091 parameters.
+Five hidden layers of 210, 420, 840, 420 and 210 units, each with ReLU and dropout 0.3, then the output layer. With 18
+features and one output it has 888,091 parameters.
 
-Departs from the authors' code: that has dropout 0.5; the text says 0.3.
+Departs from the authors' code, which has dropout 0.5; the text says 0.3.
 
 Groups: fc1 .. fc5, classes. Blocks: fc1 .. fc5, head. An early exit may sit behind each hidden layer.
 """
@@ -34,7 +34,7 @@ class AepMLP:
     width: float = 1.0
     """Multiplies the units of every hidden layer."""
     exits: tuple[str, ...] = ()
-    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
 
     published_input: ClassVar[tuple[int, ...]] = (18,)
     published_outputs: ClassVar[int] = 1
@@ -54,7 +54,7 @@ class AepMLP:
         return ParamLayout(groups | {HEAD: self.outputs}, slots_with_exits(slots, self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, F) -> (B, kept outputs); with exits, a tuple of such, one per output kept."""
+        """(B, F) -> (B, kept outputs); with exits, a tuple of these, one per output kept."""
         layout = self.layout()
         check_spec(layout, spec, exits=self.exits)
         sizes = [self.input_shape[0], *(layout.width(spec, group) for group in UNITS)]

@@ -1,4 +1,4 @@
-"""A network from its section of the configuration."""
+"""Builds a network from its section of the configuration."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from fl_engine.models import MODELS
 CONTRACT = Contract("model", MODELS, ModelFamily)
 
 FROM_DATA = ("input_shape", "outputs")
-"""The fields of a network that are no options: they follow from the data."""
+"""The fields of a network that are not options, since they follow from the data."""
 
 
 def build_model(model: Mapping[str, Any], input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
-    """The network of a `model` section, for such samples and with such a head. Raises ConfigError or ModelError."""
+    """The network of a `model` section, for samples of this shape and with this many outputs. Raises ConfigError or
+    ModelError."""
     values = {**{k: v for k, v in model.items() if k != "name"}, "input_shape": input_shape, "outputs": outputs}
     try:
         family: ModelFamily = TypeAdapter(model_kind(model)).validate_json(json.dumps(values), strict=True)
@@ -44,7 +45,7 @@ def model_kind(section: Mapping[str, Any]) -> type[ModelFamily]:
 
 
 def check_options(model: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an option that the named network has not."""
+    """Raises ConfigError for an option that the named network does not have."""
     kind: Any = model_kind(model)
     known = [f.name for f in fields(kind) if f.name not in FROM_DATA]
     check_names("model", {k: v for k, v in model.items() if k != "name"}, known)

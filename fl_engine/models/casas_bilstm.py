@@ -1,15 +1,16 @@
 """The BiLSTM of FedAIoT for CASAS (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of
-Things, Michigan State University 2023, section 2.3.3.5), after Liciotti et al., Neurocomputing 2019: what is done in a
-home, told from the events of its sensors.
+Things, Michigan State University 2023, section 2.3.3.5), after Liciotti et al., Neurocomputing 2019: it recognises what
+people do in a home from the events of its sensors.
 
-Embeddings of 64 numbers, that of token 0 (padding) zeros; an LSTM of 64 hidden units in each direction; the classifier
-sees what both put out at their ends. With a vocabulary of 2,000 and 12 classes: 196,108 parameters.
+Embeddings of 64 numbers, where token 0 (padding) has zeros; an LSTM of 64 hidden units in each direction; the
+classifier takes the last output of both directions. With a vocabulary of 2,000 and 12 classes it has 196,108
+parameters.
 
-Departs from the authors' code: there the classifier sees the last step of both directions, at which the one that reads
-backwards has read a single event; here, as in Liciotti et al., each has read all of them.
+Departs from the authors' code: there the classifier takes both directions' outputs at the last event, where the
+backward direction has read only that event. Here, as in Liciotti et al., each direction has read all events.
 
-Groups: embedding, lstm (a channel is a unit of each direction), classes. Blocks: embedding, lstm, classifier. There is
-no ReLU: FlexFL takes the APoZ of both layers to be `pool.UNMEASURED`.
+Groups: embedding, lstm (a channel is a unit of each direction), classes. Blocks: embedding, lstm, classifier. Without
+ReLU there is no APoZ, so FlexFL uses `pool.UNMEASURED` for both layers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class CasasBiLSTM:
     vocabulary: int = 2000
     """Tokens are 0 .. vocabulary - 1; 0 is padding."""
     width: float = 1.0
-    """Multiplies the numbers of an embedding and the units of each direction."""
+    """Multiplies the size of an embedding and the units of each direction."""
 
     published_input: ClassVar[tuple[int, ...]] = (2000,)
     published_outputs: ClassVar[int] = 12

@@ -1,12 +1,13 @@
 """The ResNet18 of FedAIoT for EPIC-SOUNDS (Alam, Federated Learning Benchmarks and Frameworks for Artificial
-Intelligence of Things, Michigan State University 2023, section 2.3.3.7): what is done in a kitchen, told from the
-log-mel spectrogram of its sound.
+Intelligence of Things, Michigan State University 2023, section 2.3.3.7): it recognises actions in a kitchen from
+log-mel spectrograms of their sound.
 
 `maps_resnet18` with batch norm, the stride in the first 3x3 convolution of a block, and no bias in any convolution. At
-1x400x128 and 44 classes: 11,241,260 parameters with the 128 channels that the stem has in the authors' code,
-11,192,812 with the 64 of the text (`stem: 64`).
+1x400x128 and 44 classes it has 11,241,260 parameters with the authors' code's 128 channels in the stem, and 11,192,812
+with the text's 64 (`stem: 64`).
 
-Departs from the authors' code: weights start as those of torch's layers do, there by He's rule (normal, fan out).
+Departs from the authors' code: initial weights are the defaults of torch's layers; there they follow He (normal, fan
+out).
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class EpicResNet18:
     """Multiplies the channels of the stem and of every stage."""
     norm: Norm = "batch"
     exits: tuple[str, ...] = ()
-    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
 
     published_input: ClassVar[tuple[int, ...]] = (1, 400, 128)
     published_outputs: ClassVar[int] = 44
     min_hw: ClassVar[int] = 33
-    """Up to 32x32 the last map is a single pixel, and one sample alone has no batch statistics there."""
+    """Up to 32x32 the last map is a single pixel, so a batch of one sample has no variance there."""
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
@@ -52,7 +53,7 @@ class EpicResNet18:
         return ParamLayout(trunk.groups() | {HEAD: self.outputs}, slots_with_exits(trunk.slots(FREE), self.exits))
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
         layout, trunk = self.layout(), self._trunk()
         check_spec(layout, spec, skippable=trunk.skippable(), exits=self.exits)
         return assemble(trunk.layers(layout, spec, self.input_shape[0]), layout, spec, self.exits)

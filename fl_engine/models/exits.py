@@ -1,12 +1,13 @@
-"""Early exits: classifiers on the way, as DepthFL (Kim et al., ICLR 2023) and ScaleFL (Ilhan et al., CVPR 2023) train.
+"""Early exits: classifiers behind inner blocks, as in DepthFL (Kim et al., ICLR 2023) and ScaleFL (Ilhan et al., CVPR
+2023).
 
-A family with `exits=("conv2", ...)` has behind each of these blocks a head: global average pool where the block
-gives a map, then one linear layer. A head is a block of its own, `exit_conv2` (`exit_stage1_0` for `stage1.0`), with
-the parameters `exit_conv2.weight` (classes, channels) and `exit_conv2.bias` (classes,); in the layout it follows
-its block. The network gives a tuple of logits, one per output kept, in network order.
+A family with `exits=("conv2", ...)` has a head behind each of these blocks: global average pooling if the block gives a
+map, then one linear layer. A head is a block of its own, `exit_conv2` (`exit_stage1_0` for `stage1.0`), with the
+parameters `exit_conv2.weight` (classes, channels) and `exit_conv2.bias` (classes,); in the layout it follows its block.
+The network gives a tuple of logits, one per output kept, in network order.
 
-With `exit_convs=(("conv2", 2), ...)` so many 3x3 convolutions of stride 1, each with batch norm and ReLU, come before
-the pool of that block's head. They keep the block's channels, one group. The head's parameters are then
+With `exit_convs=(("conv2", 2), ...)`, two 3x3 convolutions of stride 1, each with batch norm and ReLU, come before the
+pooling of that block's head. They have the channels of the block, as one group. The head's parameters are then
 `exit_conv2.conv1.conv.weight`, `exit_conv2.conv1.bn.weight`, ..., `exit_conv2.linear.weight`, `exit_conv2.linear.bias`.
 
 A sub-model may end at any exit and leave out any head: `layers.check_spec` has the rule,
@@ -30,10 +31,10 @@ from fl_engine.models.layers import Norm, conv_bn, conv_bn_slots, linear_slots
 from fl_engine.training import lanes
 
 Convs = tuple[tuple[str, int], ...]
-"""Blocks, and how many convolutions the head of an exit behind each has; those not named have none."""
+"""Pairs of a block and the number of convolutions in the head behind it; heads of other blocks have none."""
 
 MOST_CONVS = 8
-"""Of a head: with more it would be a network of its own."""
+"""The most convolutions of a head."""
 
 
 def check_exits(name: str, exits: tuple[str, ...], points: tuple[str, ...], convs: Convs = ()) -> None:
@@ -61,8 +62,8 @@ def check_exits(name: str, exits: tuple[str, ...], points: tuple[str, ...], conv
 def slots_with_exits(
     slots: Mapping[str, Slot], exits: tuple[str, ...], convs: Convs = (), norm: Norm = "batch"
 ) -> dict[str, Slot]:
-    """The slots of the trunk, and behind those of each block in `exits` the slots of its head. Raises ModelError where
-    `convs` names convolutions for a head that sees a vector."""
+    """The slots of the trunk, with each head's slots inserted behind those of its block. Raises ModelError if `convs`
+    gives convolutions to a head whose input is a vector."""
     out: dict[str, Slot] = {}
     for block, found in groupby(slots.items(), key=lambda item: item[1].block):
         parts = dict(found)
@@ -73,7 +74,7 @@ def slots_with_exits(
             count = dict(convs).get(block, 0)
             if count and not any(len(slot.axes) == 4 for slot in parts.values()):
                 raise ModelError(
-                    f"the exit behind {block!r} sees a vector, no map: its head has no convolutions, got {count}"
+                    f"the exit behind {block!r} gets a vector, not a map: its head has no convolutions, got {count}"
                 )
             for i in range(1, count + 1):
                 out |= conv_bn_slots(f"{head}.conv{i}", head, channels, channels, norm, bias=False)
@@ -84,8 +85,8 @@ def slots_with_exits(
 def assemble(
     layers: OrderedDict[str, nn.Module], layout: ParamLayout, spec: SubmodelSpec, exits: tuple[str, ...]
 ) -> nn.Module:
-    """The network of these layers, in order; with exits, the heads put in and what lies behind the last output left
-    out. A layer is a block, a container of the blocks `<layer>.<...>`, or no block at all (a pool, a flatten)."""
+    """The network of these layers, in order. With exits, the heads are inserted, and layers behind the last output are
+    left out. A layer is a block, a container of the blocks `<layer>.<...>`, or not a block (a pool, a flatten)."""
     return WithExits(layers, layout, spec, exits) if exits else nn.Sequential(layers)
 
 
@@ -143,7 +144,7 @@ class WithExits(nn.Module):
 
 
 def _head(block: str, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
-    """The head whose slots these are."""
+    """The head behind a block, built for its slots."""
     own = [name for name, slot in layout.slots.items() if slot.block == block]
     convs = [name.removesuffix(".conv.weight").rpartition(".")[2] for name in own if name.endswith(".conv.weight")]
     axes = layout.slots[f"{block}.linear.weight" if convs else f"{block}.weight"].axes
@@ -157,7 +158,8 @@ def _head(block: str, layout: ParamLayout, spec: SubmodelSpec) -> nn.Module:
 
 
 def _steps(layers: Iterable[str], layout: ParamLayout, exits: tuple[str, ...]) -> Iterator[str]:
-    """What the full network runs one after the other: blocks (those inside a container, too), heads, and the rest."""
+    """The names of what the full network runs, in order: blocks (also those inside a container), heads, and other
+    layers."""
     for name in layers:
         for step in [block for block in layout.blocks if block.startswith(f"{name}.")] or [name]:
             yield step
@@ -166,6 +168,7 @@ def _steps(layers: Iterable[str], layout: ParamLayout, exits: tuple[str, ...]) -
 
 
 def _in_network_order(module: WithExits, state: dict[str, Any], prefix: str, _: object) -> None:
-    """A head between two blocks of a stage is no child of the stage, so PyTorch lists it behind the whole stage."""
+    """Sorts the state: a head between two blocks of a stage is not a child of the stage, so PyTorch lists it behind the
+    stage."""
     for name in module.order:
         state[prefix + name] = state.pop(prefix + name)

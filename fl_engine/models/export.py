@@ -1,12 +1,11 @@
-"""A sub-model as a file of its own, for a device that knows nothing of federated learning.
+"""Exports a sub-model as files that a device can use without knowing about federated learning.
 
-Networks that normalise by the batch at hand say nothing sensible about one sample. So the statistics of every batch
-norm are taken once from the server's proxy data (as static batch norm does in HeteroFL, ICLR 2021, Sec. 3, there from
-the clients' data), and become part of the exported model. What it then reaches on the test set is another figure than
-that of the rounds; both are kept.
+A network that normalises by the current batch cannot score a single sample. So the statistics of every batch norm are
+computed once from the server's proxy data (HeteroFL's static batch norm, ICLR 2021, Sec. 3, uses the clients' data) and
+become part of the exported model. Its score on the test set then differs from that of the rounds; both are stored.
 
 A folder per level: `model.safetensors`; `submodel.json`, from which `load` builds the network again; `model.onnx`,
-which takes raw samples (images, numbers or tokens of any shape) and needs nothing of this package.
+which takes raw samples (images, numbers or tokens of any shape) and runs without this package.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ from fl_engine.training.evaluation import collect_statistics, score, weights_of
 ABOUT, WEIGHTS, ONNX = "submodel.json", "model.safetensors", "model.onnx"
 OPSET = 18
 AGREE = 1e-3
-"""How far an output of the ONNX file may be from the network's, on test samples: of the largest, or of 1."""
+"""The largest allowed difference between the outputs of the ONNX file and the network on test samples, relative to the
+largest output or to 1, whichever is more."""
 CHECKED = 64
 
 
@@ -47,23 +47,23 @@ class About(BaseModel):
     level: str
     dataset: str
     model: str
-    """As in `model.name`."""
+    """The network's name, as in `model.name`."""
     options: dict[str, Any]
-    """Of the network, the `model` section of a configuration less its name."""
+    """The network's options: the `model` section of a configuration without the name."""
     input_chw: tuple[int, ...]
     """The shape of a sample, (C, H, W) of an image."""
     samples: Literal["uint8", "float32", "int64"] = "uint8"
-    """Images, numbers or tokens. mean and std normalise x / 255 of images, x itself of numbers; without them x is what
-    the network takes."""
+    """Images (uint8), numbers (float32) or tokens (int64). mean and std normalise x / 255 for images, and x for
+    numbers; without them the network takes x itself."""
     classes: int
     """How many outputs the network has."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     spec: dict[str, Any]
     ensemble: bool
-    """Answers with the mean over its exits."""
+    """Whether the output is the mean over all exits."""
     metric: str = "accuracy"
-    """What the next two are values of: the task's."""
+    """The task's metric, of which the next two fields are values."""
     accuracy_trained: float
     """On the test set, as in the rounds."""
     accuracy_exported: float
@@ -103,7 +103,7 @@ class RawNetwork(nn.Module):
 
 
 def type_of(data: Data) -> Literal["uint8", "float32", "int64"]:
-    """Of its samples."""
+    """The type of the data's samples."""
     return "uint8" if data.has_images else "int64" if data.has_tokens else "float32"
 
 
@@ -123,11 +123,11 @@ def export(
     trained: float,
     out: Path,
 ) -> Exported:
-    """Writes submodel.json and model.safetensors of one pool model into `out`. `published` is what
-    `evaluate.published` gave, `proxy` (N,) the positions of the server's samples in the training data, `trained` the
-    value of the task's metric that the rounds ended with.
+    """Writes submodel.json and model.safetensors of one pool model into `out`. `published` is the result of
+    `evaluation.published`, `proxy` (N,) the positions of the server's samples in the training data, `trained` the
+    task's metric after the last round.
 
-    Raises ConfigError where statistics are wanted and there is no proxy, or the network cannot keep any.
+    Raises ConfigError if statistics are needed but there is no proxy, or the network cannot store them.
     """
     params = weights_of(published, family.layout(), member)
     family, params = with_statistics(family, params, member.spec, data, proxy)
@@ -161,8 +161,8 @@ def export(
 def with_statistics(
     family: ModelFamily, params: Params, spec: SubmodelSpec, data: Data, proxy: Tensor
 ) -> tuple[ModelFamily, Params]:
-    """The network that keeps batch-norm statistics, and the weights with those of the proxy samples; both as they are
-    where there is nothing to collect."""
+    """The network with stored batch-norm statistics, and its weights with the statistics of the proxy samples. Both are
+    returned unchanged if the network needs no statistics."""
     module = runnable(family, spec, dict(params)).eval()
     if not _by_batch(module):
         return family, params
@@ -178,7 +178,7 @@ def with_statistics(
 
 
 def check(family: ModelFamily, data: Data, proxy: float) -> None:
-    """Raises ConfigError where statistics are wanted and there is no proxy (its size), or the network keeps none."""
+    """Raises ConfigError if statistics are needed but the proxy's size is 0, or the network cannot store them."""
     if not _by_batch(family.module(FULL)):
         return
     if not proxy:
@@ -191,8 +191,8 @@ def check(family: ModelFamily, data: Data, proxy: float) -> None:
 
 
 def check_onnx(family: ModelFamily, data: Data) -> None:
-    """Raises ConfigError, with the network's name, where it cannot be written as ONNX or answers something else then:
-    tried on the freshly initialised network. Raises EnvironmentFailure without onnx and onnxruntime."""
+    """Tries the ONNX export on the freshly initialised network. Raises ConfigError, with the network's name, if it
+    fails or the file's outputs differ from the network's. Raises EnvironmentFailure without onnx and onnxruntime."""
     if _by_batch(family.module(FULL)):
         family = replace(cast(Any, family), norm="static")
     network = runnable(family, FULL, initial_params(family, 0)).eval()
@@ -202,7 +202,7 @@ def check_onnx(family: ModelFamily, data: Data) -> None:
             _write(raw, data, Path(folder) / ONNX)
         except EnvironmentFailure:
             raise
-        except Exception as error:  # whatever stops torch's exporter, or onnxruntime: they have no common error
+        except Exception as error:  # torch's exporter and onnxruntime share no error class
             said = str(error).strip().partition("\n")[0]
             raise ConfigError(
                 f"{type(family).__name__} cannot be written as ONNX ({said}): set publish.onnx=false"
@@ -217,15 +217,15 @@ def to_onnx(exported: Exported, data: Data, path: Path) -> Path:
     """The network as ONNX: `images` uint8 (n, C, H, W), or `samples` (n, ...) of another type, -> `logits` float32
     (n, classes), or `outputs` (n, outputs) of another task; any n.
 
-    Raises EnvironmentFailure without onnx and onnxruntime, IntegrityError where the file answers something else on
-    test samples than the network.
+    Raises EnvironmentFailure without onnx and onnxruntime, IntegrityError if the file's outputs on test samples differ
+    from the network's.
     """
     return _write(exported.network, data, path)
 
 
 def _write(network: RawNetwork, data: Data, path: Path) -> Path:
     try:
-        import onnx  # noqa: F401 - torch wants it
+        import onnx  # noqa: F401 - torch's exporter needs it
         import onnxruntime
     except ImportError as error:
         raise EnvironmentFailure(
@@ -244,8 +244,8 @@ def _write(network: RawNetwork, data: Data, path: Path) -> Path:
 
 
 def _quietly(network: nn.Module, samples: Tensor, given: str, answer: str, path: Path) -> None:
-    """By tracing: a tenth of the time of torch's newer exporter, whose graph would be no other, as nothing in a network
-    depends on the data. It says on every call that it is not the newer one."""
+    """Exports by tracing. This takes a tenth of the time of torch's newer exporter and gives the same graph, since no
+    network's control flow depends on the data. The warning that a newer exporter exists is silenced."""
     import warnings
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -265,11 +265,11 @@ def _quietly(network: nn.Module, samples: Tensor, given: str, answer: str, path:
 
 # ------------------------------------------------------------------------------------------------ loading
 def load(folder: str | Path) -> RawNetwork:
-    """The network of an exported folder, in evaluation mode: raw samples, as images (B, C, H, W), uint8, to outputs, as
-    logits (B, classes).
+    """The network of an exported folder, in evaluation mode. It takes raw samples, for example uint8 images (B, C, H,
+    W), and gives outputs, for example logits (B, classes).
 
-    `load(mlflow.artifacts.download_artifacts("models:/<name>-<level>@champion"))` is a level of the champion.
-    Raises IntegrityError for files that are missing, damaged or not of each other.
+    `load(mlflow.artifacts.download_artifacts("models:/<name>-<level>@champion"))` downloads a level of the champion and
+    loads it. Raises IntegrityError for files that are missing, damaged or do not belong together.
     """
     about = read(folder)
     path = Path(folder) / WEIGHTS

@@ -1,4 +1,4 @@
-"""What the networks share: convolution, batch norm and linear layers with their slots, and checks of their options."""
+"""Common parts of the networks: convolution, batch norm and linear layers with their slots, and checks of options."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fl_engine.core.widths import exit_name
 from fl_engine.training import lanes
 
 Norm = Literal["batch", "static"]
-"""`batch`: statistics of the batch at hand, in evaluation too (FlexFL, AdaptiveFL). `static`: kept ones."""
+"""`batch`: the statistics of the current batch, in evaluation too (FlexFL, AdaptiveFL). `static`: stored ones."""
 
 WIDEST, LARGEST = 1000, 2**16
-"""A network of larger numbers fits into no memory, and into no integer of torch's."""
+"""Upper bounds of the width and of all sizes. A larger network fits neither into memory nor into torch's integers."""
 
 FREE = Axis(None)
 """An axis that is never sliced: kernel rows and columns, image channels."""
 
 
 class StaticBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm that keeps running statistics but no batch counter: that has no channels and no average.
+    """Batch norm with running statistics but without a batch counter, which can be neither sliced nor averaged.
 
-    PyTorch's own tracking would put the counter into every state, hence the two buffers by hand.
+    PyTorch's own tracking would add the counter to every state, so the two buffers are registered here.
     """
 
     running_mean: Tensor
@@ -98,11 +98,11 @@ def linear_slots(name: str, block: str, inside: Axis, out: Axis) -> dict[str, Sl
 
 
 class ImageFamily(ModelFamily, TakesImages, Protocol):
-    """A network for images of a smallest side."""
+    """A network for images, which have to have a least side."""
 
 
 def check_options(family: ImageFamily, width: float, norm: str) -> None:
-    """Raises ModelError for what no network here can be built from."""
+    """Raises ModelError for options from which no network can be built."""
     name, chw, least = type(family).__name__, family.input_shape, family.min_hw
     if not are_sizes(chw, 3):
         raise ModelError(f"{name}: input_shape is a tuple of three positive integers (C, H, W), got {chw!r}")
@@ -117,7 +117,8 @@ def check_options(family: ImageFamily, width: float, norm: str) -> None:
 
 
 def check_sizes(family: ModelFamily, form: str, axes: int, width: float) -> None:
-    """Raises ModelError for what no network for samples of so many axes can be built from. `form` names the axes."""
+    """Raises ModelError for sizes from which no network for samples with `axes` axes can be built. `form` names the
+    axes."""
     if not are_sizes(family.input_shape, axes):
         name, what = type(family).__name__, "one positive integer" if axes == 1 else f"{axes} positive integers"
         raise ModelError(f"{name}: input_shape is a tuple of {what}, {form}, got {family.input_shape!r}")
@@ -147,11 +148,10 @@ def are_sizes(value: object, count: int) -> bool:
 def check_spec(
     layout: ParamLayout, spec: SubmodelSpec, skippable: Collection[str] = (), exits: Collection[str] = ()
 ) -> None:
-    """Raises ModelError where `spec` asks for what is not there, or drops a block that nothing can replace.
+    """Raises ModelError if `spec` names something that does not exist, or drops a block that the network needs.
 
-    A block around which an identity shortcut leads is skippable: without it the network is still a network. With
-    early exits any output, the classifier's included, can be dropped as long as one stays, and what lies behind
-    the last one kept must be dropped.
+    A block with an identity shortcut around it is skippable. With early exits, any output, also the classifier's, can
+    be dropped as long as one stays, and all blocks behind the last output kept must be dropped.
     """
     layout.check(spec)
     blocks = layout.blocks

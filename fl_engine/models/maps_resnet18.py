@@ -1,15 +1,15 @@
-"""ResNet18 in its first form (He et al., CVPR 2016), for maps from about 32x32 up: what the networks of FedAIoT for
-UT-HAR, Widar and EPIC-SOUNDS have in common.
+"""ResNet18 in its original form (He et al., CVPR 2016), for maps from about 32x32 up: the common part of FedAIoT's
+networks for UT-HAR, Widar and EPIC-SOUNDS.
 
 A 7x7 stem of stride 2 and a 3x3 max pool of stride 2; four stages of two basic blocks with 64, 128, 256 and 512
 channels, of stride 1, 2, 2, 2; global average pool; classifier. The 3x3 convolutions have no bias. A shortcut is a 1x1
-convolution with norm where a stage changes stride or channels, else an identity. With 64 channels the stem is tied to
-stage 1, whose shortcuts then are all identities.
+convolution with norm where a stage changes stride or channels, else an identity. If the stem has 64 channels, it is
+tied to stage 1, whose shortcuts are then all identities.
 
-With group norm the statistics of a sample run over two groups of channels, the first and the second half of them. So
-a "channel" of the layout is a pair, the i-th of each half (`Axis.copies`): any slice keeps as many of one group as of
-the other, and each in the group that it was in. A rule's width counts pairs. The statistics run over the channels that
-are kept: a slice is the network built at that width, not the whole network with the rest zeroed.
+Group norm computes a sample's statistics over two groups of channels, the first and the second half. So a "channel" of
+the layout is a pair, the i-th channel of each half (`Axis.copies`): a slice keeps as many channels of one group as of
+the other, and each stays in its group. A rule's width counts pairs. The statistics cover only the channels that are
+kept: a slice equals the network built at that width, not the full network with the other channels set to zero.
 
 Groups: stem (where it is not tied), stage1 .. stage4. Blocks: stem, stage<s>.<b> (b from 0), classifier. The blocks
 with an identity shortcut can be dropped. An early exit may sit behind each block of a stage.
@@ -36,7 +36,8 @@ HALVES = 2
 
 
 class GroupNorm(nn.GroupNorm):
-    """torch's, for a single number in a group too: what is left then is the bias. torch's module refuses one."""
+    """torch's group norm, which also accepts groups of a single value. Their output is the bias; torch's own module
+    raises an error."""
 
     def forward(self, input: Tensor) -> Tensor:
         return torch.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
@@ -51,12 +52,12 @@ class Trunk:
     stem: int = CHANNELS["stage1"]
     """Channels of the stem, before `width`."""
     late_stride: bool = False
-    """The second 3x3 convolution of a block has its stride, not the first."""
+    """Whether a block's stride is in its second 3x3 convolution instead of its first."""
     shortcut_bias: bool = False
 
     @property
     def tied(self) -> bool:
-        """Whether the stem has the channels of stage 1."""
+        """Whether the stem shares the channels of stage 1."""
         return self.stem == CHANNELS["stage1"]
 
     def groups(self) -> dict[str, int]:
@@ -65,7 +66,7 @@ class Trunk:
         return {name: scaled(n // each, self.width) for name, n in sizes.items()}
 
     def slots(self, inside: Axis) -> dict[str, Slot]:
-        """In state order; `inside` are the channels of the maps that the stem takes."""
+        """The slots, in state order; `inside` are the channels of the stem's input."""
         before = self._axis("stage1" if self.tied else "stem")
         slots = self._unit_slots("stem", "stem", inside, before)
         for stage in CHANNELS:
@@ -109,7 +110,7 @@ class Trunk:
         return layers
 
     def prunable(self) -> tuple[Prunable, ...]:
-        """A stage is a layer; a stem of its own is one, too."""
+        """Each stage is one prunable layer, and so is the stem if it is not tied."""
         layers = [] if self.tied else [Prunable("stem", ("stem.",), ("stem.relu",))]
         for stage in CHANNELS:
             first = ("stem.",) if self.tied and stage == "stage1" else ()
@@ -146,7 +147,7 @@ class Trunk:
         slots = {f"{name}.conv.weight": Slot(block, (out, inside, FREE, FREE))}
         if bias:
             slots[f"{name}.conv.bias"] = Slot(block, (out,))
-        # Group norm has the entries of a batch norm on the statistics of its batch.
+        # Group norm has the parameters of a batch norm without stored statistics.
         return slots | batch_norm_slots(f"{name}.norm", block, out, "batch" if self.norm == "group" else self.norm)
 
 

@@ -1,16 +1,16 @@
-"""MobileNetV2 (Sandler et al., CVPR 2018) in the form for small images, as FlexFL and AdaptiveFL use it.
+"""MobileNetV2 (Sandler et al., CVPR 2018) for small images, as FlexFL and AdaptiveFL use it.
 
-A 3x3 stem of stride 1, seven stages of inverted residuals, a 1x1 head, a global *max* pool, and a 1x1
-convolution as the classifier. Convolutions have a bias besides batch norm; ReLU6. A block expands its input t
-times (in stage 1, where t = 1, the expanding convolution is there too), so its hidden channels belong to the
-input's group: channel c of the input owns the hidden channels t*c .. t*c + t - 1.
-At 3x32x32 and 10 / 100 / 200 classes: 2,254,858 / 2,370,148 / 2,498,248 parameters.
+A 3x3 stem of stride 1, seven stages of inverted residuals, a 1x1 head, a global *max* pool, and a 1x1 convolution as
+the classifier. Convolutions have a bias and batch norm; activations are ReLU6. A block expands its input t times (in
+stage 1, where t = 1, the expanding convolution is there too), so its hidden channels belong to the input's group:
+channel c of the input owns the hidden channels t*c .. t*c + t - 1. At 3x32x32 and 10 / 100 / 200 classes: 2,254,858 /
+2,370,148 / 2,498,248 parameters.
 
-The stages' strides are the original's, 1, 2, 2, 2, 1, 2, 1, as in AdaptiveFL's published code (FlexFL's text
-gives none), so 32x32 pixels end as 2x2.
+The stages have the original strides, 1, 2, 2, 2, 1, 2, 1, as in AdaptiveFL's published code (FlexFL's text gives none),
+so 32x32 pixels become 2x2.
 
-Departs from the authors' code: that adds a shortcut where a sub-model happens to have equal widths on both
-sides of a block; here, as in the full network, a shortcut leads around all blocks of a stage but the first.
+Departs from the authors' code, which adds a shortcut wherever a sub-model happens to have equal widths on both sides of
+a block; here, as in the full network, all blocks of a stage but the first have a shortcut.
 
 Groups: stem, stage1 .. stage7, head, classes. Blocks: stem, stage<s>.<b> (b from 0), head, classifier. The
 blocks with a shortcut, b >= 1, can be dropped. An early exit may sit behind each block of a stage.
@@ -31,7 +31,7 @@ from fl_engine.models.layers import FREE, Norm, check_options, check_spec, conv_
 
 class Stage(NamedTuple):
     t: int
-    """How often a block expands its input."""
+    """The factor by which a block expands its input's channels."""
     channels: int
     depth: int
     stride: int
@@ -79,12 +79,12 @@ class MobileNetV2:
     """Multiplies the channels of the stem, of every stage and of the head."""
     norm: Norm = "batch"
     exits: tuple[str, ...] = ()
-    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
     exit_convs: Convs = ()
-    """Pairs [block, n]: n 3x3 convolutions in the head of an exit behind it; else none."""
+    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
 
     min_hw: ClassVar[int] = 17
-    """Up to 16x16 the last map is a single pixel, and one image alone has no batch statistics there."""
+    """Up to 16x16 the last map is a single pixel, so a batch of one image has no variance there."""
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
@@ -106,7 +106,7 @@ class MobileNetV2:
         return ParamLayout(groups | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
         layout = self.layout()
         identities = [f"{name}.{b}" for name, stage in STAGES.items() for b in range(1, stage.depth)]
         check_spec(layout, spec, skippable=identities, exits=self.exits)

@@ -1,15 +1,15 @@
 """A small anchor-free detector for small objects: boxes and categories at every fourth pixel.
 
-In the manner of FCOS (Tian et al., ICCV 2019), which predicts a box and categories at each point of a map, on a
-residual network (He et al., CVPR 2016) with a feature pyramid (Lin et al., CVPR 2017). Departs from both: the pyramid
-is read at its finest level alone, since in a drone's picture of 224 x 224 half of all objects are narrower than 4
-pixels; boxes and categories share one tower; there is no centre-ness; and widths are chosen for 3 million parameters,
-the size of the smallest published detectors.
+It follows FCOS (Tian et al., ICCV 2019), which predicts a box and categories at each point of a map, on a residual
+network (He et al., CVPR 2016) with a feature pyramid (Lin et al., CVPR 2017). Departs from them: only the finest map of
+the pyramid is used, since in a drone's picture of 224 x 224 half of all objects are narrower than 4 pixels; boxes and
+categories share one tower; there is no centre-ness; and the widths are chosen to give 3 million parameters, the size of
+the smallest published detectors.
 
 A 3x3 stem of stride 2; four stages of basic blocks with 48, 96, 192 and 256 channels and stride 2 each (the last one
-with a single block); the stages' maps are brought to as many channels by 1x1 convolutions, and added up from the
-coarsest to the finest, each enlarged to the next one's size; two 3x3 convolutions, and a 1x1 convolution to the
-outputs. At 3x224x224 and 16 outputs (12 categories): 2,817,872 parameters.
+with a single block); 1x1 convolutions bring the stages' maps to the same number of channels, and the maps are added
+from the coarsest to the finest, each enlarged to the size of the next; two 3x3 convolutions, and a 1x1 convolution to
+the outputs. At 3x224x224 and 16 outputs (12 categories): 2,817,872 parameters.
 
 Groups: stem, stage1 .. stage4, pyramid, tower, and the outputs. Blocks: stem, stage<s>.<b> (b from 0), pyramid, tower,
 output. The stages' blocks with an identity shortcut, b >= 1, can be dropped.
@@ -37,7 +37,7 @@ DEPTHS = {"stage1": 2, "stage2": 2, "stage3": 2, "stage4": 1}
 class PointDetector:
     input_shape: tuple[int, int, int]
     outputs: int
-    """Of each point: four of the box and one for each category."""
+    """Outputs of each point: four for the box and one for each category."""
     width: float = 1.0
     """Multiplies the channels of all groups."""
     norm: Norm = "batch"
@@ -45,7 +45,7 @@ class PointDetector:
     published_input: ClassVar[tuple[int, ...]] = (3, 224, 224)
     published_outputs: ClassVar[int] = 16
     min_hw: ClassVar[int] = 33
-    """Up to 32x32 the coarsest map is a single pixel, and one image alone has no batch statistics there."""
+    """Up to 32x32 the coarsest map is a single pixel, so a batch of one image has no variance there."""
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)

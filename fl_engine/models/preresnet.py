@@ -1,19 +1,17 @@
 """PreResNet18: the pre-activation ResNet (He et al., ECCV 2016) for small images, as HeteroFL (Diao et al., ICLR
 2021) and FedRolex (Alam et al., NeurIPS 2022) use it.
 
-A 3x3 stem of stride 1, a bare convolution; four stages of two blocks with 64, 128, 256 and 512 channels, of stride
-1, 2, 2, 2; a last batch norm + ReLU; global average pool; classifier. No convolution has a bias, no shortcut a
-norm. A block normalises its input first: out = relu(norm1(x)), then conv2(relu(norm2(conv1(out)))) is added to x,
-or, where a stage changes the width, to a 1x1 convolution of out. Stage 1 does not change it, so its shortcuts tie
-it to the stem.
-At 3x32x32 and 10 classes: 11,172,170 parameters (FedRolex, Table 3.6, with the totals of its sub-models).
+A 3x3 stem of stride 1, a bare convolution; four stages of two blocks with 64, 128, 256 and 512 channels, of stride 1,
+2, 2, 2; a last batch norm + ReLU; global average pool; classifier. No convolution has a bias, no shortcut a norm. A
+block normalises its input first: out = relu(norm1(x)), then conv2(relu(norm2(conv1(out)))) is added to x, or, where a
+stage changes the width, to a 1x1 convolution of out. Stage 1 keeps the stem's width, so its shortcuts tie it to the
+stem. At 3x32x32 and 10 classes: 11,172,170 parameters (FedRolex, Table 3.6, which also lists its sub-models).
 
-Departs from the authors' code: their scaler after each convolution is part of the training there, not of the
-network.
+Departs from the authors' code: their scaler after each convolution is part of the training here, not of the network.
 
-Groups: stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0), norm, classifier. The blocks with an
-identity shortcut, stage1.0 and those with b = 1, can be dropped. An early exit may sit behind each block of a stage;
-it takes the sum that the block puts out, before any norm.
+Groups: stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0), norm, classifier. The blocks with an identity
+shortcut, stage1.0 and those with b = 1, can be dropped. An early exit may sit behind each block of a stage; it takes
+the block's sum, before any norm.
 """
 
 from __future__ import annotations
@@ -91,12 +89,12 @@ class PreResNet18:
     """Multiplies the channels of every stage."""
     norm: Norm = "batch"
     exits: tuple[str, ...] = ()
-    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
     exit_convs: Convs = ()
-    """Pairs [block, n]: n 3x3 convolutions in the head of an exit behind it; else none."""
+    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
 
     min_hw: ClassVar[int] = 9
-    """Up to 8x8 the last map is a single pixel, and one image alone has no batch statistics there."""
+    """Up to 8x8 the last map is a single pixel, so a batch of one image has no variance there."""
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
@@ -117,7 +115,7 @@ class PreResNet18:
         return ParamLayout(groups | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
         layout = self.layout()
         identities = [f"{stage}.{b}" for stage in CHANNELS for b in range(DEPTH) if not _projects(stage, b)]
         check_spec(layout, spec, skippable=identities, exits=self.exits)
@@ -145,7 +143,7 @@ class PreResNet18:
         return tuple(f"{stage}.{b}" for stage in CHANNELS for b in range(DEPTH))
 
     def prunable(self) -> tuple[Prunable, ...]:
-        # The stem has the channels of stage 1, the last norm those of stage 4.
+        # The stem shares the channels of stage 1, the last norm those of stage 4.
         before, behind = {"stage1": ("stem.",)}, {"stage4": ("norm.",)}
         layers = []
         for stage in CHANNELS:

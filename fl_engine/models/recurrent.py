@@ -1,7 +1,7 @@
 """LSTMs, sliced by hidden unit: a unit owns one row in each of the four gates of torch's weights.
 
-A unit whose weights are all zero puts out zero at every step, so a slice runs like the whole layer with the rest
-zeroed. torch's LSTM has no form for training side by side: such networks train one client at a time.
+A unit whose weights are all zero gives zero at every step, so a slice computes the same as the whole layer with the
+other units' weights set to zero. torch's LSTM cannot run in lanes, so such networks train one client at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GATES = 4
 
 
 class Steps(nn.Module):
-    """Series (B, T, F) -> what the units put out at every step, (B, T, hidden)."""
+    """Series (B, T, F) -> the units' outputs at every step, (B, T, hidden)."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
@@ -26,8 +26,8 @@ class Steps(nn.Module):
 
 
 class BothEnds(nn.Module):
-    """Series (B, T, F) -> what each direction puts out once it has read all of it, (B, 2 * hidden): first the one
-    that reads forwards, then the one that reads backwards."""
+    """Series (B, T, F) -> each direction's output after it has read the whole series, (B, 2 * hidden): first the
+    forward direction, then the backward one."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""ResNet18 and ResNet34 (He et al., CVPR 2016) for small images, in the form of FlexFL and AdaptiveFL.
+"""ResNet18 and ResNet34 (He et al., CVPR 2016) for small images, as FlexFL and AdaptiveFL use them.
 
 A 3x3 stem of stride 1 with 64 channels and no max pool; four stages of basic blocks with 96, 128, 256 and 512
 channels, of stride 1, 2, 2, 2; global average pool; classifier. Convolutions have no bias. Since each stage
@@ -6,8 +6,8 @@ changes the width, the first block of *every* stage, the first included, has a p
 convolution + batch norm); all other shortcuts are identities, which tie a whole stage to one channel group.
 ResNet34 at 3x32x32 and 10 / 100 / 200 classes: 21,578,634 / 21,624,804 / 21,676,104 parameters.
 
-Departs from the authors' code: that leaves a projection out where a sub-model happens to have equal widths
-on both sides; here all sub-models have the same ones, so that each update has a place in the full network.
+Departs from the authors' code, which leaves a projection out where a sub-model happens to have equal widths on both
+sides; here all sub-models have the same projections, so that each update fits into the full network.
 
 Groups: stem, stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0), classifier. The blocks with an
 identity shortcut, b >= 1, can be dropped. An early exit may sit behind each block of a stage.
@@ -69,14 +69,14 @@ class _ResNet:
     """Multiplies the channels of the stem and of every stage."""
     norm: Norm = "batch"
     exits: tuple[str, ...] = ()
-    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
     exit_convs: Convs = ()
-    """Pairs [block, n]: n 3x3 convolutions in the head of an exit behind it; else none."""
+    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
 
     depths: ClassVar[tuple[int, int, int, int]]
     """Blocks per stage."""
     min_hw: ClassVar[int] = 9
-    """Up to 8x8 the last map is a single pixel, and one image alone has no batch statistics there."""
+    """Up to 8x8 the last map is a single pixel, so a batch of one image has no variance there."""
 
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
@@ -96,7 +96,7 @@ class _ResNet:
         return ParamLayout(groups | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
         layout = self.layout()
         identities = [f"stage{s}.{b}" for s, depth in enumerate(self.depths, 1) for b in range(1, depth)]
         check_spec(layout, spec, skippable=identities, exits=self.exits)

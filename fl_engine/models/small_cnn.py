@@ -1,4 +1,4 @@
-"""A small convolutional network for images from 8x8 up, quick on one CPU core: ours, from no paper.
+"""A small convolutional network for images from 8x8 up, quick on one CPU core. It is not from a paper.
 
 Three 3x3 convolutions with batch norm and ReLU (16, 32, 64 channels), a 2x2 max pool after the first two, one
 hidden layer and the classifier. At 1x8x8 and ten classes: 40,618 parameters.
@@ -38,11 +38,11 @@ class SmallCNN:
     width: float = 1.0
     """Multiplies the channels of every convolution and the hidden units."""
     norm: Norm = "batch"
-    """batch: statistics of the batch at hand; static: kept ones."""
+    """batch: the statistics of the current batch; static: stored ones."""
     exits: tuple[str, ...] = ()
-    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
     exit_convs: Convs = ()
-    """Pairs [block, n]: n 3x3 convolutions in the head of an exit behind it; else none."""
+    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
 
     min_hw: ClassVar[int] = 8
 
@@ -61,7 +61,7 @@ class SmallCNN:
         return ParamLayout(groups | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
         layout = self.layout()
         check_spec(layout, spec, exits=self.exits)
         c1, c2, c3, hidden, classes = (layout.width(spec, group) for group in (*CHANNELS, HEAD))
@@ -86,6 +86,6 @@ class SmallCNN:
         return tuple(Prunable(name, (f"{name}.",), (f"{name}.relu",)) for name in CHANNELS)
 
     def _last_map(self) -> int:
-        """Pixels of one channel where the flatten is."""
+        """Pixels of the last map, which is flattened."""
         _, h, w = self.input_shape
         return (h // 4) * (w // 4)

@@ -1,15 +1,15 @@
 """The ResNet18 of FedAIoT for UT-HAR (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of
-Things, Michigan State University 2023, section 2.3.3.2), after SenseFi (Yang et al., Patterns 4(3), 2023): what a
-person does, told from the amplitude of a Wi-Fi signal.
+Things, Michigan State University 2023, section 2.3.3.2), after SenseFi (Yang et al., Patterns 4(3), 2023): it
+recognises a person's activity from the amplitude of a Wi-Fi signal.
 
-A 7x7 convolution of stride 3 along the packets, a 2x2 max pool and a 10x11 convolution, to three channels each, with
-bias and ReLU and without padding; then `maps_resnet18` with group norm, the stride in the second 3x3 convolution of a
-block, and a bias in its 1x1 shortcuts. At 1x250x90 and 7 classes: 11,182,142 parameters.
+A 7x7 convolution of stride 3 along the packets, a 2x2 max pool and a 10x11 convolution; both convolutions have three
+output channels, bias and ReLU, and no padding. Then follows `maps_resnet18` with group norm, the stride in the second
+3x3 convolution of a block, and a bias in its 1x1 shortcuts. At 1x250x90 and 7 classes: 11,182,142 parameters.
 
-Samples of several channels, 3x30x250 as in the text, are antennas, subcarriers and packets: they are laid out as the
+Samples of several channels, 3x30x250 in the text, are antennas, subcarriers and packets. They are rearranged to the
 1x250x90 of the authors' code, so the network is the same.
 
-Departs from the authors' code: its last version has batch norm; the text says group norm.
+Departs from the authors' code, whose last version has batch norm; the text says group norm.
 
 Groups: down1, down2, those of `maps_resnet18`, classes. Blocks: down1, down2, those of `maps_resnet18`.
 """
@@ -30,7 +30,7 @@ from fl_engine.models.maps_resnet18 import Trunk
 
 DOWN = {"down1": 3, "down2": 3}
 LEAST = (64, 28)
-"""Packets, and subcarriers of all antennas: the 10x11 convolution sees a map of no less than that."""
+"""The fewest packets, and subcarriers of all antennas, for which the 10x11 convolution fits into its input map."""
 
 
 class AsPackets(nn.Module):
@@ -48,7 +48,7 @@ class UTHARResNet18:
     width: float = 1.0
     """Multiplies the channels of the first two convolutions, the stem and every stage."""
     exits: tuple[str, ...] = ()
-    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
 
     published_input: ClassVar[tuple[int, ...]] = (1, 250, 90)
     published_outputs: ClassVar[int] = 7
@@ -77,7 +77,7 @@ class UTHARResNet18:
         return ParamLayout(groups | trunk.groups() | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, *input_shape) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
+        """(B, *input_shape) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
         layout, trunk = self.layout(), self._trunk()
         check_spec(layout, spec, skippable=trunk.skippable(), exits=self.exits)
         first, second = (layout.width(spec, name) for name in DOWN)

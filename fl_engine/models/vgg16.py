@@ -3,8 +3,8 @@
 Thirteen 3x3 convolutions with bias and batch norm, five 2x2 max pools, two hidden layers with dropout 0.5,
 the classifier. At 3x32x32 and 10 / 100 / 200 classes: 33,646,666 / 34,015,396 / 34,425,096 parameters.
 
-Departs from the authors' code: for images that are not RGB that shrinks the hidden layers to 256 units and
-leaves the last pool out; here the network is the same for all, and `fc` says how wide the hidden layers are.
+Departs from the authors' code, which for images that are not RGB shrinks the hidden layers to 256 units and leaves the
+last pool out; here the network is the same for all images, and `fc` sets the hidden layers' units.
 
 Groups: conv1 .. conv13, fc1, fc2, classes. Blocks: conv1 .. conv13, fc1, fc2, classifier. An early exit may sit
 behind each block but the classifier.
@@ -47,9 +47,9 @@ class VGG16:
     """Multiplies the channels of every convolution and the units of both hidden layers."""
     norm: Norm = "batch"
     exits: tuple[str, ...] = ()
-    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
     exit_convs: Convs = ()
-    """Pairs [block, n]: n 3x3 convolutions in the head of an exit behind it; else none."""
+    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
 
     min_hw: ClassVar[int] = 32
 
@@ -75,7 +75,7 @@ class VGG16:
         return ParamLayout(groups | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
         layout = self.layout()
         check_spec(layout, spec, exits=self.exits)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -104,6 +104,6 @@ class VGG16:
         return tuple(Prunable(name, (f"{name}.",), (f"{name}.relu",)) for name in self.exit_points())
 
     def _last_map(self) -> int:
-        """Pixels of one channel where the flatten is."""
+        """Pixels of the last map, which is flattened."""
         _, h, w = self.input_shape
         return (h // 32) * (w // 32)

@@ -1,10 +1,10 @@
 """The ResNet18 of FedAIoT for Widar (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of
-Things, Michigan State University 2023, section 2.3.3.3), after SenseFi (Yang et al., Patterns 4(3), 2023): gestures,
-told from the body-coordinate velocity profiles of 22 moments.
+Things, Michigan State University 2023, section 2.3.3.3), after SenseFi (Yang et al., Patterns 4(3), 2023): it
+recognises gestures from the body-coordinate velocity profiles of 22 moments.
 
-Two transposed 7x7 convolutions, to three channels each, with bias and ReLU; then `maps_resnet18` with group norm, the
-stride in the second 3x3 convolution of a block, and a bias in its 1x1 shortcuts. At 22x20x20 and 9 classes: 11,185,706
-parameters.
+Two transposed 7x7 convolutions, each with three output channels, bias and ReLU; then `maps_resnet18` with group norm,
+the stride in the second 3x3 convolution of a block, and a bias in its 1x1 shortcuts. At 22x20x20 and 9 classes:
+11,185,706 parameters.
 
 Groups: up1, up2, those of `maps_resnet18`, classes. Blocks: up1, up2, those of `maps_resnet18`.
 """
@@ -34,7 +34,7 @@ class WidarResNet18:
     width: float = 1.0
     """Multiplies the channels of the transposed convolutions, the stem and every stage."""
     exits: tuple[str, ...] = ()
-    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
 
     published_input: ClassVar[tuple[int, ...]] = (22, 20, 20)
     published_outputs: ClassVar[int] = 9
@@ -56,7 +56,7 @@ class WidarResNet18:
         return ParamLayout(groups | trunk.groups() | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of such, one per output kept."""
+        """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
         layout, trunk = self.layout(), self._trunk()
         check_spec(layout, spec, skippable=trunk.skippable(), exits=self.exits)
         layers: OrderedDict[str, nn.Module] = OrderedDict()

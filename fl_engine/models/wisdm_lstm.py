@@ -1,11 +1,13 @@
 """The LSTM of FedAIoT for WISDM (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of
-Things, Michigan State University 2023, section 2.3.3.1): what a phone or a watch measures over 200 steps.
+Things, Michigan State University 2023, section 2.3.3.1): it recognises activities from what a phone or a watch measures
+over 200 steps.
 
 An LSTM with 6 hidden units; its outputs at all steps, flattened; a hidden layer of 128 units with ReLU; the
 classifier; dropout 0.2 before each of the two linear layers. At 200x6 and 12 classes: 155,612 parameters.
 
-Groups: lstm, fc1, classes. Blocks: lstm, fc1, classifier. An LSTM has no ReLU: FlexFL takes its APoZ to be
-`pool.UNMEASURED`. A unit is a sixth of the network, so FlexFL's models are up to 8 points from their targets.
+Groups: lstm, fc1, classes. Blocks: lstm, fc1, classifier. An LSTM has no ReLU, so no APoZ: FlexFL uses
+`pool.UNMEASURED`. Each of the six units stands for about a sixth of all parameters, so the sizes of FlexFL's models
+miss their targets by up to 8 percentage points.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class TinyNet:
     conv: int = 8
     hidden: int = 32
     exits: tuple[str, ...] = ()
-    """Blocks, of `exit_points` and in their order, behind which an early exit sits."""
+    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
 
     min_hw: ClassVar[int] = 4
 

@@ -308,7 +308,7 @@ def test_bad_heads_are_named(convs: Any, message: str) -> None:
 
 def test_a_head_behind_a_vector_has_no_convolutions() -> None:
     family = SmallCNN((1, 8, 8), 10, exits=("fc1",), exit_convs=(("fc1", 2),))
-    with pytest.raises(ModelError, match=r"the exit behind 'fc1' sees a vector, no map: .* got 2"):
+    with pytest.raises(ModelError, match=r"the exit behind 'fc1' gets a vector, not a map: .* got 2"):
         family.layout()
 
 
