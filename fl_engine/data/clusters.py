@@ -1,7 +1,8 @@
-"""Clusters of samples that are alike, as labels for partition rules where there are no better ones (FedAIoT, section
-2.2.3.1: ten clusters of ImageNet features of VGG19; its published code: a hundred of ResNet-50's).
+"""Clusters of similar samples, used as labels by partition rules if the data have no better ones (FedAIoT, section
+2.2.3.1: ten clusters of VGG19's ImageNet features; its published code: a hundred of ResNet-50's).
 
-The thesis calls the method "K-nearest neighbors"; its code is k-means, as here: scikit-learn's, the best of ten starts.
+The thesis calls the method "K-nearest neighbors"; its code is k-means, as here: scikit-learn's, with the best of ten
+starts.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ STARTS = 10
 
 
 def features_of(path: Path, samples: int) -> NDArray[np.float32]:
-    """(samples, F), a row for each training sample, from a .npy file; further axes are made one. Raises PartitionError,
-    which names the file."""
+    """(samples, F), a row of features for each training sample, from a .npy file; further axes are flattened. Raises
+    PartitionError, which names the file."""
     try:
         found = mapped(path)
     except ValueError as error:
@@ -32,18 +33,18 @@ def features_of(path: Path, samples: int) -> NDArray[np.float32]:
             f"partition.features = {path}: a row of features for each of the {samples} training samples is expected, "
             f"found {' x '.join(map(str, found.shape))} numbers"
         )
-    with np.errstate(over="ignore"):  # what becomes infinite is refused
+    with np.errstate(over="ignore"):  # infinite values are refused below
         features = found.reshape(samples, -1).astype(np.float32)
     _check_finite(features, f"partition.features = {path}")
     return features
 
 
 def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str) -> NDArray[np.int64]:
-    """(N,): the number of each sample's cluster, 0 to count - 1, by k-means on `features` (N, F). `what`: the features,
-    in a message.
+    """(N,): the number of each sample's cluster, 0 to count - 1, by k-means on `features` (N, F). `what` names the
+    features in error messages.
 
-    A function of features and seed on one machine; another may decide a tie by its last bits. Raises PartitionError
-    where there are fewer different samples than clusters.
+    The result depends on features and seed alone, on one machine; another machine may break a tie differently because
+    of rounding. Raises PartitionError if there are fewer different samples than clusters.
     """
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
@@ -53,9 +54,9 @@ def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str)
     if len(features) < count:
         raise PartitionError(f"{what}: {count} clusters of {len(features)} samples: lower partition.clusters")
     state = seeds.derive(seed, "clusters") % 2**32
-    # With more threads the order of the sums, and with it the last bits, is left to chance.
+    # With more threads the order of the sums, and so their last bits, would vary from run to run.
     with threadpool_limits(1), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different samples than clusters: see below
+        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different samples than clusters are refused below
         found = KMeans(count, n_init=STARTS, random_state=state).fit_predict(features)
     different = len(np.unique(found))
     if different < count:

@@ -1,7 +1,7 @@
-"""What every data set needs: find, check, download and parse files; pad, take subsets, fingerprint.
+"""Helpers for all data sets: find, check, download and parse files; pad images, take subsets, compute fingerprints.
 
-Loading never touches the network and downloading never overwrites: a file that is there but wrong is an error
-that says so, because only its owner knows whether it may go.
+Loading never touches the network and downloading never overwrites: an existing but wrong file is an error, because only
+its owner knows whether it may be deleted.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from fl_engine.core.samples import Data
 DEFAULT_ROOT = "~/.cache/flexfleet/data"
 CHUNK = 1 << 20
 LARGEST_SIDE = 1024
-"""Pixels, the largest side of a padded image."""
+"""The largest side of a padded image, in pixels."""
 COUNTED = 4096
-"""Images whose bytes are counted at a time."""
+"""How many images' bytes are counted at a time."""
 MOST_NAMED = 10
 """Missing files that an error lists by name."""
 
@@ -48,22 +48,22 @@ log = logging.getLogger(__name__)
 
 # --------------------------------------------------------------------------------------- finding and checking
 def data_root(argument: str | os.PathLike[str] | None = None) -> Path:
-    """Where data sets lie: the argument, else the variable FLEXFLEET_DATA, else ~/.cache/flexfleet/data. Raises
+    """The folder of all data sets: the argument, else the variable FLEXFLEET_DATA, else ~/.cache/flexfleet/data. Raises
     DataError for the home folder (~name) of a user that does not exist."""
     root = Path(argument or os.environ.get("FLEXFLEET_DATA") or DEFAULT_ROOT)
     try:
         return root.expanduser()
     except RuntimeError as error:
-        raise DataError(f"the data root {root} is of no home that there is ({error}); give a folder") from error
+        raise DataError(f"the data root {root} is of an unknown user's home ({error}); give a folder") from error
 
 
 def absent(root: Path, files: Sequence[str]) -> tuple[Path, ...]:
-    """Those of `files` (relative to `root`) that are not there; of a name with a `*`, where no file fits it."""
+    """Those of `files` (relative to `root`) that do not exist; a name with a `*` is absent if no file matches it."""
     return tuple(root / file for file in files if not any(path.is_file() for path in root.glob(file)))
 
 
 def require(name: str, root: Path, files: Sequence[str], url: str) -> None:
-    """Raises DataError unless every one of `files` (relative to `root`) is there."""
+    """Raises DataError unless all `files` (relative to `root`) exist."""
     _require(name, root, files, f"Run `flexfleet fetch {name}`, or download {url} and put the files there")
 
 
@@ -84,9 +84,9 @@ def _require(name: str, root: Path, files: Sequence[str], how: str) -> None:
 
 
 def read(path: Path, checksum: str | None = None, most: int | None = None) -> bytes:
-    """The content of a file, which must match `checksum` (`md5:...`, `sha1:...`) where one is known.
+    """The content of a file, which must match `checksum` (`md5:...`, `sha1:...`) if one is given.
 
-    Raises DataError for a file that cannot be read, has more than `most` bytes or is not what its checksum says.
+    Raises DataError for a file that cannot be read, has more than `most` bytes or does not match its checksum.
     """
     try:
         if most is not None and (size := path.stat().st_size) > most:
@@ -106,8 +106,7 @@ def read(path: Path, checksum: str | None = None, most: int | None = None) -> by
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 (hex) of a file, of which never more than a piece is in memory. Raises DataError where it cannot be
-    read."""
+    """The SHA-256 (hex) of a file, read in pieces. Raises DataError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -127,7 +126,7 @@ class Remote:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes its place at `path` only when all went well; nobody ever sees half of it."""
+    """Yields a file to write, which replaces `path` unless an error is raised, so that `path` is never half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -139,9 +138,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def download(remote: Remote, folder: Path, timeout_s: float = 60.0) -> Path:
-    """Downloads one file unless it is there and right; progress goes to the log, a tenth at a time.
+    """Downloads one file unless it exists and is right. Logs progress in steps of a tenth.
 
-    Raises DataError when the network fails or the content is not what the checksum says; nothing is kept.
+    Raises DataError if the network fails or the content does not match the checksum; then nothing is kept.
     """
     target = folder / remote.filename
     if target.exists():
@@ -181,14 +180,14 @@ DAMAGE = (
     KeyError, tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError,
     RuntimeError, struct.error, MemoryError,
 )  # fmt: skip
-"""What a damaged archive makes its reader raise; memory, where a header declares a dictionary of gigabytes."""
+"""The errors that readers raise for a damaged archive; MemoryError if a header declares a dictionary of gigabytes."""
 
 
 def extract(archive: Path, members: Mapping[str, Path]) -> None:
-    """Writes the named members of a tar file, or of a zip file (by the name's end), to the given paths.
+    """Writes the named members of a tar or zip file (told apart by the file's suffix) to the given paths.
 
-    Nothing else in it is looked at and no path is taken from it, so no archive can write elsewhere.
-    Raises DataError for an archive that is broken or has no such member.
+    Other members are ignored and no path is taken from the archive, so no archive can write elsewhere. Raises DataError
+    for an archive that is broken or has no such member.
     """
     try:
         if archive.suffix == ".zip":
@@ -202,7 +201,7 @@ def extract(archive: Path, members: Mapping[str, Path]) -> None:
                 member = tar.getmember(name)
                 source = tar.extractfile(member) if member.isreg() else None
                 if source is None:
-                    raise DataError(f"{archive}: {name} is no plain file; delete the archive and fetch again")
+                    raise DataError(f"{archive}: {name} is not a plain file; delete the archive and fetch again")
                 with source, replacing(target) as out:
                     shutil.copyfileobj(source, out, CHUNK)
     except DAMAGE as error:
@@ -211,8 +210,8 @@ def extract(archive: Path, members: Mapping[str, Path]) -> None:
 
 # ---------------------------------------------------------------------------------------------------- parsing
 def gunzip(path: Path, content: bytes, most: int) -> bytes:
-    """What `content`, a gzip file's, unpacks to. A size that is declared is not believed: at most `most` + 1 bytes
-    are unpacked, and the parser of the format refuses what is too long. Raises DataError, which names `path`."""
+    """Unpacks `content`, that of a gzip file. The declared size is not trusted: at most `most` + 1 bytes are unpacked,
+    and the format's parser refuses what is too long. Raises DataError, which names `path`."""
     try:
         with gzip.open(io.BytesIO(content)) as file:
             return file.read(most + 1)
@@ -223,8 +222,9 @@ def gunzip(path: Path, content: bytes, most: int) -> bytes:
 def parse_idx(path: Path, content: bytes, axes: int) -> NDArray[np.uint8]:
     """An idx file of unsigned bytes (format: http://yann.lecun.com/exdb/mnist) with `axes` axes.
 
-    Bytes 0-1 are zero, byte 2 is 8 (unsigned byte), byte 3 the number of axes; then one big-endian uint32 for
-    each axis; then the values. Raises DataError for another magic number, no values, or a length the header denies.
+    Bytes 0-1 are zero, byte 2 is 8 (unsigned byte), byte 3 the number of axes; then one big-endian uint32 for each
+    axis; then the values. Raises DataError for another magic number, no values, or a length that contradicts the
+    header.
     """
     magic = bytes((0, 0, 8, axes))
     if content[:4] != magic:
@@ -238,7 +238,7 @@ def parse_idx(path: Path, content: bytes, axes: int) -> NDArray[np.uint8]:
     shape = tuple(int(size) for size in np.frombuffer(content[4:start], dtype=">u4"))
     expected = start + math.prod(shape)
     if expected == start:
-        raise DataError(f"{path}: the header says {' x '.join(map(str, shape))}, so no values at all; fetch it again")
+        raise DataError(f"{path}: the header says {' x '.join(map(str, shape))}, which is no values; fetch it again")
     if len(content) != expected:
         raise DataError(
             f"{path}: the header says {' x '.join(map(str, shape))} values, so {expected} bytes; "
@@ -250,10 +250,10 @@ def parse_idx(path: Path, content: bytes, axes: int) -> NDArray[np.uint8]:
 def parse_records(
     path: Path, content: bytes, records: int, chw: tuple[int, int, int], label_bytes: int = 1
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Images (N, C, H, W) and labels (N,) of a CIFAR binary file: per record the label bytes, of which the last, the
-    finest, is taken, then the planes.
+    """Images (N, C, H, W) and labels (N,) of a CIFAR binary file. A record is its label bytes, of which the last one,
+    the finest label, is used, then the colour planes.
 
-    Raises DataError when the file has not exactly `records` records.
+    Raises DataError unless the file has exactly `records` records.
     """
     size = label_bytes + chw[0] * chw[1] * chw[2]
     if len(content) != records * size:
@@ -266,7 +266,7 @@ def parse_records(
 
 
 def check_labels(path: Path, labels: NDArray[np.uint8], classes: int) -> None:
-    """Raises DataError where a label is none of 0 .. classes - 1."""
+    """Raises DataError for a label outside 0 .. classes - 1."""
     wrong = np.flatnonzero(labels >= classes)
     if wrong.size:
         raise DataError(
@@ -278,12 +278,12 @@ def check_labels(path: Path, labels: NDArray[np.uint8], classes: int) -> None:
 def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel of images (N, C, H, W), in units of 255, to four decimals.
 
-    For data sets whose authors print none. Sums of integers, so every machine agrees; a channel that never changes
-    is given the deviation 1.
+    For data sets whose authors publish none. They are computed from sums of integers, so all machines agree; a constant
+    channel gets the deviation 1.
     """
     mean, std = [], []
     for channel in range(images.shape[1]):
-        # Some images at a time: `bincount` makes integers of 8 bytes of what it counts.
+        # Some images at a time, because `bincount` converts its input to 8-byte integers.
         counts = np.zeros(256, dtype=np.int64)
         for at in range(0, len(images), COUNTED):
             counts += np.bincount(images[at : at + COUNTED, channel].ravel(), minlength=256)
@@ -298,10 +298,10 @@ def byte_statistics(images: NDArray[np.uint8]) -> tuple[tuple[float, ...], tuple
 
 # ----------------------------------------------------------------------------------------- splits and moments
 def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Ascending positions of the training and of the test part of a data set that comes without a split.
+    """Ascending positions of the training and the test part, for a data set that is published without a split.
 
     The test part is the one that scikit-learn's `train_test_split(test_size=test_share, random_state=42)` draws, which
-    is how published code often splits. NumPy's old generator, which it takes, is frozen: its stream never changes.
+    is how published code often splits. It uses NumPy's legacy generator, whose stream is guaranteed never to change.
     """
     drawn = np.random.RandomState(42).permutation(samples).astype(np.int64)
     test = math.ceil(test_share * samples)
@@ -309,7 +309,7 @@ def random_split(samples: int, test_share: float) -> tuple[NDArray[np.int64], ND
 
 
 def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per entry of `axis`, to six decimals, so that every machine has the same ones."""
+    """Mean and standard deviation per entry of `axis`, rounded to six decimals so that all machines agree."""
     others = tuple(i for i in range(x.ndim) if i != axis % x.ndim)
     mean, std = x.mean(others, dtype=np.float64), x.std(others, dtype=np.float64)
     return tuple((mean.round(6) + 0.0).tolist()), tuple(std.round(6).tolist())  # + 0.0: no negative zero
@@ -317,13 +317,13 @@ def moments(x: NDArray[np.float32], axis: int = -1) -> tuple[tuple[float, ...], 
 
 # ------------------------------------------------------------------------------ padding, subsets, fingerprint
 def pad(data: Data, side: int) -> Data:
-    """All images centred on black of side x side; of an odd margin the larger half is right and below.
+    """Centres all images on black squares of side x side; if a margin is odd, the larger half is right or below.
 
-    For networks that take no smaller image (`TakesImages.min_hw`). Raises DataError for larger images, for more than
-    LARGEST_SIDE, and for samples that are no images.
+    For networks that need larger images (`TakesImages.min_hw`). Raises DataError for images larger than `side`, for a
+    side above LARGEST_SIDE, and for samples that are not images.
     """
     if not data.has_images:
-        raise DataError(f"{data.name} holds no images, which alone are padded: set dataset.pad=none")
+        raise DataError(f"{data.name} holds no images, and only images can be padded: set dataset.pad=none")
     _, height, width = data.input_shape
     down, right = side - height, side - width
     if down < 0 or right < 0 or side > LARGEST_SIDE:
@@ -340,10 +340,10 @@ def pad(data: Data, side: int) -> Data:
 
 
 def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """`samples` ascending positions, each class in its share of the whole, drawn without replacement.
+    """`samples` ascending positions, drawn without replacement, with the classes in the same shares as in the whole.
 
-    Shares are rounded by largest remainder (ties: the lower label), in integers, so every machine agrees. A
-    class of fewer than about n / samples members may get none.
+    Shares are rounded by largest remainder (ties: the lower label), in integers, so all machines agree. A class with
+    fewer than about n / samples members may get none.
     """
     values, counts = np.unique(labels, return_counts=True)
     shares, remainders = np.divmod(counts * samples, len(labels))
@@ -356,11 +356,11 @@ def stratified(labels: NDArray[np.int64], samples: int, rng: np.random.Generator
 
 
 def subset(data: Data, train_samples: int | None, test_samples: int | None, seed: int) -> Data:
-    """A smaller data set for quick runs: stratified by label, in the original order; None keeps a part whole. Drawn
-    uniformly where the task has no labels.
+    """A smaller data set for quick runs: stratified by label, in the original order; None keeps a part whole. Without
+    labels the samples are drawn uniformly.
 
-    A function of the seed alone; train and test part have a stream each, so one does not move the other.
-    Raises DataError when more is asked for than is there, or less than one sample.
+    The result depends on the seed alone. Training and test part have separate random streams, so neither changes the
+    other. Raises DataError if more samples are asked for than there are, or fewer than one.
     """
     train = _choose(data, "training", data.train_y, train_samples, seed)
     test = _choose(data, "test", data.test_y, test_samples, seed)
@@ -379,7 +379,7 @@ def _choose(data: Data, part: str, targets: torch.Tensor, samples: int | None, s
         return slice(None)
     if not 1 <= samples <= len(targets):
         raise DataError(
-            f"{data.name}: expected 1 to {len(targets)} {part} samples, got {samples}; leave it out for all"
+            f"{data.name}: expected 1 to {len(targets)} {part} samples, got {samples}; leave the number out to take all"
         )
     labels = data.task.labels(targets) if data.task.label_count else np.zeros(len(targets), dtype=np.int64)
     return torch.from_numpy(stratified(labels, samples, seeds.rng(seed, f"subset/{part}")))
@@ -388,7 +388,7 @@ def _choose(data: Data, part: str, targets: torch.Tensor, samples: int | None, s
 def fingerprint(data: Data) -> str:
     """SHA-256 (hex) over everything that a result depends on: shapes, types, bytes, task, normalisation.
 
-    Equal data have equal fingerprints on every machine: a key for caches, and what a partition belongs to.
+    Equal data have equal fingerprints on every machine. Caches use it as a key; a partition names its data by it.
     """
     digest = hashlib.sha256(repr((data.task.identity, data.mean, data.std)).encode())
     for tensor in (data.train_x, data.train_y, data.test_x, data.test_y, data.natural_client):

@@ -1,4 +1,5 @@
-"""Grey images and their labels from a pair of gzipped idx files: MNIST's format, and that of the sets made like it."""
+"""Grey images and their labels from a pair of gzipped idx files: the format of MNIST and of data sets modelled on
+it."""
 
 from __future__ import annotations
 
@@ -12,18 +13,19 @@ from fl_engine.core.errors import DataError
 from fl_engine.data.files import check_labels, gunzip, parse_idx, read
 
 HEADER = 16
-"""Bytes of the header of a file of images."""
+"""Bytes of the header of an image file."""
 
 
 def images_and_labels(
     images_path: Path, labels_path: Path, checksums: Mapping[str, str], most: int, side: int, classes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (N, 1, side, side) uint8, row by row as the file has them, and labels (N,) int64, N at most `most`.
+    """Images (N, 1, side, side) uint8, row by row as in the file, and labels (N,) int64, with N at most `most`.
 
-    A file without an entry in `checksums` is not checked. Raises DataError for a file that has another checksum, is no
-    gzipped idx file, or holds images of another size or labels that are not as many or outside 0 .. classes - 1.
+    A file without an entry in `checksums` is not checked. Raises DataError for a file that has another checksum or is
+    not a gzipped idx file, for images of another size, for another number of labels than images, and for labels outside
+    0 .. classes - 1.
     """
-    most_bytes = HEADER + most * side * side  # a size is not to be believed before it is known
+    most_bytes = HEADER + most * side * side  # the size that the file declares is not trusted
 
     def idx(path: Path, axes: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         return parse_idx(path, gunzip(path, read(path, checksums.get(path.name)), most_bytes), axes)

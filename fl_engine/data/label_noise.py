@@ -1,13 +1,13 @@
-"""Wrong labels at the clients, as a person or a model confuses classes.
+"""Wrong labels at the clients, which follow the mistakes of a centrally trained model.
 
 FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things, Michigan State
 University 2023, section 2.2.3.5): Q[i, j] is the share of the samples of class i that a centrally trained model takes
 for class j. Of every client's n samples int(n * share) are drawn at random. The label y of each becomes another one,
 drawn from row Q[y].
 
-From the authors' code: a class with a Q of .95 or more in its row is left as it is, so the share that is reached may be
-smaller than the one that was asked for. The code draws from Q[y] until the label differs; here it is drawn once from
-what of Q[y] is not on the diagonal, which is the same distribution.
+As in the authors' code, a class with an entry of .95 or more in its row of Q keeps its labels, so the share of wrong
+labels may be smaller than `share`. That code draws from Q[y] until the label differs; here one draw from Q[y] without
+the diagonal, scaled to sum to 1, gives the same distribution.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 
 
 class NoiseFigures(BaseModel):
-    """In `partition.json`: the share that was asked for, and how many labels of each client are wrong."""
+    """For `partition.json`: the requested share, and how many labels of each client are wrong."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     share: Annotated[float, Field(gt=0, le=1)]
@@ -40,7 +40,7 @@ class NoiseFigures(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class LabelNoise:
-    """`labels`: for each client those that it has, in the order of its samples."""
+    """`labels` holds each client's labels, in the order of its samples."""
 
     figures: NoiseFigures
     labels: tuple[Ints, ...]
@@ -51,7 +51,7 @@ class LabelNoise:
         return sum(self.figures.wrong) / sum(len(each) for each in self.labels)
 
     def check(self, clients: Sequence[Ints], path: Path, data: Data | None) -> None:
-        """Raises IntegrityError where the labels are no classes of the data, or the figures not those of the labels."""
+        """Raises IntegrityError if labels are not classes of the data, or the figures do not match the labels."""
         if len(self.figures.wrong) != len(clients):
             raise IntegrityError(f"{path}: {len(clients)} clients, but noise of {len(self.figures.wrong)}")
         if data is None:
@@ -66,10 +66,11 @@ class LabelNoise:
 
 
 def likely_mistakes(confusion: NDArray[np.int64], sure: float) -> NDArray[np.float64]:
-    """(classes, classes): for each class what its label becomes, where it becomes another one. A row of zeros: never.
+    """(classes, classes): row c is the distribution of the wrong labels of class c; a row of zeros: its labels stay
+    right.
 
-    `confusion` (classes, classes) counts how often a class (row) was taken for which (column). A class is left as it is
-    where the share `sure` of its samples or more was taken for one class, and where it has no samples.
+    `confusion` (classes, classes) counts how often a class (row) was taken for another (column). A class keeps its
+    labels if a share of `sure` or more of its samples was taken for one class, or if it has no samples.
     """
     counts = confusion.astype(np.float64)
     of_class = counts.sum(1, keepdims=True)
@@ -81,8 +82,8 @@ def likely_mistakes(confusion: NDArray[np.int64], sure: float) -> NDArray[np.flo
 def made_wrong(
     targets: Ints, clients: Sequence[Ints], mistakes: NDArray[np.float64], share: float, seed: int
 ) -> LabelNoise:
-    """The noise of all clients. `targets` (N_train,) are the right classes, `mistakes` as `likely_mistakes` gives them.
-    The streams of two clients have nothing in common."""
+    """The noise of all clients. `targets` (N_train,) are the right classes, `mistakes` comes from `likely_mistakes`.
+    Each client has a random stream of its own."""
     labels = []
     for client, indices in enumerate(clients):
         rng = seeds.rng(seed, "label noise", client=client)
@@ -96,7 +97,7 @@ def made_wrong(
 
 
 def differing(targets: Ints, clients: Sequence[Ints], labels: Sequence[Ints]) -> tuple[int, ...]:
-    """How many labels of each client are not its samples' classes."""
+    """How many labels of each client differ from its samples' classes."""
     pairs = zip(clients, labels, strict=True)
     return tuple(int((targets[indices] != held).sum()) for indices, held in pairs)
 

@@ -1,9 +1,10 @@
-"""A map of clients to training samples, in a file that a person or a program wrote: for the rule `manual`.
+"""Reads a map of clients to training samples from a file, for the partition rule `manual`.
 
     {"clients": [[0, 3, 17], [1, 2], ...]}
 
-For each client the positions of its samples in the training data, as they are used (after `dataset.train_samples`).
-Each sample has one client; the proxy, which is cut first as under every rule, takes from all.
+Each client has a list of the positions of its samples in the training data as they are used (after
+`dataset.train_samples`). Each sample belongs to one client. As under every rule, the proxy is cut first, so it takes
+samples from all clients.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Map(BaseModel):
 
 
 def owners(path: Path, samples: int) -> NDArray[np.int64]:
-    """(samples,): the client of each training sample. Raises PartitionError, which names the file, for one that is
-    missing or no such map."""
+    """(samples,): the client of each training sample. Raises PartitionError, which names the file, if it is missing or
+    not such a map."""
     try:
         found = Map.model_validate_json(path.read_bytes())
     except OSError as error:

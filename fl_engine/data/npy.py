@@ -1,4 +1,4 @@
-"""Arrays in NumPy's files, read without unpickling anything."""
+"""Reads arrays from NumPy's files, without unpickling anything."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-"""By the version of the format; 3.0 is for names of fields, and the numbers here have none."""
+"""Readers of the header, by the format's version. Version 3.0 is for named fields, which arrays of numbers do not
+have."""
 
 
 def mapped(path: Path) -> NDArray[np.generic]:
-    """The numbers of a .npy file. Nothing is allocated by a size that the file only claims: the numbers lie on the disk
-    until they are looked at. Raises ValueError, which says what was found instead of numbers."""
+    """The numbers of a .npy file, mapped into memory: they stay on disk until they are used, so a false size in the
+    header allocates nothing. Raises ValueError, which says what was found instead of numbers."""
     try:
         with path.open("rb") as file:
             shape, fortran, dtype = HEADERS[np.lib.format.read_magic(file)](file)

@@ -1,9 +1,9 @@
-"""Arrays of a data set that takes minutes to read, kept in a folder beside its files.
+"""Caches the arrays of a data set that takes minutes to read, in a folder beside its files.
 
-The folder holds an array in each `<name>.npy`, and `pack.json`, which says what they were made of: the version of the
-reader, and the SHA-256 of every file that it read. It also has the SHA-256 of every array. So other files, another
-reader or a damaged array are noticed, and the arrays are made anew. They are mapped into memory: the system reads what
-is used and may drop it again, so a data set may be larger than the memory.
+The folder holds each array as `<name>.npy`, and `pack.json` with the version of the reader, the SHA-256 of every file
+that it read, and the SHA-256 of every array. If a file or the reader has changed, or an array is damaged, the arrays
+are made again. They are mapped into memory: the system loads what is used and may drop it again, so a data set may be
+larger than the memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 INDEX = "pack.json"
 ATTEMPTS = 5
-"""How often a process tries to put its arrays in the place of those of others that do the same."""
+"""How often a process tries to replace the folder, if other processes replace it at the same time."""
 
 
 class Index(BaseModel):
@@ -37,7 +37,7 @@ class Index(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     version: int
-    """Of the reader."""
+    """The version of the reader."""
     inputs: Mapping[str, str]
     """The SHA-256 of each file that was read, by its path from the folder that holds the pack."""
     arrays: Mapping[str, str]
@@ -45,12 +45,12 @@ class Index(BaseModel):
 
 
 def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[Path], None]) -> dict[str, Tensor]:
-    """The arrays that `write` makes of the inputs: it is given a folder and puts `<name>.npy` into it. They are taken
-    from `folder` where they were made of the same inputs by the same `version` before, and kept there otherwise. Where
-    it cannot be written, they are made in a temporary folder, for this process alone.
+    """The arrays that `write` makes of the inputs: it is called with a folder and puts `<name>.npy` into it. If
+    `folder` holds arrays of the same inputs and the same `version`, these are used; otherwise the new ones are stored
+    there. If it cannot be written, they are made in a temporary folder, for this process alone.
 
-    The tensors are mapped copy-on-write: what is changed in them never reaches the files. Raises DataError for an input
-    that cannot be read, where there is no room, and whatever `write` raises; then nothing is kept.
+    The tensors are mapped copy-on-write: changes to them never reach the files. Raises DataError if an input cannot be
+    read or the disk is full, and whatever `write` raises; then nothing is stored.
     """
     made_of = {os.path.relpath(path, folder.parent): digest(path) for path in inputs}
     index = _index(folder)
@@ -69,7 +69,7 @@ def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
     try:
         arrays = _written(part, write)
         (part / INDEX).write_text(Index(version=version, inputs=made_of, arrays=arrays).model_dump_json(indent=1))
-        tensors = _mapped(part, arrays)  # now: another process may put its own in their place
+        tensors = _mapped(part, arrays)  # before the move: another process may then replace the folder
         _replace(folder, part)
         return tensors
     except OSError as error:
@@ -86,7 +86,7 @@ def _index(folder: Path) -> Index | None:
 
 
 def _damaged(folder: Path, index: Index) -> str | None:
-    """The first array whose bytes are others than those that were written, or gone."""
+    """The name of the first array that is missing or differs from what was written."""
     for name, wanted in index.arrays.items():
         try:
             found = digest(folder / f"{name}.npy")
@@ -103,7 +103,7 @@ def _written(folder: Path, write: Callable[[Path], None]) -> dict[str, str]:
 
 
 def _replace(folder: Path, part: Path) -> None:
-    """Puts `part` in the place of `folder`. Who has mapped the old arrays keeps them."""
+    """Moves `part` to `folder`. Processes that have mapped the old arrays keep them."""
     for attempt in range(ATTEMPTS):
         old = part.with_name(f"{part.name}.{attempt}.old")
         with suppress(FileNotFoundError):

@@ -1,12 +1,11 @@
-"""Who holds which training samples: the server's proxy set first, then the clients.
+"""Partitions the training samples: first the server's proxy, then the clients.
 
-The proxy is cut from the training data before any client gets a sample, so the server measures on data that
-no client trains on, and no test image reaches either. For one seed it is the same under every rule.
+The proxy is cut from the training data before any client gets a sample, so the server measures on data that no client
+trains on; test samples reach neither. For one seed the proxy is the same under every rule. The rules by which clients
+get their samples are in `fl_engine.data.rules`.
 
-By which rule clients get theirs: `fl_engine.data.rules`.
-
-The task says what a label is: the class, or a quantile bin of a number. A task without labels has no rule that deals
-by labels, unless they are clusters of the samples (`fl_engine.data.clusters`).
+The task of the data defines the labels: the class, or the quantile bin of a number. If a task has no labels, rules that
+deal by labels need clusters of the samples instead (`fl_engine.data.clusters`).
 
 Every sample ends in exactly one place. Randomness comes from `seeds.rng(seed, "proxy")` and `seeds.rng(seed,
 "partition")` alone.
@@ -52,7 +51,7 @@ OPTIONAL = ("label", "clusters", "noise")
 TENSORS = "partition.safetensors"
 MANIFEST = "partition.json"
 CLASS = "class"
-"""The label of a classification, which `partition.json` does not name."""
+"""The label of a classification, the default, which `partition.json` leaves out."""
 CLUSTER = "cluster"
 
 
@@ -60,10 +59,10 @@ CLUSTER = "cluster"
 class Partition:
     """Positions in the training data, ascending int64, and how they came about.
 
-    `counts` (labels, clients) says how many samples of each label a client holds (one row where the task has none), and
-    `label` what people call one. Where labels are clusters, `clusters` (N_train,) are these. `noise` is None, or what
-    clients were told instead of their samples' classes. `parameters` holds what the rule was given; `data` is the
-    fingerprint of the data set that the positions belong to.
+    `counts` (labels, clients) says how many samples of each label a client holds (one row if the task has no labels),
+    and `label` is the word for a label. If the labels are clusters, `clusters` (N_train,) holds them. `noise` holds the
+    clients' wrong labels, or is None. `parameters` are the rule's; `data` is the fingerprint of the data set that the
+    positions belong to.
     """
 
     proxy_train: Ints
@@ -95,9 +94,9 @@ def partition(
     """Cuts the proxy, then deals the rest to `clients` by `rule`, each at least `minimum` samples.
 
     `alpha` is for dirichlet, dirichlet_per_client and quantity, `cap` for dirichlet, `labels_per_client` for
-    disjoint_labels, `clusters` (N_train,) for all rules that deal by labels, which these then are, and `owner`
-    (N_train,), each sample's client, for manual; other rules do not look at them. A function of the arguments alone, on
-    every machine. Raises PartitionError for what cannot be cut.
+    disjoint_labels, `clusters` (N_train,) replaces the labels for all rules that deal by labels, and `owner`
+    (N_train,), each sample's client, is for manual; other rules ignore them. The result depends on the arguments alone,
+    on every machine. Raises PartitionError if the data cannot be partitioned so.
     """
     clusters = clusters if rule in BY_LABEL else None
     if rule in BY_LABEL and clusters is None and not data.task.label_count:
@@ -168,12 +167,12 @@ def partition(
 
 
 def labels_of(data: Data) -> Ints:
-    """By training sample; all 0 where the task has no labels."""
+    """The label of each training sample; all 0 if the task has no labels."""
     return data.task.labels(data.train_y) if data.task.label_count else np.zeros(len(data.train_y), dtype=np.int64)
 
 
 def as_told(data: Data, partition: Partition) -> Data:
-    """The data with the labels that clients have; `data` itself where there is no noise."""
+    """The data with the clients' labels, some of them wrong; `data` itself without label noise."""
     if partition.noise is None:
         return data
     return replace(data, train_y=told(data.train_y, partition.clients, partition.noise))
@@ -190,8 +189,8 @@ def _count(clients: tuple[Ints, ...], labels: Ints, classes: int) -> Ints:
 
 # ---------------------------------------------------------------------------------------------------- storage
 class Manifest(BaseModel):
-    """`partition.json`. `class_counts` has a row for each label and a column for each client; `label` is what people
-    call a label; `clusters` says how many samples have one; `noise` is there if clients' labels were made wrong."""
+    """`partition.json`. `class_counts` has a row for each label and a column for each client; `label` is the word for a
+    label; `clusters` is the number of samples that have a cluster; `noise` is set if clients have wrong labels."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -215,7 +214,8 @@ class Manifest(BaseModel):
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises IntegrityError naming the file that is none, or whose figures contradict each other."""
+    """Reads `partition.json`. Raises IntegrityError, which names the file, if it is not a manifest or its figures
+    contradict each other."""
     try:
         found = Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -227,11 +227,11 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def save(partition: Partition, folder: Path) -> Path:
-    """Writes partition.safetensors, then partition.json with its checksum; gives the path of the latter.
+    """Writes partition.safetensors, then partition.json with its checksum; returns the path of partition.json.
 
-    The tensors are int64: `proxy_train`, `proxy_test`, and `clients`, all clients' positions one after the other; where
-    there are any, `clusters`, of all training samples, and `noisy`, the labels that clients have, in the order of
-    `clients`.
+    The tensors are int64: `proxy_train`, `proxy_test`, and `clients`, all clients' positions one after the other; with
+    clusters also `clusters`, of all training samples, and with label noise also `noisy`, the clients' labels in the
+    order of `clients`.
     """
     tensors = {
         "proxy_train": partition.proxy_train,
@@ -256,7 +256,7 @@ def save(partition: Partition, folder: Path) -> Path:
         clusters=0 if partition.clusters is None else len(partition.clusters),
         noise=None if partition.noise is None else partition.noise.figures,
     )
-    # What is as it always was is not named, so that such a partition keeps its bytes.
+    # Options at their defaults are left out, so that partitions made before an option existed keep their bytes.
     usual = {name for name in OPTIONAL if getattr(manifest, name) == Manifest.model_fields[name].default}
     with replacing(folder / TENSORS) as out:
         out.write(content)
@@ -266,10 +266,10 @@ def save(partition: Partition, folder: Path) -> Path:
 
 
 def load(folder: Path, data: Data | None = None) -> Partition:
-    """Reads what `save` wrote; with `data`, also makes sure that the partition was cut from it.
+    """Reads what `save` wrote. With `data`, also checks that the partition was cut from it.
 
-    Raises PartitionError where there is no partition or it belongs to other data, IntegrityError naming the
-    file that is missing its partner or is not what was written.
+    Raises PartitionError if there is no partition or it belongs to other data; IntegrityError, which names the file, if
+    one of the two files is missing or not what was written.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -312,7 +312,7 @@ def load(folder: Path, data: Data | None = None) -> Partition:
 
 
 def _tensors(content: bytes, manifest: Manifest, path: Path) -> dict[str, Ints]:
-    """Raises IntegrityError unless they are those that the manifest says, with its lengths."""
+    """Raises IntegrityError unless the tensors' names and lengths are those of the manifest."""
     try:
         tensors: dict[str, Ints] = safetensors.load(content)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -335,17 +335,17 @@ def _tensors(content: bytes, manifest: Manifest, path: Path) -> dict[str, Ints]:
 
 
 def _check_positions(tensors: dict[str, Ints], path: Path, data: Data | None) -> None:
-    """Raises IntegrityError unless each position is of a sample, and there once."""
+    """Raises IntegrityError unless each position is that of a sample and occurs once."""
     every = np.concatenate([tensors[name] for name in ("proxy_train", "proxy_test", "clients")])
     last = None if data is None else len(data.train_y) - 1
     if len(np.unique(every)) < len(every) or every.min() < 0 or (last is not None and every.max() > last):
-        raise IntegrityError(f"{path}: positions are given twice, or of no sample (0 to {last}); partition again")
+        raise IntegrityError(f"{path}: positions occur twice or are outside 0 to {last}; partition again")
 
 
 def _check_counts(
     clients: tuple[Ints, ...], clusters: Ints | None, manifest: Manifest, path: Path, data: Data | None
 ) -> None:
-    """Raises IntegrityError where `class_counts` are not those of the samples stored."""
+    """Raises IntegrityError unless `class_counts` match the samples stored."""
     rows = len(manifest.class_counts)
     if clusters is not None:
         if clusters.min() < 0 or clusters.max() >= rows or (data is not None and len(clusters) != len(data.train_y)):
@@ -362,8 +362,8 @@ def _check_counts(
 
 # ---------------------------------------------------------------------------------------------------- drawing
 def draw(counts: Ints, path: Path, word: str = "class") -> None:
-    """Writes a heat map of `counts` (labels, clients), with every client's total above it, as .svg or .png. `word`:
-    what people call a label.
+    """Writes a heat map of `counts` (labels, clients), with every client's total above it, as .svg or .png. `word` is
+    the word for a label.
 
     Raises PartitionError for another file ending.
     """
@@ -374,7 +374,7 @@ def draw(counts: Ints, path: Path, word: str = "class") -> None:
     from matplotlib.ticker import MaxNLocator
 
     classes, clients = counts.shape
-    # A Figure of its own, without pyplot: no global state, no window, and no backend to choose.
+    # A Figure without pyplot needs no global state, no window, and no choice of a backend.
     figure = Figure(figsize=(min(5 + 0.3 * clients, 16), min(2.6 + 0.32 * classes, 12)), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(40, 1), height_ratios=(1, max(classes / 5, 1.5)))
     cells = figure.add_subplot(grid[1, 0])
@@ -395,6 +395,6 @@ def draw(counts: Ints, path: Path, word: str = "class") -> None:
     totals.margins(x=0)
     figure.colorbar(image, cax=figure.add_subplot(grid[1, 1]), label="samples")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Salt and no date: the same counts give the same bytes.
+    # A fixed salt and no date, so that the same counts give the same bytes.
     with matplotlib.rc_context({"svg.hashsalt": "flexfleet"}):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})

@@ -1,4 +1,4 @@
-"""Rules by which samples are dealt: pure functions from labels (or groups) to an ascending index array per client.
+"""Partition rules: pure functions from labels (or groups) to an ascending index array for each client.
 
     iid                   equal random parts (McMahan et al., AISTATS 2017); the "uniform partition" of FedAIoT
     dirichlet             one Dir(alpha) over the clients for every class (Yurochkin et al., ICML 2019;
@@ -36,17 +36,16 @@ def iid(labels: Ints, clients: int, rng: np.random.Generator) -> tuple[Ints, ...
 def dirichlet(
     labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator, cap: bool = False
 ) -> tuple[Ints, ...]:
-    """For every class one draw from Dir(alpha) cuts its shuffled samples; then small clients are fed.
+    """For every class one draw from Dir(alpha) cuts its shuffled samples; then small clients are topped up.
 
     With `cap`, a client that holds samples / clients or more when a class is dealt gets none of it, and the others'
-    shares grow in proportion; so a client may end above that, by its share of one class (FedAIoT, the authors' code).
-    Where the others' shares are all 0, they are taken as equal.
+    shares grow in proportion. So a client may exceed that number by its share of one class (FedAIoT, the authors'
+    code). If the others' shares are all 0, they share equally.
 
-    Feeding: while the smallest client has fewer than `minimum` samples, one sample, picked at random, moves
-    to it from the largest client (ties: the lower client number). Nothing is drawn again, so this ends for
-    every alpha.
+    Topping up: while the smallest client has fewer than `minimum` samples, it gets a random sample of the largest
+    client (ties: the lower client number). The shares are not drawn again, so this ends for every alpha.
 
-    Raises PartitionError for an alpha that is not positive and finite, and where clients x minimum > samples.
+    Raises PartitionError for an alpha that is not positive and finite, and if clients x minimum > samples.
     """
     _check_alpha(alpha)
     check_room(len(labels), clients, minimum)
@@ -54,7 +53,7 @@ def dirichlet(
 
 
 def dealt_by_label(labels: Ints, clients: int, alpha: float, rng: np.random.Generator, cap: bool = False) -> Ints:
-    """The client of each sample, as `dirichlet` deals them before it feeds anyone."""
+    """The client of each sample, as `dirichlet` deals them before it tops up small clients."""
     order = rng.permutation(len(labels))
     owner, sizes = np.empty(len(labels), dtype=np.int64), np.zeros(clients, dtype=np.int64)
     for label in np.unique(labels):
@@ -70,7 +69,8 @@ def dealt_by_label(labels: Ints, clients: int, alpha: float, rng: np.random.Gene
 
 
 def _capped(shares: NDArray[np.float64], below: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The shares of the clients that are `below` the cap, which add up to 1. Before all samples are dealt, one is."""
+    """The shares, with those of clients not `below` the cap set to 0, scaled to sum to 1. Until all samples are dealt,
+    at least one client is below the cap."""
     left = np.where(below, shares, 0.0)
     total = left.sum()
     capped: NDArray[np.float64] = left / total if total > 0 else below / below.sum()
@@ -81,11 +81,11 @@ def dirichlet_per_client(
     labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator
 ) -> tuple[Ints, ...]:
     """Every client draws its mixture of classes from Dir(alpha) over the classes; one draw from Dir(alpha) over the
-    clients says how many samples each gets; then small numbers grow, one by one, at the cost of the largest.
+    clients says how many samples each gets; then numbers below `minimum` grow, one by one, at the cost of the largest.
 
-    Samples are dealt in a random order of all clients' places: a place takes a class from its client's mixture, among
-    the classes that are left, and where that has none of these, each sample that is left is as likely. So every sample
-    is dealt, and late places have less of a choice. Raises as `dirichlet` does.
+    All clients' places are filled in random order: for each, a class is drawn from the client's mixture, restricted to
+    the classes that have samples left; if the mixture has none of these, a remaining sample is drawn uniformly. So
+    every sample is dealt, and late places have less choice. Raises as `dirichlet` does.
     """
     _check_alpha(alpha)
     check_room(len(labels), clients, minimum)
@@ -113,8 +113,8 @@ def dirichlet_per_client(
 
 
 def quantity(labels: Ints, clients: int, alpha: float, minimum: int, rng: np.random.Generator) -> tuple[Ints, ...]:
-    """One draw from Dir(alpha) says how large each client's random part is; then small clients are fed, as in
-    `dirichlet`. Raises as that does."""
+    """One draw from Dir(alpha) sets the size of each client's random part; then small clients are topped up, and errors
+    raised, as in `dirichlet`."""
     _check_alpha(alpha)
     check_room(len(labels), clients, minimum)
     cuts = np.floor(np.cumsum(_drawn(clients, alpha, rng))[:-1] * len(labels) + 0.5).astype(np.int64)
@@ -137,7 +137,7 @@ def _drawn(clients: int, alpha: float, rng: np.random.Generator) -> NDArray[np.f
 
 
 def _fed(owner: Ints, clients: int, minimum: int, rng: np.random.Generator) -> tuple[Ints, ...]:
-    """Each client's samples, after those that have fewer than `minimum` were given some."""
+    """Each client's samples, after clients with fewer than `minimum` were topped up."""
     sizes = np.bincount(owner, minlength=clients)
     while sizes.min() < minimum:
         rich, poor = int(sizes.argmax()), int(sizes.argmin())
@@ -150,9 +150,9 @@ def _fed(owner: Ints, clients: int, minimum: int, rng: np.random.Generator) -> t
 def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.random.Generator) -> tuple[Ints, ...]:
     """Every client holds exactly L labels; each class's samples are dealt evenly to the clients that hold it.
 
-    Classes are held by as equal numbers of clients as their sample counts allow. The classes are those that
-    occur in `labels`. Raises PartitionError for L < 1, L > classes, clients x L < classes (nobody would hold
-    some class), and where there are too few samples for every client to have one of each of its labels.
+    Classes are held by as equal numbers of clients as their sample counts allow. The classes are those that occur in
+    `labels`. Raises PartitionError for L < 1, L > classes, clients x L < classes (no client would hold some class), and
+    if there are too few samples for every client to have one of each of its labels.
     """
     check_room(len(labels), clients, 1)
     classes, samples = np.unique(labels, return_counts=True)
@@ -172,14 +172,14 @@ def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.
             "take fewer clients or labels per client"
         )
 
-    # How many clients hold each class: level by level, never more than it has samples.
+    # How many clients hold each class: filled evenly, but never more than the class has samples.
     holders = np.ones(len(classes), dtype=np.int64)
     while (missing := slots - int(holders.sum())) > 0:
         growing = np.flatnonzero(holders < most)
         lowest = growing[holders[growing] == holders[growing].min()]
         holders[rng.permutation(lowest)[:missing]] += 1
 
-    # Each client takes the L classes with the most places left. With equal L for all this never runs dry
+    # Each client takes the L classes with the most places left. As L is the same for all clients, this always succeeds
     # (Gale 1957, Ryser 1957: bipartite graphs of given degrees).
     held_by: list[list[int]] = [[] for _ in classes]
     for client in range(clients):
@@ -199,8 +199,8 @@ def disjoint_labels(labels: Ints, clients: int, labels_per_client: int, rng: np.
 def natural(groups: Ints, clients: int | None = None) -> tuple[Ints, ...]:
     """One client for each group (writer, user), in ascending order of the group's number.
 
-    With fewer clients than groups, whole groups are dealt round: the g-th goes to client g mod `clients`. No
-    group is ever split: PartitionError for more clients than groups.
+    With fewer clients than groups, the g-th group goes to client g mod `clients`. Groups are never split: raises
+    PartitionError for more clients than groups.
     """
     names, rank = np.unique(groups, return_inverse=True)
     number = len(names) if clients is None else clients
@@ -212,11 +212,13 @@ def natural(groups: Ints, clients: int | None = None) -> tuple[Ints, ...]:
 
 
 def manual(owner: Ints, clients: int, rest: Ints) -> tuple[Ints, ...]:
-    """By hand: `owner` says which client each training sample belongs to, `rest` are the positions of those that the
-    proxy has left. Raises PartitionError where the map has another number of clients."""
+    """A partition given by `owner`, the client of each training sample; `rest` are the positions that the proxy has
+    left. Raises PartitionError if the map has another number of clients."""
     found = int(owner.max()) + 1
     if clients != found:
-        raise PartitionError(f"the map has {found} clients, asked for are {clients}: set partition.clients={found}")
+        raise PartitionError(
+            f"the map has {found} clients, but partition.clients is {clients}: set partition.clients={found}"
+        )
     return tuple(np.flatnonzero(owner[rest] == client) for client in range(clients))
 
 
@@ -225,9 +227,9 @@ def split_proxy(
 ) -> tuple[Ints, Ints, Ints]:
     """(proxy to train on, proxy to measure on, the rest) of positions 0 .. samples - 1, drawn uniformly.
 
-    The proxy has `share` of the samples, `test_share` of it to measure (FlexFL: 80 % to pre-train, 20 % for
-    APoZ), each rounded half up and at least one sample. A share of 0 is no proxy. Raises PartitionError for a
-    share outside [0, 1) or a proxy of fewer than two samples.
+    The proxy has `share` of the samples, `test_share` of it to measure (FlexFL: 80 % to pre-train, 20 % for APoZ), each
+    rounded half up and at least one sample. A share of 0 means no proxy. Raises PartitionError for a share outside [0,
+    1) or a proxy of fewer than two samples.
     """
     if not 0 <= share < 1:
         raise PartitionError(f"the proxy share must be in [0, 1), got {share}; 0.01 is one per cent")
@@ -245,7 +247,7 @@ def split_proxy(
 
 
 def check_room(samples: int, clients: int, minimum: int) -> None:
-    """Raises PartitionError where every client cannot have so many samples."""
+    """Raises PartitionError unless every client can have `minimum` samples."""
     if clients < 1 or minimum < 1:
         raise PartitionError(f"expected at least 1 client with at least 1 sample, got {clients} with {minimum}")
     if clients * minimum > samples:

@@ -1,7 +1,7 @@
-"""The data sets, in plain sight. A new one is a file with `load` (and `fetch`) and a line in `DATASETS`.
+"""All data sets. A new one is a file with `load` (and `fetch`) and a line in `DATASETS`.
 
-`tests/conformance/test_datasets.py` then holds it to `fl_engine.testing.datasets.DatasetSuite`. A data set of
-your own is a `Source` too, and need not live here.
+`tests/conformance/test_datasets.py` then checks it with `fl_engine.testing.datasets.DatasetSuite`. A data set of your
+own is a `Source`, too, and may be in any module.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ __all__ = ["DATASETS", "Source", "data_root", "fingerprint", "pad", "subset"]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set comes from; paths are relative to the data root, which the functions take."""
+    """How to get a data set. Paths are relative to the data root, which is the functions' argument."""
 
     about: str
-    """One line for lists: what it is, of what shape, classes or target, samples; licence; size of the download."""
+    """One line for lists: name, shape, classes or target, and samples; licence; size of the download."""
 
     load: Callable[[Path], Data]
-    """Reads what is there, never the network. Raises DataError (missing, damaged) and what to do."""
+    """Reads the files, never the network. Raises DataError if they are missing or damaged; it says what to do."""
 
     fetch: Callable[[Path], None] | None = None
-    """Downloads what is missing; None where a package brings the data, or nothing can be downloaded without a form or
-    a program of the publisher's: then `load` says what to do. Raises DataError."""
+    """Downloads what is missing. None if a package contains the data, or if the download needs a form or a program of
+    the publisher's; then `load` says what to do. Raises DataError."""
 
     files: tuple[str, ...] = ()
-    """What `load` reads; a name with a `*` stands for one file or more."""
+    """The files that `load` reads; a name with a `*` stands for one file or more."""
 
     def missing(self, root: Path) -> tuple[Path, ...]:
-        """The files that are not there; empty when `load` can start."""
+        """The files that do not exist; empty if `load` can start."""
         return absent(root, self.files)
 
     def on_disk(self, root: Path) -> str:
-        """`there`, `missing`, or how much of it is there."""
+        """`there`, `missing`, or how many of the files are there."""
         there = len(self.files) - len(self.missing(root))
         if there == len(self.files):
             return "there"

@@ -3,12 +3,13 @@
 Candanedo, Feldheim and Deramaix, Data driven prediction models of energy use of appliances in a low-energy house,
 Energy and Buildings 140, 2017. Prepared as for FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for
 Artificial Intelligence of Things, Michigan State University 2023, section 2.2.3.2), in the order of its published code:
-logarithms, visibility in two values, clipping, two means, day and month, three principal components, and of features
-that are much alike the first. Test readings are drawn at random, as there; what is fitted is fitted on the others.
+logarithms, visibility as 0 or 1, clipping, two means, day and month, three principal components; of strongly correlated
+features only the first is kept. Test readings are drawn at random, as there; everything is fitted on the other
+readings.
 
-Departs from the paper: it says that the output is scaled, the code takes its logarithm; here it is the logarithm. The
-scale of the features is given to the network with `mean` and `std`. Features are rounded to five decimals, because a
-principal component's last bits depend on the linear algebra library, and data are the same on every machine.
+Departs from the paper, which scales the output; here, as in the code, its logarithm is taken. Features are normalised
+with `mean` and `std`. They are rounded to five decimals, so that the data are the same on every machine: a principal
+component's last bits depend on the linear algebra library.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ COLUMNS = (
 ROWS = 19_735
 TEST_SHARE = 0.2
 CLEAR = 40.0
-"""Kilometres of visibility above which it is 1, else 0."""
+"""Visibility in kilometres above which the feature is 1, else 0."""
 COMPONENTS = 3
 ALIKE = 0.85
 """The absolute correlation with an earlier feature above which a feature is left out."""
@@ -54,8 +55,8 @@ Table = dict[str, NDArray[np.float64]]
 def load(root: Path, rows: int = ROWS) -> Data:
     """The data set from `root`/aep/energydata_complete.csv, which has `rows` readings.
 
-    Samples are (N, 18), targets (N, 1): the logarithm of the appliances' use in Wh. Raises DataError for a file that
-    is missing, or is no table of these columns, of as many readings, of finite numbers that have logarithms.
+    Samples are (N, 18), targets (N, 1): the logarithm of the appliances' use in Wh. Raises DataError if the file is
+    missing, has other columns or another number of readings, or holds numbers that are not finite or have no logarithm.
     """
     require_by_hand("aep", root, FILES, HOW)
     path = root / FILES[0]
@@ -78,7 +79,7 @@ def load(root: Path, rows: int = ROWS) -> Data:
 
 
 def prepared(train: Table, test: Table) -> tuple[Table, Table]:
-    """The features of both parts; percentiles, components and which features are alike follow from the first."""
+    """The features of both parts. Percentiles, components and the choice of features come from the training part."""
     train, test = transformed(train), transformed(test)
     bounds = {name: np.percentile(value, (10, 90)) for name, value in train.items()}
     train, test = (with_day(with_means(clipped(part, bounds))) for part in (train, test))
@@ -96,19 +97,19 @@ def transformed(table: Table) -> Table:
 
 
 def clipped(table: Table, bounds: dict[str, NDArray[np.float64]]) -> Table:
-    """Every column, the date too, between its lower and its upper bound."""
+    """Every column, the date included, clipped to its lower and upper bound."""
     return {name: np.clip(value, *bounds[name]) for name, value in table.items()}
 
 
 def with_means(table: Table) -> Table:
-    """And the means of the rooms' temperatures (of t9 its logarithm) and humidities."""
+    """Adds the means of the rooms' temperatures (for t9 its logarithm) and humidities."""
     temperature = np.stack([table[f"t{room}"] for room in ROOMS]).mean(0)
     humidity = np.stack([table[f"rh_{room}"] for room in ROOMS]).mean(0)
     return table | {"avg_house_temp": temperature, "avg_humidity_percentage": humidity}
 
 
 def with_day(table: Table) -> Table:
-    """And the day of the month and the month, in place of the date, which is in seconds since 1970."""
+    """Replaces the date, in seconds since 1970, by the day of the month and the month."""
     date = table["date"].astype(np.int64).astype("datetime64[s]")
     months, days = date.astype("datetime64[M]"), date.astype("datetime64[D]")
     day = (days - months.astype("datetime64[D]")).astype(np.float64) + 1
@@ -118,9 +119,9 @@ def with_day(table: Table) -> Table:
 
 
 def principal(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The columns' means (F,) and the first principal components (F, 3), of the columns as they are, unscaled.
+    """The columns' means (F,) and the first principal components (F, 3) of the unscaled columns.
 
-    The largest weight of a component is positive, as in scikit-learn: a component and its negative are equally right.
+    The largest weight of a component is made positive, as in scikit-learn, since the sign is arbitrary.
     """
     values = np.stack(list(table.values()))
     centre = values.mean(1)
@@ -131,14 +132,14 @@ def principal(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def with_components(table: Table, centre: NDArray[np.float64], axes: NDArray[np.float64]) -> Table:
-    """And the readings along each principal component."""
+    """Adds the readings' coordinates along each principal component."""
     along = (np.stack(list(table.values()), axis=1) - centre) @ axes
     return table | {f"pca_{i + 1}": along[:, i] for i in range(axes.shape[1])}
 
 
 def unlike(table: Table) -> list[str]:
-    """The columns that are not much alike an earlier one, kept or not."""
-    with np.errstate(invalid="ignore", divide="ignore"):  # a column that never changes is alike none
+    """The columns that are not strongly correlated with any earlier column, whether that one is kept or not."""
+    with np.errstate(invalid="ignore", divide="ignore"):  # a constant column is correlated with none
         alike = np.abs(np.corrcoef(np.stack(list(table.values())))) > ALIKE
     return [name for i, name in enumerate(table) if not alike[i, :i].any()]
 

@@ -1,16 +1,16 @@
-"""CASAS: motion, door and temperature sensors of three homes; what is done there is told from at most 2,000 events.
+"""CASAS: motion, door and temperature sensors of three homes; an activity is recognised from at most 2,000 events.
 
 Schmitter-Edgecombe and Cook, Assessing the Quality of Activities in a Smart Environment, Methods of Information in
 Medicine 48, 2009; the homes Cairo, Milan, and Kyoto at three times, from https://casas.wsu.edu/datasets. Prepared as
 for FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things, Michigan State
 University 2023, section 2.2.3.2) after Liciotti et al., A sequential deep learning application for recognising human
 activities in smart homes, Neurocomputing 2019: the events between the begin and the end of an activity are a sample,
-and so are those between two activities ("other"); the homes' activities are eleven classes, and other.
+and so are those between two activities ("other"); the homes' activities are grouped into eleven classes and "other".
 
-Departs from the paper: it speaks of the 2,000 events before each activity, its published code takes an activity's own
-events, the last 2,000 of them, as here. There each home numbers its events by itself, so that a number means another
-thing in another home, and 0 is an event as well as padding; here a number is one sensor's one value, whichever the
-home, and 0 is padding alone. Test samples are drawn at random, as there.
+Departs from the paper, which describes the 2,000 events before each activity; here, as in its published code, they are
+the last 2,000 of the activity's own events. In that code each home numbers its events separately, so a number has
+another meaning in another home, and 0 is both an event and padding. Here a number stands for one value of one sensor in
+all homes, and 0 is padding alone. Test samples are drawn at random, as there.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ EVENTS = 2000
 PADDING = 0
 TEST_SHARE = 0.2
 MOST_SAMPLES = 50_000
-"""15,238 are expected; each takes 16 kB, and a file of nothing but beginnings would make one of every line."""
+"""The set has 15,238. Each takes 16 kB, and in a damaged file every line might begin one."""
 MOST_UNREADABLE = 0.01
-"""The share of a file's lines that may be garbled: sensors and radio make some, a damaged file has more."""
+"""The share of a file's lines that may be garbled: faulty sensors and radio cause a few, a damaged file has more."""
 
 CLASSES = (
     "other", "work", "take medicine", "sleep", "leave home", "eat", "bed to toilet", "bathing", "enter home",
     "personal hygiene", "relax", "cook",
 )  # fmt: skip
-# By their names in the files, in lower case and with underscores; first with the resident (R1, R2), then without.
+# Names in the files, in lower case and with underscores. They are looked up with the resident (R1, R2), then without.
 ACTIVITIES = {
     "other": "wake wakeup night_wandering wandering_in_room study wash_bathtub grooming bed_toilet_transition "
     "master_bedroom_activity meditate",
@@ -76,10 +76,10 @@ ACTIVITIES = {
 LABELS = {name: CLASSES.index(label) for label, names in ACTIVITIES.items() for name in names.split()}
 LABELS[""] = CLASSES.index("other")
 STATES = {b"ON": "on", b"OF": "off", b"OP": "open", b"CL": "closed"}
-"""By the first two letters: some are garbled behind them."""
+"""By the first two letters, since the rest of some values is garbled."""
 
 HOTTEST = 200
-"""Degrees that no sensor tells."""
+"""Degrees that no sensor reports; such a value is garbled."""
 DATE = re.compile(rb"\d{4}-\d\d-\d\d")
 RESIDENT = re.compile(r"^r\d_")
 
@@ -88,21 +88,21 @@ log = logging.getLogger(__name__)
 
 class Event(NamedTuple):
     word: str
-    """One sensor's one value, `M001=on`."""
+    """A sensor and its value, `M001=on`."""
     activity: str
-    """What goes on, by its name in the file; empty: none."""
+    """The activity's name in the file; empty if there is none."""
 
 
 def load(root: Path) -> Data:
     """The samples of all homes from `root`/casas: tokens (N, 2000), padded in front.
 
-    A token is the place, from 1 on, of a sensor's value among all that occur, in the order of their names.
-    `natural_client` is the home. Raises DataError for a file that is missing, that is hardly of events, or in which no
-    known activity begins.
+    A token is the rank, from 1 on, of a pair of sensor and value among all that occur, sorted by name. `natural_client`
+    is the home. Raises DataError for a file that is missing, has too many lines that are not events, or contains no
+    known activity.
     """
     require_by_hand("casas", root, FILES, HOW)
     met: dict[str, int] = {}
-    """Each word's number, in the order in which they are met."""
+    """Each word's number, in order of first occurrence."""
     rows: list[array[int]] = []
     labels: list[int] = []
     homes: list[int] = []
@@ -120,7 +120,7 @@ def load(root: Path) -> Data:
         if names <= {"", *unknown}:
             raise DataError(f"{path}: no activity of these homes begins in it; is it another file?")
         if unknown:
-            log.warning("%s: %d activities are none of the list and count as other: %s", path, len(unknown), unknown)
+            log.warning("%s: %d activities are not in the list and count as other: %s", path, len(unknown), unknown)
     places = {word: place for place, word in enumerate(sorted(met), PADDING + 1)}
     token = np.array([places[word] for word in met], dtype=np.int64)
     x = np.full((len(rows), EVENTS), PADDING, dtype=np.int64)
@@ -140,7 +140,8 @@ def load(root: Path) -> Data:
 
 
 def samples(stream: Iterable[Event]) -> Iterator[tuple[str, list[str]]]:
-    """An activity's name and the last 2,000 words of it, for each stretch of events of one name, the empty one too."""
+    """For each run of consecutive events with the same activity, also the empty one: its name and its last 2,000
+    words."""
     for name, stretch in groupby(stream, key=lambda event: event.activity):
         yield name, list(deque((event.word for event in stretch), maxlen=EVENTS))
 
@@ -148,9 +149,9 @@ def samples(stream: Iterable[Event]) -> Iterator[tuple[str, list[str]]]:
 def events(path: Path, content: bytes) -> Iterator[Event]:
     """The events of motion, door and temperature sensors, in the file's order.
 
-    A line is a date, a time, a sensor, a value, and maybe an activity with `begin` or `end`. Its begin and its end
-    are events of an activity; another's begin ends it, too. Raises DataError, which names the first, where more than
-    1 % of the lines are no events.
+    A line is a date, a time, a sensor, a value, and maybe an activity with `begin` or `end`. The lines with its begin
+    and its end belong to an activity; the begin of another one ends it, too. Raises DataError, which names the first
+    bad line, if more than 1 % of the lines are not events.
     """
     words: dict[tuple[bytes, bytes], str | None] = {}
     activity, lines, unreadable = "", 0, []
@@ -178,13 +179,13 @@ def events(path: Path, content: bytes) -> Iterator[Event]:
             activity = ""
     if len(unreadable) > MOST_UNREADABLE * lines:
         raise DataError(
-            f"{path}: {len(unreadable)} of {lines} lines are no events, the first one line {unreadable[0]}; expected "
+            f"{path}: {len(unreadable)} of {lines} lines are not events, first line {unreadable[0]}; expected "
             "`2009-06-10 03:20:59.08 M006 ON Sleep begin` or the like; delete it and download it again"
         )
 
 
 def word_of(sensor: bytes, value: bytes) -> str | None:
-    """`M001=on`, `T002=21.5`: temperatures to half a degree; None where the value is none."""
+    """`M001=on`, `T002=21.5`: temperatures are rounded to half a degree; None for a garbled value."""
     said: str | None
     if sensor[:1] == b"T":
         try:
@@ -198,7 +199,7 @@ def word_of(sensor: bytes, value: bytes) -> str | None:
 
 
 def bare(name: str) -> str:
-    """The name that the list has: as it is, or without the resident."""
+    """The activity's name as in the list: unchanged, or without the resident."""
     return name if name in LABELS else RESIDENT.sub("", name)
 
 

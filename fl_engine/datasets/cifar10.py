@@ -4,8 +4,8 @@ Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009. Layout 
 https://www.cs.toronto.edu/~kriz/cifar.html ("binary version"): per record 1 label byte, then 3,072 bytes: the
 red, green and blue plane, each row by row.
 
-The training batches have to match their SHA-1. `test_batch.bin` has to have the right structure only: no
-official checksum of that file alone is published; one that `fetch` unpacked is covered by the archive's MD5.
+The training batches must match their SHA-1. For `test_batch.bin` alone no checksum is published, so only its structure
+is checked; if `fetch` unpacked it, the archive's MD5 covers it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS, records: int = RE
 def fetch(root: Path, archive: Remote = ARCHIVE, checksums: Mapping[str, str] = CHECKSUMS) -> None:
     """Downloads the archive and unpacks the batches that are not there yet. The archive stays.
 
-    Raises DataError as `files.download` and `files.extract` do, and for a batch that is there but wrong.
+    Raises DataError as `files.download` and `files.extract` do, and for an existing batch that is wrong.
     """
     absent = {}
     for file in FILES:

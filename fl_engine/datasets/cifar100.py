@@ -2,10 +2,10 @@
 
 Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009. Layout and archive:
 https://www.cs.toronto.edu/~kriz/cifar.html ("binary version"): per record a coarse label (of 20) and a fine label (of
-100), a byte each, then 3,072 bytes: the red, green and blue plane, each row by row. The fine labels are learnt.
+100), a byte each, then 3,072 bytes: the red, green and blue plane, each row by row. The fine labels are used.
 
-The archive has to match the MD5 that its page prints; of the two files in it no checksum is published, so that their
-size and their labels are checked.
+The archive must match the MD5 on its page. No checksums of its two files are published, so their sizes and labels are
+checked.
 """
 
 from __future__ import annotations

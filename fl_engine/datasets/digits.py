@@ -1,9 +1,9 @@
-"""Digits: 1,797 grey images of 8 x 8 in 10 classes, as scikit-learn brings them; nothing to download.
+"""Digits: 1,797 grey images of 8 x 8 in 10 classes, as part of scikit-learn; nothing to download.
 
 Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998 (its test part).
 
-scikit-learn offers no split, so ours is fixed: 20 % of every class to test (359 samples), drawn once with a
-seed of its own. Values 0..16 become 0..255.
+scikit-learn offers no split, so this one is fixed: 20 % of every class (359 samples) are for testing, drawn with a
+constant seed. Values 0..16 become 0..255.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ TEST_SAMPLES = 359
 
 MOST_BYTES = 2**20
 CHECKSUM = "e10b10289c0d9d8a1b3e6b7dfe998949029a89056e0e06dfb989924a36d75a3c"
-"""sha256 of the table (1797, 65) as little-endian int64: of its values, however a later version writes them."""
+"""sha256 of the table (1797, 65) as little-endian int64. It is of the values, so it does not depend on the file's
+format."""
 
 # Mean and standard deviation of the 1,438 training images, in units of 255.
 MEAN = (0.3054,)
@@ -38,7 +39,8 @@ STD = (0.3762,)
 
 
 def _file() -> Path:
-    """64 pixels and a label a line. Importing scikit-learn instead takes 2 s, in every pod."""
+    """The path of the file, with 64 pixels and a label per line. Importing scikit-learn to read it would take 2 s in
+    every pod."""
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
         raise EnvironmentFailure("digits come with scikit-learn, which is missing: pip install scikit-learn")
@@ -63,9 +65,9 @@ def _table() -> NDArray[np.int64]:
 
 
 def load(root: Path) -> Data:
-    """The data set; `root` is not looked at. Raises EnvironmentFailure where scikit-learn is missing or damaged."""
+    """The data set; `root` is ignored. Raises EnvironmentFailure if scikit-learn is missing or damaged."""
     table = _table()
-    # Integers and half up: 16 becomes 255, and no machine rounds differently.
+    # Integer arithmetic, rounding half up: 16 becomes 255, and all machines agree.
     images = ((table[:, :64].reshape(-1, 1, 8, 8) * 255 + 8) // 16).astype(np.uint8)
     labels = table[:, 64].copy()
     test = np.zeros(len(labels), dtype=bool)

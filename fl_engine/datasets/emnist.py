@@ -5,8 +5,8 @@ Cohen, Afshar, Tapson and van Schaik, EMNIST: an Extension of MNIST to Handwritt
     balanced   47 classes, 112,800 + 18,800: letters whose two cases look alike are one class, all classes equally large
     byclass    62 classes, 697,932 + 116,323: digits (0 to 9), upper case (10 to 35), lower case (36 to 61)
 
-As the publisher says, the files hold images column by column; here they stand upright, as MNIST's do. The archive has
-to match the MD5 that torchvision prints; of single files no checksum is published, so their numbers are checked.
+The files hold images column by column; here they are transposed to stand upright, like MNIST's. The archive must match
+the MD5 in torchvision. No checksums of single files are published, so their sizes and labels are checked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Split:
 
     name: str
     published: str
-    """The publisher's name for it, in the files' names."""
+    """The publisher's name of the split, used in file names."""
     classes: int
     train: int
     """Images."""
@@ -68,8 +68,8 @@ BYCLASS = Split("emnist_byclass", "byclass", 62, 697_932, 116_323)
 def load(root: Path, split: Split = BALANCED) -> Data:
     """The data set from `root`/emnist/gzip. Mean and deviation are the training images' own.
 
-    Raises DataError for a file that is missing, or is no idx file of as many upright 28 x 28 images, or of their
-    labels, as the split has.
+    Raises DataError for a file that is missing, or is not an idx file with the split's number of 28 x 28 images or
+    labels.
     """
     require(split.name, root, split.files, ARCHIVE.url)
     images_train, labels_train, images_test, labels_test = (root / file for file in split.files)

@@ -1,24 +1,24 @@
-"""EPIC-SOUNDS: what is heard in a kitchen, 44 classes of sounds as log-mel spectrograms of 400 x 128.
+"""EPIC-SOUNDS: sounds in kitchens, in 44 classes, as log-mel spectrograms of 400 x 128.
 
 Huh et al., EPIC-SOUNDS: A Large-Scale Dataset of Actions that Sound, ICASSP 2023. Annotations:
 https://github.com/epic-kitchens/epic-sounds-annotations; a row is a segment of a video's sound, in samples at 24 kHz.
-The sound is that of EPIC-KITCHENS-100, whose videos are to be had for research. Auditory SlowFast
+The sound is that of EPIC-KITCHENS-100, whose videos are available for research. Auditory SlowFast
 (https://github.com/ekazakos/auditory-slow-fast, audio_extraction/extract_audio.py), to which the publisher refers,
-makes `<video_id>.wav` of each: 24 kHz, one channel, 16 bits. These files are read, not the HDF5 file into which it
+extracts `<video_id>.wav` from each: 24 kHz, one channel, 16 bits. These files are read, not the HDF5 file into which it
 packs them.
 
 The spectrogram is that of FedAIoT (Alam et al., 2023: the text's Sec. 2.2.3, and its code where the text is silent):
 Hann windows of 10 ms every 5 ms, centred, with silence before and after the segment; magnitudes of a Fourier transform
 of 2,048 points; 128 triangular mel filters of height 1 from 0 to 12 kHz, by HTK's formula; the natural logarithm of
-what passes + 1e-6; the last frame is repeated up to 400. Departs from FedAIoT: of a longer segment it takes 1.999 s at
-random in each epoch, and five such clips for a test; here it is the middle 1.999 s in both parts, so that a sample is a
-tensor. Values are rounded to 1/1024, so that machines agree whose last bits differ.
+their outputs + 1e-6; the last frame is repeated up to 400. Departs from FedAIoT, which takes 1.999 s of a longer
+segment at random in each epoch, and five such clips for a test; here it is the middle 1.999 s in both parts, so that a
+sample is one tensor. Values are rounded to 1/1024, so that machines whose last bits differ get the same data.
 
-The training segments are the training part, the validation segments the test part: the publisher keeps the labels of
-its test segments. A participant is the natural client.
+The training segments are the training part, the validation segments the test part, since the labels of the test
+segments are not published. A participant is the natural client.
 
-The spectrograms take about ten minutes, so they are kept in epic-sounds/packed (14 GB): `fl_engine.data.packs`. They
-are mapped into memory, not held in it.
+Computing the spectrograms takes about ten minutes, so they are stored in epic-sounds/packed (14 GB), by
+`fl_engine.data.packs`, and mapped into memory.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ HOW = (
     f"extract_audio.py makes it, into {AUDIO} as <video_id>.wav (17 GB)"
 )
 VERSION = 1
-"""Of what is kept: another one where the same files are read in another way."""
+"""The version of the stored arrays: it changes if the same files are read in another way."""
 CLASSES = 44
 MOST_BYTES = 2**25
-"""Of an annotation file; the training one has some 6 MB."""
+"""The largest annotation file; the training one has about 6 MB."""
 MOST_SEGMENTS = 100_000
 
 RATE = 24_000
-"""Samples of sound a second."""
+"""Samples of sound per second."""
 CLIP = 47_976
-"""Samples, 1.999 s."""
+"""Samples of the longest segment, 1.999 s."""
 WINDOW, STEP, POINTS = 240, 120, 2048
-"""Samples: of a window, from one to the next, of the Fourier transform."""
+"""In samples: the length of a window, the step from one to the next, and the length of the Fourier transform."""
 FRAMES, MELS = 400, 128
 FLOOR = 1e-6
 GRID = 1024.0
@@ -84,16 +84,16 @@ class Segment:
     participant: str
     video: str
     start: int
-    """Samples of the video's sound."""
+    """Where the segment starts, in samples of the video's sound."""
     stop: int
     label: int
 
 
 def load(root: Path) -> Data:
-    """The data set from `root`/epic-sounds: maps (N, 1, 400, 128), which are not normalised.
+    """The data set from `root`/epic-sounds: maps (N, 1, 400, 128), not normalised.
 
-    Raises DataError for annotations or sound that are missing or damaged, and where a segment is none of its video's
-    sound.
+    Raises DataError for annotations or sound that are missing or damaged, and for a segment that is not within its
+    video's sound.
     """
     require_by_hand("epic_sounds", root, FILES, HOW)
     parts = tuple(segments(root / file) for file in FILES[:2])
@@ -107,7 +107,7 @@ def load(root: Path) -> Data:
 def _pack(audio: Path, parts: Sequence[list[Segment]], folder: Path) -> None:
     for name, part in zip(("train", "test"), parts, strict=True):
         np.save(folder / f"{name}_y.npy", np.array([segment.label for segment in part]))
-        with (folder / f"{name}_x.npy").open("wb") as file:  # one after the other: all of them are too much for memory
+        with (folder / f"{name}_x.npy").open("wb") as file:  # one by one, since all do not fit into memory
             shape = (len(part), 1, FRAMES, MELS)
             np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
             for segment in part:
@@ -154,7 +154,7 @@ def _segment(where: str, values: list[str]) -> Segment:
 
 
 def _sound(path: Path, segment: Segment) -> NDArray[np.float64]:
-    """The segment's middle, at most 1.999 s of it, in -1..1."""
+    """The middle of the segment, at most 1.999 s, with values in -1..1."""
     length = min(segment.stop - segment.start, CLIP)
     start = segment.start + (segment.stop - segment.start - length) // 2
     try:
@@ -196,9 +196,9 @@ def log_mel(sound: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @cache
 def _mel_filters() -> tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.intp]]:
-    """The frequencies that pass each of the 128 filters, one filter's after another's, how much of each passes, and
-    where a filter's begin. Filter m rises from the m-th to the next of 130 frequencies, which are equally far apart in
-    mel = 2595 log10(1 + Hz / 700), and falls to the one after."""
+    """The 128 filters as three arrays: the frequencies that pass each filter, filter by filter; their weights; and the
+    position where each filter's frequencies begin. Of 130 frequencies at equal distances in mel = 2595 log10(1 + Hz /
+    700), filter m rises from the m-th to the next and falls to the one after."""
     top = 2595 * np.log10(1 + RATE / 2 / 700)
     edges = 700 * (10 ** (np.linspace(0, top, MELS + 2) / 2595) - 1)[:, None]
     hertz = np.linspace(0, RATE / 2, POINTS // 2 + 1)

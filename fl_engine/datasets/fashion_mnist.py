@@ -39,8 +39,8 @@ STD = (0.3530,)
 def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS) -> Data:
     """The data set from `root`/fashion-mnist; a file without an entry in `checksums` is not checked.
 
-    Raises DataError for a file that is missing, has another checksum, or is no idx file of 28 x 28 images or
-    of as many labels 0..9.
+    Raises DataError for a file that is missing, has another checksum, or is not an idx file of 28 x 28 images or of as
+    many labels 0..9.
     """
     require("fashion_mnist", root, FILES, f"{URL}/{{{','.join(CHECKSUMS)}}}")
     train_x, train_y = _part(root / FOLDER, "train", checksums)
@@ -49,7 +49,7 @@ def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS) -> Data:
 
 
 def fetch(root: Path, remotes: Sequence[Remote] = REMOTES) -> None:
-    """Downloads what is not there yet. Raises DataError as `files.download` does."""
+    """Downloads the files that do not exist yet. Raises DataError as `files.download` does."""
     for remote in remotes:
         download(remote, root / FOLDER)
 

@@ -5,13 +5,14 @@ makes data/femnist/data/all_data/all_data_0.json to all_data_35.json, each of at
 
     {"users": [writer, ...], "num_samples": [n, ...], "user_data": {writer: {"x": [[784 numbers], ...], "y": [n]}}}
 
-Numbers are 0..1, white (1) behind black ink, row by row; they are bytes divided by 255, and become bytes again. Labels
-are digits (0 to 9), upper case (10 to 35), lower case (36 to 61). A writer is the natural client.
+Pixels are numbers in 0..1, with a white background (1) and black ink, row by row. They are bytes divided by 255, and
+are turned back into bytes. Labels are digits (0 to 9), upper case (10 to 35), lower case (36 to 61). A writer is the
+natural client.
 
-LEAF leaves the split open, so ours is fixed: of every writer's n samples n // 10 to test, drawn once with a seed of its
-own. The files of TensorFlow Federated, which are made of LEAF's and have a split, are `femnist_tff`.
+LEAF defines no split, so this one is fixed: n // 10 of every writer's n samples are for testing, drawn with a constant
+seed. `femnist_tff` reads TensorFlow Federated's files, which are made from LEAF's and have a split.
 
-Reading takes about four minutes, so what was read is kept in femnist/packed (0.6 GB): `fl_engine.data.packs`.
+Reading takes about four minutes, so the arrays are stored in femnist/packed (0.6 GB), by `fl_engine.data.packs`.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ HOW = (
     "its data/all_data there"
 )
 VERSION = 1
-"""Of what is kept: another one where the same files are read in another way."""
+"""The version of the stored arrays: it changes if the same files are read in another way."""
 CLASSES = 62
 SIDE = 28
 TEST_SHARE = 10
-"""One of so many samples of a writer is a test sample."""
+"""One in this many samples of a writer is a test sample."""
 MOST_BYTES = 2**30
-"""Of a file; those of 100 writers have about 150 MB."""
+"""The largest file; one of 100 writers has about 150 MB."""
 
 
 def load(root: Path, files: Sequence[str] = FILES) -> Data:
     """The data set from `root`/femnist/all_data. Mean and deviation are the training images' own.
 
-    Raises DataError for a file that is missing, is no JSON of LEAF's form, says another number of samples than it has,
-    or holds other images or labels; also for a writer who is in two files.
+    Raises DataError for a file that is missing, is not JSON of LEAF's form, declares another number of samples than it
+    has, or holds other images or labels; also for a writer who is in two files.
     """
     require_by_hand("femnist", root, files, HOW)
     paths = [root / file for file in files]
@@ -92,7 +93,7 @@ def _pack(paths: Sequence[Path], folder: Path) -> None:
 
 
 def _test(samples: int, writer: str) -> NDArray[np.bool_]:
-    """Which of a writer's samples are test samples: whatever else is there, the same ones."""
+    """Which of a writer's samples are test samples. The choice does not depend on the other writers."""
     chosen = np.zeros(samples, dtype=bool)
     chosen[seeds.rng(0, f"femnist/test/{writer!a}").permutation(samples)[: samples // TEST_SHARE]] = True
     return chosen
@@ -136,14 +137,14 @@ def _samples(path: Path, writer: str, found: Any, number: Any) -> tuple[NDArray[
 
 
 def _image(what: str, image: Any) -> NDArray[np.uint8]:
-    """(28, 28) of a list of 784 numbers in 0..1."""
+    """An image (28, 28) from a list of 784 numbers in 0..1."""
     try:
-        values = np.frombuffer(array("d", image if isinstance(image, list) else []))  # takes numbers alone
+        values = np.frombuffer(array("d", image if isinstance(image, list) else []))  # accepts only numbers
     except (TypeError, OverflowError) as error:
         raise DataError(f"{what}: expected {SIDE * SIDE} numbers ({error}); make the file again") from error
     if len(values) != SIDE * SIDE:
         raise DataError(f"{what}: expected {SIDE * SIDE} numbers, found {len(values)}; make the file again")
     low, high = values.min(), values.max()
-    if not (low >= 0 and high <= 1):  # a NaN is neither
+    if not (low >= 0 and high <= 1):  # a NaN fails both
         raise DataError(f"{what}: expected numbers in 0..1, found {low:g} to {high:g}; make the file again")
     return (values * 255).round().astype(np.uint8).reshape(SIDE, SIDE)

@@ -1,14 +1,14 @@
-"""FEMNIST as TensorFlow Federated has it: the characters of `femnist`, with a split, in two HDF5 files.
+"""FEMNIST as published by TensorFlow Federated: the characters of `femnist`, with a split, in two HDF5 files.
 
 https://www.tensorflow.org/federated/api_docs/python/tff/simulation/datasets/emnist/load_data (only_digits=False): 3,400
-writers with at least two samples, 671,585 + 77,483 images, of each writer at least one in both parts. The archive has
-to match the SHA-256 that TensorFlow Federated prints. In fed_emnist_train.h5 and fed_emnist_test.h5, of each writer:
+writers with at least two samples, 671,585 + 77,483 images, with at least one image of each writer in both parts. The
+archive must match the SHA-256 in TensorFlow Federated. fed_emnist_train.h5 and fed_emnist_test.h5 hold for each writer:
 
-    examples/<writer>/pixels  float32 (n, 28, 28), 0..1, white (1) behind black ink
-    examples/<writer>/label   int32 (n,), digits (0 to 9), upper case (10 to 35), lower case (36 to 61)
+    examples/<writer>/pixels float32 (n, 28, 28), 0..1, white background (1), black ink examples/<writer>/label int32
+    (n,), digits (0 to 9), upper case (10 to 35), lower case (36 to 61)
 
-Pixels are bytes divided by 255, and become bytes again. A writer is the natural client; writers are in the order of
-their names. Needs h5py: `pip install 'flexfleet[hdf5]'`.
+Pixels are bytes divided by 255, and are turned back into bytes. A writer is the natural client; writers are sorted by
+name. Needs h5py: `pip install 'flexfleet[hdf5]'`.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ ARCHIVE = Remote(
 )
 FILES = (f"{FOLDER}/fed_emnist_train.h5", f"{FOLDER}/fed_emnist_test.h5")
 MOST_SAMPLES = 10_000
-"""Of a writer in a file; the most productive one has some hundreds."""
+"""The most samples of a writer in a file; the largest number in the set is some hundreds."""
 
 
 def load(root: Path) -> Data:
     """The data set from `root`/femnist-tff. Mean and deviation are the training images' own.
 
-    Raises DataError for a file that is missing, damaged or of another form, for other images or labels, and where the
-    parts are not by the same writers; EnvironmentFailure where h5py is not installed.
+    Raises DataError for a file that is missing, damaged or of another form, for other images or labels, and if the
+    parts have different writers; EnvironmentFailure if h5py is not installed.
     """
     require("femnist_tff", root, FILES, ARCHIVE.url)
     (train_x, train_y, writers, counts), (test_x, test_y, others, _) = (_part(root / file) for file in FILES)
     if writers != others:
         odd = sorted(set(writers) ^ set(others))
         raise DataError(
-            f"{root / FILES[1]}: expected the writers of {Path(FILES[0]).name}, of which each has samples in both; "
-            f"{len(odd)} have not, such as {odd[0][:80]!r}: fetch both again"
+            f"{root / FILES[1]}: expected the writers of {Path(FILES[0]).name}, each of which has samples in both; "
+            f"{len(odd)} do not, such as {odd[0][:80]!r}: fetch both again"
         )
     mean, std = byte_statistics(train_x)
     return Data(
@@ -105,12 +105,18 @@ def _writers(path: Path) -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.in
                 if not all(isinstance(part, h5py.Dataset) for part in parts):
                     raise DataError(f"{who}: expected the arrays pixels and label; delete the file and fetch again")
                 yield name, *_samples(who, *parts)
-    except (OSError, RuntimeError, KeyError, ValueError, UnicodeError) as error:  # what damage makes of h5py's calls
+    except (
+        OSError,
+        RuntimeError,
+        KeyError,
+        ValueError,
+        UnicodeError,
+    ) as error:  # the errors of h5py for a damaged file
         raise DataError(f"{path}: cannot be read as HDF5 ({error}); delete it and fetch again") from error
 
 
 def _samples(who: str, pixels: Any, label: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Shapes and types are what the file says of itself: they are checked before anything is read."""
+    """A writer's images and labels. The shapes and types that the file declares are checked before anything is read."""
     count = pixels.shape[0] if pixels.shape else 0
     if pixels.dtype.kind != "f" or pixels.shape != (count, SIDE, SIDE) or not 0 < count <= MOST_SAMPLES:
         raise DataError(
@@ -130,6 +136,6 @@ def _samples(who: str, pixels: Any, label: Any) -> tuple[NDArray[np.uint8], NDAr
             "and fetch again"
         )
     low, high = images.min(), images.max()
-    if not (low >= 0 and high <= 1):  # a NaN is neither
+    if not (low >= 0 and high <= 1):  # a NaN fails both
         raise DataError(f"{who}: expected pixels in 0..1, found {low:g} to {high:g}; fetch the file again")
     return (images * np.float32(255)).round().astype(np.uint8)[:, None], labels

@@ -1,8 +1,8 @@
 """MNIST: 60,000 + 10,000 grey images of 28 x 28, handwritten digits, from the four official idx files.
 
 LeCun, Bottou, Bengio and Haffner, Gradient-Based Learning Applied to Document Recognition, Proceedings of the IEEE
-1998. Format: http://yann.lecun.com/exdb/mnist. The files are fetched from the mirror that torchvision uses, and have to
-match the MD5 checksums that torchvision prints.
+1998. Format: http://yann.lecun.com/exdb/mnist. The files are fetched from the mirror that torchvision uses, and must
+match the MD5 checksums in torchvision.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ STD = (0.3081,)
 def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS) -> Data:
     """The data set from `root`/mnist; a file without an entry in `checksums` is not checked.
 
-    Raises DataError for a file that is missing, has another checksum, or is no idx file of 28 x 28 images or
-    of as many labels 0..9.
+    Raises DataError for a file that is missing, has another checksum, or is not an idx file of 28 x 28 images or of as
+    many labels 0..9.
     """
     require("mnist", root, FILES, f"{URL}/{{{','.join(CHECKSUMS)}}}")
     images_train, labels_train, images_test, labels_test = (root / file for file in FILES)
@@ -49,6 +49,6 @@ def load(root: Path, checksums: Mapping[str, str] = CHECKSUMS) -> Data:
 
 
 def fetch(root: Path, remotes: Sequence[Remote] = REMOTES) -> None:
-    """Downloads what is not there yet. Raises DataError as `files.download` does."""
+    """Downloads the files that do not exist yet. Raises DataError as `files.download` does."""
     for remote in remotes:
         download(remote, root / FOLDER)

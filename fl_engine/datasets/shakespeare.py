@@ -1,16 +1,15 @@
-"""Shakespeare: what character comes next in a line of a play, by speaking role, from the text of the plays.
+"""Shakespeare: predict the next character in a line of a play; the clients are the speaking roles.
 
-The task of LEAF (Caldas et al., 2018, arXiv:1812.01097; data/shakespeare) and of McMahan et al., AISTATS 2017: from the
-80 characters before, within a line, to the next one. As LEAF does it: a line is what a role says on one line of the
-text, with runs of spaces made one, with 80 spaces before it and a line feed behind; each position gives a sample; a
-role is the natural client. The last fifth of its lines are its test lines.
+The task of LEAF (Caldas et al., 2018, arXiv:1812.01097; data/shakespeare) and of McMahan et al., AISTATS 2017: predict
+a character from the 80 before it in the same line. As in LEAF, a line is what a role says on one line of the text, with
+runs of spaces reduced to one, 80 spaces before it and a line feed behind it; each position gives a sample; a role is
+the natural client. The last fifth of a role's lines are its test lines.
 
-The text is the one known as tiny Shakespeare (https://github.com/karpathy/char-rnn, data/tinyshakespeare/input.txt):
-blocks of "ROLE:" and lines, with an empty line between. It has to match the SHA-256 that TensorFlow Datasets prints.
-Departs from LEAF, which takes the whole Gutenberg edition and counts a role of each play apart: this text does not say
-where a play ends, so roles of the same name are one. A character that the training or the test targets lack becomes a
-space, which is LEAF's unknown character: so every class occurs in both. Samples are the numbers of characters in the
-order of Unicode.
+The text is tiny Shakespeare (https://github.com/karpathy/char-rnn, data/tinyshakespeare/input.txt): blocks of "ROLE:"
+and lines, with an empty line between. It must match the SHA-256 in TensorFlow Datasets. Departs from LEAF, which takes
+the whole Gutenberg edition and separates the roles of different plays: this text does not say where a play ends, so
+roles of the same name are one. A character that is missing in the training or the test targets becomes a space, LEAF's
+unknown character, so every class occurs in both. Characters are numbered in the order of Unicode.
 """
 
 from __future__ import annotations
@@ -35,18 +34,19 @@ REMOTE = Remote(
 )
 FILE = f"{FOLDER}/{REMOTE.filename}"
 WINDOW = 80
-"""Characters."""
+"""The number of characters in a sample."""
 TEST_SHARE = 5
-"""One of so many lines of a role is a test line."""
+"""One in this many lines of a role is a test line."""
 MOST_BYTES = 2**23
-"""Of the text: a character takes a window of 80 numbers in memory."""
+"""The largest text; each character takes a window of 80 numbers in memory."""
 MOST_CHARACTERS = 256
-"""Different ones; the text has 65."""
+"""The most different characters; the text has 65."""
 ROLE = re.compile(r"\S.{0,80}:")
 
 
 def load(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
-    """The data set from `root`/shakespeare/input.txt: tokens (N, 80). With `checksum` None, of any text of that form.
+    """The data set from `root`/shakespeare/input.txt: tokens (N, 80). With `checksum` None, any text of that form is
+    accepted.
 
     Raises DataError for a text that is missing, has another checksum, is not UTF-8 or not in blocks of a role and its
     lines, or has no role of five lines.
@@ -72,12 +72,12 @@ def load(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
 
 
 def fetch(root: Path, remote: Remote = REMOTE) -> None:
-    """Downloads what is not there yet. Raises DataError as `files.download` does."""
+    """Downloads the text if it does not exist yet. Raises DataError as `files.download` does."""
     download(remote, root / FOLDER)
 
 
 def _roles(path: Path, checksum: str | None) -> dict[str, list[str]]:
-    """The lines of each role in the order of the text, as LEAF has them: single spaces, a line feed at the end."""
+    """The lines of each role in the order of the text, as in LEAF: with single spaces and a line feed at the end."""
     try:
         text = read(path, checksum, MOST_BYTES).decode()
     except UnicodeDecodeError as error:
@@ -100,14 +100,14 @@ def _roles(path: Path, checksum: str | None) -> dict[str, list[str]]:
 
 
 def _windows(lines: list[tuple[int, str]], known: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The characters before each character (N, 80), these characters (N,) and their clients (N,), all int64, of lines
-    with their clients."""
+    """For all characters of `lines` (client, line): the 80 characters before each (N, 80), the character (N,) and its
+    client (N,), all int64."""
     lengths = [len(line) for _, line in lines]
     text = "".join(" " * WINDOW + line for _, line in lines)
     number = {character: at for at, character in enumerate(known)}
     table = {ord(character): number.get(character, number[" "]) for character in {*text}}
-    tokens = np.frombuffer(text.translate(table).encode("latin-1"), dtype=np.uint8)  # at most 256 different ones
-    # Line i begins with its spaces at `starts[i]`: before its k-th character are those from `starts[i]` + k on.
+    tokens = np.frombuffer(text.translate(table).encode("latin-1"), dtype=np.uint8)  # at most 256 different characters
+    # Line i begins with its 80 spaces at `starts[i]`; the window before its k-th character begins at `starts[i]` + k.
     starts = np.cumsum([0, *(WINDOW + length for length in lengths[:-1])])
     at = np.concatenate([start + np.arange(length) for start, length in zip(starts, lengths, strict=True)])
     windows = np.lib.stride_tricks.sliding_window_view(tokens, WINDOW)[at].astype(np.int64)

@@ -9,10 +9,9 @@ Le and Yang, Tiny ImageNet Visual Recognition Challenge, Stanford CS231n 2015. L
 
 The official test images have no labels, so the validation images are the test part. Classes are numbered in the order
 of their names. Of the folders in train/ some may be absent: their classes are then left out, with their validation
-images, so that a part of the set serves for trials. The archive has to match the SHA-256 that TensorFlow Datasets
-prints.
+images, so that a part of the set can be used for trials. The archive must match the SHA-256 in TensorFlow Datasets.
 
-Pillow decodes the images, which Matplotlib brings. Mean and deviation are the training images' own.
+Pillow, which is installed with Matplotlib, decodes the images. Mean and deviation are the training images' own.
 """
 
 from __future__ import annotations
@@ -52,18 +51,18 @@ PICTURE = re.compile(r"val_\d{1,8}\.JPEG", re.ASCII)
 SIDE = 64
 LISTED = 200
 MOST_TEXT = 2**22
-"""Bytes of a list; the official one has 0.3 MB."""
+"""The most bytes of a list; the official one has 0.3 MB."""
 MOST_PICTURE = 2**18
-"""Bytes of a picture; those of the set have some kilobytes."""
+"""The most bytes of an image file; those of the set have some kilobytes."""
 
 log = logging.getLogger(__name__)
 
 
 def load(root: Path) -> Data:
-    """The data set from `root`/tiny-imagenet-200, of the classes that have a folder in train/.
+    """The data set from `root`/tiny-imagenet-200, with the classes that have a folder in train/.
 
-    Raises DataError for what is missing or damaged, for a picture that is not 64 x 64, where a class has more pictures
-    than another, and where not every listed picture is there; EnvironmentFailure without Pillow.
+    Raises DataError if files are missing or damaged, an image is not 64 x 64, classes have different numbers of images,
+    or a listed image is missing; EnvironmentFailure without Pillow.
     """
     require("tiny_imagenet", root, FILES, ARCHIVE.url)
     wnids = _classes(root)
@@ -79,12 +78,12 @@ def load(root: Path) -> Data:
 
 
 def fetch(root: Path, archive: Remote = ARCHIVE) -> None:
-    """Downloads the archive, unless the set's folders are there without it, and unpacks what is not there yet. The
-    archive stays.
+    """Downloads the archive, unless the folders exist without it, and unpacks what does not exist yet. The archive
+    stays.
 
     Raises DataError as `files.download` and `files.extract` do.
     """
-    # Where the archive is there too, it may have been unpacked in part only.
+    # If the archive is there too, it may have been unpacked only in part.
     if not absent(root, FILES) and not (root / archive.filename).exists():
         return
     packed = download(archive, root)
@@ -104,7 +103,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _classes(root: Path) -> list[str]:
-    """The classes that are there, by name."""
+    """The names of the classes that have a folder, sorted."""
     path = root / WNIDS
     listed = [line.strip() for line in _lines(path)]
     wrong = [line for line in listed if not WNID.fullmatch(line)]
@@ -122,7 +121,7 @@ def _classes(root: Path) -> list[str]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    """By their names, so that every file system gives the same order."""
+    """The images of a folder, sorted by name, so that the order is the same on every file system."""
     found = sorted(folder.glob("*.JPEG"))
     if not found:
         raise DataError(f"{folder}: expected pictures (*.JPEG), found none; delete the folder and fetch again")
@@ -147,7 +146,7 @@ def _annotated(root: Path, wnids: list[str]) -> list[tuple[Path, int]]:
 
 
 def _check_counts(where: Path, pictures: list[tuple[Path, int]], wnids: list[str]) -> None:
-    """Raises DataError unless there are as many pictures of every class, as in the whole set and in whole classes."""
+    """Raises DataError unless all classes have the same number of images, as they do in the published set."""
     counts = np.bincount([label for _, label in pictures], minlength=len(wnids))
     if counts.min() != counts.max():
         few, many = int(counts.argmin()), int(counts.argmax())
@@ -166,7 +165,7 @@ def _read(pictures: list[tuple[Path, int]]) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _picture(path: Path) -> NDArray[np.uint8]:
-    """(3, 64, 64); grey pictures, of which there are some, in three equal channels."""
+    """(3, 64, 64); grey images, of which there are some, get three equal channels."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -174,7 +173,7 @@ def _picture(path: Path) -> NDArray[np.uint8]:
     content = read(path, most=MOST_PICTURE)
     try:
         with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
-            if image.size != (SIDE, SIDE):  # of the header: nothing is decoded yet
+            if image.size != (SIDE, SIDE):  # from the header: nothing is decoded yet
                 width, height = image.size
                 raise DataError(f"{path}: expected {SIDE} x {SIDE} pixels, found {height} x {width}; fetch it again")
             return np.asarray(image.convert("RGB")).transpose(2, 0, 1)

@@ -1,13 +1,13 @@
 """UT-HAR: the amplitude of a Wi-Fi signal over 250 packets, 3 antennas of 30 subcarriers; 7 activities of a person.
 
 Yousefi et al., A Survey on Behavior Recognition Using WiFi Channel State Information, IEEE Communications Magazine
-55(10), 2017, cut into samples and split by SenseFi (Yang et al., Patterns 4(3), 2023), whose files are read: arrays of
-NumPy, though they are called .csv. FedAIoT (Alam, Michigan State University 2023, section 2.2.2.1) takes its training
+55(10), 2017, cut into samples and split by SenseFi (Yang et al., Patterns 4(3), 2023), whose files are read: NumPy
+arrays, though they are named .csv. FedAIoT (Alam, Michigan State University 2023, section 2.2.2.1) takes its training
 part and its test part; the validation part is not read.
 
-Departs from the paper: its text says 3 x 30 x 250, its published code takes 1 x 250 x 90, as here; `antennas` is the
-text's. That code pairs the test samples with the validation labels, here they have their own; it scales each part to
-0..1 by the part's own extremes, here mean and deviation are the training part's.
+Departs from the paper, whose text says 3 x 30 x 250 (`antennas` gives that form); here, as in its published code,
+samples are 1 x 250 x 90. That code pairs the test samples with the validation labels; here they have their own labels.
+It scales each part to 0..1 by the part's own extremes; here mean and deviation are those of the training part.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def load(root: Path, antennas: bool = False, samples: tuple[int, int] = SAMPLES)
     """The data set from `root`/uthar/UT_HAR, of as many training and test samples: maps (N, 1, 250, 90), or with
     `antennas` (N, 3, 30, 250).
 
-    Raises DataError for a file that is missing, or is no array of this shape, of numbers that are finite or, of labels,
-    0 to 6.
+    Raises DataError for a file that is missing or not an array of this shape, for numbers that are not finite, and for
+    labels outside 0 to 6.
     """
     name = "uthar_antennas" if antennas else "uthar"
     require_by_hand(name, root, FILES, HOW)
@@ -67,7 +67,7 @@ def load(root: Path, antennas: bool = False, samples: tuple[int, int] = SAMPLES)
 
 
 def by_antenna(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(N, 1, 250, 90) to (N, 3, 30, 250): an antenna's 30 subcarriers are next to each other."""
+    """(N, 1, 250, 90) to (N, 3, 30, 250): the last axis of the input has each antenna's 30 subcarriers side by side."""
     return np.ascontiguousarray(x.reshape(len(x), PACKETS, ANTENNAS, SUBCARRIERS).transpose(0, 2, 3, 1))
 
 
@@ -86,10 +86,10 @@ def _part(folder: Path, part: str, samples: int) -> tuple[NDArray[np.float32], N
 
 
 def _array(path: Path, shape: tuple[int, ...]) -> NDArray[np.generic]:
-    """The numbers of a .npy file as an array of this shape; those of a sample may be in other axes.
+    """The numbers of a .npy file, reshaped to `shape`; in the file, a sample may have other axes.
 
-    Nothing is unpickled, and nothing is allocated by a size that the file only claims: the numbers lie on the disk
-    until they are looked at. Raises DataError.
+    Nothing is unpickled. The numbers stay on disk until they are used, so a false size in the header allocates nothing.
+    Raises DataError.
     """
     try:
         found = mapped(path)

@@ -1,4 +1,4 @@
-"""VisDrone: what a drone sees from above, people and vehicles in 12 categories, as images of 224 x 224 with boxes.
+"""VisDrone: images of 224 x 224 taken by drones, with boxes of people and vehicles in 12 categories.
 
 Zhu et al., Detection and Tracking Meet Drones Challenge, IEEE TPAMI 2021, task 1 (objects in images). From
 https://github.com/VisDrone/VisDrone-Dataset, three archives that unpack to
@@ -7,22 +7,21 @@ https://github.com/VisDrone/VisDrone-Dataset, three archives that unpack to
     VisDrone2019-DET-val/           548
     VisDrone2019-DET-test-dev/    1,610
         images/<name>.jpg
-        annotations/<name>.txt    a box a line: left, top, width and height in pixels, score, category, truncation,
+        annotations/<name>.txt    one box per line: left, top, width and height in pixels, score, category, truncation,
                                   occlusion, with commas between
 
 Instead of annotations/ a part may have labels/, the text form of YOLO: category, centre x, centre y, width and height,
-shares of the image, with spaces between.
+as shares of the image, with spaces between.
 
 As in FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things, Michigan State
-University 2023, sections 2.2.1 and 2.2.3) the 6,471 images train and the 1,610 test, the 12 categories are learnt
-alike, and pixels are scaled to 0..1. Departs from the challenge, which scores categories 1 to 10 alone: 0 (an ignored
-region) and 11 (others) have the score 0 there. Images are resized to 224 x 224 whatever their form was, boxes with
-them.
+University 2023, sections 2.2.1 and 2.2.3) the 6,471 images are for training and the 1,610 for testing, all 12
+categories are learnt, and pixels are scaled to 0..1. Departs from the challenge, which scores only categories 1 to 10,
+not 0 (an ignored region) and 11 (others). Images and their boxes are resized to 224 x 224, whatever their aspect ratio.
 
-Where there is no VisDrone2019-DET-train, the validation images are used alone, for trials: every fifth, by name, tests.
-The clip that an image is from, the first number of its name, is the natural client.
+Without VisDrone2019-DET-train, only the validation images are used, for trials: every fifth by name is a test image. An
+image's clip, the first number of its name, is the natural client.
 
-Pillow decodes the images, which Matplotlib brings.
+Pillow, which is installed with Matplotlib, decodes the images.
 """
 
 from __future__ import annotations
@@ -61,30 +60,30 @@ CATEGORIES = (
 )  # fmt: skip
 SIDE = 224
 MOST_BOXES = 1024
-"""Of an image; the fullest one of the set has some 900."""
+"""The most boxes of an image; the largest number in the set is about 900."""
 MOST_TEXT = 2**18
-"""Bytes of the boxes of an image."""
+"""The most bytes of an image's file of boxes."""
 MOST_PICTURE = 2**24
 MOST_PIXELS = 2**24
-"""Of a picture; those of the set have up to 2000 x 1500."""
+"""The most pixels of an image file; those of the set have up to 2000 x 1500."""
 
 NAME = re.compile(r"(\d{1,9})_\d{1,9}_d_\d{1,9}", re.ASCII)
 WHOLE = re.compile(r"-?\d{1,6}", re.ASCII)
 SHARE = re.compile(r"\d{1,2}(\.\d{1,20})?(e-\d{1,2})?", re.ASCII)
 ROUNDING = 1e-4
-"""Of the image: by less a box that is cut off at the edge was not too large, but rounded."""
+"""As a share of the image: a box that reaches this little beyond the edge was only rounded."""
 
 log = logging.getLogger(__name__)
 
 Box = tuple[int, float, float, float, float]
-"""Category, centre x, centre y, width, height, in shares of the image."""
+"""Category, centre x, centre y, width, height, as shares of the image."""
 
 
 def load(root: Path) -> Data:
     """The data set from `root`/visdrone: uint8 (N, 3, 224, 224), boxes (N, 1024, 5).
 
-    Raises DataError for what is missing or damaged, for an image without a file of boxes or the other way round, for a
-    box that does not lie in its image, and for more images than a part has; EnvironmentFailure without Pillow.
+    Raises DataError if files are missing or damaged, an image has no file of boxes or a file of boxes no image, a box
+    is not in its image, or a part has too many images; EnvironmentFailure without Pillow.
     """
     folder = root / FOLDER
     whole = (folder / TRAIN).is_dir()
@@ -94,7 +93,10 @@ def load(root: Path) -> Data:
     if whole:
         train, test = ([(folder / part, name) for name in of] for part, of in zip(parts, names, strict=True))
     else:
-        log.warning("visdrone: there is no %s; of the validation images every fifth tests, the others train", TRAIN)
+        log.warning(
+            "visdrone: there is no %s; every fifth of the validation images is for testing, the others for training",
+            TRAIN,
+        )
         pictures = [(folder / VALIDATION, name) for name in names[0]]
         if len(pictures) < 2:
             raise DataError(f"{folder / VALIDATION}: expected at least 2 images, found 1; unpack the archive again")
@@ -107,13 +109,13 @@ def load(root: Path) -> Data:
 
 
 def _names(folder: Path, most: int) -> list[str]:
-    """The images of a part, without .jpg, in order; each has a file of boxes, and none is left over."""
+    """The names of a part's images, without .jpg, sorted. Images and files of boxes are checked to match one to one."""
     found = sorted(path.stem for path in (folder / "images").glob("*.jpg"))
     texts = {path.stem for path in _texts(folder).glob("*.txt")}
     if wrong := [name for name in found if not NAME.fullmatch(name)]:
         raise DataError(
             f"{folder / 'images'}: expected names as 0000001_02999_d_0000005.jpg (clip, frame, d, number), found "
-            f"{wrong[0][:80]!r}; take away what is none of the set"
+            f"{wrong[0][:80]!r}; remove files that are not of the set"
         )
     if apart := sorted(texts.symmetric_difference(found)):
         has, lacks = ("an image", "no boxes") if apart[0] in found else ("boxes", "no image")
@@ -122,7 +124,9 @@ def _names(folder: Path, most: int) -> list[str]:
             "missing: unpack the archive again"
         )
     if len(found) > most:
-        raise DataError(f"{folder}: expected at most {most} images, found {len(found)}; take away what is none of it")
+        raise DataError(
+            f"{folder}: expected at most {most} images, found {len(found)}; remove files that are not of the set"
+        )
     if len(found) < most:
         log.warning("visdrone: %d of the %d images of %s are there", len(found), most, folder.name)
     return found
@@ -155,7 +159,7 @@ def _read(pictures: list[tuple[Path, str]]) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _picture(path: Path) -> tuple[NDArray[np.uint8], int, int]:
-    """(3, 224, 224), and the picture's width and height before."""
+    """The resized image (3, 224, 224), and its original width and height."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -163,7 +167,7 @@ def _picture(path: Path) -> tuple[NDArray[np.uint8], int, int]:
     content = read(path, most=MOST_PICTURE)
     try:
         with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
-            width, height = image.size  # of the header: nothing is decoded yet
+            width, height = image.size  # from the header: nothing is decoded yet
             if not 0 < width * height <= MOST_PIXELS:
                 raise DataError(f"{path}: expected at most {MOST_PIXELS} pixels, found {width} x {height}")
             small = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
@@ -173,8 +177,9 @@ def _picture(path: Path) -> tuple[NDArray[np.uint8], int, int]:
 
 
 def boxes_of(path: Path, width: int, height: int) -> list[Box]:
-    """The boxes of an image of this size in pixels; some of the set have a width or height of 0. In annotations/ the
-    official form is expected, else YOLO's. Raises DataError for another line, and for a box that lies outside."""
+    """The boxes of an image of this size in pixels; some in the set have a width or height of 0. In annotations/ the
+    official form is expected, elsewhere YOLO's. Raises DataError for any other line, and for a box outside the
+    image."""
     official = path.parent.name == "annotations"
     form = (
         "8 whole numbers with commas between: left, top, width, height, score 0 or 1, category 0..11, truncation, "
@@ -201,7 +206,7 @@ def boxes_of(path: Path, width: int, height: int) -> list[Box]:
 
 
 def _within(box: Box) -> Box:
-    """What of it lies in the image; of negative size where nothing does."""
+    """The part of the box in the image; its size is negative if there is none."""
     category, x, y, width, height = box
     left, top = max(0.0, x - width / 2), max(0.0, y - height / 2)
     right, low = min(1.0, x + width / 2), min(1.0, y + height / 2)
@@ -209,7 +214,7 @@ def _within(box: Box) -> Box:
 
 
 def _official(line: str, width: int, height: int) -> Box | None:
-    """None: it is no such line. Some of the set end in a comma."""
+    """The box of a line in the official form, else None. Some lines of the set end in a comma."""
     fields = line.strip().removesuffix(",").split(",")
     if len(fields) != 8 or not all(map(WHOLE.fullmatch, fields)):
         return None

@@ -1,11 +1,11 @@
 """Widar3.0: body velocity profiles of gestures, from Wi-Fi signals: 22 moments of 20 x 20 velocities; 9 gestures.
 
-Zheng et al., Zero-Effort Cross-Domain Gesture Recognition with Wi-Fi, MobiSys 2019. Read are the profiles as SenseFi
+Zheng et al., Zero-Effort Cross-Domain Gesture Recognition with Wi-Fi, MobiSys 2019. The profiles are read as SenseFi
 (Yang et al., Patterns 4(3), 2023) publishes them: a folder for each gesture, `1-Push&Pull`, with a .csv file for each
 sample, `user3-...csv`, of 22 lines with 400 numbers. (Widar's own are .mat files, for which SciPy would be needed.)
-Prepared as for FedAIoT (Alam, Michigan State University 2023, section 2.2.3.2): the nine gestures that more than three
-users made, scaled by its constants, and users apart: in the order of how many samples they have, the fifth to the
-fifteenth train and the others test.
+Prepared as for FedAIoT (Alam, Michigan State University 2023, section 2.2.3.2): it keeps the nine gestures that more
+than three users made, scales them by its constants, and splits by user: sorted by their number of samples, the fifth to
+the fifteenth user are for training, the others for testing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ HOW = (
     "GB, CC BY-NC 4.0, no form) and unpack it, so that Widardata/ lies in widar/"
 )
 GESTURES = (1, 4, 8, 11, 13, 15, 16, 17, 20)
-"""The numbers in the folders' names that are kept, in the order of the classes."""
+"""The gestures that are kept, by the numbers in the folders' names, in the order of the classes."""
 TRAINS = range(4, 15)
-"""Places of the users who train, by their samples of all 22 gestures, fewest first."""
+"""The training users' ranks by their number of samples of all 22 gestures, fewest first."""
 SHAPE = (22, 20, 20)
 CENTRE, SPREAD = 0.0025, 0.0119
-"""Of all profiles' entries, as SenseFi and FedAIoT have them."""
+"""Mean and deviation of the entries of all profiles, as in SenseFi and FedAIoT."""
 
 _GESTURE = re.compile(r"([0-9]{1,3})-.*", re.DOTALL)
 _USER = re.compile(r"user([0-9]{1,3})-.*", re.DOTALL)
@@ -53,8 +53,8 @@ class Sample(NamedTuple):
 def load(root: Path) -> Data:
     """The profiles (N, 22, 20, 20) from `root`/widar/Widardata, already scaled.
 
-    `natural_client` is the user. Raises DataError for files that are missing, or are no 22 lines of 400 finite numbers,
-    and where there are not five users, so that nobody would train.
+    `natural_client` is the user. Raises DataError for files that are missing or do not have 22 lines of 400 finite
+    numbers, and for fewer than five users, since there would be no training samples.
     """
     require_by_hand("widar", root, FILES, HOW)
     every = list(listed(root / FOLDER))
@@ -86,13 +86,13 @@ def listed(folder: Path) -> Iterator[Sample]:
         if gesture is None or user is None:
             raise DataError(
                 f"{path}: expected a folder `<number>-<gesture>` and a file `user<number>-....csv`, as Widardata has "
-                "them; take away what is not of it"
+                "them; remove files that are not of it"
             )
         yield Sample(int(gesture[1]), int(user[1]), path)
 
 
 def in_order(samples: Sequence[Sample]) -> list[int]:
-    """The users, who has the fewest samples first; of equally many, the lower number."""
+    """The users, sorted by their number of samples, fewest first (ties: the lower number first)."""
     counts = Counter(sample.user for sample in samples)
     return sorted(counts, key=lambda user: (counts[user], user))
 
@@ -105,12 +105,12 @@ def _read(samples: Sequence[Sample]) -> tuple[NDArray[np.float32], NDArray[np.in
 
 
 def profile(path: Path) -> NDArray[np.float32]:
-    """(22, 20, 20) of a file of 22 lines with 400 numbers. Raises DataError."""
+    """A profile (22, 20, 20) from a file of 22 lines with 400 numbers. Raises DataError."""
     try:
         lines = [line.split(",") for line in read(path).decode("ascii").splitlines()]
         if [len(line) for line in lines] != [SHAPE[1] * SHAPE[2]] * SHAPE[0]:
             raise ValueError(f"{len(lines)} lines of {sum(map(len, lines))} numbers")
-        with np.errstate(over="ignore"):  # what becomes infinite is refused
+        with np.errstate(over="ignore"):  # infinite values are refused below
             values = np.array([float(number) for line in lines for number in line]).astype(np.float32)
         if not np.isfinite(values).all():
             raise ValueError("some that are not finite")

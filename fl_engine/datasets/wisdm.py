@@ -2,13 +2,13 @@
 
 Weiss, Yoneda and Hayajneh, Smartphone and Smartwatch-Based Biometrics Using Activities of Daily Living, IEEE Access 7,
 2019. Prepared as for FedAIoT (Alam, Federated Learning Benchmarks and Frameworks for Artificial Intelligence of Things,
-Michigan State University 2023, sections 2.2.1 and 2.2.3.2): both sensors are joined where their times are equal; of
-each activity, windows of 200 readings begin every 100, the first of them left out. Soup, chips, pasta and sandwich
-are one class, eating, as the text has it; its published code keeps the sandwich alone (`code_key`).
+Michigan State University 2023, sections 2.2.1 and 2.2.3.2): both sensors' readings are joined at equal times; in each
+activity a window of 200 readings begins every 100 readings, without the first window. Soup, chips, pasta and sandwich
+are one class, eating, as in the text; its published code keeps only the sandwich (`code_key`).
 
-Departs from the paper: its code draws a fifth of the people for the test part without a seed, here they are always the
-same; it normalises over everybody, here over the training part. Where some of the 51 people's files are not there, the
-test part is the last fifth of each person's every activity, and no window reaches across the cut.
+Departs from the paper's code, which draws a fifth of the people for the test part without a seed; here they are always
+the same. It normalises over everybody; here it is over the training part. If the files of some of the 51 people are
+missing, the test part is the last fifth of each activity of each person, and no window crosses the cut.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ACTIVITIES = (
 CODE_KEY = {letter: label for label, letter in enumerate("ABCDEFGLKQRS")}
 """The class of each activity's letter; the others are left out. L is the sandwich."""
 TEXT_KEY = CODE_KEY | dict.fromkeys("HIJ", CODE_KEY["L"])
-"""Soup, chips and pasta are eaten too."""
+"""Soup, chips and pasta count as eating, too."""
 LETTERS = b"ABCDEFGHIJKLMOPQRS"
 WINDOW = 200
 STEP = 100
@@ -50,7 +50,7 @@ TRAIN_SHARE = 0.8
 TRAIN, TEST, ACROSS = 0, 1, 2
 """On which side of the cut in time a window is."""
 MOST_REPEATS = 2
-"""How many joined readings there may be for each reading; times that repeat are joined with each other."""
+"""The most joined readings per reading; readings with a repeated time are joined with each other."""
 
 LINE = np.dtype([("subject", "i4"), ("activity", "S2"), ("time", "i8"), ("x", "f4"), ("y", "f4"), ("z", "f4")])
 
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class Windows(NamedTuple):
-    """Of one person."""
+    """The windows of one person."""
 
     x: NDArray[np.float32]
     """(N, 200, 6): x, y, z of the accelerometer (m/s^2), then of the gyroscope (rad/s)."""
@@ -75,15 +75,15 @@ def about(device: str, code_key: bool = False) -> str:
 
 
 def files(device: str) -> tuple[str, ...]:
-    """What `load` reads, of one person at least."""
+    """The files that `load` reads, for at least one person."""
     return tuple(f"{RAW}/{device}/{sensor}/data_*_{sensor}_{device}.txt" for sensor in SENSORS)
 
 
 def load(root: Path, device: str, code_key: bool = False) -> Data:
-    """The windows (N, 200, 6) of those whose files lie under `root`/wisdm/wisdm-dataset/raw/`device`, watch or phone.
+    """The windows (N, 200, 6) of all people with files under `root`/wisdm/wisdm-dataset/raw/`device`, watch or phone.
 
-    `natural_client` is the person's number, 1600 to 1650. Raises DataError for files that are missing (one sensor's,
-    of a person whose other is there), or whose lines are not of this person and this form.
+    `natural_client` is the person's number, 1600 to 1650. Raises DataError if all files are missing, or those of one
+    sensor of a person, or if lines are not of this person and this form.
     """
     name = f"wisdm_{device}_code" if code_key else f"wisdm_{device}"
     require_by_hand(name, root, files(device), HOW)
@@ -101,7 +101,12 @@ def load(root: Path, device: str, code_key: bool = False) -> Data:
         trains = set(order[: int(TRAIN_SHARE * len(order))].tolist())
         side = {subject: np.full(len(each.y), TRAIN if subject in trains else TEST) for subject, each in found.items()}
     else:
-        log.info("%s: %d of %d people are there; the last fifth of their time tests", name, len(there), len(SUBJECTS))
+        log.info(
+            "%s: %d of %d people are there; the last fifth of each activity is for testing",
+            name,
+            len(there),
+            len(SUBJECTS),
+        )
         side = {subject: each.side for subject, each in found.items()}
     if not found:
         raise DataError(f"{name}: no window of {WINDOW} readings in the files of {len(there)} people under {folder}")
@@ -123,9 +128,9 @@ def load(root: Path, device: str, code_key: bool = False) -> Data:
 
 
 def windows(accel: NDArray[np.void], gyro: NDArray[np.void], key: dict[str, int]) -> Windows:
-    """All windows of one person, of each activity by itself and in the order of its letters in `key`.
+    """All windows of one person, activity by activity in the order of `key`.
 
-    Of n readings of an activity, windows begin at 200, 300, ... and end by n. The cut is after 80 % of the readings.
+    In n readings of an activity, windows begin at 200, 300, ... and end at n or before. The cut is after 80 % of them.
     """
     activity, values = joined(accel, gyro)
     x, y, side = [], [], []
@@ -141,8 +146,8 @@ def windows(accel: NDArray[np.void], gyro: NDArray[np.void], key: dict[str, int]
 
 
 def joined(accel: NDArray[np.void], gyro: NDArray[np.void]) -> tuple[NDArray[np.bytes_], NDArray[np.float32]]:
-    """The activity (N,), as the accelerometer's file has it, and both sensors' values (N, 6) at the times that both
-    files have, in their order. A time that repeats is joined with each of its like."""
+    """The activity (N,), from the accelerometer's file, and both sensors' values (N, 6) at the times that both files
+    have, in order. If a time repeats, all pairs of its readings are joined."""
     a, g = np.argsort(accel["time"], kind="stable"), np.argsort(gyro["time"], kind="stable")
     times = gyro["time"][g]
     first = np.searchsorted(times, accel["time"][a], side="left")

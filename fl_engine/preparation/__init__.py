@@ -1,4 +1,4 @@
-"""What algorithms want to have computed before round one. A new one is a file and a line here."""
+"""The preparations: what algorithms compute before the first round. A new one is a file and a line here."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from fl_engine.preparation.apoz import MeasureApoz
 PREPARATIONS: dict[str, type[Preparation]] = {"apoz": MeasureApoz}
 
 CONTRACT = Contract("preparation", PREPARATIONS, Preparation)
-"""What a preparation must have."""
+"""Checks that an object is a preparation."""
 
 
 def preparation(name: str) -> Preparation:
-    """The registered one, or that of `package.module:NAME`. Raises ConfigError unless there is one that fits."""
+    """The preparation registered under this name, or the object `package.module:NAME`. Raises ConfigError if there is
+    none."""
     kind = CONTRACT.kind(name)
     if options := [field.name for field in fields(kind) if field.init]:  # type: ignore[arg-type]
         raise ConfigError(
-            f"preparation {name!r} has the fields {', '.join(options)}, and nothing sets them: make them parameters of "
+            f"preparation {name!r} has the fields {', '.join(options)}, which nothing sets: make them parameters of "
             "the algorithm, and name these in `settings`"
         )
     return kind()
 
 
 def assumed(algorithm: Algorithm, family: ModelFamily) -> Prepared:
-    """What `pool` is checked with before anything is computed."""
+    """A stand-in for the preparation's result, with which `pool` is checked before anything is computed."""
     return {name: preparation(name).assumed(family) for name in algorithm.preparations}
 
 

@@ -1,6 +1,6 @@
-"""Pre-train the global model on the proxy and measure APoZ (FlexFL Sec. III-A, steps 1 and 2).
+"""Pre-trains the global model on the proxy and measures APoZ (FlexFL Sec. III-A, steps 1 and 2).
 
-The weights are thrown away: only the scores carry over.
+The weights are discarded; only the scores are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("flexfleet")
 
 
 class ApozLayer(BaseModel):
-    """Of a layer that can be pruned."""
+    """The score of a layer that can be pruned."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     group: str
@@ -54,11 +54,11 @@ class ApozScores(BaseModel):
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """A_i of each layer."""
+        """The APoZ scores A_i of the layers."""
         return tuple(layer.apoz for layer in self.layers)
 
     def as_reference(self) -> ApozScores | None:
-        """The scores after pre-training on all training data, where they were measured."""
+        """The scores after pre-training on all training data, if they were measured."""
         if not self.reference:
             return None
         pairs = zip(self.layers, self.reference, strict=True)
@@ -89,25 +89,25 @@ class MeasureApoz:
         return found.model_copy(update=figures)
 
     def assumed(self, family: ModelFamily) -> ApozScores:
-        """Every layer is as often zero as not."""
+        """Assumes an APoZ of one half for every layer."""
         return of_scores(family, (0.5,) * len(family.prunable()))
 
 
 def of_scores(family: ModelFamily, scores: Sequence[float]) -> ApozScores:
-    """With the adjustment weights that follow from the network."""
+    """The scores together with the adjustment weights, which follow from the network."""
     sizes = pool.layer_sizes(family)
     layers = zip(family.prunable(), sizes, scores, pool.adjustment_weights(sizes), strict=True)
     return ApozScores(layers=tuple(ApozLayer(group=p.group, size=n, apoz=a, adjustment=w) for p, n, a, w in layers))
 
 
 def measured(prepared: Prepared) -> tuple[float, ...]:
-    """A_i of each layer, as the preparation `apoz` has measured them."""
+    """The APoZ scores A_i of the layers, as measured by the preparation `apoz`."""
     found: ApozScores = prepared["apoz"]
     return found.scores
 
 
 def _measure(family: ModelFamily, server: PreparationContext) -> tuple[Params, tuple[float, ...]]:
-    """The pre-trained weights, on the server's device, and the scores. Weights that have diverged are measured too."""
+    """The pre-trained weights, on the server's device, and the scores. Diverged weights are measured too."""
     task = LocalTask(
         spec=FULL,
         optimizer=Adam(server.settings["pretrain.lr"]),

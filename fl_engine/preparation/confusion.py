@@ -1,9 +1,8 @@
-"""Train centrally, and count which classes are taken for which: the matrix Q of `data.label_noise` (FedAIoT, section
+"""Trains centrally and counts which classes are taken for which: the matrix Q of `data.label_noise` (FedAIoT, section
 2.2.3.5).
 
-Departs from the thesis: it does not say on which samples the mistakes are counted. Here a fifth of the training samples
-is held out for it: a network makes hardly any mistakes on samples that it was trained on, and no test sample may have a
-say in what is trained.
+The thesis does not say on which samples the mistakes are counted. Here it is a held-out fifth of the training samples:
+a network makes hardly any mistakes on samples that it was trained on, and test samples must not influence training.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Confusion(BaseModel):
     @model_validator(mode="after")
     def _a_square(self) -> Confusion:
         if not self.counts or any(len(row) != len(self.counts) for row in self.counts):
-            raise ValueError("a count for each pair of classes is expected")
+            raise ValueError("expected a count for each pair of classes")
         return self
 
     @property
@@ -50,23 +49,23 @@ class Confusion(BaseModel):
 
 
 def check_classes(task: Task, name: str) -> None:
-    """Raises ConfigError for a task whose labels cannot be confused. `name`: of the data set."""
+    """Raises ConfigError unless the task is a classification. `name` is that of the data set."""
     if not isinstance(task, Classification):
         raise ConfigError(
-            f"noise.labels confuses classes, and the targets of {name} are none ({task.name}): set noise.labels=0"
+            f"noise.labels needs classes, and the targets of {name} are not classes ({task.name}): set noise.labels=0"
         )
 
 
 def measure_confusion(
     family: ModelFamily, data: Data, seed: int, epochs: int, lr: float, batch_size: int, device: str = "cpu"
 ) -> Confusion:
-    """A function of the arguments alone. Raises ConfigError where there are no classes, or too few samples to hold some
-    out; ModelError where training diverges."""
+    """The result depends on the arguments alone. Raises ConfigError if there are no classes, or too few samples to hold
+    some out; ModelError if training diverges."""
     check_classes(data.task, data.name)
     order = seeds.rng(seed, "confusion").permutation(len(data.train_y))
     cut = round(HELD_OUT * len(order))
     if cut < 1:
-        raise ConfigError(f"noise.labels holds a fifth of the training samples out, of {len(order)} that is none")
+        raise ConfigError(f"noise.labels holds out a fifth of the training samples, which of {len(order)} is none")
     test, train = (torch.from_numpy(np.sort(part)) for part in (order[:cut], order[cut:]))
     x, y = data.train_x, data.train_y
     own = replace(data, train_x=x[train], train_y=y[train], test_x=x[test], test_y=y[test], natural_client=None)

@@ -1,4 +1,5 @@
-"""The tasks: what can be learnt from data. A new one is a file here, with a `fl_engine.core.samples.Task` in it."""
+"""The tasks of data: what a network can learn from samples. A new one is a file here, with a
+`fl_engine.core.samples.Task`."""
 
 from __future__ import annotations
 

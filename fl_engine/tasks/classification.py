@@ -1,4 +1,4 @@
-"""One class out of several: cross entropy, and the share of samples that are recognised."""
+"""Classification: one class out of several, with cross entropy as the loss and accuracy as the metric."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Classification:
 
     @property
     def identity(self) -> object:
-        """The number alone: fingerprints of data sets are older than tasks."""
+        """The number of classes alone, so that fingerprints made before there were tasks stay valid."""
         return self.classes
 
     def check(self, y: Tensor, what: str) -> Tensor:
@@ -49,8 +49,8 @@ class Classification:
             raise DataError(f"{what}: classes are integers 0..{self.classes - 1}, got {kind}: y.long() or Regression()")
         if y.dim() != 1:
             raise DataError(
-                f"{what}: one class for each sample, (N,), got the shape {tuple(y.shape)}; of one-hot rows take "
-                "y.argmax(1), of a column y[:, 0]"
+                f"{what}: expected one class per sample, (N,), got the shape {tuple(y.shape)}; for one-hot rows give "
+                "y.argmax(1), for a column y[:, 0]"
             )
         y = y.long()
         wrong = ((y < 0) | (y >= self.classes)).nonzero().flatten()
@@ -75,15 +75,15 @@ class Classification:
         return F.cross_entropy(outputs_bo, y, reduction=reduction)
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """Logarithms of probabilities."""
+        """The logarithms of the softened probabilities."""
         return F.log_softmax(outputs_bo / temperature, dim=1)
 
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """The terms of KL(softmax(teacher / temperature) || student), whose sum over the classes it is."""
+        """The terms of KL(softmax(teacher / temperature) || student), one per class; KL is their sum."""
         return F.kl_div(softened_bo, F.softmax(teacher_bo / temperature, dim=1), reduction="none")
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """int64 (batch,): class * classes + what it was taken for."""
+        """int64 (batch,): class * classes + predicted class."""
         return y * self.classes + outputs_bo.argmax(1)
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:

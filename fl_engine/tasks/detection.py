@@ -1,4 +1,5 @@
-"""Objects in images: their categories and boxes, for networks that answer at every cell of a grid; mAP-50."""
+"""Object detection: categories and boxes of objects in images, predicted at every cell of a grid; the metric is
+mAP-50."""
 
 from __future__ import annotations
 
@@ -20,42 +21,42 @@ from fl_engine.core.samples import Measured, Metric
 log = logging.getLogger(__name__)
 
 BOX = 4
-"""Outputs of a cell that say where and how large; those of the categories follow."""
+"""The first outputs of a cell describe the box; those of the categories follow."""
 PRIOR = 4.595
-"""Is subtracted from the categories' outputs: an output of 0 is a score of .01 (Focal Loss, Lin et al., ICCV 2017,
-Sec. 3.3: most cells hold nothing, and a training that starts from a score of .5 diverges)."""
+"""Subtracted from the categories' outputs, so that an output of 0 is a score of .01 (Focal Loss, Lin et al., ICCV 2017,
+Sec. 3.3: most cells hold no object, and training that starts from scores of .5 diverges)."""
 LARGEST = 8.0
-"""Of the logarithm of a box's size in cells."""
+"""The largest logarithm of a box's size in cells."""
 BALANCE, FOCUS = 0.25, 2.0
 """alpha and gamma of the focal loss, as its authors set them."""
 BOX_WEIGHT = 2.0
-"""Of the boxes' loss beside the categories'."""
+"""The weight of the boxes' loss relative to the categories'."""
 CANDIDATES, DETECTIONS = 1000, 300
-"""Of an image: how many of the highest scores are looked at (FCOS's code), and how many of them are left at most where
-boxes that overlap are taken out (YOLOv8's)."""
+"""How many of an image's highest scores are candidates (as in FCOS's code), and how many of these are kept at most once
+overlapping boxes are removed (as in YOLOv8's code)."""
 SAME = 0.6
-"""Two boxes of a category that overlap by more are one object (as in the code of FCOS, Tian et al., ICCV 2019)."""
+"""Two boxes of a category whose IoU is larger count as one object (as in the code of FCOS, Tian et al., ICCV 2019)."""
 ROUNDING = 1e-4
-"""Of the image: files round centres and sizes, so that a box at the edge may end so far behind it."""
+"""As a share of the image: files round centres and sizes, so a box at the edge may reach this far beyond it."""
 NEIGHBOURS = 1
-"""Cells around the one with a box's centre that learn it too, where they lie in the box."""
+"""How many cells on each side of the one with a box's centre learn the box too, if they lie in it."""
 
 
 @dataclass(frozen=True)
 class Detection:
-    """Targets are float32 (N, most, 5), as `core.boxes` says: images hold different numbers of boxes, at most `most`.
+    """Targets are float32 (N, most, 5), as described in `core.boxes`; an image has at most `most` boxes.
 
-    The network divides the image into a grid, whose fineness is its own, and gives (batch, 4 + categories, H, W): for
-    each cell how far its box's centre is from the cell's, right and down in cells, the logarithms of the box's width
-    and height in cells, and for each category a logit, `PRIOR` too high, of whether the box holds one.
+    The network divides the image into a grid of any size and gives (batch, 4 + categories, H, W). For each cell these
+    are the offset of the box's centre from the cell's, right and down, in cells; the logarithms of the box's width and
+    height in cells; and for each category the logit, plus `PRIOR`, that the box holds one.
 
-    A box is learnt by the cell with its centre, and by that cell's neighbours whose centres it covers. Of several boxes
-    a cell learns the one that has its centre there, else the smallest (FCOS, Sec. 3.1).
+    A box is learnt by the cell with its centre, and by that cell's neighbours whose centres it covers. If a cell could
+    learn several boxes, it learns the one whose centre it has, else the smallest (FCOS, Sec. 3.1).
     """
 
     categories: int
     most: int
-    """Boxes of an image that targets have room for."""
+    """The number of boxes per image that targets have room for."""
 
     name: ClassVar[str] = "detection"
     metric: ClassVar[Metric] = Metric("map50")
@@ -70,12 +71,12 @@ class Detection:
 
     @property
     def outputs(self) -> int:
-        """Of each cell."""
+        """The outputs of each cell."""
         return BOX + self.categories
 
     @property
     def label_count(self) -> int:
-        """One more than there are categories: that of an image without boxes."""
+        """The number of categories plus one, for images without boxes."""
         return self.categories + 1
 
     @property
@@ -108,10 +109,11 @@ class Detection:
         return boxes.without(y, ~held)
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
-        """The category that most of an image's boxes have, of several the first; `categories` without a box."""
+        """The most frequent category of each image's boxes (ties: the lowest); `categories` for an image without
+        boxes."""
         counts = torch.stack([(y[..., 0] == category).sum(1) for category in range(self.categories)], dim=1)
         counts = torch.cat([counts, (counts == 0).all(1, keepdim=True)], dim=1)
-        # torch leaves open which of equal numbers argmax finds; NumPy takes the first.
+        # For ties, torch does not define which index argmax gives; NumPy gives the first.
         found: NDArray[np.int64] = counts.numpy().argmax(1)
         return found
 
@@ -122,7 +124,7 @@ class Detection:
         )
 
     def examples(self, count: int, generator: torch.Generator) -> Tensor:
-        """As many boxes as `most`, up to ten, in each image."""
+        """Random targets, with `most` boxes per image, but at most ten."""
         held = min(self.most, 10)
         size = 0.05 + 0.3 * torch.rand(count, held, 2, generator=generator)
         centre = size / 2 + (1 - size) * torch.rand(count, held, 2, generator=generator)
@@ -131,14 +133,14 @@ class Detection:
         return torch.cat([torch.cat([category, centre, size], dim=2), empty], dim=1)
 
     def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
-        """Of an image the focal loss of all cells and categories, over the number of cells that learn a box, and
-        `BOX_WEIGHT` times the mean of 1 - GIoU over these cells."""
+        """For each image, the focal loss summed over all cells and categories and divided by the number of cells that
+        learn a box, plus `BOX_WEIGHT` times the mean of 1 - GIoU over these cells."""
         place_b4p, logits_bcp = self._answers(outputs_bo)
         owner_bp = self._owners(y, outputs_bo.shape[2], outputs_bo.shape[3])
         held_bp = owner_bp < self.most
         wanted_bp5 = y.gather(1, owner_bp.clamp(max=self.most - 1)[..., None].expand(-1, -1, 5))
         category_bp = torch.where(held_bp, wanted_bp5[..., 0], float(self.categories)).long()
-        # Without the last column, which is that of the cells that hold nothing.
+        # The last column, for cells that learn no box, is dropped.
         target_bcp = F.one_hot(category_bp, self.categories + 1)[..., :-1].transpose(1, 2).to(logits_bcp)
         entropy = F.binary_cross_entropy_with_logits(logits_bcp, target_bcp, reduction="none")
         missed = (target_bcp - logits_bcp.sigmoid()).abs()
@@ -151,14 +153,14 @@ class Detection:
         return of_each.sum() if reduction == "sum" else of_each
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """Each over the temperature, logits after `PRIOR` is taken from them."""
+        """The outputs divided by the temperature; `PRIOR` is subtracted from the logits first."""
         return torch.cat([outputs_bo[:, :BOX], outputs_bo[:, BOX:] - PRIOR], dim=1) / temperature
 
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """Of a category KL(teacher || student), each score a probability of its own (Yang et al., Bridging Cross-task
-        Protocol Inconsistency for Distillation in Dense Object Detection, ICCV 2023); of a box the squared
-        errors of its four numbers, times the teacher's highest score in the cell, since the boxes of cells that hold
-        nothing mean nothing."""
+        """For each category KL(teacher || student), with each score as a separate probability (Yang et al., Bridging
+        Cross-task Protocol Inconsistency for Distillation in Dense Object Detection, ICCV 2023). For a box the squared
+        errors of its four numbers, times the teacher's highest score in the cell, since boxes of cells without an
+        object mean nothing."""
         teacher = self.softened(teacher_bo, temperature)
         score = (teacher[:, BOX:] * temperature).amax(1, keepdim=True).sigmoid()
         of_boxes = score * (softened_bo[:, :BOX] - teacher[:, :BOX]).square()
@@ -170,18 +172,18 @@ class Detection:
         return torch.cat([of_boxes, cross - own], dim=1)
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """float32 (batch, DETECTIONS + most, 6): what was found, the highest score first, then the targets. A row is
+        """float32 (batch, DETECTIONS + most, 6): the detections, the highest score first, then the targets. A row is
         category, box, score; the score of a target is 1."""
         found = self.found(outputs_bo)
         return torch.cat([found, torch.cat([y, torch.ones_like(y[..., :1])], dim=2)], dim=1)
 
     def found(self, outputs_bo: Tensor) -> Tensor:
-        """float32 (batch, DETECTIONS, 6): category, box and score of each object, the highest score first; rows
-        without one are as in targets, with the score 0. Of boxes of a category that overlap by more than `SAME` the one
-        with the highest score is left."""
+        """float32 (batch, DETECTIONS, 6): category, box and score of each object, the highest score first. Rows without
+        an object are as in targets, with the score 0. Of boxes of a category whose IoU exceeds `SAME`, only the one
+        with the highest score is kept."""
         place_b4p, logits_bcp = self._answers(outputs_bo.float())
         cells = logits_bcp.shape[2]
-        # A stable sort, so that equal scores come in one order on every machine.
+        # A stable sort puts equal scores in the same order on every machine.
         score_bn, at_bn = logits_bcp.sigmoid().flatten(1).sort(dim=1, descending=True, stable=True)
         score_bk, at_bk = score_bn[:, :CANDIDATES], at_bn[:, :CANDIDATES]
         category_bk = at_bk // cells
@@ -202,14 +204,15 @@ class Detection:
         _scorer()
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
-        """mAP-50 as COCO has it: for each category that occurs the mean precision at 101 recalls (0, .01, ..., 1),
-        where a box is right that overlaps a target of its category, not yet taken, by half or more; the mean over these
-        categories. Raises EnvironmentFailure without faster-coco-eval."""
+        """mAP-50 as COCO defines it: for each category that occurs, the mean precision at 101 recalls (0, .01, ..., 1),
+        then the mean over these categories. A box is right if its IoU with a target of its category that no other box
+        has matched is at least one half. Raises EnvironmentFailure without faster-coco-eval."""
         whole = torch.cat([part.cpu() for part in observed]).double().numpy()
         return Measured({self.metric.name: _map50(whole[:, :DETECTIONS], whole[:, DETECTIONS:], self.categories)})
 
     def _answers(self, outputs_bo: Tensor) -> tuple[Tensor, Tensor]:
-        """Boxes (batch, 4, cells), in shares of the image, and logits (batch, categories, cells); cells row by row."""
+        """Boxes (batch, 4, cells), as shares of the image, and logits (batch, categories, cells), with the cells row by
+        row."""
         if outputs_bo.dim() != 4 or outputs_bo.shape[1] != self.outputs:
             raise ModelError(
                 f"detection takes networks that give (batch, {self.outputs}, H, W), for every cell of a grid a box and "
@@ -234,7 +237,7 @@ class Detection:
         off = ((cell_bms2 + 0.5) / grid - box[:, :, None, :2]).abs() * 2
         inside = (off < box[:, :, None, 2:]).all(-1) & ((cell_bms2 >= 0) & (cell_bms2 < grid)).all(-1)
         takes_bms = (inside | at_home_s) & held_bm[..., None]
-        # By area, the smallest first; equal ones in their order.
+        # Sorted by area, the smallest first; equal ones keep their order.
         area_bm = torch.where(held_bm, box[..., 2:].prod(-1), torch.inf)
         by_area_bm = area_bm.argsort(dim=1, stable=True)
         rank_bm = by_area_bm.argsort(dim=1)
@@ -253,9 +256,9 @@ def _cells(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def _left(box_bk4: Tensor, category_bk: Tensor) -> Tensor:
-    """bool (B, K): which of these boxes, the highest score first, are left when each in turn takes out those of its
-    category behind it that it overlaps by more than SAME."""
-    # An image at a time: 128 at once would take gigabytes.
+    """bool (B, K): which of these boxes, sorted by descending score, are kept when each in turn removes the later boxes
+    of its category whose IoU with it exceeds SAME."""
+    # One image at a time, since 128 at once would take gigabytes.
     pairs = ((box[:, None], box, category) for box, category in zip(box_bk4, category_bk, strict=True))
     same = torch.stack([(boxes.overlap(a, b) > SAME) & (c[:, None] == c) for a, b, c in pairs])
     left = torch.ones(category_bk.shape, dtype=torch.bool, device=box_bk4.device)
@@ -265,7 +268,7 @@ def _left(box_bk4: Tensor, category_bk: Tensor) -> Tensor:
 
 
 def _scorer() -> tuple[Any, Any]:
-    """The library's catalogue of boxes, and what compares two of them."""
+    """The library's classes for a set of boxes and for the comparison of two sets."""
     try:
         from faster_coco_eval import COCO, COCOeval_faster
     except ImportError as error:
@@ -274,7 +277,7 @@ def _scorer() -> tuple[Any, Any]:
 
 
 def _map50(found: NDArray[np.float64], wanted: NDArray[np.float64], categories: int) -> float:
-    """Of rows (images, boxes, 6)."""
+    """mAP-50 of detections and targets, each (images, boxes, 6)."""
     catalogue_of, scorer_of = _scorer()
 
     def listed(rows: NDArray[np.float64]) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Numbers: the mean squared error, the coefficient of determination R2, and the mean absolute error."""
+"""Regression: the loss is the mean squared error; the metrics are the coefficient of determination R2 and the mean
+absolute error."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from fl_engine.core.samples import Measured, Metric
 
 @dataclass(frozen=True)
 class Regression:
-    """Targets are float32 (N, outputs); (N,) is taken for one output. The network gives the numbers themselves."""
+    """Targets are float32 (N, outputs); (N,) means one output. The network's outputs are the predicted numbers
+    themselves."""
 
     outputs: int = 1
     bins: int = 10
-    """Quantile bins of the first target, which stand for labels where a partition rule deals by labels; 0: none."""
+    """Quantile bins of the first target, used as labels by partition rules that deal by labels; 0: none."""
 
     name: ClassVar[str] = "regression"
     metric: ClassVar[Metric] = Metric("r2")
@@ -49,23 +51,23 @@ class Regression:
             y = y[:, None]
         if y.dim() != 2 or y.shape[1] != self.outputs:
             raise DataError(
-                f"{what}: targets of {self.outputs} numbers, (N, {self.outputs}), are expected, got the shape "
-                f"{tuple(y.shape)}; say how many with Regression(outputs=...)"
+                f"{what}: expected targets of {self.outputs} numbers, (N, {self.outputs}), got the shape "
+                f"{tuple(y.shape)}; set the number with Regression(outputs=...)"
             )
         y = y.float()
         wrong = (~torch.isfinite(y)).any(1).nonzero().flatten()
         if len(wrong):
             raise DataError(
                 f"{what}: the target of sample {int(wrong[0])} is NaN, infinite or more than float32 can hold "
-                f"({len(wrong)} such samples); leave out what is missing"
+                f"({len(wrong)} such samples); leave such samples out"
             )
         if bool((y == y[:1]).all(0).any()):
             raise DataError(f"{what}: all targets of an output are equal, so nothing can be learnt and R2 is undefined")
         return y
 
     def labels(self, y: Tensor) -> NDArray[np.int64]:
-        """The bin of each sample. A bin's edges are targets that occur, so every machine agrees; equal targets are in
-        one bin, which leaves others empty where many are equal."""
+        """The bin of each sample. The bins' edges are targets that occur, so all machines agree. Equal targets are in
+        the same bin, so if many are equal, other bins may be empty."""
         first = y[:, 0].numpy()
         ordered = np.sort(first)
         edges = ordered[[i * len(ordered) // self.bins for i in range(1, self.bins)]]
@@ -78,21 +80,21 @@ class Regression:
         return torch.randn(count, self.outputs, generator=generator)
 
     def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
-        """The squared error, mean over the outputs."""
+        """The squared error of each sample, as the mean over the outputs."""
         of_each = (outputs_bo - y).square().mean(1)
         return of_each.sum() if reduction == "sum" else of_each
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:
-        """Over the temperature, so that its square, which distillation multiplies by, cancels: numbers need no
+        """Divided by the temperature, so that the factor temperature^2 of distillation cancels: numbers need no
         softening."""
         return outputs_bo / temperature
 
     def divergence(self, softened_bo: Tensor, teacher_bo: Tensor, temperature: float) -> Tensor:
-        """The squared error to the teacher; a softmax over one output would silently be nothing."""
+        """The squared error to the teacher. (KL of a softmax over a single output would always be 0.)"""
         return (softened_bo - teacher_bo / temperature).square()
 
     def observe(self, outputs_bo: Tensor, y: Tensor) -> Tensor:
-        """float64 (5, outputs): how many samples, and the sums of y, y^2, squared and absolute errors."""
+        """float64 (5, outputs): the number of samples, and the sums of y, y^2, squared errors and absolute errors."""
         found, wanted = outputs_bo.double(), y.double()
         errors = found - wanted
         parts = (torch.ones_like(wanted), wanted, wanted.square(), errors.square(), errors.abs())
@@ -100,7 +102,7 @@ class Regression:
 
     def measure(self, observed: Sequence[Tensor]) -> Measured:
         """R2 = 1 - sum (y - f)^2 / sum (y - mean y)^2 and the mean absolute error, each the mean over the outputs. R2
-        is NaN where all targets are equal."""
+        is NaN if all targets are equal."""
         count, total, squares, errors, absolute = torch.stack(list(observed)).sum(0).cpu()
         spread = squares - total.square() / count
         r2 = torch.where(spread > 0, 1 - errors / spread, torch.nan)

@@ -83,7 +83,7 @@ BROKEN: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda f: put(f, "label", np.full(42, 62, "i4")),
         "0..61, found 62 at sample 0",
     ),
-    "another writer": (lambda f: f.move("examples/f0000_14", "examples/x"), "2 have not, such as 'f0000_14'"),
+    "another writer": (lambda f: f.move("examples/f0000_14", "examples/x"), "2 do not, such as 'f0000_14'"),
 }
 
 

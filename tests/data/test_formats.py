@@ -300,7 +300,7 @@ def test_extract_refuses_links_and_damage(tmp_path: Path) -> None:
         link = tarfile.TarInfo("link")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
         tar.addfile(link)
-    with pytest.raises(DataError, match="link is no plain file"):
+    with pytest.raises(DataError, match="link is not a plain file"):
         files.extract(tmp_path / "a.tar", {"link": tmp_path / "out"})
     (tmp_path / "b.tar").write_bytes(b"no archive")
     with pytest.raises(DataError, match=r"b\.tar: cannot be unpacked"):

@@ -306,7 +306,7 @@ def test_casas_bears_a_few_garbled_lines_and_no_more(tmp_path: Path, line: bytes
     path.write_bytes(content + 2 * (line + b"\n"))
     casas.load(tmp_path)
     path.write_bytes(line + b"\n" + content + 2 * (line + b"\n"))
-    with pytest.raises(DataError, match=r"twor\.2010/data: 3 of 223 lines are no events, the first one line 1;"):
+    with pytest.raises(DataError, match=r"twor\.2010/data: 3 of 223 lines are not events, first line 1;"):
         casas.load(tmp_path)
 
 
@@ -316,7 +316,7 @@ def test_casas_counts_unknown_activities_as_other_and_says_so(tmp_path: Path, ca
     path.write_bytes(path.read_bytes().replace(b"Sleep", b"Slep"))
     with caplog.at_level(logging.WARNING):
         casas.load(tmp_path)
-    assert "milan/data: 1 activities are none of the list and count as other: ['slep']" in caplog.text
+    assert "milan/data: 1 activities are not in the list and count as other: ['slep']" in caplog.text
     path.write_bytes(path.read_bytes().replace(b"begin", b"starts"))
     with pytest.raises(DataError, match=r"milan/data: no activity of .* begins in it"):
         casas.load(tmp_path)

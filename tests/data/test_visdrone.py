@@ -49,7 +49,7 @@ def test_of_the_validation_images_alone_every_fifth_tests(val: Path, caplog: pyt
     data = visdrone.load(val.parents[1])
     assert (len(data.train_x), len(data.test_x)) == (5, 2)
     assert data.natural_client is not None and data.natural_client.tolist() == [2, 3, 4, 5, 7]
-    assert "every fifth tests" in caplog.text and "7 of the 548 images of VisDrone2019-DET-val" in caplog.text
+    assert "every fifth of the" in caplog.text and "7 of the 548 images of VisDrone2019-DET-val" in caplog.text
 
 
 def test_the_training_part_trains_and_the_test_part_tests(

@@ -166,7 +166,7 @@ def test_a_run_that_is_killed_ends_with_the_same_model(nursery: Any, sets: list[
     ("sets", "wrong", "message"),
     [
         ("regression", ("algorithm.name=heterofl",), "no classes whose outputs could be masked: set algorithm.mask_la"),
-        ("regression", ("dataset.pad=16",), "tiny_table holds no images, which alone are padded: set dataset.pad=none"),
+        ("regression", ("dataset.pad=16",), "holds no images, and only images can be padded: set dataset.pad=none"),
         (
             "regression",
             ("publish.models=true", f"model.name={__name__}:Unwritable"),

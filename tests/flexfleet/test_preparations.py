@@ -412,7 +412,7 @@ WRONG = {
     "nowhere:Search": "cannot be imported",
     "apos": "did you mean 'apoz'?",
     f"{HERE}:NoPrepare": "does not fit: it has no 'needs_data', and it has no 'artifact', and it has no prepare(",
-    f"{HERE}:Options": "has the fields width, and nothing sets them",
+    f"{HERE}:Options": "has the fields width, which nothing sets",
     f"{HERE}:Asks": "depends on 'algorithm.epsilom', which is no parameter of",
 }
 

@@ -336,7 +336,7 @@ def test_without_a_proxy_all_goes_to_the_clients() -> None:
         ({"rule": "dirichlet_per_client", "alpha": float("nan")}, "alpha must be positive"),
         ({"rule": "dirichlet_per_client", "alpha": 1.0, "minimum": 48}, "need 960, there are 950"),
         ({"rule": "manual"}, "needs a map; set partition.map"),
-        ({"rule": "manual", "owner": np.arange(1000) % 5}, "the map has 5 clients, asked for are 20"),
+        ({"rule": "manual", "owner": np.arange(1000) % 5}, "the map has 5 clients, but partition.clients is 20"),
         ({"rule": "manual", "owner": np.arange(1000) // 995, "clients": 2, "minimum": 6}, "leaves client 1 [0-5] samp"),
         ({"rule": "quantity", "alpha": 0.0}, "alpha must be positive and finite, got 0.0"),
         ({"rule": "disjoint_labels"}, "needs labels_per_client"),
