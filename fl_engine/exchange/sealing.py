@@ -1,8 +1,8 @@
-"""The state of a client, encrypted by the client: the server stores it, and cannot read it.
+"""Client states, encrypted by the clients, so that the server stores them without being able to read them.
 
-AES-SIV (RFC 5297) is deterministic: an order that is answered twice has one answer, and a state that did not change is
-not written again. So who reads the store learns whether a state changed, but not what it is. The client's number is
-authenticated: no client accepts the state of another.
+AES-SIV (RFC 5297) is deterministic: a client that answers an order twice sends the same bytes, and a state that did not
+change is not written again. So a reader of the store learns whether a state changed, but not its content. The client's
+number is authenticated: no client accepts another client's state.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ KEY_BYTES = 64
 """AES-256-SIV: two keys of 32 bytes."""
 TAG_BYTES = 16
 SEALED = "sealed"
-"""The name of the one tensor, uint8, that an encrypted state is."""
+"""The name of the uint8 tensor that holds an encrypted state."""
 
 
 def forms(declared: Shapes, sealed: bool) -> Header:
-    """Types and shapes of a state with these declared shapes, as the server gets it."""
+    """The types and shapes of the tensors that the server gets for a state with these declared shapes."""
     if not declared or not sealed:
         return {name: (torch.float32, shape) for name, shape in declared.items()}
     return {SEALED: (torch.uint8, (TAG_BYTES + 4 * sum(map(math.prod, declared.values())),))}
 
 
 def key_from(path: Path) -> bytes:
-    """Raises ClientError where the file is not a key."""
+    """Reads a key from a file. Raises ClientError if the file does not hold a key."""
     try:
         key = path.read_bytes()
     except OSError as error:
@@ -46,14 +46,15 @@ def key_from(path: Path) -> bytes:
 
 
 def seal(state: Params, key: bytes, client: int) -> Params:
-    """`state` is float32; it is written in the order of the names, little-endian."""
+    """Encrypts `state`: float32 tensors, serialised in the order of their names, little-endian."""
     numbers = [state[name].reshape(-1).numpy().astype("<f4").tobytes() for name in sorted(state)]
     value = _cipher(key).encrypt(b"".join(numbers), _whose(client))
     return {SEALED: torch.frombuffer(bytearray(value), dtype=torch.uint8)}
 
 
 def unseal(state: Params, declared: Shapes, key: bytes, client: int) -> Params:
-    """Raises IntegrityError for what was not sealed with this key for this client, or is no state as declared."""
+    """Decrypts a state. Raises IntegrityError if it was not sealed with this key for this client, or is not as
+    declared."""
     from cryptography.exceptions import InvalidTag
 
     if state.keys() != {SEALED}:

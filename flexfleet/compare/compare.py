@@ -1,4 +1,4 @@
-"""Compares several algorithms on the same task with several seeds: makes all runs, then one table and one page.
+"""Compares several algorithms on the same data and network with several seeds: makes all runs, then tables and a page.
 
 A comparison is a folder `<run.store>/<id>/`. For each label and seed it has a run folder (as `flexfleet run` makes it),
 and beside that the run's configuration and log. `shared-s<seed>/` has the partition and pre-training from which the
@@ -57,9 +57,10 @@ def compare(
     central: Sequence[Path] = (),
     references: Sequence[Entry] = (),
 ) -> Comparison:
-    """Makes the runs that are not finished, `at_once` side by side, and writes the comparison. `options` are passed to
-    each run (`--discard-damaged`). `night`: the MLflow run of the night that the comparison belongs to. `central`:
-    folders of central trainings, a reference in its tables; `references`: others that are trained with the runs.
+    """Makes the runs that are not finished, `at_once` at a time, and writes the comparison. `options` are passed to
+    each run (`--discard-damaged`). `night`: the id of the MLflow run of the nightly job that the comparison belongs to.
+    `central`: folders of finished central trainings, the reference in its tables; `references`: central trainings that
+    are made together with the runs.
 
     Raises ConfigError before anything trains; RunsFailed if runs failed, after all others ended; Stopped and
     KeyboardInterrupt when all processes have stopped.
@@ -120,13 +121,13 @@ def begin(runs: Sequence[Entry], id: str, given: Mapping[str, str], run_id: str 
 
 
 def stores_of(runs: Sequence[Entry]) -> list[Store]:
-    """Where the runs' ledgers are."""
+    """The stores that hold the runs' ledgers."""
     return [store_of(entry.config, entry.name, folder_of(runs) / entry.name) for entry in runs]
 
 
 def check_all(runs: Sequence[Entry]) -> None:
-    """Raises what `check` raises for the first run that is impossible. A run that has begun must have the same
-    settings, and all runs must have the same metric."""
+    """Checks all runs. Raises what `check` raises for the first run that cannot be made. A run that has begun must have
+    the same settings, and all runs must have the same metric."""
     _check_metric(runs)
     for entry in runs:
         out = folder_of(runs) / entry.name
@@ -146,9 +147,7 @@ def _check_metric(runs: Sequence[Entry]) -> None:
     seen = {e.label: Resolved.of(e.config).data.task.metric.name for e in runs if e.seed == runs[0].seed}
     if len(set(seen.values())) > 1:
         said = ", ".join(f"{label}: {metric}" for label, metric in seen.items())
-        raise ConfigError(
-            f"figures of different metrics do not go into one table ({said}): compare each kind by itself"
-        )
+        raise ConfigError(f"one table cannot hold figures of different metrics ({said}): compare each kind by itself")
 
 
 def _run(
@@ -167,7 +166,7 @@ def _run(
     central = reference.commands(references, folder, options, about)
     if not left and not central:
         return
-    for name in ("json", "md", "svg", "html"):  # would not match the runs that the folder has in the end
+    for name in ("json", "md", "svg", "html"):  # remove old results, which would not match the runs at the end
         (folder / f"comparison.{name}").unlink(missing_ok=True)
     given = {entry.name: hand_over(entry.config, folder / f"{entry.name}.yaml") for entry in left}
     groups = sharing(runs)
@@ -189,7 +188,7 @@ def _run(
         names = ", ".join(f"{name} ({logs[name]})" for name, _ in failed)
         raise RunsFailed(
             f"{done} of {len(runs)} runs are finished, failed: {names}. Nothing is tabulated while runs are missing: "
-            f"mend the cause, and {_go_on(id)}; or leave the algorithm or the seed out there",
+            f"fix the cause, and {_go_on(id)}; or leave the algorithm or the seed out there",
             failed[0][1],
         )
 
@@ -261,7 +260,7 @@ def finished(config: Config, out: Path) -> bool:
 
 # --------------------------------------------------------------------------------------- as tasks of a graph
 def prepare(runs: Sequence[Entry], id: str, out: Path, job_id: str) -> list[dict[str, str]]:
-    """Begins the comparison's MLflow run and gives its `pairs_of`."""
+    """Begins the comparison's MLflow run and returns its `pairs_of`."""
     runs = in_one_experiment(runs)
     pairs = pairs_of(runs, id, out)
     return below(pairs, begin(runs, id, track.of_job(runs[0].config, job_id)))
@@ -274,8 +273,8 @@ def below(pairs: Sequence[Mapping[str, str]], mlflow: MLflow | None) -> list[dic
 
 
 def pairs_of(runs: Sequence[Entry], id: str, out: Path) -> list[dict[str, str]]:
-    """Checks all runs, writes what they share into `out`/<id>, and gives what the other tasks need to know about each
-    run. All values are texts, since a graph may turn numbers into floats."""
+    """Checks all runs, writes what they share into `out`/<id>, and returns what the other tasks need to know about each
+    run. All values are strings, since a graph may turn numbers into floats."""
     check_all(runs)
     track.prepare(runs[0].config)
     shared: dict[str, str] = {}

@@ -1,9 +1,9 @@
 """The figures of a comparison, read from finished run folders; nothing is measured again.
 
-avg is the mean of the metric that decides (accuracy, R2) over the reported levels, full is the value of the largest
-model; an algorithm of one level has no avg. Every figure is a mean over the seeds with the sample standard deviation
-(n - 1); with one seed there is no deviation. Runs may differ only in their algorithm and in the parameters that the
-comparison varies; others are refused.
+avg is the mean of the deciding metric (accuracy, R2) over the reported levels, full is its value for the largest model;
+an algorithm of one level has no avg. Every figure is a mean over the seeds with the sample standard deviation (n - 1);
+with one seed there is no deviation. Runs may differ only in their algorithm and in the parameters that the comparison
+varies; other runs are refused.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from flexfleet.steps import share
 
 MB = 1e6
 STEPS = 20
-"""If no accuracies to reach are given, they are multiples of 1/20,"""
+"""Without given accuracies to reach, they are multiples of 1/20,"""
 MOST_TARGETS = 4
-"""at most this many."""
+"""and at most this many."""
 Runs = Mapping[str, Sequence[Run]]
 """The runs of each label, in the order of the seeds."""
 
@@ -41,7 +41,7 @@ class _Part(BaseModel):
 
 
 class Spread(_Part):
-    """Over the seeds: the mean, and the sample standard deviation if there are two or more."""
+    """The mean over the seeds, and the sample standard deviation if there are two or more."""
 
     mean: float
     std: float | None
@@ -57,7 +57,7 @@ class Score(_Part):
 
 
 class Reached(_Part):
-    """The first evaluated round in which the full model is that accurate, and the MB and seconds spent until its end,
+    """The first evaluated round in which the full model has that accuracy, and the MB and seconds spent until its end,
     as means over the seeds that reach it. Null if no seed reaches it."""
 
     accuracy: float
@@ -65,13 +65,13 @@ class Reached(_Part):
     """The seeds that reach it."""
     rounds: Spread | None
     mb: Spread | None
-    """Down and up."""
+    """MB sent down and up."""
     seconds: Spread | None
     seconds_simulated: Spread | None
 
 
 class Highest(_Part):
-    """The highest values within the first `share` % of the rounds (`measure.highest`); null: no run has one."""
+    """The highest values within the first `share` % of the rounds (`measure.highest`); null if no run has one."""
 
     share: int
     avg: Spread | None
@@ -84,7 +84,7 @@ class OneRun(_Part):
     avg: float | None
     full: float
     best: dict[str, float | None]
-    """round, avg, full."""
+    """The round with the best avg: `round`, `avg` and `full`."""
     mb_down: float
     mb_up: float
     waste: float
@@ -95,7 +95,8 @@ class OneRun(_Part):
 
 
 class Summary(_Part):
-    """All runs of one label. A MB is 1e6 bytes; waste is the share of the sent bytes that did not come back."""
+    """All runs of one label. 1 MB is 1e6 bytes; waste is the share of the bytes sent to clients that did not come
+    back."""
 
     algorithm: str
     settings: dict[str, Any]
@@ -120,17 +121,17 @@ class Summary(_Part):
 
 
 class Central(_Part):
-    """The same network, trained on all samples (`flexfleet central`): the reference, over the seeds given."""
+    """The reference: the same network, trained on all samples (`flexfleet central`), over the seeds given."""
 
     seeds: tuple[int, ...]
     settings: dict[str, Any]
     """The parameters of `central`, by dotted names."""
     full: Spread
-    """After the last epoch."""
+    """The metric after the last epoch."""
     best: Spread
     best_epoch: Spread
     highest: tuple[Highest, ...]
-    """Until so many % of the epochs."""
+    """The highest values until given shares of the epochs."""
     seconds: Spread
 
 
@@ -142,13 +143,13 @@ class Comparison(Artifact):
     seeds: tuple[int, ...]
     rounds: int
     metric: str = "accuracy"
-    """The metric that decides; avg and full are its values."""
+    """The deciding metric; avg and full are its values."""
     settings: dict[str, Any]
     """What all runs have in common, by dotted names."""
     varied: tuple[str, ...] = ()
     """Parameters in which labels differ, without the algorithm's own, by dotted names."""
     results: dict[str, Summary]
-    """By label."""
+    """The summary of each label."""
     central: Central | None = None
     notes: tuple[str, ...] = ()
     mlflow_run_id: str | None = None
@@ -163,7 +164,7 @@ def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path
         of_seed = {label: of_label[i] for label, of_label in runs.items()}
         wrong = [run.file.run_id for run in of_seed.values() if run.config.get("seed") != seed]
         if wrong:
-            raise ConfigError(f"not of seed {seed}, though the name says so: {', '.join(wrong)}")
+            raise ConfigError(f"these runs are not of seed {seed}, though their names say so: {', '.join(wrong)}")
         if lines := unequal(of_seed, varied) or other_partitions(of_seed):
             known = ", ".join(("the algorithm", *own(varied)))
             raise ConfigError(f"the runs of seed {seed} differ in more than {known}: {'; '.join(lines)}")
@@ -174,7 +175,7 @@ def read(labels: Sequence[str], seeds: Sequence[int], folders: Mapping[str, Path
 
 
 def _shared(key: str) -> bool:
-    """Whether the runs of a comparison have the parameter in common."""
+    """Whether all runs of a comparison must have the same value of this parameter."""
     return key != "seed" and moves(key) in (Moves.RESULT, Moves.LENGTH, Moves.ANSWERS)
 
 
@@ -212,8 +213,8 @@ def other_partitions(runs: Mapping[str, Run]) -> list[str]:
 def summarise(
     id: str, seeds: Sequence[int], runs: Runs, to: Sequence[float] = (), varied: Sequence[str] = ()
 ) -> Comparison:
-    """The figures. `to`: accuracies to reach, default `default_targets`; `varied`: parameters in which labels are to
-    differ."""
+    """Computes the figures. `to`: accuracies to reach, default `default_targets`; `varied`: parameters in which labels
+    are to differ."""
     any_run = next(iter(runs.values()))[0]
     targets = tuple(to) or default_targets(runs)
     numerics = [deciding(run.file.numerics) for of_label in runs.values() for run in of_label]
@@ -321,7 +322,7 @@ def reached(seeds: Sequence[int], runs: Sequence[Sequence[Row]], accuracy: float
 
 
 def first(rows: Sequence[Row], accuracy: float) -> int:
-    """Index of the first evaluated round in which the full model is that accurate; -1 if there is none."""
+    """Index of the first evaluated round in which the full model has that accuracy; -1 if there is none."""
     return next((row.round for row in _scored(rows) if row.metrics["full"] >= accuracy), -1)
 
 
@@ -348,7 +349,7 @@ def _sizes(run: Run) -> list[float]:
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """None if a run has no value."""
+    """The mean and deviation of the values; None if a run has no value."""
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return None
@@ -367,7 +368,8 @@ def _scored(rows: Sequence[Row]) -> Iterator[Row]:
 
 # ------------------------------------------------------------------------------------------------- curves
 def curve(runs: Sequence[Run], key: str) -> list[tuple[int, float, list[float]]]:
-    """Of every round in which all runs were scored: its number from 1, mean MB sent so far, and each run's accuracy."""
+    """For every round in which all runs were scored: its number from 1, mean MB sent so far, and each run's
+    accuracy."""
     totals = [list(accumulate(sent(run.rows))) for run in runs]
     points = []
     for i, rows in enumerate(zip(*(run.rows for run in runs), strict=True)):

@@ -1,4 +1,4 @@
-"""Central trainings as the reference of a comparison: read from their folders, refused where the task is another."""
+"""Central trainings as the reference of a comparison. Those with other data or another network are refused."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flexfleet.files.artifacts import History, Result
 from flexfleet.run.central import CentralFile
 
 LABEL = "central"
-"""Of trainings that a suite asks for: `central-s0`."""
+"""The label of trainings that a suite asks for, as in `central-s0`."""
 COMMON = ("dataset.", "model.")
-"""What a central training has in common with the runs that are measured against it."""
+"""The parameters that a central training must have in common with the runs that are compared with it."""
 
 
 def read(folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[str]) -> Central:
     """The finished trainings in these folders, one for each seed. `settings`: the parameters of the runs, `varied`:
-    those in which labels differ. Raises ConfigError where a training is not of their data and network, or differs from
-    the others in more than the seed; IntegrityError where one is not finished."""
+    those in which labels differ. Raises ConfigError if a training has other data or another network, or differs from
+    the others in more than the seed; IntegrityError if one is not finished."""
     if apart := [key for key in varied if key.startswith(COMMON)]:
-        raise ConfigError(f"--central is one reference for all runs, and the labels differ in {', '.join(apart)}")
+        raise ConfigError(f"--central is one reference for all runs, but the labels differ in {', '.join(apart)}")
     files, results = [], []
     for folder in folders:
         if not (folder / "central.json").is_file():
@@ -38,7 +38,7 @@ def read(folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[
         wanted |= {key: value for key, value in files[0].config.items() if key.startswith("central.")}
         changed = [f"{k}: {v!r}, not {file.config.get(k)!r}" for k, v in wanted.items() if file.config.get(k) != v]
         if changed:
-            raise ConfigError(f"{folder} is no reference for these runs: {', '.join(changed[:4])} are expected")
+            raise ConfigError(f"{folder} is no reference for these runs: expected {', '.join(changed[:4])}")
     seeds = tuple(int(file.config["seed"]) for file in files)
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"--central takes one training for each seed, got the seeds {', '.join(map(str, seeds))}")
@@ -60,7 +60,7 @@ def read(folders: Sequence[Path], settings: Mapping[str, Any], varied: Sequence[
 
 
 def commands(entries: Sequence[Entry], folder: Path, options: Sequence[str], tags: Mapping[str, str]) -> list[Command]:
-    """Those that train what is not trained yet, in folders of `folder`."""
+    """The commands for the trainings that are not finished, in subfolders of `folder`."""
     found = []
     for entry in entries:
         if finished(entry.config, folder / entry.name):

@@ -22,7 +22,7 @@ log = logging.getLogger("flexfleet")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 POLL_S = 0.05
 BEGINS = "$ "
-"""A log's line that starts with this has the command whose output follows."""
+"""The beginning of a log's line that holds the command whose output follows."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Command:
     log: Path
     """Its stdout and stderr are appended here."""
     stdin: str = ""
-    """What it reads from stdin: no process list and no log shows that."""
+    """The command's stdin, which no process list and no log shows."""
 
 
 def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
@@ -88,7 +88,7 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
             process_group=0,
         )
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as stdin:  # it may have ended
+    with suppress(BrokenPipeError), process.stdin as stdin:  # the process may have ended already
         stdin.write(command.stdin.encode())
     return process
 

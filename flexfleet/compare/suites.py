@@ -1,15 +1,15 @@
-"""Comparisons that others have published: `flexfleet compare --suite fedaiot/aep` makes the rows of their tables.
+"""Published comparisons: `flexfleet compare --suite fedaiot/aep` makes the rows of a paper's table.
 
 A suite is a YAML file in `suites/`:
 
-    like: fedaiot/common        another suite whose settings and rows it has too, but for those that it names itself
+    like: fedaiot/common        another suite, whose settings and rows apply too unless given here
     seeds: [0, 1, 2]
-    settings: {a.b: value}      of all rows, on top of the defaults
+    settings: {a.b: value}      for all rows, on top of the defaults
     rows:
-      fedavg-low: {algorithm: all_large, partition.alpha: 0.5}    null: without that row of `like`
+      fedavg-low: {algorithm: all_large, partition.alpha: 0.5}    null: leave out this row of `like`
     central: true               also `flexfleet central` with each seed, as the reference
 
-A file whose name begins with an underscore is for others to be like, and is no suite itself.
+A file whose name begins with an underscore is not a suite itself, only for `like` of others.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class Suite(BaseModel):
     like: str | None = None
     seeds: tuple[int, ...] = ()
     settings: dict[str, Any] = {}
-    """By dotted name."""
+    """The settings of all rows, by dotted name."""
     rows: dict[str, dict[str, Any] | None] = Field(default={})
-    """By label: `algorithm`, and the row's own settings by dotted name."""
+    """The rows by label: `algorithm`, and the row's own settings by dotted name."""
     central: bool = False
 
 
 def names() -> list[str]:
-    """Those that come with flexfleet."""
+    """The names of the suites that come with flexfleet."""
     found = (path.relative_to(FOLDER).with_suffix("") for path in FOLDER.rglob("*.yaml"))
     return sorted(path.as_posix() for path in found if not path.name.startswith("_"))
 
 
 def load(name: str) -> Suite:
-    """A suite by its name, or from a file with .yaml. Raises ConfigError for one that does not exist, or is wrong."""
+    """A suite by its name, or from a file with .yaml. Raises ConfigError if it does not exist or is invalid."""
     if not name.endswith((".yaml", ".yml")) and name not in names():
         raise ConfigError(f"no suite is named {name!r}{nearest(name, names())}; or give a file with .yaml")
     suite = _read(name, ())
@@ -115,8 +115,8 @@ def entries_of(
 def central_of(
     suite: Suite, only: str | None, seeds: str | None, sets: Sequence[str], load: Callable[[list[str]], Config], id: str
 ) -> list[Entry]:
-    """What `flexfleet central` trains for the suite, with each seed; nothing where `only` leaves it out. The settings
-    of single rows are not its own."""
+    """The central trainings of the suite, one for each seed, with the settings that all rows have in common; none where
+    `only` leaves them out."""
     if not suite.central or (only is not None and LABEL not in _named(only)):
         return []
     given = [f"{path}={json.dumps(value)}" for path, value in suite.settings.items()]

@@ -1,7 +1,7 @@
 """Writes a comparison's figures as tables, as a drawing and as a page, and into its own small MLflow run.
 
 comparison.json has every figure, comparison.md and the terminal have the tables, comparison.svg has the curves, and
-comparison.html has all of it and the settings of the runs.
+comparison.html has all of these and the settings of the runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def tabulate(
 
 # ------------------------------------------------------------------------------------------------- tables
 def tables(c: Comparison) -> list[Table]:
-    """The metric that decides, its highest values on the way, cost, and what it took to reach some of its values."""
+    """Tables of the deciding metric, of its highest values during the rounds, of the cost, and of the cost to reach
+    given values."""
     results, measure = c.results.items(), Measure(c.metric)
     metric = Table(
         f"Test {measure.name}, {measure.unit}".removesuffix(", "),
@@ -113,7 +114,7 @@ REFERENCE = "central training"
 
 
 def _reference(c: Comparison, measure: Measure) -> tuple[tuple[str, ...], ...]:
-    """The row of central training among the runs' figures; none without it."""
+    """The row of central training for the table of the runs' figures; empty without central training."""
     if c.central is None:
         return ()
     full, best = (cell(score, measure.scale, 2 if measure.unit else 4) for score in (c.central.full, c.central.best))
@@ -146,7 +147,8 @@ def simulated(c: Comparison) -> bool:
 
 
 def _reached(c: Comparison, r: Summary) -> list[str]:
-    """Means alone, which keeps the table narrow; comparison.json has the deviations. `(2/3)`: only 2 of 3 seeds."""
+    """Only the means, to keep the table narrow; comparison.json has the deviations. `(2/3)`: only 2 of 3 seeds reach
+    it."""
     cells = []
     for one in r.reached:
         spent = (cell(bare(one.rounds), digits=1), cell(bare(one.mb)),
@@ -171,7 +173,7 @@ def title(c: Comparison) -> str:
 
 
 def common(c: Comparison) -> str:
-    """What the runs of a seed share."""
+    """A sentence on what the runs of a seed have in common."""
     if not c.varied:
         return "All runs of a seed have the same data, partition, fleet and training."
     return (
@@ -182,7 +184,7 @@ def common(c: Comparison) -> str:
 
 
 def notes(c: Comparison) -> list[str]:
-    """What the figures of these tables mean."""
+    """Lines that explain the figures of the tables."""
     seeds = ", ".join(map(str, c.seeds))
     many = len(c.seeds) > 1
     lines = [f"Mean ± sample standard deviation over the seeds {seeds}." if many else f"One seed, {seeds}: no spread."]
@@ -209,7 +211,7 @@ def notes(c: Comparison) -> list[str]:
 
 
 def variants(c: Comparison) -> list[str]:
-    """What each label stands for, if it differs from its algorithm with the common settings."""
+    """A line for each label that is more than its algorithm with the common settings."""
     lines = []
     for label, r in c.results.items():
         if r.settings or r.varied or label != r.algorithm:
@@ -219,7 +221,7 @@ def variants(c: Comparison) -> list[str]:
 
 
 def text(c: Comparison) -> str:
-    """For the terminal."""
+    """The tables as text for the terminal."""
     lines = [title(c)]
     for table in tables(c):
         widths = [max(map(len, column)) for column in zip(table.head, *table.rows, strict=True)]
@@ -285,7 +287,7 @@ def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
 
 
 def metrics(c: Comparison) -> dict[str, float]:
-    """`full/flexfl` and the like: means over the seeds, accuracies as shares; `_std` where there are several."""
+    """Metrics like `full/flexfl`: means over the seeds, accuracies as shares; `_std` if there are several seeds."""
     out: dict[str, float] = {}
     for label, r in c.results.items():
         spreads = {

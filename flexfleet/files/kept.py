@@ -1,5 +1,5 @@
-"""Results that take long, in the run store: `<run.store>/.kept/<name>-<digest>.json`, found again by all that they were
-computed from. A name of a run does not begin with a dot.
+"""Keeps results that take long to compute in the run store, as `<run.store>/.kept/<name>-<digest>.json`. The digest is
+that of all inputs, so a result is found again for the same inputs. (No run's name begins with a dot.)
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 class Kept(Artifact):
     inputs: str
-    """Digest of all that it was computed from."""
+    """The digest of all inputs."""
     sha256: str
-    """Of `value`."""
+    """The checksum of `value`."""
     value: str
-    """In JSON."""
+    """The result as JSON."""
 
 
 def find(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any) -> T | None:
-    """What was kept of these inputs. Raises IntegrityError, which names the file, for one that is damaged."""
+    """The result kept for these inputs, if any. Raises IntegrityError, which names the file, if it is damaged."""
     path, digest = _place(store, name, inputs)
     if not path.exists():
         return None
@@ -40,15 +40,15 @@ def find(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any)
         if found.inputs != digest or sha256(found.value.encode()) != found.sha256:
             raise ValueError("not what was written")
         value: T = TypeAdapter(kind).validate_json(found.value)
-    except ValueError as error:  # pydantic's too
+    except ValueError as error:  # includes pydantic's errors
         said = brief(error) if isinstance(error, ValidationError) else error
-        raise IntegrityError(f"{path} is damaged ({said}): delete it, and it is computed again") from error
+        raise IntegrityError(f"{path} is damaged ({said}): delete it, then it is computed again") from error
     log.info("%s is taken over from %s: its inputs are the same", name, path)
     return value
 
 
 def keep(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any, value: T) -> None:
-    """Where the store cannot be written, nothing is kept, and the log says so."""
+    """Keeps a result. If the store cannot be written, nothing is kept, and the log says so."""
     path, digest = _place(store, name, inputs)
     text = TypeAdapter(kind).dump_json(value).decode()
     entry = Kept(inputs=digest, sha256=sha256(text.encode()), value=text)
@@ -59,7 +59,7 @@ def keep(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any,
 
 
 def kept(store: Path, name: str, inputs: Mapping[str, Any], kind: type[T] | Any, make: Callable[[], T]) -> T:
-    """What `make` gives, or what it once gave of the same inputs."""
+    """The kept result for these inputs, or else the result of `make`, which is then kept."""
     found = find(store, name, inputs, kind)
     if found is None:
         found = make()

@@ -1,13 +1,12 @@
 """`flexfleet central`: the full network trained on all training samples, the reference for federated runs.
 
-The trainer, the data, the first weights and the metrics are those of a federated run; an epoch stands for a round. In
-the folder `<run.store>/<run id>`, whatever `run.remote` says:
+The trainer, the data, the initial weights and the metrics are those of a federated run; an epoch takes the place of a
+round. The files are in `<run.store>/<run id>`, whatever `run.remote` is:
 
-    central.json                        what the training is, fixed when it starts
-    rounds/, metrics/                   commits (`fl_engine.storage.checkpoints`) with which it goes on after a kill
-    history.json, model.safetensors     the figures of every epoch, and the weights after the last one
-    evaluation.json, confusion.json     the last model on the test samples
-    central.svg, result.json            the curve, and the figures as `--json` prints them
+    central.json the training's settings, fixed when it starts rounds/, metrics/ commits
+    (`fl_engine.storage.checkpoints`) from which it resumes after a kill history.json, model.safetensors the figures of
+    every epoch, and the weights after the last one evaluation.json, confusion.json the last model on the test samples
+    central.svg, result.json the curve, and the figures as `--json` prints them
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from flexfleet.tracking.trackers import TOKEN, MLflow, ending, log_outcome
 LEVEL = "full"
 """The full network's name in metrics, as in a federated run."""
 DECIDING = ("seed", "dataset.", "model.", "central.")
-"""The parameters that the training depends on, besides `run.precision` and the device, which its numerics tell."""
+"""The parameters that the training depends on. `run.precision` and the device are part of its numerics."""
 TOLD = (*DECIDING, "run.precision", "run.devices")
 
 
@@ -58,14 +57,14 @@ class CentralFile(Artifact):
 
     run_id: str
     token: str
-    """Unique: with it a training that goes on finds the MLflow run that it had begun."""
+    """A unique value, by which a resumed training finds the MLflow run that it had begun."""
     config: dict[str, Any]
-    """The parameters that it depends on, by dotted name."""
+    """The parameters that the training depends on, by dotted name."""
     data_sha256: str
     """Fingerprint of the data set."""
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
-    """Those before each resume with --accept-numerics."""
+    """The numerics before each resume with --accept-numerics."""
     mlflow_run_id: str | None = None
 
 
@@ -78,10 +77,10 @@ def central(
     accept_numerics: bool = False,
     tags: Mapping[str, str] | None = None,
 ) -> Result:
-    """Trains, or goes on. In the result a round is an epoch, and no bytes travel.
+    """Trains, or resumes. In the result an epoch counts as a round, and no bytes are sent.
 
     Raises ConfigError if the folder exists and `resume` is not given, or holds another training; EnvironmentFailure if
-    this machine would compute other bits; ModelError where training diverges; Stopped on SIGTERM, after the epoch.
+    this machine would compute other bits; ModelError if training diverges; Stopped on SIGTERM, after the epoch.
     """
     config = resolved.config
     need_packages(resolved)
@@ -110,7 +109,7 @@ def central(
 
 
 def task_of(config: Config) -> LocalTask:
-    """The work of the one client that holds all samples."""
+    """The task of the one client that holds all samples."""
     c = config.central
     return LocalTask(
         FULL,
@@ -127,7 +126,7 @@ def task_of(config: Config) -> LocalTask:
 
 
 def _network(resolved: Resolved) -> ModelFamily:
-    """The configured network, without what an algorithm would make of it."""
+    """The configured network, without an algorithm's changes."""
     data = resolved.data
     family = build_model(resolved.config.model, data.input_shape, data.task.outputs)
     check_fits(data, family)
@@ -137,7 +136,7 @@ def _network(resolved: Resolved) -> ModelFamily:
 def _file(
     config: Config, run_id: str, data_sha256: str, numerics: dict[str, Any], out: Path, accept_numerics: bool
 ) -> CentralFile:
-    """What the training is. Raises if `out` holds another one."""
+    """The file central.json, as written when the training started. Raises an error if `out` holds another training."""
     values = {k: v for k, v in configs.flatten(config).items() if k.startswith(DECIDING)}
     values = {k: v for k, v in values.items() if configs.moves(k) is not Moves.PLACE or k.startswith("central.")}
     path = out / "central.json"
@@ -153,13 +152,13 @@ def _file(
         said = ", ".join(changed[:6])
         raise ConfigError(f"{out} was started with another configuration ({said}): choose another --run-id")
     if known.data_sha256 != data_sha256:
-        raise IntegrityError(f"{out} was started with other data than those that are read now: put the old ones back")
+        raise IntegrityError(f"{out} was started with other data than the present ones: restore the old data")
     if deciding(known.numerics) == deciding(numerics):
         return known
     if not accept_numerics:
         raise EnvironmentFailure(
             f"this machine would not compute the same bits: the training was started with {deciding(known.numerics)}, "
-            f"here is {deciding(numerics)}. Resume where it started, or give --accept-numerics"
+            f"this machine has {deciding(numerics)}. Resume where it started, or give --accept-numerics"
         )
     earlier = (*known.earlier_numerics, known.numerics)
     return known.model_copy(update={"numerics": numerics, "earlier_numerics": earlier})
@@ -184,7 +183,7 @@ def _train(
     mlflow: MLflow | None,
     discard_damaged: bool,
 ) -> Params:
-    """The weights after the last epoch. Commits at most every two seconds."""
+    """Trains, and returns the weights after the last epoch. Commits at most every two seconds."""
     if discard_damaged:
         checkpoints.discard_after(checkpoints.last_good())
     commits = checkpoints.commits()
@@ -211,7 +210,7 @@ def _train(
 
 
 def _figures(epoch: Epoch, seconds: float) -> dict[str, float]:
-    """Under the names that a federated run's rounds have."""
+    """The figures of an epoch, under the names that they have in a round of a federated run."""
     score = epoch.score
     found = {"avg": score.value, LEVEL: score.value, "train_loss": epoch.loss, "seconds_round": seconds}
     return found | {f"{name}/{LEVEL}": value for name, value in score.metrics.items()} | {f"loss/{LEVEL}": score.loss}

@@ -1,6 +1,6 @@
-"""Labels that are not the data set's own: clusters of features, by which a partition deals; wrong labels of clients.
+"""Labels that are not the data set's own: clusters of features, which a partition uses as labels, and wrong labels.
 
-Both take long, follow from data, network, seed and a few parameters, and are kept in the run store by these.
+Both take long to compute and depend on data, network, seed and a few parameters. The run store keeps the results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("flexfleet")
 
 
 def feature_network(config: Config, data: Data) -> ModelFamily | None:
-    """The network that `partition.features` names; None where it names none. Raises ConfigError or ModelError."""
+    """The network that `partition.features` names; None if it names none. Raises ConfigError or ModelError."""
     p = config.partition
     if p.features is None or p.rule not in BY_LABEL or p.features.endswith(".npy"):
         return None
@@ -44,8 +44,8 @@ def feature_network(config: Config, data: Data) -> ModelFamily | None:
 
 
 def clusters_for(config: Config, data: Data) -> Ints | None:
-    """(N_train,): the cluster of each training sample, as kept or computed; None where the partition does not deal by
-    clusters. Raises PartitionError; for a network ConfigError and ModelError too."""
+    """(N_train,): the cluster of each training sample, kept or computed; None if the partition does not use clusters.
+    Raises PartitionError, and for a network also ConfigError and ModelError."""
     p = config.partition
     if p.features is None or p.rule not in BY_LABEL:
         return None
@@ -62,12 +62,12 @@ def clusters_for(config: Config, data: Data) -> Ints | None:
 
 
 def keep_clusters(config: Config, data: Data, found: Ints) -> None:
-    """For the next run with the same features."""
+    """Keeps the clusters for the next run with the same features."""
     kept.keep(_store(config), "clusters", _inputs(config, data), list[int], found.tolist())
 
 
 def _inputs(config: Config, data: Data) -> dict[str, Any]:
-    """All that clusters are computed from."""
+    """The inputs from which the clusters are computed."""
     p, given, family = config.partition, {}, feature_network(config, data)
     assert p.features is not None
     if family is None:
@@ -87,9 +87,9 @@ def _inputs(config: Config, data: Data) -> dict[str, Any]:
 
 
 def noisy(config: Config, data: Data, parts: Partition) -> Partition:
-    """The partition with the wrong labels that the configuration asks for. Trains centrally, unless what it found is
-    kept. The network is the configured one, without an algorithm's changes: algorithms that are compared have the same
-    labels. Raises ConfigError where the data have no classes; ModelError where the training diverges."""
+    """The partition with the wrong labels that the configuration asks for. Trains centrally, unless the result of an
+    earlier training is kept. The network is the configured one, without an algorithm's changes, so that compared
+    algorithms have the same labels. Raises ConfigError if the data have no classes; ModelError if training diverges."""
     n, device = config.noise, config.run.devices[0]
     confusion.check_classes(data.task, data.name)
     family = build_model(config.model, data.input_shape, data.task.outputs)

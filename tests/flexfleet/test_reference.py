@@ -54,7 +54,7 @@ def test_what_is_no_reference_is_refused_before_anything_trains(flexfleet: Any, 
         return str(done.err)
 
     assert "runs/none is not the folder of a central training" in refused("runs/none")
-    assert "runs/c0 is no reference for these runs: model.width: 0.25, not 0.5" in refused(
+    assert "runs/c0 is no reference for these runs: expected model.width: 0.25, not 0.5" in refused(
         "runs/c0", sets=("model.width=0.25",)
     )
     assert "one training for each seed, got the seeds 0, 0" in refused("runs/c0", "runs/c0")
