@@ -83,7 +83,7 @@ def central(args: argparse.Namespace) -> int:
 
 
 def where_tracked(uri: str, ui: str | None) -> str:
-    """Where to see the run in MLflow: the server's address, or the command that starts a server for a data base."""
+    """Where to see the run in MLflow: the server's address, or the command that starts a server for a database."""
     if ui is not None or uri.startswith(("http://", "https://")):
         return f"MLflow: {masked(ui or uri)}"
     return f"MLflow: mlflow ui --backend-store-uri {masked(uri)}"

@@ -398,7 +398,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 # ----------------------------------------------------------------------------------------------------- MLflow
 @pytest.fixture(scope="session")
 def mlflow_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data base without runs: to create its tables takes MLflow seconds, to copy it nothing."""
+    """A database without runs: to create its tables takes MLflow seconds, to copy it nothing."""
     import mlflow
 
     path = tmp_path_factory.mktemp("mlflow") / "empty.db"

@@ -102,7 +102,7 @@ WHO_ASKS = re.compile(r"(?<=://)(?:[^/\s]*@|[^/:@\s]*:(?!\d+(?:/|$))\S*@)")
 
 
 QUERIED = re.compile(r"(?<=[?&;])(password|passwd|pwd|sslpassword|token)=[^&;\s]+", re.IGNORECASE)
-"""A password among the options of a data base's address."""
+"""A password among the options of a database's address."""
 
 
 def holds_password(text: str) -> bool:

@@ -110,7 +110,7 @@ def form_of(sets: Sequence[str]) -> dict[str, Any]:
 
 def parameters_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """The reverse of `config_from`: the `parameters` and `advanced` from which it makes this configuration. An MLflow
-    data base in a file of this machine is left out, since tasks of a cluster cannot use it."""
+    database in a file of this machine is left out, since tasks of a cluster cannot use it."""
     values, plain = _leaves(config.model_dump(mode="json")), _leaves(Config().model_dump(mode="json"))
     known = PARAMETERS | STUDY
     parameters = {name: values.pop(path) for name, path in known.items()}

@@ -236,7 +236,7 @@ class TuneConfig(Section):
     """How many workers run trials at the same time: as processes side by side, in the pipeline as pods, which then need
     `storage`. `trials` counts the trials of all workers."""
     storage: str | None = None
-    """URL of a data base for workers on several machines; null: that of the environment's FLEXFLEET_TUNE_STORAGE, else
+    """URL of a database for workers on several machines; null: that of the environment's FLEXFLEET_TUNE_STORAGE, else
     a journal in the study's folder."""
 
 

@@ -40,7 +40,7 @@ def experiment(config: Config, at: Platform | None = None) -> str:
 
 
 def prepare(config: Config) -> None:
-    """Creates the experiment, and the data base if it is a missing SQLite file, before several processes need them at
+    """Creates the experiment, and the database if it is a missing SQLite file, before several processes need them at
     the same time. Raises ConfigError if the address cannot be used."""
     if (uri := config.tracking.mlflow) is not None:
         connect(uri, experiment(config, platform_of(uri)))

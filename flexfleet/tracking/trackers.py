@@ -160,8 +160,8 @@ def platform_of(uri: str) -> Platform:
 
 class Shared:
     """MLflow's client for several processes that write at the same time. MLflow looks whether an entry exists, and then
-    inserts it without a lock: the data base refuses the second writer, who finds the entry when it calls again. So this
-    makes a call once more that ended in such a conflict; the data base kept nothing of the first call."""
+    inserts it without a lock: the database refuses the second writer, who finds the entry when it calls again. So this
+    makes a call once more that ended in such a conflict; the database kept nothing of the first call."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -223,7 +223,7 @@ GONE = re.compile(
     r"Max retries exceeded|too many \d+ error responses|status code 5\d\d|could not connect|database is locked"
     r"|server closed the connection|[Cc]onnection (refused|reset|aborted|timed out)"
 )
-"""What MLflow, requests and data base drivers say if a server does not answer."""
+"""What MLflow, requests and database drivers say if a server does not answer."""
 
 
 def _unreachable(error: Exception) -> bool:
@@ -387,7 +387,7 @@ def _chunks(items: list[Any], size: int) -> list[list[Any]]:
 
 
 def _create_sqlite(uri: str) -> None:
-    """MLflow creates its tables in many steps, and a kill or a second run in between leaves an unusable data base. So
+    """MLflow creates its tables in many steps, and a kill or a second run in between leaves an unusable database. So
     this creates the tables in another file beside it, and gives the finished file its name in one step."""
     prefix = "sqlite:///"
     path = Path(uri.removeprefix(prefix))

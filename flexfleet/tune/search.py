@@ -144,7 +144,7 @@ def excess(pool: Pool, config: Config) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------------------------------ the study
 def address(config: Config) -> str | None:
-    """The address of the data base that workers on several machines share; None: the study is a file in its folder."""
+    """The address of the database that workers on several machines share; None: the study is a file in its folder."""
     return config.tune.storage or os.environ.get("FLEXFLEET_TUNE_STORAGE") or None
 
 
@@ -170,7 +170,7 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
             raise  # the storage was reached before: `answering` reports the error
         if begun and isinstance(error, KeyError):
             raise ConfigError(
-                f"{masked(where)} has no study {name!r}, though it was begun: give the address of a data base that "
+                f"{masked(where)} has no study {name!r}, though it was begun: give the address of a database that "
                 "every worker reaches, no file of one machine"
             ) from error
         raise ConfigError(f"{masked(where)} cannot be used: {first_line(error)}") from error
@@ -206,7 +206,7 @@ def _data_base(url: str) -> Any:
 
 @contextmanager
 def answering(config: Config) -> Iterator[None]:
-    """Around work on a study that has begun. Raises Unreachable if its data base does not answer."""
+    """Around work on a study that has begun. Raises Unreachable if its database does not answer."""
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import DBAPIError
 
@@ -214,7 +214,7 @@ def answering(config: Config) -> Iterator[None]:
         yield
     except (StorageInternalError, DBAPIError) as error:
         where = masked(address(config) or "file")
-        raise Unreachable(f"the study's data base ({where}) does not answer: {masked(first_line(error))}") from error
+        raise Unreachable(f"the study's database ({where}) does not answer: {masked(first_line(error))}") from error
 
 
 def sampler(seed: int) -> Any:

@@ -1,7 +1,7 @@
 """Searches an algorithm's hyper-parameters: trials, pruned by round; then the best setting against the default on seeds
 that no trial has used.
 
-A study is a folder `<run.store>/<id>/`: the trials' runs, `study.log` (unless `tune.storage` names a data base), and in
+A study is a folder `<run.store>/<id>/`: the trials' runs, `study.log` (unless `tune.storage` names a database), and in
 the end `tune.json`, `params.yaml` (the configuration with the best values), `patch.yaml` (the values alone) and
 `study.html`. After a kill, the same command with --resume continues.
 
@@ -353,7 +353,7 @@ def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, s
     many = config.tune.workers
     if many > 1 and search.address(config) is None:
         raise ConfigError(
-            f"tune.workers is {many}, and pods share a study by a data base alone: set tune.storage to its address, or "
+            f"tune.workers is {many}, and pods share a study by a database alone: set tune.storage to its address, or "
             "put the address into the Secret flexfleet-tune (FLEXFLEET_TUNE_SECRET names another) as "
             "FLEXFLEET_TUNE_STORAGE; or set tune.workers to 1"
         )
@@ -368,7 +368,7 @@ def prepare(config: Config, id: str, out: Path, job_id: str) -> list[dict[str, s
 
 
 def work_in_graph(prepared: Path, id: str, worker: int, out: Path, job_id: str) -> list[int]:
-    """A worker as a task: gives the numbers of its trials, and writes them into `out`. Without a data base the study
+    """A worker as a task: gives the numbers of its trials, and writes them into `out`. Without a database the study
     belongs to this worker alone, and is written into `out` too."""
     config = load_config(prepared / "config.yaml")
     folder = Path(config.run.store) / id

@@ -168,7 +168,7 @@ def test_kills_leave_every_round_in_mlflow_exactly_once(
 
 def test_a_kill_while_mlflow_creates_its_tables_is_survived(nursery: Any, quick: Sequence[str], tmp_path: Path) -> None:
     """MLflow takes seconds for that, in the first minute of the first run that anybody starts; then two start at once,
-    as the runs of a comparison do, and each finds no data base or half of one."""
+    as the runs of a comparison do, and each finds no database or half of one."""
     sets = [*quick, "rounds.stop=1", "tracking.mlflow=sqlite:///mlflow.db"]
 
     def start(run_id: str) -> Any:

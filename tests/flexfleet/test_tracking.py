@@ -112,7 +112,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def logged(uri: str) -> list[tuple[str, int, int]]:
-    """(metric, step, how often) of everything in the data base."""
+    """(metric, step, how often) of everything in the database."""
     return asked(uri, "select key, step, count(*) from metrics group by key, step order by step, key")
 
 
@@ -213,7 +213,7 @@ def test_an_address_that_cannot_be_used_is_a_configuration_error(tmp_path: Path,
 
 
 def test_a_file_that_is_no_data_base_is_a_configuration_error(tmp_path: Path, impatient: None) -> None:
-    (tmp_path / "mlflow.db").write_bytes(b"this is no data base, and it is long enough to be looked at" * 20)
+    (tmp_path / "mlflow.db").write_bytes(b"this is no database, and it is long enough to be looked at" * 20)
     with pytest.raises(ConfigError, match=r"tracking\.mlflow"):
         start(f"sqlite:///{tmp_path / 'mlflow.db'}")
 

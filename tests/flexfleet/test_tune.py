@@ -262,7 +262,7 @@ def test_no_trial_that_can_be_held_is_said(done: tuple[Tuned, Path, Config], mon
 # ------------------------------------------------------------------------------------------------- its workers
 @pytest.fixture
 def untrained(done: tuple[Tuned, Path, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A study in a data base whose trials come to a value at once; `done` has partition and pool for its workers."""
+    """A study in a database whose trials come to a value at once; `done` has partition and pool for its workers."""
 
     def trial(config: Config, study: Any, trial: Any, ready: Any) -> float:
         return float(trial.params["algorithm.kd_weight"]) / 100
@@ -426,7 +426,7 @@ def test_a_waiting_trial_is_given_to_one_worker_alone(tmp_path: Path) -> None:
 
 def test_a_study_that_was_begun_elsewhere_is_not_begun_again(untrained: Config, tmp_path: Path) -> None:
     other = untrained.tune.model_copy(update={"storage": f"sqlite:///{tmp_path / 'of-one-pod.db'}"})
-    with pytest.raises(ConfigError, match=r"has no study 'a', though it was begun: give the address of a data base"):
+    with pytest.raises(ConfigError, match=r"has no study 'a', though it was begun: give the address of a database"):
         work(untrained.model_copy(update={"tune": other}), tmp_path, "a", 1, tmp_path)
 
 
@@ -442,7 +442,7 @@ def test_a_data_base_that_does_not_answer_is_waited_for(
         here.mkdir()
         return 0.5
 
-    with monkeypatch.context() as patch, pytest.raises(Unreachable, match=r"study's data base \(sqlite.* not answer: "):
+    with monkeypatch.context() as patch, pytest.raises(Unreachable, match=r"study's database \(sqlite.* not answer: "):
         patch.setattr(steps, "_trial", cut_off)
         with search.answering(untrained):
             work(untrained, tmp_path, "a", 0, done[1])

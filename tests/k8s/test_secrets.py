@@ -54,7 +54,7 @@ def found_in(places: Mapping[str, bytes], secrets: Iterable[bytes] = PLANTED) ->
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file; an MLflow data base and its artifacts too: SQLite keeps texts as they are."""
+    """Every file; an MLflow database and its artifacts too: SQLite keeps texts as they are."""
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -163,8 +163,8 @@ UNREACHABLE = f"http://me:{QUOTED}@127.0.0.1:9"
 FAILING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "MLflow is not there": (("run",), (f"tracking.mlflow={UNREACHABLE}",)),
     "MLflow is no address": (("run",), (f"tracking.mlflow=nonsense://me:{PASSWORD}@host",)),
-    "a data base that is not there": (("run",), (f"tracking.mlflow=postgresql://me:{PASSWORD}@127.0.0.1:9/db",)),
-    "a study's data base is not there": (("tune", "--id", "t"), (f"tune.storage=mysql://me:{PASSWORD}@127.0.0.1:9/x",)),
+    "a database that is not there": (("run",), (f"tracking.mlflow=postgresql://me:{PASSWORD}@127.0.0.1:9/db",)),
+    "a study's database is not there": (("tune", "--id", "t"), (f"tune.storage=mysql://me:{PASSWORD}@127.0.0.1:9/x",)),
     "a store with a password": (("run",), (f"run.remote=s3://me:{PASSWORD}@bucket/prefix",)),
     "a store that is no store": (("run",), (f"run.remote=https://me:{PASSWORD}@host/bucket",)),
     "a folder with a password": (("run",), (f"run.store=https://me:{PASSWORD}@host/x",)),

@@ -78,7 +78,7 @@ def test_a_comparison_compares(place: Any) -> None:
 
 
 def test_a_study_ends_with_a_best_trial(place: Any) -> None:
-    """Of one worker: more would need a data base."""
+    """Of one worker: more would need a database."""
     given = place.parameters("tuned", "study_id", trials=2)
     given["advanced"] = {**given["advanced"], "tune.held_out": [100]}
     run_id = start(place, "tune", given)

@@ -54,7 +54,7 @@ def test_the_command_gives_what_differs_from_the_defaults(
     assert done.code == 0, done.err
     given = server.runs[0]["runtime_config"]["parameters"]
     assert (given["model"], given["store_uri"], given["run_id"]) == ("vgg16", "s3://bucket/runs", "mine")
-    assert given["mlflow_uri"] == "", "a data base of this machine is no tracking there"
+    assert given["mlflow_uri"] == "", "a database of this machine is no tracking there"
     assert given["advanced"]["run.backend"] == "kubernetes" and given["advanced"]["model.width"] == 0.25
     assert done.json["run_id"] == "r1" and done.json["uploaded"] is True
     done = flexfleet("submit", "compare", "--host", host, "--param", "algorithms=flexfl,fedprox")

@@ -47,7 +47,7 @@ def figures(task: Path) -> dict[str, float]:
 
 
 def test_a_study_as_a_pipeline(scratch: Path, monkeypatch: pytest.MonkeyPatch, telling: Any) -> None:
-    """Two workers share what the first task has prepared, and a data base whose address is in the environment, where a
+    """Two workers share what the first task has prepared, and a database whose address is in the environment, where a
     Secret puts it, and in no artifact. Trials are those of all together; the default's, whose worker is gone, is tried
     again."""
     base = scratch / "pl4nted-secret.db"
@@ -89,7 +89,7 @@ def test_several_workers_without_a_data_base_are_refused_in_the_first_task(
     with pytest.raises(RuntimeError, match="prepare"):
         tuning(study_id="b", advanced={"tune.workers": 2})
     said = capsys.readouterr().out
-    assert "tune.workers is 2, and pods share a study by a data base alone: set tune.storage" in said
+    assert "tune.workers is 2, and pods share a study by a database alone: set tune.storage" in said
     assert not (scratch / "runs" / "b").exists()
 
 
