@@ -18,7 +18,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import Task, batch_layout
 from fl_engine.core.slicing import is_statistic, largest, take
-from fl_engine.core.types import SGD, LocalTask, ParamLayout, Params, SubmodelSpec
+from fl_engine.core.types import SGD, Adam, LocalTask, ParamLayout, Params, SubmodelSpec
 from fl_engine.training import batches, lanes, losses, steps
 from fl_engine.training.lanes import Network
 from fl_engine.training.networks import lent
@@ -199,7 +199,9 @@ class Session:
         for name, tensor in moments.items():
             # The kernels pair a weight with its moments by position in memory, so both need the same layout.
             like = likes[name] if tensor.dim() else tensor
-            self._moments[name] = torch.empty_like(like, dtype=tensor.dtype, device=self._device).copy_(tensor)
+            # In another precision than before the optimiser's are of the weights' type; a loss scale keeps its own.
+            kind = tensor.dtype if like is self.total else like.dtype
+            self._moments[name] = torch.empty_like(like, dtype=kind, device=self._device).copy_(tensor)
         for name, stream in self._streams.items():
             stream.set_state(streams[name])
         self.total.copy_(counted["loss"])
@@ -207,7 +209,13 @@ class Session:
 
 
 def _in_half(job: Job) -> Job:
-    """The job with weights and samples in float16, and without weight decay; tokens and targets stay as they are."""
+    """The job with weights and samples in float16, and without weight decay; tokens and targets stay as they are.
+    Raises ModelError for Adam, whose eps is 0 in float16: where a gradient is 0 it would divide 0 by 0."""
+    if isinstance(job.task.optimizer, Adam):
+        raise ModelError(
+            "run.precision=fp16 takes SGD alone: Adam's eps of 1e-8 is 0 in float16, and it would divide by it; set "
+            "central.optimizer=sgd, or run.precision=amp"
+        )
     start, linear = ({name: t.half() for name, t in params.items()} for params in (job.start, job.linear))
     task, x = job.task, job.x.half() if job.x.is_floating_point() else job.x
     if isinstance(task.optimizer, SGD):

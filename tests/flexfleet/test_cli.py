@@ -17,7 +17,7 @@ import pytest
 import fl_engine
 from fl_engine.datasets import DATASETS, fashion_mnist
 from fl_engine.storage.store import sha256
-from flexfleet import cli, commands
+from flexfleet import commands
 from flexfleet.files.artifacts import PoolFile, RunFile
 
 COMMANDS = ("run", "central", "pool", "report", "fetch", "status", "check", "doctor")

@@ -84,6 +84,16 @@ def test_in_half_it_goes_on_with_the_same_bits(precision: Precision, monkeypatch
             next(iter(train_centrally(NETWORK, DATA, TASK, start, since=kept)))
 
 
+@pytest.mark.parametrize(("before", "after"), [("fp16", "fp32"), ("fp32", "fp16"), ("fp16", "bf16")])
+def test_it_may_go_on_in_another_precision(before: Precision, after: Precision) -> None:
+    """As `--accept-numerics` allows: what the optimiser remembers becomes of the weights' type."""
+    start, numerics = initial_params(NETWORK, 1), Numerics(precision=after)
+    first = next(iter(train_centrally(NETWORK, DATA, TASK, start, Numerics(precision=before))))
+    (*_, last) = train_centrally(NETWORK, DATA, TASK, start, numerics, since=first.snapshot)
+    like = next(iter(train_centrally(NETWORK, DATA, TASK, start, numerics))).snapshot
+    assert {name: t.dtype for name, t in last.snapshot.items()} == {name: t.dtype for name, t in like.items()}
+
+
 def test_epochs_are_evaluated_and_told(caplog: pytest.LogCaptureFixture) -> None:
     start = initial_params(NETWORK, 1)
     with caplog.at_level(logging.INFO, "flexfleet"):
@@ -127,6 +137,9 @@ def test_what_diverges_or_is_of_another_training_is_refused() -> None:
     start = initial_params(NETWORK, 1)
     with pytest.raises(ModelError, match=r"diverged in epoch [12] \(learning rate 1e\+30\): set a smaller rate"):
         list(train_centrally(NETWORK, DATA, replace(TASK, optimizer=SGD(1e30)), start))
+    with pytest.raises(ModelError, match="fp16 takes SGD alone: Adam's eps of 1e-8 is 0 in float16"):
+        adam = replace(TASK, optimizer=Adam(0.001))
+        list(train_centrally(NETWORK, DATA, adam, start, Numerics(precision="fp16")))
     with pytest.raises(ModelError, match=r"set training\.sampler|leave flip out"):
         family, data = KINDS["regression"]
         list(train_centrally(family, data, replace(TASK, augment=(Flip(),)), initial_params(family, 1)))
