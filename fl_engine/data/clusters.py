@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_engine.core import seeds
-from fl_engine.core.errors import PartitionError
+from fl_engine.core.errors import EnvironmentFailure, PartitionError
 from fl_engine.data.npy import mapped
 
 STARTS = 10
@@ -41,14 +41,18 @@ def features_of(path: Path, samples: int) -> NDArray[np.float32]:
 
 def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str) -> NDArray[np.int64]:
     """(N,): the number of each sample's cluster, 0 to count - 1, by k-means on `features` (N, F). `what` names the
-    features in error messages.
+        features in error messages.
 
-    The result depends on features and seed alone, on one machine; another machine may break a tie differently because
-    of rounding. Raises PartitionError if there are fewer different samples than clusters.
+        The result depends on features and seed alone, on one machine; another machine may break a tie differently because
+    of rounding. Raises PartitionError if there are fewer different samples than clusters, EnvironmentFailure if
+    scikit-learn or a package that it needs is missing.
     """
-    from sklearn.cluster import KMeans
-    from sklearn.exceptions import ConvergenceWarning
-    from threadpoolctl import threadpool_limits
+    try:
+        from sklearn.cluster import KMeans
+        from sklearn.exceptions import ConvergenceWarning
+        from threadpoolctl import threadpool_limits
+    except ImportError as error:
+        raise lacking(error) from error
 
     _check_finite(features, what)
     if len(features) < count:
@@ -63,6 +67,13 @@ def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str)
         raise PartitionError(f"{what}: {count} clusters of {different} different samples: lower partition.clusters")
     labels: NDArray[np.int64] = found.astype(np.int64)
     return labels
+
+
+def lacking(error: ImportError) -> EnvironmentFailure:
+    """Images have scikit-learn without scipy, for its digits."""
+    return EnvironmentFailure(
+        f"partition.features makes clusters with scikit-learn ({error}): pip install 'flexfleet[data]'"
+    )
 
 
 def _check_finite(features: NDArray[np.float32], what: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def feature_network(config: Config, data: Data) -> ModelFamily | None:
 
 def clusters_for(config: Config, data: Data) -> Ints | None:
     """(N_train,): the cluster of each training sample, kept or computed; None if the partition does not use clusters.
-    Raises PartitionError, and for a network also ConfigError and ModelError."""
+    Raises PartitionError, EnvironmentFailure without scikit-learn, and for a network also ConfigError and ModelError."""
     p = config.partition
     if p.features is None or p.rule not in BY_LABEL:
         return None
@@ -77,11 +77,15 @@ def _inputs(config: Config, data: Data) -> dict[str, Any]:
             raise PartitionError(f"partition.features = {p.features} cannot be read: {error.strerror}") from error
     else:
         given["network"] = repr(family)
+    try:
+        library = version("scikit-learn")
+    except PackageNotFoundError as error:
+        raise clusters.lacking(error) from error
     return given | {
         "data": fingerprint(data),
         "clusters": p.clusters,
         "seed": cut_seed(config),
-        "scikit-learn": version("scikit-learn"),
+        "scikit-learn": library,
         "code": [_code(module) for module in (clusters, npy, activations)],
     }
 

@@ -57,7 +57,7 @@ class Resolved:
         PartitionError, or ConfigError and ModelError for a network."""
         family = feature_network(self.config, self.data)
         if family is not None:
-            check_fits(self.data, family)
+            check_takes(self.data, family)
         return clusters_for(self.config, self.data)
 
     @cached_property
@@ -113,10 +113,17 @@ def _read(config: Config) -> Data:
 
 
 def check_fits(data: Data, family: ModelFamily) -> None:
-    """Raises ConfigError if the network takes tokens and the data are no tokens, or the other way round; ModelError if
-    boxes are to be found and the network gives one answer for the whole image; EnvironmentFailure if a package is
-    missing that computes the metric."""
+    """Raises what `check_takes` raises; ModelError if boxes are to be found and the network gives one answer for the
+    whole image; EnvironmentFailure if a package is missing that computes the metric."""
     check_ready(data.task)
+    check_takes(data, family)
+    if has_boxes(data.task):
+        with torch.no_grad():
+            data.task.loss(family.module().eval()(made_up(family, 1)), data.train_y[:1])
+
+
+def check_takes(data: Data, family: ModelFamily) -> None:
+    """Raises ConfigError if the network takes tokens and the data are no tokens, or the other way round."""
     kind = type(family).__name__
     if isinstance(family, TakesTokens) != data.has_tokens:
         given, taken = ("tokens", "numbers") if data.has_tokens else ("numbers", "tokens")
@@ -128,9 +135,6 @@ def check_fits(data: Data, family: ModelFamily) -> None:
                 f"{kind} knows the tokens 0 to {family.vocabulary - 1}, {data.name} holds {largest}: set "
                 f"model.vocabulary={largest + 1}"
             )
-    if has_boxes(data.task):
-        with torch.no_grad():
-            data.task.loss(family.module().eval()(made_up(family, 1)), data.train_y[:1])
 
 
 def parse_input(text: str) -> tuple[int, ...]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
+import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from fl_engine.core.errors import BadInput, IntegrityError
+from fl_engine.core.errors import BadInput, EnvironmentFailure, IntegrityError
 from fl_engine.data import partitioning as partitions
 from fl_engine.testing.kinds import tiny_table
 from flexfleet.reports.report import report
@@ -176,6 +179,26 @@ def test_clusters_of_a_files_features_belong_to_its_content(
     other = partitions.load(tmp_path / "b", tiny_table())
     assert other.clusters is not None and not np.array_equal(found.clusters, other.clusters)
     assert len(kept("clusters")) == 2
+
+
+def test_images_with_boxes_are_dealt_by_the_features_of_any_network(plain: Sequence[str]) -> None:
+    """It need not find boxes: FedAIoT takes VGG19."""
+    boxes = ("dataset.name=fl_engine.testing.kinds:BOXES", "model.name=fl_engine.testing.kinds:TinyDetector")
+    more = ("partition.features=resnet18", "partition.clusters=3", "partition.clients=3", "partition.minimum=2")
+    found = cut(Resolved.load(None, [*plain, *ALL, *boxes, *more, "dataset.pad=none"]))
+    assert found.label == "cluster" and len(found.counts) == 3
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_without_scikit_learn_the_extra_is_named(
+    quick: Sequence[str], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images have it for its digits, and not what k-means needs."""
+    if whole:
+        monkeypatch.setattr(labels, "version", Mock(side_effect=PackageNotFoundError("scikit-learn")))
+    monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
+    with pytest.raises(EnvironmentFailure, match=r"scikit-learn \(.*pip install 'flexfleet\[data\]'"):
+        cut(Resolved.load(None, [*quick, "partition.features=small_cnn", "partition.clusters=4"]))
 
 
 def test_a_map_deals_by_hand(plain: Sequence[str], no_drawings: None, tmp_path: Path) -> None:
