@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from fl_engine.core.augmentation import Flip
 from fl_engine.core.errors import ConfigError
+from fl_engine.core.pictures import Compress, Hsv, MixUp, Scale, Shear
+from fl_engine.core.schedules import Cosine
 from flexfleet.compare import suites
 from flexfleet.compare.comparison import Comparison
 from flexfleet.config import flatten, load_config
@@ -76,6 +79,19 @@ def test_what_the_text_says_of_aep() -> None:
     assert setting(found["fedavg-30-s0"], "training.fraction") == 0.3
     assert found["fedopt-low-s0"].config.algorithm["server"]["lr"] == 0.1
     assert setting(runs("fedaiot/aep-code", None, "0")["fedavg-low-s0"], "training.lr") == 0.1
+
+
+def test_what_the_text_says_of_visdrone() -> None:
+    """Section 2.2.3.1: ten clusters of input features; 2.2.3.2: six kinds of augmentation, flips both ways; 2.3.1: a
+    rate of .1, batches of 12, cosine restarts with T0 = 10 and Tmult = 2."""
+    for entry in runs("fedaiot/visdrone", None, "0").values():
+        config = entry.config
+        assert config.partition.features is not None and config.partition.clusters == 10
+        assert (config.training.lr, config.training.batch_size, config.central.batch_size) == (0.1, 12, 12)
+        for section in (config.training, config.central):
+            kinds = [type(each) for each in section.augment]
+            assert kinds == [Hsv, Compress, Shear, Scale, Flip, MixUp] and section.augment[4] == Flip(vertical=0.5)
+        assert config.central.schedule == Cosine(restart=10, factor=2)
 
 
 def test_sources_that_disagree_are_suites_of_their_own() -> None:
