@@ -47,6 +47,8 @@ def run(
     out = Path(config.run.store) / plain(run_id, "run_id")
     if out.exists() and not resume:
         raise ConfigError(f"{out} exists already: go on with --resume, or choose another --run-id")
+    if (out / "central.json").exists():
+        raise ConfigError(f"{out} holds a central training: choose another --run-id")
     if (out / "run.json").exists():
         known_run(config, out, resume)
     else:  # the steps before the rounds are quick and pure, so they are done again after a kill

@@ -197,5 +197,8 @@ def test_a_federated_run_keeps_to_itself(finished: Any, flexfleet: Any) -> None:
     done = flexfleet("central", "--run-id", "a", "--resume", sets=SETS)
     assert done.code == 2 and "holds a federated run" in done.err
     flexfleet("central", "--run-id", "c", sets=SETS)
+    before = sorted(Path("runs/c").rglob("*"))
+    done = flexfleet("run", "--run-id", "c", "--resume", sets=SETS)
+    assert done.code == 2 and "holds a central training" in done.err and sorted(Path("runs/c").rglob("*")) == before
     listed = flexfleet("status", "--json")
     assert [run["run_id"] for run in json.loads(listed.out)["runs"]] == ["a"]
