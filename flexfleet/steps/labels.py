@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_engine.backends.in_process import check_device
+from fl_engine.backends.in_process import check_device, prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import PartitionError
@@ -102,6 +102,7 @@ def noisy(config: Config, data: Data, parts: Partition) -> Partition:
 
     def measured() -> Confusion:
         check_device(device)
+        prepare_process((device,))
         return measure_confusion(family, data, seed, n.epochs, n.lr, n.batch_size, device)
 
     found = kept.kept(_store(config), "confusion", inputs, Confusion, measured)

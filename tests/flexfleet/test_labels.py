@@ -14,9 +14,11 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 
 from fl_engine.core.errors import BadInput, EnvironmentFailure, IntegrityError
 from fl_engine.data import partitioning as partitions
+from fl_engine.preparation.confusion import Confusion
 from fl_engine.testing.kinds import tiny_table
 from flexfleet.reports.report import report
 from flexfleet.run.check import check
@@ -90,6 +92,24 @@ def test_the_matrix_is_kept_by_its_inputs_and_computed_again_to_the_same_labels(
     assert made("longer", "noise.epochs=2") != first and len(kept("confusion")) == 2
     made("seed", "partition.seed=9")
     assert len(kept("confusion")) == 3
+
+
+def test_on_a_gpu_the_kernels_are_deterministic_before_the_training(
+    quick: Sequence[str], no_drawings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in the rounds, which come later."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(labels, "check_device", lambda name: None)
+    seen = []
+
+    def measured(*given: Any) -> Confusion:
+        seen.append((given[-1], torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark))
+        return Confusion(counts=tuple(tuple(int(i != j) for j in range(10)) for i in range(10)), accuracy=0.0)
+
+    monkeypatch.setattr(labels, "measure_confusion", measured)
+    partition(Resolved.load(None, [*quick, *NOISE, "run.devices=[cuda]"]), tmp_path / "a")
+    assert seen == [("cuda", True, False)]
 
 
 def test_a_damaged_matrix_is_named(quick: Sequence[str], no_drawings: None, tmp_path: Path) -> None:
