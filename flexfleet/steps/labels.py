@@ -5,6 +5,7 @@ Both take long to compute and depend on data, network, seed and a few parameters
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -34,6 +35,10 @@ from flexfleet.files import kept
 
 log = logging.getLogger("flexfleet")
 
+_COMPUTED: dict[str, Ints] = {}
+"""Clusters, by a digest of their inputs. All runs of a comparison are checked before the first one starts, in one
+process, and a check writes nothing."""
+
 
 def feature_network(config: Config, data: Data) -> ModelFamily | None:
     """The network that `partition.features` names; None if it names none. Raises ConfigError or ModelError."""
@@ -49,10 +54,18 @@ def clusters_for(config: Config, data: Data) -> Ints | None:
     p = config.partition
     if p.features is None or p.rule not in BY_LABEL:
         return None
-    samples = len(data.train_y)
-    known = kept.find(_store(config), "clusters", _inputs(config, data), list[int])
+    samples, inputs = len(data.train_y), _inputs(config, data)
+    known = kept.find(_store(config), "clusters", inputs, list[int])
     if known is not None and len(known) == samples and min(known) >= 0 and max(known) < p.clusters:
         return np.array(known, dtype=np.int64)
+    if (digest := sha256(json.dumps(inputs, sort_keys=True).encode())) not in _COMPUTED:
+        _COMPUTED[digest] = _computed(config, data)
+    return _COMPUTED[digest].copy()
+
+
+def _computed(config: Config, data: Data) -> Ints:
+    p, samples = config.partition, len(data.train_y)
+    assert p.features is not None
     family = feature_network(config, data)
     if family is None:
         features = clusters.features_of(Path(p.features), samples)
