@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ from fl_engine.data.files import digest
 log = logging.getLogger(__name__)
 
 INDEX = "pack.json"
+ABANDONED_S = 86_400
+"""Seconds after which a folder that is not finished is that of a process that was killed."""
 ATTEMPTS = 5
 """How often a process tries to replace the folder, if other processes replace it at the same time."""
 
@@ -62,6 +65,7 @@ def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
     try:
         part = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.part")
         part.mkdir(parents=True)
+        _sweep(folder)
     except OSError as error:
         log.warning("%s: cannot be written (%s), so the next run reads all %d files again", folder, error, len(inputs))
         with tempfile.TemporaryDirectory() as room:
@@ -76,6 +80,14 @@ def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
         raise DataError(f"{folder}: cannot be written ({error}); make room, or let it be written") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed processes have left: it may be as large as the data set."""
+    for path in folder.parent.glob(f"{folder.name}.*.part*"):
+        with suppress(OSError):  # another process does the same
+            if path.stat().st_mtime < time.time() - ABANDONED_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _index(folder: Path) -> Index | None:

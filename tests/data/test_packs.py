@@ -104,6 +104,16 @@ def test_what_fails_keeps_nothing(reader: Reader, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt"]
 
 
+def test_what_a_killed_process_left_is_removed_a_day_later(reader: Reader, tmp_path: Path) -> None:
+    left, alive = tmp_path / "packed.0a1b.part", tmp_path / "packed.2c3d.part"
+    for folder in (left, alive):
+        folder.mkdir()
+        (folder / "x.npy").write_bytes(b"half")
+    os.utime(left, (0, 0))
+    load(reader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.txt", "packed", "packed.2c3d.part"]
+
+
 def test_no_room_is_an_error_that_names_the_folder(reader: Reader, tmp_path: Path) -> None:
     def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
