@@ -41,9 +41,9 @@ def features_of(path: Path, samples: int) -> NDArray[np.float32]:
 
 def clusters_of(features: NDArray[np.float32], count: int, seed: int, what: str) -> NDArray[np.int64]:
     """(N,): the number of each sample's cluster, 0 to count - 1, by k-means on `features` (N, F). `what` names the
-        features in error messages.
+    features in error messages.
 
-        The result depends on features and seed alone, on one machine; another machine may break a tie differently because
+    The result depends on features and seed alone, on one machine; another machine may break a tie differently because
     of rounding. Raises PartitionError if there are fewer different samples than clusters, EnvironmentFailure if
     scikit-learn or a package that it needs is missing.
     """

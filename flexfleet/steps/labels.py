@@ -50,7 +50,7 @@ def feature_network(config: Config, data: Data) -> ModelFamily | None:
 
 def clusters_for(config: Config, data: Data) -> Ints | None:
     """(N_train,): the cluster of each training sample, kept or computed; None if the partition does not use clusters.
-    Raises PartitionError, EnvironmentFailure without scikit-learn, and for a network also ConfigError and ModelError."""
+    Raises PartitionError, EnvironmentFailure without scikit-learn, for a network also ConfigError and ModelError."""
     p = config.partition
     if p.features is None or p.rule not in BY_LABEL:
         return None
