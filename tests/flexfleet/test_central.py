@@ -165,7 +165,7 @@ def test_bad_input_is_one_line(flexfleet: Any) -> None:
         (["central.optimizer=adam", "central.momentum=0.5"], "central.momentum and central.weight_decay are of SGD"),
         (["central.epoch=3"], "unknown parameter 'central.epoch' (did you mean 'epochs'?)"),
         (["central.augment=[{name: turn}]"], "central.augment"),
-        (["central.lr=1e30"], "central training diverged in epoch 1"),
+        (["central.lr=1e30"], "epoch 1 (learning rate 1e+30): set a smaller rate (central.lr; noise.lr where"),
     ):
         done = flexfleet("central", "--run-id", "bad", "--resume", sets=[*SETS, *sets])
         assert (done.code, said in done.err) == (2, True), done.err
