@@ -254,9 +254,9 @@ def _objective(
     streams: Streams,
     borrowed: ExitStack,
 ) -> Objective:
-    """The goal's loss plus the terms that the task asks for. Outputs are reshaped to rows, (B*n, outputs) or (B*n,
-    outputs, H, W); a lane's loss is the mean over its rows. The function is valid as long as the networks are
-    `borrowed`; the generators that they draw from are put into `streams`."""
+    """The loss of the task of the data (`goal`), plus the terms that the client's task asks for. Outputs are reshaped
+    to rows, (B*n, outputs) or (B*n, outputs, H, W); a lane's loss is the mean over its rows. The function is valid as
+    long as the networks are `borrowed`; the generators that they draw from are put into `streams`."""
     task, n, device = jobs[0].task, len(jobs), jobs[0].x.device
     layout = lanes.layout_of(family.layout())
     forward = _student(family, layout, jobs, state, streams, borrowed)

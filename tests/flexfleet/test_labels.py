@@ -156,7 +156,7 @@ def test_a_share_that_is_far_from_reached_is_a_warning(
 def test_numbers_are_refused_before_anything_trains(flexfleet: Any, plain: Sequence[str]) -> None:
     for command in (("check",), ("run", "--run-id", "a")):
         done = flexfleet(*command, sets=[*plain, *TABLE, "algorithm.epsilon=40.0", "noise.labels=0.1"])
-        assert done.code == 2 and "the targets of tiny_table are none (regression): set noise.labels=0" in done.err
+        assert done.code == 2 and "targets of tiny_table are not classes (regression): set noise.labels=0" in done.err
     assert not Path("runs/.kept").exists()
 
 

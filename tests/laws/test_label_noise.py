@@ -146,6 +146,6 @@ def test_the_matrix_is_of_held_out_training_samples_and_the_same_every_time() ->
 
 def test_numbers_are_refused_by_name() -> None:
     data = tiny_table()
-    with pytest.raises(ConfigError, match=r"the targets of tiny_table are none \(regression\): set noise\.labels=0"):
+    with pytest.raises(ConfigError, match=r"tiny_table are not classes \(regression\): set noise\.labels=0"):
         measure_confusion(TinyMLP(data.input_shape, 1), data, seed=0, epochs=1, lr=1e-3, batch_size=8)
     check_classes(Classification(3), "x")
