@@ -2,7 +2,8 @@
 
 AES-SIV (RFC 5297) is deterministic: a client that answers an order twice sends the same bytes, and a state that did not
 change is not written again. So a reader of the store learns whether a state changed, but not its content. The client's
-number is authenticated: no client accepts another client's state.
+number is authenticated: no client accepts another client's state. The round is not: a server that was killed sends an
+earlier state again, so a server that lies can do so too.
 """
 
 from __future__ import annotations
