@@ -38,6 +38,7 @@ JOB = "kfp."
 """Prefix of the tags that say which pipeline run made a run, or resumed it last."""
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Tag of an experiment: MLflow's UI then shows runs and their charts, not its pages for language models."""
+SQLITE = "sqlite:///"
 MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
 CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
@@ -132,7 +133,10 @@ def platform_experiment(uri: str | None) -> str | None:
 
 def address(uri: str) -> str:
     """The address with which MLflow is called: with the password of the environment's address, which configurations do
-    not have."""
+    not have; and with the whole path of a SQLite file, because MLflow keeps the connections of an address for the whole
+    process, also after the process has changed its folder."""
+    if uri.startswith(SQLITE) and not uri.startswith((f"{SQLITE}/", f"{SQLITE}:")) and uri != SQLITE:
+        return SQLITE + os.path.abspath(uri.removeprefix(SQLITE))
     return os.environ["MLFLOW_TRACKING_URI"] if is_platforms(uri) and masked(uri) == uri else uri
 
 
@@ -389,16 +393,15 @@ def _chunks(items: list[Any], size: int) -> list[list[Any]]:
 def _create_sqlite(uri: str) -> None:
     """MLflow creates its tables in many steps, and a kill or a second run in between leaves an unusable database. So
     this creates the tables in another file beside it, and gives the finished file its name in one step."""
-    prefix = "sqlite:///"
-    path = Path(uri.removeprefix(prefix))
-    if not uri.startswith(prefix) or "?" in uri or path.exists():
+    path = Path(uri.removeprefix(SQLITE))
+    if not uri.startswith(SQLITE) or "?" in uri or path.exists():
         return
     import mlflow
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".mlflow-") as scratch:
         made = Path(scratch) / "new.db"
-        mlflow.MlflowClient(tracking_uri=f"{prefix}{made}").search_experiments()
+        mlflow.MlflowClient(tracking_uri=f"{SQLITE}{made}").search_experiments()
         try:
             os.link(made, path)  # unlike a rename, never replaces a file that another run made first
         except FileExistsError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import shutil
 import sqlite3
 import sys
 from collections.abc import Sequence
@@ -216,6 +217,19 @@ def test_a_file_that_is_no_data_base_is_a_configuration_error(tmp_path: Path, im
     (tmp_path / "mlflow.db").write_bytes(b"this is no database, and it is long enough to be looked at" * 20)
     with pytest.raises(ConfigError, match=r"tracking\.mlflow"):
         start(f"sqlite:///{tmp_path / 'mlflow.db'}")
+
+
+def test_a_process_that_changes_its_folder_writes_where_it_is(
+    mlflow_template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        shutil.copy(mlflow_template, tmp_path / name / "mlflow.db")
+        monkeypatch.chdir(tmp_path / name)
+        start("sqlite:///mlflow.db").finish("FINISHED")
+    for name in ("first", "second"):
+        with closing(sqlite3.connect(tmp_path / name / "mlflow.db")) as data_base:
+            assert len(data_base.execute("select * from runs").fetchall()) == 1, name
 
 
 def test_a_server_that_does_not_answer_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
