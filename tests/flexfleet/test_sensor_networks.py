@@ -80,7 +80,7 @@ def test_two_rounds(
     assert done.code == 0, done.err
     assert np.isfinite(done.json["metrics"]["full"])
     strategy = RunFile.read(tmp_path / "runs" / "a" / "run.json").numerics["strategy"]
-    assert strategy == ("batched" if name == "aep_mlp" else "single")
+    assert strategy == ("batched" if name in ("aep_mlp", "wisdm_lstm") else "single")
 
 
 WRITES: dict[str, tuple[str, Callable[[Path], None]]] = {

@@ -37,6 +37,7 @@ from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import TinyLSTM
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
@@ -54,6 +55,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "resnet": ResNet18((1, 9, 9), 3, width=0.08),
     "preresnet": PreResNet18((3, 9, 9), 3, width=0.08),
     "mobile": MobileNetV2((3, 17, 17), 4, width=0.2),
+    "lstm": WisdmLSTM((9, 3), 4),
+    "large lstm": WisdmLSTM((5, 2), 3, width=5.0),
 }
 
 TEN = Classification(10)
@@ -122,6 +125,20 @@ def test_in_any_shape(
     chw: tuple[int, int, int], classes: int, width: float, batch: int, samples: int, count: int, norm: str
 ) -> None:
     family = SmallCNN(chw, classes, width, norm)  # type: ignore[arg-type]
+    task = replace(TASK, batch_size=batch, epochs=1)
+    assert_same(family, [job(family, task, i, samples) for i in range(count)], count // 2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    series=st.tuples(st.integers(1, 30), st.integers(1, 7)),
+    width=st.floats(0.1, 3.0),
+    batch=st.integers(1, 33),
+    samples=st.integers(2, 40),
+    count=st.integers(2, 12),
+)
+def test_with_series_of_any_length(series: tuple[int, int], width: float, batch: int, samples: int, count: int) -> None:
+    family = WisdmLSTM(series, 5, width)
     task = replace(TASK, batch_size=batch, epochs=1)
     assert_same(family, [job(family, task, i, samples) for i in range(count)], count // 2)
 
