@@ -25,7 +25,8 @@ class RoundsConfig(Section):
     norm_bound: Positive | None = 5.0
     """An update whose weights, or running statistics, moved further than so many times what is usual for its steps in
     its round and the last 128 updates before it is not merged, nor one that moved half as far where the client's last
-    four did on average; null: all are. Honest ones moved up to 4.3 times as far (docs/reliability.md)."""
+    four did on average; null: all are. Clients whose data differ very much may honestly move further
+    (docs/reliability.md)."""
     over_provision: Annotated[float, Field(ge=1)] = 1.0
     """Ask so many times more clients than `training.fraction` says; the round takes as many updates as it says, those
     that come first: on the simulated clock, in pods by the clock on the wall."""
