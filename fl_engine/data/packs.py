@@ -1,9 +1,10 @@
 """Caches the arrays of a data set that takes minutes to read, in a folder beside its files.
 
-The folder holds each array as `<name>.npy`, and `pack.json` with the version of the reader, the SHA-256 of every file
-that it read, and the SHA-256 of every array. If a file or the reader has changed, or an array is damaged, the arrays
-are made again. They are mapped into memory: the system loads what is used and may drop it again, so a data set may be
-larger than the memory.
+The folder holds each array as `<name>.npy`, and `pack.json` with the version of the reader, and of every file that it
+read and of every array the SHA-256, size and times. If a file or the reader has changed, or an array is damaged, the
+arrays are made again. A file whose size and times are as they were is not read for that: the file system sets the time
+of its last change (`st_ctime`), which no program can choose. The arrays are mapped into memory: the system loads what
+is used and may drop it again, so a data set may be larger than the memory.
 """
 
 from __future__ import annotations
@@ -35,16 +36,26 @@ ATTEMPTS = 5
 """How often a process tries to replace the folder, if other processes replace it at the same time."""
 
 
+class Seen(BaseModel):
+    """A file as it was when its SHA-256 was computed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    sha256: str
+    size: int
+    times: tuple[int, int]
+    """`st_mtime_ns` and `st_ctime_ns`."""
+
+
 class Index(BaseModel):
     """pack.json."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     version: int
     """The version of the reader."""
-    inputs: Mapping[str, str]
-    """The SHA-256 of each file that was read, by its path from the folder that holds the pack."""
-    arrays: Mapping[str, str]
-    """The SHA-256 of each `<name>.npy`, by name."""
+    inputs: Mapping[str, Seen]
+    """Each file that was read, by its path from the folder that holds the pack."""
+    arrays: Mapping[str, Seen]
+    """Each `<name>.npy`, by name."""
 
 
 def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[Path], None]) -> dict[str, Tensor]:
@@ -55,9 +66,11 @@ def packed(folder: Path, version: int, inputs: Sequence[Path], write: Callable[[
     The tensors are mapped copy-on-write: changes to them never reach the files. Raises DataError if an input cannot be
     read or the disk is full, and whatever `write` raises; then nothing is stored.
     """
-    made_of = {os.path.relpath(path, folder.parent): digest(path) for path in inputs}
     index = _index(folder)
-    if index is not None and (index.version, index.inputs) == (version, made_of):
+    known = index.inputs if index is not None else {}
+    names = {os.path.relpath(path, folder.parent): path for path in inputs}
+    made_of = {name: _seen(path, known.get(name)) for name, path in names.items()}
+    if index is not None and index.version == version and _contents(known) == _contents(made_of):
         if damaged := _damaged(folder, index):
             log.warning("%s: %s is not what was written; made anew from %d files", folder, damaged, len(inputs))
         else:
@@ -101,17 +114,34 @@ def _damaged(folder: Path, index: Index) -> str | None:
     """The name of the first array that is missing or differs from what was written."""
     for name, wanted in index.arrays.items():
         try:
-            found = digest(folder / f"{name}.npy")
+            found = _seen(folder / f"{name}.npy", wanted).sha256
         except DataError:
             found = None
-        if found != wanted:
+        if found != wanted.sha256:
             return f"{name}.npy"
     return None
 
 
-def _written(folder: Path, write: Callable[[Path], None]) -> dict[str, str]:
+def _seen(path: Path, before: Seen | None = None) -> Seen:
+    """The file as it is now: as `before` where nothing has written to it since. Raises DataError if it cannot be
+    read."""
+    try:
+        now = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}); check that it is a file and who may read it") from error
+    times = (now.st_mtime_ns, now.st_ctime_ns)
+    if before is not None and (before.size, before.times) == (now.st_size, times):
+        return before
+    return Seen(sha256=digest(path), size=now.st_size, times=times)
+
+
+def _contents(files: Mapping[str, Seen]) -> dict[str, str]:
+    return {name: seen.sha256 for name, seen in files.items()}
+
+
+def _written(folder: Path, write: Callable[[Path], None]) -> dict[str, Seen]:
     write(folder)
-    return {path.stem: digest(path) for path in sorted(folder.glob("*.npy"))}
+    return {path.stem: _seen(path) for path in sorted(folder.glob("*.npy"))}
 
 
 def _replace(folder: Path, part: Path) -> None:
@@ -130,5 +160,5 @@ def _replace(folder: Path, part: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _mapped(folder: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
+def _mapped(folder: Path, names: Mapping[str, Seen]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.load(folder / f"{name}.npy", mmap_mode="c")) for name in names}

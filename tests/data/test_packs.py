@@ -48,6 +48,18 @@ def test_it_is_read_once(reader: Reader) -> None:
     assert all(torch.equal(first[name], second[name]) for name in "xy")
 
 
+def test_files_that_nobody_wrote_to_are_not_read_again(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(reader)
+    digests: list[Path] = []
+    whole = packs.digest
+    monkeypatch.setattr(packs, "digest", lambda path: digests.append(path) or whole(path))
+    load(reader)
+    assert digests == []
+    (touched := reader.inputs[0]).touch()
+    load(reader)
+    assert digests == [touched] and reader.times == 1, "another time alone makes nothing anew"
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "an input of the same length and time": lambda root: (
         times := (root / "a.txt").stat(),
