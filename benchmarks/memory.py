@@ -1,6 +1,6 @@
 """Memory of a training step of FedAIoT's networks, in float32 and in half precision, beside the thesis's Table 2.6.
 
-    python -m benchmarks.memory                             six networks, batch 32, on the CPU (a few minutes)
+    python -m benchmarks.memory                             seven networks, batch 32, on the CPU (a few minutes)
     python -m benchmarks.memory --device cuda --only wisdm  those with this in their name, on a GPU
 
 It is the memory of tensors (`fl_engine.training.step_memory`), in MB of 1e6 bytes. Table 2.6 has the memory on a GPU
@@ -18,20 +18,24 @@ import torch
 
 from fl_engine.backends.in_process import check_device
 from fl_engine.core.contracts import ModelFamily, PublishedFor
+from fl_engine.core.samples import Task
 from fl_engine.models import MODELS
-from fl_engine.tasks import Classification, Regression
+from fl_engine.tasks import Classification, Detection, Regression
 from fl_engine.training.numerics import Numerics, Precision
 from fl_engine.training.step_memory import step_memory
 
-PUBLISHED = {
+PUBLISHED: dict[str, tuple[int, int] | None] = {
     "wisdm_lstm": (1444, 564),
     "aep_mlp": (1201, 500),
     "casas_bilstm": (1834, 732),
     "uthar_resnet18": (1716, 639),
     "widar_resnet18": (1734, 636),
     "epic_resnet18": (2176, 936),
+    "point_detector": None,
 }
-"""Table 2.6: MB in FP32 and FP16."""
+"""Table 2.6: MB in FP32 and FP16. Its row of VisDrone is another detector's."""
+MOST = 100
+"""Boxes of an image."""
 PRECISIONS: tuple[Precision, ...] = ("fp32", "amp", "fp16")
 
 
@@ -40,7 +44,11 @@ def measured(name: str, batch: int, device: str) -> dict[str, float]:
     kind: Any = MODELS[name]
     assert isinstance(kind, PublishedFor)
     family: ModelFamily = kind(kind.published_input, kind.published_outputs)  # type: ignore[call-arg]
-    goal = Regression() if kind.published_outputs == 1 else Classification(kind.published_outputs)
+    goal: Task
+    if name == "point_detector":
+        goal = Detection(kind.published_outputs - 4, MOST)
+    else:
+        goal = Regression() if kind.published_outputs == 1 else Classification(kind.published_outputs)
     numerics = {precision: Numerics(precision=precision) for precision in PRECISIONS}
     return {p: step_memory(family, goal, batch, n, device) / 1e6 for p, n in numerics.items()}
 
@@ -48,8 +56,11 @@ def measured(name: str, batch: int, device: str) -> dict[str, float]:
 def line(name: str, mb: dict[str, float]) -> str:
     """A row of the table, in Markdown."""
     ours = [f"{mb[p]:,.1f}" for p in PRECISIONS] + [less(mb["fp16"], mb["fp32"])]
-    full, half = PUBLISHED[name]
-    return f"| {name} | " + " | ".join([*ours, f"{full:,}", f"{half:,}", less(half, full)]) + " |"
+    theirs = ["-"] * 3
+    if (published := PUBLISHED[name]) is not None:
+        full, half = published
+        theirs = [f"{full:,}", f"{half:,}", less(half, full)]
+    return f"| {name} | " + " | ".join([*ours, *theirs]) + " |"
 
 
 def less(small: float, large: float) -> str:
