@@ -250,7 +250,8 @@ def select(method: PooledMethod, state: PooledState, context: RoundContext) -> l
 
 def asked(training: Training, context: RoundContext) -> int:
     """How many clients are asked."""
-    return round_size(training.fraction * context.over_provision, len(context.fleet))
+    count = round_size(training.fraction * context.over_provision, len(context.fleet))
+    return count if context.slots is None else min(count, context.slots)
 
 
 def wanted(training: Training, context: RoundContext, picked: int) -> int:

@@ -25,7 +25,9 @@ FIGURES: dict[str, tuple[float, float]] = {
     "free": (0, 1e12),
 }
 """What every update reports: (least, most), where nothing closer is known. A pod lives for seven days at most."""
-OF_A_LINE = ("round", "client", "sent", "trained", "examples", "level", "elapsed", "seconds_simulated", "failure")
+OF_A_LINE = (
+    "round", "client", "sent", "trained", "examples", "level", "elapsed", "seconds_simulated", "staleness", "failure",
+)  # fmt: skip
 """The other keys of a client's line in a run's history: no metric may have one of these names."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 MOST_METRICS = 32

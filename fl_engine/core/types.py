@@ -529,3 +529,5 @@ class RoundContext:
     """Seconds that the earlier rounds took on the simulated clock."""
     over_provision: float = 1.0
     """How many times more clients are asked than updates are merged."""
+    slots: int | None = None
+    """The most clients that can be asked now, where others are still at work; None: any number."""

@@ -21,11 +21,12 @@ class Answers:
         self._sizes: dict[int, int] = {}
         self._states: dict[int, int] = {}
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: Outcome, size: int | None = None) -> None:
+        """`size`: bytes of an update's weights as they travelled, where they are no longer what travelled."""
         client = outcome.client
         if isinstance(outcome, ClientUpdate):
             self._places[client] = self._spool.put(outcome.payload)
-            self._sizes[client] = tensor_bytes(outcome.travels)
+            self._sizes[client] = tensor_bytes(outcome.travels) if size is None else size
             if outcome.state:
                 self._states[client] = self._spool.put(outcome.state)
             outcome = replace(outcome, payload={}, state={}, encoded=None)

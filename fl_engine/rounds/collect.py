@@ -18,6 +18,7 @@ from fl_engine.exchange.updates import movement, size_of
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.run import Run
 from fl_engine.storage.client_states import ClientStates
+from fl_engine.storage.kept_files import KeptFiles
 
 log = logging.getLogger("flexfleet")
 
@@ -44,6 +45,8 @@ class Clients:
     should_stop: Callable[[], bool] = lambda: False
     states: ClientStates | None = None
     """Stores the clients' states; None: they have none."""
+    flights: KeptFiles | None = None
+    """Stores updates that wait for their time; None: rounds are synchronous."""
 
 
 def collect(run: Run, plan: RoundPlan, history: History, clients: Clients) -> Collected:

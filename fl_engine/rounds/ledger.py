@@ -7,8 +7,10 @@ from functools import cached_property
 
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import KeyOf, Rules
+from fl_engine.rounds import flights
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.client_states import ClientStates
+from fl_engine.storage.kept_files import KeptFiles
 from fl_engine.storage.lease import Lease
 from fl_engine.storage.store import Store
 
@@ -24,6 +26,11 @@ class Ledger:
     def states(self) -> ClientStates:
         """What clients keep."""
         return ClientStates(self.checkpoints)
+
+    @cached_property
+    def flights(self) -> KeptFiles:
+        """Updates that wait for their time, where rounds are asynchronous."""
+        return flights.files_in(self.checkpoints)
 
     @property
     def store(self) -> Store:

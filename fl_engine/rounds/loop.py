@@ -21,6 +21,7 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityErro
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import Params
 from fl_engine.exchange.acceptance import History
+from fl_engine.rounds import flights
 from fl_engine.rounds.collect import Clients
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.round import Progress, play
@@ -58,11 +59,13 @@ def federate(
     terms = run.terms
     mailbox = ledger.mailbox if terms.keep_updates or backend.durable else None
     states = ledger.states if run.client_state else None
-    clients = Clients(backend, mailbox, should_stop, states)
+    waiting = ledger.flights if terms.mode == "buffered" else None
+    clients = Clients(backend, mailbox, should_stop, states, waiting)
+    kept = [files for files in (states, waiting) if files is not None]
     with _told_how_to_go_on(ledger):
         progress, first = _resume(initial, ledger, terms, discard_damaged)
-        if states is not None:
-            states.prune()
+        for files in kept:
+            files.prune()
         if first > terms.stop:
             raise ConfigError(f"rounds.stop = {terms.stop}, but {first} rounds are committed: a run cannot go back")
         tracker.metrics([(row.round + 1, row.metrics) for row in ledger.checkpoints.rows()])
@@ -73,8 +76,8 @@ def federate(
             nonlocal last_commit
             if pending:
                 ledger.checkpoints.commit(pending[-1].round, *_packed(progress, terms), pending)
-                if states is not None:
-                    states.prune()
+                for files in kept:
+                    files.prune()
                 ledger.checkpoints.check_lease()  # a successor tells the tracker what the ledger has
                 tracker.metrics([(row.round + 1, row.metrics) for row in pending])
                 pending.clear()
@@ -137,7 +140,7 @@ def _resume(initial: Any, ledger: Ledger, terms: RoundsConfig, discard_damaged: 
     log.info("resuming after round %d", last + 1)
     if terms.norm_bound is not None and HISTORY not in rest:
         log.info("an older version's commit, which does not say how far updates moved: rounds.norm_bound starts anew")
-    return Progress(state, history, clock, named(rest)), last + 1
+    return Progress(state, history, clock, named(rest), flights.read(rest)), last + 1
 
 
 def _packed(progress: Progress, terms: RoundsConfig) -> tuple[Params, dict[str, Any]]:
@@ -145,6 +148,8 @@ def _packed(progress: Progress, terms: RoundsConfig) -> tuple[Params, dict[str, 
     rest[CLOCK] = progress.clock
     if terms.norm_bound is not None:
         rest[HISTORY] = HISTORIES.dump_python(progress.history, mode="json")
+    if progress.flying:
+        rest[flights.KEY] = flights.said(progress.flying)
     if progress.states:
         rest[KEY] = FILES.dump_python(dict(progress.states), mode="json")
     return tensors, rest

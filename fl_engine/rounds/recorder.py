@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,14 @@ class Record:
     """A line for each client that was asked, in client order."""
 
 
-def recorded(run: Run, plan: RoundPlan, answers: Answers) -> Record:
+def recorded(run: Run, plan: RoundPlan, answers: Answers, sent_bytes: Mapping[int, int] | None = None) -> Record:
     """Bytes are those of the tensors that travel, there and back: 4 for each parameter, or what a codec makes of them,
     and 4 for each number of what a client keeps. Waste is the share of the weights' bytes that was sent in vain
     (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent); it is below 0 where the codec of the way up makes more
     of them. A simulated round ends with the slowest client that it takes, or at its deadline where one has not come by
-    then; another that failed is not waited for."""
+    then; another that failed is not waited for.
+
+    `sent_bytes`: by client, of the weights that it was sent, where the orders no longer hold them."""
     lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
     pruned = 0
     for head in answers.heads():
@@ -49,7 +52,7 @@ def recorded(run: Run, plan: RoundPlan, answers: Answers) -> Record:
             )
             line["failure"] = f"{head.stage}: {head.reason}"
         lines.append(line)
-    down = sum(tensor_bytes(order.travels) for order in plan.orders)
+    down = sum(tensor_bytes(o.travels) if sent_bytes is None else sent_bytes[o.client] for o in plan.orders)
     up = sum(answers.size(update.client) for update in updates)
     held = sum(tensor_bytes(apart(order.memory)[1]) for order in plan.orders)
     kept = coding.bytes_of(run.client_state)

@@ -10,8 +10,9 @@ from typing import Any
 from fl_engine.aggregation import privacy
 from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import History
-from fl_engine.rounds import kept
+from fl_engine.rounds import buffer, kept
 from fl_engine.rounds.collect import Clients, collect
+from fl_engine.rounds.flights import Flight
 from fl_engine.rounds.recorder import recorded
 from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import Row
@@ -30,21 +31,28 @@ class Progress:
     """Seconds that all rounds together took on the simulated clock."""
     states: Mapping[int, str] = field(default_factory=dict)
     """By client, the file of what it keeps (`storage.client_states`)."""
+    flying: tuple[Flight, ...] = ()
+    """Updates that wait for their time, where rounds are asynchronous."""
 
 
 def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
     """The round's outcome, and what was measured of it. Raises Stopped."""
     started = time.monotonic()
-    plan = run.algorithm.plan(before.state, run.context(round, before.clock))
+    context = run.context(round, before.clock, {flight.order.client for flight in before.flying})
+    plan = run.algorithm.plan(before.state, context)
     plan = coding.sent(plan, run.site.pool, run.codecs, run.site.seed)
     plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, round))
     plan = kept.handed_out(run, plan, before.states, clients.states)
     planned = time.monotonic()
     collected = collect(run, plan, before.history, clients)
-    state = run.algorithm.merge(before.state, plan, collected.answers, run.server)
-    states = kept.taken_in(before.states, collected.answers, clients.states)
+    due = None
+    if clients.flights is not None:
+        due = buffer.due(run, before.state, plan, collected.answers, before.flying, before.clock, clients.flights)
+    answers = collected.answers if due is None else due.answers
+    state = run.algorithm.merge(before.state, plan if due is None else due.plan, answers, run.server)
+    states = kept.taken_in(before.states, answers, clients.states)
     merged = time.monotonic()
-    record = recorded(run, plan, collected.answers)
+    record = recorded(run, plan, answers) if due is None else buffer.recorded(run, plan, due, before.clock)
     metrics = record.metrics
     metrics["seconds_plan"] = planned - started
     metrics["seconds_train"] = collected.waited
@@ -59,7 +67,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     metrics["seconds_round"] = time.monotonic() - started
     clock = before.clock + metrics.get("seconds_simulated", 0.0)
     row = Row(round=round, metrics=metrics, clients=record.clients)
-    return Progress(state, collected.history, clock, states), row
+    return Progress(state, collected.history, clock, states, () if due is None else due.flying), row
 
 
 def _scores(run: Run, state: Any) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +16,7 @@ from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import faults
 from fl_engine.fleet.devices import simulated_seconds
 from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.selection.capacity import round_size
 from fl_engine.storage.store import tensor_bytes
 
 
@@ -34,17 +36,25 @@ class Run:
     def server(self) -> ServerSite:
         return ServerSite(self.site, self.devices[0])
 
-    def context(self, round: int, clock: float) -> RoundContext:
-        """What the round is planned from. `clock`: simulated seconds of the rounds before."""
+    def context(self, round: int, clock: float, busy: Collection[int] = ()) -> RoundContext:
+        """What the round is planned from. `clock`: simulated seconds of the rounds before. `busy`: clients that are
+        still at work, where rounds are asynchronous."""
         return RoundContext(
             round=round,
             seed=self.site.seed if self.noise_key is None else privacy.plan_seed(self.noise_key),
             fleet=self.site.fleet,
-            available=self.site.fleet,
+            available=tuple(d for d in self.site.fleet if d.client not in busy),
             pool=self.site.pool,
             clock=clock,
             over_provision=self.terms.over_provision,
+            slots=None if self.terms.mode == "synchronous" else self.at_once - len(busy),
         )
+
+    @cached_property
+    def at_once(self) -> int:
+        """How many clients are at work where rounds are asynchronous."""
+        fraction: float = self.algorithm.training.fraction  # type: ignore[attr-defined]
+        return round_size(fraction, len(self.site.fleet))
 
     def seconds(self, update: ClientUpdate, order: WorkOrder) -> float:
         """What the order took on the simulated clock, with the transfer of its weights, and of what the client keeps,

@@ -7,13 +7,22 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import Count, Moves, Positive, Section
+from fl_engine.core.fields import Count, Moves, NotNegative, Positive, Section
 from fl_engine.fleet import faults
 
 
 class RoundsConfig(Section):
     stop: Annotated[Count, Moves.LENGTH] = 40
     """Rounds in all; may be raised to go on with a finished run."""
+    mode: Literal["synchronous", "buffered"] = "synchronous"
+    """synchronous: a round waits for all its clients; buffered: FedBuff, a round merges the first `buffer` updates of
+    training.fraction of all clients, which are all at work, by the simulated clock."""
+    buffer: Count | None = None
+    """With `buffered`, how many updates are merged at a time; null: those of all clients that are at work, which is the
+    synchronous run."""
+    staleness: NotNegative = 0.5
+    """With `buffered`, an update whose client was sent the weights of s merges ago counts (1 + s)^-staleness (FedBuff
+    Sec. 4; 0.5 in its experiments)."""
     evaluate_every: Count = 1
     """Rounds between two evaluations."""
     commit_every: Annotated[Literal["auto"] | Count, Moves.EXECUTION] = "auto"

@@ -20,6 +20,7 @@ from fl_engine.core.types import (
     Codecs,
 )
 from fl_engine.models.build import model_kind
+from fl_engine.rounds import buffer
 from flexfleet.config.explain import explain
 from flexfleet.config.schema import Config
 
@@ -42,6 +43,7 @@ def algorithm(config: Config) -> Algorithm:
         raise ConfigError(explain(error, kind, "algorithm.")) from error
     client_metrics(built)  # raises if a declaration is wrong
     privacy.check_terms(built, config.rounds)
+    buffer.check(built, config.rounds)
     ambient = config.run.backend == "kubernetes" and config.kubernetes.access == "ambient"
     ours = kind in ALGORITHMS.values()
     stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None

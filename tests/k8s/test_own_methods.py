@@ -72,6 +72,24 @@ def test_what_clients_measure_and_keep_in_pods_is_what_they_do_in_one_process(
         assert_same_bits(there[client], head)
 
 
+def test_asynchronous_rounds_in_pods_are_those_of_one_process(
+    quick_cluster: Any, rounds: Rounds, remote: Remote, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second coordinator is killed while updates of the first wait for their time."""
+    sets = ("rounds.mode=buffered", "rounds.buffer=1", "training.fraction=0.7")
+    alone = rounds("alone", *sets, "rounds.stop=4")
+    rounds("pods", *remote, *sets, "rounds.stop=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(Kubernetes, "_collect", killed)
+        with pytest.raises(Killed):
+            rounds("pods", *remote, *sets, "rounds.stop=4", resume=True)
+    pods = rounds("pods", *remote, *sets, "rounds.stop=4", resume=True)
+    assert (pods / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+    found, expected = rows(remote, "pods"), Checkpoints(FolderStore(alone)).rows()
+    assert lines(found) == lines(expected)
+    assert max(line.get("staleness", 0) for row in found for line in row.clients) > 0
+
+
 def test_pods_encrypt_what_they_keep_with_a_key_that_the_coordinator_does_not_read(
     cluster: Any, rounds: Rounds, remote: Remote
 ) -> None:

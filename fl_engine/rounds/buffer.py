@@ -1,0 +1,164 @@
+"""Asynchronous rounds: FedBuff (Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, 2022).
+
+K clients are at work, `training.fraction` of all. When B of them (`rounds.buffer`) have finished, by the simulated
+clock, their updates are merged and as many clients are asked anew. A round is one merge (one server step, Alg. 1), so
+the clock, commits and evaluation are what they are in synchronous rounds.
+
+An update whose client was sent the weights of s merges ago is merged as its change added to the weights of now,
+
+    w + (1 + s)^(-staleness) * (w_k - w^(t-s)),
+
+element by element of its own sub-model, by the algorithm's own mean and the server's own step (s(tau) of Sec. 4). For
+s = 0 that is w_k itself: with B = K, the run is the synchronous one, bit for bit.
+
+An order is trained in the round that asks for it, so all clients of a round train at once in every backend; the update
+then waits until its time has come. Departs from the paper: clients are asked at a merge, not whenever one finishes, so
+between two merges fewer than K are at work; and K counts clients that are asked, of which some may fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from fl_engine.aggregation.privacy import is_private
+from fl_engine.core.contracts import Algorithm, keeps_client_state
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.slicing import take
+from fl_engine.core.types import ClientUpdate, ParamLayout, Params, Pool, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.rounds import recorder
+from fl_engine.rounds.answers import Answers
+from fl_engine.rounds.flights import FOLDER, Flight
+from fl_engine.rounds.recorder import Record
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.kept_files import KeptFiles
+from fl_engine.storage.store import tensor_bytes
+from fl_engine.training.evaluation import published, weights_of
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is merged in a round, and what still waits."""
+
+    plan: RoundPlan
+    """The orders of the updates that are merged, and of clients that failed."""
+    answers: Answers
+    flying: tuple[Flight, ...]
+    clock: float
+    stale: Mapping[int, int]
+    """By client, how many merges ago the weights were those that it was sent."""
+    down: Mapping[int, int]
+    """By client, bytes of the weights that it was sent."""
+
+
+def check(algorithm: Algorithm, terms: RoundsConfig) -> None:
+    """Raises ConfigError for what does not go with asynchronous rounds."""
+    if terms.mode == "synchronous":
+        if terms.buffer is not None:
+            raise ConfigError(f"rounds.buffer = {terms.buffer} is for rounds.mode=buffered: set that, or leave it null")
+        return
+    kept = {
+        "over_provision=1": terms.over_provision == 1,
+        "deadline_s=null": terms.deadline_s is None,
+        "quorum=0": terms.quorum == 0,
+    }
+    if wrong := [f"rounds.{setting}" for setting, kept_to in kept.items() if not kept_to]:
+        raise ConfigError(f"rounds.mode=buffered waits for nobody, and merges whoever is first: set {', '.join(wrong)}")
+    for asked, what in (
+        (is_private(algorithm), "a private aggregation counts on clients of one round"),
+        (keeps_client_state(algorithm), f"clients of {type(algorithm).__name__} keep something from round to round"),
+    ):
+        if asked:
+            raise ConfigError(f"{what}, which rounds.mode=buffered does not go with: set rounds.mode=synchronous")
+
+
+def due(
+    run: Run, state: Any, plan: RoundPlan, answers: Answers, flying: Sequence[Flight], clock: float, files: KeptFiles
+) -> Due:
+    """The first updates of those that are there, old and new ones. `plan`, `answers`: of the clients that were asked in
+    this round, at `clock`. Raises ConfigError where the algorithm asked more clients than were free."""
+    most = run.at_once
+    if len(plan.orders) + len(flying) > most:
+        raise ConfigError(
+            f"{type(run.algorithm).__name__} asked {len(plan.orders)} clients, {most - len(flying)} were free: "
+            "rounds.mode=buffered is for algorithms that draw training.fraction of all clients; set "
+            "rounds.mode=synchronous"
+        )
+    new = [head for head in answers.heads() if isinstance(head, ClientUpdate)]
+    finish = {flight.order.client: flight.finish for flight in flying}
+    finish |= {head.client: clock + head.elapsed for head in new}
+    first = sorted(finish, key=lambda client: (finish[client], client))[: run.terms.buffer or most]
+    found, waiting, down = Answers(), list[Flight](), dict[int, int]()
+    for answer in answers:
+        order = plan.order_of[answer.client]
+        if not isinstance(answer, ClientUpdate) or answer.client in first:
+            found.add(answer, answers.size(answer.client) if isinstance(answer, ClientUpdate) else None)
+            down[order.client] = tensor_bytes(order.travels)
+            continue
+        file = files.put(changed(answer, order, run.site.layout))
+        without = replace(answer, payload={}, encoded=None)
+        bare = replace(order, payload={}, memory={}, encoded=None)
+        sizes = tensor_bytes(order.travels), answers.size(answer.client)
+        waiting.append(Flight(bare, without, finish[answer.client], *sizes, file))
+    stale = dict.fromkeys((head.client for head in new if head.client in first), 0)
+    orders = [order for order in plan.orders if order.client in down]
+    for flight in flying:
+        client = flight.order.client
+        if client not in first:
+            waiting.append(flight)
+            continue
+        stale[client], down[client] = plan.round - flight.order.round, flight.down
+        weight = (1 + stale[client]) ** -run.terms.staleness
+        payload = moved(state, flight, files.get(flight.file), weight, run.site.layout, run.site.pool)
+        found.add(replace(flight.update, payload=payload), flight.up)
+        orders.append(flight.order)
+    merged = RoundPlan(plan.round, tuple(sorted(orders, key=lambda order: order.client)))
+    waiting.sort(key=lambda flight: flight.order.client)
+    until = max((finish[client] for client in first), default=clock)
+    return Due(merged, found, tuple(waiting), until, stale, down)
+
+
+def recorded(run: Run, plan: RoundPlan, due: Due, began: float) -> Record:
+    """What was measured of the clients whose updates are merged, or that failed; `bytes_down` is what was sent in this
+    round. `plan`: the orders of this round. `began`: its first second on the simulated clock."""
+    record = recorder.recorded(run, due.plan, due.answers, due.down)
+    for line in record.clients:
+        if line["client"] in due.stale:
+            line["staleness"] = due.stale[line["client"]]
+    metrics = record.metrics
+    metrics["bytes_down"] = float(sum(tensor_bytes(order.travels) for order in plan.orders))
+    metrics["clients_flying"] = float(len(due.flying))
+    if due.stale:
+        metrics["staleness"] = fmean(due.stale.values())
+        metrics["seconds_simulated"] = due.clock - began
+    return record
+
+
+def changed(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Params:
+    """How far each weight moved from what the client was sent; integers as they are."""
+    sent = take(order.payload, layout, update.spec, have=order.spec)
+    return {
+        name: tensor - sent[name] if tensor.is_floating_point() else tensor for name, tensor in update.payload.items()
+    }
+
+
+def moved(state: Any, flight: Flight, change: Params, weight: float, layout: ParamLayout, pool: Pool) -> Params:
+    """The weights of now, of the update's sub-model, moved by `weight` times the change. Raises IntegrityError where
+    the file does not hold this update's change."""
+    now = _now(state, flight.update.spec, flight.order.level, layout, pool)
+    wrong = [name for name, tensor in change.items() if name not in now or now[name].shape != tensor.shape]
+    if wrong:
+        raise IntegrityError(f"{FOLDER}{flight.file} is not the change of client {flight.order.client}: {wrong[0]}")
+    return {
+        name: now[name] + weight * tensor if tensor.is_floating_point() else tensor for name, tensor in change.items()
+    }
+
+
+def _now(state: Any, spec: SubmodelSpec, level: int, layout: ParamLayout, pool: Pool) -> Params:
+    shown, model = published(state), pool[level]
+    if any(name.startswith(f"{model.name}/") for name in shown):  # the level has weights of its own
+        return take(weights_of(shown, layout, model), layout, spec, have=model.spec)
+    return take({name: tensor for name, tensor in shown.items() if name in layout.slots}, layout, spec)

@@ -1,0 +1,105 @@
+"""Updates that wait for their time in asynchronous rounds (`buffer`), as a commit keeps them: their weights' changes in
+files of `flights/`, the rest in its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from fl_engine.core.errors import IntegrityError, ModelError, brief
+from fl_engine.core.fields import Index, NotNegative
+from fl_engine.core.types import ClientUpdate, SubmodelSpec, WorkOrder
+from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.storage.kept_files import FILE, KeptFiles
+from fl_engine.storage.records import Record
+
+FOLDER = "flights/"
+KEY = "rounds/flying"
+"""Key of a commit's JSON, beside the fields of the algorithm's state."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A client at work: what it was asked and what it will bring, both without weights."""
+
+    order: WorkOrder
+    update: ClientUpdate
+    finish: float
+    """Seconds on the simulated clock."""
+    down: int
+    """Bytes of the weights that were sent, and of those that come back."""
+    up: int
+    file: str
+    """The change of its weights."""
+
+
+class Waiting(Record):
+    """A `Flight`."""
+
+    round: Index
+    client: Index
+    sent: dict[str, Any]
+    """The sub-model that was sent, and the one that was trained."""
+    spec: dict[str, Any]
+    seed: int
+    level: Index
+    hints: dict[str, Any]
+    trained: Index | None
+    """The pool model that was trained, where it is one."""
+    examples: Index
+    metrics: dict[str, float]
+    elapsed: NotNegative
+    finish: NotNegative
+    down: Index
+    up: Index
+    file: Annotated[str, Field(pattern=f"^{FILE.pattern}$")]
+
+
+WAITING = TypeAdapter(tuple[Waiting, ...])
+
+
+def said(flying: Sequence[Flight]) -> list[dict[str, Any]]:
+    """For a commit's JSON."""
+    return [
+        Waiting(
+            round=flight.order.round,
+            client=flight.order.client,
+            sent=flight.order.spec.to_json(),
+            spec=flight.update.spec.to_json(),
+            seed=flight.order.seed,
+            level=flight.order.level,
+            hints=dict(flight.order.hints),
+            trained=flight.update.level,
+            examples=flight.update.num_examples,
+            metrics=dict(flight.update.metrics),
+            elapsed=flight.update.elapsed,
+            finish=flight.finish,
+            down=flight.down,
+            up=flight.up,
+            file=flight.file,
+        ).model_dump(mode="json")
+        for flight in flying
+    ]
+
+
+def read(rest: Mapping[str, Any]) -> tuple[Flight, ...]:
+    """What `said` wrote. Raises IntegrityError."""
+    try:
+        return tuple(map(_flight, WAITING.validate_python(rest.get(KEY, ()))))
+    except (ValidationError, ModelError) as error:
+        wrong = brief(error) if isinstance(error, ValidationError) else str(error)
+        raise IntegrityError(f"stored state: {KEY!r} does not say which updates wait: {wrong}") from error
+
+
+def _flight(w: Waiting) -> Flight:
+    order = WorkOrder(w.round, w.client, SubmodelSpec.from_json(w.sent), {}, w.seed, w.level, w.hints)
+    spec = SubmodelSpec.from_json(w.spec)
+    update = ClientUpdate(w.round, w.client, spec, {}, w.examples, w.metrics, w.trained, w.elapsed)
+    return Flight(order, update, w.finish, w.down, w.up, w.file)
+
+
+def files_in(checkpoints: Checkpoints) -> KeptFiles:
+    return KeptFiles(checkpoints, FOLDER, lambda rest: [flight.file for flight in read(rest)])

@@ -1,0 +1,72 @@
+"""Tensors that a commit names instead of holding them, a file each:
+
+    <folder>/<sha256>.safetensors
+
+A file is written before the commit that names it, and deleted when no kept commit names it any more. Its content never
+changes, so what a commit names stays as it was, whatever a kill leaves of later rounds.
+
+Where the coordinator holds a lease, the file's name begins with the lease's number: a coordinator that was replaced and
+does not know it yet deletes nothing that its successor has written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from fl_engine.core.errors import IntegrityError
+from fl_engine.core.types import Params
+from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.storage.store import decode, encode, sha256
+
+FILE = re.compile(r"(?:([1-9][0-9]{0,17})-)?([0-9a-f]{64})\.safetensors")
+
+
+class KeptFiles:
+    """`folder` ends with a slash. `named` gives the files that a commit's JSON names, or raises IntegrityError."""
+
+    def __init__(
+        self, checkpoints: Checkpoints, folder: str, named: Callable[[Mapping[str, Any]], Iterable[str]]
+    ) -> None:
+        self._checkpoints, self._folder, self._names = checkpoints, folder, named
+        self._named: dict[int, frozenset[str]] = {}
+        """By committed round, files."""
+
+    def put(self, tensors: Params, before: str | None = None) -> str:
+        """Writes the tensors; gives the name of their file. `before`: a file that may hold the same."""
+        value = encode(tensors)
+        name = f"{sha256(value)}.safetensors"
+        if before is not None and before.rpartition("-")[2] == name:
+            return before
+        if self._checkpoints.lease is not None:
+            name = f"{self._checkpoints.lease.number}-{name}"
+        self._checkpoints.store.put(self._folder + name, value)
+        return name
+
+    def get(self, name: str) -> Params:
+        """Raises IntegrityError naming a file that is missing or damaged."""
+        store = self._checkpoints.store
+        value, uri = store.get(self._folder + name), store.uri(self._folder + name)
+        if name.rpartition("-")[2] != f"{sha256(value)}.safetensors":
+            raise IntegrityError(f"{uri} is damaged: its name is not its sha256")
+        return decode(value, uri)
+
+    def prune(self) -> None:
+        """Deletes the files that no kept commit names. If a commit cannot be read it deletes none, because the files
+        that this commit names are not known."""
+        lease, store = self._checkpoints.lease, self._checkpoints.store
+        files = store.list(self._folder)
+        if not files:
+            return
+        keep: set[str] = set()
+        for round in self._checkpoints.with_state():
+            if round not in self._named:
+                try:
+                    self._named[round] = frozenset(self._names(self._checkpoints.rest(round)))
+                except IntegrityError:
+                    return
+            keep |= self._named[round]
+        matches = ((key, FILE.fullmatch(key.removeprefix(self._folder))) for key in files)
+        ours = [key for key, found in matches if found and (lease is None or int(found[1] or 0) <= lease.number)]
+        store.delete(*(key for key in ours if key.removeprefix(self._folder) not in keep))

@@ -1,0 +1,269 @@
+"""Asynchronous rounds: who is merged when, by how much, and that no kill and no backend changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine.aggregation.privacy import Private
+from fl_engine.algorithms import ALGORITHMS, AllLarge, FlexFL, HeteroFL
+from fl_engine.backends import InProcess, Processes
+from fl_engine.codecs import Half
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.types import ClientUpdate, Codecs
+from fl_engine.exchange.client import execute
+from fl_engine.fleet import faults
+from fl_engine.rounds import buffer, flights, loop
+from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.storage.store import FolderStore, decode, encode
+from fl_engine.testing.personal import PersonalHeads
+from fl_engine.testing.tiny import TRAINING, assert_same_bits, start_of, tiny_fleet, tiny_site
+from fl_engine.testing.tracker import Memory
+
+ASKED = replace(TRAINING, fraction=0.6, epochs=1)
+FLEET = tuple(replace(d, bandwidth=d.bandwidth / (1 + 3 * d.client)) for d in tiny_fleet(8))
+"""The higher its number, the slower a client."""
+TERMS = {"mode": "buffered", "buffer": 2, "evaluate_every": 1000, "commit_every": 1, "norm_bound": None}
+
+
+def federated(algorithm: Any, store: Any, stop: int = 5, codecs: Codecs = Codecs(), **terms: Any) -> Any:  # noqa: B008
+    settings = RoundsConfig(**{"stop": stop, **TERMS, **terms})
+    site = replace(tiny_site(algorithm, fleet=FLEET), faults=faults.parse(settings.faults))
+    ledger = ledger_in(store, settings.keep_every, replace(site.rules, algorithm=algorithm))
+    run = Run(algorithm, site, settings, codecs=codecs)
+    return loop.federate(run, start_of(algorithm, site), InProcess(site), ledger, Memory())
+
+
+def lines(store: Any) -> list[dict[int, dict[str, Any]]]:
+    return [{line["client"]: line for line in row.clients} for row in Checkpoints(store).rows()]
+
+
+# ------------------------------------------------------------------------------------------- by hand
+def test_it_is_fedbuff_computed_step_by_step(memory_store: Any) -> None:
+    """A global weight moves by the mean of the changes, each as much less as it is stale."""
+    algorithm = AllLarge(training=ASKED, eligible="all")
+    site = tiny_site(algorithm, fleet=FLEET)
+    run = Run(algorithm, site, RoundsConfig(stop=5, **TERMS))
+    state = start_of(algorithm, site)
+    clock, working = 0.0, dict[int, tuple[float, int, ClientUpdate, Any]]()
+    merged = []
+    for round in range(5):
+        plan = algorithm.plan(state, run.context(round, clock, working))
+        assert len(plan.orders) + len(working) == 4 and not plan.order_of.keys() & working.keys()
+        for order in plan.orders:
+            update = execute(algorithm, order, site)
+            assert isinstance(update, ClientUpdate)
+            working[order.client] = (clock + run.seconds(update, order), round, update, order)
+        first = sorted(working, key=lambda client: working[client][0])[:2]
+        clock = working[first[-1]][0]
+        weights = torch.tensor([float(working[client][2].num_examples) for client in first], dtype=torch.float64)
+        params = {}
+        for name, now in state.params.items():
+            changes = []
+            for client in first:
+                _, began, update, order = working[client]
+                change = update.payload[name].double() - order.payload[name].double()
+                changes.append(change / (1 + round - began) ** 0.5)
+            total = sum(w * change for w, change in zip(weights, changes, strict=True))
+            params[name] = (now.double() + total / weights.sum()).float()
+        state = replace(state, params=params)
+        merged.append({client: round - working.pop(client)[1] for client in sorted(first)})
+    found = federated(algorithm, memory_store)
+    assert max(age for ages in merged for age in ages.values()) > 1, "some are stale"
+    assert [{c: line["staleness"] for c, line in of.items()} for of in lines(memory_store)] == merged
+    for name, tensor in state.params.items():
+        torch.testing.assert_close(found.params[name], tensor, rtol=1e-4, atol=1e-6)
+    rows = Checkpoints(memory_store).rows()
+    assert sum(row.metrics["seconds_simulated"] for row in rows) == pytest.approx(clock)
+    assert [row.metrics["clients_flying"] for row in rows] == [2.0] * 5
+    assert [row.metrics["staleness"] for row in rows] == [sum(ages.values()) / 2 for ages in merged]
+
+
+def test_slow_clients_hold_nobody_up(new_store: Any) -> None:
+    algorithm = AllLarge(training=ASKED, eligible="all")
+    spent = {}
+    for mode in ("synchronous", "buffered"):
+        store = new_store()
+        federated(algorithm, store, 8, mode=mode, buffer=2 if mode == "buffered" else None)
+        rows = Checkpoints(store).rows()
+        spent[mode] = sum(r.metrics["seconds_simulated"] for r in rows) / sum(
+            r.metrics["clients_trained"] for r in rows
+        )
+    assert spent["buffered"] < 0.8 * spent["synchronous"], "seconds for each update that is merged"
+
+
+# --------------------------------------------------------------------------------------------------- laws
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"decoupled"}))
+def test_with_a_buffer_of_all_it_is_the_synchronous_run(name: str, new_store: Any, timeless: Any) -> None:
+    algorithm: Any = ALGORITHMS[name](training=ASKED)  # type: ignore[call-arg]
+    stores = {mode: new_store() for mode in ("synchronous", "buffered", "null")}
+    for mode, store in stores.items():
+        count = 4 if mode == "buffered" else None
+        final = federated(algorithm, store, 3, mode=mode if mode != "null" else "buffered", buffer=count)
+        stores[mode] = (final, store)
+    (one, before), *others = stores.values()
+    for other, _ in others:
+        assert encode(other.params) == encode(one.params)
+    assert lines(before) == [
+        {
+            client: {k: v for k, v in line.items() if k != "staleness"} | _seconds(a[client])
+            for client, line in b.items()
+        }
+        for a, b in zip(lines(before), lines(others[0][1]), strict=True)
+    ]
+
+
+def _seconds(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: line[key] for key in ("seconds",) if key in line}
+
+
+SOME = {
+    "all_large": AllLarge(training=ASKED, eligible="all"),
+    "flexfl": FlexFL(training=ASKED, use_apoz=False),
+    "heterofl": HeteroFL(training=ASKED),
+}
+
+
+@pytest.mark.parametrize("keep_updates", [False, True], ids=["in memory", "through the ledger"])
+@pytest.mark.parametrize("name", sorted(SOME))
+def test_a_run_that_is_killed_anywhere_merges_the_same(
+    name: str,
+    new_store: Any,
+    dying: Any,
+    killed: type[BaseException],
+    timeless: Callable[[Any], Sequence[Any]],
+    keep_updates: bool,
+) -> None:
+    algorithm, undisturbed = SOME[name], new_store()
+    expected = encode(federated(algorithm, undisturbed, 4, keep_updates=keep_updates).params)
+    writes = dying(new_store(), 10**6)
+    federated(algorithm, writes, 4, keep_updates=keep_updates)
+    total = 10**6 - writes.left
+    for place in range(0, total, 5 + 4 * keep_updates):
+        store = new_store()
+        with pytest.raises(killed):
+            federated(algorithm, dying(store, place), 4, keep_updates=keep_updates)
+        final = federated(algorithm, store, 4, keep_updates=keep_updates)
+        assert encode(final.params) == expected, place
+        assert timeless(store) == timeless(undisturbed), place
+        assert set(store.list("flights/")) == set(undisturbed.list("flights/")), "files are left, or gone"
+
+
+def test_it_may_be_committed_rarely_and_through_a_codec(new_store: Any) -> None:
+    algorithm, codecs = SOME["flexfl"], Codecs(Half(), Half())
+    often, rarely = new_store(), new_store()
+    one = federated(algorithm, often, 6, codecs)
+    other = federated(algorithm, rarely, 6, codecs, commit_every=4)
+    assert encode(one.params) == encode(other.params)
+    rows = [Checkpoints(store).rows() for store in (often, rarely)]
+    assert [r.metrics["bytes_up"] for r in rows[0]] == [r.metrics["bytes_up"] for r in rows[1]]
+    plain = new_store()
+    federated(algorithm, plain, 6)
+    assert sum(r.metrics["bytes_up"] for r in rows[0]) < 0.6 * sum(
+        r.metrics["bytes_up"] for r in Checkpoints(plain).rows()
+    ), "coded bytes are counted, also where an update waited"
+
+
+def test_worker_processes_give_the_same(new_store: Any, tmp_path: Path) -> None:
+    algorithm = SOME["flexfl"]
+    expected = federated(algorithm, new_store(), 4)
+    site = tiny_site(algorithm, fleet=FLEET)
+    ledger = ledger_in(FolderStore(tmp_path), None, replace(site.rules, algorithm=algorithm))
+    run = Run(algorithm, site, RoundsConfig(stop=4, **TERMS))
+    with closing(Processes(site, ("cpu", "cpu"), ledger.mailbox)) as processes:
+        final = loop.federate(run, start_of(algorithm, site), processes, ledger, Memory())
+    assert_same_bits(final.params, expected.params)
+
+
+def test_failures_free_their_place(memory_store: Any) -> None:
+    federated(SOME["all_large"], memory_store, 12, faults="drop=0.5")
+    rows = Checkpoints(memory_store).rows()
+    assert sum(row.metrics["clients_failed"] for row in rows) > 3
+    assert all(row.metrics["clients_trained"] <= 2 and row.metrics["clients_flying"] <= 4 for row in rows)
+    assert rows[-1].metrics["clients_trained"] == 2
+
+
+def test_what_waits_is_deleted_when_it_has_been_merged(memory_store: Any) -> None:
+    federated(SOME["all_large"], memory_store, 9)
+    checkpoints = Checkpoints(memory_store)
+    wanted = {
+        flights.FOLDER + flight.file for r in checkpoints.with_state() for flight in flights.read(checkpoints.rest(r))
+    }
+    assert set(memory_store.list(flights.FOLDER)) == wanted and 2 <= len(wanted) <= 4
+
+
+# ----------------------------------------------------------------------------------------------- refusals
+def test_a_damaged_file_is_named(memory_store: Any) -> None:
+    federated(SOME["all_large"], memory_store, 3)
+    for key in memory_store.list(flights.FOLDER):
+        memory_store.put(key, encode({"a": torch.zeros(1)}))
+    with pytest.raises(IntegrityError, match=r"flights/.* is damaged"):
+        federated(SOME["all_large"], memory_store, 6)
+
+
+def test_a_change_of_other_weights_is_refused() -> None:
+    algorithm = SOME["all_large"]
+    site = tiny_site(algorithm, fleet=FLEET)
+    run = Run(algorithm, site, RoundsConfig(stop=1, **TERMS))
+    state = start_of(algorithm, site)
+    order = algorithm.plan(state, run.context(0, 0.0)).orders[0]
+    update = execute(algorithm, order, site)
+    assert isinstance(update, ClientUpdate)
+    flight = flights.Flight(order, update, 1.0, 1, 1, "x")
+    for wrong in ({"a": torch.zeros(1)}, {next(iter(state.params)): torch.zeros(1)}):
+        with pytest.raises(IntegrityError, match=r"flights/x is not the change of client"):
+            buffer.moved(state, flight, wrong, 1.0, site.layout, site.pool)
+
+
+@pytest.mark.parametrize("wrong", [[{}], 7, [{"client": 1}]])
+def test_a_commit_that_does_not_say_what_waits_is_refused(wrong: Any) -> None:
+    with pytest.raises(IntegrityError, match="does not say which updates wait"):
+        flights.read({flights.KEY: wrong})
+
+
+def test_what_is_said_is_read_again(memory_store: Any) -> None:
+    federated(SOME["flexfl"], memory_store, 3)
+    rest = Checkpoints(memory_store).rest(2)
+    assert flights.said(flights.read(rest)) == rest[flights.KEY] and len(rest[flights.KEY]) == 2
+    change = decode(memory_store.get(flights.FOLDER + flights.read(rest)[0].file), "here")
+    assert change and all(tensor.abs().max() < 1 for tensor in change.values())
+
+
+@dataclass(frozen=True)
+class Greedy(AllLarge):
+    def plan(self, state: Any, context: Any) -> Any:
+        return super().plan(state, replace(context, slots=None, available=context.fleet))
+
+
+def test_an_algorithm_that_asks_more_than_are_free_is_refused(memory_store: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Greedy asked 4 clients, 2 were free.* set rounds\.mode=synchronous"):
+        federated(Greedy(training=ASKED, eligible="all"), memory_store)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "terms", "said"),
+    [
+        (SOME["all_large"], {"over_provision": 1.3}, r"set rounds\.over_provision=1$"),
+        (SOME["all_large"], {"deadline_s": 3.0, "quorum": 0.5}, r"set rounds\.deadline_s=null, rounds\.quorum=0$"),
+        (SOME["all_large"], {"mode": "synchronous"}, r"rounds\.buffer = 2 is for rounds\.mode=buffered"),
+        (PersonalHeads(training=ASKED), {}, "clients of PersonalHeads keep something"),
+        (AllLarge(training=ASKED, aggregation=Private(clip=1.0)), {}, "a private aggregation counts"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(algorithm: Any, terms: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        buffer.check(algorithm, RoundsConfig(stop=1, **(TERMS | terms)))
+
+
+def test_the_command_refuses_it_too(flexfleet: Any) -> None:
+    done = flexfleet("check", sets=["rounds.mode=buffered", "rounds.quorum=0.5"])
+    assert done.code == 2 and "set rounds.quorum=0" in done.err
