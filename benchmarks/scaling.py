@@ -2,6 +2,7 @@
 and the number of rounds. Fits a line to the times and draws them.
 
 python -m benchmarks.scaling --out docs/performance
+python -m benchmarks.scaling --selection          (how long Oort takes to select and to learn, and nothing else)
 
 Each point is a run of its own by `rounds.federate`, with a ledger, on one device, without evaluation.
 """
@@ -27,9 +28,11 @@ from benchmarks.workloads import MEAN, STD, WORKLOADS
 from fl_engine.algorithms import AdaptiveFL, AllLarge
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import InProcess, prepare_process
+from fl_engine.core import seeds
 from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import count_params, initial_params
+from fl_engine.core.types import FULL, ClientUpdate, Device, PoolModel, RoundContext, Tables, WorkOrder
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
@@ -40,6 +43,7 @@ from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.selection import Oort
 from fl_engine.storage.store import FolderStore
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import tiny_pool
@@ -118,6 +122,31 @@ def number_of_rounds() -> list[Point]:
     return [measure(AllLarge(training=training(0.1)), family, 100, 40, stop, stop) for stop in (50, 200, 800, 2000)]
 
 
+def selection(clients: int, asked: int, rounds: int = 7) -> tuple[float, float]:
+    """CPU seconds that Oort takes a round to pick the clients, and to learn from all answers: medians over rounds in
+    which every client but the last was asked before."""
+    rng = np.random.default_rng(0)
+    speeds, bandwidths = rng.lognormal(22, 1, clients), rng.lognormal(14, 1, clients)
+    pairs = enumerate(zip(speeds, bandwidths, strict=True))
+    fleet = tuple(Device(c, "any", 110.0, 0.0, None, float(s), float(b)) for c, (s, b) in pairs)
+    pool = (PoolModel("full", FULL, 10**6, 1.0, 10**7, dispatched=True, reported=True),)
+    samples = tuple(int(n) for n in rng.integers(10, 500, clients))
+    oort, picked, learned = Oort(), list[float](), list[float]()
+    heard = tuple((0.0, float(c), 100 * float(loss), 9.0) for c, loss in enumerate(rng.random(clients - 1)))
+    tables: Tables = {**oort.init(fleet, pool), "heard": heard}
+    for round in range(1, rounds + 1):
+        context = RoundContext(round, 0, fleet, fleet, pool, samples=samples, draws=samples)
+        started = time.process_time()
+        picks = oort.pick(tables, context, asked, seeds.rng(0, "select", round))
+        middle = time.process_time()
+        for client, level in picks:
+            update = ClientUpdate(round, client, FULL, {}, samples[client], {"rms_loss": 1.0})
+            tables = oort.learn(tables, WorkOrder(round, client, FULL, {}, 0, level), update, 9.0)
+        picked.append(middle - started)
+        learned.append(time.process_time() - middle)
+    return statistics.median(picked), statistics.median(learned)
+
+
 SWEEPS: dict[str, tuple[str, Callable[[], list[Point]]]] = {
     "clients per round": ("MLP 18-64-1, 40 samples each", clients_per_round),
     "models in the pool": ("AdaptiveFL, ResNet18 of a tenth of the width, 20 clients", pool_size),
@@ -155,8 +184,15 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
-    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="for scaling.json and scaling.svg")
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, metavar="DIR", help="for scaling.json and scaling.svg")
+    what.add_argument("--selection", action="store_true", help="only how long Oort takes with many clients")
     args = p.parse_args(argv)
+    if args.selection:
+        for clients, asked in ((2800, 100), (100_000, 1000)):
+            pick, learn = selection(clients, asked)
+            print(f"{asked} of {clients} clients: picking {1e3 * pick:.1f} ms, learning {1e3 * learn:.1f} ms a round")
+        return 0
     prepare_process(("cpu",))
     found: dict[str, list[Point]] = {}
     for name, (about, sweep) in SWEEPS.items():

@@ -531,3 +531,7 @@ class RoundContext:
     """How many times more clients are asked than updates are merged."""
     slots: int | None = None
     """The most clients that can be asked now, where others are still at work; None: any number."""
+    samples: tuple[int, ...] = ()
+    """How many training samples each client holds, by its number; empty: not known."""
+    draws: tuple[int, ...] = ()
+    """How many samples each client trains on in a round, repeats counted, by its number; empty: not known."""

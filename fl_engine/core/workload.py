@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Protocol, runtime_checkable
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.slicing import count_macs
 from fl_engine.core.types import LocalTask, SubmodelSpec
 
+FORWARDS_PER_STEP = 3
+"""A training step costs so many times the forward pass: a backward pass costs about two."""
 
-def batches(task: LocalTask, samples: int) -> tuple[int, ...]:
+
+@runtime_checkable
+class Epochs(Protocol):
+    """Local training, as a task or a configuration describes it."""
+
+    @property
+    def epochs(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def drop_last(self) -> bool: ...
+
+
+def batches(task: Epochs, samples: int) -> tuple[int, ...]:
     """Sizes of the batches of one epoch, which is as many draws as there are samples (`core.samplers`)."""
     batch = min(task.batch_size, samples)
     rest = 0 if task.drop_last else samples % batch
@@ -20,17 +36,22 @@ def steps(task: LocalTask, samples: int) -> int:
     return task.epochs * len(batches(task, samples))
 
 
+def draws(task: Epochs, samples: int) -> int:
+    """How many samples all steps together train on, each counted as often as it is seen."""
+    return task.epochs * sum(batches(task, samples)) if samples else 0
+
+
 def macs(family: ModelFamily, task: LocalTask, samples: int) -> float:
     """Multiply-adds of the whole training. A sample counts once for each time it is seen."""
-    return task.epochs * sum(batches(task, samples)) * macs_per_sample(family, task)
+    return draws(task, samples) * macs_per_sample(family, task)
 
 
 def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:
-    """Multiply-adds of one sample's training step: three times the forward pass (a backward pass costs about two),
-    once for each teacher."""
+    """Multiply-adds of one sample's training step: that of forward and backward pass, and a forward pass for each
+    teacher."""
     trained = [macs_of(family, spec) for spec in task.widths or (task.spec,)]
     teachers = task.distillation.teachers if task.distillation else ()
-    return 3 * sum(trained) / len(trained) + sum(macs_of(family, spec) for spec in teachers)
+    return FORWARDS_PER_STEP * sum(trained) / len(trained) + sum(macs_of(family, spec) for spec in teachers)
 
 
 @lru_cache(maxsize=1024)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fl_engine.aggregation import privacy
+from fl_engine.core import workload
 from fl_engine.core.client_state import apart, kept_by_clients
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.types import ClientUpdate, Codecs, Header, RoundContext, WorkOrder
+from fl_engine.core.workload import Epochs
 from fl_engine.exchange import sealing
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
@@ -48,6 +50,8 @@ class Run:
             clock=clock,
             over_provision=self.terms.over_provision,
             slots=None if self.terms.mode == "synchronous" else self.at_once - len(busy),
+            samples=self._samples,
+            draws=self._draws,
         )
 
     @cached_property
@@ -64,6 +68,18 @@ class Run:
         moved += tensor_bytes(apart(order.memory)[1]) + tensor_bytes(update.state)
         took = simulated_seconds(self.site.fleet[order.client], update.metrics.get("macs", 0.0), moved)
         return faults.slowness(fault) * took
+
+    @cached_property
+    def _samples(self) -> tuple[int, ...]:
+        return tuple(self.site.rules.samples)
+
+    @cached_property
+    def _draws(self) -> tuple[int, ...]:
+        """By the algorithm's `training`, where it has one with epochs and batches; else one epoch of all samples."""
+        training = getattr(self.algorithm, "training", None)
+        if not isinstance(training, Epochs):
+            return self._samples
+        return tuple(workload.draws(training, n) for n in self._samples)
 
     @cached_property
     def client_state(self) -> Header:

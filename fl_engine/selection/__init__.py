@@ -9,12 +9,18 @@ from typing import Annotated
 from fl_engine.core.contracts import MeasuresClients, Selector
 from fl_engine.core.registry import Contract
 from fl_engine.selection.curiosity import Curiosity
+from fl_engine.selection.oort import Oort
 from fl_engine.selection.resource_table import ResourceTable
 from fl_engine.selection.uniform import Uniform
 
-SELECTIONS: dict[str, type[Selector]] = {"uniform": Uniform, "resource_table": ResourceTable, "curiosity": Curiosity}
+SELECTIONS: dict[str, type[Selector]] = {
+    "uniform": Uniform,
+    "resource_table": ResourceTable,
+    "curiosity": Curiosity,
+    "oort": Oort,
+}
 
 Selection = Annotated[Selector, Contract("selection", SELECTIONS, Selector, optional=(MeasuresClients,))]
 """For an algorithm's field: chosen by name in a configuration, or one's own as `package.module:NAME`."""
 
-__all__ = ["SELECTIONS", "Curiosity", "ResourceTable", "Selection", "Uniform"]
+__all__ = ["SELECTIONS", "Curiosity", "Oort", "ResourceTable", "Selection", "Uniform"]

@@ -240,8 +240,10 @@ def start_of(algorithm: Algorithm, site: Site, params: Params | None = None) -> 
 
 
 def context_of(site: Site, round: int, seed: int = SEED, **more: Any) -> RoundContext:
-    """What a round of these clients is planned from."""
-    return RoundContext(round, seed, site.fleet, site.fleet, site.pool, **more)
+    """What a round of these clients is planned from. Each trains an epoch of its samples."""
+    samples = tuple(len(indices) for indices in site.partition.clients)
+    known = {"samples": samples, "draws": samples, **more}
+    return RoundContext(round, seed, site.fleet, site.fleet, site.pool, **known)
 
 
 def picked(selector: Selector, tables: Tables, fleet: Sequence[Device], pool: Pool, rng: Any, count: int) -> list[Pick]:

@@ -1,0 +1,711 @@
+"""Oort: each formula by hand, whom it asks over several rounds, what a lie is worth, and that every algorithm takes
+it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine.aggregation.rules import Private
+from fl_engine.algorithms import ALGORITHMS, AllLarge, FlexFL
+from fl_engine.algorithms.pooled import Training
+from fl_engine.backends import InProcess
+from fl_engine.core import seeds
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.measures import LARGEST_LOSS
+from fl_engine.core.state import pack, unpack
+from fl_engine.core.types import (
+    FULL,
+    ClientFailure,
+    ClientUpdate,
+    Device,
+    Pool,
+    RoundContext,
+    Stage,
+    Tables,
+    WorkOrder,
+)
+from fl_engine.core.workload import draws
+from fl_engine.exchange.client import execute
+from fl_engine.exchange.server import ServerSite
+from fl_engine.rounds import loop
+from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.selection import Oort
+from fl_engine.selection.capacity import holds
+from fl_engine.selection.memory import ASKED, CLIENT, LAST, SECONDS, UTILITY
+from fl_engine.selection.oort import Candidates, rms_loss
+from fl_engine.selection.pacer import Pacer
+from fl_engine.storage.checkpoints import Checkpoints
+from fl_engine.storage.store import decode, encode
+from fl_engine.testing.algorithms import AlgorithmSuite
+from fl_engine.testing.tiny import SAMPLES, SEED, TRAINING, context_of, paper_pool, start_of, tiny_site
+from fl_engine.testing.tracker import Memory
+from flexfleet import config as configs
+from flexfleet.config import load_config
+
+law = settings(max_examples=25, deadline=None)
+_, POOL = paper_pool()
+FULL_ONLY = (POOL[-1],)
+PACES: dict[str, Any] = {"step": 2, "delta": 5.0, "flat": 0.1, "sharp": 5.0}
+NO_PACE = Oort(pacer_start=100.0)
+"""Nobody is too slow."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ------------------------------------------------------------------------------------------------ made-up rounds
+def fleet_of(clients: int, speed: Sequence[float] = ()) -> tuple[Device, ...]:
+    speeds = speed or (1e9,) * clients
+    return tuple(Device(c, "any", 110.0, 0.0, speed=speeds[c]) for c in range(clients))
+
+
+def context(
+    round: int, fleet: tuple[Device, ...], samples: Sequence[int], pool: Pool = FULL_ONLY, **more: Any
+) -> RoundContext:
+    known: dict[str, Any] = {"available": fleet, "samples": tuple(samples), "draws": tuple(samples), **more}
+    return RoundContext(round, SEED, fleet, pool=pool, **known)
+
+
+def asked(oort: Oort, tables: Tables, now: RoundContext, count: int, draw: int = 0) -> list[int]:
+    picks = oort.pick(tables, now, count, seeds.rng(draw, "test", now.round))
+    return [client for client, _ in picks]
+
+
+def answer(oort: Oort, tables: Tables, round: int, client: int, utility: float, seconds: float = 1.0) -> Tables:
+    """One sample, whose loss is the utility."""
+    update = ClientUpdate(round, client, FULL, {}, 1, {"rms_loss": utility})
+    return oort.learn(tables, WorkOrder(round, client, FULL, {}, 0, 0), update, seconds)
+
+
+def failure(oort: Oort, tables: Tables, round: int, client: int, stage: Stage) -> Tables:
+    said = ClientFailure(round, client, stage, "made up")
+    return oort.learn(tables, WorkOrder(round, client, FULL, {}, 0, 0), said, 0.0)
+
+
+def after(oort: Oort, rounds: Sequence[dict[int, float]], clients: int) -> Tables:
+    """The tables after rounds with these utilities."""
+    tables = oort.init(fleet_of(clients), FULL_ONLY)
+    for round, utilities in enumerate(rounds):
+        for client, utility in sorted(utilities.items()):
+            tables = answer(oort, tables, round, client, utility)
+    return tables
+
+
+def column(oort: Oort, tables: Tables, round: int, which: int) -> dict[int, float]:
+    clients, _ = oort.known(tables, round)
+    return {int(c): float(v) for c, v in zip(clients[CLIENT], clients[which], strict=True)}
+
+
+# --------------------------------------------------------------------------------------------------- the utility
+class Client:
+    def __init__(self, *losses: float) -> None:
+        self.losses = torch.tensor(losses)
+
+
+def test_a_client_reports_the_root_mean_square_of_its_losses() -> None:
+    found: Any = Client(3.0, 4.0)
+    assert rms_loss(found) == pytest.approx(math.sqrt(12.5))
+    endless: Any = Client(1.0, math.inf)
+    assert rms_loss(endless) == LARGEST_LOSS, "as large as anything may be, and clipped like any other"
+    nothing: Any = Client(1.0, math.nan)
+    assert math.isnan(rms_loss(nothing)), "no value within the declared bounds: the client fails"
+
+
+def test_the_server_multiplies_it_by_the_samples_that_it_knows() -> None:
+    update = ClientUpdate(0, 3, FULL, {}, 7, {"rms_loss": 2.0})
+    tables = Oort().learn(Oort().init(fleet_of(4), FULL_ONLY), WorkOrder(0, 3, FULL, {}, 0, 0), update, 4.5)
+    assert column(Oort(), tables, 1, UTILITY) == {3: 14.0}
+    assert column(Oort(), tables, 1, SECONDS) == {3: 4.5}
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_weights_without_a_loss_make_a_client_fail(loss: float) -> None:
+    algorithm = AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest"))
+    site = tiny_site(algorithm)
+    order = algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders[0]
+    broken = replace(order, payload={name: torch.full_like(t, loss) for name, t in order.payload.items()})
+    outcome = execute(algorithm, broken, site)
+    assert isinstance(outcome, ClientFailure) and outcome.stage == "train"
+
+
+# ----------------------------------------------------------------------------------------------------- the score
+def test_the_score_by_hand() -> None:
+    """Five clients in round 5. Of U = 10 .. 1000 the floor(4 * 0.9) = third from 0 is the clip, 40; least 9.99."""
+    utility, last = np.asarray([10.0, 20, 30, 40, 1000]), np.asarray([1.0, 2, 3, 4, 1])
+    expected = [(min(u, 40) - 9.99) / 30.01 + math.sqrt(0.1 * math.log(5) / r) for u, r in zip(utility, last)]  # noqa: B905
+    assert Oort().scores(utility, last, 5).tolist() == pytest.approx(expected)
+    assert expected[:2] == pytest.approx([0.0003332 + 0.4011781, 0.3335555 + 0.2836757], abs=1e-6)
+    assert expected[3] - expected[4] == pytest.approx(math.sqrt(0.1 * math.log(5)) * (1 / 2 - 1)), "clipped alike"
+
+
+def test_without_uncertainty_utility_alone_counts() -> None:
+    scores = Oort(uncertainty=0.0, clip=1.0).scores(np.asarray([0.0, 1.0, 4.0]), np.asarray([1.0, 1, 1]), 9)
+    assert scores.tolist() == pytest.approx([0.0, 0.25, 1.0])
+
+
+def test_equal_utilities_score_alike_and_nobody_has_no_score() -> None:
+    assert Oort(uncertainty=0.0).scores(np.full(3, 5.0), np.ones(3), 2).tolist() == pytest.approx([1.0] * 3)
+    assert Oort(uncertainty=0.0).scores(np.zeros(3), np.ones(3), 2).tolist() == [0.0] * 3
+    assert Oort().scores(np.zeros(0), np.zeros(0), 1).tolist() == []
+
+
+def test_slow_clients_lose_by_the_square_of_their_time() -> None:
+    """(T / t)^2 where T < t: 10 s preferred."""
+    assert Oort().slow(np.asarray([0.0, 5.0, 10.0, 20.0, 40.0]), 10.0).tolist() == [1, 1, 1, 1 / 4, 1 / 16]
+    assert Oort(penalty=0.5).slow(np.asarray([40.0]), 10.0).tolist() == [0.5]
+    assert Oort().slow(np.asarray([40.0]), math.inf).tolist() == [1.0]
+
+
+def test_a_new_round_adds_to_what_is_known_and_failures_count_as_asked() -> None:
+    """Round 0: 0 and 2 answer with 6 and 10. Round 1: 2 says 4, 1 comes too late, 3 fails, and so does 0."""
+    oort = Oort()
+    tables = after(oort, [{0: 6.0, 2: 10.0}], 5)
+    for client, stage in ((0, "drop"), (1, "straggle"), (3, "validate")):
+        tables = failure(oort, tables, 1, client, stage)  # type: ignore[arg-type]
+    tables = answer(oort, tables, 1, 2, 4.0, seconds=7.0)
+    assert column(oort, tables, 2, UTILITY) == {0: 0.0, 1: 4.0, 2: 4.0, 3: 0.0}
+    assert column(oort, tables, 2, ASKED) == {0: 2, 1: 1, 2: 2, 3: 1}
+    assert column(oort, tables, 2, LAST) == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert column(oort, tables, 2, SECONDS) == {0: 1.0, 1: 0.0, 2: 7.0, 3: 0.0}, "a failure measures no time"
+
+
+def test_where_all_are_late_those_known_keep_their_utility() -> None:
+    oort = Oort()
+    tables = after(oort, [{0: 6.0}], 3)
+    for client in (0, 1):
+        tables = failure(oort, tables, 1, client, "quorum")
+    assert column(oort, tables, 2, UTILITY) == {0: 6.0, 1: 0.0}
+
+
+# ----------------------------------------------------------------------------------------------------- the pacer
+def paced(percentile: float, brought: Sequence[float], **more: Any) -> list[float]:
+    """The percentile before each round."""
+    known = dict(enumerate(brought))
+    start = Pacer(0, percentile)
+    return [start.after(r, known, **{**PACES, **more}).percentile for r in range(len(brought) + 1)]
+
+
+def test_the_pacer_by_hand() -> None:
+    """Every 2 rounds from the fourth on: 10 + 10, then 11 + 11 (10 % more: flat, +5), then 66 + 66 (five times more:
+    sharp, -5), then 99 + 99 (half as much again: nothing)."""
+    found = paced(30.0, [10, 10, 11, 11, 66, 66, 99, 99, 99])
+    assert found == [30, 30, 30, 30, 35, 35, 30, 30, 30, 30]
+
+
+def test_the_percentile_stays_between_a_step_and_100() -> None:
+    assert paced(98.0, [1.0] * 8)[-1] == 100.0
+    assert paced(7.0, [1, 1, 9, 9, 99, 99])[-1] == 5.0
+    assert paced(30.0, [0.0] * 4)[-1] == 35.0, "nothing after nothing is flat, as in the code"
+
+
+def test_the_pacer_may_be_asked_in_any_steps() -> None:
+    known = dict(enumerate([3.0, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]))
+    at_once, stepwise = Pacer(0, 30.0).after(12, known, **PACES), Pacer(0, 30.0)
+    for r in range(13):
+        stepwise = Pacer.of(stepwise.after(r, known, **PACES).rows)
+    assert stepwise == at_once and len(at_once.history) == 4
+    assert at_once.after(3, known, **PACES) == at_once
+
+
+def test_t_is_a_percentile_of_the_times() -> None:
+    seconds = np.asarray([50.0, 10, 40, 20, 30])
+    assert [Pacer(0, p).preferred(seconds) for p in (1, 20, 30, 50, 99.9)] == [10, 20, 20, 30, 50]
+    assert Pacer(0, 100.0).preferred(seconds) == math.inf
+
+
+def test_the_pacer_sees_what_clients_brought_that_were_asked_before() -> None:
+    """Rounds 0 to 4: nobody was preferred in the first; then the mean of those that had been asked, of updates only."""
+    oort = Oort(pacer_step=2)
+    tables = after(oort, [{0: 9.0, 1: 9.0}, {0: 4.0, 1: 8.0, 2: 100.0}], 4)
+    tables = failure(oort, tables, 2, 0, "drop")
+    tables = answer(oort, tables, 2, 2, 5.0)
+    assert oort.known(tables, 3)[1] == Pacer(3, 30.0, (0.0, 6.0, 5.0))
+    assert oort.known(tables, 5)[1] == Pacer(5, 30.0, (6.0, 5.0, 0.0, 0.0)), "0 + 6, then 5 + 0: neither"
+
+
+# ----------------------------------------------------------------------------------------------- exploration, draws
+def test_epsilon_falls_to_its_minimum() -> None:
+    assert [Oort().epsilon(r) for r in (0, 1, 10, 54, 55, 900)] == pytest.approx(
+        [0.9, 0.882, 0.9 * 0.98**10, 0.9 * 0.98**54, 0.3, 0.3]
+    )
+
+
+def test_the_round_is_divided_by_epsilon() -> None:
+    """20 clients, the first ten asked before; 10 in round 0 and 55: 9 and 3 new ones."""
+    oort, fleet = NO_PACE, fleet_of(20)
+    tables = after(oort, [dict.fromkeys(range(10), 1.0)], 20)
+    for round, new in ((0, 9), (1, 8), (55, 3)):
+        found = asked(oort, tables, context(round, fleet, [5] * 20), 10)
+        assert len(found) == 10 and sum(c >= 10 for c in found) == new
+
+
+def test_where_one_kind_runs_out_the_other_fills_the_round() -> None:
+    fleet = fleet_of(12)
+    for known, new in ((11, 1), (12, 0), (0, 8), (2, 6)):
+        tables = after(NO_PACE, [dict.fromkeys(range(known), 1.0)] if known else [], 12)
+        found = asked(NO_PACE, tables, context(1, fleet, [5] * 12), 8)
+        assert len(found) == 8 and sum(c >= known for c in found) >= new
+
+
+def test_new_clients_come_from_those_with_the_most_samples_by_how_many_they_have() -> None:
+    """Two of ten, window 2: of the four largest (40, 30, 20, 10) one is drawn first, then another of the rest."""
+    oort, fleet = replace(NO_PACE, explore_window=2.0), fleet_of(10)
+    samples = [1, 40, 1, 30, 9, 20, 8, 10, 7, 6]
+    found = Counter(
+        tuple(asked(oort, oort.init(fleet, FULL_ONLY), context(0, fleet, samples), 2, d)) for d in range(3000)
+    )
+    p = {1: 0.4, 3: 0.3, 5: 0.2, 7: 0.1}
+    expected = {(a, b): p[a] * p[b] / (1 - p[a]) + p[b] * p[a] / (1 - p[b]) for a in p for b in p if a < b}
+    assert set(found) == set(expected)
+    chi = sum((found[pair] - 3000 * share) ** 2 / (3000 * share) for pair, share in expected.items())
+    assert chi < 20.515, "five degrees of freedom, once in a thousand"
+
+
+def test_a_slow_new_client_is_worth_less() -> None:
+    """The same samples; T is the fast one's time. Four times as slow: a sixteenth, so one in seventeen."""
+    oort, fleet = Oort(pacer_start=1.0), fleet_of(2, [4e9, 1e9])
+    free = tuple(replace(d, bandwidth=1e18) for d in fleet)
+    slow = sum(asked(oort, oort.init(fleet, FULL_ONLY), context(0, free, [10, 10]), 1, d) == [1] for d in range(3000))
+    assert slow / 3000 == pytest.approx(1 / 17, abs=0.015)
+
+
+def test_what_a_client_never_trains_is_no_reward() -> None:
+    """min(n, steps * batch): 1000 samples of which 10 are seen are worth as much as 10."""
+    oort, fleet = NO_PACE, fleet_of(2)
+    now = context(0, fleet, [1000, 10], draws=(10, 30))
+    found = sum(asked(oort, oort.init(fleet, FULL_ONLY), now, 1, d) == [0] for d in range(2000))
+    assert found / 2000 == pytest.approx(0.5, abs=0.04)
+
+
+def scored(cut_off: float, pool: float, count: int, draws: int = 2000) -> Counter[int]:
+    """Who is drawn of scores 0.8, 0.7, 0.6, 0.5, 0.1."""
+    oort = Oort(cut_off=cut_off, cut_off_pool=pool)
+    scores = np.asarray([0.5, 0.8, 0.1, 0.7, 0.6])
+    return Counter(int(p) for d in range(draws) for p in oort.exploited(scores, count, seeds.rng(d, "cut off")))
+
+
+def test_the_cut_off_by_hand() -> None:
+    """Two wanted: the third score, 0.6, is the first not preferred. Times 0.7 that is 0.42: four are drawn from."""
+    assert set(scored(0.7, 0, 2)) == {0, 1, 3, 4}
+    assert set(scored(0.95, 0, 2)) == {1, 3, 4}
+    assert set(scored(0.05, 0, 2)) == {0, 1, 2, 3, 4}
+    assert set(scored(1.0, 2.0, 2)) == {0, 1, 3, 4}, "at least twice as many"
+    first = scored(0.95, 0, 1)  # of 0.8 and 0.7
+    assert first[1] / 2000 == pytest.approx(0.8 / 1.5, abs=0.04) and set(first) == {1, 3}
+    assert scored(0.7, 0, 5) == Counter(dict.fromkeys(range(5), 2000))
+
+
+def test_clients_without_a_score_come_last() -> None:
+    scores = np.asarray([0.0, 0.0, 0.0, 1.0])
+    for d in range(50):
+        found = Oort().exploited(scores, 2, seeds.rng(d, "zeros"))
+        assert 3 in found and len(set(found.tolist())) == 2
+
+
+def test_the_quota_that_is_not_oorts_is_drawn_uniformly_of_all_others() -> None:
+    """Half of 4. Oort's two are the two largest, 8 and 9, which are the only ones preferred; the others come alike."""
+    oort = replace(NO_PACE, preferred=0.5, exploration=0.0, exploration_min=0.0, uncertainty=0.0)
+    tables = after(oort, [{**dict.fromkeys(range(5), 0.0), 8: 9.0, 9: 9.0}], 10)
+    found = Counter[int]()
+    for d in range(1500):
+        four = asked(oort, tables, context(1, fleet_of(10), [5] * 10), 4, d)
+        assert len(set(four)) == 4 and {8, 9} <= set(four)
+        found.update(four)
+    assert all(found[c] / 1500 == pytest.approx(2 / 8, abs=0.06) for c in range(8))
+    nobody = replace(oort, preferred=0.0)
+    assert len(asked(nobody, tables, context(1, fleet_of(10), [5] * 10), 4)) == 4
+
+
+# ---------------------------------------------------------------------------------------------- several rounds
+def test_four_rounds_by_hand() -> None:
+    """Two of five a round, half of them new, in the order of their samples (window 1), as long as there are new ones.
+    Client 2 has the largest utility, client 0 a fifth of it; the others have none, and are not drawn while one is left
+    that has some."""
+    oort = replace(NO_PACE, exploration=0.5, exploration_decay=1.0, explore_window=1.0, uncertainty=0.0, clip=1.0)
+    fleet, samples = fleet_of(5), [9, 8, 7, 6, 5]
+    tables = oort.init(fleet, FULL_ONLY)
+    seen = []
+    says = {0: 1.0, 1: 0.0, 2: 5.0, 3: 0.0, 4: 0.0}
+    for round in range(5):
+        found = asked(oort, tables, context(round, fleet, samples), 2, round)
+        seen.append(found)
+        for client in found:
+            tables = answer(oort, tables, round, client, says[client])
+    assert seen[:2] == [[0, 1], [0, 2]], "both are new; then one new, and of the known 0 and 1 the one with a utility"
+    assert [seen[2][1], seen[3][1]] == [3, 4], "one new in each"
+    assert {seen[2][0], seen[3][0]} <= {0, 2}
+    assert seen[4] == [0, 2], "all are known"
+
+
+def test_what_it_knows_after_many_rounds_is_what_plain_loops_find() -> None:
+    """40 rounds of late, failed and merged answers: the same clients, pacer and scores, one client and round at a
+    time."""
+    oort, fleet, rng = Oort(pacer_step=3, pacer_flat=0.3, pacer_sharp=1.0), fleet_of(12), np.random.default_rng(5)
+    tables, plain, history, percentile = oort.init(fleet, FULL_ONLY), dict[int, dict[str, float]](), list[float](), 30.0
+    moved = Counter[float]()
+    for round in range(40):
+        clients, pacer = oort.known(tables, round)
+        names = {"utility": UTILITY, "asked": ASKED, "last": LAST, "seconds": SECONDS}
+        assert clients[CLIENT].tolist() == sorted(plain)
+        for name, row in names.items():
+            assert clients[row].tolist() == pytest.approx([plain[c][name] for c in sorted(plain)]), name
+        assert pacer.percentile == percentile
+        if plain:
+            known = sorted(plain)
+            ordered = sorted(plain[c]["utility"] for c in known)
+            clip, least = ordered[int((len(ordered) - 1) * 0.9)], 0.999 * ordered[0]
+            by_hand = [
+                (min(plain[c]["utility"], clip) - least) / max(clip - least, 1e-4)
+                + math.sqrt(0.1 * math.log(round + 1) / plain[c]["last"])
+                for c in known
+            ]
+            assert oort.scores(clients[UTILITY], clients[LAST], round + 1).tolist() == pytest.approx(by_hand)
+        answers: dict[int, tuple[str, float, float]] = {}
+        for client in asked(oort, tables, context(round, fleet, [5] * 12), 4, round):
+            kind = str(rng.choice(["merged", "merged", "merged", "straggle", "train"]))
+            answers[client] = (kind, float(rng.lognormal(round / 8, 1)), float(rng.integers(1, 9)))
+            if kind == "merged":
+                tables = answer(oort, tables, round, client, *answers[client][1:])
+            else:
+                tables = failure(oort, tables, round, client, kind)  # type: ignore[arg-type]
+        merged = {c: u for c, (kind, u, _) in answers.items() if kind == "merged"}
+        old = [u for c, u in merged.items() if c in plain]
+        history.append(sum(old) / len(old) if old else 0.0)
+        for client, (kind, utility, seconds) in answers.items():
+            was = plain.setdefault(client, {"utility": 0.0, "asked": 0.0, "last": 0.0, "seconds": 0.0})
+            was["asked"] += 1
+            was["last"] = round + 1
+            if kind == "merged":
+                was |= {"utility": utility, "seconds": seconds}
+            elif kind == "train":
+                was["utility"] = 0.0
+            elif merged:
+                was["utility"] = sum(merged.values()) / len(merged)
+        if len(history) >= 6 and len(history) % 3 == 0:
+            before, now = sum(history[-6:-3]), sum(history[-3:])
+            change = 5.0 if abs(now - before) <= 0.3 * before else -5.0 if abs(now - before) >= before else 0.0
+            moved[change] += 1
+            percentile = min(100.0, max(5.0, percentile + change))
+    assert len(plain) == 12 and len(moved) == 3, "all cases came"
+
+
+def test_the_blacklist_by_hand() -> None:
+    """Asked 3, 2, 2, 1, 0, ... times. More than 1: clients 0, 1, 2, of which 20 % of ten clients, 2, are barred."""
+    rounds = [{0: 1.0, 1: 1.0, 2: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, {0: 1.0}]
+    oort = replace(NO_PACE, blacklist_after=1, blacklist_most=0.2)
+    tables, fleet = after(oort, rounds, 10), fleet_of(10)
+    clients, _ = oort.known(tables, 3)
+    assert oort.blacklist(clients, 10).tolist() == [0, 1]
+    assert replace(oort, blacklist_most=1.0).blacklist(clients, 10).tolist() == [0, 1, 2]
+    assert replace(oort, blacklist_after=2).blacklist(clients, 10).tolist() == [0]
+    assert asked(oort, tables, context(3, fleet, [5] * 10), 10) == list(range(2, 10))
+    off = replace(oort, blacklist_after=None)
+    assert asked(off, tables, context(3, fleet, [5] * 10), 10) == list(range(10))
+
+
+def test_a_client_is_barred_in_the_round_after_it_was_asked_too_often() -> None:
+    oort, fleet = replace(NO_PACE, blacklist_after=2, blacklist_most=1.0), fleet_of(4)
+    tables, times, round = oort.init(fleet, FULL_ONLY), Counter[int](), 0
+    while sum(times.values()) < 12:
+        for client in asked(oort, tables, context(round, fleet, [5] * 4), 2, round):
+            times[client] += 1
+            tables = answer(oort, tables, round, client, 1.0)
+        round += 1
+    assert times == Counter(dict.fromkeys(range(4), 3)), "three times each, then no more"
+    everybody = asked(oort, tables, context(round, fleet, [5] * 4), 2)
+    assert len(everybody) == 2, "nobody else is there: they are asked all the same"
+
+
+# ---------------------------------------------------------------------------------------------------- edge cases
+def test_fewer_than_wanted_and_nobody() -> None:
+    fleet = fleet_of(6)
+    tables = after(NO_PACE, [{0: 1.0, 1: 2.0}], 6)
+    some = context(1, fleet, [5] * 6, available=(fleet[1], fleet[4]))
+    assert asked(NO_PACE, tables, some, 5) == [1, 4]
+    assert asked(NO_PACE, tables, context(1, fleet, [5] * 6, available=()), 5) == []
+    assert asked(Oort(blacklist_after=1), tables, context(1, fleet, [5] * 6, available=()), 5) == []
+
+
+def test_a_client_without_samples_is_not_asked() -> None:
+    fleet = fleet_of(3)
+    assert asked(Oort(), Oort().init(fleet, FULL_ONLY), context(0, fleet, [0, 5, 0]), 3) == [1]
+    assert asked(Oort(), Oort().init(fleet, FULL_ONLY), context(0, fleet, [0, 0, 0]), 3) == []
+    unknown = replace(context(0, fleet, []), samples=(), draws=())
+    assert asked(Oort(), Oort().init(fleet, FULL_ONLY), unknown, 3) == [0, 1, 2]
+
+
+def test_a_client_that_vanishes_for_good_is_hardly_asked_any_more() -> None:
+    """Three of twelve clients never answer again: where they are not available, nobody asks them; where the server
+    does not know, they cost at most what their age is worth."""
+    oort, fleet = NO_PACE, fleet_of(12)
+    tables, times = oort.init(fleet, FULL_ONLY), Counter[int]()
+    for round in range(120):
+        for client in asked(oort, tables, context(round, fleet, [5] * 12), 3, round):
+            times[client] += 1
+            gone = client < 3 and round > 20
+            tables = failure(oort, tables, round, client, "drop") if gone else answer(oort, tables, round, client, 2.0)
+    assert max(times[c] for c in range(3)) < min(times[c] for c in range(3, 12))
+    here = asked(oort, tables, context(121, fleet, [5] * 12, available=fleet[3:]), 12)
+    assert here == list(range(3, 12))
+
+
+def test_equal_clients_are_asked_alike() -> None:
+    """No client number is better than another, new or known."""
+    fleet, found = fleet_of(30), Counter[int]()
+    for draw in range(400):
+        tables = NO_PACE.init(fleet, FULL_ONLY)
+        for round in range(2):
+            for client in asked(NO_PACE, tables, context(round, fleet, [5] * 30), 3, draw):
+                found[client] += 1
+                tables = answer(NO_PACE, tables, round, client, 1.0)
+    chi = sum((found[c] - 80) ** 2 / 80 for c in range(30))
+    assert chi < 58.301, "29 degrees of freedom, once in a thousand"
+
+
+@law
+@given(
+    clients=st.integers(1, 12), count=st.integers(0, 14), rounds=st.integers(0, 6), seed=st.integers(0, 2**30),
+    preferred=st.floats(0, 1), data=st.data(),
+)  # fmt: skip
+def test_clients_are_distinct_available_in_order_and_as_many_as_wanted(
+    clients: int, count: int, rounds: int, seed: int, preferred: float, data: st.DataObject
+) -> None:
+    after_ = data.draw(st.none() | st.integers(1, 3))
+    oort = Oort(preferred=preferred, blacklist_after=after_, pacer_step=1)
+    fleet, samples = fleet_of(clients), data.draw(st.lists(st.integers(1, 9), min_size=clients, max_size=clients))
+    tables = oort.init(fleet, POOL)
+    for round in range(rounds):
+        here = tuple(d for d in fleet if data.draw(st.booleans()))
+        now = context(round, fleet, samples, POOL, available=here)
+        before = json.dumps(tables)
+        picks = oort.pick(tables, now, count, np.random.default_rng(seed + round))
+        assert oort.pick(tables, now, count, np.random.default_rng(seed + round)) == picks
+        assert json.dumps(tables) == before
+        found = [client for client, _ in picks]
+        assert found == sorted(set(found)) and set(found) <= {d.client for d in here}
+        assert len(found) <= min(count, len(here))
+        if after_ is None:
+            assert len(found) == min(count, len(here))
+        for client in found:
+            said = data.draw(st.floats(0, 1e6) | st.sampled_from(["drop", "straggle"]))
+            if isinstance(said, str):
+                tables = failure(oort, tables, round, client, said)  # type: ignore[arg-type]
+            else:
+                tables = answer(oort, tables, round, client, said, data.draw(st.floats(0, 1e6)))
+        stored = json.loads(json.dumps(tables))
+        assert oort.known(stored, round + 1)[0].tolist() == oort.known(tables, round + 1)[0].tolist()
+
+
+# ----------------------------------------------------------------------------------------------------------- lies
+def test_the_largest_lie_is_worth_the_clip_and_moves_nobody_else() -> None:
+    honest, last = np.linspace(1, 20, 20), np.full(21, 3.0)
+    with_lie = Oort().scores(np.append(honest, 1e12), last, 10)
+    assert with_lie[-1] == with_lie[18] == with_lie.max(), "as much as an ordinary client, no more"
+    assert np.all(np.diff(with_lie[:19]) > 0.04), "the others still differ: they are not flattened"
+    two = Oort().scores(np.asarray([3.0, 1e12]), np.ones(2), 1)
+    assert two[0] == two[1], "also where few are known"
+
+
+def test_a_client_that_always_says_the_most_is_asked_no_more_often_than_one_that_has_much() -> None:
+    """40 clients, 4 a round, 300 rounds. Client 0 lies; clients 1 to 5 honestly have the largest utility."""
+    oort, fleet = NO_PACE, fleet_of(40)
+    tables, times = oort.init(fleet, FULL_ONLY), Counter[int]()
+    for round in range(300):
+        for client in asked(oort, tables, context(round, fleet, [5] * 40), 4, round):
+            times[client] += 1
+            said = LARGEST_LOSS if client == 0 else 10.0 if client < 6 else 1.0 + client / 40
+            tables = answer(oort, tables, round, client, said)
+    most = max(times[c] for c in range(1, 6))
+    assert times[0] < 1.25 * most and times[0] < 150, f"{times[0]} of 300 rounds, the others {most}"
+    assert min(times[c] for c in range(1, 6)) > max(times[c] for c in range(6, 40)), "utility still counts"
+
+
+# ---------------------------------------------------------------------------------------------- models and time
+def test_each_is_sent_the_largest_model_that_it_can_hold() -> None:
+    memory = [20.0, 25.0, 25.1, 49.0, 51.0, 100.0, 110.0]
+    fleet = tuple(Device(c, "any", r, 0.0) for c, r in enumerate(memory))
+    picks = Oort().pick(Oort().init(fleet, POOL), context(0, fleet, [5] * 7, POOL), 7, seeds.rng(0, "t"))
+    assert picks == [(2, 0), (3, 0), (4, 2), (5, 2), (6, 4)], "M2' and M3' are never sent"
+    for client, level in picks:
+        assert holds(fleet[client], POOL[level].share)
+    largest = Oort(model="largest")
+    assert largest.pick({**largest.init(fleet, POOL)}, context(0, fleet, [5] * 7, POOL), 7, seeds.rng(0, "t")) == [
+        (c, 4) for c in range(7)
+    ]
+    with pytest.raises(ConfigError, match="no device of the fleet can hold M1"):
+        Oort().init(fleet[:2], POOL)
+
+
+def times(oort: Oort, tables: Tables, now: RoundContext) -> list[float]:
+    found: list[float] = Candidates.of(now, oort.known(tables, now.round)[0], "capacity").seconds.tolist()
+    return found
+
+
+def test_a_time_is_estimated_for_the_model_that_is_sent_until_it_is_measured() -> None:
+    """Three forward passes of each sample at the device's speed, four bytes of each parameter there and back."""
+    fleet = (Device(0, "weak", 30.0, 0.0, None, 50.0, 10.0), Device(1, "strong", 110.0, 0.0, None, 200.0, 40.0))
+    now = context(1, fleet, [10, 20], POOL, draws=(20, 40))
+    tables = Oort().init(fleet, POOL)
+    assert times(Oort(), tables, now) == pytest.approx([3 * 25 * 20 / 50 + 200 / 10, 3 * 100 * 40 / 200 + 800 / 40])
+    tables = answer(Oort(), tables, 0, 1, 1.0, seconds=7.5)
+    assert times(Oort(), tables, now) == pytest.approx([50.0, 7.5])
+    faster = replace(now, available=(replace(fleet[0], speed=100.0), fleet[1]))
+    assert times(Oort(), tables, faster) == pytest.approx([35.0, 7.5]), "what a device can do now"
+
+
+def test_the_estimate_is_what_the_simulated_clock_measures(memory_store: Any) -> None:
+    for drop_last in (False, True):
+        training = Training(fraction=1.0, epochs=2, batch_size=3, lr=0.05, drop_last=drop_last)
+        algorithm = AllLarge(training=training, eligible="all", selection=Oort(model="largest"))
+        site = tiny_site(algorithm, sizes=[4 + c % 9 for c in range(20)])
+        run = Run(algorithm, site, RoundsConfig(stop=1))
+        expected = times(Oort(), Oort().init(site.fleet, site.pool), run.context(0, 0.0))
+        plan = algorithm.plan(start_of(algorithm, site), run.context(0, 0.0))
+        assert len(plan.orders) == 20
+        for order in plan.orders:
+            outcome = execute(algorithm, order, site)
+            assert isinstance(outcome, ClientUpdate)
+            if holds(site.fleet[order.client], 1.0):
+                assert run.seconds(outcome, order) == pytest.approx(expected[order.client])
+
+
+def test_the_server_knows_what_clients_train() -> None:
+    training = Training(epochs=3, batch_size=5, drop_last=True)
+    assert [draws(training, n) for n in (0, 3, 5, 9, 10)] == [0, 9, 15, 15, 30]
+    assert [draws(replace(training, drop_last=False), n) for n in (0, 3, 9)] == [0, 9, 27]
+    site = tiny_site(AllLarge(training=TRAINING))
+    found = Run(AllLarge(training=TRAINING), site, RoundsConfig()).context(0, 0.0)
+    assert found.samples == (SAMPLES,) * 20 and found.draws == (2 * SAMPLES,) * 20
+
+
+# -------------------------------------------------------------------------------------------------------- in a run
+class TestFlexFLWithOort(AlgorithmSuite):
+    @pytest.fixture
+    def algorithm(self) -> FlexFL:
+        return FlexFL(training=TRAINING, selection=Oort())
+
+
+class TestAllLargeWithOort(AlgorithmSuite):
+    @pytest.fixture
+    def algorithm(self) -> AllLarge:
+        return AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest", preferred=0.5))
+
+    def promises_to_fit(self, algorithm: Any) -> bool:
+        return False  # sends all the largest model
+
+
+def federated(algorithm: Any, store: Any, rounds: int, **terms: Any) -> bytes:
+    site = tiny_site(algorithm)
+    config = RoundsConfig(stop=rounds, evaluate_every=1000, commit_every=1, keep_updates=True, **terms)
+    ledger = ledger_in(store, rules=replace(site.rules, algorithm=algorithm))
+    run = Run(algorithm, site, config)
+    return encode(loop.federate(run, start_of(algorithm, site), InProcess(site), ledger, Memory()).params)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_takes_it(name: str, memory_store: Any) -> None:
+    algorithm = ALGORITHMS[name](training=TRAINING, selection=Oort(pacer_step=1))  # type: ignore[call-arg]
+    federated(algorithm, memory_store, 3)
+    rows = Checkpoints(memory_store).rows()
+    site = tiny_site(algorithm)
+    sizes = {model.name: model.share for model in site.pool}
+    for row in rows:
+        assert row.clients
+        for line in row.clients:
+            assert holds(site.fleet[line["client"]], sizes[line["sent"]])
+            assert "failure" in line or 0 < line["rms_loss"] < LARGEST_LOSS
+    assert len({line["client"] for row in rows for line in row.clients}) > len(rows[0].clients)
+
+
+def test_over_provision_is_its_over_commitment(memory_store: Any) -> None:
+    """Six of 20 are asked for five updates; the slowest comes too late, and is known afterwards."""
+    algorithm = AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest"))
+    federated(algorithm, memory_store, 2, over_provision=1.3)
+    (row, _) = Checkpoints(memory_store).rows()
+    assert len(row.clients) == 6 and row.metrics["clients_late"] == 1.0
+
+
+def test_what_is_learned_survives_being_stored_and_decides_who_is_asked() -> None:
+    algorithm = AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest"))
+    site = tiny_site(algorithm)
+    state = fresh = start_of(algorithm, site)
+    for round in range(4):
+        plan = algorithm.plan(state, context_of(site, round))
+        state = algorithm.merge(state, plan, [execute(algorithm, o, site) for o in plan.orders], ServerSite(site))
+        tensors, rest = pack(state)
+        found = unpack(fresh, decode(encode(tensors), "state"), json.loads(json.dumps(rest)))
+        assert found.tables == state.tables
+        again, plan = (algorithm.plan(s, context_of(site, round + 1)) for s in (found, state))
+        assert [o.client for o in again.orders] == [o.client for o in plan.orders]
+    unlearned = algorithm.plan(fresh, context_of(site, 4))
+    assert [o.client for o in unlearned.orders] != [o.client for o in plan.orders]
+
+
+def test_a_run_that_is_killed_anywhere_asks_the_same_clients(
+    new_store: Any, dying: Any, killed: type[BaseException], timeless: Callable[[Any], Sequence[Any]]
+) -> None:
+    algorithm = AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest", pacer_step=1))
+    rounds, terms = 5, {"over_provision": 1.3}
+    undisturbed = new_store()
+    expected = federated(algorithm, undisturbed, rounds, **terms)
+    writes = dying(new_store(), 10**6)
+    federated(algorithm, writes, rounds, **terms)
+    for place in range(0, 10**6 - writes.left, 11):
+        store = new_store()
+        with pytest.raises(killed):
+            federated(algorithm, dying(store, place), rounds, **terms)
+        assert federated(algorithm, store, rounds, **terms) == expected
+        assert timeless(store) == timeless(undisturbed)
+
+
+def test_private_aggregation_refuses_it() -> None:
+    algorithm = FlexFL(training=TRAINING, selection=Oort(), aggregation=Private())
+    with pytest.raises(ConfigError, match=r"Oort learns from single .* algorithm\.selection=\{name: uniform\}"):
+        start_of(algorithm, tiny_site(algorithm))
+
+
+def test_it_is_chosen_by_name() -> None:
+    found = configs.algorithm(
+        load_config(None, ["algorithm.selection={name: oort, cut_off: 0.7, blacklist_after: 10}"])
+    )
+    assert found.selection == Oort(cut_off=0.7, blacklist_after=10)
+    for wrong in ("clip: 0", "exploration: 1.5", "pacer_step: 0", "penalty: -1", "explore_window: 0.5", "k: 3"):
+        with pytest.raises(ConfigError, match=r"algorithm\.selection"):
+            configs.algorithm(load_config(None, [f"algorithm.selection={{name: oort, {wrong}}}"]))
+
+
+@pytest.mark.parametrize(("clients", "wanted", "limit"), [(2800, 100, 0.010), (100_000, 1000, 0.3)])
+def test_a_round_of_many_clients_is_selected_quickly(clients: int, wanted: int, limit: float) -> None:
+    """CPU seconds of picking and learning together, the best of several rounds."""
+    oort, rng = Oort(), np.random.default_rng(0)
+    fleet, samples = fleet_of(clients, rng.lognormal(22, 1, clients).tolist()), [10] * clients
+    tables = after(oort, [{}], 1)
+    tables = {**tables, "heard": tuple((0.0, float(c), float(rng.random()), 1.0) for c in range(clients // 2))}
+    took = []
+    for round in range(1, 6):
+        now = context(round, fleet, samples)
+        started = time.process_time()
+        for client in asked(oort, tables, now, wanted, round):
+            tables = answer(oort, tables, round, client, 1.0)
+        took.append(time.process_time() - started)
+    assert min(took) < limit
+    assert len(json.dumps(tables)) < 60 * clients, "compact: a commit holds it"
