@@ -113,8 +113,8 @@ def due(
         stale[client], down[client] = plan.round - flight.order.round, flight.down
         weight = (1 + stale[client]) ** -run.terms.staleness
         payload = moved(state, flight, files.get(flight.file), weight, run.site.layout, run.site.pool)
-        found.add(replace(flight.update, payload=payload), flight.up)
-        orders.append(flight.order)
+        found.add(replace(flight.update, round=plan.round, payload=payload), flight.up)
+        orders.append(replace(flight.order, round=plan.round))  # of one round, as algorithms and selections expect
     merged = RoundPlan(plan.round, tuple(sorted(orders, key=lambda order: order.client)))
     waiting.sort(key=lambda flight: flight.order.client)
     until = max((finish[client] for client in first), default=clock)

@@ -23,6 +23,7 @@ from fl_engine.rounds import buffer, flights, loop
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.selection.oort import Oort
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, decode, encode
 from fl_engine.testing.personal import PersonalHeads
@@ -130,6 +131,7 @@ SOME = {
     "all_large": AllLarge(training=ASKED, eligible="all"),
     "flexfl": FlexFL(training=ASKED, use_apoz=False),
     "heterofl": HeteroFL(training=ASKED),
+    "oort": AllLarge(training=ASKED, eligible="all", selection=Oort()),
 }
 
 
@@ -182,6 +184,20 @@ def test_worker_processes_give_the_same(new_store: Any, tmp_path: Path) -> None:
     with closing(Processes(site, ("cpu", "cpu"), ledger.mailbox)) as processes:
         final = loop.federate(run, start_of(algorithm, site), processes, ledger, Memory())
     assert_same_bits(final.params, expected.params)
+
+
+@dataclass(frozen=True)
+class Strict(AllLarge):
+    """Takes only what is of one round."""
+
+    def merge(self, state: Any, plan: Any, answers: Any, server: Any) -> Any:
+        assert {order.round for order in plan.orders} <= {plan.round}
+        assert {answer.round for answer in answers} <= {plan.round}
+        return super().merge(state, plan, answers, server)
+
+
+def test_what_is_merged_is_of_the_round_that_merges_it(memory_store: Any) -> None:
+    federated(Strict(training=ASKED, eligible="all"), memory_store)
 
 
 def test_failures_free_their_place(memory_store: Any) -> None:
