@@ -33,6 +33,7 @@ from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
 from fl_engine.fleet.devices import Tier
+from fl_engine.fleet.uniformity import MEASURED
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
@@ -271,7 +272,7 @@ def timeless() -> Callable[[Store], list[Any]]:
         return [
             (
                 row.round,
-                {k: v for k, v in row.metrics.items() if not k.startswith(("seconds", "peak_mb"))},
+                {k: v for k, v in row.metrics.items() if not k.startswith(("seconds", "peak_mb", MEASURED))},
                 [{k: v for k, v in line.items() if k != "seconds"} for line in row.clients],
             )
             for row in Checkpoints(store).rows()

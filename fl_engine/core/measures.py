@@ -26,7 +26,8 @@ FIGURES: dict[str, tuple[float, float]] = {
 }
 """What every update reports: (least, most), where nothing closer is known. A pod lives for seven days at most."""
 OF_A_LINE = (
-    "round", "client", "sent", "trained", "examples", "level", "elapsed", "seconds_simulated", "staleness", "failure",
+    "round", "client", "sent", "trained", "examples", "level", "elapsed", "seconds_simulated", "seconds_compute",
+    "seconds_communication", "staleness", "failure",
 )  # fmt: skip
 """The other keys of a client's line in a run's history: no metric may have one of these names."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")

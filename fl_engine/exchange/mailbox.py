@@ -29,6 +29,7 @@ from fl_engine.core.types import ClientFailure, Code, Header, Outcome, Params, R
 from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import Moved
 from fl_engine.exchange.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, packed, said_of, signed, update_of
+from fl_engine.fleet.uniformity import Times
 from fl_engine.storage.records import WAY_OUT, Record, parsed, round_folder
 from fl_engine.storage.store import Store, canonical, decode, encode, sha256
 
@@ -57,11 +58,13 @@ class Closed(Record):
     """The metrics of each update, as they were read: those of a later answer do not count."""
     moved: dict[int, Moved] = Field(default={})
     """How far each update moved, refused ones included, where this was measured."""
+    times: dict[int, Times] = Field(default={})
+    """What the orders of the refused updates took: the updates themselves are not read again."""
     checksum: str = ""
     """Of all other fields."""
 
     def sealed(self) -> Closed:
-        unsaid = {name for name in ("metrics", "moved") if not getattr(self, name)}  # older records have none
+        unsaid = {name for name in ("metrics", "moved", "times") if not getattr(self, name)}  # older records have none
         said = canonical(self.model_dump(exclude={"checksum", *unsaid}))
         return self.model_copy(update={"checksum": sha256(said)})
 
@@ -292,9 +295,10 @@ class Mailbox:
         clients: Sequence[int],
         refused: Mapping[int, ClientFailure] = MappingProxyType({}),
         moved: Mapping[int, Moved] = MappingProxyType({}),
+        times: Mapping[int, Times] = MappingProxyType({}),
     ) -> Closed:
         """Stores the set that the merge uses, as it was read or written here: the outcomes of `clients`, some of them
-        refused."""
+        refused. `times`: what the refused ones took."""
         why = {
             client: Refusal(stage=failure.stage, reason=failure.reason, code=failure.code)
             for client, failure in sorted(refused.items())
@@ -307,6 +311,7 @@ class Mailbox:
             refused=why,
             metrics={client: metrics for client, (_, metrics) in seen.items() if metrics is not None},
             moved=dict(sorted(moved.items())),
+            times=dict(sorted(times.items())),
         ).sealed()
         self.store.put(f"{round_folder(plan.round)}closed.json", closed.model_dump_json().encode())
         return closed
@@ -320,7 +325,8 @@ class Mailbox:
             found = parsed(Closed, self.store.get(key), self.store.uri(key))
             if found != found.sealed():
                 raise IntegrityError(f"{self.store.uri(key)} is damaged: its checksum is another")
-            others = (found.refused.keys() | found.metrics.keys() | found.moved.keys()) - found.accepted.keys()
+            named = found.refused.keys() | found.metrics.keys() | found.moved.keys() | found.times.keys()
+            others = (named - found.accepted.keys()) | (found.times.keys() - found.refused.keys())
             if found.round != plan.round or others or found.accepted.keys() != plan.order_of.keys():
                 raise IntegrityError(f"{self.store.uri(key)} is of another round, or of other clients")
         except IntegrityError as error:

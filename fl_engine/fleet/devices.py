@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError, nearest
@@ -158,6 +159,17 @@ def observe(device: Device, seed: int, round: int) -> float:
     return max(0.0, device.memory - abs(float(u)))
 
 
-def simulated_seconds(device: Device, macs: float, transferred: int) -> float:
+class Took(NamedTuple):
+    """Seconds of an order on the simulated clock."""
+
+    compute: float
+    communication: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication
+
+
+def simulated_seconds(device: Device, macs: float, transferred: int) -> Took:
     """How long a device needs to train `macs` multiply-adds and to move `transferred` bytes, down and up."""
-    return macs / device.speed + transferred / device.bandwidth
+    return Took(macs / device.speed, transferred / device.bandwidth)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fl_engine.aggregation.spool import HELD_BYTES, Spool
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params
+from fl_engine.fleet.uniformity import Times
 from fl_engine.storage.store import tensor_bytes
 
 
@@ -20,6 +21,8 @@ class Answers:
         self._places: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._states: dict[int, int] = {}
+        self.times: dict[int, Times] = {}
+        """By client, what its order took: of every update that arrived, also of one that is not merged."""
 
     def add(self, outcome: Outcome, size: int | None = None) -> None:
         """`size`: bytes of an update's weights as they travelled, where they are no longer what travelled."""

@@ -15,6 +15,7 @@ from fl_engine.exchange import acceptance
 from fl_engine.exchange.acceptance import Arrival, History, Moved
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import movement, size_of
+from fl_engine.fleet.uniformity import Times
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.run import Run
 from fl_engine.storage.client_states import ClientStates
@@ -60,15 +61,15 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients) -> Co
         clients.mailbox.open_round(plan)
         closed = clients.mailbox.closed(plan)
     if closed is not None and clients.mailbox is not None:
-        moved = closed.moved
+        moved, answers.times = closed.moved, dict(closed.times)
         for client in sorted(closed.accepted):
-            answers.add(_known(run, plan, clients.mailbox.accepted(plan, client, closed)))
+            answers.add(_known(run, plan, clients.mailbox.accepted(plan, client, closed), answers.times))
         return Collected(answers, acceptance.remembered(history, moved, size), waited)
 
     arrivals: dict[int, Arrival] = {}
 
     def receive(outcome: Outcome) -> None:
-        outcome = _known(run, plan, outcome)
+        outcome = _known(run, plan, outcome, answers.times)
         if isinstance(outcome, ClientUpdate) and not acceptance.unconditional(run.terms):
             far = movement(outcome, plan.order_of[outcome.client], run.site.layout)
             moved[outcome.client], arrivals[outcome.client] = far, Arrival(far, outcome.elapsed)
@@ -89,7 +90,8 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients) -> Co
             raise Stopped("stopped on request: what was committed stays, resume with --resume")
     refused = acceptance.refused(plan, arrivals, run.terms, history, size)
     if clients.mailbox is not None:
-        clients.mailbox.close(plan, sorted(plan.order_of), refused, moved)
+        late = {client: answers.times[client] for client in refused}
+        clients.mailbox.close(plan, sorted(plan.order_of), refused, moved, late)
     answers.refuse(refused)
     return Collected(answers, acceptance.remembered(history, moved, size), waited)
 
@@ -106,12 +108,13 @@ def _adopted(plan: RoundPlan, mailbox: Mailbox, receive: Callable[[Outcome], Non
     return replace(plan, orders=tuple(o for o in plan.orders if o.client not in done), adopted=updates)
 
 
-def _known(run: Run, plan: RoundPlan, outcome: Outcome) -> Outcome:
-    """The outcome, with what the server itself knows of an update."""
+def _known(run: Run, plan: RoundPlan, outcome: Outcome, times: dict[int, Times]) -> Outcome:
+    """The outcome, with what the server itself knows of an update; adds what it took to `times`."""
     if isinstance(outcome, ClientFailure):
         return outcome
     level = index_of(run.site.pool, run.site.layout, outcome.spec)
-    return replace(outcome, level=level, elapsed=run.seconds(outcome, plan.order_of[outcome.client]))
+    times[outcome.client] = run.times(outcome, plan.order_of[outcome.client])
+    return replace(outcome, level=level, elapsed=times[outcome.client].total)
 
 
 def _size(plan: RoundPlan, history: History) -> Moved:

@@ -12,6 +12,7 @@ from fl_engine.core.client_state import apart
 from fl_engine.core.slicing import index_of
 from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, Stage
 from fl_engine.exchange import coding
+from fl_engine.fleet import uniformity
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.run import Run
 from fl_engine.storage.store import tensor_bytes
@@ -31,7 +32,7 @@ def recorded(run: Run, plan: RoundPlan, answers: Answers, sent_bytes: Mapping[in
     and 4 for each number of what a client keeps. Waste is the share of the weights' bytes that was sent in vain
     (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent); it is below 0 where the codec of the way up makes more
     of them. A simulated round ends with the slowest client that it takes, or at its deadline where one has not come by
-    then; another that failed is not waited for.
+    then; another that failed is not waited for. `uniformity.measured` says how evenly the clients finish.
 
     `sent_bytes`: by client, of the weights that it was sent, where the orders no longer hold them."""
     lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
@@ -44,13 +45,19 @@ def recorded(run: Run, plan: RoundPlan, answers: Answers, sent_bytes: Mapping[in
             updates.append(head)
             pruned += head.level != index_of(run.site.pool, run.site.layout, order.spec)
             line["trained"] = sent if head.level is None else run.site.pool[head.level].name
-            line |= {"examples": head.num_examples, **head.metrics, "seconds_simulated": head.elapsed}
+            line |= {"examples": head.num_examples, **head.metrics}
         else:
             failures.append(head)
             log.warning(
                 "round %d, client %d: nothing to merge: %s: %s", head.round + 1, head.client, head.stage, head.reason
             )
             line["failure"] = f"{head.stage}: {head.reason}"
+        if (took := answers.times.get(head.client)) is not None:
+            line |= {
+                "seconds_simulated": took.total,
+                "seconds_compute": took.compute,
+                "seconds_communication": took.communication,
+            }
         lines.append(line)
     down = sum(tensor_bytes(o.travels) if sent_bytes is None else sent_bytes[o.client] for o in plan.orders)
     up = sum(answers.size(update.client) for update in updates)
@@ -73,6 +80,10 @@ def recorded(run: Run, plan: RoundPlan, answers: Answers, sent_bytes: Mapping[in
     if updates:
         examples = sum(update.num_examples for update in updates)
         metrics["train_loss"] = sum(u.metrics["loss"] * u.num_examples for u in updates) / examples
+    in_order = [(client, answers.times[client]) for client in sorted(answers.times)]
+    merged = {update.client for update in updates}
+    answered = [times for client, times in in_order if client in merged]
+    metrics |= uniformity.measured([times for _, times in in_order], answered, run.alone)
     return Record(metrics, tuple(lines))
 
 

@@ -17,6 +17,7 @@ from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import faults
 from fl_engine.fleet.devices import simulated_seconds
+from fl_engine.fleet.uniformity import Times
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage.store import tensor_bytes
@@ -60,14 +61,21 @@ class Run:
         fraction: float = self.algorithm.training.fraction  # type: ignore[attr-defined]
         return round_size(fraction, len(self.site.fleet))
 
-    def seconds(self, update: ClientUpdate, order: WorkOrder) -> float:
+    def times(self, update: ClientUpdate, order: WorkOrder) -> Times:
         """What the order took on the simulated clock, with the transfer of its weights, and of what the client keeps,
-        there and back."""
+        there and back; and what the client measured."""
         fault = faults.befalls(self._faults, self.site.seed, order.round, order.client, len(self.site.fleet))
         moved = tensor_bytes(order.travels) + tensor_bytes(update.travels)
         moved += tensor_bytes(apart(order.memory)[1]) + tensor_bytes(update.state)
         took = simulated_seconds(self.site.fleet[order.client], update.metrics.get("macs", 0.0), moved)
-        return faults.slowness(fault) * took
+        slow = faults.slowness(fault)
+        real = update.metrics.get("seconds", 0.0)
+        return Times(slow * took.total, slow * took.compute, slow * took.communication, real)
+
+    @property
+    def alone(self) -> bool:
+        """Whether each client trains by itself, and not side by side with others in lanes."""
+        return self.site.numerics.strategy != "batched" or self.site.numerics.lanes == 1
 
     @cached_property
     def _samples(self) -> tuple[int, ...]:

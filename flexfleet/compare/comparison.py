@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Moves
+from fl_engine.fleet.uniformity import NAMES, of_a_run
 from fl_engine.storage.checkpoints import Row
 from fl_engine.training.numerics import deciding
 from flexfleet.config import moves
@@ -90,6 +91,13 @@ class OneRun(_Part):
     waste: float
     seconds: float
     seconds_simulated: float | None
+    uniformity: float | None = None
+    """This and the next five: means over the rounds (`fl_engine.fleet.uniformity`); null in older runs."""
+    uniformity_answered: float | None = None
+    uniformity_compute: float | None = None
+    uniformity_communication: float | None = None
+    uniformity_real: float | None = None
+    time_variance: float | None = None
     model_sha256: str
     mlflow_run_id: str | None
 
@@ -115,6 +123,16 @@ class Summary(_Part):
     """Measured seconds, also if other work ran on the machine."""
     seconds_simulated: Spread | None
     """Seconds on the fleet's devices; null if the simulated clock was not used."""
+    uniformity: Spread | None = None
+    """How evenly the clients of a round finish on the simulated clock, in seconds, the mean over the rounds; null if a
+    run does not say it, as those of older versions. This and the next five: `fl_engine.fleet.uniformity`."""
+    uniformity_answered: Spread | None = None
+    uniformity_compute: Spread | None = None
+    uniformity_communication: Spread | None = None
+    uniformity_real: Spread | None = None
+    """Null also where clients train side by side."""
+    time_variance: Spread | None = None
+    """In seconds squared."""
     reached: tuple[Reached, ...]
     highest: tuple[Highest, ...] = ()
     runs: tuple[OneRun, ...]
@@ -261,6 +279,7 @@ def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float]
         waste=_sure([one.waste for one in each]),
         seconds=_sure([one.seconds for one in each]),
         seconds_simulated=spread([one.seconds_simulated for one in each]),
+        **{name: spread([getattr(one, name) for one in each]) for name in NAMES},
         reached=tuple(reached(seeds, [run.rows for run in runs], target) for target in targets),
         highest=tuple(_highest(runs)),
         runs=tuple(each),
@@ -283,6 +302,7 @@ def _one(seed: int, run: Run) -> OneRun:
         waste=run.waste,
         seconds=run.history.seconds,
         seconds_simulated=simulated(run.rows),
+        **of_a_run([row.metrics for row in run.rows]),
         model_sha256=run.history.model_sha256,
         mlflow_run_id=run.file.mlflow_run_id,
     )
@@ -334,13 +354,20 @@ def sent(rows: Sequence[Row]) -> list[float]:
 def simulated(rows: Sequence[Row]) -> float | None:
     """Seconds of the rounds on the fleet's devices; None if a round has no simulated time. A round in which no client
     trained takes no time."""
-    total = 0.0
+    totals = _clock(rows)
+    return None if len(totals) < len(rows) else totals[-1] if totals else 0.0
+
+
+def _clock(rows: Sequence[Row]) -> list[float]:
+    """The simulated seconds until the end of each round, up to the first that has no simulated time."""
+    totals, total = [], 0.0
     for row in rows:
         seconds = row.metrics.get("seconds_simulated", None if row.metrics["clients_trained"] else 0.0)
         if seconds is None:
-            return None
+            break
         total += seconds
-    return total
+        totals.append(total)
+    return totals
 
 
 # -------------------------------------------------------------------------------------------- over the seeds
@@ -377,3 +404,12 @@ def curve(runs: Sequence[Run], key: str) -> list[tuple[int, float, list[float]]]
             mb = statistics.fmean(total[i] for total in totals) / MB
             points.append((i + 1, mb, [row.metrics[key] for row in rows]))
     return points
+
+
+def clock(runs: Sequence[Run], key: str) -> list[float]:
+    """Beside each point of `curve`: the mean seconds on the simulated clock so far; empty if a run has no such
+    clock."""
+    totals = [_clock(run.rows) for run in runs]
+    if any(len(total) < len(run.rows) for total, run in zip(totals, runs, strict=True)):
+        return []
+    return [statistics.fmean(total[number - 1] for total in totals) for number, _, _ in curve(runs, key)]

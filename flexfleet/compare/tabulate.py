@@ -6,12 +6,23 @@ comparison.html has all of these and the settings of the runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.store import FolderStore
-from flexfleet.compare.comparison import Central, Comparison, Runs, Spread, Summary, curve, read, summarise
+from flexfleet.compare.comparison import (
+    Central,
+    Comparison,
+    Reached,
+    Runs,
+    Spread,
+    clock,
+    curve,
+    read,
+    summarise,
+)
 from flexfleet.config.entries import Entry, varied
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
@@ -55,8 +66,8 @@ def tabulate(
 
 # ------------------------------------------------------------------------------------------------- tables
 def tables(c: Comparison) -> list[Table]:
-    """Tables of the deciding metric, of its highest values during the rounds, of the cost, and of the cost to reach
-    given values."""
+    """Tables of the deciding metric, of its highest values during the rounds, of the cost, of how evenly clients
+    finish, and of the rounds, the time and the MB to reach given values."""
     results, measure = c.results.items(), Measure(c.metric)
     metric = Table(
         f"Test {measure.name}, {measure.unit}".removesuffix(", "),
@@ -98,16 +109,35 @@ def tables(c: Comparison) -> list[Table]:
             for label, r in results
         ),
     )
+    even = Table(
+        "Uniformity: how evenly the clients of a round finish, s (0: at the same moment)",
+        ("algorithm", "all asked", "answered", "compute", "communication", "real clock", "variance s²"),
+        tuple((label, *(seconds(getattr(r, name)) for name in NAMES)) for label, r in results),
+    )
+    evenness = [even] if any(getattr(r, name) is not None for _, r in results for name in NAMES) else []
+    return [*metrics, cost, *evenness, *_to_reach(c, measure)]
+
+
+def _to_reach(c: Comparison, measure: Measure) -> list[Table]:
+    """A table for rounds, one for the time, and one for MB; none without accuracies to reach."""
     targets = [one.accuracy for one in next(iter(c.results.values())).reached]
     if not targets:
-        return [*metrics, cost]
-    clock = "simulated s" if simulated(c) else "real s"
-    reach = Table(
-        f"To reach {'an accuracy' if c.metric == 'accuracy' else c.metric} with the full model: rounds / MB / {clock}",
-        ("algorithm", *(f"{measure.scale * target:g} {measure.unit}".rstrip() for target in targets)),
-        tuple((label, *_reached(c, r)) for label, r in results),
-    )
-    return [*metrics, cost, reach]
+        return []
+    what = f"to reach {'an accuracy' if c.metric == 'accuracy' else c.metric} with the full model"
+    head = ("algorithm", *(f"{measure.scale * target:g} {measure.unit}".rstrip() for target in targets))
+    on_the_clock = simulated(c)
+
+    def table(title: str, spent: Callable[[Reached], str]) -> Table:
+        return Table(title, head, tuple((n, *(_reached(c, o, spent) for o in r.reached)) for n, r in c.results.items()))
+
+    return [
+        table(f"Rounds {what}", lambda one: cell(one.rounds, digits=1)),
+        table(
+            f"{'Simulated' if on_the_clock else 'Real'} s {what}",
+            lambda one: seconds(one.seconds_simulated if on_the_clock else one.seconds),
+        ),
+        table(f"MB {what}", lambda one: cell(one.mb)),
+    ]
 
 
 REFERENCE = "central training"
@@ -146,20 +176,10 @@ def simulated(c: Comparison) -> bool:
     return all(r.seconds_simulated is not None for r in c.results.values())
 
 
-def _reached(c: Comparison, r: Summary) -> list[str]:
-    """Only the means, to keep the table narrow; comparison.json has the deviations. `(2/3)`: only 2 of 3 seeds reach
-    it."""
-    cells = []
-    for one in r.reached:
-        spent = (cell(bare(one.rounds), digits=1), cell(bare(one.mb)),
-                 seconds(bare(one.seconds_simulated if simulated(c) else one.seconds)))  # fmt: skip
-        some = f" ({len(one.seeds)}/{len(c.seeds)})" if len(one.seeds) < len(c.seeds) else ""
-        cells.append(" / ".join(spent) + some if one.seeds else NONE)
-    return cells
-
-
-def bare(s: Spread | None) -> Spread | None:
-    return None if s is None else Spread(mean=s.mean, std=None)
+def _reached(c: Comparison, one: Reached, spent: Callable[[Reached], str]) -> str:
+    """`(2/3)`: only 2 of 3 seeds reach it."""
+    some = f" ({len(one.seeds)}/{len(c.seeds)})" if len(one.seeds) < len(c.seeds) else ""
+    return spent(one) + some if one.seeds else NONE
 
 
 def title(c: Comparison) -> str:
@@ -207,6 +227,11 @@ def notes(c: Comparison) -> list[str]:
     if any(r.seconds_simulated is not None for r in c.results.values()):
         lines.append("simulated s: on the fleet's devices, by their speed and bandwidth.")
     lines.append("real s: as measured here, whatever ran beside.")
+    if any(r.uniformity is not None for r in c.results.values()):
+        lines.append("Uniformity of a round: sqrt(mean (t - min t)²) of its clients' times, here its mean over the "
+                     "rounds. all asked: by the simulated clock, late ones count, those that sent no update have no "
+                     "time; answered: those whose update was merged. compute and communication are the two parts "
+                     f"of all asked. real clock: as clients measured; {NONE} where they train together.")  # fmt: skip
     return lines + [f"Note: {note}." for note in c.notes]
 
 
@@ -253,6 +278,7 @@ def draw(runs: Runs, central: Central | None = None) -> str:
         [(label, [] if each[0].single else curve(each, "avg"), curve(each, "full")) for label, each in runs.items()],
         measure=next(iter(runs.values()))[0].measure,
         reference=None if central is None else (REFERENCE, central.full.mean),
+        clocks={label: clock(each, "full") for label, each in runs.items()},
     )
 
 
@@ -287,7 +313,9 @@ def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
 
 
 def metrics(c: Comparison) -> dict[str, float]:
-    """Metrics like `full/flexfl`: means over the seeds, accuracies as shares; `_std` if there are several seeds."""
+    """Metrics like `full/flexfl`: means over the seeds, accuracies as shares; `_std` if there are several seeds.
+    `rounds_to_0.6/flexfl` and `seconds_simulated_to_0.6/flexfl` are means over the seeds that reach that accuracy, of
+    which `seeds_to_0.6/flexfl` says how many they are."""
     out: dict[str, float] = {}
     for label, r in c.results.items():
         spreads = {
@@ -300,7 +328,14 @@ def metrics(c: Comparison) -> dict[str, float]:
             "waste": r.waste,
             "seconds": r.seconds,
             "seconds_simulated": r.seconds_simulated,
+            **{name: getattr(r, name) for name in NAMES},
         }
+        for one in r.reached:
+            out[f"seeds_to_{one.accuracy:g}/{label}"] = float(len(one.seeds))
+            spreads |= {
+                f"rounds_to_{one.accuracy:g}": one.rounds,
+                f"seconds_simulated_to_{one.accuracy:g}": one.seconds_simulated,
+            }
         for name, spread in spreads.items():
             if spread is not None:
                 out[f"{name}/{label}"] = spread.mean

@@ -246,8 +246,9 @@ class Result(Artifact):
     status: Literal["finished"]
     metrics: dict[str, Any]
     """avg, full, levels{name: value}, best{round, avg, full}: the round with the best avg, highest{50, 80, 100: {avg,
-    full}}: the highest values within so many % of the rounds; label_noise: the share of clients' labels that are wrong,
-    where noise.labels asks for some."""
+    full}}: the highest values within so many % of the rounds; uniformity and what belongs to it
+    (`fl_engine.fleet.uniformity`) on the simulated clock: means over the rounds; label_noise: the share of clients'
+    labels that are wrong, where noise.labels asks for some."""
     bytes: dict[str, int]
     """down, up."""
     waste: float

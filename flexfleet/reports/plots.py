@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 
@@ -119,20 +120,26 @@ def comparison(
     name: str = "comparison",
     measure: Measure = ACCURACY,
     reference: tuple[str, float] | None = None,
+    clocks: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> str:
     """Of each algorithm avg (no points: it has none) and full, as means over the seeds in a band from the lowest to
-    the highest: on the left over the rounds, on the right full against all MB sent so far. `reference`: (name, value)
-    of a horizontal line."""
+    the highest: on the left over the rounds, beside it full against all MB sent so far, and on the right full over the
+    simulated time. `clocks`: by label the seconds of each point of full (empty: it has none); without any there is no
+    drawing on the right. `reference`: (name, value) of a horizontal line."""
+    timed = any(clocks.values())
 
     def paint(figure: Any) -> None:
         from matplotlib.patches import Patch
 
-        left, right = figure.subplots(1, 2, sharey=True)
-        for i, (_, avg, full) in enumerate(curves):
-            for axes, points, across, dash in ((left, avg, 0, "-"), (left, full, 0, "--"), (right, full, 1, "--")):
-                if not points:
+        left, right, *last = figure.subplots(1, 3 if timed else 2, sharey=True)
+        for i, (label, avg, full) in enumerate(curves):
+            panels = [(left, avg, _nth(avg, 0), "-"), (left, full, _nth(full, 0), "--")]
+            panels += [(right, full, _nth(full, 1), "--")]
+            panels += [(axes, full, list(clocks.get(label, ())), "--") for axes in last]
+            for axes, points, x, dash in panels:
+                if not points or not x:
                     continue
-                x, seeds = [point[across] for point in points], measure.scale * np.array([point[2] for point in points])
+                seeds = measure.scale * np.array([point[2] for point in points])
                 look = _look(i, len(x))
                 thin = {"linewidth": look["linewidth"] - (0.5 if dash == "--" else 0)}
                 axes.plot(x, seeds.mean(axis=1), linestyle=dash, **look | thin)
@@ -143,19 +150,29 @@ def comparison(
         _axes(right, "MB sent, down + up", "")
         right.set_xlim(left=0)
         right.xaxis.set_major_formatter(_mb)
+        for axes in last:
+            _axes(axes, "simulated seconds", "")
+            axes.set_xlim(left=0)
+            axes.xaxis.set_major_formatter(_mb)
         handles = [*(_line(**_look(i, 8)) for i in range(len(curves))), _line(color=GREY)]
         handles += [_line(color=GREY, linestyle="--", linewidth=1.2)]
         names = [*(label for label, _, _ in curves), "avg", "full"]
         if reference is not None:
-            for axes in (left, right):
+            for axes in (left, right, *last):
                 axes.axhline(measure.scale * reference[1], color=GREY, linestyle=":", linewidth=1.2)
             handles, names = [*handles, _line(color=GREY, linestyle=":", linewidth=1.2)], [*names, reference[0]]
         if any(len(point[2]) > 1 for _, _, full in curves for point in full):
             handles, names = [*handles, Patch(color=GREY, alpha=0.25, linewidth=0)], [*names, "range of seeds"]
         _put_legend(figure, handles, names)
 
-    alt = f"Test {measure.name} over the rounds and against the megabytes sent, a line for each algorithm"
-    return _drawing(name, alt, 3.9 + 0.1 * len(curves), paint, width=10.5)
+    over = "over the rounds, against the megabytes sent and" if timed else "over the rounds and"
+    against = "over the simulated time" if timed else "against the megabytes sent"
+    alt = f"Test {measure.name} {over} {against}, a line for each algorithm"
+    return _drawing(name, alt, 3.9 + 0.1 * len(curves), paint, width=14 if timed else 10.5)
+
+
+def _nth(points: Points, n: Literal[0, 1]) -> list[float]:
+    return [point[n] for point in points]
 
 
 def study(
@@ -310,6 +327,32 @@ def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:
         _put_legend(figure, [Patch(color=colour) for _, colour in parts.values()], list(parts))
 
     return _drawing(name, "Clients that trained, pruned or failed in each round", 2.4, paint)
+
+
+EVENNESS = {
+    "uniformity": ("in all", "#4d4d4d"),
+    "uniformity_compute": ("compute", "#0072b2"),
+    "uniformity_communication": ("communication", "#d55e00"),
+}
+
+
+def evenness(rows: Sequence[Row], name: str = "uniformity") -> str:
+    """The uniformity of the simulated time in each round, and of its two parts; lower is more even."""
+    shown = [key for key in EVENNESS if any(key in r.metrics for r in rows)]
+
+    def paint(figure: Any) -> None:
+        axes, handles = figure.add_subplot(), []
+        for key in shown:
+            having = [r for r in rows if key in r.metrics]
+            few = "o" if len(having) < 8 else ""
+            look = {"color": EVENNESS[key][1], "marker": few, "linewidth": _thin(len(having))}
+            axes.plot([r.round + 1 for r in having], [r.metrics[key] for r in having], **look)
+            handles.append(_line(**look))
+        _axes(axes, "round", "uniformity (s)", whole_x=True)
+        axes.set_ylim(bottom=0)
+        _put_legend(figure, handles, [EVENNESS[key][0] for key in shown])
+
+    return _drawing(name, "How evenly the clients finish in each round, by the simulated clock", 2.4, paint)
 
 
 def partition_map(counts: Sequence[Sequence[int]], name: str = "partition", label: str = "class") -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, IntegrityError, masked
 from fl_engine.core.fields import Moves
 from fl_engine.data.partitioning import Manifest, read_manifest
+from fl_engine.fleet.uniformity import of_a_run
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config import moves
@@ -73,6 +74,12 @@ class Run:
     @property
     def measure(self) -> Measure:
         return Measure(self.evaluation.metric)
+
+    @property
+    def uniformity(self) -> float | None:
+        """How evenly the clients of a round finish, in simulated seconds, the mean over the rounds; None in folders
+        that were made before this was measured."""
+        return of_a_run([row.metrics for row in self.rows]).get("uniformity")
 
     @property
     def waste(self) -> float:
@@ -199,11 +206,13 @@ def table(runs: Sequence[Path]) -> str:
     loaded = _load_all(runs)
     unit = f" {loaded[0].measure.unit}".rstrip()
     scored = (f"avg{unit}", f"full{unit}", f"best avg/full{unit} (round)")
-    head = ("run", "algorithm", "rounds", *scored, "MB", "waste %", "seconds")
+    timed = any(r.uniformity is not None for r in loaded)
+    head = ("run", "algorithm", "rounds", *scored, "MB", "waste %", *(("uniformity s",) if timed else ()), "seconds")
     lines = [head]
     for r in loaded:
         scores = (_avg(r, r.evaluation.avg), r.measure.said(r.evaluation.full), _best(r))
-        costs = (mb(r.bytes_down + r.bytes_up), percent(r.waste), f"{r.history.seconds:,.1f}")
+        even = (short_seconds(r.uniformity),) if timed else ()
+        costs = (mb(r.bytes_down + r.bytes_up), percent(r.waste), *even, f"{r.history.seconds:,.1f}")
         lines.append((r.file.run_id, r.pool.algorithm, str(len(r.rows)), *scores, *costs))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
@@ -222,6 +231,11 @@ def percent(share: float) -> str:
 def mb(count: float) -> str:
     """MB of 1e6 bytes, with decimals where they matter."""
     return f"{count / 1e6:,.2f}" if count < 1e9 else f"{count / 1e6:,.0f}"
+
+
+def short_seconds(value: float | None) -> str:
+    """With more decimals for small values: simulated seconds of a small network are small."""
+    return NONE if value is None else f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 3}f}"
 
 
 def plain(value: Any) -> str:
@@ -263,6 +277,7 @@ def _page(runs: Sequence[Run]) -> str:
             "pool": None if alone else plots.pool_widths(run.pool, run.apoz, f"pool-{i}"),
             "levels": plots.of_levels(run.rows, levels, f"levels-{i}", run.measure),
             "clients": plots.clients_per_round(run.rows, f"clients-{i}"),
+            "uniformity": None if run.uniformity is None else plots.evenness(run.rows, f"uniformity-{i}"),
             "partition": plots.partition_map(counts, f"partition-{i}", label) if owner == name else None,
         }
         parts.append(
@@ -286,7 +301,7 @@ def _page(runs: Sequence[Run]) -> str:
     return render(
         "flexfleet.reports",
         "report.html",
-        {"percent": percent, "mb": mb, "plain": plain},
+        {"percent": percent, "mb": mb, "plain": plain, "short_seconds": short_seconds},
         title=", ".join(titles),
         measure=measure,
         parts=parts,
@@ -294,6 +309,7 @@ def _page(runs: Sequence[Run]) -> str:
         curves=Drawing(plots.learning_curves(series, measure=measure)),
         costs=Drawing(plots.bytes_to_accuracy(series, f"bytes-to-{measure.name}", measure)),
         by_algorithm=names == [r.pool.algorithm for r in runs],
+        any_timed=any(r.uniformity is not None for r in runs),
         any_single=any(r.single for r in runs),
         dash=NONE,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from fl_engine.aggregation import privacy
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.data.partitioning import MANIFEST, read_manifest
+from fl_engine.fleet import uniformity
 from fl_engine.storage.store import Store
 from flexfleet.config.names import plain
 from flexfleet.files.artifacts import EvaluationFile, History, Result, RunFile
@@ -108,6 +109,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
 
             metrics = {"final/avg": outcome.metrics["avg"], "final/full": outcome.metrics["full"]}
             metrics |= {name: outcome.metrics[name] for name in ("label_noise",) if name in outcome.metrics}
+            metrics |= {f"final/{name}": outcome.metrics[name] for name in uniformity.NAMES if name in outcome.metrics}
             files = [str(page), str(out / "pool" / "pool.json"), str(written)]
             pointers = out / versioned.POINTERS if config.publish.dvc else None
             log_outcome(config.tracking.mlflow, outcome.mlflow_run_id, metrics, tags, files, pointers)
@@ -135,6 +137,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
             "levels": {name: score.value for name, score in evaluation.levels.items()},
             "best": {k: best[k] for k in ("round", "avg", "full")},
             "highest": highest_of(measured),
+            **{k: v for k, v in uniformity.of_a_run(measured).items() if k != uniformity.MEASURED},
             **({} if noise is None else {"label_noise": noise}),
         },
         bytes={"down": int(down), "up": int(up)},

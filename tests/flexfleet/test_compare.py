@@ -22,6 +22,7 @@ import pytest
 
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.data import partitioning as partitions
+from fl_engine.fleet import uniformity
 from flexfleet import cli
 from flexfleet.compare import compare as compare_module
 from flexfleet.compare import comparison, side_by_side, tabulate
@@ -234,6 +235,12 @@ def test_every_figure_is_what_the_histories_say(ran: Ran, label: str) -> None:
     assert found["seconds"] == means([result.seconds for result in results])
     if all("seconds_simulated" in row for run in each for row in run):
         assert found["seconds_simulated"] == means([sum(row["seconds_simulated"] for row in run) for run in each])
+    for name in uniformity.NAMES:
+        known = [[row[name] for row in run if name in row] for run in each]
+        assert found[name] == (means([sum(v) / len(v) for v in known]) if all(known) else None)
+        if name != uniformity.MEASURED:
+            assert all(known), f"every round of every run has {name}"
+            assert found[name] == means([result.metrics[name] for result in results])
     assert [one["model_sha256"] for one in found["runs"]] == [result.model_sha256 for result in results]
     best = max(row["full"] for a in LABELS for seed in SEEDS for row in rounds_of(ran.folder, a, seed))
     assert [one["accuracy"] for one in found["reached"]] == [k / 20 for k in range(1, 20) if k / 20 < best][-4:]
@@ -341,6 +348,13 @@ def test_mlflow_groups_the_runs_and_has_the_comparison_itself(ran_template: Ran)
     full = ran_template.json["results"]["all_large"]["last"]["full"]
     assert summary.data.metrics["full/all_large"] == full["mean"]
     assert summary.data.metrics["full_std/all_large"] == full["std"]
+    for one in ran_template.json["results"]["all_large"]["reached"]:
+        assert summary.data.metrics[f"seeds_to_{one['accuracy']:g}/all_large"] == len(one["seeds"])
+        if one["seeds"]:
+            took = summary.data.metrics[f"seconds_simulated_to_{one['accuracy']:g}/all_large"]
+            assert took == one["seconds_simulated"]["mean"]
+    (one,) = [run for run in runs if run.info.run_name == "all_large-s0"]
+    assert one.data.metrics["final/uniformity"] == ran_template.json["results"]["all_large"]["runs"][0]["uniformity"]
     assert "avg/all_large" not in summary.data.metrics and "avg/flexfl" in summary.data.metrics
     assert {file.path for file in client.list_artifacts(summary.info.run_id)} == set(tabulate.FILES)
     assert {run.data.tags[PARENT] for run in runs} == {summary.info.run_id}

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.checkpoints import Row
 from flexfleet.compare import comparison, tabulate
-from flexfleet.compare.comparison import Spread
+from flexfleet.compare.comparison import Comparison, Spread, Summary
 from flexfleet.files.measure import highest
-from flexfleet.reports import report
+from flexfleet.reports import plots, report
 
 
 def rows(*measured: tuple[float | None, float], simulated: bool = True) -> tuple[Row, ...]:
@@ -100,3 +101,88 @@ def test_means_and_sample_standard_deviations() -> None:
     assert tabulate.cell(Spread(mean=0.8523, std=0.0051), 100) == "85.23 ± 0.51"
     assert tabulate.cell(Spread(mean=1234.5, std=None)) == "1,234.50"
     assert tabulate.cell(None) == report.NONE
+
+
+# ------------------------------------------------------------------------------------- tables of what it took
+def summary(runs: tuple[tuple[Row, ...], ...], to: tuple[float, ...], even: float | None = None) -> Summary:
+    """Of runs with the seeds 0, 1, ..."""
+    nothing, seeds = Spread(mean=0.0, std=None), tuple(range(len(runs)))
+    score = comparison.Score(round=nothing, avg=None, full=nothing)
+    return Summary(
+        algorithm="all_large",
+        settings={},
+        levels=(100.0,),
+        last=score,
+        best=score,
+        mb_down=nothing,
+        mb_up=nothing,
+        waste=nothing,
+        seconds=nothing,
+        seconds_simulated=comparison.spread([comparison.simulated(each) for each in runs]),
+        uniformity=None if even is None else Spread(mean=even, std=0.25),
+        reached=tuple(comparison.reached(seeds, runs, target) for target in to),
+        runs=(),
+    )
+
+
+def compared(**results: Summary) -> Comparison:
+    return Comparison(id="x", labels=tuple(results), seeds=(0, 1), rounds=5, settings={}, results=results)
+
+
+def test_rounds_simulated_time_and_mb_to_accuracies_have_a_table_each() -> None:
+    """By hand: 40 % after (2, 1) rounds of 10 s and (2, 2) MB; 60 % in the second seed alone, after 3; 80 % never."""
+    c = compared(a=summary((SLOW, FAST), (0.4, 0.6, 0.8)))
+    *_, rounds, clock, mb = tabulate.tables(c)
+    assert rounds.title == "Rounds to reach an accuracy with the full model"
+    assert rounds.head == ("algorithm", "40 %", "60 %", "80 %")
+    assert rounds.rows == (("a", "1.5 ± 0.7", "3.0 (1/2)", report.NONE),)
+    assert clock.title == "Simulated s to reach an accuracy with the full model"
+    assert clock.rows == (("a", "15.0 ± 7.1", "30.0 (1/2)", report.NONE),)
+    assert mb.rows == (("a", "2.00 ± 0.00", "6.00 (1/2)", report.NONE),)
+    found = tabulate.metrics(c)
+    assert [found[f"seeds_to_{to}/a"] for to in ("0.4", "0.6", "0.8")] == [2, 1, 0]
+    assert (found["rounds_to_0.4/a"], found["seconds_simulated_to_0.4/a"]) == (1.5, 15)
+    assert found["seconds_simulated_to_0.4_std/a"] == pytest.approx(50**0.5)
+    assert found["seconds_simulated_to_0.6/a"] == 30 and "seconds_simulated_to_0.6_std/a" not in found
+    assert not any(name.startswith(("rounds_to_0.8", "seconds_simulated_to_0.8")) for name in found)
+
+
+def test_without_a_simulated_clock_the_table_has_real_seconds() -> None:
+    untimed = rows((0.5, 1), (0.6, 1), simulated=False)
+    *_, clock, _ = tabulate.tables(compared(a=summary((SLOW,), (0.5,)), b=summary((untimed,), (0.5,))))
+    assert clock.title == "Real s to reach an accuracy with the full model"
+    assert [row[1] for row in clock.rows] == ["8.000 (1/2)", "2.000 (1/2)"]
+
+
+def test_uniformity_has_a_table_where_a_run_says_it() -> None:
+    old = compared(a=summary((SLOW,), ()))
+    assert not any("Uniformity" in table.title for table in tabulate.tables(old))
+    assert not any("niformity" in name for name in tabulate.metrics(old))
+    both = compared(a=summary((SLOW,), ()), b=summary((SLOW,), (), even=2.5))
+    (table,) = [table for table in tabulate.tables(both) if "Uniformity" in table.title]
+    assert [row[:3] for row in table.rows] == [("a", report.NONE, report.NONE), ("b", "2.500 ± 0.250", report.NONE)]
+    assert (found := tabulate.metrics(both))["uniformity/b"] == 2.5 and found["uniformity_std/b"] == 0.25
+    kept = both.model_dump(mode="json", exclude={"results": {"a": set(NAMES), "b": set(NAMES)}})
+    assert Comparison.model_validate(kept).results["b"].uniformity is None, "an older version's file"
+
+
+def test_the_drawing_has_the_simulated_time_where_there_is_one() -> None:
+    points = [(1, 1.0, [0.2, 0.3]), (2, 2.0, [0.4, 0.5])]
+    timed = plots.comparison([("a", [], points), ("b", [], points)], clocks={"a": [10.0, 20.0], "b": []})
+    plain = plots.comparison([("a", [], points)], clocks={"a": []})
+    assert "simulated seconds" in timed and "simulated" not in plain
+    assert plain == plots.comparison([("a", [], points)])
+
+
+def test_the_clock_of_a_curve_is_the_mean_over_the_seeds() -> None:
+    """Rounds 1, 2, 4 and 5 of SLOW are scored; the other seed's rounds take twice as long."""
+    later = tuple(row.model_copy(update={"metrics": row.metrics | {"seconds_simulated": 20.0}}) for row in SLOW)
+
+    @dataclass(frozen=True)
+    class Fake:
+        rows: tuple[Row, ...]
+
+    runs: Any = [Fake(SLOW), Fake(later)]
+    assert comparison.clock(runs, "full") == [15, 30, 60, 75]
+    untimed: Any = [Fake(rows((0.5, 1), simulated=False))]
+    assert comparison.clock(untimed, "full") == []

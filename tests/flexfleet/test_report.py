@@ -183,6 +183,31 @@ def test_the_table_has_the_numbers_of_the_run_folders(two: list[Path]) -> None:
     assert len({len(head), len(flexfl), len(all_large)}) == 1
 
 
+def with_uniformity(folder: Path) -> Path:
+    """The run's rounds 1 and 2 say 1 s and 4 s; of its third round nobody knows."""
+    history = History.read(folder / "history.json")
+    found = [dict(row) for row in history.rounds]
+    for row, even in zip(found, (1.0, 4.0), strict=False):
+        row["metrics"] = row["metrics"] | {"uniformity": even, "uniformity_compute": even / 2}
+    history.model_copy(update={"rounds": tuple(found)}).write(folder / "history.json")
+    return folder
+
+
+def test_how_evenly_clients_finish_is_told_where_a_run_says_it(two: list[Path], tmp_path: Path) -> None:
+    before = page_of(two, tmp_path)
+    assert "niformity" not in before and "niformity" not in r.table(two), "runs of an older version"
+    with_uniformity(two[0])
+    head, flexfl, all_large, _ = r.table(two).splitlines()
+    assert re.split(r"  +", head)[-2:] == ["uniformity s", "seconds"]
+    assert (flexfl.split()[-2:], all_large.split()[-2:]) == (["2.500", "6.0"], [r.NONE, "6.0"])
+    html = page_of(two, tmp_path)
+    assert [line["uniformity s"] for line in summary_of(html)] == ["2.500", r.NONE]
+    assert {a["id"] for tag, a in Page(html).tags if tag == "svg"} >= {"uniformity-0", "clients-1"}
+    assert 'id="uniformity-1"' not in html
+    long = [row.model_copy(update={"metrics": row.metrics | {"uniformity": 1.0}}) for row in rows(FLEXFL * 200)]
+    assert len(plots.evenness(long)) < 60_000 and "communication" not in plots.evenness(long)
+
+
 def test_a_table_without_single_levels_has_no_footnote(two: list[Path]) -> None:
     assert len(r.table(two[:1]).splitlines()) == 2
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fl_engine.fleet.uniformity import MEASURED
 from tests.harness.processes import Done, marked
 from tests.harness.world import BUCKET, Place
 from tests.k8s import fake
 
-MAY_DIFFER = ("seconds", "peak_mb")
+MAY_DIFFER = ("seconds", "peak_mb", MEASURED)
 """Prefixes of metrics that are measured. `seconds_simulated` is not measured: it is the simulated clock's."""
 ENDS_S = 10.0
 """Seconds within which a process has to end after the run."""

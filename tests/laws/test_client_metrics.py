@@ -97,6 +97,7 @@ WRONG: list[tuple[tuple[Any, ...], str]] = [
     (("free", 0, 1), "the engine has a figure of that name"),
     (("client", 0, 1), "the engine has a figure of that name"),
     (("seconds_simulated", 0, 1), "the engine has a figure of that name"),
+    (("seconds_compute", 0, 1), "the engine has a figure of that name"),
     (("a b", 0, 1), "a plain identifier"),
     (("", 0, 1), "a plain identifier"),
     (("größe", 0, 1), "a plain identifier"),

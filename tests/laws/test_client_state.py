@@ -443,7 +443,7 @@ def test_its_bytes_count_as_traffic(memory_store: Any) -> None:
         assert row.metrics["bytes_up"] == len(asked) * whole, "the head comes as state instead of as weights"
         for line in row.clients:
             moved = 2 * whole + head * (line["client"] in seen)
-            expected = simulated_seconds(SITE.fleet[line["client"]], line["macs"], moved)
+            expected = simulated_seconds(SITE.fleet[line["client"]], line["macs"], moved).total
             assert line["seconds_simulated"] == expected
         seen |= asked
     assert sum(math.prod(shape) for shape in full_shapes(TinyNet()).values()) * 4 == whole
@@ -452,9 +452,9 @@ def test_its_bytes_count_as_traffic(memory_store: Any) -> None:
 def test_what_the_server_computes_by_itself_is_no_traffic() -> None:
     run = Run(HEADS, SITE, RoundsConfig())
     update = update_of()
-    free = run.seconds(update, replace(ORDER, memory={"classifier.bias": torch.zeros(4)}))
-    paid = run.seconds(update, replace(ORDER, memory={"state/classifier.bias": torch.zeros(4)}))
-    assert free == run.seconds(update, ORDER) < paid
+    free = run.times(update, replace(ORDER, memory={"classifier.bias": torch.zeros(4)}))
+    paid = run.times(update, replace(ORDER, memory={"state/classifier.bias": torch.zeros(4)}))
+    assert free == run.times(update, ORDER) < paid
 
 
 def test_a_coordinator_that_was_replaced_deletes_nothing_of_its_successor(tmp_path: Path) -> None:

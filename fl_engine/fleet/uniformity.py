@@ -1,0 +1,86 @@
+"""Uniformity: how evenly the clients of a round finish. 0: all at the same moment; the larger, the longer the first
+ones wait for the others.
+
+Source: Enhancing Communication Efficiency and Training Time Uniformity in Federated Learning through Multi-Branch
+Networks and the Oort Algorithm, Section 5.3.3, Equation (1). The paper prints about 532 without and 313 with branches;
+it says neither the unit nor who is averaged over. Here times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+NAMES = (
+    "uniformity",
+    "uniformity_answered",
+    "uniformity_compute",
+    "uniformity_communication",
+    "uniformity_real",
+    "time_variance",
+)
+"""What `measured` calls its figures."""
+MEASURED = "uniformity_real"
+"""The one that is not the same again when a run is repeated; the others are the simulated clock's."""
+
+
+class Times(NamedTuple):
+    """Seconds of one client in one round: on the simulated clock in all, of these to compute and to communicate; and
+    what the client itself measured of its training."""
+
+    total: float
+    compute: float
+    communication: float
+    real: float
+
+
+def uniformity(seconds: Sequence[float]) -> float:
+    """sqrt(mean_i (t_i - min t)^2), in the unit of the `seconds`, which are one number or more (Equation (1))."""
+    late = np.asarray(seconds, dtype=np.float64)
+    late = late - late.min()
+    longest = late.max()
+    if not longest > 0:
+        return 0.0
+    return float(longest * np.sqrt(np.mean(np.square(late / longest))))  # scaled: the square of a large time overflows
+
+
+def measured(asked: Sequence[Times], answered: Sequence[Times], alone: bool) -> dict[str, float]:
+    """The metrics of a round.
+
+    `asked`: the clients whose update arrived, whether it is merged or not; late ones count. A client that sent no
+    update (it dropped out, had no room, failed, lost its pod, or was not waited for by the clock on the wall), or one
+    that cannot be read or trusted, has no known time and is left out. `answered`: those whose update is merged.
+    `alone`: each client trains by itself, so that its measured seconds are its own; clients that train side by side
+    share their steps.
+
+    uniformity                of the time on the simulated clock
+    uniformity_compute        of the part of it in which clients compute,
+    uniformity_communication  and of the part in which they receive and send
+    uniformity_real           of the seconds of training that clients measured, with `alone`
+    uniformity_answered       as `uniformity`, over those that answered
+    time_variance             the variance (over n) of the time on the simulated clock, in seconds squared
+
+    Without clients a metric is left out.
+    """
+    found: dict[str, float] = {}
+    if asked:
+        total, compute, communication, real = zip(*asked, strict=True)
+        found["uniformity"] = uniformity(total)
+        found["uniformity_compute"] = uniformity(compute)
+        found["uniformity_communication"] = uniformity(communication)
+        if alone:
+            found["uniformity_real"] = uniformity(real)
+        found["time_variance"] = float(np.var(np.asarray(total, dtype=np.float64)))
+    if answered:
+        found["uniformity_answered"] = uniformity([times.total for times in answered])
+    return found
+
+
+def of_a_run(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of the metrics of all rounds: the mean of each of NAMES over the rounds that have it; one that no round has is
+    left out (an earlier version's run, or one in which nobody answered)."""
+    by_name = {name: [metrics[name] for metrics in rounds if metrics.get(name) is not None] for name in NAMES}
+    return {name: fmean(values) for name, values in by_name.items() if values}
