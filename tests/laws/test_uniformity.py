@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from hypothesis import strategies as st
 
 from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.backends import InProcess
+from fl_engine.core import measures
+from fl_engine.core.errors import IntegrityError
+from fl_engine.exchange.mailbox import Closed
 from fl_engine.fleet import faults
 from fl_engine.fleet.uniformity import MEASURED, NAMES, Times, measured, of_a_run, uniformity
 from fl_engine.rounds import loop
@@ -190,11 +194,8 @@ class Dies(Exception):
     """The coordinator is killed."""
 
 
-@pytest.mark.parametrize("terms", [{"over_provision": 2.0}, {"deadline_s": 0.2}])
-def test_a_kill_between_closing_and_merging_a_round_keeps_the_times_of_late_clients(
-    tmp_path: Path, terms: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, expected = federate(tmp_path / "whole", **terms)
+def killed_when_round_2_was_closed(folder: Path, monkeypatch: pytest.MonkeyPatch, **terms: Any) -> Path:
+    """The run is killed before the merge; its record of the round's answers."""
     merge: Callable[..., Any] = AllLarge.merge
 
     def killed(self: Any, state: Any, plan: Any, *more: Any) -> Any:
@@ -205,8 +206,17 @@ def test_a_kill_between_closing_and_merging_a_round_keeps_the_times_of_late_clie
     with monkeypatch.context() as patched:
         patched.setattr(AllLarge, "merge", killed)
         with pytest.raises(Dies):
-            federate(tmp_path / "killed", keep_updates=True, **terms)
-    assert list((tmp_path / "killed").rglob("closed.json")), "the round was closed"
+            federate(folder, keep_updates=True, **terms)
+    (closed,) = folder.rglob("closed.json")
+    return closed
+
+
+@pytest.mark.parametrize("terms", [{"over_provision": 2.0}, {"deadline_s": 0.2}])
+def test_a_kill_between_closing_and_merging_a_round_keeps_the_times_of_late_clients(
+    tmp_path: Path, terms: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, expected = federate(tmp_path / "whole", **terms)
+    killed_when_round_2_was_closed(tmp_path / "killed", monkeypatch, **terms)
     final, rows = federate(tmp_path / "killed", keep_updates=True, **terms)
     assert_same_bits(final.params, whole.params)
     for one, other in zip(rows, expected, strict=True):
@@ -216,3 +226,45 @@ def test_a_kill_between_closing_and_merging_a_round_keeps_the_times_of_late_clie
             assert {k: v for k, v in line.items() if k != "seconds"} == {
                 k: v for k, v in same.items() if k != "seconds"
             }
+
+
+def test_a_closed_round_of_an_older_version_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record does not say what late clients took: they have no time, and the model is the same."""
+    terms = {"over_provision": 2.0}
+    whole, expected = federate(tmp_path / "whole", **terms)
+    closed = killed_when_round_2_was_closed(tmp_path / "killed", monkeypatch, **terms)
+    record = json.loads(closed.read_text())
+    assert len(record["times"]) == len(record["refused"]) > 0
+    damaged = record | {"times": {client: [0.0] * 4 for client in record["times"]}}
+    closed.write_text(json.dumps(damaged))
+    with pytest.raises(IntegrityError, match="checksum"):
+        federate(tmp_path / "killed", keep_updates=True, **terms)
+    old = Closed.model_validate({**record, "times": {}}).sealed()
+    closed.write_text(old.model_dump_json(exclude={"times"}))
+    final, rows = federate(tmp_path / "killed", keep_updates=True, **terms)
+    assert_same_bits(final.params, whole.params)
+    late = [line for line in rows[1].clients if "failure" in line]
+    assert late and not any("seconds_simulated" in line for line in late)
+    assert rows[1].metrics["uniformity"] == rows[1].metrics["uniformity_answered"]
+    assert rows[1].metrics["uniformity_answered"] == expected[1].metrics["uniformity_answered"]
+
+
+def test_a_client_that_lies_about_its_seconds_moves_the_real_clock_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worst that passes is the bound, a pod's life of seven days; the simulated clock does not listen."""
+    whole, expected = federate(tmp_path / "honest", keep_updates=True)
+    run: Callable[..., Any] = InProcess.run
+    worst = measures.FIGURES["seconds"][1]
+
+    def lying(self: Any, algorithm: Any, plan: Any) -> Any:
+        for outcome in run(self, algorithm, plan):
+            liar = outcome.client == min(plan.order_of)
+            yield replace(outcome, metrics={**outcome.metrics, "seconds": worst}) if liar else outcome
+
+    monkeypatch.setattr(InProcess, "run", lying)
+    final, rows = federate(tmp_path / "lied to", keep_updates=True)
+    assert_same_bits(final.params, whole.params)
+    for one, other in zip(rows, expected, strict=True):
+        assert {k: one.metrics[k] for k in FIGURES} == {k: other.metrics[k] for k in FIGURES}
+        assert worst / 10 < one.metrics[MEASURED] <= worst
