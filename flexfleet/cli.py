@@ -68,7 +68,10 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--seeds", metavar="LIST", help="0,1,2 (default: the configuration's seed alone, or the suite's)")
     c.add_argument("--id", metavar="NAME", help="name of the comparison's folder (default: the time)")
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, one thread each (default: 1)")
-    c.add_argument("--to", metavar="LIST", help="accuracies to reach with the full model, as shares: 0.4,0.45")
+    c.add_argument(
+        "--to", metavar="LIST",
+        help="accuracies to reach with the full model, as shares: 0.4,0.45; in rounds, simulated seconds and MB",
+    )  # fmt: skip
     c.add_argument(
         "--central", type=Path, nargs="+", default=[], metavar="DIR",
         help="folders of central trainings, one for each seed: a reference in the tables",
