@@ -97,12 +97,14 @@ def due(
         if not isinstance(answer, ClientUpdate) or answer.client in first:
             found.add(answer, answers.size(answer.client) if isinstance(answer, ClientUpdate) else None)
             down[order.client] = tensor_bytes(order.travels)
+            if order.client in answers.times:
+                found.times[order.client] = answers.times[order.client]
             continue
         file = files.put(changed(answer, order, run.site.layout))
         without = replace(answer, payload={}, encoded=None)
         bare = replace(order, payload={}, memory={}, encoded=None)
         sizes = tensor_bytes(order.travels), answers.size(answer.client)
-        waiting.append(Flight(bare, without, finish[answer.client], *sizes, file))
+        waiting.append(Flight(bare, without, answers.times[answer.client], finish[answer.client], *sizes, file))
     stale = dict.fromkeys((head.client for head in new if head.client in first), 0)
     orders = [order for order in plan.orders if order.client in down]
     for flight in flying:
@@ -111,6 +113,7 @@ def due(
             waiting.append(flight)
             continue
         stale[client], down[client] = plan.round - flight.order.round, flight.down
+        found.times[client] = flight.times
         weight = (1 + stale[client]) ** -run.terms.staleness
         payload = moved(state, flight, files.get(flight.file), weight, run.site.layout, run.site.pool)
         found.add(replace(flight.update, round=plan.round, payload=payload), flight.up)

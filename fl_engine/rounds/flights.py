@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from fl_engine.core.errors import IntegrityError, ModelError, brief
 from fl_engine.core.fields import Index, NotNegative
 from fl_engine.core.types import ClientUpdate, SubmodelSpec, WorkOrder
+from fl_engine.fleet.uniformity import Times
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.kept_files import FILE, KeptFiles
 from fl_engine.storage.records import Record
@@ -27,6 +28,8 @@ class Flight:
 
     order: WorkOrder
     update: ClientUpdate
+    times: Times
+    """What the order takes."""
     finish: float
     """Seconds on the simulated clock."""
     down: int
@@ -51,7 +54,7 @@ class Waiting(Record):
     """The pool model that was trained, where it is one."""
     examples: Index
     metrics: dict[str, float]
-    elapsed: NotNegative
+    times: Times
     finish: NotNegative
     down: Index
     up: Index
@@ -75,7 +78,7 @@ def said(flying: Sequence[Flight]) -> list[dict[str, Any]]:
             trained=flight.update.level,
             examples=flight.update.num_examples,
             metrics=dict(flight.update.metrics),
-            elapsed=flight.update.elapsed,
+            times=flight.times,
             finish=flight.finish,
             down=flight.down,
             up=flight.up,
@@ -97,8 +100,8 @@ def read(rest: Mapping[str, Any]) -> tuple[Flight, ...]:
 def _flight(w: Waiting) -> Flight:
     order = WorkOrder(w.round, w.client, SubmodelSpec.from_json(w.sent), {}, w.seed, w.level, w.hints)
     spec = SubmodelSpec.from_json(w.spec)
-    update = ClientUpdate(w.round, w.client, spec, {}, w.examples, w.metrics, w.trained, w.elapsed)
-    return Flight(order, update, w.finish, w.down, w.up, w.file)
+    update = ClientUpdate(w.round, w.client, spec, {}, w.examples, w.metrics, w.trained, w.times.total)
+    return Flight(order, update, w.times, w.finish, w.down, w.up, w.file)
 
 
 def files_in(checkpoints: Checkpoints) -> KeptFiles:
