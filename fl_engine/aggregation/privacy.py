@@ -305,6 +305,17 @@ def check_terms(algorithm: Algorithm, terms: Terms) -> None:
         )
 
 
+def check_trace(algorithm: Algorithm, traced: bool) -> None:
+    """Raises ConfigError where a trace says who is online: which clients a round asks would depend on how long those
+    before it took, hence on how many samples their clients hold; and a draw among those that are online is no draw
+    among all."""
+    if traced and is_private(algorithm):
+        raise ConfigError(
+            "algorithm.aggregation is private, so who takes part must not depend on how long others took: set "
+            "fleet.trace=null"
+        )
+
+
 # ------------------------------------------------------------------------------------------------- accounting
 def epsilon(algorithm: Algorithm, fleet: Sequence[Device], pool: Pool, rounds: int) -> float | None:
     """The epsilon that this many rounds have spent, at the aggregation's delta; None: it is not private.

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
@@ -61,7 +61,7 @@ class Contract(Generic[T]):
 
     what: str
     """In errors."""
-    registry: Mapping[str, type[T]]
+    registry: Mapping[str, type[T]] = field(hash=False)
     protocol: type
     """Every method and attribute of it is required."""
     needs: tuple[str, ...] = ()

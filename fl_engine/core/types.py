@@ -521,12 +521,13 @@ class RoundContext:
     round: int
     seed: int
     fleet: tuple[Device, ...]
-    """All devices; client i is number i."""
+    """All devices; client i is number i. Their speeds and bandwidths are nominal, whatever a trace says."""
     available: tuple[Device, ...]
-    """Those that can be asked now, in client order."""
+    """Those that can be asked now, in client order, with the speed and the bandwidth that they have now."""
     pool: Pool
     clock: float = 0.0
-    """Seconds that the earlier rounds took on the simulated clock."""
+    """When the round begins on the simulated clock: seconds that the earlier rounds took, and those in
+    which nobody was online."""
     over_provision: float = 1.0
     """How many times more clients are asked than updates are merged."""
     slots: int | None = None

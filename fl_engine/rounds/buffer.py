@@ -127,7 +127,7 @@ def due(
 def recorded(run: Run, plan: RoundPlan, due: Due, began: float) -> Record:
     """What was measured of the clients whose updates are merged, or that failed; `bytes_down` is what was sent in this
     round. `plan`: the orders of this round. `began`: its first second on the simulated clock."""
-    record = recorder.recorded(run, due.plan, due.answers, due.down)
+    record = recorder.recorded(run, due.plan, due.answers, began, due.down)
     for line in record.clients:
         if line["client"] in due.stale:
             line["staleness"] = due.stale[line["client"]]

@@ -50,9 +50,10 @@ class Clients:
     """Stores updates that wait for their time; None: rounds are synchronous."""
 
 
-def collect(run: Run, plan: RoundPlan, history: History, clients: Clients) -> Collected:
+def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin: float = 0.0) -> Collected:
     """Asks all clients of the plan, waits for them, and decides whose updates are merged. Each update is decoded and
-    checked once. Raises Stopped after the answer at hand where `should_stop` says so."""
+    checked once. `begin`: when the round began on the simulated clock. Raises Stopped after the answer at hand where
+    `should_stop` says so."""
     answers = Answers() if clients.mailbox is None else Answers(BESIDE_A_STORE)
     moved, waited = dict[int, Moved](), 0.0
     size = _size(plan, history)
@@ -63,13 +64,13 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients) -> Co
     if closed is not None and clients.mailbox is not None:
         moved, answers.times = closed.moved, dict(closed.times)
         for client in sorted(closed.accepted):
-            answers.add(_known(run, plan, clients.mailbox.accepted(plan, client, closed), answers.times))
+            answers.add(_known(run, plan, clients.mailbox.accepted(plan, client, closed), answers.times, begin))
         return Collected(answers, acceptance.remembered(history, moved, size), waited)
 
     arrivals: dict[int, Arrival] = {}
 
     def receive(outcome: Outcome) -> None:
-        outcome = _known(run, plan, outcome, answers.times)
+        outcome = _known(run, plan, outcome, answers.times, begin)
         if isinstance(outcome, ClientUpdate) and not acceptance.unconditional(run.terms):
             far = movement(outcome, plan.order_of[outcome.client], run.site.layout)
             moved[outcome.client], arrivals[outcome.client] = far, Arrival(far, outcome.elapsed)
@@ -108,13 +109,17 @@ def _adopted(plan: RoundPlan, mailbox: Mailbox, receive: Callable[[Outcome], Non
     return replace(plan, orders=tuple(o for o in plan.orders if o.client not in done), adopted=updates)
 
 
-def _known(run: Run, plan: RoundPlan, outcome: Outcome, times: dict[int, Times]) -> Outcome:
-    """The outcome, with what the server itself knows of an update; adds what it took to `times`."""
+def _known(run: Run, plan: RoundPlan, outcome: Outcome, times: dict[int, Times], begin: float) -> Outcome:
+    """The outcome, with what the server itself knows of an update; adds what it took to `times`. A client that went
+    offline on the simulated clock before it was done has dropped out, wherever it really trained."""
     if isinstance(outcome, ClientFailure):
         return outcome
+    took = run.times(outcome, plan.order_of[outcome.client], begin)
+    if took is None:
+        return ClientFailure(outcome.round, outcome.client, "drop", "went offline before it was done (fleet.trace)")
     level = index_of(run.site.pool, run.site.layout, outcome.spec)
-    times[outcome.client] = run.times(outcome, plan.order_of[outcome.client])
-    return replace(outcome, level=level, elapsed=times[outcome.client].total)
+    times[outcome.client] = took
+    return replace(outcome, level=level, elapsed=took.total)
 
 
 def _size(plan: RoundPlan, history: History) -> Moved:

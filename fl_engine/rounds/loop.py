@@ -87,7 +87,7 @@ def federate(
         for round in range(first, terms.stop):
             try:
                 progress, row = play(run, progress, round, clients)
-            except Stopped:
+            except (Stopped, ConfigError):  # nobody comes online any more, for one
                 commit()
                 raise
             peak = resident_peak()

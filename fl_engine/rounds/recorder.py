@@ -27,14 +27,17 @@ class Record:
     """A line for each client that was asked, in client order."""
 
 
-def recorded(run: Run, plan: RoundPlan, answers: Answers, sent_bytes: Mapping[int, int] | None = None) -> Record:
+def recorded(
+    run: Run, plan: RoundPlan, answers: Answers, begin: float = 0.0, sent_bytes: Mapping[int, int] | None = None
+) -> Record:
     """Bytes are those of the tensors that travel, there and back: 4 for each parameter, or what a codec makes of them,
     and 4 for each number of what a client keeps. Waste is the share of the weights' bytes that was sent in vain
     (AdaptiveFL Sec. 4.1): 1 - sum size(back) / sum size(sent); it is below 0 where the codec of the way up makes more
     of them. A simulated round ends with the slowest client that it takes, or at its deadline where one has not come by
     then; another that failed is not waited for. `uniformity.measured` says how evenly the clients finish.
 
-    `sent_bytes`: by client, of the weights that it was sent, where the orders no longer hold them."""
+    `begin`: when the round began on that clock. `sent_bytes`: by client, of the weights that it was sent, where the
+    orders no longer hold them."""
     lines, updates, failures = [], list[ClientUpdate](), list[ClientFailure]()
     pruned = 0
     for head in answers.heads():
@@ -77,6 +80,10 @@ def recorded(run: Run, plan: RoundPlan, answers: Answers, sent_bytes: Mapping[in
         metrics["seconds_simulated"] = deadline_s
     elif updates:
         metrics["seconds_simulated"] = max(update.elapsed for update in updates)
+    else:
+        dropped = [failure.client for failure in failures if failure.stage == "drop"]
+        lasted = run.without_updates(plan, dropped, begin)
+        metrics |= {} if lasted is None else {"seconds_simulated": lasted}
     if updates:
         examples = sum(update.num_examples for update in updates)
         metrics["train_loss"] = sum(u.metrics["loss"] * u.num_examples for u in updates) / examples

@@ -38,22 +38,28 @@ class Progress:
 def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
     """The round's outcome, and what was measured of it. Raises Stopped."""
     started = time.monotonic()
-    context = run.context(round, before.clock, {flight.order.client for flight in before.flying})
+    # Nobody waits for clients to come online while others are at work.
+    begin = before.clock if before.flying else run.begins(round, before.clock)
+    context = run.context(round, begin, {flight.order.client for flight in before.flying})
     plan = run.algorithm.plan(before.state, context)
     plan = coding.sent(plan, run.site.pool, run.codecs, run.site.seed)
     plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, round))
     plan = kept.handed_out(run, plan, before.states, clients.states)
     planned = time.monotonic()
-    collected = collect(run, plan, before.history, clients)
+    collected = collect(run, plan, before.history, clients, begin)
     due = None
     if clients.flights is not None:
-        due = buffer.due(run, before.state, plan, collected.answers, before.flying, before.clock, clients.flights)
+        due = buffer.due(run, before.state, plan, collected.answers, before.flying, begin, clients.flights)
     answers = collected.answers if due is None else due.answers
     state = run.algorithm.merge(before.state, plan if due is None else due.plan, answers, run.server)
     states = kept.taken_in(before.states, answers, clients.states)
     merged = time.monotonic()
-    record = recorded(run, plan, answers) if due is None else buffer.recorded(run, plan, due, before.clock)
+    record = recorded(run, plan, answers, begin) if due is None else buffer.recorded(run, plan, due, begin)
     metrics = record.metrics
+    if run.trace is not None:
+        metrics["clients_online"] = float(len(context.available))
+        metrics["simulated_wait"] = begin - before.clock
+        metrics["seconds_simulated"] += metrics["simulated_wait"]
     metrics["seconds_plan"] = planned - started
     metrics["seconds_train"] = collected.waited
     metrics |= {f"seconds_train/{phase}": seconds for phase, seconds in clients.backend.phases.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,13 +11,15 @@ from fl_engine.aggregation import privacy
 from fl_engine.core import workload
 from fl_engine.core.client_state import apart, kept_by_clients
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.types import ClientUpdate, Codecs, Header, RoundContext, WorkOrder
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.types import ClientUpdate, Codecs, Device, Header, RoundContext, RoundPlan, WorkOrder
 from fl_engine.core.workload import Epochs
 from fl_engine.exchange import sealing
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
-from fl_engine.fleet import faults
-from fl_engine.fleet.devices import simulated_seconds
+from fl_engine.fleet import faults, trace
+from fl_engine.fleet.devices import Took, simulated_seconds
+from fl_engine.fleet.trace import Trace
 from fl_engine.fleet.uniformity import Times
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection.capacity import round_size
@@ -34,19 +37,40 @@ class Run:
     """A private aggregation's noise, and who takes part, come from it instead of the site's seed."""
     codecs: Codecs = Codecs()
     """Of orders whose level has none of its own."""
+    trace: Trace | None = None
+    """What the devices do over time; None: all are online, each with its own speed and bandwidth."""
+    wait_s: float = 86_400.0
+    """The longest that a round waits for a client to come online, in seconds of the simulated clock."""
 
     @cached_property
     def server(self) -> ServerSite:
         return ServerSite(self.site, self.devices[0])
 
+    def begins(self, round: int, clock: float) -> float:
+        """When the round begins, on the simulated clock, if those before it end at `clock`: as soon as a client is
+        online. Raises ConfigError where that takes longer than `wait_s`."""
+        if self.trace is None:
+            return clock
+        begin = clock
+        while not self.trace.now(begin).online.any():
+            begin = self.trace.arrives(begin)
+            if begin - clock > self.wait_s:
+                when = f"the next comes after {begin - clock:g} s" if begin < math.inf else "nobody comes any more"
+                raise ConfigError(
+                    f"round {round + 1}: no client is online {clock:g} s after the run's begin on the simulated "
+                    f"clock, and {when}; fleet.wait_s = {self.wait_s:g} is the longest to wait. Raise it, or give "
+                    "fleet.trace more clients or a repeat_s; what was committed stays"
+                )
+        return begin
+
     def context(self, round: int, clock: float, busy: Collection[int] = ()) -> RoundContext:
-        """What the round is planned from. `clock`: simulated seconds of the rounds before. `busy`: clients that are
-        still at work, where rounds are asynchronous."""
+        """What the round is planned from. `clock`: when it begins. `busy`: clients that are still at work, where rounds
+        are asynchronous."""
         return RoundContext(
             round=round,
             seed=self.site.seed if self.noise_key is None else privacy.plan_seed(self.noise_key),
             fleet=self.site.fleet,
-            available=tuple(d for d in self.site.fleet if d.client not in busy),
+            available=tuple(device for device in self._online(clock) if device.client not in busy),
             pool=self.site.pool,
             clock=clock,
             over_provision=self.terms.over_provision,
@@ -55,22 +79,40 @@ class Run:
             draws=self._draws,
         )
 
+    def _online(self, clock: float) -> tuple[Device, ...]:
+        return self.site.fleet if self.trace is None else trace.online(self.site.fleet, self.trace.now(clock))
+
     @cached_property
     def at_once(self) -> int:
         """How many clients are at work where rounds are asynchronous."""
         fraction: float = self.algorithm.training.fraction  # type: ignore[attr-defined]
         return round_size(fraction, len(self.site.fleet))
 
-    def times(self, update: ClientUpdate, order: WorkOrder) -> Times:
+    def times(self, update: ClientUpdate, order: WorkOrder, begin: float) -> Times | None:
         """What the order took on the simulated clock, with the transfer of its weights, and of what the client keeps,
-        there and back; and what the client measured."""
+        there and back, in a round that began at `begin`; and what the client measured. None: the client went offline
+        before it was done."""
+        took = self._took(update, order, begin)
+        return None if took is None else Times(took.total, *took, update.metrics.get("seconds", 0.0))
+
+    def _took(self, update: ClientUpdate, order: WorkOrder, begin: float) -> Took | None:
         fault = faults.befalls(self._faults, self.site.seed, order.round, order.client, len(self.site.fleet))
-        moved = tensor_bytes(order.travels) + tensor_bytes(update.travels)
-        moved += tensor_bytes(apart(order.memory)[1]) + tensor_bytes(update.state)
-        took = simulated_seconds(self.site.fleet[order.client], update.metrics.get("macs", 0.0), moved)
-        slow = faults.slowness(fault)
-        real = update.metrics.get("seconds", 0.0)
-        return Times(slow * took.total, slow * took.compute, slow * took.communication, real)
+        slow, macs = faults.slowness(fault), update.metrics.get("macs", 0.0)
+        down = tensor_bytes(order.travels) + tensor_bytes(apart(order.memory)[1])
+        up = tensor_bytes(update.travels) + tensor_bytes(update.state)
+        if self.trace is not None:
+            return trace.took(self.trace, order.client, begin, slow * down, slow * macs, slow * up)
+        found = simulated_seconds(self.site.fleet[order.client], macs, down + up)
+        return Took(slow * found.compute, slow * found.communication)
+
+    def without_updates(self, plan: RoundPlan, dropped: Iterable[int], begin: float) -> float | None:
+        """How long a round lasts on the simulated clock that takes no update and has no deadline: until the last client
+        that dropped out has gone offline; where nobody was asked, until somebody else comes online, so that the next
+        round finds something else. None: without a trace it takes no time."""
+        if self.trace is None:
+            return None
+        ends = [self.trace.leaves(client, begin) for client in dropped] if plan.orders else [self.trace.arrives(begin)]
+        return max((end - begin for end in ends if end < math.inf), default=0.0)
 
     @property
     def alone(self) -> bool:

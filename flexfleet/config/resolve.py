@@ -44,6 +44,7 @@ def algorithm(config: Config) -> Algorithm:
     client_metrics(built)  # raises if a declaration is wrong
     privacy.check_terms(built, config.rounds)
     buffer.check(built, config.rounds)
+    privacy.check_trace(built, config.fleet.trace is not None)
     ambient = config.run.backend == "kubernetes" and config.kubernetes.access == "ambient"
     ours = kind in ALGORITHMS.values()
     stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None

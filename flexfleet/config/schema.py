@@ -20,6 +20,7 @@ from fl_engine.core.samplers import Sampling, Shuffle
 from fl_engine.core.schedules import Constant, Scheduling
 from fl_engine.data.partitioning import Rule
 from fl_engine.fleet.devices import FLEETS, Tier
+from fl_engine.fleet.traces import Tracing
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.training.numerics import Precision, Strategy
 
@@ -88,6 +89,14 @@ class FleetConfig(Section):
     second) and bandwidth (10^6 bits per second) drive the simulated clock; the defaults are assumed. Or the name of a
     fleet of `fl_engine.fleet.devices`, where each is explained; 4:3:3 is the default, FlexFL's Table I
     (weak:medium:strong)."""
+    trace: Tracing | None = None
+    """When each device is online, how fast it is then, and its bandwidth, over the simulated clock's time
+    (docs/guides/traces.md): a path is a CSV file, or one of JSON lines, with client, time, compute, bandwidth, online;
+    lognormal draws them; fedscale reads FedScale's data. null: all are online, each with its tier's speed and
+    bandwidth."""
+    wait_s: Annotated[Positive, Moves.LENGTH] = 86_400.0
+    """Seconds on the simulated clock that a round waits at most for a client to come online; then the run stops with
+    an error."""
 
 
 class CodecConfig(Section):

@@ -145,6 +145,8 @@ class RunFile(Artifact):
     resumed after the same rounds on the same machines."""
     pool_sha256: str
     partition_sha256: str
+    trace_sha256: str | None = None
+    """Of the files that `fleet.trace` names, together; null: it names none."""
     mlflow_run_id: str | None = None
     key_at: str | None = None
     """Where the run's key is kept (`keys`), for people to read; null: it has none."""

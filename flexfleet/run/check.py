@@ -16,6 +16,7 @@ from fl_engine.preparation import assumed, preparation
 from fl_engine.preparation.confusion import check_classes
 from fl_engine.rounds.run import Run
 from flexfleet.config import Config
+from flexfleet.steps.federate import trace_of
 from flexfleet.steps.partition import cut, site_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.pretrain import need_proxy, settings_of
@@ -45,8 +46,9 @@ def check(resolved: Resolved) -> dict[str, Any]:
     pool = algorithm.pool(family, assumed(algorithm, family), server)
     initial = initial_params(family, seeds.derive(config.seed, "init"))
     site = Site(family, pool, fleet, data, parts, config.seed)
-    run = Run(algorithm, site, config.rounds)
-    algorithm.plan(algorithm.init(initial, site.layout, fleet, pool, run.server), run.context(0, 0.0))
+    run = Run(algorithm, site, config.rounds, trace=trace_of(config, site)[0], wait_s=config.fleet.wait_s)
+    start = algorithm.init(initial, site.layout, fleet, pool, run.server)
+    algorithm.plan(start, run.context(0, run.begins(0, 0.0)))
     return {
         "ok": True,
         "dataset": data.name,

@@ -32,7 +32,8 @@ from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.server import ServerSite
 from fl_engine.exchange.updates import KeyOf, key_of
-from fl_engine.fleet import devices, faults
+from fl_engine.fleet import devices, faults, traces
+from fl_engine.fleet.trace import Trace
 from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
@@ -158,6 +159,7 @@ def _federate(
     if private or in_pods:
         place = keys.place(config, run_id, store, out)
         key, key_at = keys.key_of_run(place, store, known), str(place)
+    trace, trace_sha256 = trace_of(config, site)
     ledger = ledger_in(store, config.rounds.keep_every, rules, *_signing(key if in_pods else None), held)
 
     run = RunFile(
@@ -167,6 +169,7 @@ def _federate(
         numerics=describe(site.numerics, config.run.devices),
         pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
+        trace_sha256=trace_sha256,
         mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
         key_at=key_at,
         key_sha256=sha256(key) if key is not None else known.key_sha256 if known else None,
@@ -181,7 +184,7 @@ def _federate(
     run.write(out / "run.json")
     mlflow = track.start(config, run, out, tags)
     if mlflow is not None:
-        track.inputs(mlflow, config, site.partition.data, run.partition_sha256)
+        track.inputs(mlflow, config, site.partition.data, run.partition_sha256, run.trace_sha256)
         run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
         run.write(out / "run.json")
     _put_site(ledger, out, partition_dir, pool_dir)
@@ -197,7 +200,16 @@ def _federate(
             BACKENDS[config.run.backend](_surroundings(config, site, ledger.mailbox, run_id, should_stop)) as backend,
         ):
             final = loop.federate(
-                Run(algorithm, site, config.rounds, config.run.devices, noise_key, configs.codecs(config)),
+                Run(
+                    algorithm,
+                    site,
+                    config.rounds,
+                    config.run.devices,
+                    noise_key,
+                    configs.codecs(config),
+                    trace,
+                    config.fleet.wait_s,
+                ),
                 initial,
                 backend,
                 ledger,
@@ -226,6 +238,16 @@ def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path) -> Site:
     numerics = _numerics(config, family, data.task)
     sealed = config.run.backend == "kubernetes" and config.kubernetes.state_key is not None
     return Site(family, pool, fleet, data, parts, config.seed, numerics, faults=struck, sealed=sealed)
+
+
+def trace_of(config: Config, site: Site) -> tuple[Trace | None, str | None]:
+    """What the devices do over time, and the sha256 of the files that say it. Raises ConfigError and DataError."""
+    source = config.fleet.trace
+    if source is None:
+        return None, None
+    samples = [len(indices) for indices in site.partition.clients]
+    digest = traces.digest(source) if source.files else None
+    return source.trace(site.fleet, samples, config.seed), digest
 
 
 def initial_state(resolved: Resolved, site: Site) -> Any:
@@ -326,7 +348,7 @@ def _same_noise(known: RunFile, out: Path) -> None:
 
 
 def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None:
-    for name in ("pool_sha256", "partition_sha256"):
+    for name in ("pool_sha256", "partition_sha256", "trace_sha256"):
         if getattr(known, name) != getattr(run, name):
             raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
     if accept_numerics:

@@ -130,12 +130,16 @@ def start(config: Config, run: RunFile, out: Path, given: Mapping[str, str]) -> 
     return tracker(config, name(config, given), about, run.mlflow_run_id)
 
 
-def inputs(mlflow: MLflow, config: Config, data_sha256: str, partition_sha256: str) -> None:
+def inputs(
+    mlflow: MLflow, config: Config, data_sha256: str, partition_sha256: str, trace_sha256: str | None = None
+) -> None:
     """Logs the run's data, with digests, and the environment in which it runs."""
     root = masked(config.dataset.root or "FLEXFLEET_DATA")
     mlflow.dataset(config.dataset.name, data_sha256, f"{root}/{config.dataset.name}", "training and test data")
     clients = f"{config.partition.rule}, {config.partition.clients} clients"
     mlflow.dataset(f"partition: {clients}", partition_sha256, "partition/partition.json", "who holds what")
+    if trace_sha256 is not None and config.fleet.trace is not None:
+        mlflow.dataset("trace", trace_sha256, masked(", ".join(config.fleet.trace.files)), "who is online when")
     mlflow.file(environment(), "environment.json")
 
 

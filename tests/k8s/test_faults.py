@@ -15,6 +15,7 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, Refused, Stop
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.s3 import S3Store
+from flexfleet.files.artifacts import History
 from tests.k8s.fake import leftovers
 
 Rounds = Callable[..., Path]
@@ -41,6 +42,24 @@ def test_clients_that_misbehave_on_purpose_do_so_in_pods_as_elsewhere(
     (row,) = rows(remote, "struck")
     found = {failure.partition(",")[0][:20] for failure in failures(row)}
     assert found == {"drop: dropped out (r", "validate: finite: co", "validate: checksum: "}
+    assert not leftovers(cluster)
+
+
+def test_a_trace_decides_on_the_coordinator_and_pods_give_the_same_bits(
+    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows
+) -> None:
+    """A pod has no file of a trace, and needs none."""
+    drawn = "{name: lognormal, online_s: 2, offline_s: 2, bandwidth_s: 1, speed: 0.001, bandwidth: 0.5, repeat_s: 90}"
+    settings = (f"fleet.trace={drawn}", "training.fraction=0.5", "rounds.stop=3")
+    out = rounds("traced", *remote, *settings, "kubernetes.clients_per_pod=3")
+    here = rounds("here", *settings)
+    assert model(out) == model(here)
+    found, expected = rows(remote, "traced"), History.read(here / "history.json").rounds
+    for row, other in zip(found, expected, strict=True):
+        for name in ("seconds_simulated", "simulated_wait", "clients_online"):
+            assert row.metrics[name] == other["metrics"][name]
+        assert failures(row) == [line["failure"] for line in other["clients"] if "failure" in line]
+    assert any(failure.startswith("drop: went offline") for row in found for failure in failures(row))
     assert not leftovers(cluster)
 
 

@@ -63,7 +63,9 @@ def test_it_is_fedbuff_computed_step_by_step(memory_store: Any) -> None:
         for order in plan.orders:
             update = execute(algorithm, order, site)
             assert isinstance(update, ClientUpdate)
-            working[order.client] = (clock + run.times(update, order).total, round, update, order)
+            took = run.times(update, order, clock)
+            assert took is not None
+            working[order.client] = (clock + took.total, round, update, order)
         first = sorted(working, key=lambda client: working[client][0])[:2]
         clock = working[first[-1]][0]
         weights = torch.tensor([float(working[client][2].num_examples) for client in first], dtype=torch.float64)
@@ -234,7 +236,9 @@ def test_a_change_of_other_weights_is_refused() -> None:
     order = algorithm.plan(state, run.context(0, 0.0)).orders[0]
     update = execute(algorithm, order, site)
     assert isinstance(update, ClientUpdate)
-    flight = flights.Flight(order, update, run.times(update, order), 1.0, 1, 1, "x")
+    times = run.times(update, order, 0.0)
+    assert times is not None
+    flight = flights.Flight(order, update, times, 1.0, 1, 1, "x")
     for wrong in ({"a": torch.zeros(1)}, {next(iter(state.params)): torch.zeros(1)}):
         with pytest.raises(IntegrityError, match=r"flights/x is not the change of client"):
             buffer.moved(state, flight, wrong, 1.0, site.layout, site.pool)

@@ -452,9 +452,10 @@ def test_its_bytes_count_as_traffic(memory_store: Any) -> None:
 def test_what_the_server_computes_by_itself_is_no_traffic() -> None:
     run = Run(HEADS, SITE, RoundsConfig())
     update = update_of()
-    free = run.times(update, replace(ORDER, memory={"classifier.bias": torch.zeros(4)}))
-    paid = run.times(update, replace(ORDER, memory={"state/classifier.bias": torch.zeros(4)}))
-    assert free == run.times(update, ORDER) < paid
+    free = run.times(update, replace(ORDER, memory={"classifier.bias": torch.zeros(4)}), 0.0)
+    paid = run.times(update, replace(ORDER, memory={"state/classifier.bias": torch.zeros(4)}), 0.0)
+    assert free == run.times(update, ORDER, 0.0) and free is not None and paid is not None
+    assert free.total < paid.total
 
 
 def test_a_coordinator_that_was_replaced_deletes_nothing_of_its_successor(tmp_path: Path) -> None:

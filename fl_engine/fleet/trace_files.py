@@ -1,0 +1,294 @@
+"""Traces from files: rows of one's own (CSV or JSON lines), and FedScale's device and availability data as JSON.
+
+Rows, as CSV with a heading, or as JSON lines with the same names:
+
+    client,time,compute,bandwidth,online          {"client": 0, "time": 0, "compute": 2.0, "online": true}
+    0,0,2.0,30,1
+
+A row holds for its client from its time on, until the client's next row. Before the first one the client is offline; a
+client without rows never comes online. `compute` (10^9 multiply-adds per second) and `bandwidth` (10^6 bits per second)
+may be left empty: those of the device's tier. The rows of a client ascend in time; clients may be mixed.
+
+FedScale (Lai et al., ICML 2022, benchmark/dataset/data/device_info) publishes pickles, which can run any code when they
+are loaded, so they are never read here: docs/guides/traces.md says how to convert them elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from fl_engine.core.errors import ConfigError, DataError, brief, nearest, printable
+from fl_engine.core.fields import STRICT
+from fl_engine.core.types import Device
+from fl_engine.fleet.trace import Trace, trace_of
+
+T = TypeVar("T")
+
+COLUMNS = ("client", "time", "compute", "bandwidth", "online")
+NEEDED = ("client", "time", "online")
+LONGEST_LINE = 1000
+"""Bytes."""
+MOST_ROWS = 50_000_000
+MOST_BYTES = 2**29
+"""Of one of FedScale's files, which are read whole."""
+FLAGS = {"1": True, "0": False, "true": True, "false": False}
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Moment = Annotated[Number, Field(ge=0, le=1e9)]
+"""Seconds; 10^9 are 31 years."""
+Rate = Annotated[Number, Field(ge=1e-6, le=1e9)]
+
+
+class Row(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    client: int
+    time: Moment
+    online: bool
+    compute: Rate | None = None
+    bandwidth: Rate | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFile:
+    """Rows of one's own."""
+
+    __pydantic_config__: ClassVar = STRICT
+    name: Literal["file"] = "file"
+    path: str
+    """CSV or JSON lines."""
+    repeat_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Seconds after which the rows begin anew; null: a client's last row holds for ever."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.path,)
+
+    def trace(self, fleet: Sequence[Device], samples: Sequence[int], seed: int) -> Trace:
+        return read_rows(Path(self.path), fleet, math.inf if self.repeat_s is None else self.repeat_s)
+
+
+def read_rows(path: Path, fleet: Sequence[Device], period: float = math.inf) -> Trace:
+    """Raises DataError, which names the file and the line. Reads line by line, and holds 34 bytes of each."""
+    owner, time, online = array("q"), array("d"), array("b")
+    speed, bandwidth = array("d"), array("d")
+    last: dict[int, float] = {}
+    for number, row in _rows(path):
+        if not 0 <= row.client < len(fleet):
+            raise _at(path, number, f"there are clients 0 to {len(fleet) - 1} (partition.clients), got {row.client}")
+        if row.time <= last.get(row.client, -1.0):
+            said = f"the rows of a client ascend in time, client {row.client} has {row.time:g} after"
+            raise _at(path, number, f"{said} {last[row.client]:g}")
+        if row.time >= period:
+            raise _at(path, number, f"time {row.time:g} is not below fleet.trace.repeat_s = {period:g}")
+        if len(owner) == MOST_ROWS:
+            raise _at(path, number, f"at most {MOST_ROWS} rows are read")
+        last[row.client] = row.time
+        device = fleet[row.client]
+        owner.append(row.client)
+        time.append(row.time)
+        online.append(row.online)
+        speed.append(device.speed if row.compute is None else row.compute * 1e9)
+        bandwidth.append(device.bandwidth if row.bandwidth is None else row.bandwidth * 1e6 / 8)
+    if not owner:
+        raise DataError(f"{path}: it has no rows; expected {','.join(COLUMNS)}, one line for each change")
+    clients = np.frombuffer(owner, dtype=np.int64)
+    order = np.argsort(clients, kind="stable")
+    return Trace(
+        np.concatenate([[0], np.cumsum(np.bincount(clients, minlength=len(fleet)))]),
+        np.frombuffer(time)[order],
+        np.frombuffer(online, dtype=np.int8)[order].astype(np.bool_),
+        np.frombuffer(speed)[order],
+        np.frombuffer(bandwidth)[order],
+        np.full(len(fleet), period),
+    )
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """(number of the line from 1, its row)."""
+    columns: list[str] | None = None
+    for number, line in _lines(path):
+        if columns is None and not line.startswith("{"):
+            columns = _columns(path, number, line)
+            continue
+        try:
+            if columns is None or line.startswith("{"):
+                columns = columns or []
+                if columns:
+                    raise _at(path, number, f"{','.join(columns)} is expected, as in the heading, got JSON")
+                yield number, Row.model_validate_json(line)
+            elif not columns:
+                raise _at(path, number, f"JSON is expected, as in the first line, got {_short(line)}")
+            else:
+                yield number, Row.model_validate(_values(path, number, columns, line))
+        except ValidationError as error:
+            raise _at(path, number, brief(error)) from error
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are not empty, without what ends them. A longer one than LONGEST_LINE is never held."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(LONGEST_LINE + 1):
+                number += 1
+                if len(line) > LONGEST_LINE:
+                    raise _at(path, number, f"it is longer than {LONGEST_LINE} bytes")
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                except UnicodeDecodeError:
+                    raise _at(path, number, "it is no text in UTF-8") from None
+                if text:
+                    yield number, text
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(f"fleet.trace: {_short(str(path))} cannot be read: {said}") from error
+
+
+def _columns(path: Path, number: int, line: str) -> list[str]:
+    found = [word.strip() for word in line.split(",")]
+    for name in found:
+        if name not in COLUMNS:
+            raise _at(path, number, f"no column is called {_short(name)!r}{nearest(name[:100], COLUMNS)}")
+    wrong = [name for name in NEEDED if name not in found] or [name for name in found if found.count(name) > 1]
+    if wrong:
+        raise _at(path, number, f"the columns {','.join(COLUMNS)} are expected, once each; see {wrong[0]!r}")
+    return found
+
+
+def _values(path: Path, number: int, columns: Sequence[str], line: str) -> dict[str, Any]:
+    words = [word.strip() for word in line.split(",")]
+    if len(words) != len(columns):
+        raise _at(path, number, f"{len(columns)} columns are expected, got {len(words)}")
+    found: dict[str, Any] = {}
+    for name, word in zip(columns, words, strict=True):
+        if word == "" and name not in NEEDED:
+            continue
+        try:
+            if not word.isascii() or "_" in word:
+                raise ValueError
+            found[name] = FLAGS[word.lower()] if name == "online" else (int if name == "client" else float)(word)
+        except (KeyError, ValueError):
+            wanted = {"online": "0 or 1", "client": "a whole number"}.get(name, "a number")
+            raise _at(path, number, f"{name}: {wanted} is expected, got {_short(word)!r}") from None
+    return found
+
+
+def _at(path: Path, number: int, said: str) -> DataError:
+    return DataError(f"{path}, line {number}: {said}")
+
+
+def _short(text: str) -> str:
+    text = printable(text)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+# ------------------------------------------------------------------------------------------------------ FedScale
+class Capacity(BaseModel):
+    """An entry of `client_device_capacity`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+    computation: Annotated[Number, Field(ge=1e-6, le=1e9)]
+    """Milliseconds of the inference of one sample."""
+    communication: Annotated[Number, Field(ge=1e-3, le=1e12)]
+    """10^3 bits per second."""
+
+
+class Behaviour(BaseModel):
+    """An entry of `client_behave_trace`: online from active[i] to inactive[i], again after every finish_time; in
+    seconds. `duration` and `model` are not used."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+    active: list[Moment]
+    inactive: list[Moment]
+    finish_time: Annotated[Moment, Field(ge=1)]
+
+
+CAPACITIES = TypeAdapter(dict[str, Capacity])
+BEHAVIOURS = TypeAdapter(dict[str, Behaviour])
+
+
+@dataclass(frozen=True)
+class FedScale:
+    """FedScale's data. Client c has entry number c of each file, from the beginning again after the last one."""
+
+    __pydantic_config__: ClassVar = STRICT
+    name: Literal["fedscale"] = "fedscale"
+    capacity: str | None = None
+    """`client_device_capacity` as JSON; null: speed and bandwidth of each device's tier."""
+    availability: str | None = None
+    """`client_behave_trace` as JSON; null: all are always online."""
+    inference: Annotated[float, Field(ge=1e-6, le=1e6)] = 0.3
+    """10^9 multiply-adds of the inference that `computation` measures: 0.3 is MobileNetV2's (Sandler et al., CVPR 2018,
+    Table 4). FedScale says only that it is the inference latency of models, and counts a training step as three, as the
+    simulated clock does."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(path for path in (self.capacity, self.availability) if path is not None)
+
+    def trace(self, fleet: Sequence[Device], samples: Sequence[int], seed: int) -> Trace:
+        if not self.files:
+            raise ConfigError("fleet.trace: fedscale needs a file: set capacity, availability or both")
+        rates = [(d.speed, d.bandwidth) for d in fleet]
+        if self.capacity is not None:
+            found = [
+                (self.inference * 1e9 * 1e3 / each.computation, each.communication * 1e3 / 8)
+                for each in _entries(Path(self.capacity), CAPACITIES, "computation and communication", len(fleet))
+            ]
+            rates = [found[client % len(found)] for client in range(len(fleet))]
+        if self.availability is None:
+            return trace_of([[(0.0, True, *rate)] for rate in rates])
+        path = Path(self.availability)
+        behaviours = _entries(path, BEHAVIOURS, "active, inactive and finish_time", len(fleet))
+        sessions = [_sessions(path, number, each) for number, each in enumerate(behaviours)]
+        if not any(sessions):
+            raise DataError(f"{path}: nobody is ever active in the first {len(sessions)} entries")
+        chosen = [client % len(sessions) for client in range(len(fleet))]
+        return trace_of(
+            [[(at, state, *rate) for at, state in sessions[c]] for c, rate in zip(chosen, rates, strict=True)],
+            [behaviours[c].finish_time for c in chosen],
+        )
+
+
+def _entries(path: Path, form: TypeAdapter[dict[str, T]], fields: str, most: int) -> list[T]:
+    """The first entries of a file, at most so many. Raises DataError, which names the file."""
+    try:
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise DataError(f"{path} has {size} bytes, at most {MOST_BYTES} are read: convert fewer entries")
+        found: Mapping[str, T] = form.validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValidationError):
+            said = f'expected {{"<client>": {{...}}, ...}} with {fields}: {brief(error)}'
+            raise DataError(f"{path}: {said[:1000]}") from error
+        said = (error.strerror or "no such file") if isinstance(error, OSError) else str(error)
+        raise DataError(f"fleet.trace: {_short(str(path))} cannot be read: {said}") from error
+    if not found:
+        raise DataError(f"{path}: it has no entries")
+    return list(found.values())[:most]
+
+
+def _sessions(path: Path, number: int, of: Behaviour) -> list[tuple[float, bool]]:
+    """(time, online) rows. An interval that ends before it begins never holds in FedScale either."""
+    if len(of.active) != len(of.inactive):
+        told = f"{len(of.active)} times of active and {len(of.inactive)} of inactive"
+        raise DataError(f"{path}: entry {number} has {told}, as many of each are expected")
+    rows: list[tuple[float, bool]] = []
+    for begin, end in sorted(zip(of.active, of.inactive, strict=True)):
+        end = min(end, of.finish_time)
+        if end <= begin:
+            continue
+        if rows and begin <= rows[-1][0]:  # it goes on
+            end = max(end, rows.pop()[0])
+        else:
+            rows.append((begin, True))
+        rows.append((end, False))
+    return [row for row in rows if row[0] < of.finish_time]
