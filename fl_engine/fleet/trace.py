@@ -3,9 +3,10 @@
 A trace decides on the server alone, by the simulated clock: who can be asked when a round begins, how long an order
 takes, and who drops out. A client computes the same bits with it and without it.
 
-FedScale (Lai et al., ICML 2022) does the same with its device traces: a client that goes offline before it would be
-finished has dropped out (`aggregator.tictak_client_tasks`). Departs from it: the speed and the bandwidth may change
-while a client works, and each part of the work takes the time of what holds then.
+FedScale (Lai et al., ICML 2022) does the same with its device traces: a client that is offline when it would be done
+has dropped out (`Aggregator.tictak_client_tasks`). Departs from it: here a client that was offline in between has
+dropped out too, since its work is lost; and the speed and the bandwidth may change while a client works, so that each
+part of the work takes the time of what holds then.
 """
 
 from __future__ import annotations

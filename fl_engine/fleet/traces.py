@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
-from fl_engine.core.errors import DataError
+from fl_engine.core.errors import DataError, printable
 from fl_engine.core.registry import Contract
 from fl_engine.core.types import Device
 from fl_engine.fleet.lognormal import LogNormal
@@ -50,8 +50,9 @@ def digest(source: TraceSource) -> str:
         try:
             with Path(path).open("rb") as file:
                 whole.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise DataError(f"fleet.trace: {path} cannot be read: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+            said = error.strerror if isinstance(error, OSError) else str(error)
+            raise DataError(f"fleet.trace: {printable(path)} cannot be read: {said}") from error
     return whole.hexdigest()
 
 

@@ -121,6 +121,8 @@ def test_what_is_no_row_is_told_with_its_line(tmp_path: Path, text: str | bytes,
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "none.csv", tmp_path, Path("a\0b")):
         answer(lambda path=path: TraceFile(path=str(path)).trace(FLEET, [1] * 4, 0), "fleet.trace", kind=DataError)  # type: ignore[misc]
+    with pytest.raises(DataError, match=r"fleet\.trace: a.* cannot be read: embedded null"):
+        digest(TraceFile(path="a\0b"))
     with pytest.raises(DataError, match=r"none\.csv cannot be read: No such file"):
         digest(TraceFile(path=str(tmp_path / "none.csv")))
     with pytest.raises(DataError, match=r"line 6: time 1000 is not below fleet.trace.repeat_s = 500"):

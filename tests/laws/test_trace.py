@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.backends import InProcess
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import ClientFailure, Device
+from fl_engine.core.types import Device
 from fl_engine.fleet.devices import Took, fleet, simulated_seconds
 from fl_engine.fleet.lognormal import LogNormal, efficiency
 from fl_engine.fleet.trace import Trace, Varying, online, took, trace_of
@@ -140,8 +140,7 @@ def test_the_work_that_fits_is_the_work_that_is_done(rates: list[tuple[float, fl
 
 
 def test_a_bandwidth_that_varies_holds_for_its_interval() -> None:
-    """10 bytes/s, factors 1, 2, 3, ...: 40 bytes from second 5 on are 5 s at 10/s but 10 left... 50 of 60 bytes by
-    hand: 5 s bring 50 bytes in interval 0, then 10 at 20/s: 0.5 s."""
+    """Factors 1, 2, 3, ... on 10 bytes/s: from second 5 on, 50 of 60 bytes take 5 s, the rest 0.5 s at 20/s."""
     draw: Callable[[int], Any] = lambda interval: np.full(1, 1.0 + interval)  # noqa: E731
     trace = replace(always((True, 1.0, 10.0)), varying=Varying(10.0, draw, 1))
     assert took(trace, 0, 5.0, 60, 0, 0) == Took(0.0, 5.5)
@@ -437,7 +436,3 @@ def test_a_fleet_of_tiers_keeps_them_as_medians() -> None:
         own = [now.speed[d.client] for d in members if d.tier == tier]
         assert np.median(own) == pytest.approx(median, rel=0.1)
     assert len(online(members, now)) == 2000
-
-
-def test_a_failure_says_that_it_left() -> None:
-    assert ClientFailure(0, 1, "drop", "x").stage == "drop"
