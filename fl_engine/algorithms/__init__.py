@@ -9,6 +9,7 @@ from fl_engine.algorithms.fjord import FjORD
 from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.algorithms.full_model import AllLarge, FedOpt, FedProx
 from fl_engine.algorithms.heterofl import HeteroFL
+from fl_engine.algorithms.multibranch import MultiBranch
 from fl_engine.algorithms.scalefl import ScaleFL
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, KeepsClientState, MeasuresClients
 from fl_engine.core.registry import Contract
@@ -26,6 +27,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fjord": FjORD,
     "flexfl": FlexFL,
     "heterofl": HeteroFL,
+    "multibranch": MultiBranch,
     "scalefl": ScaleFL,
 }
 
@@ -52,5 +54,6 @@ __all__ = [
     "FjORD",
     "FlexFL",
     "HeteroFL",
+    "MultiBranch",
     "ScaleFL",
 ]

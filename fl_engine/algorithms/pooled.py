@@ -203,8 +203,12 @@ def init(
 
 def plan(method: PooledMethod, state: PooledState, context: RoundContext) -> RoundPlan:
     """Each selected client gets its pool model."""
+    return plan_of(method, state, context, select(method, state, context))
+
+
+def plan_of(method: PooledMethod, state: PooledState, context: RoundContext, picks: Sequence[Pick]) -> RoundPlan:
+    """Each of these clients gets its pool model."""
     cut = cutter(state)
-    picks = select(method, state, context)
     orders = (order_for(state, pick, context, cut(state.pool[pick[1]].spec)) for pick in picks)
     return RoundPlan(context.round, tuple(orders), wanted(method.training, context, len(picks)))
 

@@ -105,10 +105,14 @@ def up_to(family: ModelFamily, exit: str | None) -> tuple[str, ...]:
     return blocks[: blocks.index(exit_name(exit)) + 1]
 
 
-def with_exits(family: ModelFamily, points: Sequence[str]) -> ModelFamily:
-    """The network with early exits after these blocks (repetitions count once)."""
+def with_exits(
+    family: ModelFamily, points: Sequence[str], convs: tuple[tuple[str, int], ...] | None = None
+) -> ModelFamily:
+    """The network with early exits after these blocks (repetitions count once). `convs`: pairs of a block and the
+    number of convolutions in its head, instead of those that the network has."""
     options: Any = family
-    return replace(options, exits=tuple(dict.fromkeys(points)))  # type: ignore[no-any-return]
+    heads = {} if convs is None else {"exit_convs": convs}
+    return replace(options, exits=tuple(dict.fromkeys(points)), **heads)  # type: ignore[no-any-return]
 
 
 def exit_points(family: ModelFamily) -> tuple[str, ...]:
@@ -123,6 +127,14 @@ def early_exit(family: ModelFamily, width: float, point: str | None) -> Submodel
     """All blocks up to and including the exit after `point` (None: to the end), at one width."""
     blocks = None if point is None else up_to(family, point)
     return SubmodelSpec.of(dict(prefix(family.layout(), width).kept), blocks)
+
+
+def branch(family: ModelFamily, point: str | None) -> SubmodelSpec:
+    """All blocks up to `point` and the head of its exit, without the earlier heads; None: the whole network without
+    its early exits' heads. At full width."""
+    heads = {exit_name(p) for p in exit_points(family)}
+    trunk = [block for block in up_to(family, point) if block not in heads]
+    return SubmodelSpec.of({}, trunk if point is None else [*trunk, exit_name(point)])
 
 
 def choose_exits(family: ModelFamily, widths: Sequence[float], targets: Sequence[float]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from fl_engine.core.errors import ModelError
 from fl_engine.core.types import FULL, HEAD, ParamLayout, Prunable, SubmodelSpec
-from fl_engine.models.exits import assemble, check_exits, slots_with_exits
+from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import FREE, LARGEST, Norm, check_options, check_spec
 from fl_engine.models.maps_resnet18 import Trunk
 
@@ -36,6 +36,8 @@ class EpicResNet18:
     norm: Norm = "batch"
     exits: tuple[str, ...] = ()
     """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
+    exit_convs: Convs = ()
+    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
 
     published_input: ClassVar[tuple[int, ...]] = (1, 400, 128)
     published_outputs: ClassVar[int] = 44
@@ -46,11 +48,12 @@ class EpicResNet18:
         check_options(self, self.width, self.norm)
         if not isinstance(self.stem, int) or not 1 <= self.stem <= LARGEST:
             raise ModelError(f"EpicResNet18: stem is an integer from 1 to {LARGEST}, got {self.stem!r}")
-        check_exits("EpicResNet18", self.exits, self.exit_points())
+        check_exits("EpicResNet18", self.exits, self.exit_points(), self.exit_convs)
 
     def layout(self) -> ParamLayout:
         trunk = self._trunk()
-        return ParamLayout(trunk.groups() | {HEAD: self.outputs}, slots_with_exits(trunk.slots(FREE), self.exits))
+        slots = slots_with_exits(trunk.slots(FREE), self.exits, self.exit_convs, self.norm)
+        return ParamLayout(trunk.groups() | {HEAD: self.outputs}, slots)
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""

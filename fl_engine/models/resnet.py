@@ -6,11 +6,14 @@ changes the width, the first block of *every* stage, the first included, has a p
 convolution + batch norm); all other shortcuts are identities, which tie a whole stage to one channel group.
 ResNet34 at 3x32x32 and 10 / 100 / 200 classes: 21,578,634 / 21,624,804 / 21,676,104 parameters.
 
+`channels: [64, 128, 256, 512]` are He et al.'s. The first stage then is as wide as the stem, so its first shortcut is
+an identity too, and the stem shares its group. ResNet34 has 21,282,122 parameters at 3x32x32 and 10 classes.
+
 Departs from the authors' code, which leaves a projection out where a sub-model happens to have equal widths on both
 sides; here all sub-models have the same projections, so that each update fits into the full network.
 
-Groups: stem, stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0), classifier. The blocks with an
-identity shortcut, b >= 1, can be dropped. An early exit may sit behind each block of a stage.
+Groups: stem (unless it shares stage1's), stage1 .. stage4, classes. Blocks: stem, stage<s>.<b> (b from 0), classifier.
+The blocks with an identity shortcut, b >= 1, can be dropped. An early exit may sit behind each block of a stage.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fl_engine.core.errors import ModelError
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
 from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
 from fl_engine.models.layers import (
     FREE,
+    LARGEST,
     Norm,
+    are_sizes,
     check_options,
     check_spec,
     conv_bn,
@@ -34,7 +40,7 @@ from fl_engine.models.layers import (
     scaled,
 )
 
-CHANNELS = {"stem": 64, "stage1": 96, "stage2": 128, "stage3": 256, "stage4": 512}
+STEM = 64
 STRIDES = (1, 2, 2, 2)
 
 
@@ -72,6 +78,8 @@ class _ResNet:
     """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
     exit_convs: Convs = ()
     """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
+    channels: tuple[int, int, int, int] = (96, 128, 256, 512)
+    """Of each stage, before `width`: FlexFL's code; He et al. have 64, 128, 256, 512."""
 
     depths: ClassVar[tuple[int, int, int, int]]
     """Blocks per stage."""
@@ -81,15 +89,21 @@ class _ResNet:
     def __post_init__(self) -> None:
         check_options(self, self.width, self.norm)
         check_exits(type(self).__name__, self.exits, self.exit_points(), self.exit_convs)
+        if not are_sizes(self.channels, 4) or max(self.channels) > LARGEST:
+            raise ModelError(
+                f"{type(self).__name__}: channels is a tuple of four integers from 1 to {LARGEST}, got "
+                f"{self.channels!r}"
+            )
 
     def layout(self) -> ParamLayout:
-        groups = {name: scaled(n, self.width) for name, n in CHANNELS.items()}
-        inside = Axis("stem")
+        sizes = {"stem": STEM} | {f"stage{stage}": n for stage, n in enumerate(self.channels, 1)}
+        groups = {name: scaled(n, self.width) for name, n in sizes.items() if name != "stem" or not self._tied}
+        inside = Axis(self._first)
         slots = conv_bn_slots("stem", "stem", FREE, inside, self.norm, bias=False)
         for stage, depth in enumerate(self.depths, 1):
             out = Axis(f"stage{stage}")
             for b in range(depth):
-                slots |= block_slots(f"stage{stage}.{b}", inside, out, self.norm, project=b == 0)
+                slots |= block_slots(f"stage{stage}.{b}", inside, out, self.norm, self._projects(stage, b))
                 inside = out
         slots |= linear_slots("classifier", "classifier", inside, Axis(HEAD))
         slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
@@ -98,17 +112,20 @@ class _ResNet:
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
         """(B, C, H, W) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
         layout = self.layout()
-        identities = [f"stage{s}.{b}" for s, depth in enumerate(self.depths, 1) for b in range(1, depth)]
+        identities = [
+            f"stage{s}.{b}" for s, depth in enumerate(self.depths, 1) for b in range(depth) if not self._projects(s, b)
+        ]
         check_spec(layout, spec, skippable=identities, exits=self.exits)
-        c_in = layout.width(spec, "stem")
+        c_in = layout.width(spec, self._first)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         layers["stem"] = conv_bn(self.input_shape[0], c_in, 3, self.norm, bias=False, relu=nn.ReLU())
         for stage, (depth, stride) in enumerate(zip(self.depths, STRIDES, strict=True), 1):
             c_out = layout.width(spec, f"stage{stage}")
             blocks: OrderedDict[str, nn.Module] = OrderedDict()
-            blocks["0"] = BasicBlock(c_in, c_out, stride, self.norm, project=True)
-            for b in range(1, depth):
-                if layout.has_block(spec, f"stage{stage}.{b}"):
+            for b in range(depth):
+                if self._projects(stage, b):
+                    blocks[str(b)] = BasicBlock(c_in, c_out, stride, self.norm, project=True)
+                elif layout.has_block(spec, f"stage{stage}.{b}"):
                     blocks[str(b)] = BasicBlock(c_out, c_out, 1, self.norm, project=False)
             layers[f"stage{stage}"] = nn.Sequential(blocks)
             c_in = c_out
@@ -122,12 +139,26 @@ class _ResNet:
         return tuple(f"stage{s}.{b}" for s, depth in enumerate(self.depths, 1) for b in range(depth))
 
     def prunable(self) -> tuple[Prunable, ...]:
-        layers = [Prunable("stem", ("stem.",), ("stem.relu",))]
+        layers = [] if self._tied else [Prunable("stem", ("stem.",), ("stem.relu",))]
         for stage, depth in enumerate(self.depths, 1):
             name = f"stage{stage}"
+            first = ("stem.",) if self._tied and stage == 1 else ()
             relus = [f"{name}.{b}.{relu}" for b in range(depth) for relu in ("conv1.relu", "relu")]
-            layers.append(Prunable(name, (f"{name}.",), tuple(relus)))
+            layers.append(Prunable(name, (*first, f"{name}."), (*(f"{stem}relu" for stem in first), *relus)))
         return tuple(layers)
+
+    @property
+    def _tied(self) -> bool:
+        """Whether the stem shares the channels of stage 1."""
+        return self.channels[0] == STEM
+
+    @property
+    def _first(self) -> str:
+        """The group of the stem's channels."""
+        return "stage1" if self._tied else "stem"
+
+    def _projects(self, stage: int, b: int) -> bool:
+        return b == 0 and not (self._tied and stage == 1)
 
 
 class ResNet18(_ResNet):

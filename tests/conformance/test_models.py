@@ -60,3 +60,9 @@ class TestModelsOfOtherSamples(ModelSuite):
     @pytest.fixture(params=sorted(KINDS))
     def family(self, request: pytest.FixtureRequest) -> ModelFamily:
         return KINDS[request.param][0]
+
+
+class TestResNetsWhoseStemIsTied(ModelSuite):
+    @pytest.fixture
+    def family(self) -> ModelFamily:
+        return ResNet18((3, 12, 9), 5, width=0.1, channels=(64, 128, 256, 512))

@@ -47,8 +47,8 @@ WIDAR = Source("maps of 4 moments", lambda root: classes("like_widar", (4, 4, 6)
 
 NETWORKS = {"wisdm_lstm": ("WISDM", 1.0), "aep_mlp": ("AEP", 0.1), "widar_resnet18": ("WIDAR", 0.1)}
 """The data, and the width."""
-HETEROGENEOUS = ("adaptivefl", "depthfl", "fedrolex", "flexfl", "heterofl", "scalefl")
-EXITS = ("depthfl", "scalefl")
+HETEROGENEOUS = ("adaptivefl", "depthfl", "fedrolex", "flexfl", "heterofl", "multibranch", "scalefl")
+EXITS = ("depthfl", "multibranch", "scalefl")
 """They train networks with early exits."""
 
 

@@ -53,9 +53,13 @@ FAMILIES: dict[str, Any] = {
 CONVS: dict[str, Any] = {
     "resnet18, convs": dataclasses.replace(FAMILIES["resnet18"], exit_convs=(("stage1.0", 2), ("stage3.1", 1))),
     "mobilenetv2, convs": dataclasses.replace(FAMILIES["mobilenetv2"], exit_convs=(("stage5.1", 1),)),
+    "epic_resnet18, convs": dataclasses.replace(FAMILIES["epic_resnet18"], exit_convs=(("stage1.1", 2),)),
     "small_cnn, convs": dataclasses.replace(FAMILIES["small_cnn"], exit_convs=(("conv3", 1), ("conv2", 2))),
 }
 FAMILIES |= CONVS
+# The stem tied to the first stage, whose first block can then be dropped.
+TIED = {"resnet34, tied": dataclasses.replace(FAMILIES["resnet34"], channels=(64, 128, 256, 512))}
+FAMILIES |= TIED
 
 
 @pytest.fixture(params=sorted(FAMILIES))
@@ -102,7 +106,7 @@ def run(family: ModelFamily, spec: SubmodelSpec, params: dict[str, Tensor], x: T
 
 def test_every_network_is_tested_here() -> None:
     with_exits = {name for name, family in MODELS.items() if hasattr(family, "exit_points")}
-    assert set(FAMILIES) == {*with_exits, *CONVS, "tiny"}
+    assert set(FAMILIES) == {*with_exits, *CONVS, *TIED, "tiny"}
 
 
 # -------------------------------------------------------------------------------------------- where exits sit
