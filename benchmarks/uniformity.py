@@ -1,0 +1,215 @@
+"""How evenly the clients of a round finish, and how soon: with and without branches, selected by Oort or at random.
+
+    python -m benchmarks.uniformity [--json]      (about four minutes of one core)
+
+Nothing trains. The selections, the Tier Clustering Algorithm, the trace, the simulated clock and the sizes of
+MB-ResNet34 are those of the package; only what a client would report is made up: its loss is a number of its own, drawn
+from the seed, times 0.9 for each time that it has taken part, so that Oort has a utility to see.
+
+2,800 clients, 100 asked per round, 1,000 rounds, as in "Enhancing Communication Efficiency and Training Time Uniformity
+in Federated Learning through Multi-Branch Networks and the Oort Algorithm" (Algorithms, MDPI, January 2024, section 5).
+It prints 532 without and 313 with branches; it names neither the selection nor the unit. A client trains 20 steps of 30
+samples (Oort's code), or its samples once if it has fewer. Speeds, bandwidths and sessions are assumed (`DEVICES`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.algorithms.multibranch import MultiBranch, in_tiers
+from fl_engine.core import seeds
+from fl_engine.core.contracts import Selector
+from fl_engine.core.types import FULL, ClientUpdate, Device, Pool, RoundContext, WorkOrder
+from fl_engine.core.workload import FORWARDS_PER_STEP
+from fl_engine.fleet import trace as traces
+from fl_engine.fleet.lognormal import LogNormal
+from fl_engine.fleet.trace import Trace
+from fl_engine.fleet.uniformity import uniformity
+from fl_engine.models.resnet import ResNet34
+from fl_engine.selection import Oort, Uniform
+from fl_engine.testing.tiny import tiny_pool
+
+CLIENTS, ASKED, ROUNDS, SEED = 2800, 100, 1000, 0
+MOST_SAMPLES = 20 * 30
+DEVICES = LogNormal(speed=10.0, bandwidth=10.0)
+"""10^10 multiply-adds per second and 10 Mbit/s in the middle, an hour online and an hour offline."""
+FADES = 0.9
+CORRELATIONS = (0.0, 0.5, 0.9)
+MUS = (0.0, 0.5, 1.0, 2.0, 1e6)
+PRINTED = (532, 313)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Means over the rounds, in seconds of the simulated clock."""
+
+    uniformity: float
+    compute: float
+    communication: float
+    round_s: float
+    dropped: float
+    """Clients of a round that went offline before they were done."""
+    samples: tuple[float, ...]
+    """How many were trained on, and the clock, after each round."""
+    clock: tuple[float, ...]
+
+    def until(self, samples: float) -> float:
+        """Seconds until so many samples were trained on."""
+        return self.clock[int(np.searchsorted(self.samples, samples))]
+
+
+@dataclass(frozen=True)
+class World:
+    """What the rows share: devices over time, and who holds how many samples, whose first loss is what."""
+
+    fleet: tuple[Device, ...]
+    trace: Trace
+    samples: tuple[int, ...]
+    draws: tuple[int, ...]
+    losses: np.ndarray
+
+
+def world(devices: LogNormal, clients: int = CLIENTS, seed: int = SEED) -> World:
+    rng = seeds.rng(seed, "uniformity")
+    samples = tuple(int(n) for n in np.clip(rng.lognormal(np.log(200), 0.8, clients), 10, 5000))
+    fleet = tuple(Device(c, "all", 1000.0, 0.0) for c in range(clients))
+    draws = tuple(min(n, MOST_SAMPLES) for n in samples)
+    return World(fleet, devices.trace(fleet, samples, seed), samples, draws, rng.lognormal(0.0, 0.5, clients))
+
+
+def correlated(r: float) -> LogNormal:
+    """Fast devices have better connections, hold more samples and are online more often."""
+    return replace(DEVICES, speed_bandwidth=r, speed_data=r, speed_online=r, data_online=r)
+
+
+@lru_cache(maxsize=1)
+def pools() -> tuple[Pool, Pool]:
+    """Of ResNet34 alone, and of MB-ResNet34."""
+    family, branches = ResNet34((3, 32, 32), 10), MultiBranch()
+    return tiny_pool(AllLarge(), family), tiny_pool(branches, branches.network(family))
+
+
+def simulated(
+    where: World, selection: Selector, pool: Pool, mu: float | None, rounds: int = ROUNDS, asked: int = ASKED
+) -> Row:
+    """`mu`: of the tiers; None: all train the largest model of the pool."""
+    tables, clock, trained = selection.init(where.fleet, pool), 0.0, 0.0
+    taken = np.zeros(len(where.fleet), dtype=int)
+    seen: dict[str, list[float]] = {name: [] for name in ("uniformity", "compute", "communication", "round_s")}
+    samples, clocks, dropped = list[float](), list[float](), 0
+    for round in range(rounds):
+        while not where.trace.now(clock).online.any():
+            clock = where.trace.arrives(clock)
+        here = traces.online(where.fleet, where.trace.now(clock))
+        context = RoundContext(round, SEED, where.fleet, here, pool, clock, samples=where.samples, draws=where.draws)
+        picks = selection.pick(tables, context, asked, seeds.rng(SEED, "select", round))
+        took = []
+        for client, level in picks if mu is None else in_tiers(picks, context, mu):
+            model = pool[level]
+            macs = FORWARDS_PER_STEP * model.macs * where.draws[client]
+            found = traces.took(where.trace, client, clock, model.bytes, macs, model.bytes_up)
+            if found is None:
+                dropped += 1
+                continue
+            took.append(found)
+            loss = float(where.losses[client] * FADES ** taken[client])
+            taken[client] += 1
+            trained += where.draws[client]
+            order = WorkOrder(round, client, FULL, {}, 0, level)
+            update = ClientUpdate(
+                round, client, FULL, {}, where.samples[client], {"rms_loss": loss}, level, found.total
+            )
+            tables = selection.learn(tables, order, update, found.total)
+        length = max((t.total for t in took), default=0.0)
+        clock = clock + length if took else where.trace.arrives(clock)
+        if took:
+            seen["uniformity"].append(uniformity([t.total for t in took]))
+            seen["compute"].append(uniformity([t.compute for t in took]))
+            seen["communication"].append(uniformity([t.communication for t in took]))
+            seen["round_s"].append(length)
+        samples.append(trained)
+        clocks.append(clock)
+    means = {name: fmean(values) for name, values in seen.items()}
+    return Row(**means, dropped=dropped / rounds, samples=tuple(samples), clock=tuple(clocks))
+
+
+def four(where: World, rounds: int) -> dict[str, Row]:
+    whole, branches = pools()
+    rows: dict[str, tuple[Selector, Pool, float | None]] = {
+        "random": (Uniform(model="largest"), whole, None),
+        "mb_random": (Uniform(model="largest"), branches, 1.0),
+        "oort": (Oort(model="largest"), whole, None),
+        "mb_oort": (Oort(model="largest"), branches, 1.0),
+    }
+    return {name: simulated(where, *row, rounds=rounds) for name, row in rows.items()}
+
+
+def summary(rows: Mapping[str, Row]) -> dict[str, Any]:
+    """Figures by row; `seconds_to_samples` to half of the samples that the slowest row trains on in all."""
+    half = min(row.samples[-1] for row in rows.values()) / 2
+    figures = ("uniformity", "compute", "communication", "round_s", "dropped")
+    found: dict[str, Any] = {f: {name: getattr(row, f) for name, row in rows.items()} for f in figures}
+    found["seconds_to_samples"] = {name: row.until(half) for name, row in rows.items()}
+    u = found["uniformity"]
+    found["ratio"] = {"oort": u["mb_oort"] / u["oort"], "random": u["mb_random"] / u["random"]}
+    return found
+
+
+def measured(rounds: int, correlations: Sequence[float] = CORRELATIONS, mus: Sequence[float] = MUS) -> dict[str, Any]:
+    by_correlation = {r: summary(four(world(correlated(r)), rounds)) for r in correlations}
+    _, branches = pools()
+    where = world(correlated(correlations[0]))
+    by_mu = {mu: simulated(where, Oort(model="largest"), branches, mu, rounds).uniformity for mu in mus}
+    return {
+        **by_correlation[correlations[0]],
+        "printed": dict(zip(("without", "with", "ratio"), (*PRINTED, PRINTED[1] / PRINTED[0]), strict=True)),
+        "correlation": {f"{r:g}": found for r, found in by_correlation.items()},
+        "mu": {("only P" if mu >= 1e6 else f"{mu:g}"): value for mu, value in by_mu.items()},
+    }
+
+
+def told(found: Mapping[str, Any]) -> str:
+    """The figures as tables, in Markdown."""
+    names = ("random", "mb_random", "oort", "mb_oort")
+    head = ["| correlation | | " + " | ".join(names) + " | mb_random / random | mb_oort / oort |"]
+    head.append("| ---: | --- |" + " ---: |" * 6)
+    labels = {
+        "uniformity": "uniformity, s", "compute": "of computing, s", "communication": "of communication, s",
+        "round_s": "a round, s", "dropped": "dropped out of 100", "seconds_to_samples": "to the same samples, h",
+    }  # fmt: skip
+    for r, rows in found["correlation"].items():
+        for figure, label in labels.items():
+            scale = 3600 if figure == "seconds_to_samples" else 1
+            values = [rows[figure][name] / scale for name in names]
+            ratios = [values[1] / values[0], values[3] / values[2]] if values[0] and values[2] else [float("nan")] * 2
+            head.append(f"| {r} | {label} | " + " | ".join(f"{v:.1f}" for v in values)
+                        + " | " + " | ".join(f"{v:.2f}" for v in ratios) + " |")  # fmt: skip
+    head += ["", "| mu | " + " | ".join(found["mu"]) + " |", "| --- |" + " ---: |" * len(found["mu"])]
+    head.append("| uniformity of mb_oort, s | " + " | ".join(f"{v:.1f}" for v in found["mu"].values()) + " |")
+    p = found["printed"]
+    head += ["", f"printed: {p['without']} without branches, {p['with']} with: {p['ratio']:.2f}"]
+    return "\n".join(head)
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    p.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds of each row (default: {ROUNDS})")
+    args = p.parse_args()
+    found = measured(args.rounds)
+    print(json.dumps(found) if args.json else told(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
