@@ -19,6 +19,7 @@ from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import ClientUpdate, Codecs
 from fl_engine.exchange.client import execute
 from fl_engine.fleet import faults
+from fl_engine.fleet.trace import Trace, trace_of
 from fl_engine.rounds import buffer, flights, loop
 from fl_engine.rounds.ledger import ledger_in
 from fl_engine.rounds.run import Run
@@ -36,11 +37,18 @@ FLEET = tuple(replace(d, bandwidth=d.bandwidth / (1 + 3 * d.client)) for d in ti
 TERMS = {"mode": "buffered", "buffer": 2, "evaluate_every": 1000, "commit_every": 1, "norm_bound": None}
 
 
-def federated(algorithm: Any, store: Any, stop: int = 5, codecs: Codecs = Codecs(), **terms: Any) -> Any:  # noqa: B008
+def federated(
+    algorithm: Any,
+    store: Any,
+    stop: int = 5,
+    codecs: Codecs = Codecs(),  # noqa: B008
+    trace: Trace | None = None,
+    **terms: Any,
+) -> Any:
     settings = RoundsConfig(**{"stop": stop, **TERMS, **terms})
     site = replace(tiny_site(algorithm, fleet=FLEET), faults=faults.parse(settings.faults))
     ledger = ledger_in(store, settings.keep_every, replace(site.rules, algorithm=algorithm))
-    run = Run(algorithm, site, settings, codecs=codecs)
+    run = Run(algorithm, site, settings, codecs=codecs, trace=trace)
     return loop.federate(run, start_of(algorithm, site), InProcess(site), ledger, Memory())
 
 
@@ -208,6 +216,27 @@ def test_failures_free_their_place(memory_store: Any) -> None:
     assert sum(row.metrics["clients_failed"] for row in rows) > 3
     assert all(row.metrics["clients_trained"] <= 2 and row.metrics["clients_flying"] <= 4 for row in rows)
     assert rows[-1].metrics["clients_trained"] == 2
+
+
+def test_with_a_trace_nobody_waits_for_others_to_come_online(new_store: Any, dying: Any, killed: Any) -> None:
+    """All leave after 0.2 s and come back after 0.5: what is under way is merged, who was too slow dropped out."""
+    rows = [[(0.0, True, d.speed, d.bandwidth), (0.2, False, 1.0, 1.0)] for d in FLEET]
+    trace = trace_of(rows, 0.5)
+    algorithm, undisturbed = SOME["all_large"], new_store()
+    one = Run(algorithm, tiny_site(algorithm, fleet=FLEET), RoundsConfig(stop=1, **TERMS), trace=trace)
+    expected = federated(algorithm, undisturbed, 30, trace=trace)
+    found = Checkpoints(undisturbed).rows()
+    clock = 0.0
+    for row in found:
+        assert row.metrics["seconds_simulated"] >= 0
+        clock += row.metrics["seconds_simulated"]
+    assert clock > 0.5 and any(row.metrics["simulated_wait"] > 0 for row in found)
+    assert sum(row.metrics["clients_trained"] for row in found) > 20
+    assert one.context(0, 0.3).available == ()
+    store = new_store()
+    with pytest.raises(killed):
+        federated(algorithm, dying(store, 40), 30, trace=trace)
+    assert encode(federated(algorithm, store, 30, trace=trace).params) == encode(expected.params)
 
 
 def test_what_waits_is_deleted_when_it_has_been_merged(memory_store: Any) -> None:
