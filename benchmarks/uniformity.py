@@ -1,6 +1,6 @@
 """How evenly the clients of a round finish, and how soon: with and without branches, selected by Oort or at random.
 
-    python -m benchmarks.uniformity [--json]      (about four minutes of one core)
+    python -m benchmarks.uniformity [--json]      (five minutes of one core)
 
 Nothing trains. The selections, the Tier Clustering Algorithm, the trace, the simulated clock and the sizes of
 MB-ResNet34 are those of the package; only what a client would report is made up: its loss is a number of its own, drawn

@@ -27,7 +27,7 @@ from fl_engine.aggregation.privacy import is_private
 from fl_engine.core.contracts import Algorithm, keeps_client_state
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.slicing import take
-from fl_engine.core.types import ClientUpdate, ParamLayout, Params, Pool, RoundPlan, SubmodelSpec, WorkOrder
+from fl_engine.core.types import ClientUpdate, ParamLayout, Params, RoundPlan, WorkOrder
 from fl_engine.rounds import recorder
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.flights import FOLDER, Flight
@@ -36,7 +36,7 @@ from fl_engine.rounds.run import Run
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.kept_files import KeptFiles
 from fl_engine.storage.store import tensor_bytes
-from fl_engine.training.evaluation import published, weights_of
+from fl_engine.training.evaluation import published
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,13 @@ def due(
     run: Run, state: Any, plan: RoundPlan, answers: Answers, flying: Sequence[Flight], clock: float, files: KeptFiles
 ) -> Due:
     """The first updates of those that are there, old and new ones. `plan`, `answers`: of the clients that were asked in
-    this round, at `clock`. Raises ConfigError where the algorithm asked more clients than were free."""
+    this round, at `clock`. Raises ConfigError where levels have weights of their own, and where the algorithm asked
+    more clients than were free."""
+    if published(state) is not state.params:
+        raise ConfigError(
+            f"levels of {type(run.algorithm).__name__} have weights of their own, which rounds.mode=buffered does not "
+            "go with: set rounds.mode=synchronous"
+        )
     most = run.at_once
     if len(plan.orders) + len(flying) > most:
         raise ConfigError(
@@ -115,7 +121,7 @@ def due(
         stale[client], down[client] = plan.round - flight.order.round, flight.down
         found.times[client] = flight.times
         weight = (1 + stale[client]) ** -run.terms.staleness
-        payload = moved(state, flight, files.get(flight.file), weight, run.site.layout, run.site.pool)
+        payload = moved(state, flight, files.get(flight.file), weight, run.site.layout)
         found.add(replace(flight.update, round=plan.round, payload=payload), flight.up)
         orders.append(replace(flight.order, round=plan.round))  # of one round, as algorithms and selections expect
     merged = RoundPlan(plan.round, tuple(sorted(orders, key=lambda order: order.client)))
@@ -148,20 +154,13 @@ def changed(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Para
     }
 
 
-def moved(state: Any, flight: Flight, change: Params, weight: float, layout: ParamLayout, pool: Pool) -> Params:
+def moved(state: Any, flight: Flight, change: Params, weight: float, layout: ParamLayout) -> Params:
     """The weights of now, of the update's sub-model, moved by `weight` times the change. Raises IntegrityError where
     the file does not hold this update's change."""
-    now = _now(state, flight.update.spec, flight.order.level, layout, pool)
+    now = take(state.params, layout, flight.update.spec)
     wrong = [name for name, tensor in change.items() if name not in now or now[name].shape != tensor.shape]
     if wrong:
         raise IntegrityError(f"{FOLDER}{flight.file} is not the change of client {flight.order.client}: {wrong[0]}")
     return {
         name: now[name] + weight * tensor if tensor.is_floating_point() else tensor for name, tensor in change.items()
     }
-
-
-def _now(state: Any, spec: SubmodelSpec, level: int, layout: ParamLayout, pool: Pool) -> Params:
-    shown, model = published(state), pool[level]
-    if any(name.startswith(f"{model.name}/") for name in shown):  # the level has weights of its own
-        return take(weights_of(shown, layout, model), layout, spec, have=model.spec)
-    return take({name: tensor for name, tensor in shown.items() if name in layout.slots}, layout, spec)

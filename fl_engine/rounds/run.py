@@ -70,7 +70,7 @@ class Run:
             round=round,
             seed=self.site.seed if self.noise_key is None else privacy.plan_seed(self.noise_key),
             fleet=self.site.fleet,
-            available=tuple(device for device in self._online(clock) if device.client not in busy),
+            available=self._available(clock, busy),
             pool=self.site.pool,
             clock=clock,
             over_provision=self.terms.over_provision,
@@ -79,8 +79,10 @@ class Run:
             draws=self._draws,
         )
 
-    def _online(self, clock: float) -> tuple[Device, ...]:
-        return self.site.fleet if self.trace is None else trace.online(self.site.fleet, self.trace.now(clock))
+    def _available(self, clock: float, busy: Collection[int]) -> tuple[Device, ...]:
+        fleet = self.site.fleet
+        online = fleet if self.trace is None else trace.online(fleet, self.trace.now(clock))
+        return tuple(device for device in online if device.client not in busy) if busy else online
 
     @cached_property
     def at_once(self) -> int:

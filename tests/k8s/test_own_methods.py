@@ -38,6 +38,14 @@ def killed(*_: object) -> None:
     raise Killed
 
 
+def killed_in_a_round(monkeypatch: pytest.MonkeyPatch, rounds: Rounds, *sets: str) -> None:
+    """The run `pods` goes on, and its coordinator is killed in the next round."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Kubernetes, "_collect", killed)
+        with pytest.raises(Killed):
+            rounds("pods", *sets, resume=True)
+
+
 def lines(rows: list[Row]) -> list[list[dict[str, Any]]]:
     """Of each round's clients, less what differs between equal runs."""
     return [[{k: v for k, v in line.items() if k != "seconds"} for line in row.clients] for row in rows]
@@ -55,10 +63,7 @@ def test_what_clients_measure_and_keep_in_pods_is_what_they_do_in_one_process(
     """The second coordinator is killed where clients have been handed what they kept in the round before."""
     alone = rounds("alone", *OWN, "rounds.stop=2")
     rounds("pods", *remote, *OWN)
-    with monkeypatch.context() as patch:
-        patch.setattr(Kubernetes, "_collect", killed)
-        with pytest.raises(Killed):
-            rounds("pods", *remote, *OWN, "rounds.stop=2", resume=True)
+    killed_in_a_round(monkeypatch, rounds, *remote, *OWN, "rounds.stop=2")
     pods = rounds("pods", *remote, *OWN, "rounds.stop=2", resume=True)
     assert (pods / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
     found, expected = rows(remote, "pods"), Checkpoints(FolderStore(alone)).rows()
@@ -79,10 +84,7 @@ def test_asynchronous_rounds_in_pods_are_those_of_one_process(
     sets = ("rounds.mode=buffered", "rounds.buffer=1", "training.fraction=0.7")
     alone = rounds("alone", *sets, "rounds.stop=4")
     rounds("pods", *remote, *sets, "rounds.stop=2")
-    with monkeypatch.context() as patch:
-        patch.setattr(Kubernetes, "_collect", killed)
-        with pytest.raises(Killed):
-            rounds("pods", *remote, *sets, "rounds.stop=4", resume=True)
+    killed_in_a_round(monkeypatch, rounds, *remote, *sets, "rounds.stop=4")
     pods = rounds("pods", *remote, *sets, "rounds.stop=4", resume=True)
     assert (pods / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
     found, expected = rows(remote, "pods"), Checkpoints(FolderStore(alone)).rows()

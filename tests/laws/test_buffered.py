@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fl_engine.aggregation.privacy import Private
-from fl_engine.algorithms import ALGORITHMS, AllLarge, FlexFL, HeteroFL
+from fl_engine.algorithms import ALGORITHMS, AllLarge, Decoupled, FlexFL, HeteroFL
 from fl_engine.backends import InProcess, Processes
 from fl_engine.codecs import Half
 from fl_engine.core.errors import ConfigError, IntegrityError
@@ -270,7 +270,7 @@ def test_a_change_of_other_weights_is_refused() -> None:
     flight = flights.Flight(order, update, times, 1.0, 1, 1, "x")
     for wrong in ({"a": torch.zeros(1)}, {next(iter(state.params)): torch.zeros(1)}):
         with pytest.raises(IntegrityError, match=r"flights/x is not the change of client"):
-            buffer.moved(state, flight, wrong, 1.0, site.layout, site.pool)
+            buffer.moved(state, flight, wrong, 1.0, site.layout)
 
 
 @pytest.mark.parametrize("wrong", [[{}], 7, [{"client": 1}]])
@@ -291,6 +291,11 @@ def test_what_is_said_is_read_again(memory_store: Any) -> None:
 class Greedy(AllLarge):
     def plan(self, state: Any, context: Any) -> Any:
         return super().plan(state, replace(context, slots=None, available=context.fleet))
+
+
+def test_levels_with_weights_of_their_own_are_refused(memory_store: Any) -> None:
+    with pytest.raises(ConfigError, match=r"levels of Decoupled have weights of their own.* rounds\.mode=synchronous"):
+        federated(Decoupled(training=ASKED), memory_store)
 
 
 def test_an_algorithm_that_asks_more_than_are_free_is_refused(memory_store: Any) -> None:
