@@ -83,6 +83,15 @@ class PublishedFor(Protocol):
 
 
 @runtime_checkable
+class Nested(Protocol):
+    """A network that was published with sub-networks of its own."""
+
+    def nested(self) -> Mapping[str, SubmodelSpec]:
+        """All of them by name, in ascending order of their parameters; `small`, `medium` and `large` are among them,
+        each a part of the next."""
+
+
+@runtime_checkable
 class CountsMacs(Protocol):
     """A layer with weights that says itself what it costs, with all that it is made of."""
 
