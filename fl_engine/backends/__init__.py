@@ -29,14 +29,18 @@ class Surroundings:
     run_id: str = ""
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     memory: tuple[int, int] | None = None
-    """The result of `memory.training_peak`, for kubernetes.observe=cgroup."""
+    """The result of `memory.training_peak`, and the data on top of both: for kubernetes.observe=cgroup, and pools with
+    memory=auto."""
     should_stop: Callable[[], bool] = lambda: False
 
 
 @contextmanager
 def _in_pods(of: Surroundings) -> Iterator[Backend]:
     """Removes the run's objects from the cluster at the end; after a failure they stay, to be looked at."""
-    pods = Kubernetes(of.kubernetes, of.run_id, of.site.fleet, of.mailbox, of.memory, should_stop=of.should_stop)
+    shares = [level.share for level in of.site.pool]
+    pods = Kubernetes(
+        of.kubernetes, of.run_id, of.site.fleet, of.mailbox, of.memory, shares, should_stop=of.should_stop
+    )
     try:
         yield pods
         pods.finish()

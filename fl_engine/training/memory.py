@@ -86,6 +86,17 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
+HEADROOM = 1.25
+"""Of `needed`: what the files take while they are read, and what an allocator keeps."""
+
+
+def needed(measured: tuple[int, int], share: float) -> int:
+    """Bytes of memory with which a sub-model can be trained that has this share of the full model's parameters. It is
+    a bound from which `free` finds room for that sub-model."""
+    base, peak = measured
+    return math.ceil(HEADROOM * (base + share * (peak - base)))
+
+
 def limit(root: Path | None = None) -> int:
     """This container's memory limit in bytes, read from the cgroup file system (version 2 or 1) at `root`, by default
     FLEXFLEET_CGROUP or /sys/fs/cgroup. Raises EnvironmentFailure if there is no limit."""

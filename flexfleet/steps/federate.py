@@ -271,10 +271,12 @@ def _numerics(config: Config, family: ModelFamily, goal: Task) -> Numerics:
 def _surroundings(
     config: Config, site: Site, mailbox: Mailbox, run_id: str, should_stop: Callable[[], bool]
 ) -> Surroundings:
-    in_pods = config.run.backend == "kubernetes" and config.kubernetes.observe == "cgroup"
-    memory = None
-    if in_pods:
-        memory = training_peak(site.family, site.data.task, config.training.batch_size, site.numerics)
+    pods, memory = config.kubernetes, None
+    asked = pods.observe == "cgroup" or any(pool.memory == "auto" for pool in pods.pools.values())
+    if config.run.backend == "kubernetes" and asked:
+        base, peak = training_peak(site.family, site.data.task, config.training.batch_size, site.numerics)
+        held = sum(part.nbytes for part in (site.data.train_x, site.data.train_y, site.data.test_x, site.data.test_y))
+        memory = base + held, peak + held
     return Surroundings(site, mailbox, config.run.devices, run_id, config.kubernetes, memory, should_stop)
 
 

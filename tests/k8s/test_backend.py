@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.exchange.assignment import COMMON
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.places import open_store
-from flexfleet.files.artifacts import RunFile
+from flexfleet.files.artifacts import PoolFile, RunFile
+from flexfleet.steps.prepare import Resolved
 from tests.k8s.fake import leftovers, telling
 
 ROOT = Path(__file__).parents[2]
@@ -126,8 +128,13 @@ def test_another_machine_goes_on_with_what_the_store_holds(
     assert model(rounds("moved", *remote, "rounds.stop=2", resume=True)) == expected(2)
 
 
+def bytes_of_data(settings: Sequence[str]) -> int:
+    data = Resolved.load(None, settings).data
+    return sum(part.nbytes for part in (data.train_x, data.train_y, data.test_x, data.test_y))
+
+
 def test_a_device_prunes_to_its_memory_limit_and_steps_down_after_it_was_killed(
-    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, tiny: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flexfleet.steps import federate as step
 
@@ -142,13 +149,46 @@ def test_a_device_prunes_to_its_memory_limit_and_steps_down_after_it_was_killed(
         if job["kind"] == "Job":
             for pod in json.loads(job["metadata"]["annotations"]["flexfleet.io/clients"]):
                 tiers |= dict.fromkeys(pod, job["metadata"]["labels"]["flexfleet.io/tier"])
+    held = bytes_of_data(tiny) / 2**20  # the data count as what a client needs besides training
     for line in row.clients:
-        assert line["free"] == pytest.approx(60.0 if tiers[line["client"]] != "strong" else 1948.0)
+        assert line["free"] == pytest.approx((60.0 if tiers[line["client"]] != "strong" else 1948.0) - held)
     cluster.script = lambda job, index, before: "run" if before else "oom"
     rounds("down", *remote, *settings)
     (row,) = rows(remote, "down")
     assert all(line["free"] < 60.0 for line in row.clients if tiers[line["client"]] != "strong" and "free" in line)
     assert not any("pod" in failure for failure in failures(row))
+
+
+def test_a_pod_gets_the_memory_that_its_largest_sub_model_needs(
+    cluster: Any,
+    rounds: Rounds,
+    remote: Remote,
+    rows: Rows,
+    tiny: Remote,
+    prepared: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flexfleet.steps import federate as step
+
+    monkeypatch.setattr(step, "training_peak", lambda *_: (100 * 2**20, 200 * 2**20))
+    pools = "{weak: {memory: auto}, medium: {memory: auto}}"
+    own = ("training.fraction=1.0", "kubernetes.clients_per_pod=2", f"kubernetes.pools={pools}")
+    rounds("auto", *remote, *own)
+    (row,) = rows(remote, "auto")
+    sent = {line["client"]: line["sent"] for line in row.clients}
+    shares = {level.name: level.share for level in PoolFile.read(prepared / "pool" / "pool.json").levels}
+    asked = {}
+    for job in (job for job in cluster.created if job["kind"] == "Job"):
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        memory = container["resources"]["requests"]["memory"]
+        assert container["resources"]["limits"] == {"memory": memory}
+        tier = job["metadata"]["labels"]["flexfleet.io/tier"]
+        pods = json.loads(job["metadata"]["annotations"]["flexfleet.io/clients"])
+        most = max(sum(shares[sent[client]] for client in pod) for pod in pods)
+        needed = 1.25 * (100 * 2**20 + bytes_of_data(tiny) + most * 100 * 2**20)
+        asked[tier] = memory
+        assert memory == ("1Gi" if tier == "strong" else f"{math.ceil(needed / 2**20)}Mi")
+    assert asked["weak"] != asked["medium"]
 
 
 def test_clients_of_one_device_each_run_where_their_data_is(cluster: Any, rounds: Rounds, remote: Remote) -> None:

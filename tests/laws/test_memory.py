@@ -33,6 +33,13 @@ def test_each_failure_steps_down_one_model_of_the_pool() -> None:
     assert memory.free(300, (100, 200), POOL, len(POOL)) == 0.0
 
 
+def test_what_a_sub_model_needs_leaves_room_for_it() -> None:
+    """A quarter more than 100 bytes and half of the 100 that training the full model takes."""
+    assert memory.needed((100, 200), 0.5) == 188
+    for member in POOL:
+        assert memory.free(memory.needed((100, 200), member.share), (100, 200), POOL) > 100 * member.share
+
+
 @pytest.mark.parametrize(("name", "text"), [("memory.max", "12345\n"), ("memory/memory.limit_in_bytes", "12345")])
 def test_the_limit_is_what_the_cgroup_says(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)

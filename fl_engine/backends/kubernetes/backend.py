@@ -30,6 +30,7 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import manifest_bytes, payload_bytes
 from fl_engine.storage import probe
 from fl_engine.storage.s3 import S3Store, Verb
+from fl_engine.training.memory import needed
 
 log = logging.getLogger("flexfleet")
 
@@ -82,7 +83,8 @@ class _Round:
 
 
 class Kubernetes:
-    """`memory` is what `memory.training_peak` found, for observe=cgroup. The store must be one that pods reach: S3, or
+    """`memory` is what `memory.training_peak` found, for observe=cgroup and pools with memory=auto; `shares`: of each
+    level, its parameters over the full model's, for the latter. The store must be one that pods reach: S3, or
     with access=ambient any that opens under the same name there. `should_stop` is asked while pods are waited for."""
 
     durable = True
@@ -94,6 +96,7 @@ class Kubernetes:
         fleet: Sequence[Device],
         mailbox: Mailbox,
         memory: tuple[int, int] | None = None,
+        shares: Sequence[float] = (),
         cluster: Cluster | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -110,7 +113,7 @@ class Kubernetes:
         self._options = options.model_copy(update={"image": image})
         self._fleet = fleet
         self._mailbox = mailbox
-        self._memory = memory
+        self._memory, self._shares = memory, shares
         self._cluster = cluster or Cluster(options.namespace)
         self._run = jobs.run_label(run_id, mailbox.store.uri())
         self._template = jobs.template(options.template)
@@ -251,9 +254,8 @@ class Kubernetes:
             made += [(group, texts, common) for group, texts in jobs.parts(tier, told, common)]
         at_once = jobs.shares([len(group.pods) for group, _, _ in made], self._options.parallelism)
         for (group, texts, common), most in zip(made, at_once, strict=True):
-            body = jobs.job(
-                self._template, self._options, self._run, r.plan.round, group, r.attempt, owner, DATA_FOLDER
-            )
+            o, memory = self._options, self._memory_of(group, r.plan)
+            body = jobs.job(self._template, o, self._run, r.plan.round, group, r.attempt, owner, DATA_FOLDER, memory)
             body["spec"]["parallelism"] = most
             # A Secret may be left of a deleted Job of that name; the new pods must not read it.
             self._cluster.delete("secrets", body["metadata"]["name"])
@@ -307,6 +309,15 @@ class Kubernetes:
             uid = found["metadata"]["uid"]
             self._owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": self._run, "uid": uid}
         return self._owner
+
+    def _memory_of(self, group: Group, plan: RoundPlan) -> str | None:
+        """Of a pod of this Job, as Kubernetes writes quantities; None: what the pool says."""
+        if self._options.pools.get(group.tier, NodePool()).memory != "auto":
+            return None
+        if self._memory is None:
+            raise ConfigError("memory=auto needs what training takes, which was not measured")
+        most = max(sum(self._shares[plan.order_of[client].level] for client in pod) for pod in group.pods)
+        return f"{math.ceil(needed(self._memory, most) / 2**20)}Mi"
 
     def _told(self, plan: RoundPlan, group: Group, names: Mapping[int, list[str]]) -> tuple[list[str], str]:
         """For each pod its assignment; and what all of them may read."""

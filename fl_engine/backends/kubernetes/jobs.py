@@ -142,8 +142,9 @@ def job(
     attempt: int,
     owner: Resource,
     data_folder: str,
+    memory: str | None = None,
 ) -> Resource:
-    """The manifest. Its Secret has its name."""
+    """The manifest. Its Secret has its name. `memory`: of a pod; None: what its node pool says."""
     out = copy.deepcopy(of)
     name, own = job_name(run, round, group, attempt), labels(run, round, group.tier)
     pool = options.pools.get(group.tier, NodePool())
@@ -168,9 +169,10 @@ def job(
     pod["metadata"] = {**pod.get("metadata", {}), "labels": {**pod.get("metadata", {}).get("labels", {}), **own}}
     _place(pod["spec"], pool, group.host)
     container = next(c for c in pod["spec"]["containers"] if c["name"] == "client")
-    amounts = {"cpu": pool.cpu, "memory": pool.memory}
+    memory = memory or pool.memory
+    amounts = {"cpu": pool.cpu, "memory": memory}
     container["image"] = pool.image or options.image
-    container["resources"] = {"requests": amounts, "limits": {"memory": pool.memory}}
+    container["resources"] = {"requests": amounts, "limits": {"memory": memory}}
     secret = next(v for v in pod["spec"]["volumes"] if v["name"] == "assignment")
     secret["secret"]["secretName"] = name
     if not any(mount.get("subPath") == COMMON for mount in container["volumeMounts"]):

@@ -20,7 +20,8 @@ class NodePool(Section):
 
     cpu: str = "1"
     memory: str = "1Gi"
-    """Request and limit, as Kubernetes writes quantities."""
+    """Request and limit, as Kubernetes writes quantities; auto: what the largest sub-model needs that the Job's clients
+    are sent (docs/guides/kubernetes.md)."""
     arch: Literal["amd64", "arm64"] | None = None
     """kubernetes.io/arch; null: any."""
     device_type: str | None = None
@@ -98,6 +99,16 @@ class KubernetesConfig(Section):
         if value is not None and re.fullmatch(r"secret:[a-z0-9]([a-z0-9.-]*[a-z0-9])?|host:/.+", value) is None:
             raise ValueError("secret:<name of a Secret> or host:/<file of the node> is expected")
         return value
+
+    @model_validator(mode="after")
+    def _limits_are_known(self) -> KubernetesConfig:
+        auto = [tier for tier, pool in self.pools.items() if pool.memory == "auto"]
+        if auto and self.observe == "cgroup":
+            raise ValueError(
+                f"with observe=cgroup clients prune to the memory that their pod has, so pools.{auto[0]}.memory is the "
+                "device's, as 2Gi, and not auto"
+            )
+        return self
 
     @model_validator(mode="after")
     def _urls_live_as_long(self) -> KubernetesConfig:
