@@ -24,7 +24,7 @@ from fl_engine.core.slicing import is_statistic, take
 from fl_engine.core.types import ClientUpdate, Outcome, ParamLayout, RoundPlan
 from fl_engine.exchange import acceptance
 from fl_engine.exchange.acceptance import History
-from fl_engine.exchange.updates import movement, size_of
+from fl_engine.exchange.updates import movement, size_sent
 from fl_engine.fleet import faults
 from fl_engine.rounds import loop as rounds
 from fl_engine.rounds.ledger import ledger_in
@@ -93,7 +93,7 @@ class Bad:
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
         found = list(self.inner.run(algorithm, plan))
-        size = size_of(plan.orders[0].payload)
+        size = size_sent(plan)
         updates = {outcome.client: outcome for outcome in found if isinstance(outcome, ClientUpdate)}
         moved = {client: movement(update, plan.order_of[client], self.layout) for client, update in updates.items()}
         if self.client in updates:
@@ -165,6 +165,7 @@ def main() -> None:
     found: dict[str, Any] = {"honest": {}, "attacked": {}}
     data = {"digits": DIGITS, "digits, most with few samples": UNEVEN, "fashion_mnist": FASHION, "cifar10": CIFAR}
     honest = {f"{d} {a}": (*data[d], *ALGORITHMS[a]) for d in data for a in ALGORITHMS}
+    honest["digits multibranch"] = (*DIGITS, "algorithm.name=multibranch")
     honest |= {f"digits flexfl {few}": (*DIGITS, *ALGORITHMS["flexfl"], *FEW[few]) for few in FEW}
     print("| | without | with the bound | refused |\n|---|---|---|---|")
     for name, settings in honest.items():

@@ -31,11 +31,6 @@ blocks that the branch leaves out; then the head has fewer, so that every branch
 than the next (`small_cnn`: no convolutions; `resnet18`: one instead of two in the second head). Behind a vector, and in
 the networks for maps with group norm (`uthar_resnet18`, `widar_resnet18`), a head is the linear layer alone.
 
-An update of the first branch moves further per number than one of the last, most of whose numbers lie in deep, wide
-layers. `rounds.norm_bound` compares all of a round's updates with each other, so it can refuse honest ones: of digits
-with `small_cnn`, 5 of 90 in 15 rounds, all of the first branch. A larger bound, or null where clients are trusted,
-refuses fewer.
-
 MB-ResNet34 at 3x32x32 and 10 classes (`model.channels`: those of He et al., and those of FlexFL's code):
 
                                      64, 128, 256, 512             96, 128, 256, 512

@@ -16,6 +16,12 @@ that of how far they moved divided by the square root of their own steps. A clie
 steps, and moves further: about with the square root, as a random walk does. The steps are those that the order makes
 (`updates`).
 
+How far weights moved is the length of their change (L2 norm). It is about the same for sub-models of all sizes, because
+fewer numbers each move further. Medians of a level's updates on digits, over the median of all: 0.67 to 1.08 in
+`multibranch`, 0.88 to 1.05 in `heterofl`, 0.90 to 1.36 in `flexfl`; as a root mean square they were 0.52 to 3.53, 0.64
+to 1.19, 0.74 to 1.71. Running statistics move towards those of the data, whatever the size: for them it is the root
+mean square.
+
 The medians are over the round's updates and those of earlier rounds: as many whole rounds as hold REMEMBERED updates.
 Refused updates count too; without them, a run whose honest updates begin to move further would refuse all of them for
 good. Bad clients that are fewer than half shift a median by some ranks, no more. Where there are fewer than FIRST_ONES
@@ -54,8 +60,8 @@ class Terms(Protocol):
 
 
 class Moved(NamedTuple):
-    """How far an update moved: root mean square over its weights, and over its running statistics (0: it has none); in
-    how many steps."""
+    """How far an update moved: length of the change of its weights, root mean square over its running statistics (0: it
+    has none); in how many steps."""
 
     weights: float
     statistics: float = 0.0
@@ -126,7 +132,7 @@ def remembered(history: History, moved: Mapping[int, Moved], size: Moved = NOTHI
 
 
 def middle(history: History, moved: Iterable[Moved], size: Moved) -> Usual:
-    """What is usual. `size`: root mean square of what was sent, likewise; of a model of zeros nothing follows."""
+    """What is usual. `size`: that of what was sent, in the same measures; of a model of zeros nothing follows."""
     known, missing = [*(far for round in history.rounds for far in round), *moved], FIRST_ONES - history.count
     steps = statistics.median_low(far.steps for far in known)
 

@@ -29,6 +29,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import median_low
 from typing import Any, Literal, get_args
 
 import torch
@@ -57,6 +58,7 @@ from fl_engine.core.types import (
     ParamLayout,
     Params,
     Pool,
+    RoundPlan,
     Stage,
     SubmodelSpec,
     TaskContext,
@@ -381,8 +383,8 @@ def _check_numbers(tensors: Params) -> None:
 
 
 def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Moved:
-    """How far the trained numbers moved, as a root mean square, so that sub-models of all sizes compare. The bits do
-    not depend on the numbers' device or memory layout."""
+    """How far the trained numbers moved (see `acceptance.Moved`). The bits do not depend on the numbers' device or
+    memory layout."""
     same = update.spec == order.spec
     sent = order.payload if same else take(order.payload, layout, update.spec, have=order.spec)
     moved = _each({name: (_plain(new), _plain(sent[name])) for name, new in update.payload.items()})
@@ -390,20 +392,26 @@ def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Mov
 
 
 def size_of(params: Params) -> Moved:
-    """How far the numbers are from zero."""
+    """How far the numbers are from zero, likewise."""
     zero = torch.zeros(())
     return _each({name: (_plain(tensor), zero) for name, tensor in params.items()})
 
 
+def size_sent(plan: RoundPlan) -> Moved:
+    """The median over the orders of how large the weights are that they send, and the running statistics."""
+    sizes = {order.level: size_of(order.payload) for order in plan.orders}
+    weights, running = ([sizes[order.level][kind] for order in plan.orders] for kind in (0, 1))
+    return Moved(median_low(weights), median_low(running))
+
+
 def _each(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> Moved:
     far: tuple[list[float], list[float]] = [], []
-    count = [0, 0]
+    count = 0
     for name, (here, there) in pairs.items():
         kind = is_statistic(name)
         far[kind].append(float(torch.dist(here, there)))
-        count[kind] += here.numel()
-    weights, statistics = (math.hypot(*f) / math.sqrt(max(1, n)) for f, n in zip(far, count, strict=True))
-    return Moved(weights, statistics)
+        count += kind * here.numel()
+    return Moved(math.hypot(*far[False]), math.hypot(*far[True]) / math.sqrt(max(1, count)))
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange import acceptance
 from fl_engine.exchange.acceptance import Arrival, History, Moved
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.updates import movement, size_of
+from fl_engine.exchange.updates import movement, size_sent
 from fl_engine.fleet.uniformity import Times
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.run import Run
@@ -124,6 +124,4 @@ def _known(run: Run, plan: RoundPlan, outcome: Outcome, times: dict[int, Times],
 
 def _size(plan: RoundPlan, history: History) -> Moved:
     """The size of the weights that were sent, as long as too few movements are remembered."""
-    if plan.orders and history.count < acceptance.FIRST_ONES:
-        return size_of(plan.orders[0].payload)
-    return acceptance.NOTHING
+    return size_sent(plan) if plan.orders and history.count < acceptance.FIRST_ONES else acceptance.NOTHING

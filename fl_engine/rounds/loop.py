@@ -35,7 +35,7 @@ log = logging.getLogger("flexfleet")
 
 AUTO_COMMIT_S = 2.0
 
-HISTORY, CLOCK = "rounds/moved", "rounds/clock"
+HISTORY, CLOCK = "rounds/lengths", "rounds/clock"
 """Keys of a commit's JSON, beside the fields of the algorithm's state; no field can have such a name."""
 HISTORIES = TypeAdapter(History)
 

@@ -631,8 +631,9 @@ def moved_by(weights: float, statistics: float = 0.0) -> ClientUpdate:
 def test_how_far_an_update_moved() -> None:
     """Weights and statistics apart: what one kind did is not seen in the other."""
     order, layout = STATIC_PLAN.orders[0], STATIC_SITE.layout
+    weights = sum(t.numel() for name, t in order.payload.items() if not is_statistic(name))
     assert movement(moved_by(0.0), order, layout) == Moved(0.0, 0.0)
-    assert movement(moved_by(2.0), order, layout) == (pytest.approx(2.0), 0.0, 1.0)
+    assert movement(moved_by(2.0), order, layout) == (pytest.approx(2 * weights**0.5), 0.0, 1.0)
     assert movement(moved_by(0.0, 3.0), order, layout) == (0.0, pytest.approx(3.0), 1.0)
     assert isinstance(HONEST, ClientUpdate)
     weights, statistics, steps = movement(HONEST, ORDER, SITE.layout)
@@ -653,4 +654,4 @@ def test_how_far_is_the_same_bits_in_whatever_order_of_axes() -> None:
 
 def test_how_large_a_model_is() -> None:
     params = {"w": torch.tensor([3.0, -3.0]), "bn.running_var": torch.tensor([1.0]), "bn.running_mean": torch.zeros(1)}
-    assert size_of(params) == (pytest.approx(3.0), pytest.approx(0.5**0.5), 1.0)
+    assert size_of(params) == (pytest.approx(18**0.5), pytest.approx(0.5**0.5), 1.0)
