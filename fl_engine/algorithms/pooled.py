@@ -297,8 +297,7 @@ def merged(
 
 def learned(selection: Selector, tables: Tables, plan: RoundPlan, answer: Outcome) -> Tables:
     """The selector's tables after this answer."""
-    seconds = answer.elapsed if isinstance(answer, ClientUpdate) else 0.0
-    return selection.learn(tables, plan.order_of[answer.client], answer, seconds)
+    return selection.learn(tables, plan.order_of[answer.client], answer, answer.elapsed)
 
 
 def stepped(server: ServerOptimizer, moments: Params, old: Params, aggregate: Aggregate) -> tuple[Params, Params]:

@@ -315,7 +315,7 @@ class Selector(Protocol):
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:
         """Called after each order, in client order, for failures too. `seconds`: the order's time on the simulated
-        clock; 0 for a failure, or where there is no such clock."""
+        clock, also of an update that was not taken; 0 where none came, or where there is no such clock."""
 
 
 class ServerOptimizer(Protocol):

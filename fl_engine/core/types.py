@@ -361,13 +361,14 @@ Code = Literal[
 @dataclass(frozen=True)
 class ClientFailure:
     """A client that brought no update, or one that was refused. `reason` is for people; the stage `validate` has a
-    `code`."""
+    `code`. The server adds `elapsed` where an update came: the seconds that the order took on the simulated clock."""
 
     round: int
     client: int
     stage: Stage
     reason: str
     code: Code | None = None
+    elapsed: float = 0.0
 
 
 Outcome = ClientUpdate | ClientFailure

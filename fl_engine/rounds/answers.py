@@ -42,7 +42,10 @@ class Answers:
     def heads(self) -> Iterator[Outcome]:
         """Without weights, in client order."""
         for client in sorted(self._heads):
-            yield self._heads[client]
+            head = self._heads[client]
+            if isinstance(head, ClientFailure) and client in self.times:
+                head = replace(head, elapsed=self.times[client].total)
+            yield head
 
     def states(self) -> Iterator[tuple[int, Params]]:
         """(client, what it wants kept for it) of the updates that are merged, in client order."""

@@ -49,8 +49,8 @@ class Oort:
     (fedscale/cloud/config_parser.py, thirdparty/oort/oort.py); where Oort's own code (training/argParser.py) or the
     paper has another value, it stands beside it.
 
-    t is what the client's last order took on the simulated clock, else an estimate for the model that it would be sent,
-    from its speed, bandwidth and samples. Over-commitment is `rounds.over_provision`: 1.3 in the paper and in FedScale,
+    t is what the client's last order took on the simulated clock if it was sent the same model, else an estimate from
+    its speed, bandwidth and samples. Over-commitment is `rounds.over_provision`: 1.3 in the paper and in FedScale,
     1.1 in Oort's own code.
 
     Clients report sqrt(mean loss^2) as the metric `rms_loss`; |B| is what the server knows. A lie is worth at most
@@ -129,7 +129,7 @@ class Oort:
             utility = outcome.num_examples * outcome.metrics["rms_loss"]
         else:
             utility = memory.LATE if outcome.stage in ("straggle", "quorum") else memory.FAILED
-        heard = (float(order.round), float(order.client), utility, seconds)
+        heard = (float(order.round), float(order.client), utility, seconds, float(order.level))
         return {**state, "heard": (*state["heard"], heard)}
 
     def known(self, state: Tables, round: int) -> tuple[np.ndarray, Pacer]:
@@ -244,10 +244,10 @@ class Candidates:
         tiny = 1e-9  # of a device that is there and yet stands still
         seconds = macs * draws / np.maximum(speed, tiny) + moved / np.maximum(bandwidth, tiny)
         place, here = memory.places(known, clients)
-        utility, asked, last, measured = np.zeros((4, len(clients)))
+        utility, asked, last, measured, level = np.zeros((5, len(clients)))
         if here.any():
-            utility, asked, last, measured = np.where(here, known[1:, place], 0.0)
-        seconds = np.where(measured > 0, measured, seconds)
+            utility, asked, last, measured, level = np.where(here, known[1:, place], 0.0)
+        seconds = np.where((measured > 0) & (level == sent), measured, seconds)
         return Candidates(clients, sent, np.minimum(samples, draws), utility, asked, last, seconds)
 
 

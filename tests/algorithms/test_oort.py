@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,48 +16,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_engine.aggregation.rules import Private
-from fl_engine.algorithms import ALGORITHMS, AllLarge, FlexFL
-from fl_engine.algorithms.pooled import Training
-from fl_engine.backends import InProcess
+from fl_engine.algorithms import AllLarge
 from fl_engine.core import seeds
-from fl_engine.core.errors import ConfigError
 from fl_engine.core.measures import LARGEST_LOSS
-from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import (
     FULL,
     ClientFailure,
     ClientUpdate,
-    Device,
-    Pool,
-    RoundContext,
-    Stage,
-    Tables,
     WorkOrder,
 )
-from fl_engine.core.workload import draws
 from fl_engine.exchange.client import execute
-from fl_engine.exchange.server import ServerSite
-from fl_engine.rounds import loop
-from fl_engine.rounds.ledger import ledger_in
-from fl_engine.rounds.run import Run
-from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.selection import Oort
-from fl_engine.selection.capacity import holds
 from fl_engine.selection.memory import ASKED, CLIENT, LAST, SECONDS, UTILITY
-from fl_engine.selection.oort import Candidates, rms_loss
+from fl_engine.selection.oort import rms_loss
 from fl_engine.selection.pacer import Pacer
-from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.store import decode, encode
-from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.tiny import SAMPLES, SEED, TRAINING, context_of, paper_pool, start_of, tiny_site
-from fl_engine.testing.tracker import Memory
-from flexfleet import config as configs
-from flexfleet.config import load_config
+from fl_engine.testing.tiny import TRAINING, context_of, start_of, tiny_site
+from tests.harness.oort import FULL_ONLY, POOL, after, answer, asked, column, context, failure, fleet_of
 
 law = settings(max_examples=25, deadline=None)
-_, POOL = paper_pool()
-FULL_ONLY = (POOL[-1],)
 PACES: dict[str, Any] = {"step": 2, "delta": 5.0, "flat": 0.1, "sharp": 5.0}
 NO_PACE = Oort(pacer_start=100.0)
 """Nobody is too slow."""
@@ -70,49 +45,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-# ------------------------------------------------------------------------------------------------ made-up rounds
-def fleet_of(clients: int, speed: Sequence[float] = ()) -> tuple[Device, ...]:
-    speeds = speed or (1e9,) * clients
-    return tuple(Device(c, "any", 110.0, 0.0, speed=speeds[c]) for c in range(clients))
-
-
-def context(
-    round: int, fleet: tuple[Device, ...], samples: Sequence[int], pool: Pool = FULL_ONLY, **more: Any
-) -> RoundContext:
-    known: dict[str, Any] = {"available": fleet, "samples": tuple(samples), "draws": tuple(samples), **more}
-    return RoundContext(round, SEED, fleet, pool=pool, **known)
-
-
-def asked(oort: Oort, tables: Tables, now: RoundContext, count: int, draw: int = 0) -> list[int]:
-    picks = oort.pick(tables, now, count, seeds.rng(draw, "test", now.round))
-    return [client for client, _ in picks]
-
-
-def answer(oort: Oort, tables: Tables, round: int, client: int, utility: float, seconds: float = 1.0) -> Tables:
-    """One sample, whose loss is the utility."""
-    update = ClientUpdate(round, client, FULL, {}, 1, {"rms_loss": utility})
-    return oort.learn(tables, WorkOrder(round, client, FULL, {}, 0, 0), update, seconds)
-
-
-def failure(oort: Oort, tables: Tables, round: int, client: int, stage: Stage) -> Tables:
-    said = ClientFailure(round, client, stage, "made up")
-    return oort.learn(tables, WorkOrder(round, client, FULL, {}, 0, 0), said, 0.0)
-
-
-def after(oort: Oort, rounds: Sequence[dict[int, float]], clients: int) -> Tables:
-    """The tables after rounds with these utilities."""
-    tables = oort.init(fleet_of(clients), FULL_ONLY)
-    for round, utilities in enumerate(rounds):
-        for client, utility in sorted(utilities.items()):
-            tables = answer(oort, tables, round, client, utility)
-    return tables
-
-
-def column(oort: Oort, tables: Tables, round: int, which: int) -> dict[int, float]:
-    clients, _ = oort.known(tables, round)
-    return {int(c): float(v) for c, v in zip(clients[CLIENT], clients[which], strict=True)}
 
 
 # --------------------------------------------------------------------------------------------------- the utility
@@ -537,176 +469,3 @@ def test_a_client_that_always_says_the_most_is_asked_no_more_often_than_one_that
     most = max(times[c] for c in range(1, 6))
     assert times[0] < 1.25 * most and times[0] < 150, f"{times[0]} of 300 rounds, the others {most}"
     assert min(times[c] for c in range(1, 6)) > max(times[c] for c in range(6, 40)), "utility still counts"
-
-
-# ---------------------------------------------------------------------------------------------- models and time
-def test_each_is_sent_the_largest_model_that_it_can_hold() -> None:
-    memory = [20.0, 25.0, 25.1, 49.0, 51.0, 100.0, 110.0]
-    fleet = tuple(Device(c, "any", r, 0.0) for c, r in enumerate(memory))
-    picks = Oort().pick(Oort().init(fleet, POOL), context(0, fleet, [5] * 7, POOL), 7, seeds.rng(0, "t"))
-    assert picks == [(2, 0), (3, 0), (4, 2), (5, 2), (6, 4)], "M2' and M3' are never sent"
-    for client, level in picks:
-        assert holds(fleet[client], POOL[level].share)
-    largest = Oort(model="largest")
-    assert largest.pick({**largest.init(fleet, POOL)}, context(0, fleet, [5] * 7, POOL), 7, seeds.rng(0, "t")) == [
-        (c, 4) for c in range(7)
-    ]
-    with pytest.raises(ConfigError, match="no device of the fleet can hold M1"):
-        Oort().init(fleet[:2], POOL)
-
-
-def times(oort: Oort, tables: Tables, now: RoundContext) -> list[float]:
-    found: list[float] = Candidates.of(now, oort.known(tables, now.round)[0], "capacity").seconds.tolist()
-    return found
-
-
-def test_a_time_is_estimated_for_the_model_that_is_sent_until_it_is_measured() -> None:
-    """Three forward passes of each sample at the device's speed, four bytes of each parameter there and back."""
-    fleet = (Device(0, "weak", 30.0, 0.0, None, 50.0, 10.0), Device(1, "strong", 110.0, 0.0, None, 200.0, 40.0))
-    now = context(1, fleet, [10, 20], POOL, draws=(20, 40))
-    tables = Oort().init(fleet, POOL)
-    assert times(Oort(), tables, now) == pytest.approx([3 * 25 * 20 / 50 + 200 / 10, 3 * 100 * 40 / 200 + 800 / 40])
-    tables = answer(Oort(), tables, 0, 1, 1.0, seconds=7.5)
-    assert times(Oort(), tables, now) == pytest.approx([50.0, 7.5])
-    faster = replace(now, available=(replace(fleet[0], speed=100.0), fleet[1]))
-    assert times(Oort(), tables, faster) == pytest.approx([35.0, 7.5]), "what a device can do now"
-
-
-def test_the_estimate_is_what_the_simulated_clock_measures(memory_store: Any) -> None:
-    for drop_last in (False, True):
-        training = Training(fraction=1.0, epochs=2, batch_size=3, lr=0.05, drop_last=drop_last)
-        algorithm = AllLarge(training=training, eligible="all", selection=Oort(model="largest"))
-        site = tiny_site(algorithm, sizes=[4 + c % 9 for c in range(20)])
-        run = Run(algorithm, site, RoundsConfig(stop=1))
-        expected = times(Oort(), Oort().init(site.fleet, site.pool), run.context(0, 0.0))
-        plan = algorithm.plan(start_of(algorithm, site), run.context(0, 0.0))
-        assert len(plan.orders) == 20
-        for order in plan.orders:
-            outcome = execute(algorithm, order, site)
-            assert isinstance(outcome, ClientUpdate)
-            if holds(site.fleet[order.client], 1.0):
-                took = run.times(outcome, order, 0.0)
-                assert took is not None and took.total == pytest.approx(expected[order.client])
-
-
-def test_the_server_knows_what_clients_train() -> None:
-    training = Training(epochs=3, batch_size=5, drop_last=True)
-    assert [draws(training, n) for n in (0, 3, 5, 9, 10)] == [0, 9, 15, 15, 30]
-    assert [draws(replace(training, drop_last=False), n) for n in (0, 3, 9)] == [0, 9, 27]
-    site = tiny_site(AllLarge(training=TRAINING))
-    found = Run(AllLarge(training=TRAINING), site, RoundsConfig()).context(0, 0.0)
-    assert found.samples == (SAMPLES,) * 20 and found.draws == (2 * SAMPLES,) * 20
-
-
-# -------------------------------------------------------------------------------------------------------- in a run
-class TestFlexFLWithOort(AlgorithmSuite):
-    @pytest.fixture
-    def algorithm(self) -> FlexFL:
-        return FlexFL(training=TRAINING, selection=Oort())
-
-
-class TestAllLargeWithOort(AlgorithmSuite):
-    @pytest.fixture
-    def algorithm(self) -> AllLarge:
-        return AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest", preferred=0.5))
-
-    def promises_to_fit(self, algorithm: Any) -> bool:
-        return False  # sends all the largest model
-
-
-def federated(algorithm: Any, store: Any, rounds: int, **terms: Any) -> bytes:
-    site = tiny_site(algorithm)
-    config = RoundsConfig(stop=rounds, evaluate_every=1000, commit_every=1, keep_updates=True, **terms)
-    ledger = ledger_in(store, rules=replace(site.rules, algorithm=algorithm))
-    run = Run(algorithm, site, config)
-    return encode(loop.federate(run, start_of(algorithm, site), InProcess(site), ledger, Memory()).params)
-
-
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_takes_it(name: str, memory_store: Any) -> None:
-    algorithm = ALGORITHMS[name](training=TRAINING, selection=Oort(pacer_step=1))  # type: ignore[call-arg]
-    federated(algorithm, memory_store, 3)
-    rows = Checkpoints(memory_store).rows()
-    site = tiny_site(algorithm)
-    sizes = {model.name: model.share for model in site.pool}
-    for row in rows:
-        assert row.clients
-        for line in row.clients:
-            assert holds(site.fleet[line["client"]], sizes[line["sent"]])
-            assert "failure" in line or 0 < line["rms_loss"] < LARGEST_LOSS
-    assert len({line["client"] for row in rows for line in row.clients}) > len(rows[0].clients)
-
-
-def test_over_provision_is_its_over_commitment(memory_store: Any) -> None:
-    """Six of 20 are asked for five updates; the slowest comes too late, and is known afterwards."""
-    algorithm = AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest"))
-    federated(algorithm, memory_store, 2, over_provision=1.3)
-    (row, _) = Checkpoints(memory_store).rows()
-    assert len(row.clients) == 6 and row.metrics["clients_late"] == 1.0
-
-
-def test_what_is_learned_survives_being_stored_and_decides_who_is_asked() -> None:
-    algorithm = AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest"))
-    site = tiny_site(algorithm)
-    state = fresh = start_of(algorithm, site)
-    for round in range(4):
-        plan = algorithm.plan(state, context_of(site, round))
-        state = algorithm.merge(state, plan, [execute(algorithm, o, site) for o in plan.orders], ServerSite(site))
-        tensors, rest = pack(state)
-        found = unpack(fresh, decode(encode(tensors), "state"), json.loads(json.dumps(rest)))
-        assert found.tables == state.tables
-        again, plan = (algorithm.plan(s, context_of(site, round + 1)) for s in (found, state))
-        assert [o.client for o in again.orders] == [o.client for o in plan.orders]
-    unlearned = algorithm.plan(fresh, context_of(site, 4))
-    assert [o.client for o in unlearned.orders] != [o.client for o in plan.orders]
-
-
-def test_a_run_that_is_killed_anywhere_asks_the_same_clients(
-    new_store: Any, dying: Any, killed: type[BaseException], timeless: Callable[[Any], Sequence[Any]]
-) -> None:
-    algorithm = AllLarge(training=TRAINING, eligible="all", selection=Oort(model="largest", pacer_step=1))
-    rounds, terms = 5, {"over_provision": 1.3}
-    undisturbed = new_store()
-    expected = federated(algorithm, undisturbed, rounds, **terms)
-    writes = dying(new_store(), 10**6)
-    federated(algorithm, writes, rounds, **terms)
-    for place in range(0, 10**6 - writes.left, 11):
-        store = new_store()
-        with pytest.raises(killed):
-            federated(algorithm, dying(store, place), rounds, **terms)
-        assert federated(algorithm, store, rounds, **terms) == expected
-        assert timeless(store) == timeless(undisturbed)
-
-
-def test_private_aggregation_refuses_it() -> None:
-    algorithm = FlexFL(training=TRAINING, selection=Oort(), aggregation=Private())
-    with pytest.raises(ConfigError, match=r"Oort learns from single .* algorithm\.selection=\{name: uniform\}"):
-        start_of(algorithm, tiny_site(algorithm))
-
-
-def test_it_is_chosen_by_name() -> None:
-    found = configs.algorithm(
-        load_config(None, ["algorithm.selection={name: oort, cut_off: 0.7, blacklist_after: 10}"])
-    )
-    assert found.selection == Oort(cut_off=0.7, blacklist_after=10)
-    for wrong in ("clip: 0", "exploration: 1.5", "pacer_step: 0", "penalty: -1", "explore_window: 0.5", "k: 3"):
-        with pytest.raises(ConfigError, match=r"algorithm\.selection"):
-            configs.algorithm(load_config(None, [f"algorithm.selection={{name: oort, {wrong}}}"]))
-
-
-@pytest.mark.parametrize(("clients", "wanted", "limit"), [(2800, 100, 0.010), (100_000, 1000, 0.3)])
-def test_a_round_of_many_clients_is_selected_quickly(clients: int, wanted: int, limit: float) -> None:
-    """CPU seconds of picking and learning together, the best of several rounds."""
-    oort, rng = Oort(), np.random.default_rng(0)
-    fleet, samples = fleet_of(clients, rng.lognormal(22, 1, clients).tolist()), [10] * clients
-    tables = after(oort, [{}], 1)
-    tables = {**tables, "heard": tuple((0.0, float(c), float(rng.random()), 1.0) for c in range(clients // 2))}
-    took = []
-    for round in range(1, 6):
-        now = context(round, fleet, samples)
-        started = time.process_time()
-        for client in asked(oort, tables, now, wanted, round):
-            tables = answer(oort, tables, round, client, 1.0)
-        took.append(time.process_time() - started)
-    assert min(took) < limit
-    assert len(json.dumps(tables)) < 60 * clients, "compact: a commit holds it"
