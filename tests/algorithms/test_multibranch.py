@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +19,18 @@ from fl_engine.backends import InProcess
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ClientError, ModelError, PoolError
 from fl_engine.core.slicing import count_params
-from fl_engine.core.types import FULL, Device, Pick, Pool, RoundContext, TaskContext
+from fl_engine.core.types import FULL, ClientUpdate, Device, Pick, Pool, RoundContext, TaskContext
+from fl_engine.datasets import cifar100, femnist
+from fl_engine.exchange.client import execute
+from fl_engine.exchange.server import ServerSite
 from fl_engine.models import MODELS
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.selection import Curiosity, ResourceTable, Uniform
 from fl_engine.testing.tiny import SEED, TRAINING, context_of, paper_pool, start_of, tiny_site, update_of
+from fl_engine.training.evaluation import evaluate_pool, published
+from tests.data import made
 
 BLOCKS = tuple(str(i) for i in range(1, 17))
 PAPER = (64, 128, 256, 512)
@@ -285,6 +292,29 @@ def test_with_yogi_untrained_branches_stay() -> None:
     params = algorithm.merge(state, plan, answers, None).params  # type: ignore[arg-type]
     assert torch.equal(params["classifier.weight"], state.params["classifier.weight"])
     assert not torch.equal(params["exit_conv.weight"], state.params["exit_conv.weight"])
+
+
+@pytest.mark.parametrize("name", ["cifar100", "femnist"])
+def test_two_rounds_on_the_papers_other_data_sets(name: str, tmp_path: Path) -> None:
+    """On small files of their formats; every branch is scored on all their classes."""
+    if name == "cifar100":
+        made.cifar100_files(tmp_path, (200, 100))
+        data, family = cifar100.load(tmp_path, (200, 100)), ResNet18((3, 32, 32), 100, width=0.125)
+    else:
+        files = made.femnist_files(tmp_path, made.femnist_file({f"f{n:04}_41": 10 for n in range(62)}))
+        data, family = femnist.load(tmp_path, files), ResNet18((1, 28, 28), 62, width=0.125)
+    algorithm = MultiBranch(training=replace(TRAINING, fraction=0.5))
+    site = tiny_site(algorithm, family, data=data)
+    state = start_of(algorithm, site)
+    trained = set[int]()
+    for round in range(2):
+        plan = algorithm.plan(state, context_of(site, round))
+        answers = [execute(algorithm, order, site) for order in plan.orders]
+        trained |= {plan.order_of[each.client].level for each in answers if isinstance(each, ClientUpdate)}
+        state = algorithm.merge(state, plan, answers, ServerSite(site))
+    scores = evaluate_pool(site.family, published(state), site.pool, data, ("cpu",))
+    assert len(scores) == 8 and len(trained) > 2
+    assert all(math.isfinite(score.loss) for score in scores.values())
 
 
 def test_mu_can_be_searched() -> None:
