@@ -111,8 +111,9 @@ class ServerContext(Protocol):
         """The server's own samples (the proxy): they are both the training and the test samples of this data set.
         Raises ConfigError where the server holds none."""
 
-    def train(self, task: LocalTask, params: Params) -> Params:
-        """The weights after training these (of `task.spec`) on the server's data. A function of its arguments."""
+    def train(self, task: LocalTask, params: Params, anchor: Params | None = None) -> Params:
+        """The weights after training these (of `task.spec`) on the server's data. The proximal term, where the task has
+        one, pulls to `anchor` (None: to `params`). A function of its arguments, whatever the order of the names."""
 
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
         """The task's metric of this sub-model on the server's data."""

@@ -474,7 +474,10 @@ class LocalTask:
     widths: tuple[SubmodelSpec, ...] = ()
     """Sub-models of the trained one; each step trains one of them, drawn uniformly (ordered dropout)."""
     proximal: float = 0.0
-    """mu: adds mu/2 * ||theta - theta_received||^2 to the loss."""
+    """mu: adds mu/2 * ||theta - anchor||^2 to the loss, for each client by itself. The anchor is what training starts
+    from, unless the caller of `local.train` gives another."""
+    proximal_squared: bool = True
+    """False: adds mu * ||theta - anchor|| instead (L2 over all weights); its gradient is 0 at the anchor."""
     scaler: float = 1.0
     """Divides the output of every layer but the classifier, in training only (HeteroFL)."""
     mask_labels: bool = False

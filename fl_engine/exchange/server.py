@@ -42,14 +42,18 @@ class ServerSite:
         x, y = data.train_x[own], data.train_y[own]
         return replace(data, train_x=x, train_y=y, test_x=x, test_y=y, natural_client=None)
 
-    def train(self, task: LocalTask, params: Params) -> Params:
+    def train(self, task: LocalTask, params: Params, anchor: Params | None = None) -> Params:
         """Raises ModelError where training diverges."""
         x, y = self.data.train_x.to(self.device), self.data.train_y.to(self.device)
-        job = local.Job(task, params, self.data.normalise(x), y)
+        job = local.Job(task, self._ordered(params), self.data.normalise(x), y, anchor=anchor)
         (trained,) = local.train(self.site.family, self.data.task, [job], self.site.numerics)
         if not trained.finite:
             raise ModelError(f"training on the server diverged (learning rate {task.optimizer.lr:g})")
         return {name: tensor.cpu() for name, tensor in trained.params.items()}
+
+    def _ordered(self, params: Params) -> Params:
+        """As in the layout. Sums over all parameters depend on the parameters' order, and a file does not keep it."""
+        return {name: params[name] for name in self.site.layout.slots if name in params}
 
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
         data = self.data
@@ -102,8 +106,8 @@ class LazyServer:
     def data(self) -> Data:
         return self._server.data
 
-    def train(self, task: LocalTask, params: Params) -> Params:
-        return self._server.train(task, params)
+    def train(self, task: LocalTask, params: Params, anchor: Params | None = None) -> Params:
+        return self._server.train(task, params, anchor)
 
     def evaluate(self, spec: SubmodelSpec, params: Params) -> float:
         return self._server.evaluate(spec, params)

@@ -260,3 +260,8 @@ def unstack(params: Params) -> list[Params]:
     """Splits weights (n, ...) into those of each lane, as contiguous tensors: the inverse of `stack`."""
     rows = {name: tensor.detach().contiguous().unbind(0) for name, tensor in params.items()}
     return [{name: row[i] for name, row in rows.items()} for i in range(len(next(iter(rows.values()))))]
+
+
+def beside(value_n: Tensor, tensor: Tensor) -> Tensor:
+    """Reshapes one value per lane to broadcast over a tensor (n, ...)."""
+    return value_n.view(-1, *[1] * (tensor.dim() - 1))

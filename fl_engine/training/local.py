@@ -33,7 +33,8 @@ class Job:
 
     `x` (N, ...) is normalised, `y` (N, ...) are its targets, both on the torch device that trains. `linear` holds, by
     parameter name, what FedDyn subtracts from that parameter's gradient (of the same shape); a parameter that it lacks
-    keeps its gradient.
+    keeps its gradient. `anchor` holds the weights that the proximal term pulls to, names and shapes as in
+    `start`; None: `start` itself.
     """
 
     task: LocalTask
@@ -41,6 +42,7 @@ class Job:
     x: Tensor
     y: Tensor
     linear: Params = field(default_factory=dict)
+    anchor: Params | None = None
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,9 @@ class Session:
         self._scale = None
         if numerics.scales(self._device):
             self._scale = LossScale(self._step, weights, self._moments, self.total)
-        starts, linear = [job.start for job in jobs], [job.linear for job in jobs]
-        self._correct = steps.gradient_terms(task, self._state, starts, linear, self._device)
+        anchors = [job.start if job.anchor is None else job.anchor for job in jobs]
+        linear = [job.linear for job in jobs]
+        self._correct = steps.gradient_terms(task, self._state, anchors, linear, self._device)
         self._streams: Streams = {}
         self._objective = _objective(family, goal, jobs, self._state, numerics, self._streams, borrowed)
         self._orders = batches.orders(goal, self._tasks, [job.y for job in jobs])
@@ -220,7 +223,8 @@ def _in_half(job: Job) -> Job:
     task, x = job.task, job.x.half() if job.x.is_floating_point() else job.x
     if isinstance(task.optimizer, SGD):
         task = replace(task, optimizer=replace(task.optimizer, weight_decay=0.0))
-    return replace(job, task=task, start=start, x=x, linear=linear)
+    anchor = None if job.anchor is None else {name: t.half() for name, t in job.anchor.items()}
+    return replace(job, task=task, start=start, x=x, linear=linear, anchor=anchor)
 
 
 def _part(snapshot: Params, part: str) -> Params:

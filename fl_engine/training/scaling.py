@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_engine.core.types import Params
+from fl_engine.training.lanes import beside
 
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 SCALE, GOOD = "scale/loss", "scale/good"
@@ -38,7 +39,7 @@ class LossScale:
         gradients = [w.grad for w in self._weights.values() if w.grad is not None]
         self._bad = torch.stack([~g.isfinite().flatten(1).all(1) for g in gradients]).any(0)
         for g in gradients:
-            g.div_(_beside(self._moments[SCALE], g))
+            g.div_(beside(self._moments[SCALE], g))
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -51,16 +52,11 @@ class LossScale:
             remembered = {name: t.clone() for name, t in self._moments.items()}
             self._step(rate)
             for name, w in self._weights.items():
-                w.copy_(torch.where(_beside(bad, w), kept[name], w))
+                w.copy_(torch.where(beside(bad, w), kept[name], w))
             for name, t in self._moments.items():
                 before = remembered.get(name)  # None: this first step created it, from zeros
-                t.copy_(torch.where(_beside(bad, t), torch.zeros_like(t) if before is None else before, t))
+                t.copy_(torch.where(beside(bad, t), torch.zeros_like(t) if before is None else before, t))
         scale, good = self._moments[SCALE], torch.where(bad, 0.0, self._moments[GOOD] + 1)
         grown = (good == INTERVAL) & (scale * GROWTH).isfinite()
         scale.copy_(torch.where(bad, scale * BACKOFF, torch.where(grown, scale * GROWTH, scale)))
         self._moments[GOOD].copy_(torch.where(good == INTERVAL, 0.0, good))
-
-
-def _beside(value_n: Tensor, tensor: Tensor) -> Tensor:
-    """Reshapes one value per lane to broadcast over a tensor (n, ...)."""
-    return value_n.view(-1, *[1] * (tensor.dim() - 1))

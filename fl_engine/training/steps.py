@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.optim.sgd import sgd
 from fl_engine.core.errors import ModelError
 from fl_engine.core.types import SGD, Adam, LocalTask, Params
 from fl_engine.training import lanes
+from fl_engine.training.lanes import beside
 
 
 def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable[[float], None]:
@@ -55,21 +56,27 @@ def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable
 
 
 def gradient_terms(
-    task: LocalTask, state: Params, starts: Sequence[Params], linear: Sequence[Params], device: torch.device
+    task: LocalTask, state: Params, anchors: Sequence[Params], linear: Sequence[Params], device: torch.device
 ) -> Callable[[], None]:
-    """A function that corrects the gradients after the backward pass: it adds mu * (theta - theta_received) (FedProx),
-    subtracts the linear term (FedDyn), then clips the norm. `starts` and `linear` have one entry per lane."""
+    """A function that corrects the gradients after the backward pass: it adds mu * (theta - anchor) (FedProx), or that
+    divided by its norm (`proximal_squared`), subtracts the linear term (FedDyn), then clips the norm. `anchors` and
+    `linear` have one entry per lane."""
     mu, limit = task.proximal, task.clip_norm
     trained = {name: t for name, t in state.items() if t.requires_grad}
-    received = lanes.stack(starts, device) if mu > 0 else {}
+    towards = lanes.stack(anchors, device) if mu > 0 else {}
     subtracted = lanes.stack(linear, device) if linear[0] else {}
-    pulled = [(t, received[name]) for name, t in trained.items() if name in received]
+    pulled = [(t, towards[name]) for name, t in trained.items() if name in towards]
     pushed = [(t, subtracted[name]) for name, t in trained.items() if name in subtracted]
 
     def correct() -> None:
-        for weight, sent in pulled:
-            if weight.grad is not None:
-                weight.grad.add_(weight.detach() - sent, alpha=mu)
+        near = [(weight.grad, weight.detach(), anchor) for weight, anchor in pulled if weight.grad is not None]
+        shares_n = None
+        if near and not task.proximal_squared:
+            norms_n = _norms(weight - anchor for _, weight, anchor in near)
+            shares_n = torch.where(norms_n > 0, 1 / norms_n, 0.0)
+        for gradient, weight, anchor in near:
+            way = weight - anchor
+            gradient.add_(way if shares_n is None else way * beside(shares_n, way), alpha=mu)
         for weight, g in pushed:
             if weight.grad is not None:
                 weight.grad.sub_(g)
@@ -81,7 +88,12 @@ def gradient_terms(
 
 def _clip(gradients: Sequence[Tensor], limit: float) -> None:
     """`torch.nn.utils.clip_grad_norm_`, for each lane by itself."""
-    norms_n = torch.stack([g.flatten(1).float().norm(dim=1) for g in gradients]).norm(dim=0)
-    factors_n = (limit / (norms_n + 1e-6)).clamp(max=1.0)
+    factors_n = (limit / (_norms(gradients) + 1e-6)).clamp(max=1.0)
     for g in gradients:
-        g.mul_(factors_n.view(-1, *[1] * (g.dim() - 1)))
+        g.mul_(beside(factors_n, g))
+
+
+def _norms(parts: Iterable[Tensor]) -> Tensor:
+    """float32 (n,): of each lane the L2 norm over all parts (n, ...)."""
+    total: Tensor = torch.stack([part.flatten(1).float().norm(dim=1) for part in parts]).norm(dim=0)
+    return total

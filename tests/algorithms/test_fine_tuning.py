@@ -1,0 +1,199 @@
+"""The server's fine-tuning, against arithmetic written out here: y = u*a + v*b + c on two samples."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from fl_engine.algorithms import AllLarge
+from fl_engine.algorithms.fine_tuning import FineTuning, fine_tuned
+from fl_engine.core.contracts import ServerContext
+from fl_engine.core.errors import ConfigError, ModelError
+from fl_engine.core.samples import Data
+from fl_engine.core.slicing import initial_params, is_statistic
+from fl_engine.core.types import FULL, HEAD, SGD, Axis, LocalTask, ParamLayout, Params, Prunable, SubmodelSpec
+from fl_engine.exchange.server import LazyServer, ServerSite
+from fl_engine.models.layers import FREE, linear_slots
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.tasks import Regression
+from fl_engine.testing.tiny import TRAINING, TinyNet, assert_same_bits, tiny_site
+from fl_engine.training import local
+from fl_engine.training.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class Line:
+    """(B, 2) -> one number: weight (u, v), bias c."""
+
+    input_shape: tuple[int, ...] = (2,)
+    outputs: int = 1
+
+    def layout(self) -> ParamLayout:
+        return ParamLayout({HEAD: 1}, linear_slots("head", "head", FREE, Axis(HEAD)))
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        return nn.Sequential(OrderedDict(head=nn.Linear(2, 1)))
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        return ()
+
+
+SAMPLES = (((1.0, 2.0), 3.0), ((0.0, -1.0), 1.0))
+"""((a, b), y)"""
+AGGREGATE, PREVIOUS = (0.5, -0.25, 0.125), (0.2, 0.15, 0.125)
+"""(u, v, c); their difference is (0.3, -0.4, 0), whose norm is 0.5."""
+LR, GAMMA = 0.1, 0.7
+
+
+def weights(line: Sequence[float]) -> Params:
+    return {"head.weight": torch.tensor([[line[0], line[1]]]), "head.bias": torch.tensor([line[2]])}
+
+
+def of(params: Params) -> tuple[float, ...]:
+    return *params["head.weight"][0].tolist(), params["head.bias"].item()
+
+
+def server(numerics: Numerics | None = None) -> ServerContext:
+    """Owns both samples of client 0; client 1 has the same."""
+    x = torch.tensor([sample for sample, _ in SAMPLES] * 2)
+    y = torch.tensor([[wanted] for _, wanted in SAMPLES] * 2)
+    data = Data("line", Regression(bins=0), x, y, x, y)
+    site = tiny_site(AllLarge(TRAINING), Line(), sizes=(2, 2), fleet=tiny_site(AllLarge(TRAINING)).fleet[:2], data=data)
+    parts = replace(site.partition, proxy_train=site.partition.clients[0][:1], proxy_test=site.partition.clients[0][1:])
+    return ServerSite(replace(site, partition=parts, numerics=numerics or site.numerics))
+
+
+def gradient(line: Sequence[float]) -> tuple[float, ...]:
+    """Of the mean squared error over both samples."""
+    u, v, c = line
+    errors = [u * a + v * b + c - wanted for (a, b), wanted in SAMPLES]
+    rows = [(2 * e * a / 2, 2 * e * b / 2, 2 * e / 2) for e, ((a, b), _) in zip(errors, SAMPLES, strict=True)]
+    return tuple(map(sum, zip(*rows, strict=True)))
+
+
+def stepped(line: Sequence[float], norm: str) -> tuple[float, ...]:
+    """One step of size LR from `line`, where the regulariser pulls to AGGREGATE."""
+    away = [theta - g for theta, g in zip(line, AGGREGATE, strict=True)]
+    length = math.sqrt(sum(d * d for d in away))
+    pull = [d if norm == "squared" else d / length if length else 0.0 for d in away]
+    return tuple(t - LR * (g + GAMMA * p) for t, g, p in zip(line, gradient(line), pull, strict=True))
+
+
+def tuned(given: ServerContext | None = None, seed: int = 0, **options: object) -> tuple[float, ...]:
+    tuning = replace(FineTuning(batch_size=2, lr=LR, gamma=GAMMA), **options)  # type: ignore[arg-type]
+    return of(fine_tuned(tuning, server() if given is None else given, weights(AGGREGATE), weights(PREVIOUS), seed))
+
+
+VARIANTS = tuple(product(("squared", "printed"), ("aggregate", "previous")))
+
+
+@pytest.mark.parametrize(("norm", "start"), VARIANTS)
+def test_the_first_step_by_hand(norm: str, start: str) -> None:
+    first = stepped(AGGREGATE if start == "aggregate" else PREVIOUS, norm)
+    assert tuned(norm=norm, start=start) == pytest.approx(first, rel=1e-5)
+
+
+def test_the_numbers_of_a_first_step() -> None:
+    """From PREVIOUS = (0.2, 0.15, 0.125) the errors are -2.375 and -1.025, so the gradient is (-2.375, -3.725, -3.4);
+    the way from AGGREGATE is (-0.3, 0.4, 0), of length 0.5. Times 0.7 it is (-0.21, 0.28, 0); divided by its length,
+    (-0.42, 0.56, 0)."""
+    squared = (0.2 + 0.1 * (2.375 + 0.21), 0.15 + 0.1 * (3.725 - 0.28), 0.125 + 0.34)
+    printed = (0.2 + 0.1 * (2.375 + 0.42), 0.15 + 0.1 * (3.725 - 0.56), 0.125 + 0.34)
+    assert tuned(norm="squared", start="previous") == pytest.approx(squared, rel=1e-5)
+    assert tuned(norm="printed", start="previous") == pytest.approx(printed, rel=1e-5)
+
+
+@pytest.mark.parametrize(("norm", "start"), VARIANTS)
+def test_the_second_step_is_pulled_to_the_aggregate(norm: str, start: str) -> None:
+    first = stepped(AGGREGATE if start == "aggregate" else PREVIOUS, norm)
+    assert tuned(norm=norm, start=start, epochs=2) == pytest.approx(stepped(first, norm), rel=1e-5)
+
+
+@pytest.mark.parametrize(("norm", "start"), VARIANTS)
+def test_without_the_regulariser_it_is_plain_training(norm: str, start: str) -> None:
+    tuning = FineTuning(epochs=3, batch_size=1, lr=LR, gamma=0.0, norm=norm, start=start)  # type: ignore[arg-type]
+    found = fine_tuned(tuning, server(), weights(AGGREGATE), weights(PREVIOUS), 4)
+    task = LocalTask(FULL, SGD(LR), epochs=3, batch_size=1, drop_last=False, seed=4)
+    assert_same_bits(found, server().train(task, weights(AGGREGATE if start == "aggregate" else PREVIOUS)))
+
+
+def test_at_the_aggregate_the_first_step_is_a_plain_one() -> None:
+    """Neither norm has a gradient there: no NaN from 0 / 0."""
+    plain = tuned(gamma=0.0)
+    assert tuned(norm="squared") == plain
+    assert tuned(norm="printed") == plain
+
+
+def test_the_order_of_the_samples_follows_from_the_seed() -> None:
+    found = {tuned(seed=seed, batch_size=1) for seed in range(12)}
+    assert len(found) == 2, "two samples have two orders"
+    assert tuned(seed=5, batch_size=1) == tuned(seed=5, batch_size=1)
+
+
+@pytest.mark.parametrize("norm", ["squared", "printed"])
+@pytest.mark.parametrize("strategy", ["single", "batched"])
+def test_the_order_of_the_names_changes_no_bit(norm: str, strategy: str) -> None:
+    """A file does not keep it, and the norm is a sum over all parameters."""
+    site = tiny_site(AllLarge(TRAINING))
+    own = replace(site.partition, proxy_train=site.partition.clients[0][:7], proxy_test=site.partition.clients[0][7:])
+    numerics = Numerics(strategy)  # type: ignore[arg-type]
+    here = ServerSite(replace(site, partition=own, numerics=numerics))
+    tuning = FineTuning(epochs=4, batch_size=3, lr=0.1, gamma=0.5, norm=norm, start="previous")  # type: ignore[arg-type]
+    aggregate, previous = (initial_params(TinyNet(), seed) for seed in (1, 2))
+    whole = fine_tuned(tuning, here, aggregate, previous, 3)
+    swapped = [{name: given[name] for name in sorted(given, reverse=True)} for given in (aggregate, previous)]
+    assert_same_bits(fine_tuned(tuning, LazyServer(lambda: here), *swapped, 3), whole)
+    unlike = fine_tuned(replace(tuning, gamma=0.0), here, aggregate, previous, 3)
+    assert any(not torch.equal(whole[name], unlike[name]) for name in whole)
+
+
+def test_lanes_are_pulled_each_by_its_own_norm() -> None:
+    """Side by side with another client, a lane keeps its bits, and agrees with training alone up to rounding."""
+    family, goal = TinyNet(), tiny_site(AllLarge(TRAINING)).data.task
+    task = LocalTask(FULL, SGD(0.1), 2, 4, True, 1, proximal=0.9, proximal_squared=False)
+    x, y = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
+    start, near, far = (initial_params(family, seed) for seed in (1, 2, 3))
+    far = {name: 5 * tensor for name, tensor in far.items()}
+    jobs = [local.Job(replace(task, seed=i), start, x, y, anchor=a) for i, a in enumerate((near, far, start))]
+    together = local.train(family, goal, jobs, Numerics("batched", 3))
+    fewer = local.train(family, goal, jobs[:2], Numerics("batched", 2))
+    for a, b in zip(together[:2], fewer, strict=True):
+        assert_same_bits(a.params, b.params)
+    for lane, job in zip(together, jobs, strict=True):
+        (alone,) = local.train(family, goal, [job])
+        for name in start:
+            torch.testing.assert_close(lane.params[name], alone.params[name], rtol=1e-3, atol=1e-5)
+
+
+def test_running_statistics_are_not_pulled() -> None:
+    family = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
+    site = tiny_site(AllLarge(TRAINING), family)
+    own = replace(site.partition, proxy_train=site.partition.clients[0][:4], proxy_test=site.partition.clients[0][4:])
+    here = ServerSite(replace(site, partition=own))
+    aggregate, previous = (initial_params(family, seed) for seed in (1, 2))
+    found = [
+        fine_tuned(FineTuning(gamma=gamma, start="previous"), here, aggregate, previous, 0) for gamma in (0.0, 10.0)
+    ]
+    assert found[0].keys() == found[1].keys() == aggregate.keys()
+    statistics = [name for name in aggregate if is_statistic(name)]
+    assert statistics
+    for name in statistics:  # of the one step's forward pass, before anything is pulled
+        assert torch.equal(found[0][name], found[1][name])
+        assert not torch.equal(found[0][name], previous[name])
+    assert not torch.equal(found[0]["conv1.conv.weight"], found[1]["conv1.conv.weight"])
+
+
+def test_what_cannot_be_tuned_is_refused() -> None:
+    nobody = ServerSite(tiny_site(AllLarge(TRAINING)))
+    start = initial_params(TinyNet(), 1)
+    with pytest.raises(ConfigError, match="the algorithm asks for data on the server"):
+        fine_tuned(FineTuning(), nobody, start, start, 0)
+    with pytest.raises(ModelError, match=r"training on the server diverged \(learning rate 1e\+20\)"):
+        tuned(lr=1e20, epochs=5)
