@@ -100,6 +100,12 @@ def has_boxes(task: Task) -> bool:
     return bool(getattr(task, "boxes", False))
 
 
+def class_count(task: Task) -> int:
+    """How many classes there are, one of which each sample's target is: the task's `classes`, where it has such; 0
+    where targets are no classes."""
+    return int(getattr(task, "classes", 0))
+
+
 def check_ready(task: Task) -> None:
     """Raises EnvironmentFailure where a package that the task's metric needs is not installed: the task's `ready`,
     where it has one."""

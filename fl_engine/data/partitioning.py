@@ -1,8 +1,9 @@
 """Partitions the training samples: first the server's proxy, then the clients.
 
-The proxy is cut from the training data before any client gets a sample, so the server measures on data that no client
-trains on; test samples reach neither. For one seed the proxy is the same under every rule. The rules by which clients
-get their samples are in `fl_engine.data.rules`.
+The proxy is a share of all samples, or all samples of the classes that the server alone owns. It is cut from the
+training data before any client gets a sample, so the server measures on data that no client trains on; test samples
+reach neither. For one seed the proxy is the same under every rule. The rules by which clients get their samples are in
+`fl_engine.data.rules`.
 
 The task of the data defines the labels: the class, or the quantile bin of a number. If a task has no labels, rules that
 deal by labels need clusters of the samples instead (`fl_engine.data.clusters`).
@@ -14,7 +15,7 @@ Every sample ends in exactly one place. Randomness comes from `seeds.rng(seed, "
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -28,7 +29,7 @@ from safetensors import numpy as safetensors
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError, brief, nearest
 from fl_engine.core.fields import Index
-from fl_engine.core.samples import Data, has_boxes, label_word
+from fl_engine.core.samples import Data, class_count, has_boxes, label_word
 from fl_engine.data.files import fingerprint, replacing
 from fl_engine.data.label_noise import LabelNoise, NoiseFigures, told
 from fl_engine.data.rules import (
@@ -41,13 +42,14 @@ from fl_engine.data.rules import (
     manual,
     natural,
     quantity,
+    split_classes,
     split_proxy,
 )
 
 Rule = Literal["iid", "dirichlet", "dirichlet_per_client", "quantity", "disjoint_labels", "natural", "manual"]
 RULES: tuple[str, ...] = get_args(Rule)
 BY_LABEL = ("dirichlet", "dirichlet_per_client", "disjoint_labels")
-OPTIONAL = ("label", "clusters", "noise")
+OPTIONAL = ("label", "clusters", "noise", "server_classes")
 TENSORS = "partition.safetensors"
 MANIFEST = "partition.json"
 CLASS = "class"
@@ -62,7 +64,8 @@ class Partition:
     `counts` (labels, clients) says how many samples of each label a client holds (one row if the task has no labels),
     and `label` is the word for a label. If the labels are clusters, `clusters` (N_train,) holds them. `noise` holds the
     clients' wrong labels, or is None. `parameters` are the rule's; `data` is the fingerprint of the data set that the
-    positions belong to.
+    positions belong to. `server_classes`, ascending: those whose samples make up the proxy; empty: it is a share of all
+    samples.
     """
 
     proxy_train: Ints
@@ -75,6 +78,7 @@ class Partition:
     label: str = CLASS
     clusters: Ints | None = None
     noise: LabelNoise | None = None
+    server_classes: tuple[int, ...] = ()
 
 
 # -------------------------------------------------------------------------------------------------- partition
@@ -90,8 +94,10 @@ def partition(
     cap: bool = False,
     clusters: Ints | None = None,
     owner: Ints | None = None,
+    server_classes: Sequence[int] = (),
 ) -> Partition:
-    """Cuts the proxy, then deals the rest to `clients` by `rule`, each at least `minimum` samples.
+    """Cuts the proxy, then deals the rest to `clients` by `rule`, each at least `minimum` samples. The proxy is
+    `proxy_share` of all samples; with `server_classes` it is all samples of these classes, whatever the share.
 
     `alpha` is for dirichlet, dirichlet_per_client and quantity, `cap` for dirichlet, `labels_per_client` for
     disjoint_labels, `clusters` (N_train,) replaces the labels for all rules that deal by labels, and `owner`
@@ -111,15 +117,15 @@ def partition(
             f"({data.task.name}): take one of {', '.join(each for each in RULES if each != rule)}"
         )
     labels = labels_of(data) if clusters is None else clusters
-    proxy_train, proxy_test, rest = split_proxy(len(labels), proxy_share, seeds.rng(seed, "proxy"))
+    if server_classes:
+        proxy_train, proxy_test, rest = _proxy_of(data, server_classes, seed)
+    else:
+        proxy_train, proxy_test, rest = split_proxy(len(labels), proxy_share, seeds.rng(seed, "proxy"))
     check_room(len(rest), clients, minimum)
     rng = seeds.rng(seed, "partition")
-    parameters: dict[str, bool | int | float] = {
-        "clients": clients,
-        "proxy_share": proxy_share,
-        "seed": seed,
-        "minimum": minimum,
-    }
+    parameters: dict[str, bool | int | float] = {"clients": clients}
+    parameters |= {} if server_classes else {"proxy_share": proxy_share}
+    parameters |= {"seed": seed, "minimum": minimum}
     match rule:
         case "iid":
             parts = iid(labels[rest], clients, rng)
@@ -162,8 +168,21 @@ def partition(
     rows, word = max(1, data.task.label_count), label_word(data.task)
     if clusters is not None:
         rows, word = int(clusters.max()) + 1, CLUSTER
-    counts = _count(held, labels, rows)
-    return Partition(proxy_train, proxy_test, held, rule, parameters, fingerprint(data), counts, word, clusters)
+    counts, owned = _count(held, labels, rows), tuple(sorted(server_classes))
+    return Partition(
+        proxy_train, proxy_test, held, rule, parameters, fingerprint(data), counts, word, clusters, None, owned
+    )
+
+
+def _proxy_of(data: Data, classes: Sequence[int], seed: int) -> tuple[Ints, Ints, Ints]:
+    """Raises PartitionError if the targets are no classes, or as `split_classes` does."""
+    count = class_count(data.task)
+    if not count:
+        raise PartitionError(
+            f"partition.server_classes needs classes, and the targets of {data.name} are not classes "
+            f"({data.task.name}): set partition.server_classes=[], and partition.proxy to a share"
+        )
+    return split_classes(labels_of(data), classes, count, seeds.rng(seed, "proxy"))
 
 
 def labels_of(data: Data) -> Ints:
@@ -190,7 +209,8 @@ def _count(clients: tuple[Ints, ...], labels: Ints, classes: int) -> Ints:
 # ---------------------------------------------------------------------------------------------------- storage
 class Manifest(BaseModel):
     """`partition.json`. `class_counts` has a row for each label and a column for each client; `label` is the word for a
-    label; `clusters` is the number of samples that have a cluster; `noise` is set if clients have wrong labels."""
+    label; `clusters` is the number of samples that have a cluster; `noise` is set if clients have wrong labels;
+    `server_classes` are the classes of the proxy, where it is not a share of all samples."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -206,6 +226,7 @@ class Manifest(BaseModel):
     label: str = Field(CLASS, pattern=r"^[\w -]{1,40}$")
     clusters: Index = 0
     noise: NoiseFigures | None = None
+    server_classes: tuple[Index, ...] = ()
 
     @property
     def reached(self) -> float | None:
@@ -255,6 +276,7 @@ def save(partition: Partition, folder: Path) -> Path:
         label=partition.label,
         clusters=0 if partition.clusters is None else len(partition.clusters),
         noise=None if partition.noise is None else partition.noise.figures,
+        server_classes=partition.server_classes,
     )
     # Options at their defaults are left out, so that partitions made before an option existed keep their bytes.
     usual = {name for name in OPTIONAL if getattr(manifest, name) == Manifest.model_fields[name].default}
@@ -294,6 +316,8 @@ def load(folder: Path, data: Data | None = None) -> Partition:
     sizes = np.cumsum(manifest.client_samples)[:-1]
     clients, clusters, noise = tuple(np.split(tensors["clients"], sizes)), tensors.get("clusters"), None
     _check_counts(clients, clusters, manifest, path, data)
+    if manifest.server_classes and data is not None:
+        _check_classes(clients, tensors, manifest.server_classes, path, data)
     if manifest.noise is not None:
         noise = LabelNoise(manifest.noise, tuple(np.split(tensors["noisy"], sizes)))
         noise.check(clients, path, data)
@@ -308,6 +332,7 @@ def load(folder: Path, data: Data | None = None) -> Partition:
         label=manifest.label,
         clusters=clusters,
         noise=noise,
+        server_classes=manifest.server_classes,
     )
 
 
@@ -358,6 +383,20 @@ def _check_counts(
     positions = max((int(part.max()) for part in clients if len(part)), default=-1)
     if positions >= len(labels) or _count(clients, labels, rows).tolist() != manifest.class_counts:
         raise IntegrityError(f"{path}: class_counts are not those of the samples stored; partition again")
+
+
+def _check_classes(
+    clients: tuple[Ints, ...], tensors: Mapping[str, Ints], owned: tuple[int, ...], path: Path, data: Data
+) -> None:
+    """Raises IntegrityError unless the proxy has samples of the server's classes only, and clients have none."""
+    proxy = np.concatenate([tensors["proxy_train"], tensors["proxy_test"]])
+    known = list(owned) == sorted(set(owned)) and owned[-1] < class_count(data.task)
+    labels = labels_of(data)
+    apart = np.isin(labels[proxy], owned).all() and not np.isin(labels[np.concatenate(clients)], owned).any()
+    if not known or not apart:
+        raise IntegrityError(
+            f"{path}: server_classes {list(owned)} are not those of the samples stored; partition again"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- drawing

@@ -18,6 +18,7 @@ Below, "class" means label. Every sample ends in exactly one place.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,17 +234,50 @@ def split_proxy(
     """
     if not 0 <= share < 1:
         raise PartitionError(f"the proxy share must be in [0, 1), got {share}; 0.01 is one per cent")
-    if not 0 < test_share < 1:
-        raise PartitionError(f"the proxy's test share must be in (0, 1), got {test_share}")
     size = math.floor(samples * share + 0.5)
     if share > 0 and size < 2:
         raise PartitionError(
             f"a proxy share of {share} of {samples} samples is {size}, but one to train and one to "
             "measure are needed; raise the share, or set it to 0 where no proxy is used"
         )
-    test = min(max(math.floor(size * test_share + 0.5), 1), size - 1) if size else 0
+    test = _to_measure(size, test_share) if size else 0
     order = rng.permutation(samples)
     return np.sort(order[test:size]), np.sort(order[:test]), np.sort(order[size:])
+
+
+def split_classes(
+    classes_n: Ints, owned: Sequence[int], count: int, rng: np.random.Generator, test_share: float = 0.2
+) -> tuple[Ints, Ints, Ints]:
+    """(proxy to train on, proxy to measure on, the rest): the proxy has all samples of the classes `owned`, and no
+    others. `classes_n` (N,) are the samples' classes, 0 .. count - 1; `test_share` as in `split_proxy`.
+
+    Raises PartitionError for a class that there is not or that is named twice, and where all classes are owned, or
+    their samples are fewer than two.
+    """
+    wrong = [f"there is no class {each}" for each in owned if not 0 <= each < count]
+    wrong += [f"{each} is there twice" for i, each in enumerate(owned) if each in owned[:i]]
+    wrong += ["clients need some of them too"] if len(set(owned)) >= count else []
+    if wrong:
+        raise PartitionError(
+            f"partition.server_classes takes some of the classes 0 to {count - 1}, each once; got {list(owned)}: "
+            f"{wrong[0]}"
+        )
+    own = np.isin(classes_n, owned)
+    size = int(own.sum())
+    if size < 2:
+        raise PartitionError(
+            f"partition.server_classes: the classes {list(owned)} have {size} training samples, but one to train and "
+            "one to measure are needed; take other classes, or more of dataset.train_samples"
+        )
+    test, order = _to_measure(size, test_share), rng.permutation(np.flatnonzero(own))
+    return np.sort(order[test:]), np.sort(order[:test]), np.flatnonzero(~own)
+
+
+def _to_measure(size: int, test_share: float) -> int:
+    """How many of a proxy's samples are to measure on."""
+    if not 0 < test_share < 1:
+        raise PartitionError(f"the proxy's test share must be in (0, 1), got {test_share}")
+    return min(max(math.floor(size * test_share + 0.5), 1), size - 1)
 
 
 def check_room(samples: int, clients: int, minimum: int) -> None:

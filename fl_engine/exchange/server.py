@@ -37,7 +37,8 @@ class ServerSite:
         own = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
         if not len(own):
             raise ConfigError(
-                "the algorithm asks for data on the server, and partition.proxy leaves it none: raise partition.proxy"
+                "the algorithm asks for data on the server, and partition.proxy leaves it none: raise partition.proxy, "
+                "or set partition.server_classes"
             )
         x, y = data.train_x[own], data.train_y[own]
         return replace(data, train_x=x, train_y=y, test_x=x, test_y=y, natural_client=None)
@@ -77,7 +78,8 @@ class PreparingServer(ServerSite):
         train, test = (torch.from_numpy(np.sort(part)) for part in (parts.proxy_train, parts.proxy_test))
         if not len(train) or not len(test):
             raise ConfigError(
-                "a preparation asks for data on the server, and partition.proxy leaves it none: raise partition.proxy"
+                "a preparation asks for data on the server, and partition.proxy leaves it none: raise partition.proxy, "
+                "or set partition.server_classes"
             )
         # Not by `replace`, which checks again: a part of checked data may be a single sample, and is good.
         found = copy.copy(data)

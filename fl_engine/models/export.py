@@ -177,14 +177,14 @@ def with_statistics(
     return replace(cast(Any, family), norm="static"), found
 
 
-def check(family: ModelFamily, data: Data, proxy: float) -> None:
+def check(family: ModelFamily, data: Data, proxy: int) -> None:
     """Raises ConfigError if statistics are needed but the proxy's size is 0, or the network cannot store them."""
     if not _by_batch(family.module(FULL)):
         return
     if not proxy:
         raise ConfigError(
             "exporting a network that normalises by its batch takes statistics from the server's proxy data, and "
-            "there is none: set partition.proxy above 0, or model.norm=static"
+            "there is none: set partition.proxy above 0, or partition.server_classes, or model.norm=static"
         )
     if "norm" not in {f.name for f in fields(cast(Any, family))}:
         raise ConfigError(f"{type(family).__name__} has no option norm=static: it cannot be exported")

@@ -15,7 +15,7 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.augmentation import Augmenting
 from fl_engine.core.errors import masked
-from fl_engine.core.fields import Count, Fraction, Moves, NotNegative, Positive, Section, Unseen
+from fl_engine.core.fields import Count, Fraction, Index, Moves, NotNegative, Positive, Section, Unseen
 from fl_engine.core.samplers import Sampling, Shuffle
 from fl_engine.core.schedules import Constant, Scheduling
 from fl_engine.data.partitioning import Rule
@@ -61,6 +61,10 @@ class PartitionConfig(Section):
     """Number of clusters, by k-means, where `features` is given."""
     proxy: float = 0.05
     """Share of the training data kept by the server: 80 % to pre-train, 20 % to measure APoZ."""
+    server_classes: tuple[Index, ...] = ()
+    """Classes that the server alone owns, as in FedX: it keeps all their training samples and no others (80 % and 20 %
+    as above), whatever `proxy` says, and clients get none of them. E.g. [8, 9]. Empty: the server keeps the share
+    `proxy` of all samples."""
     seed: int | None = None
     """Seed of the partition alone; null: the run's seed, so that runs with other seeds have other partitions."""
 

@@ -31,7 +31,7 @@ def check(resolved: Resolved) -> dict[str, Any]:
     if config.noise.labels:
         check_classes(data.task, data.name)
     if config.publish.models:
-        exports.check(family, data, config.partition.proxy)
+        exports.check(family, data, len(parts.proxy_train) + len(parts.proxy_test))
         if config.publish.onnx:
             exports.check_onnx(family, data)
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)

@@ -45,6 +45,7 @@ def cut(resolved: Resolved) -> Partition:
         cap=p.cap,
         clusters=resolved.clusters,
         owner=owner,
+        server_classes=p.server_classes,
     )
 
 

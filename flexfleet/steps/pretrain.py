@@ -117,7 +117,8 @@ def need_proxy(name: str, kind: Preparation, parts: Partition) -> None:
     if kind.needs_data and not (len(parts.proxy_train) and len(parts.proxy_test)):
         raise PartitionError(
             f"the preparation {name} needs data on the server, and partition.proxy leaves it none: raise "
-            "partition.proxy, or choose an algorithm that does without it (for flexfl set algorithm.use_apoz=false)"
+            "partition.proxy, set partition.server_classes, or choose an algorithm that does without it (for flexfl "
+            "set algorithm.use_apoz=false)"
         )
 
 

@@ -230,6 +230,8 @@ BAD = {
     "no natural clients": (["partition.rule=natural"], ("digits", "natural")),
     "proxy of everything": (["partition.proxy=1.0"], ("proxy",)),
     "no proxy for APoZ": (["partition.proxy=0"], ("proxy",)),
+    "unknown class of the server": (["partition.server_classes=[8,10]"], ("server_classes", "0 to 9", "10")),
+    "all classes the server's": (["partition.server_classes=[0,1,2,3,4,5,6,7,8,9]"], ("server_classes", "clients")),
     "Gamma too large": (["algorithm.adaptive_size=30"], ("Gamma", "30", "25")),
     "Gamma below the smallest model": (["algorithm.targets=[4.0, 8.0, 100.0]"], ("Gamma",)),
     "unreachable target": (["algorithm.targets=[0.01, 50.0, 100.0]", "algorithm.epsilon=0.1"], ("0.01 %", "target")),

@@ -164,7 +164,8 @@ Y = SITE.data.train_y.numpy()
 DEALT = partition.partition(SITE.data, "dirichlet", 4, 0.1, 0, alpha=0.5, clusters=np.arange(len(Y)) % 3)
 OTHERS = 1.0 - np.eye(SITE.data.task.outputs)
 WRONG = made_wrong(Y, DEALT.clients, OTHERS / OTHERS.sum(1), 0.5, 0)
-KINDS = {"plain": WHOLE, "clusters and noise": replace(DEALT, noise=WRONG)}
+OWNED = partition.partition(SITE.data, "iid", 4, 0.1, 0, server_classes=(1, 3))
+KINDS = {"plain": WHOLE, "clusters and noise": replace(DEALT, noise=WRONG), "classes of the server": OWNED}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -187,6 +188,9 @@ def sound(found: partition.Partition) -> None:
     else:
         assert len(found.clusters) == samples and 0 <= found.clusters.min() <= found.clusters.max() < len(found.counts)
     told = partition.as_told(SITE.data, found)
+    if found.server_classes:
+        assert np.isin(Y[np.concatenate([found.proxy_train, found.proxy_test])], found.server_classes).all()
+        assert not np.isin(Y[np.concatenate(found.clients)], found.server_classes).any()
     wrong = [int((told.train_y[part] != SITE.data.train_y[part]).sum()) for part in found.clients]
     assert wrong == (list(found.noise.figures.wrong) if found.noise else [0] * len(found.clients))
 

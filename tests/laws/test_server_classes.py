@@ -1,0 +1,173 @@
+"""Classes that the server alone owns: its proxy has all their samples and no others, clients have none of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine.core import seeds
+from fl_engine.core.errors import IntegrityError, PartitionError
+from fl_engine.core.samples import Data
+from fl_engine.data import partitioning as p
+from fl_engine.data import rules
+from fl_engine.storage.store import sha256
+from fl_engine.tasks import Classification
+from fl_engine.testing.kinds import tiny_boxes, tiny_table
+
+CLASSES = 10
+Y = np.arange(1000) % CLASSES
+
+
+def made() -> Data:
+    x = torch.zeros(len(Y), 1, 1, 1, dtype=torch.uint8)
+    y = torch.from_numpy(Y)
+    return Data("made", Classification(CLASSES), x, y, x[:1], y[:1], (0.0,), (1.0,), torch.arange(len(Y)) % 7)
+
+
+DATA = made()
+OWNED = (8, 9)
+RULES: dict[str, dict[str, Any]] = {
+    "iid": {},
+    "dirichlet": {"alpha": 0.5},
+    "dirichlet_per_client": {"alpha": 0.5},
+    "quantity": {"alpha": 0.5},
+    "disjoint_labels": {"labels_per_client": 3},
+    "natural": {},
+    "manual": {"owner": np.arange(len(Y)) // 200},
+}
+
+
+def cut(rule: str = "iid", owned: tuple[int, ...] = OWNED, seed: int = 0, share: float = 0.05) -> p.Partition:
+    return p.partition(DATA, rule, 5, share, seed, server_classes=owned, **RULES[rule])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(owned=st.sets(st.integers(0, CLASSES - 1), min_size=1, max_size=6).map(tuple), seed=st.integers(0, 2**32))
+@settings(max_examples=15, deadline=None)
+def test_the_proxy_is_these_classes_and_the_clients_have_the_others(
+    rule: str, owned: tuple[int, ...], seed: int
+) -> None:
+    found = cut(rule, owned, seed)
+    proxy = np.concatenate([found.proxy_train, found.proxy_test])
+    assert sorted(proxy) == np.flatnonzero(np.isin(Y, owned)).tolist()
+    assert (len(found.proxy_train), len(found.proxy_test)) == (80 * len(owned), 20 * len(owned))
+    assert sorted(chain.from_iterable(found.clients)) == np.flatnonzero(~np.isin(Y, owned)).tolist()
+    assert all((np.diff(part) > 0).all() for part in (found.proxy_train, found.proxy_test, *found.clients))
+    assert not found.counts[list(owned)].any() and found.counts.sum() == len(Y) - len(proxy)
+    assert found.server_classes == tuple(sorted(owned))
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(RULES) == set(p.RULES)
+
+
+def test_a_rule_by_labels_deals_the_labels_that_are_left() -> None:
+    found = cut("disjoint_labels")
+    held = found.counts > 0
+    assert (held.sum(0) == 3).all() and held[:8].any(1).all()
+    with pytest.raises(PartitionError, match=r"labels_per_client must be 1 to 8 \(the classes\), got 9"):
+        p.partition(DATA, "disjoint_labels", 5, 0, 0, labels_per_client=9, server_classes=OWNED)
+
+
+def test_clusters_are_dealt_but_classes_are_kept() -> None:
+    """Clusters that cut across the classes replace the labels of the rule, not those of the server."""
+    clusters = np.arange(len(Y)) // 250
+    found = p.partition(DATA, "dirichlet", 5, 0, 0, alpha=0.5, clusters=clusters, server_classes=OWNED)
+    assert set(Y[np.concatenate(found.clients)]) == set(range(8))
+    assert found.counts.shape == (4, 5) and found.counts.sum(1).tolist() == [200] * 4
+
+
+def test_the_share_says_nothing_and_the_seed_cuts_the_proxy() -> None:
+    """The order in which the classes are named changes nothing either."""
+    first = cut(share=0.05)
+    for same in (cut(share=0.9), cut(owned=(9, 8))):
+        assert np.array_equal(same.proxy_test, first.proxy_test) and same.parameters == first.parameters
+        assert all(np.array_equal(a, b) for a, b in zip(same.clients, first.clients, strict=True))
+    assert "proxy_share" not in first.parameters
+    other = cut(seed=1)
+    assert not np.array_equal(other.proxy_test, first.proxy_test)
+    assert np.array_equal(cut("dirichlet").proxy_test, first.proxy_test), "the same under every rule"
+
+
+def test_no_classes_is_no_change() -> None:
+    found = p.partition(DATA, "iid", 5, 0.05, 0, server_classes=())
+    plain = p.partition(DATA, "iid", 5, 0.05, 0)
+    assert found.server_classes == () and found.parameters == plain.parameters
+    assert np.array_equal(found.proxy_train, plain.proxy_train)
+
+
+@pytest.mark.parametrize(
+    ("owned", "said"),
+    [
+        ((8, 10), r"classes 0 to 9, each once; got \[8, 10\]: there is no class 10"),
+        ((-1,), r"got \[-1\]: there is no class -1"),
+        ((8, 9, 8), r"got \[8, 9, 8\]: 8 is there twice"),
+        (tuple(range(10)), r"got \[0, 1, .*9\]: clients need some of them too"),
+    ],
+)
+def test_classes_that_cannot_be_meant_are_refused(owned: tuple[int, ...], said: str) -> None:
+    with pytest.raises(PartitionError, match=said):
+        cut(owned=owned)
+
+
+def test_a_single_sample_is_no_proxy() -> None:
+    labels = np.array([0, 1, 1, 2, 2])
+    with pytest.raises(PartitionError, match=r"the classes \[0\] have 1 training samples, but one to train and one to"):
+        rules.split_classes(labels, (0,), 3, seeds.rng(0, "proxy"))
+    train, test, rest = rules.split_classes(labels, (1,), 3, seeds.rng(0, "proxy"))
+    assert (len(train), len(test), rest.tolist()) == (1, 1, [0, 3, 4])
+
+
+def test_too_few_samples_for_the_clients_are_refused() -> None:
+    with pytest.raises(PartitionError, match="5 clients with at least 41 samples need 205, there are 200"):
+        p.partition(DATA, "iid", 5, 0, 0, minimum=41, server_classes=tuple(range(8)))
+
+
+@pytest.mark.parametrize("data", [tiny_table(), tiny_boxes()], ids=lambda data: data.task.name)
+def test_targets_that_are_no_classes_are_refused(data: Data) -> None:
+    with pytest.raises(PartitionError, match=rf"server_classes needs classes.*\({data.task.name}\): set partition"):
+        p.partition(data, "iid", 2, 0, 0, server_classes=(0,))
+
+
+# ------------------------------------------------------------------------------------------------- storage
+def test_they_are_kept_in_the_manifest(tmp_path: Path) -> None:
+    p.save(cut("dirichlet"), tmp_path)
+    assert json.loads((tmp_path / p.MANIFEST).read_text())["server_classes"] == [8, 9]
+    assert p.load(tmp_path, DATA).server_classes == OWNED
+    p.save(p.partition(DATA, "iid", 5, 0.05, 0), tmp_path)
+    assert "server_classes" not in json.loads((tmp_path / p.MANIFEST).read_text()), "files of before keep their bytes"
+    assert p.load(tmp_path, DATA).server_classes == ()
+
+
+def write(folder: Path, partition: p.Partition) -> None:
+    """With checksums that are right."""
+    p.save(partition, folder)
+    manifest = json.loads((folder / p.MANIFEST).read_text())
+    manifest["tensors_sha256"] = sha256((folder / p.TENSORS).read_bytes())
+    (folder / p.MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("owned", [(7, 9), (8,), (9, 8), (8, 8, 9), (8, 9, 10)])
+def test_classes_of_other_samples_are_damage(tmp_path: Path, owned: tuple[int, ...]) -> None:
+    write(tmp_path, replace(cut(), server_classes=owned))
+    with pytest.raises(IntegrityError, match=r"partition\.json: server_classes .* are not those of the samples stored"):
+        p.load(tmp_path, DATA)
+
+
+def test_a_proxy_with_a_sample_of_a_client_is_damage(tmp_path: Path) -> None:
+    found = cut()
+    swapped = replace(found, proxy_train=np.sort(np.append(found.proxy_train[1:], found.clients[0][0])))
+    first = np.sort(np.append(found.clients[0][1:], found.proxy_train[0]))
+    clients = (first, *found.clients[1:])
+    write(tmp_path, replace(swapped, clients=clients, counts=p.statistics(replace(found, clients=clients), Y, CLASSES)))
+    with pytest.raises(IntegrityError, match=r"server_classes \[8, 9\] are not those"):
+        p.load(tmp_path, DATA)
