@@ -155,7 +155,8 @@ class Preparation(Protocol):
 
     @property
     def artifact(self) -> Any:
-        """The type of what it makes, a dataclass or a pydantic model that JSON can hold: `<name>.json`."""
+        """The type of what it makes, a dataclass or a pydantic model that JSON can hold: `<name>.json`. With a field
+        `weights` it gives the run's first weights too (`preparation.weights`); at most one of an algorithm's does."""
 
     def prepare(self, family: ModelFamily, server: PreparationContext) -> Any:
         """The result, an `artifact`: a function of the network and of what `server` gives."""

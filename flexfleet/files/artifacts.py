@@ -5,21 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from fl_engine.codecs import codecs_of
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, brief
-from fl_engine.core.types import Codecs, Pool, PoolModel, SubmodelSpec
+from fl_engine.core.types import Codecs, Params, Pool, PoolModel, SubmodelSpec
 from fl_engine.preparation.apoz import ApozLayer, ApozScores
 from fl_engine.storage.checkpoints import Row
-from fl_engine.storage.store import FolderStore
+from fl_engine.storage.store import FolderStore, decode, sha256
 
 __all__ = [
-    "Apoz", "ApozLayer", "Artifact", "ConfusionFile", "EvaluationFile", "History", "Level", "LevelScore", "PoolFile",
-    "Result", "RunFile", "row_of",
+    "WEIGHTS", "Apoz", "ApozLayer", "Artifact", "ConfusionFile", "EvaluationFile", "History", "Level", "LevelScore",
+    "PoolFile", "Result", "RunFile", "row_of",
 ]  # fmt: skip
 
 A = TypeVar("A", bound="Artifact")
+WEIGHTS = "weights.safetensors"
+"""Beside pool.json: the weights of the whole network that the rounds start from, where a preparation gives them."""
 
 
 class Artifact(BaseModel):
@@ -94,7 +105,34 @@ class PoolFile(Artifact):
     """Outputs of the network."""
     groups: dict[str, int]
     """Widths of the full model's prunable layers, in network order."""
+    weights_sha256: str | None = None
+    """Of WEIGHTS; left out where the rounds start from fresh weights."""
     levels: tuple[Level, ...] = Field(min_length=1)
+
+    @model_serializer(mode="wrap")
+    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Pools without weights keep the bytes that they had before there were any: run.json has their checksum."""
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if name != "weights_sha256" or value is not None}
+
+    def weights(self, folder: Path) -> Params | None:
+        """Those in `folder`, where pool.json lies; None: fresh ones. Raises IntegrityError naming the file that is
+        missing or damaged."""
+        if self.weights_sha256 is None:
+            return None
+        path = folder / WEIGHTS
+        try:
+            value = path.read_bytes()
+        except OSError as error:
+            raise IntegrityError(
+                f"{path} cannot be read, though pool.json names it ({error.strerror}): make the pool again"
+            ) from error
+        if (found := sha256(value)) != self.weights_sha256:
+            raise IntegrityError(
+                f"{path} is damaged: its sha256 is {found[:12]}, pool.json says {self.weights_sha256[:12]}; make the "
+                "pool again"
+            )
+        return decode(value, str(path))
 
     def pool(self) -> Pool:
         """Raises IntegrityError, which names the level, if a `spec` is no sub-model, or its codecs do not exist."""

@@ -1,10 +1,10 @@
-"""What preparations made, in one folder: `<name>.json` for each, and prepared.json, which says what each was computed
-from."""
+"""What preparations made, in one folder: `<name>.json` for each, `<name>.safetensors` with the weights that one gives,
+and prepared.json, which says what each was computed from."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from fl_engine.core.contracts import Preparation
 from fl_engine.core.errors import ConfigError, IntegrityError, brief
 from fl_engine.core.types import Prepared
 from fl_engine.preparation import preparation
-from fl_engine.storage.store import sha256
+from fl_engine.preparation.weights import FIELD, attached, gives_weights
+from fl_engine.storage.store import decode, sha256
 from flexfleet.files.artifacts import Artifact
 
 INDEX = "prepared.json"
@@ -28,6 +29,8 @@ class Entry(BaseModel):
     """Digest of all that it was computed from."""
     sha256: str
     """Of its file."""
+    weights_sha256: str | None = None
+    """Of the file of its weights; null: it gives none."""
 
 
 class Index(Artifact):
@@ -48,25 +51,50 @@ def file_of(name: str) -> str:
     return f"{name.replace(':', '.')}.json"
 
 
+def weights_file_of(name: str) -> str:
+    """`supernet.safetensors`."""
+    return f"{name.replace(':', '.')}.safetensors"
+
+
 def index(folder: Path) -> dict[str, Entry]:
     """Empty where there is none. Raises IntegrityError where it is damaged."""
     path = folder / INDEX
     return dict(Index.read(path).made) if path.exists() else {}
 
 
-def content(folder: Path, name: str, entry: Entry | None) -> bytes:
-    """Of the preparation's file. Raises IntegrityError where it is missing, or not what `entry` says."""
-    path = folder / file_of(name)
+def entry_of(inputs: str, name: str, files: Mapping[str, bytes]) -> Entry:
+    """`files`: as `content` gives them."""
+    weights = files.get(weights_file_of(name))
+    sha = None if weights is None else sha256(weights)
+    return Entry(inputs=inputs, sha256=sha256(files[file_of(name)]), weights_sha256=sha)
+
+
+def is_there(folder: Path, name: str, entry: Entry) -> bool:
+    """Whether all its files are."""
+    of_weights = [] if entry.weights_sha256 is None else [weights_file_of(name)]
+    return all((folder / file).exists() for file in (file_of(name), *of_weights))
+
+
+def content(folder: Path, name: str, entry: Entry | None) -> dict[str, bytes]:
+    """By the file's name: the weights, if there are any, then the JSON. Raises IntegrityError where one is missing, or
+    not what `entry` says."""
+    found = {}
+    if entry is not None and entry.weights_sha256 is not None:
+        found[weights_file_of(name)] = _read(folder / weights_file_of(name), entry.weights_sha256)
+    return {**found, file_of(name): _read(folder / file_of(name), None if entry is None else entry.sha256)}
+
+
+def _read(path: Path, expected: str | None) -> bytes:
     try:
         value = path.read_bytes()
     except FileNotFoundError:
         raise IntegrityError(f"{path} does not exist: the step that writes it has not run") from None
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
-    if entry is not None and (found := sha256(value)) != entry.sha256:
+    if expected is not None and (found := sha256(value)) != expected:
         raise IntegrityError(
-            f"{path} is damaged: its sha256 is {found[:12]}, {folder / INDEX} says {entry.sha256[:12]}; delete it, and "
-            "it is computed again"
+            f"{path} is damaged: its sha256 is {found[:12]}, {path.parent / INDEX} says {expected[:12]}; delete it, "
+            "and it is computed again"
         )
     return value
 
@@ -75,17 +103,28 @@ def read(folder: Path, names: Iterable[str]) -> Prepared:
     """What the preparations of these names made. Raises IntegrityError naming the file that is missing, damaged or not
     of its kind."""
     known = index(folder)
-    return {
-        name: decoded(preparation(name), content(folder, name, known.get(name)), str(folder / file_of(name)))
-        for name in names
-    }
+    return {name: _made(folder, name, known.get(name)) for name in names}
+
+
+def _made(folder: Path, name: str, entry: Entry | None) -> Any:
+    kind, files = preparation(name), content(folder, name, entry)
+    made = decoded(kind, files[file_of(name)], str(folder / file_of(name)))
+    if not gives_weights(kind):
+        return made
+    if entry is None:
+        raise IntegrityError(
+            f"{folder / INDEX} does not say what {file_of(name)} is: the step that writes it has not run"
+        )
+    stored = files.get(weights_file_of(name))
+    return made if stored is None else attached(made, decode(stored, str(folder / weights_file_of(name))))
 
 
 def encoded(kind: Preparation, name: str, made: Any) -> bytes:
-    """Its file. Raises ConfigError for what is not the preparation's `artifact`, or what JSON has no word for."""
-    adapter = TypeAdapter(kind.artifact)
+    """Its file, without the weights. Raises ConfigError for what is not the preparation's `artifact`, or what JSON has
+    no word for."""
+    adapter, beside = TypeAdapter(kind.artifact), {FIELD} if gives_weights(kind) else None
     try:
-        fields = adapter.dump_python(made, mode="json", warnings="error")
+        fields = adapter.dump_python(made, mode="json", warnings="error", exclude=beside)
         value = to_json({**SCHEMA, **fields}, indent=1) + b"\n"
         decoded(kind, value, file_of(name))
     except (PydanticSerializationError, TypeError, IntegrityError) as error:

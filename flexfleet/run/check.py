@@ -14,6 +14,7 @@ from fl_engine.fleet import devices
 from fl_engine.models import export as exports
 from fl_engine.preparation import assumed, preparation
 from fl_engine.preparation.confusion import check_classes
+from fl_engine.preparation.weights import giver
 from fl_engine.rounds.run import Run
 from flexfleet.config import Config
 from flexfleet.steps.federate import trace_of
@@ -36,6 +37,7 @@ def check(resolved: Resolved) -> dict[str, Any]:
             exports.check_onnx(family, data)
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     _check_rates(config)
+    giver(algorithm.preparations)
     for name in algorithm.preparations:
         kind = preparation(name)
         settings_of(resolved, name, kind)

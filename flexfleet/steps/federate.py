@@ -22,10 +22,11 @@ from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, Tracker
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Replaced, Stopped
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, ModelError, Replaced, Stopped
 from fl_engine.core.fields import Moves
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import Params
 from fl_engine.data import partitioning as partition
 from fl_engine.exchange.assignment import SITE_FILES
 from fl_engine.exchange.client import Site
@@ -34,6 +35,7 @@ from fl_engine.exchange.server import ServerSite
 from fl_engine.exchange.updates import KeyOf, key_of
 from fl_engine.fleet import devices, faults, traces
 from fl_engine.fleet.trace import Trace
+from fl_engine.preparation.weights import fitting
 from fl_engine.rounds import loop
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
@@ -50,7 +52,7 @@ from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.config.names import plain
 from flexfleet.files import terminal as common
-from flexfleet.files.artifacts import History, PoolFile, RunFile
+from flexfleet.files.artifacts import WEIGHTS, History, PoolFile, RunFile
 from flexfleet.steps import keys
 from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.tracking import record as track
@@ -192,7 +194,7 @@ def _federate(
     done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
     tracker = Several([Console(config.rounds.stop, done), *(t for t in (mlflow, observer) if t is not None)])
     tracker.params(configs.shown(config))
-    initial = initial_state(resolved, site)
+    initial = initial_state(resolved, site, given_weights(pool_dir, site.family))
     noise_key = privacy.noise_key(key, token) if private and key is not None else None
     try:
         with (
@@ -250,9 +252,21 @@ def trace_of(config: Config, site: Site) -> tuple[Trace | None, str | None]:
     return source.trace(site.fleet, samples, config.seed), digest
 
 
-def initial_state(resolved: Resolved, site: Site) -> Any:
-    """The algorithm's state before the first round."""
-    params = initial_params(site.family, seeds.derive(resolved.config.seed, "init"))
+def given_weights(pool_dir: Path, family: ModelFamily) -> Params | None:
+    """The weights that go with the pool; None: the run starts from fresh ones. Raises IntegrityError naming the file
+    that is missing, damaged or another network's."""
+    weights = PoolFile.read(pool_dir / "pool.json").weights(pool_dir)
+    try:
+        return None if weights is None else fitting(family, weights)
+    except ModelError as error:
+        raise IntegrityError(f"{pool_dir / WEIGHTS} is not of this network: {error}") from error
+
+
+def initial_state(resolved: Resolved, site: Site, weights: Params | None = None) -> Any:
+    """The algorithm's state before the first round. `weights`: of the whole network; None: fresh ones."""
+    params = weights
+    if params is None:
+        params = initial_params(site.family, seeds.derive(resolved.config.seed, "init"))
     return resolved.algorithm.init(params, site.layout, site.fleet, site.pool, ServerSite(site))
 
 

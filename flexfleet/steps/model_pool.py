@@ -1,4 +1,5 @@
-"""Step 3: builds the pool of sub-models, from the results of the preparations or by the algorithm's own rule."""
+"""Step 3: builds the pool of sub-models, from the results of the preparations or by the algorithm's own rule. Weights
+that a preparation gives go with it: the rounds start from them."""
 
 from __future__ import annotations
 
@@ -11,20 +12,28 @@ from fl_engine.core.contracts import Algorithm, ModelFamily, ServerContext
 from fl_engine.core.types import Prepared
 from fl_engine.exchange import coding
 from fl_engine.preparation.apoz import ApozScores
+from fl_engine.preparation.weights import given
+from fl_engine.storage.store import FolderStore, encode, sha256
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.files import prepared
 from flexfleet.files import terminal as common
-from flexfleet.files.artifacts import Level, PoolFile
+from flexfleet.files.artifacts import WEIGHTS, Level, PoolFile
 from flexfleet.steps.partition import server_of
 from flexfleet.steps.prepare import Resolved, resolved_of
 
 
 def model_pool(resolved: Resolved, pretrain: Path, out: Path) -> Path:
-    """Writes pool.json into `out`. Raises PoolError if the targets cannot be reached."""
+    """Writes pool.json into `out`, and weights.safetensors if a preparation gives weights. Raises PoolError if the
+    targets cannot be reached."""
     algorithm = resolved.algorithm
     made = prepared.read(pretrain, algorithm.preparations)
-    return build(resolved.config, algorithm, resolved.family, made, server_of(resolved)).write(out / "pool.json")
+    built = build(resolved.config, algorithm, resolved.family, made, server_of(resolved))
+    if weights := given(made):
+        FolderStore(out).put(WEIGHTS, encode(weights))
+    else:
+        (out / WEIGHTS).unlink(missing_ok=True)
+    return built.write(out / "pool.json")
 
 
 def build(config: Config, algorithm: Algorithm, family: ModelFamily, made: Prepared, server: ServerContext) -> PoolFile:
@@ -33,13 +42,14 @@ def build(config: Config, algorithm: Algorithm, family: ModelFamily, made: Prepa
     references = {name: each.as_reference() for name, each in made.items() if isinstance(each, ApozScores)}
     reference = algorithm.pool(family, {**made, **references}, server) if any(references.values()) else None
     groups = [p.group for p in family.prunable()]
-    layout = family.layout()
+    layout, weights = family.layout(), given(made)
     return PoolFile(
         algorithm=config.algorithm["name"],
         model=config.model["name"],
         input_chw=family.input_shape,
         classes=family.outputs,
         groups={g: layout.groups[g] for g in groups},
+        weights_sha256=sha256(encode(weights)) if weights else None,
         levels=tuple(
             Level(
                 name=m.name,

@@ -21,17 +21,18 @@ from pydantic_core import to_jsonable_python
 from fl_engine.backends.in_process import check_device
 from fl_engine.core import seeds
 from fl_engine.core.contracts import Preparation
-from fl_engine.core.errors import ConfigError, PartitionError, nearest
+from fl_engine.core.errors import ConfigError, ModelError, PartitionError, nearest
 from fl_engine.data import partitioning as partitions
 from fl_engine.data.partitioning import Partition
 from fl_engine.exchange.server import PreparingServer
 from fl_engine.preparation import preparation
-from fl_engine.storage.store import FolderStore, sha256
+from fl_engine.preparation.weights import fitting, given, giver
+from fl_engine.storage.store import FolderStore, encode, sha256
 from flexfleet import config as configs
 from flexfleet.files import prepared
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz
-from flexfleet.files.prepared import Entry, Index
+from flexfleet.files.prepared import Index
 from flexfleet.steps.partition import site_of
 from flexfleet.steps.prepare import Resolved, resolved_of
 
@@ -41,31 +42,35 @@ PROXY_TEST_SHARE = 0.2
 
 
 def pretrain(resolved: Resolved, partition: Path, out: Path, known: Path | None = None) -> Path:
-    """Writes `<name>.json` for each of the algorithm's preparations into `out`, and prepared.json. What is there, or in
-    the folder `known`, is taken over where its inputs are the same. Gives the path of apoz.json, which is empty where
-    the algorithm does not ask for it.
+    """Writes `<name>.json` for each of the algorithm's preparations into `out`, `<name>.safetensors` for the one that
+    gives weights, and prepared.json. What is there, or in the folder `known`, is taken over where its inputs are the
+    same. Gives the path of apoz.json, which is empty where the algorithm does not ask for it.
 
-    Raises IntegrityError naming a file that is damaged, PartitionError where the server holds no data to prepare with.
+    Raises IntegrityError naming a file that is damaged, PartitionError where the server holds no data to prepare with,
+    ConfigError where two preparations give weights, or one gives such as do not fit the network.
     """
     names = resolved.algorithm.preparations
+    giver(names)
     parts = partitions.load(partition, resolved.data) if names else None
     wanted = {name: inputs_of(resolved, name, partition) for name in names}
     before = prepared.index(out)
-    made = {n: e for n, e in before.items() if e.inputs == wanted.get(n) and (out / prepared.file_of(n)).exists()}
+    made = {n: e for n, e in before.items() if e.inputs == wanted.get(n) and prepared.is_there(out, n, e)}
     Index(made=made).write(out / prepared.INDEX)
     for name in before.keys() - made.keys():
-        (out / prepared.file_of(name)).unlink(missing_ok=True)
+        for file in (prepared.file_of(name), prepared.weights_file_of(name)):
+            (out / file).unlink(missing_ok=True)
     for name in names:
         if name in made:
             prepared.content(out, name, made[name])
             _taken_over(name, out)
             continue
-        value = _from(known, name, wanted[name])
-        if value is None:
+        files = _from(known, name, wanted[name])
+        if files is None:
             assert parts is not None
-            value = _made(resolved, name, parts)
-        FolderStore(out).put(prepared.file_of(name), value)
-        made[name] = Entry(inputs=wanted[name], sha256=sha256(value))
+            files = _made(resolved, name, parts)
+        for file, value in files.items():
+            FolderStore(out).put(file, value)
+        made[name] = prepared.entry_of(wanted[name], name, files)
         Index(made=made).write(out / prepared.INDEX)
     if not names:
         log.info("pretrain: %s asks for no preparation, nothing to do", resolved.config.algorithm["name"])
@@ -83,8 +88,8 @@ def is_known(resolved: Resolved, partition: Path, known: Path) -> bool:
     )
 
 
-def _from(known: Path | None, name: str, inputs: str) -> bytes | None:
-    """What is kept there of the same inputs."""
+def _from(known: Path | None, name: str, inputs: str) -> dict[str, bytes] | None:
+    """The files that are kept there of the same inputs."""
     entry = prepared.index(known).get(name) if known is not None else None
     if known is None or entry is None or entry.inputs != inputs:
         return None
@@ -96,7 +101,8 @@ def _taken_over(name: str, folder: Path) -> None:
     log.info("%s is taken over from %s: its inputs are the same", name, folder)
 
 
-def _made(resolved: Resolved, name: str, parts: Partition) -> bytes:
+def _made(resolved: Resolved, name: str, parts: Partition) -> dict[str, bytes]:
+    """The preparation's files."""
     config, kind = resolved.config, preparation(name)
     need_proxy(name, kind, parts)
     device = config.run.devices[0]
@@ -109,7 +115,14 @@ def _made(resolved: Resolved, name: str, parts: Partition) -> bytes:
         whole = replace(parts, proxy_train=np.sort(everything[cut:]), proxy_test=np.sort(everything[:cut]))
         reference = PreparingServer(replace(site, partition=whole), device, settings)
     server = PreparingServer(site, device, settings, reference)
-    return prepared.encoded(kind, name, kind.prepare(resolved.family, server))
+    made = kind.prepare(resolved.family, server)
+    files = {prepared.file_of(name): prepared.encoded(kind, name, made)}
+    if not (weights := given({name: made})):
+        return files
+    try:
+        return {prepared.weights_file_of(name): encode(fitting(resolved.family, weights)), **files}
+    except ModelError as error:
+        raise ConfigError(f"preparation {name!r} gives weights that are not the whole network's: {error}") from error
 
 
 def need_proxy(name: str, kind: Preparation, parts: Partition) -> None:

@@ -1,0 +1,353 @@
+"""Preparations that give weights: stored and checked beside what else they make, and what the rounds start from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from fl_engine.algorithms import AllLarge
+from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerContext
+from fl_engine.core.errors import ConfigError, IntegrityError, ModelError
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import FULL, SGD, LocalTask, Params, Pool, Prepared
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.preparation.weights import Weights, fitting
+from fl_engine.storage.store import decode, encode, sha256
+from fl_engine.testing.tiny import TinyNet, assert_same_bits
+from flexfleet.files import prepared
+from flexfleet.files.artifacts import PoolFile
+from flexfleet.run.check import check
+from flexfleet.run.resumable import federate_in
+from flexfleet.steps import share
+from flexfleet.steps.federate import federate, given_weights, initial_state, site_of
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.partition import partition
+from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.pretrain import pretrain
+
+HERE = __name__
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a warm start makes."""
+
+    score: float
+    weights: Weights = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Train:
+    """A few steps on the server's data."""
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    needs_data: ClassVar[bool] = True
+    artifact: ClassVar[Any] = Head
+
+    def prepare(self, family: ModelFamily, server: PreparationContext) -> Head:
+        start = initial_params(family, seeds.derive(server.seed, "warm"))
+        weights = server.train(LocalTask(FULL, SGD(0.05), 3, 8, False, server.seed), start)
+        return Head(server.evaluate(FULL, weights), weights)
+
+    def assumed(self, family: ModelFamily) -> Any:
+        return Head(0.0)
+
+
+@dataclass(frozen=True)
+class Warm(AllLarge):
+    """FedAvg from weights that the server has trained."""
+
+    preparations: ClassVar[tuple[str, ...]] = (f"{HERE}:Train",)
+
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
+        (head,) = prepared.values()
+        if head.weights:  # empty in a check
+            assert head.weights.keys() == initial_params(family, 0).keys()
+        return super().pool(family, prepared, server)
+
+
+class Sketch(BaseModel):
+    """As a pydantic model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    note: str
+    weights: Weights = {}
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """The weights that a run has anyway."""
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    needs_data: ClassVar[bool] = False
+    artifact: ClassVar[Any] = Sketch
+
+    def prepare(self, family: ModelFamily, server: PreparationContext) -> Sketch:
+        weights = initial_params(family, seeds.derive(server.seed, "init"))
+        return Sketch(note="fresh", weights=dict(sorted(weights.items())))
+
+    def assumed(self, family: ModelFamily) -> Any:
+        return Sketch(note="assumed")
+
+
+@dataclass(frozen=True)
+class FromFresh(Warm):
+    preparations: ClassVar[tuple[str, ...]] = (f"{HERE}:Fresh",)
+
+
+@dataclass(frozen=True)
+class Both(Warm):
+    preparations: ClassVar[tuple[str, ...]] = (f"{HERE}:Train", f"{HERE}:Fresh")
+
+
+JSON, FILE = f"{HERE}.Train.json", f"{HERE}.Train.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def of(quick: Sequence[str]) -> Callable[..., list[str]]:
+    def sets(algorithm: str, *more: str) -> list[str]:
+        name = algorithm if algorithm == "all_large" else f"{HERE}:{algorithm}"
+        return [*quick, f"algorithm.name={name}", "algorithm.eligible=all", "rounds.stop=2", *more]
+
+    return sets
+
+
+def steps(folder: Path, sets: Sequence[str], known: Path | None = None) -> Resolved:
+    """Those before the rounds."""
+    resolved = Resolved.load(None, sets)
+    partition(resolved, folder / "partition")
+    pretrain(resolved, folder / "partition", folder / "pretrain", known)
+    model_pool(resolved, folder / "pretrain", folder / "pool")
+    return resolved
+
+
+def run(flexfleet: Any, run_id: str, sets: Sequence[str], *more: str) -> str:
+    done = flexfleet("run", "--json", "--run-id", run_id, *more, sets=list(sets))
+    assert done.code == 0, done.err
+    return str(done.json["model_sha256"])
+
+
+# ------------------------------------------------------------------------------------------------ the start
+def test_the_rounds_start_from_the_weights(of: Any, tmp_path: Path) -> None:
+    resolved = steps(tmp_path, of("Warm"))
+    made = prepared.read(tmp_path / "pretrain", resolved.algorithm.preparations)[f"{HERE}:Train"]
+    site = site_of(resolved, tmp_path / "partition", tmp_path / "pool")
+    first = initial_state(resolved, site, given_weights(tmp_path / "pool", site.family)).params
+    assert_same_bits(first, made.weights)
+    assert_same_bits(first, decode((tmp_path / "pretrain" / FILE).read_bytes(), FILE))
+    fresh = initial_state(resolved, site).params
+    assert all(not torch.equal(first[name], fresh[name]) for name in fresh)
+    assert json.loads((tmp_path / "pretrain" / JSON).read_bytes()) == {"schema_version": 1, "score": made.score}
+
+
+def test_the_weights_that_a_run_has_anyway_change_no_bit(flexfleet: Any, of: Any) -> None:
+    plain, fresh, warm = (run(flexfleet, name.lower(), of(name)) for name in ("all_large", "FromFresh", "Warm"))
+    assert fresh == plain != warm
+
+
+def test_steps_in_folders_of_their_own_and_a_run_make_the_same(flexfleet: Any, of: Any, tmp_path: Path) -> None:
+    """As `dvc repro` and Kubeflow run them: what the pool's folder does not hold, the rounds do not get."""
+    whole = run(flexfleet, "whole", of("Warm"))
+    resolved = steps(tmp_path / "made", of("Warm"))
+    shutil.rmtree(tmp_path / "made" / "pretrain")
+    copied = shutil.copytree(tmp_path / "made" / "pool", tmp_path / "elsewhere")
+    out = federate_in(tmp_path / "rounds", resolved, tmp_path / "made" / "partition", copied, tmp_path / "out")
+    assert sha256((out / "model.safetensors").read_bytes()) == whole
+
+
+def test_a_run_that_is_resumed_makes_the_same(flexfleet: Any, of: Any, tmp_path: Path) -> None:
+    whole = run(flexfleet, "whole", of("Warm"))
+    steps(tmp_path / "a", of("Warm"))
+    for stop in (1, 2):
+        resolved = Resolved.load(None, of("Warm", f"rounds.stop={stop}"))
+        federate(resolved, tmp_path / "a/partition", tmp_path / "a/pool", tmp_path / "a/run", resume=stop > 1)
+    assert sha256((tmp_path / "a" / "run" / "model.safetensors").read_bytes()) == whole
+
+
+@pytest.mark.parametrize("backend", ["in_process", "processes"])
+def test_every_backend_starts_from_them(flexfleet: Any, of: Any, backend: str) -> None:
+    sets = of("FromFresh", f"run.backend={backend}", "rounds.stop=1")
+    assert run(flexfleet, backend, sets) == run(flexfleet, "plain", of("all_large", "rounds.stop=1"))
+
+
+# ------------------------------------------------------------------------------------------------ it is kept
+def test_they_are_taken_over_where_the_inputs_are_the_same(
+    of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps(tmp_path / "a", of("Warm"))
+    before = {name: (tmp_path / "a/pretrain" / name).read_bytes() for name in (JSON, FILE)}
+    entry = prepared.index(tmp_path / "a/pretrain")[f"{HERE}:Train"]
+    assert entry.weights_sha256 == sha256(before[FILE])
+    monkeypatch.setattr(Train, "prepare", lambda *_: pytest.fail("what is there is computed again"))
+    steps(tmp_path / "a", of("Warm"))
+    steps(tmp_path / "b", of("Warm"), known=tmp_path / "a/pretrain")
+    for folder in ("a", "b"):
+        assert {name: (tmp_path / folder / "pretrain" / name).read_bytes() for name in (JSON, FILE)} == before
+        assert (tmp_path / folder / "pool/weights.safetensors").read_bytes() == before[FILE]
+
+
+def test_the_runs_of_a_comparison_share_them(of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = Resolved.load(None, of("Warm"))
+    share.share(resolved, tmp_path / "shared")
+    assert share.fits(resolved, tmp_path / "shared")
+    monkeypatch.setattr(Train, "prepare", lambda *_: pytest.fail("what is there is computed again"))
+    other = Resolved.load(None, of("Warm", "algorithm.mu=0.1"))
+    share.adopt(other, tmp_path / "shared", tmp_path / "run")
+    assert (tmp_path / "run/pretrain" / FILE).read_bytes() == (tmp_path / "shared/pretrain" / FILE).read_bytes()
+
+
+def test_an_algorithm_without_them_leaves_none(of: Any, tmp_path: Path) -> None:
+    steps(tmp_path, of("Warm"))
+    with_weights = json.loads((tmp_path / "pool/pool.json").read_bytes())
+    assert with_weights["weights_sha256"] == sha256((tmp_path / "pool/weights.safetensors").read_bytes())
+    steps(tmp_path, of("all_large"))
+    assert sorted(p.name for p in (tmp_path / "pretrain").iterdir()) == ["apoz.json", "prepared.json"]
+    assert [p.name for p in (tmp_path / "pool").iterdir()] == ["pool.json"]
+    assert "weights_sha256" not in json.loads((tmp_path / "pool/pool.json").read_bytes())
+
+
+def test_the_pool_command_says_the_same(flexfleet: Any, of: Any, tmp_path: Path) -> None:
+    steps(tmp_path / "a", of("Warm"))
+    shown = PoolFile.model_validate(flexfleet("pool", "--json", sets=of("Warm")).json)
+    assert shown == PoolFile.read(tmp_path / "a/pool/pool.json") and shown.weights_sha256 is not None
+
+
+# --------------------------------------------------------------------------------------------- it is damaged
+DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "a bit": lambda value: value[:-1] + bytes([value[-1] ^ 1]),
+    "cut off": lambda value: value[:-5],
+    "empty": lambda value: b"",
+    "gone": lambda value: None,
+}
+
+
+def damage(path: Path, how: str) -> None:
+    changed = DAMAGE[how](path.read_bytes())
+    path.unlink()
+    if changed is not None:
+        path.write_bytes(changed)
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_weights_of_a_preparation_are_named(of: Any, tmp_path: Path, how: str) -> None:
+    resolved = steps(tmp_path, of("Warm"))
+    path = tmp_path / "pretrain" / FILE
+    before = path.read_bytes()
+    damage(path, how)
+    with pytest.raises(IntegrityError, match=FILE):
+        model_pool(resolved, tmp_path / "pretrain", tmp_path / "pool")
+    if how == "gone":  # it is computed again, as any preparation whose file is gone
+        steps(tmp_path, of("Warm"))
+        assert path.read_bytes() == before
+    else:
+        with pytest.raises(IntegrityError, match=f"{FILE} is damaged.*delete it, and it is computed again"):
+            pretrain(resolved, tmp_path / "partition", tmp_path / "pretrain")
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_weights_of_a_pool_are_named(of: Any, tmp_path: Path, how: str) -> None:
+    resolved = steps(tmp_path, of("Warm"))
+    damage(tmp_path / "pool/weights.safetensors", how)
+    with pytest.raises(IntegrityError, match=r"pool/weights\.safetensors .*make the pool again"):
+        federate(resolved, tmp_path / "partition", tmp_path / "pool", tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", [b"nothing", encode({"fc.weight": torch.zeros(2)})], ids=["no file", "another's"])
+def test_weights_of_another_network_are_named_though_the_checksum_is_theirs(
+    of: Any, tmp_path: Path, content: bytes
+) -> None:
+    resolved = steps(tmp_path, of("Warm"))
+    (tmp_path / "pool/weights.safetensors").write_bytes(content)
+    pool = PoolFile.read(tmp_path / "pool/pool.json").model_copy(update={"weights_sha256": sha256(content)})
+    pool.write(tmp_path / "pool/pool.json")
+    with pytest.raises(
+        IntegrityError, match=r"weights\.safetensors (cannot be read as safetensors|is not of this net)"
+    ):
+        given_weights(tmp_path / "pool", resolved.family)
+
+
+def test_an_index_that_does_not_know_them_is_named(of: Any, tmp_path: Path) -> None:
+    resolved = steps(tmp_path, of("Warm"))
+    (tmp_path / "pretrain/prepared.json").unlink()
+    with pytest.raises(IntegrityError, match=r"prepared\.json does not say what .*Train\.json is"):
+        model_pool(resolved, tmp_path / "pretrain", tmp_path / "pool")
+
+
+# --------------------------------------------------------------------------------------------- it is refused
+def test_two_preparations_cannot_both_give_them(of: Any, tmp_path: Path) -> None:
+    resolved = Resolved.load(None, of("Both"))
+    partition(resolved, tmp_path / "partition")
+    said = rf"the preparations {HERE}:Train and {HERE}:Fresh give weights"
+    with pytest.raises(ConfigError, match=said):
+        check(resolved)
+    with pytest.raises(ConfigError, match=said):
+        pretrain(resolved, tmp_path / "partition", tmp_path / "pretrain")
+
+
+NET = TinyNet()
+WHOLE = initial_params(NET, 1)
+WRONG: dict[str, tuple[Params, str]] = {
+    "a name missing": ({n: t for n, t in WHOLE.items() if n != "fc.linear.bias"}, r"no fc\.linear\.bias \(1 names dif"),
+    "a name too many": ({**WHOLE, "zz": torch.zeros(1)}, r"unknown zz \(1 names differ\)"),
+    "a slice": (
+        {**WHOLE, "conv.conv.bias": torch.zeros(4)},
+        r"conv\.conv\.bias is float32 \(4,\), float32 \(8,\) is expected",
+    ),
+    "half": (
+        {**WHOLE, "conv.conv.bias": torch.zeros(8).half()},
+        r"conv\.conv\.bias is float16 \(8,\), float32 \(8,\) is expected",
+    ),
+    "not a number": ({**WHOLE, "conv.conv.bias": torch.full((8,), torch.nan)}, "conv.conv.bias has numbers that are n"),
+    "infinite": ({**WHOLE, "conv.conv.bias": torch.full((8,), torch.inf)}, "not finite, or beyond 1e\\+09"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_not_the_whole_network_does_not_fit(what: str) -> None:
+    weights, said = WRONG[what]
+    with pytest.raises(ModelError, match=said):
+        fitting(NET, weights)
+
+
+def test_what_fits_gets_the_networks_order() -> None:
+    family = SmallCNN((1, 8, 8), 4, width=0.25, norm="static")
+    whole = initial_params(family, 0)
+    found = fitting(family, dict(sorted(whole.items(), reverse=True)))
+    assert list(found) == list(whole)
+    assert_same_bits(found, whole)
+
+
+def test_weights_that_do_not_fit_are_refused_when_they_are_made(
+    of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Train.prepare
+
+    def narrow(self: Train, family: ModelFamily, server: PreparationContext) -> Head:
+        head = made(self, family, server)
+        return replace(head, weights={name: t for name, t in head.weights.items() if "classifier" not in name})
+
+    monkeypatch.setattr(Train, "prepare", narrow)
+    said = rf"preparation '{HERE}:Train' gives weights that are not the whole network's: no classifier"
+    with pytest.raises(ConfigError, match=said):
+        steps(tmp_path, of("Warm"))
+    assert not (tmp_path / "pretrain" / FILE).exists()
+
+
+def test_no_weights_are_a_fresh_start(flexfleet: Any, of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An artifact may have the field and leave it empty."""
+    monkeypatch.setattr(Fresh, "prepare", lambda *_: Sketch(note="none"))
+    assert run(flexfleet, "none", of("FromFresh")) == run(flexfleet, "plain", of("all_large"))
