@@ -16,7 +16,7 @@ from fl_engine.rounds.flights import Flight
 from fl_engine.rounds.recorder import recorded
 from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import Row
-from fl_engine.training.evaluation import average, evaluate_pool, published
+from fl_engine.training.evaluation import average, by_owner, evaluate_pool, published
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def _scores(run: Run, state: Any) -> dict[str, float]:
     scores = evaluate_pool(run.site.family, published(state), run.site.pool, run.site.data, run.devices)
     found = {"avg": average(scores), "full": scores[run.site.pool[-1].name].value}
     for name, score in scores.items():
-        found |= {f"{metric}/{name}": value for metric, value in score.metrics.items()}
+        metrics = by_owner(score, run.site.partition.server_classes).metrics
+        found |= {f"{metric}/{name}": value for metric, value in metrics.items()}
         found[f"loss/{name}"] = score.loss
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -221,6 +221,27 @@ def evaluate_pool(
     with ThreadPoolExecutor(len(devices)) as threads:
         found = list(threads.map(score, range(min(len(devices), len(reported)))))
     return {m.name: found[i % len(devices)][i // len(devices)] for i, m in enumerate(reported)}
+
+
+OWNERS = ("accuracy_device_classes", "accuracy_server_classes")
+
+
+def by_owner(score: Score, server_classes: Sequence[int]) -> Score:
+    """The score with OWNERS among its metrics: the accuracy on test samples of the devices' classes, and on those of
+    the classes that the server alone owns. Predictions are among all classes in both.
+
+    Unchanged where the server owns none, the task has no classes, or there are test samples of one owner's classes
+    only."""
+    if not server_classes or not score.confusion.numel():
+        return score
+    owned = torch.zeros(len(score.confusion), dtype=torch.bool)
+    owned[list(server_classes)] = True
+    parts = [score.confusion[rows] for rows in (~owned, owned)]
+    right = [int(score.confusion.diagonal()[rows].sum()) for rows in (~owned, owned)]
+    if not all(int(part.sum()) for part in parts):
+        return score
+    found = {name: r / int(part.sum()) for name, r, part in zip(OWNERS, right, parts, strict=True)}
+    return replace(score, metrics={**score.metrics, **found})
 
 
 def average(scores: Mapping[str, Score]) -> float:

@@ -33,6 +33,8 @@ STEPS = 20
 """Without given accuracies to reach, they are multiples of 1/20,"""
 MOST_TARGETS = 4
 """and at most this many."""
+BY_OWNER = ("avg_device_classes", "full_device_classes", "avg_server_classes", "full_server_classes")
+"""Figures of a run and of a label, where the server owns classes (`partition.server_classes`)."""
 Runs = Mapping[str, Sequence[Run]]
 """The runs of each label, in the order of the seeds."""
 
@@ -84,6 +86,12 @@ class OneRun(_Part):
     run_id: str
     avg: float | None
     full: float
+    avg_device_classes: float | None = None
+    """This and the next three: the accuracy after the last round on the classes of the devices, and on those that the
+    server alone owns; null where it owns none."""
+    full_device_classes: float | None = None
+    avg_server_classes: float | None = None
+    full_server_classes: float | None = None
     best: dict[str, float | None]
     """The round with the best avg: `round`, `avg` and `full`."""
     mb_down: float
@@ -114,6 +122,12 @@ class Summary(_Part):
     levels: tuple[float, ...]
     """Sizes of the reported models in % of the full model, mean over the seeds."""
     last: Score
+    avg_device_classes: Spread | None = None
+    """This and the next three: as `last`, on the classes of the devices, and on those that the server alone owns; null
+    where it owns none."""
+    full_device_classes: Spread | None = None
+    avg_server_classes: Spread | None = None
+    full_server_classes: Spread | None = None
     best: Score
     """The scores of the round with the best avg, which is chosen on test data, as in the papers."""
     mb_down: Spread
@@ -274,6 +288,7 @@ def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float]
             avg=spread([b["avg"] for b in best]),
             full=_sure([run.best.metrics["full"] for run in runs]),
         ),
+        **{name: spread([getattr(one, name) for one in each]) for name in BY_OWNER},
         mb_down=_sure([one.mb_down for one in each]),
         mb_up=_sure([one.mb_up for one in each]),
         waste=_sure([one.waste for one in each]),
@@ -292,6 +307,7 @@ def _one(seed: int, run: Run) -> OneRun:
         run_id=run.file.run_id,
         avg=None if run.single else run.evaluation.avg,
         full=run.evaluation.full,
+        **_by_owner(run),
         best={
             "round": run.best.round + 1,
             "avg": None if run.single else run.best.metrics["avg"],
@@ -306,6 +322,15 @@ def _one(seed: int, run: Run) -> OneRun:
         model_sha256=run.history.model_sha256,
         mlflow_run_id=run.file.mlflow_run_id,
     )
+
+
+def _by_owner(run: Run) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for metric, levels in run.evaluation.by_owner.items():
+        owner = metric.removeprefix("accuracy_")
+        found[f"avg_{owner}"] = None if run.single else statistics.fmean(levels.values())
+        found[f"full_{owner}"] = levels[run.pool.levels[-1].name]
+    return found
 
 
 def _highest(runs: Sequence[Run]) -> Iterator[Highest]:

@@ -22,6 +22,7 @@ from fl_engine.core.types import Codecs, Params, Pool, PoolModel, SubmodelSpec
 from fl_engine.preparation.apoz import ApozLayer, ApozScores
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, decode, sha256
+from fl_engine.training.evaluation import OWNERS
 
 __all__ = [
     "WEIGHTS", "Apoz", "ApozLayer", "Artifact", "ConfusionFile", "EvaluationFile", "History", "Level", "LevelScore",
@@ -225,7 +226,8 @@ class LevelScore(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     metrics: dict[str, float] = Field(min_length=1)
-    """All metrics of the task, by name; the first metric decides."""
+    """All metrics of the task, by name, the first of which decides; and the accuracy on the devices' and on the
+    server's classes, where the server owns some (`evaluation.OWNERS`)."""
     loss: float | None
     """Null if the model has diverged."""
     params: int
@@ -263,6 +265,12 @@ class EvaluationFile(Artifact):
         """The name of the metric that decides."""
         return next(iter(next(iter(self.levels.values())).metrics))
 
+    @property
+    def by_owner(self) -> dict[str, dict[str, float]]:
+        """By metric of `evaluation.OWNERS`, and by level; empty where the server owns no classes."""
+        held = [name for name in OWNERS if name in next(iter(self.levels.values())).metrics]
+        return {name: {level: score.metrics[name] for level, score in self.levels.items()} for name in held}
+
     @field_validator("levels")
     @classmethod
     def _of_one_task(cls, value: dict[str, LevelScore]) -> dict[str, LevelScore]:
@@ -286,7 +294,8 @@ class Result(Artifact):
     status: Literal["finished"]
     metrics: dict[str, Any]
     """avg, full, levels{name: value}, best{round, avg, full}: the round with the best avg, highest{50, 80, 100: {avg,
-    full}}: the highest values within so many % of the rounds; uniformity and what belongs to it
+    full}}: the highest values within so many % of the rounds; by_owner{metric: {level: value}}: the accuracy on the
+    devices' and on the server's classes, where partition.server_classes names some; uniformity and what belongs to it
     (`fl_engine.fleet.uniformity`) on the simulated clock: means over the rounds; label_noise: the share of clients'
     labels that are wrong, where noise.labels asks for some."""
     bytes: dict[str, int]

@@ -135,6 +135,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
             "avg": evaluation.avg,
             "full": evaluation.full,
             "levels": {name: score.value for name, score in evaluation.levels.items()},
+            **({} if not (owned := evaluation.by_owner) else {"by_owner": owned}),
             "best": {k: best[k] for k in ("round", "avg", "full")},
             "highest": highest_of(measured),
             **{k: v for k, v in uniformity.of_a_run(measured).items() if k != uniformity.MEASURED},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fl_engine.core.errors import IntegrityError
 from fl_engine.storage.store import FolderStore, decode, sha256
-from fl_engine.training.evaluation import Score, average, evaluate_pool
+from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, LevelScore, PoolFile
 from flexfleet.steps.prepare import Resolved, resolved_of
@@ -25,6 +25,7 @@ def evaluate(resolved: Resolved, run: Path, pool_dir: Path, out: Path) -> Path:
         raise IntegrityError(f"{run / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
     params = decode(value, str(run / "model.safetensors"))
     scores = evaluate_pool(family, params, pool, data, resolved.config.run.devices)
+    scores = {name: by_owner(score, resolved.config.partition.server_classes) for name, score in scores.items()}
     sizes = {m.name: m.params for m in pool}
     matrices = {n: tuple(map(tuple, s.confusion.tolist())) for n, s in scores.items() if s.confusion.numel()}
     ConfusionFile(levels=matrices).write(out / "confusion.json")

@@ -14,14 +14,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_engine.algorithms import HeteroFL
+from fl_engine.backends import InProcess
 from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError
 from fl_engine.core.samples import Data
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import FULL
 from fl_engine.data import partitioning as p
 from fl_engine.data import rules
+from fl_engine.rounds.collect import Clients
+from fl_engine.rounds.round import Progress, play
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.store import sha256
 from fl_engine.tasks import Classification
 from fl_engine.testing.kinds import tiny_boxes, tiny_table
+from fl_engine.testing.tiny import TRAINING, TinyNet, start_of, tiny_data, tiny_site
+from fl_engine.training.evaluation import OWNERS, Score, by_owner, evaluate
 
 CLASSES = 10
 Y = np.arange(1000) % CLASSES
@@ -171,3 +181,59 @@ def test_a_proxy_with_a_sample_of_a_client_is_damage(tmp_path: Path) -> None:
     write(tmp_path, replace(swapped, clients=clients, counts=p.statistics(replace(found, clients=clients), Y, CLASSES)))
     with pytest.raises(IntegrityError, match=r"server_classes \[8, 9\] are not those"):
         p.load(tmp_path, DATA)
+
+
+# -------------------------------------------------------------------------------------------------- scores
+def test_accuracy_by_owner_by_hand() -> None:
+    """Classes 0, 1 are the devices', 2 the server's: 3 + 1 of 6, and 3 of 4 samples are right."""
+    confusion = torch.tensor([[3, 0, 1], [1, 1, 0], [0, 1, 3]])
+    score = Score(0.7, 1.0, {"accuracy": 0.7}, confusion)
+    found = by_owner(score, (2,))
+    assert dict(found.metrics) == {
+        "accuracy": 0.7,
+        "accuracy_device_classes": 4 / 6,
+        "accuracy_server_classes": 3 / 4,
+    }
+    assert next(iter(found.metrics)) == "accuracy" and (found.value, found.loss) == (0.7, 1.0)
+    assert by_owner(score, ()) is score
+
+
+def test_without_classes_or_samples_of_both_there_is_none() -> None:
+    numbers = Score(0.7, 1.0, {"r2": 0.7})
+    assert by_owner(numbers, (0,)) is numbers
+    for missing in (0, 1):
+        confusion = torch.tensor([[3, 1], [1, 3]])
+        confusion[missing] = 0
+        score = Score(0.7, 1.0, {"accuracy": 0.7}, confusion)
+        assert by_owner(score, (0,)) is score
+
+
+@given(owned=st.sets(st.integers(0, 3), min_size=1, max_size=3).map(tuple), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_accuracy_by_owner_is_that_of_each_part_alone(owned: tuple[int, ...], seed: int) -> None:
+    """The network looks at each sample by itself, so a part's accuracy is that of an evaluation of the part."""
+    family, data = TinyNet(), tiny_data()
+    params = initial_params(family, seed)
+    found = by_owner(evaluate(family, params, FULL, data, data.test_x, data.test_y), owned).metrics
+    own = torch.from_numpy(np.isin(data.test_y.numpy(), owned))
+    for name, part in zip(OWNERS, (~own, own), strict=True):
+        assert found[name] == evaluate(family, params, FULL, data, data.test_x[part], data.test_y[part]).value
+    share = float(own.double().mean())
+    assert found["accuracy"] == pytest.approx(found[OWNERS[0]] * (1 - share) + found[OWNERS[1]] * share)
+
+
+def test_a_round_scores_each_level_by_owner() -> None:
+    algorithm = HeteroFL(training=TRAINING, static_bn=False)
+    site = tiny_site(algorithm)
+    owned = replace(site, partition=replace(site.partition, server_classes=(3,)))
+    rows = []
+    for here in (site, owned):
+        run = Run(algorithm, here, RoundsConfig(stop=1))
+        clients = Clients(InProcess(here), None, lambda: False)
+        rows.append(play(run, Progress(start_of(algorithm, here)), 0, clients)[1].metrics)
+    plain, told = rows
+    levels = [member.name for member in site.pool if member.reported]
+    wanted = {f"{name}/{level}" for name in OWNERS for level in levels}
+    assert told.keys() - plain.keys() == wanted and len(levels) > 1
+    assert all(0 <= told[name] <= 1 for name in wanted)
+    assert all(told[f"accuracy/{level}"] == plain[f"accuracy/{level}"] for level in levels)
