@@ -6,7 +6,9 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.models.aep_mlp import AepMLP
 from fl_engine.models.casas_bilstm import CasasBiLSTM
 from fl_engine.models.epic_resnet18 import EpicResNet18
+from fl_engine.models.har_cnn import HarCNN
 from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
 from fl_engine.models.point_detector import PointDetector
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
@@ -30,4 +32,6 @@ MODELS: dict[str, type[ModelFamily]] = {
     "widar_resnet18": WidarResNet18,
     "epic_resnet18": EpicResNet18,
     "point_detector": PointDetector,
+    "mobilenetv3_ofa": MobileNetV3OFA,
+    "har_cnn": HarCNN,
 }

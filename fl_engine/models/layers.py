@@ -112,8 +112,13 @@ def check_options(family: ImageFamily, width: float, norm: str) -> None:
             "the images, or choose a network for smaller ones (small_cnn takes 8x8)"
         )
     _check_sizes(family, width, "pixels a side")
+    check_norm(family, norm)
+
+
+def check_norm(family: ModelFamily, norm: str) -> None:
+    """Raises ModelError for a batch norm that there is not."""
     if norm not in get_args(Norm):
-        raise ModelError(f"{name}: norm is one of {', '.join(get_args(Norm))}, got {norm!r}")
+        raise ModelError(f"{type(family).__name__}: norm is one of {', '.join(get_args(Norm))}, got {norm!r}")
 
 
 def check_sizes(family: ModelFamily, form: str, axes: int, width: float) -> None:

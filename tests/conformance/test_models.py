@@ -12,7 +12,9 @@ from fl_engine.models import MODELS
 from fl_engine.models.aep_mlp import AepMLP
 from fl_engine.models.casas_bilstm import CasasBiLSTM
 from fl_engine.models.epic_resnet18 import EpicResNet18
+from fl_engine.models.har_cnn import HarCNN
 from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
 from fl_engine.models.point_detector import PointDetector
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
@@ -39,6 +41,8 @@ SMALL: dict[str, ModelFamily] = {
     "widar_resnet18": WidarResNet18((4, 5, 9), 4, width=0.1),
     "epic_resnet18": EpicResNet18((1, 40, 33), 5, width=0.1),
     "point_detector": PointDetector((3, 40, 33), 6, width=0.06),
+    "mobilenetv3_ofa": MobileNetV3OFA((2, 17, 20), 6, width=0.05),
+    "har_cnn": HarCNN((7, 3), 4, width=0.5),
 }
 
 

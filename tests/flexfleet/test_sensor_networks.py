@@ -1,4 +1,4 @@
-"""The networks of FedAIoT through `flexfleet run` and `flexfleet pool`, on small made-up data of their kind."""
+"""Networks for samples that are no pictures through `flexfleet run` and `flexfleet pool`, on small made-up data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ WISDM = Source("series of 20 steps of six sensors", lambda root: classes("like_w
 AEP = Source("18 features and a number", lambda root: energy())
 WIDAR = Source("maps of 4 moments", lambda root: classes("like_widar", (4, 4, 6)))
 
-NETWORKS = {"wisdm_lstm": ("WISDM", 1.0), "aep_mlp": ("AEP", 0.1), "widar_resnet18": ("WIDAR", 0.1)}
+NETWORKS = {
+    "wisdm_lstm": ("WISDM", 1.0), "har_cnn": ("WISDM", 0.5), "aep_mlp": ("AEP", 0.1), "widar_resnet18": ("WIDAR", 0.1)
+}  # fmt: skip
 """The data, and the width."""
 HETEROGENEOUS = ("adaptivefl", "depthfl", "fedrolex", "flexfl", "heterofl", "multibranch", "scalefl")
 EXITS = ("depthfl", "multibranch", "scalefl")
@@ -80,7 +82,7 @@ def test_two_rounds(
     assert done.code == 0, done.err
     assert np.isfinite(done.json["metrics"]["full"])
     strategy = RunFile.read(tmp_path / "runs" / "a" / "run.json").numerics["strategy"]
-    assert strategy == ("batched" if name in ("aep_mlp", "wisdm_lstm") else "single")
+    assert strategy == ("single" if name == "widar_resnet18" else "batched")
 
 
 WRITES: dict[str, tuple[str, Callable[[Path], None]]] = {
@@ -114,7 +116,11 @@ def test_numbers_have_no_labels_to_mask(flexfleet: Any, quick: Sequence[str]) ->
 
 @pytest.mark.parametrize(
     ("name", "shape", "outputs", "params"),
-    [("wisdm_lstm", [200, 6], 12, 155_612), ("widar_resnet18", [22, 20, 20], 9, 11_185_706)],
+    [
+        ("wisdm_lstm", [200, 6], 12, 155_612),
+        ("widar_resnet18", [22, 20, 20], 9, 11_185_706),
+        ("har_cnn", [128, 9], 6, 300_486),
+    ],
 )
 def test_pool_takes_what_a_network_was_published_for(
     flexfleet: Any, name: str, shape: list[int], outputs: int, params: int

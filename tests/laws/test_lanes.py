@@ -32,7 +32,9 @@ from fl_engine.core.types import (
     SubmodelSpec,
 )
 from fl_engine.core.widths import prefix
+from fl_engine.models.har_cnn import HarCNN
 from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
@@ -55,6 +57,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "resnet": ResNet18((1, 9, 9), 3, width=0.08),
     "preresnet": PreResNet18((3, 9, 9), 3, width=0.08),
     "mobile": MobileNetV2((3, 17, 17), 4, width=0.2),
+    "har": HarCNN((9, 3), 4, width=0.5),
     "lstm": WisdmLSTM((9, 3), 4),
     "large lstm": WisdmLSTM((5, 2), 3, width=5.0),
 }
@@ -150,6 +153,14 @@ def test_exits_remembered_terms_and_dropout() -> None:
         assert_same(exits, [job(exits, task, i, remembered=True) for i in range(5)], 2)
     dropout = TinyNet(dropout=0.5)
     assert_same(dropout, [job(dropout, TASK, i) for i in range(5)], 2)
+
+
+def test_squeeze_and_excitation() -> None:
+    """The gradient of its factors is a sum over pixels. h_swish and dropout are here too."""
+    family = MobileNetV3OFA((3, 17, 18), 4, width=0.05)
+    task = replace(TASK, epochs=1, batch_size=4, spec=family.nested()["small"])
+    assert_same(family, [job(family, task, i, samples=8) for i in range(4)], 2)
+    assert_close(family, [job(family, replace(task, optimizer=SGD(0.01)), i, samples=4) for i in range(2)])
 
 
 @pytest.mark.parametrize("name", ["tiny", "small"])

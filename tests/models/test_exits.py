@@ -21,7 +21,9 @@ from fl_engine.core.widths import choose_exits, exit_name, up_to
 from fl_engine.models import MODELS
 from fl_engine.models.aep_mlp import AepMLP
 from fl_engine.models.epic_resnet18 import EpicResNet18
+from fl_engine.models.har_cnn import HarCNN
 from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
@@ -43,6 +45,8 @@ FAMILIES: dict[str, Any] = {
     "resnet34": ResNet34((1, 9, 9), 3, width=0.1, exits=("stage2.1", "stage4.0")),
     "preresnet18": PreResNet18((3, 9, 12), 4, width=0.1, exits=("stage1.1", "stage3.0")),
     "mobilenetv2": MobileNetV2((2, 17, 20), 6, width=0.15, exits=("stage2.0", "stage5.1")),
+    "mobilenetv3_ofa": MobileNetV3OFA((2, 17, 20), 6, width=0.05, exits=("stage2.0", "stage4.1")),
+    "har_cnn": HarCNN((7, 3), 4, width=0.5, exits=("conv2", "fc2")),
     "aep_mlp": AepMLP((5,), 2, width=0.05, exits=("fc1", "fc4")),
     "epic_resnet18": EpicResNet18((1, 40, 33), 5, width=0.1, exits=("stage1.1", "stage3.0")),
     "uthar_resnet18": UTHARResNet18((1, 70, 30), 5, width=0.1, exits=("stage1.0", "stage3.1")),
@@ -54,6 +58,7 @@ CONVS: dict[str, Any] = {
     "resnet18, convs": dataclasses.replace(FAMILIES["resnet18"], exit_convs=(("stage1.0", 2), ("stage3.1", 1))),
     "mobilenetv2, convs": dataclasses.replace(FAMILIES["mobilenetv2"], exit_convs=(("stage5.1", 1),)),
     "epic_resnet18, convs": dataclasses.replace(FAMILIES["epic_resnet18"], exit_convs=(("stage1.1", 2),)),
+    "har_cnn, convs": dataclasses.replace(FAMILIES["har_cnn"], exit_convs=(("conv2", 1),)),
     "small_cnn, convs": dataclasses.replace(FAMILIES["small_cnn"], exit_convs=(("conv3", 1), ("conv2", 2))),
 }
 FAMILIES |= CONVS

@@ -1,0 +1,148 @@
+"""A 1-D convolutional network that recognises activities from a window of motion sensors. It is ours, as close as we
+can come to the HAR-Wild model that FedX uses (section IV-C; Jiang et al., FLSys, TMC 2022), of which the text says no
+more than this: three 1-D convolutions with batch norm, five fully connected layers, and 316, 153 or 76 thousand
+parameters for 128, 64 or 32 channels.
+
+Three convolutions of kernel 3 with 128, 64 and 32 channels, each with batch norm and ReLU; the last map, flattened;
+hidden layers of 64, 32, 16 and 16 units with ReLU; the classifier. `nested` has three networks: large is the whole one,
+medium and small keep the first half and the first quarter of each convolution's channels, and all hidden units. At
+UCI-HAR's 128 steps of 9 sensors (Anguita et al., 2012, on which FedX pre-trains) and its 6 classes they have 300,486 /
+144,086 / 71,646 parameters, running statistics included; at WISDM's 200x6 and 12 classes 446,892 / 217,340 / 108,324.
+
+Why these layers. If only the convolutions are narrowed, the total is a quadratic polynomial in their channels c,
+whatever the window's length. For the printed totals, rounded as they are, its leading coefficient is from 0.98 to 1.95:
+316 - 3 * 153 + 2 * 76 thousand are 6,144 times it. Three convolutions of kernel 3 with c channels each would have 6;
+with c, c/2 and c/4 channels they have 1.875. The constant then is from 1,300 to 4,300, here 3,046, which are the last
+four layers and the first one's biases. The windows' length is not printed: with 137 steps the totals would be within
+1 % of the printed ones.
+
+The convolutions are written as two-dimensional ones of kernel 3x1, so that clients train side by side.
+
+Groups: conv1 .. conv3, fc1 .. fc4, classes. Blocks: conv1 .. conv3, fc1 .. fc4, classifier. An early exit
+may sit behind each block but the classifier.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fl_engine.core.errors import ModelError
+from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
+from fl_engine.models.exits import Convs, assemble, check_exits, slots_with_exits
+from fl_engine.models.layers import (
+    FREE,
+    Norm,
+    batch_norm,
+    check_norm,
+    check_sizes,
+    check_spec,
+    conv_bn_slots,
+    linear_slots,
+    scaled,
+)
+
+CHANNELS = {"conv1": 128, "conv2": 64, "conv3": 32}
+UNITS = {"fc1": 64, "fc2": 32, "fc3": 16, "fc4": 16}
+KERNEL = 3
+PARTS = {"small": 4, "medium": 2, "large": 1}
+"""One channel in how many is kept."""
+
+
+class AsMap(nn.Module):
+    """Windows (B, T, F) -> maps (B, F, T, 1); for n lanes (B, n*T, F) -> (B, n*F, T, 1)."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x_btf: Tensor) -> Tensor:
+        x_bntf = x_btf.reshape(len(x_btf), -1, self.steps, x_btf.shape[2])
+        return x_bntf.transpose(2, 3).flatten(1, 2).unsqueeze(-1)
+
+
+def _conv(c_in: int, c_out: int, norm: Norm) -> nn.Sequential:
+    conv = nn.Conv2d(c_in, c_out, (KERNEL, 1), padding=(KERNEL // 2, 0))
+    return nn.Sequential(OrderedDict(conv=conv, bn=batch_norm(c_out, norm), relu=nn.ReLU()))
+
+
+@dataclass(frozen=True)
+class HarCNN:
+    input_shape: tuple[int, int]
+    """(T, F): steps and features."""
+    outputs: int
+    width: float = 1.0
+    """Multiplies the channels of every convolution and the units of every hidden layer."""
+    norm: Norm = "static"
+    """batch: the statistics of the current batch; static: stored ones."""
+    exits: tuple[str, ...] = ()
+    """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
+    exit_convs: Convs = ()
+    """Pairs [block, n]: the head of the exit behind the block has n 3x3 convolutions; others have 0."""
+
+    published_input: ClassVar[tuple[int, ...]] = (128, 9)
+    published_outputs: ClassVar[int] = 6
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "(T, F) of a series", 2, self.width)
+        check_norm(self, self.norm)
+        check_exits("HarCNN", self.exits, self.exit_points(), self.exit_convs)
+        if self.input_shape[0] < 2:
+            raise ModelError(
+                f"HarCNN takes windows of at least 2 steps, since one window of a single step has no variance; got "
+                f"{self.input_shape[0]}"
+            )
+
+    def layout(self) -> ParamLayout:
+        groups = {name: scaled(n, self.width) for name, n in (CHANNELS | UNITS).items()}
+        slots: dict[str, Slot] = {}
+        inside = FREE
+        for name in CHANNELS:
+            slots |= conv_bn_slots(name, name, inside, Axis(name), self.norm)
+            inside = Axis(name)
+        inside = Axis("conv3", repeat=self.input_shape[0])
+        for name in UNITS:
+            slots |= linear_slots(f"{name}.linear", name, inside, Axis(name))
+            inside = Axis(name)
+        slots |= linear_slots("classifier", "classifier", inside, Axis(HEAD))
+        slots = slots_with_exits(slots, self.exits, self.exit_convs, self.norm)
+        return ParamLayout(groups | {HEAD: self.outputs}, slots)
+
+    def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
+        """(B, T, F) -> logits (B, kept classes); with exits, a tuple of these, one per output kept."""
+        layout = self.layout()
+        check_spec(layout, spec, exits=self.exits)
+        steps, size = self.input_shape
+        layers: OrderedDict[str, nn.Module] = OrderedDict(map=AsMap(steps))
+        for name in CHANNELS:
+            channels = layout.width(spec, name)
+            layers[name] = _conv(size, channels, self.norm)
+            size = channels
+        layers["flatten"] = nn.Flatten()
+        size *= steps
+        for name in UNITS:
+            units = layout.width(spec, name)
+            layers[name] = nn.Sequential(OrderedDict(linear=nn.Linear(size, units), relu=nn.ReLU()))
+            size = units
+        layers["classifier"] = nn.Linear(size, layout.width(spec, HEAD))
+        return assemble(layers, layout, spec, self.exits)
+
+    def exit_points(self) -> tuple[str, ...]:
+        """The blocks behind which an early exit may sit, in network order."""
+        return (*CHANNELS, *UNITS)
+
+    def nested(self) -> Mapping[str, SubmodelSpec]:
+        """The three sub-networks by name, in ascending order: the first quarter of each convolution's channels, the
+        first half, and all."""
+        groups = self.layout().groups
+        return {
+            name: SubmodelSpec.of({conv: max(1, groups[conv] // part) for conv in CHANNELS if part > 1})
+            for name, part in PARTS.items()
+        }
+
+    def prunable(self) -> tuple[Prunable, ...]:
+        return tuple(Prunable(name, (f"{name}.",), (f"{name}.relu",)) for name in CHANNELS | UNITS)

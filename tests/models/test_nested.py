@@ -1,0 +1,246 @@
+"""The networks that were published with sub-networks of their own: their counts, what is a part of what, and the
+once-for-all network by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fl_engine.core.contracts import Nested
+from fl_engine.core.errors import ModelError
+from fl_engine.core.slicing import contains, count_macs, count_params, runnable, take
+from fl_engine.core.types import FULL, HEAD, Params, SubmodelSpec
+from fl_engine.models.har_cnn import HarCNN
+from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA, divisible
+from fl_engine.testing.models import random_params, samples
+
+TINY_IMAGENET = MobileNetV3OFA((3, 64, 64), 200)
+NETWORKS: dict[str, tuple[Any, int]] = {
+    "mobilenetv3_ofa": (TINY_IMAGENET, 243),
+    "mobilenetv3_ofa, narrow": (MobileNetV3OFA((3, 32, 32), 10, width=0.05, norm="batch"), 243),
+    "har_cnn": (HarCNN((128, 9), 6), 3),
+    "har_cnn, narrow": (HarCNN((8, 2), 3, width=0.05), 3),
+}
+"""The family, and how many sub-networks it has."""
+
+SIZES = ("small", "medium", "large")
+UNIFORM = dict(zip(SIZES, ((2, 3), (3, 4), (4, 6)), strict=True))
+"""Depth and expansion of each stage."""
+
+
+@pytest.mark.parametrize(
+    ("norm", "totals"),
+    [("static", (2_414_056, 3_512_816, 6_387_640)), ("batch", (2_402_120, 3_490_640, 6_345_816))],
+)
+def test_totals_of_fedx(norm: Any, totals: tuple[int, ...]) -> None:
+    family = MobileNetV3OFA((3, 64, 64), 200, norm=norm)
+    assert tuple(count_params(family, family.nested()[name]) for name in SIZES) == totals
+
+
+@pytest.mark.parametrize(
+    ("shape", "classes", "totals"),
+    [((128, 9), 6, (71_646, 144_086, 300_486)), ((200, 6), 12, (108_324, 217_340, 446_892))],
+)
+def test_totals_of_har_cnn(shape: tuple[int, int], classes: int, totals: tuple[int, ...]) -> None:
+    family = HarCNN(shape, classes)
+    assert tuple(count_params(family, spec) for spec in family.nested().values()) == totals
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_all_are_listed_in_ascending_order_and_are_parts_of_the_largest(name: str) -> None:
+    family, count = NETWORKS[name]
+    assert isinstance(family, Nested)
+    nested, layout = family.nested(), family.layout()
+    assert len(nested) == len({layout.form(spec) for spec in nested.values()}) == count
+    params = [count_params(family, spec) for spec in nested.values()]
+    assert params == sorted(params)
+    assert (next(iter(nested)), next(reversed(nested))) == ("small", "large")
+    assert nested["large"] == FULL
+    assert all(contains(layout, nested["large"], spec) for spec in nested.values())
+    for inner, outer in pairwise(SIZES):
+        assert contains(layout, nested[outer], nested[inner])
+        assert not contains(layout, nested[inner], nested[outer])
+        assert count_params(family, nested[inner]) < count_params(family, nested[outer])
+
+
+def test_a_network_without_sub_networks_of_its_own() -> None:
+    assert not isinstance(MobileNetV2((3, 32, 32), 10), Nested)
+
+
+# ---------------------------------------------------------------------------------------- the once-for-all network
+Choices = tuple[tuple[int, int], ...]
+STAGES = ((24, 3, 2, 0), (40, 5, 2, 1), (80, 3, 2, 0), (112, 3, 1, 1), (160, 5, 2, 1))
+"""Channels, kernel, stride, and whether there is squeeze-and-excitation; h_swish from the third on."""
+
+
+def name_of(choices: Choices) -> str:
+    alone = {(choice,) * 5: name for name, choice in UNIFORM.items()}
+    return alone.get(choices, "-".join(f"d{d}w{w}" for d, w in choices))
+
+
+def make_divisible(value: float) -> int:
+    """As OFA's code has it."""
+    new = max(8, int(value + 4) // 8 * 8)
+    return new + 8 if new < 0.9 * value else new
+
+
+def counts(choices: Choices, side: int, classes: int) -> tuple[int, int]:
+    """Parameters, with running statistics, and multiply-adds at `side` x `side` pixels, written out layer by layer."""
+    params = macs = 0
+
+    def conv(weights: int, channels: int, pixels: int) -> None:
+        nonlocal params, macs
+        params += weights + 4 * channels
+        macs += (weights + 4 * channels) * pixels
+
+    side = side if side <= 32 else math.ceil(side / 2)
+    conv(3 * 16 * 9, 16, side**2)
+    conv(16 * 9, 16, side**2)
+    conv(16 * 16, 16, side**2)
+    c_in = 16
+    for (c_out, kernel, stride, squeeze), (depth, expand) in zip(STAGES, choices, strict=True):
+        for b in range(depth):
+            inner = make_divisible(round(c_in * expand))
+            conv(c_in * inner, inner, side**2)
+            side = math.ceil(side / stride) if b == 0 else side
+            conv(inner * kernel**2, inner, side**2)
+            if squeeze:
+                mid = make_divisible(inner // 4)
+                params += 2 * inner * mid + mid + inner
+                macs += 2 * inner * mid
+            conv(inner * c_out, c_out, side**2)
+            c_in = c_out
+    conv(160 * 960, 960, side**2)
+    rest = 960 * 1280 + 1280 * classes
+    return params + rest + classes, macs + rest
+
+
+any_choices = st.tuples(*[st.sampled_from(list(UNIFORM.values()))] * 5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(choices=any_choices, side=st.sampled_from([17, 32, 33]), classes=st.just(7))
+def test_every_sub_network_counts_what_its_layers_do(choices: Choices, side: int, classes: int) -> None:
+    family = MobileNetV3OFA((3, side, side), classes)
+    spec = family.nested()[name_of(choices)]
+    assert (count_params(family, spec), count_macs(family, spec)) == counts(choices, side, classes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(inner=any_choices, outer=any_choices)
+def test_a_sub_network_is_a_part_of_those_whose_stages_are_all_at_least_as_large(
+    inner: Choices, outer: Choices
+) -> None:
+    nested = TINY_IMAGENET.nested()
+    larger = all(a <= b for a, b in zip(inner, outer, strict=True))
+    assert contains(TINY_IMAGENET.layout(), nested[name_of(outer)], nested[name_of(inner)]) == larger
+
+
+def test_the_names_are_all_choices_in_all_stages() -> None:
+    assert set(TINY_IMAGENET.nested()) == {name_of(choices) for choices in product(UNIFORM.values(), repeat=5)}
+
+
+def by_hand(params: Mapping[str, Tensor], x: Tensor, choices: Choices) -> Tensor:
+    """The network as OFA describes it, on the state of a sub-network and given statistics."""
+
+    def conv(x: Tensor, name: str, act: Callable[[Tensor], Tensor], stride: int = 1) -> Tensor:
+        weight = params[f"{name}.conv.weight"]
+        depthwise = len(weight) if name.endswith("depthwise") else 1
+        x = F.conv2d(x, weight, None, stride, weight.shape[-1] // 2, 1, depthwise)
+        scale, shift, mean, var = (params[f"{name}.bn.{n}"] for n in ("weight", "bias", "running_mean", "running_var"))
+        return act(F.batch_norm(x, mean, var, scale, shift, False, 0.1, 1e-5))
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, params[f"{name}.weight"].flatten(1), params.get(f"{name}.bias"))
+
+    def swish(x: Tensor) -> Tensor:
+        return x * (x + 3).clamp(0, 6) / 6
+
+    def none(x: Tensor) -> Tensor:
+        return x
+
+    x = conv(x, "stem", swish, 1 if x.shape[-1] <= 32 else 2)
+    x = x + conv(conv(x, "first.depthwise", torch.relu), "first.project", none)
+    for i, ((_, _, stride, squeeze), (depth, _)) in enumerate(zip(STAGES, choices, strict=True), 1):
+        act = torch.relu if i <= 2 else swish
+        for b in range(depth):
+            name = f"stage{i}.{b}"
+            y = conv(conv(x, f"{name}.expand", act), f"{name}.depthwise", act, stride if b == 0 else 1)
+            if squeeze:
+                gate = linear(torch.relu(linear(y.mean((2, 3)), f"{name}.se.squeeze")), f"{name}.se.excite")
+                y = y * ((gate + 3).clamp(0, 6) / 6)[:, :, None, None]
+            y = conv(y, f"{name}.project", none)
+            x = y if b == 0 else x + y
+    x = conv(x, "final", swish).mean((2, 3))
+    return linear(swish(linear(x, "mix.conv")), "classifier")
+
+
+@pytest.mark.parametrize("side", [20, 33])
+@pytest.mark.parametrize("choices", [((2, 3),) * 5, ((4, 6), (2, 3), (3, 4), (2, 3), (4, 6))], ids=name_of)
+def test_forward_by_hand(side: int, choices: Choices) -> None:
+    family = MobileNetV3OFA((2, side, side), 5, width=0.2)
+    spec = family.nested()[name_of(choices)]
+    params: Params = take(random_params(family), family.layout(), spec)
+    x = samples(family, 2).double()
+    with torch.no_grad():
+        found = runnable(family, spec, params).eval()(x)
+    torch.testing.assert_close(found, by_hand(params, x, choices))
+
+
+def test_channels_are_multiples_of_8_and_at_most_a_tenth_too_few() -> None:
+    assert [divisible(n) for n in (0.1, 8, 11.9, 12, 18, 36, 42, 960)] == [8, 8, 16, 16, 24, 40, 40, 960]
+    groups = MobileNetV3OFA((3, 32, 32), 10, width=0.3).layout().groups
+    assert all(n % 8 == 0 for group, n in groups.items() if group != HEAD)
+
+
+# ------------------------------------------------------------------------------------------------------ har_cnn
+def test_multiply_adds_of_har_cnn_by_hand() -> None:
+    convolutions = sum(128 * (3 * a * b + 4 * b) for a, b in pairwise((9, 128, 64, 32)))
+    linear = sum(a * b for a, b in pairwise((128 * 32, 64, 32, 16, 16, 6)))
+    assert count_macs(HarCNN((128, 9), 6)) == convolutions + linear
+
+
+def test_har_cnn_by_hand() -> None:
+    """Its convolutions are of one dimension, along the steps."""
+    family = HarCNN((7, 3), 4, width=0.5)
+    spec = family.nested()["medium"]
+    params, x = take(random_params(family), family.layout(), spec), samples(family, 2).double()
+    y = x.transpose(1, 2)
+    for i in (1, 2, 3):
+        y = F.conv1d(y, params[f"conv{i}.conv.weight"].squeeze(-1), params[f"conv{i}.conv.bias"], padding=1)
+        scale, shift, mean, var = (
+            params[f"conv{i}.bn.{name}"] for name in ("weight", "bias", "running_mean", "running_var")
+        )
+        y = F.batch_norm(y, mean, var, scale, shift).relu()
+    y = y.flatten(1)
+    for i in (1, 2, 3, 4):
+        y = F.linear(y, params[f"fc{i}.linear.weight"], params[f"fc{i}.linear.bias"]).relu()
+    with torch.no_grad():
+        found = runnable(family, spec, params).eval()(x)
+    torch.testing.assert_close(found, F.linear(y, params["classifier.weight"], params["classifier.bias"]))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: HarCNN((128,), 6), r"\(T, F\)"),  # type: ignore[arg-type]
+        (lambda: HarCNN((1, 9), 6), "at least 2 steps.* got 1"),
+        (lambda: HarCNN((128, 9), 6, norm="group"), "norm is one of batch, static, got 'group'"),  # type: ignore[arg-type]
+        (lambda: MobileNetV3OFA((3, 16, 32), 10), "at least 17x17 pixels, got 16x32"),
+        (lambda: TINY_IMAGENET.module(SubmodelSpec.of({}, ["stem", "first"])), "lacks block 'stage1.0'"),
+        (lambda: TINY_IMAGENET.module(SubmodelSpec.of({"stage2.0.squeeze": 41})), "has 40 channels"),
+    ],
+)
+def test_what_no_network_can_be_built_from(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        make()
