@@ -61,7 +61,7 @@ class AsMap(nn.Module):
         self.steps = steps
 
     def forward(self, x_btf: Tensor) -> Tensor:
-        x_bntf = x_btf.reshape(len(x_btf), -1, self.steps, x_btf.shape[2])
+        x_bntf = x_btf.reshape(x_btf.shape[0], -1, self.steps, x_btf.shape[2])
         return x_bntf.transpose(2, 3).flatten(1, 2).unsqueeze(-1)
 
 

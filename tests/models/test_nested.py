@@ -15,13 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fl_engine.core.contracts import Nested
+from fl_engine.core.contracts import ModelFamily, Nested
 from fl_engine.core.errors import ModelError
+from fl_engine.core.samples import Data
 from fl_engine.core.slicing import contains, count_macs, count_params, runnable, take
 from fl_engine.core.types import FULL, HEAD, Params, SubmodelSpec
+from fl_engine.models.export import check_onnx
 from fl_engine.models.har_cnn import HarCNN
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA, divisible
+from fl_engine.tasks import Classification
 from fl_engine.testing.models import random_params, samples
 
 TINY_IMAGENET = MobileNetV3OFA((3, 64, 64), 200)
@@ -244,3 +247,14 @@ def test_har_cnn_by_hand() -> None:
 def test_what_no_network_can_be_built_from(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         make()
+
+
+# ----------------------------------------------------------------------------------------------------- both
+@pytest.mark.parametrize(
+    "family",
+    [MobileNetV3OFA((3, 17, 20), 4, width=0.05), HarCNN((20, 6), 4, width=0.5)],
+    ids=["mobilenetv3_ofa", "har_cnn"],
+)
+def test_onnx_takes_any_number_of_samples(family: ModelFamily) -> None:
+    x, y = samples(family, 7), torch.arange(7) % 4
+    check_onnx(family, Data("made_up", Classification(4), x, y, x, y))
