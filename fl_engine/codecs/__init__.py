@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fl_engine.codecs.half import Half
 from fl_engine.codecs.identity import Identity
+from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.errors import ConfigError, brief
 from fl_engine.core.registry import Contract
 from fl_engine.core.types import (
@@ -20,7 +21,7 @@ from fl_engine.core.types import (
     Codecs,
 )
 
-CODECS: dict[str, type[Codec]] = {"identity": Identity, "half": Half}
+CODECS: dict[str, type[Codec]] = {"identity": Identity, "half": Half, "qsgd": Qsgd}
 
 CONTRACT: Contract[Codec] = Contract("codec", CODECS, Codec)
 
@@ -55,4 +56,4 @@ def sections_of(codecs: Codecs) -> dict[str, Any]:
     return {"down": section_of(codecs.down), "up": section_of(codecs.up)}
 
 
-__all__ = ["CODECS", "CONTRACT", "Half", "Identity", "codec_of", "codecs_of", "section_of", "sections_of"]
+__all__ = ["CODECS", "CONTRACT", "Half", "Identity", "Qsgd", "codec_of", "codecs_of", "section_of", "sections_of"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_engine.codecs import CODECS, CONTRACT, Half
+from fl_engine.codecs import CODECS, CONTRACT, Half, Qsgd
 from fl_engine.core.types import Codec
 from fl_engine.testing.codecs import CodecSuite, Deflated
 
@@ -21,7 +21,43 @@ class TestCodecs(CodecSuite):
         return CODECS[request.param]()
 
     def most_error(self, codec: Codec, tensor: Tensor) -> Tensor:
+        if isinstance(codec, Qsgd):
+            return level_of(codec, tensor)
         return torch.clamp(tensor.abs() * 2**-11, min=2**-25) if isinstance(codec, Half) else torch.zeros(())
+
+
+def level_of(codec: Qsgd, tensor: Tensor) -> Tensor:
+    """What a level is worth, for each element, and the rounding of float32."""
+    x, found = tensor.flatten(), torch.zeros(tensor.numel(), dtype=torch.float64)
+    for start in range(0, len(x), codec.bucket or max(1, len(x))):
+        part = slice(start, start + (codec.bucket or len(x)))
+        found[part] = x[part].norm() / codec.s
+    return (found.reshape(tensor.shape) + tensor.abs() * 2**-20) + codec.s * 2.0**-125
+
+
+class TestQsgd(CodecSuite):
+    """Few and many levels, in buckets of all sizes and codings of all kinds."""
+
+    @pytest.fixture(
+        params=[
+            Qsgd(),
+            Qsgd(bits=1, bucket=1, coding="fixed"),
+            Qsgd(bits=3, bucket=None, coding="elias"),
+            Qsgd(levels=9, bucket=5),
+            Qsgd(bits=16, coding="elias"),
+        ],
+        ids=str,
+    )
+    def codec(self, request: pytest.FixtureRequest) -> Codec:
+        codec: Codec = request.param
+        return codec
+
+    def most_error(self, codec: Codec, tensor: Tensor) -> Tensor:
+        assert isinstance(codec, Qsgd)
+        return level_of(codec, tensor)
+
+    def is_unbiased(self, codec: Codec) -> bool:
+        return True
 
 
 class TestTheGuide(CodecSuite):

@@ -17,6 +17,7 @@ from flexfleet.config import codecs, load_config
 from flexfleet.config.overrides import config_from
 from flexfleet.files.artifacts import History, PoolFile
 
+QSGD = ("codec.down.name=qsgd", "codec.down.bits=8", "codec.up.name=qsgd", "codec.up.bits=8")
 HALF = ("codec.down.name=half", "codec.up.name=half")
 OWN = "fl_engine.testing.codecs:Deflated"
 
@@ -53,15 +54,36 @@ def test_every_backend_and_a_resumed_run_give_the_same_model_for_half_the_bytes(
     assert refused.code == 2 and "codec.down.name: 'half' -> 'identity'" in refused.err
 
 
+@pytest.mark.parametrize("algorithm", ["flexfl", "heterofl"])
+def test_qsgd_gives_the_same_bits_in_every_backend_and_resumed(
+    flexfleet: Any, quick: Sequence[str], algorithm: str, tmp_path: Path
+) -> None:
+    kept = [each for each in quick if not each.startswith("algorithm.name")]
+    sets = [*kept, f"algorithm.name={algorithm}", *QSGD]
+    ways = {"memory": (), "processes": ("run.backend=processes",), "threads": ("run.devices=[cpu,cpu]",)}
+    found = {name: run_of(flexfleet, name, [*sets, *more]) for name, more in ways.items()}
+    run_of(flexfleet, "again", [*sets, "rounds.stop=1"])
+    found["again"] = run_of(flexfleet, "again", sets, "--resume")
+    for said in ("model_sha256", "bytes", "waste"):
+        assert len({str(each[said]) for each in found.values()}) == 1, said
+    pool = PoolFile.read(tmp_path / "runs/memory/pool/pool.json")
+    rows = History.read(tmp_path / "runs/memory/history.json").rounds
+    most = {level.name: level.bytes for level in pool.levels}
+    assert all(level.bytes < 1.5 * level.params for level in pool.levels), "9 bits of 32, a norm of 512"
+    for row in rows:
+        assert 0 < row["metrics"]["bytes_down"] <= sum(most[line["sent"]] for line in row["clients"])
+
+
 def test_digits_are_learnt_about_as_well(flexfleet: Any, quick: Sequence[str]) -> None:
     longer = [each for each in quick if not each.startswith("rounds.stop")]
     longer += ["rounds.stop=8", "rounds.evaluate_every=8", "training.epochs=4", "training.fraction=1.0"]
     scores = {
         name: run_of(flexfleet, name, [*longer, *sets])["metrics"]["avg"]
-        for name, sets in (("plain", ()), ("half", HALF))
+        for name, sets in (("plain", ()), ("half", HALF), ("qsgd", QSGD))
     }
     assert scores["plain"] > 0.5, "a guess is right in one of ten"
     assert abs(scores["half"] - scores["plain"]) < 0.05
+    assert abs(scores["qsgd"] - scores["plain"]) < 0.1
 
 
 def test_a_level_with_codecs_of_its_own(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
@@ -121,6 +143,9 @@ def test_another_name_drops_the_options_of_the_one_before(tmp_path: Path) -> Non
     [
         (["codec.up.name=hlaf"], "codec.up.name: no codec named 'hlaf' (did you mean 'half'?)"),
         (["codec.up.name=half", "codec.up.bits=4"], "unknown parameter 'codec.up.bits'"),
+        (["codec.up.name=qsgd", "codec.up.bits=17"], "codec.up.bits: input should be less than or equal to 16"),
+        (["codec.down.name=qsgd", "codec.down.bits=0"], "codec.down.bits: input should be greater than or equal to 1"),
+        (["codec.down.name=qsgd", "codec.down.bucket=0"], "codec.down.bucket: "),
         (["codec.up.name=math:pi"], "codec.up.name: codec 'math:pi' is 3.14"),
         (["codec.up.name=fl_engine.selection:Uniform"], "it has no encode(tensors, seed)"),
         ([f"codec.down.name={OWN}", "codec.down.levels=-1.0"], "codec.down.levels: "),

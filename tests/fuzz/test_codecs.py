@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fl_engine.algorithms import FlexFL
-from fl_engine.codecs import Half
+from fl_engine.codecs import Half, Qsgd
 from fl_engine.core.errors import IntegrityError
-from fl_engine.core.types import ClientFailure, ClientUpdate, Codecs
+from fl_engine.core.types import ClientFailure, ClientUpdate, Codec, Codecs
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.mailbox import Mailbox
@@ -25,13 +25,14 @@ from tests.fuzz.test_ledger import Memory
 ALGORITHM = FlexFL(training=replace(TRAINING, epochs=1))
 SITE = tiny_site(ALGORITHM)
 BARE = ALGORITHM.plan(start_of(ALGORITHM, SITE), context_of(SITE, 0, SEED))
-PLANS = {codec: coding.sent(BARE, SITE.pool, Codecs(codec, codec), SEED) for codec in (Half(), Deflated())}
+USED: tuple[Codec, ...] = (Half(), Deflated(), Qsgd(), Qsgd(bits=2, bucket=None, coding="elias"))
+PLANS = {codec: coding.sent(BARE, SITE.pool, Codecs(codec, codec), SEED) for codec in USED}
 CLIENT = BARE.orders[0].client
 HONEST = {codec: execute(ALGORITHM, plan.orders[0], SITE) for codec, plan in PLANS.items()}
 CODECS = st.sampled_from(list(PLANS))
 BASE = f"rounds/00000/updates/{CLIENT}"
 ORDER = f"rounds/00000/orders/{CLIENT}.json"
-ORDERED: dict[Half | Deflated, dict[str, bytes]] = {codec: {} for codec in PLANS}
+ORDERED: dict[Codec, dict[str, bytes]] = {codec: {} for codec in PLANS}
 for codec, plan in PLANS.items():
     Mailbox(Memory(ORDERED[codec])).put_orders(plan)
 JSON = json.loads(ORDERED[Half()][ORDER])
@@ -54,9 +55,9 @@ def test_an_encoded_order_is_read_or_its_file_is_named(content: bytes) -> None:
     answer(lambda: mailbox.order(0, CLIENT), "rounds/00000/orders/", kind=IntegrityError)
 
 
-@law(80)
+@law(160)
 @given(CODECS, st.data())
-def test_an_encoded_answer_is_an_outcome_whatever_its_file_holds(codec: Half | Deflated, data: st.DataObject) -> None:
+def test_an_encoded_answer_is_an_outcome_whatever_its_file_holds(codec: Codec, data: st.DataObject) -> None:
     """Of a liar, whose manifest vouches for whatever it sends."""
     honest, files = HONEST[codec], dict[str, bytes]()
     assert isinstance(honest, ClientUpdate)
@@ -77,7 +78,7 @@ def test_an_encoded_answer_is_an_outcome_whatever_its_file_holds(codec: Half | D
         assert_same_bits(found.payload, mailbox_honest(codec).payload)
 
 
-def mailbox_honest(codec: Half | Deflated) -> ClientUpdate:
+def mailbox_honest(codec: Codec) -> ClientUpdate:
     files: dict[str, bytes] = {}
     mailbox_of(files).put_outcome(PLANS[codec], HONEST[codec])
     found = mailbox_of(files).receive(PLANS[codec], CLIENT)

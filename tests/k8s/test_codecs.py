@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
-CODECS = ("codec.down.name=half", "codec.up.name=fl_engine.testing.codecs:Deflated")
+CODECS = {
+    "half down, streams up": ("codec.down.name=half", "codec.up.name=fl_engine.testing.codecs:Deflated"),
+    "qsgd": ("codec.down.name=qsgd", "codec.down.bits=9", "codec.up.name=qsgd", "codec.up.coding=elias"),
+}
 
 
+@pytest.mark.parametrize("way", CODECS)
 def test_pods_give_the_bits_of_a_run_without_a_cluster(
     flexfleet: Any,
     quick_cluster: Any,
@@ -18,11 +22,13 @@ def test_pods_give_the_bits_of_a_run_without_a_cluster(
     tiny: Sequence[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    way: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ways = {"alone": (), "pods": tuple(remote)}
     done = {
-        name: flexfleet("run", "--json", "--run-id", name, sets=[*tiny, *CODECS, *more]) for name, more in ways.items()
+        name: flexfleet("run", "--json", "--run-id", name, sets=[*tiny, *CODECS[way], *more])
+        for name, more in ways.items()
     }
     assert {name: each.code for name, each in done.items()} == {"alone": 0, "pods": 0}, done["pods"].err
     for said in ("model_sha256", "bytes", "waste"):

@@ -1,0 +1,339 @@
+"""QSGD: right on average, never further off than a level, as long as it says, and every other stream is refused."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from fl_engine.codecs import Qsgd, bits, codec_of, elias
+from fl_engine.core import seeds
+from fl_engine.core.errors import IntegrityError, ModelError
+from fl_engine.core.types import ClientFailure, Codecs, Header, Params
+from fl_engine.exchange import coding
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.updates import received
+from fl_engine.storage.store import FolderStore, tensor_bytes
+from fl_engine.testing.tiny import assert_same_bits, assert_same_outcomes
+from tests.laws.test_codecs import SITE, Case, at, plan_of
+
+CODINGS = ("fixed", "elias", "shorter")
+CODECS = st.builds(
+    Qsgd, st.integers(1, 16), st.none() | st.integers(1, 40), st.none() | st.integers(1, 9), st.sampled_from(CODINGS)
+)
+WEIGHTS = st.lists(st.floats(-100, 100, width=32) | st.sampled_from((0.0, 0.0, -0.0, 1e-30)), max_size=40)
+
+
+def back(codec: Qsgd, x: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    given = {"x": x}
+    return coding.decoded(codec, coding.encoded(codec, given, seed), coding.header_of(given))["x"]
+
+
+def steps(codec: Qsgd, x: torch.Tensor) -> torch.Tensor:
+    """What a level is worth, for each element: another reading of the definition, float64."""
+    found = torch.zeros(len(x), dtype=torch.float64)
+    for start in range(0, len(x), codec.bucket or max(1, len(x))):
+        part = slice(start, start + (codec.bucket or len(x)))
+        found[part] = x[part].double().square().sum().sqrt() / codec.s
+    return found
+
+
+def normal(count: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(0).standard_normal(count, dtype=np.float32))
+
+
+# ------------------------------------------------------------------------------------------------------- rounding
+def assert_unbiased(codec: Qsgd) -> None:
+    """Of many roundings of the same numbers, each number's mean and the mean of all errors are where they have to be.
+    Hoeffding: a bound that one in 10^9 exceeds."""
+    x, rounds = normal(300), 400
+    step, total = steps(codec, x), torch.zeros(300, dtype=torch.float64)
+    for seed in range(rounds):
+        total += back(codec, x, seed).double()
+    off = (total / rounds - x.double()) / step
+    one, all = (math.sqrt(math.log(2e9) / (2 * count)) for count in (rounds, rounds * 300))
+    assert float(off.abs().max()) <= one, "a number's mean is elsewhere"
+    assert abs(float(off.mean())) <= all, "all are off to one side"
+    assert abs(float((off * x.sign()).mean())) <= all, "numbers become larger, or smaller"
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [Qsgd(bits=1), Qsgd(bits=4), Qsgd(), Qsgd(bits=16), Qsgd(levels=5, bucket=None), Qsgd(bucket=64, coding="elias")],
+    ids=str,
+)
+def test_what_comes_back_is_right_on_average(codec: Qsgd) -> None:
+    assert_unbiased(codec)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What stands in for random numbers in [0, 1), made of such."""
+
+    seed: int
+    made: Callable[[Any], Any]
+
+    def random(self, count: int, dtype: Any) -> Any:
+        return self.made(np.random.default_rng(self.seed).random(count)).astype(dtype)
+
+
+ROUNDINGS: dict[str, Callable[[Any], Any]] = {
+    "nearest": lambda drawn: drawn * 0 + 0.5,
+    "down": lambda drawn: drawn * 0 + 1,
+    "up": lambda drawn: drawn * 0,
+    "a tenth too seldom up": lambda drawn: drawn + 0.1,
+    "half again too often up": lambda drawn: drawn / 1.5,
+    "by the square of what is left": np.sqrt,
+}
+
+
+@pytest.mark.parametrize("wrong", ROUNDINGS)
+def test_a_wrong_rounding_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds, "rng", lambda seed, _: Draws(seed, ROUNDINGS[wrong]))
+    with pytest.raises(AssertionError, match=r"elsewhere|one side|larger"):
+        assert_unbiased(Qsgd(bits=4))
+
+
+def test_another_generator_rounds_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the one before."""
+    monkeypatch.setattr(seeds, "rng", lambda seed, _: Draws(seed, lambda drawn: drawn))
+    assert_unbiased(Qsgd(bits=4))
+
+
+@settings(max_examples=120, deadline=None)
+@given(CODECS, WEIGHTS, st.integers(0, 2**62))
+def test_nothing_is_further_off_than_a_level(codec: Qsgd, drawn: list[float], seed: int) -> None:
+    x = torch.tensor(drawn, dtype=torch.float32)
+    found, step = back(codec, x, seed), steps(codec, x)
+    off = (found.double() - x.double()).abs()
+    assert bool((off <= step * (1 + 1e-6) + x.double().abs() * 1e-6 + codec.s * 2.0**-125).all())
+    assert bool((found[x == 0] == 0).all()) and not bool(torch.signbit(found[found == 0]).any())
+
+
+@settings(max_examples=80, deadline=None)
+@given(CODECS, WEIGHTS)
+def test_the_coding_changes_the_length_alone(codec: Qsgd, drawn: list[float]) -> None:
+    x = torch.tensor(drawn, dtype=torch.float32)
+    made = {way: coding.encoded(replace(codec, coding=way), {"x": x}, 3) for way in ("fixed", "elias", "shorter")}
+    first, second, third = (back(replace(codec, coding=way), x, 3) for way in ("fixed", "elias", "shorter"))
+    assert_same_bits({"x": first}, {"x": second})
+    assert_same_bits({"x": first}, {"x": third})
+    lengths = {way: len(each["x"]) for way, each in made.items()}
+    assert lengths["shorter"] == min(lengths["fixed"], lengths["elias"])
+    assert lengths["fixed"] == 1 + -(-len(x) * codec.width // 8), "a byte that says the coding, and q + 1 bits each"
+
+
+def test_levels_by_hand() -> None:
+    """(3, 4) has norm 5: 0.6 and 0.8 are levels 3 and 4 of 5, and 9 and 12 of 15, in whole numbers."""
+    x = torch.tensor([3.0, -4.0])
+    for codec, levels in ((Qsgd(levels=5, coding="fixed"), (3, -4)), (Qsgd(bits=4, coding="fixed"), (9, -12))):
+        made = codec.encode({"x": x}, 0)
+        assert made["x/norm"].tolist() == [5.0]
+        assert bits.unpack(made["x"].numpy()[1:], 2, codec.width).tolist() == [codec.s + level for level in levels]
+        assert torch.allclose(back(codec, x), x)
+    assert [Qsgd(bits=q).width for q in range(1, 17)] == [q + 1 for q in range(1, 17)]
+    assert [Qsgd(levels=s).width for s in (1, 2, 3, 4, 7, 8, 2**16 - 1)] == [2, 3, 3, 4, 4, 5, 17]
+
+
+def test_the_last_bucket_may_be_shorter() -> None:
+    x = torch.tensor([3.0, 4.0, 0.0, 0.0, 7.0])
+    codec = Qsgd(bucket=2)
+    assert codec.encode({"x": x}, 0)["x/norm"].tolist() == [5.0, 0.0, 7.0]
+    assert back(codec, x)[2:].tolist() == [0.0, 0.0, 7.0]
+    assert Qsgd(bucket=None).encode({"x": x}, 0)["x/norm"].tolist() == [pytest.approx(74**0.5)]
+
+
+@pytest.mark.parametrize("coding_", CODINGS)
+def test_nothing_and_a_single_number(coding_: Any) -> None:
+    codec = Qsgd(bits=1, coding=coding_)
+    assert back(codec, torch.zeros(0, 3)).shape == (0, 3)
+    assert back(codec, torch.tensor(-2.5)) == -2.5
+    assert back(codec, torch.tensor(0.0)) == 0
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        assert torch.equal(back(codec, torch.tensor([-2.5, 0.0], dtype=dtype)), torch.tensor([-2.5, 0.0], dtype=dtype))
+
+
+def test_a_number_that_is_none_is_said() -> None:
+    for wrong in (float("nan"), float("inf"), -float("inf")):
+        with pytest.raises(ModelError, match="b holds numbers that are not finite"):
+            Qsgd().encode({"a": torch.ones(3), "b": torch.tensor([1.0, wrong])}, 0)
+    with pytest.raises(ModelError, match=r"the norm of b is 4\.24e\+38, and float32 ends at 3\.4e\+38"):
+        Qsgd().encode({"b": torch.full((2,), 3e38)}, 0)
+    assert bool((back(Qsgd(bits=16), torch.full((3,), 1e-40)) == 0).all()), "too small for a step"
+
+
+@pytest.mark.parametrize(
+    "options", [{"bits": 0}, {"bits": 17}, {"bits": 8.0}, {"levels": 0}, {"levels": 2**16}, {"bucket": 0},
+                {"coding": "huffman"}, {"buckets": 512}], ids=str,
+)  # fmt: skip
+def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        codec_of({"name": "qsgd", **options})
+
+
+# -------------------------------------------------------------------------------------------------------- figures
+@pytest.mark.parametrize(
+    ("bucket", "bits_", "error", "omega"),
+    [(None, 8, 1.96, 1.0), (None, 9, 1.19, 1.5), (None, 11, 0.31, 3.2),
+     (512, 8, 0.036, 8.3), (512, 9, 0.018, 10.4), (512, 11, 0.0045, 13.7)],
+)  # fmt: skip
+def test_the_norm_decides_the_error_and_what_pays(bucket: int | None, bits_: int, error: float, omega: float) -> None:
+    """2.4 M normal numbers, with one norm and with buckets: relative error, and bits of a number, norms counted."""
+    x = normal(2_400_000)
+    found = {way: Qsgd(bits_, None, bucket, way).encode({"x": x}, 0) for way in ("elias", "fixed", "shorter")}
+    each = {way: 8 * tensor_bytes(made) / len(x) for way, made in found.items()}
+    off = Qsgd(bits_, None, bucket).decode(found["shorter"], coding.header_of({"x": x}))["x"] - x
+    assert float(off.norm() / x.norm()) == pytest.approx(error, rel=0.02)
+    assert each["elias"] == pytest.approx(omega, abs=0.06)
+    assert each["fixed"] == pytest.approx(bits_ + 1 + (32 / 512 if bucket else 0), abs=1e-4)
+    assert each["shorter"] == min(each["elias"], each["fixed"])
+    assert (each["elias"] > each["fixed"]) == (bucket is not None and bits_ > 8), "where buckets share the norm"
+
+
+# ------------------------------------------------------------------------------------------------------ strangers
+HEADER: Header = {"x": (torch.float32, (6,))}
+HONEST = torch.tensor([0.0, 0.0, 3.0, 0.0, -4.0, 0.0])
+
+
+def omega(*parts: list[int], signs: list[int] = [1]) -> torch.Tensor:  # noqa: B006
+    """A stream: the number of levels and 1, the levels, their signs, the runs and 1."""
+    head, levels, runs = (elias.encode(np.array(part, np.int64)) for part in parts)
+    return torch.from_numpy(np.append(np.uint8(1), bits.packed([*head, *levels, np.array(signs, np.uint8), *runs])))
+
+
+def fixed(*codes: int) -> torch.Tensor:
+    return torch.from_numpy(np.append(np.uint8(0), bits.pack(np.array(codes, np.int32), 4)))
+
+
+STREAMS: dict[str, tuple[str, torch.Tensor]] = {
+    "nothing": ("begins with None", torch.zeros(0, dtype=torch.uint8)),
+    "another flag": ("begins with 2, which is no coding that 'shorter' makes", torch.tensor([2, 0], dtype=torch.uint8)),
+    "a flag alone": ("ends early: 6 numbers of 4 bits take 3 bytes, it has 0", torch.tensor([0], dtype=torch.uint8)),
+    "omega's flag alone": ("ends early: 1 bits are expected", torch.tensor([1], dtype=torch.uint8)),
+    "a byte too few": ("ends early", fixed(7, 7, 7, 7)),
+    "a level beyond": ("a level is 8, there are 7", fixed(7, 7, 15, 7, 7, 7)),
+    "more levels than elements": ("a number of 4 bits, at most 7", omega([8], [1] * 7, [1] * 7, signs=[0] * 7)),
+    "a level beyond, in omega": ("a number of 4 bits, at most 7", omega([2], [8], [1])),
+    "a run beyond": ("the number 7, at most 6", omega([2], [3], [7])),
+    "runs beyond": ("the runs end at element 6, there are 6", omega([3], [3, 3], [3, 4], signs=[0, 0])),
+    "no runs": ("ends early", omega([3], [4, 4], [], signs=[0, 0])[:3]),
+    "a byte left over": ("the stream has 1 bytes left over", torch.tensor([1, 0, 0], dtype=torch.uint8)),
+    "filled up with ones": ("filled up with ones", torch.tensor([1, 1], dtype=torch.uint8)),
+    "a number of a billion bits": ("ends early|a number of", torch.tensor([1, 255, 255, 255], dtype=torch.uint8)),
+}
+
+
+@pytest.mark.parametrize("lie", STREAMS)
+def test_each_malformed_stream_has_its_sentence(lie: str) -> None:
+    said, stream = STREAMS[lie]
+    codec = Qsgd(bits=3)
+    made = {"x": stream, "x/norm": torch.tensor([5.0])}
+    with pytest.raises(IntegrityError, match=f"^x: .*({said})"):
+        codec.decode(made, HEADER)
+    assert_same_bits(codec.decode(codec.encode({"x": HONEST}, 1), HEADER), {"x": back(codec, HONEST, 1)})
+
+
+def test_streams_by_hand() -> None:
+    """Levels 0 0 4 0 -6 0 of 7: two of them, after runs of 2 and 1 zeros."""
+    made = {"x/norm": torch.tensor([7.0])}
+    expected = [0.0, 0.0, 4.0, 0.0, -6.0, 0.0]
+    streams = (fixed(7, 7, 11, 7, 1, 7), omega([3], [4, 6], [3, 2], signs=[0, 1]))
+    for stream, way in zip(streams, ("fixed", "elias"), strict=True):
+        assert Qsgd(3, coding="shorter").decode({"x": stream, **made}, HEADER)["x"].tolist() == expected
+        other = next(each for each in ("fixed", "elias") if each != way)
+        with pytest.raises(IntegrityError, match=f"which is no coding that '{other}' makes"):
+            Qsgd(3, coding=other).decode({"x": stream, **made}, HEADER)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf"), -float("inf"), -1.0])
+def test_a_norm_that_is_none_is_refused(norm: float) -> None:
+    made = Qsgd(bucket=3).encode({"x": HONEST}, 0)
+    with pytest.raises(IntegrityError, match="x: a norm is not finite, or less than 0"):
+        Qsgd(bucket=3).decode({**made, "x/norm": torch.tensor([1.0, norm])}, HEADER)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.builds(Qsgd, st.integers(1, 16), coding=st.sampled_from(CODINGS)), st.data())
+def test_whatever_a_stream_holds_it_takes_no_more_memory_than_was_declared(codec: Qsgd, data: st.DataObject) -> None:
+    """Valid ones in which bytes are others, and ones that never were any."""
+    count = 3000
+    header: Header = {"x": (torch.float32, (count,))}
+    made = codec.encode({"x": normal(count) * (torch.arange(count) % data.draw(st.integers(1, 50)) == 0)}, 0)
+    most = coding.header(codec, header)["x"][1][0]
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32))).integers(0, 256, most).astype(np.uint8)
+    value = data.draw(st.sampled_from((made["x"].numpy().copy(), random)))
+    for where in data.draw(st.lists(st.integers(0, len(value) - 1), max_size=3)):
+        value[where] = data.draw(st.integers(0, 255))
+    value[0] = data.draw(st.sampled_from((0, 1)))
+    value = value[: data.draw(st.sampled_from((len(value), len(value), len(value) // 2)))]
+    tracemalloc.start()
+    try:
+        codec.decode({**made, "x": torch.from_numpy(value)}, header)
+    except IntegrityError:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak <= 30 * (4 * count + most) + 100_000
+
+
+# ------------------------------------------------------------------------------------------------- through a store
+QSGD = Codecs(Qsgd(bits=4), Qsgd(bits=4))
+WEIGHT = "conv1.conv.weight"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def changed(name: str, value: float) -> Callable[[Params], Params]:
+    return at(name, lambda tensor: torch.full_like(tensor, value))
+
+
+LIES: dict[str, tuple[str, Callable[[Params], Params]]] = {
+    "another flag": ("encoding", changed(WEIGHT, 7)),
+    "half a stream": ("encoding", at(WEIGHT, lambda t: t[: len(t) // 2].clone())),
+    "a level beyond": ("encoding", at(WEIGHT, lambda t: torch.cat([t[:1] * 0, torch.full_like(t[1:], 255)]))),
+    "a norm of nan": ("encoding", changed(f"{WEIGHT}/norm", float("nan"))),
+    "a norm of infinity": ("encoding", changed(f"{WEIGHT}/norm", float("inf"))),
+    "a norm below zero": ("encoding", changed(f"{WEIGHT}/norm", -1.0)),
+    "a norm beyond any weight": ("finite", changed(f"{WEIGHT}/norm", 1e37)),
+    "buckets that do not divide": ("shape", at(f"{WEIGHT}/norm", lambda t: torch.cat([t, t]))),
+    "a stream that is too long": ("shape", at(WEIGHT, lambda t: torch.cat([t] * 9))),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_each_lie_is_its_client_s_failure_and_has_its_code(lie: str, tmp_path: Path) -> None:
+    code, change = LIES[lie]
+    found = Case.of(QSGD).told(tmp_path, change)
+    assert isinstance(found, ClientFailure), "it is taken"
+    assert (found.stage, found.code) == ("validate", code), found.reason
+
+
+def test_what_is_counted_is_what_the_file_holds(tmp_path: Path) -> None:
+    """Down and up, to the byte: all but the header of safetensors, which names the tensors."""
+    plan, mailbox = plan_of(QSGD), Mailbox(FolderStore(tmp_path), SITE.rules)
+    honest = Case.of(QSGD).honest
+    keys = mailbox.put_orders(replace(plan, orders=plan.orders[:1]))[honest.client]
+    mailbox.put_outcome(plan, honest)
+    (order,) = (key for key in keys if key.endswith(".safetensors"))
+    update = f"rounds/00000/updates/{honest.client}.safetensors"
+    for key, tensors in ((order, plan.orders[0].travels), (update, honest.travels)):
+        value = (tmp_path / key).read_bytes()
+        assert len(value) - 8 - int.from_bytes(value[:8], "little") == tensor_bytes(tensors)
+    assert_same_outcomes([mailbox.receive(plan, honest.client)], [received(honest, plan.orders[0], SITE.rules)])
