@@ -94,7 +94,7 @@ evidence: setup
 # other frameworks, run `make bench-peers`, then
 # .venv/bin/python -m benchmarks W1 W3 --against naive,flower,pfl,fedjax
 bench: setup
-	$(BIN)/python -m benchmarks W3 --against naive
+	$(BIN)/python -m benchmarks W8 W3 --against naive
 	$(BIN)/python -m benchmarks W1 W2 W4 W4-no-kd W5 --against naive --samples 100 --turns 3
 
 # The oldest and newest `kubernetes` that pyproject.toml allows, and the version whose own calls send no credentials.

@@ -3,6 +3,7 @@ so that a noisy machine is noisy for all of them, and every ratio comes from one
 
 python -m benchmarks W3 --against naive,flower,pfl     prints a table for one workload
 python -m benchmarks --json W1 --precision bf16        prints one line of JSON
+python -m benchmarks W8                                the codecs, which are no workload of rounds (`codecs`)
 make bench                                             compares with the naive loop on all workloads
 
 A contestant is a process that runs rounds when it is told to (`gate`). Flower, pfl-research and FedJAX have virtual
@@ -22,10 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import codecs
 from benchmarks.gate import family
 from benchmarks.workloads import WORKLOADS, Workload
 
 ROOT = Path(__file__).parents[1]
+CODECS = "W8"
 PEERS = ("naive", "flower", "pfl", "fedjax")
 BUSY = 0.1
 """Share of the processors that other programs may use before the table says so."""
@@ -227,13 +230,20 @@ def table(found: dict[str, Any], w: Workload) -> str:
     return "\n".join(lines)
 
 
+def report(found: dict[str, Any], text: str, as_json: bool) -> None:
+    print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
+    if as_json:
+        print(json.dumps(found), flush=True)
+
+
 def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    p.add_argument("workloads", nargs="+", choices=WORKLOADS, metavar="WORKLOAD", help=", ".join(WORKLOADS))
+    names = [*WORKLOADS, CODECS]
+    p.add_argument("workloads", nargs="+", choices=names, metavar="WORKLOAD", help=", ".join(names))
     p.add_argument("--against", default="naive", help=f"compare with these, of {','.join(PEERS)}")
     p.add_argument("--turns", type=int, default=5, help="turns of each contestant")
     p.add_argument("--seconds", type=float, default=10.0, help="length of a turn, about")
@@ -246,6 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = [] if args.samples is None else ["--samples", str(args.samples)]
     options += [] if args.precision == "fp32" else ["--precision", args.precision]
     for name in args.workloads:
+        if name == CODECS:
+            report(speeds := codecs.compete(args.turns), codecs.table(speeds), args.json)
+            continue
         peers = [peer for peer in args.against.split(",") if peer in WORKLOADS[name].peers]
         for peer in args.against.split(","):
             if peer not in PEERS:
@@ -253,9 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if peer not in peers:
                 note(f"{peer} does not run {name}")
         found = compete(name, peers, args.turns, args.seconds, options)
-        print(table(found, WORKLOADS[name]), file=sys.stderr if args.json else sys.stdout, flush=True)
-        if args.json:
-            print(json.dumps(found), flush=True)
+        report(found, table(found, WORKLOADS[name]), args.json)
     return 0
 
 

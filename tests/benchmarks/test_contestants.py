@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from benchmarks import __main__ as harness
-from benchmarks import naive, ours
+from benchmarks import codecs, naive, ours
 from benchmarks.workloads import WORKLOADS
 from fl_engine.backends import InProcess
+from fl_engine.codecs import Qsgd
 from fl_engine.core import seeds
 from fl_engine.core.slicing import initial_params, take
 from fl_engine.core.types import ClientUpdate, Params, WorkOrder
@@ -126,3 +127,30 @@ def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(harness, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match=r"flower is not installed: `make bench-peers`"):
         harness.python_of("flower")
+
+
+@pytest.mark.parametrize("coding", ["fixed", "elias"])
+@pytest.mark.parametrize("options", [{}, {"bits": 3, "bucket": None}, {"levels": 5, "bucket": 7}], ids=str)
+def test_the_naive_codec_makes_what_ours_does(coding: str, options: dict[str, int | None]) -> None:
+    """Levels, but for those that float32 and float64 round to either side, and bits."""
+    codec = Qsgd(coding=coding, **options)  # type: ignore[arg-type]
+    x, naive = codecs.normal(1000), codecs.Naive(codec)
+    made, slow = codec.encode({"x": x}, 5), naive.encode(x, 5)
+    ours, theirs = codec.decode(made, {"x": (torch.float32, (1000,))})["x"], naive.decode(slow, 1000)
+    torch.testing.assert_close(made["x/norm"], torch.tensor(slow[0]))
+    assert int((~torch.isclose(ours, theirs, rtol=1e-5)).sum()) <= 1
+    # Ours: a byte for the coding, the number of levels, and the rest of the last byte, but no run at the end.
+    assert -8 <= 8 * len(made["x"]) - len(slow[1]) <= 8 + 17 + 7
+
+
+def test_the_codecs_row_tells_speeds_and_ratios(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(codecs, "NUMBERS", 5000)
+    monkeypatch.setattr(codecs, "PART", 500)
+    assert harness.main(["--json", "W8", "--turns", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["ours"]) == {f"{coding} {way}" for coding in ("fixed", "elias") for way in ("encode", "decode")}
+    for key, ratio in found["ratios"].items():
+        assert ratio == pytest.approx(found["ours"][key] / found["naive"][key])
+    assert found["bits"]["fixed"] == pytest.approx(9 + 32 / 512, abs=0.02)
