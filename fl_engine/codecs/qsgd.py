@@ -130,8 +130,8 @@ class Qsgd:
 
     # --------------------------------------------------------------------------------------------- levels and streams
     def _most(self, count: int) -> int:
-        """Bytes of the longest stream. Elias's is longest without zeros: a run of r zeros takes at most 3 r more bits
-        than one of none, a level at least 3."""
+        """Bytes of the longest stream. Elias's is longest without zeros: r of them make a run's codeword at most 3 r
+        bits longer, and what is not zero takes 3 bits at least (a run of none, a sign, a level)."""
         if self.coding != "elias":
             return packing.packed_size(count, self.width)
         head, longest = (elias.size(np.array([each])) for each in (count + 1, self.s))

@@ -96,6 +96,12 @@ def test_packed_numbers_take_their_bits_and_come_back(width: int, drawn: list[in
             bits.unpack(made, len(given), width)
 
 
+def test_zeros_take_no_more_than_what_is_not_zero() -> None:
+    """On this rests how long a stream may be: r zeros make a run's codeword at most 3 r bits longer."""
+    for run in [*range(1, 300), 2**15 - 1, 2**16 - 1, 2**31 - 1]:
+        assert elias.size(np.array([run + 1])) <= 1 + 3 * run
+
+
 def test_planes_by_hand() -> None:
     """5 is 101 and 3 is 011: the first plane is 1 0, then 0 1, then 1 1."""
     assert bits.planes(np.array([5, 3]), 3).tolist() == [[1, 0], [0, 1], [1, 1]]

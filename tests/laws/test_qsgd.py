@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -131,6 +132,18 @@ def test_the_coding_changes_the_length_alone(codec: Qsgd, drawn: list[float]) ->
     lengths = {way: len(each["x"]) for way, each in made.items()}
     assert lengths["shorter"] == min(lengths["fixed"], lengths["elias"])
     assert lengths["fixed"] == 1 + -(-len(x) * codec.width // 8), "a byte that says the coding, and q + 1 bits each"
+
+
+@pytest.mark.parametrize("s", [1, 2, 4, 5])
+def test_no_stream_is_longer_than_its_header_says(s: int) -> None:
+    """Every six numbers of levels from -s to s."""
+    codec = Qsgd(levels=s, coding="elias")
+    most, longest = coding.header(codec, HEADER)["x"][1][0], 0
+    for levels in itertools.product(sorted({0, 1, -s, s}), repeat=6):
+        stream = codec._stream(np.array(levels, np.int32))
+        longest = max(longest, len(stream))
+        assert codec._read(stream, 6).tolist() == list(levels)
+    assert longest == most, "and one is as long"
 
 
 def test_levels_by_hand() -> None:
