@@ -16,7 +16,7 @@ import torch
 from fl_engine.aggregation.rules import Mean, Private
 from fl_engine.algorithms import AllLarge, FlexFL, HeteroFL
 from fl_engine.backends import InProcess
-from fl_engine.codecs import Half, Identity, codec_of, codecs_of, section_of, sections_of
+from fl_engine.codecs import Half, Identity, Qsgd, codec_of, codecs_of, section_of, sections_of
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ClientError, ConfigError, IntegrityError, ModelError
 from fl_engine.core.fields import STRICT
@@ -469,10 +469,10 @@ def test_streams_are_counted_as_long_as_they_are(tmp_path: Path) -> None:
             assert row.metrics["bytes_down"] == sum(tensor_bytes(order.travels) for order in plans.orders)
 
 
+@pytest.mark.parametrize("codecs", [Codecs(Half(), Deflated()), Codecs(Qsgd(bits=9), Qsgd(bits=4))], ids=str)
 def test_a_run_that_is_killed_ends_with_the_same_bits(
-    new_store: Any, dying: Any, killed: type[BaseException], tmp_path: Path
+    codecs: Codecs, new_store: Any, dying: Any, killed: type[BaseException], tmp_path: Path
 ) -> None:
-    codecs = Codecs(Half(), Deflated())
     whole, _ = federate(tmp_path, codecs, stop=2)
     cut = 0
     for writes in (2, 7, 9, 15, 19):

@@ -158,6 +158,13 @@ def test_levels_by_hand() -> None:
     assert [Qsgd(levels=s).width for s in (1, 2, 3, 4, 7, 8, 2**16 - 1)] == [2, 3, 3, 4, 4, 5, 17]
 
 
+def test_rounding_makes_no_level_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """s x / |v| of a number alone in its bucket is s, or by rounding a little more; here all are rounded up."""
+    monkeypatch.setattr(seeds, "rng", lambda seed, _: Draws(seed, ROUNDINGS["up"]))
+    x = normal(2000)
+    torch.testing.assert_close(back(Qsgd(bucket=1), x), x, rtol=1.01 / 255, atol=0)
+
+
 def test_the_last_bucket_may_be_shorter() -> None:
     x = torch.tensor([3.0, 4.0, 0.0, 0.0, 7.0])
     codec = Qsgd(bucket=2)
