@@ -77,6 +77,14 @@ def test_what_comes_back_is_right_on_average(codec: Qsgd) -> None:
     assert_unbiased(codec)
 
 
+def test_tensors_and_seeds_have_random_numbers_of_their_own() -> None:
+    """Not the same ones, whose errors would add up; and a tensor's do not depend on what else is sent."""
+    x = normal(300)
+    a, b = (Qsgd(bits=2).encode({"a": x, "b": x}, seed) for seed in (0, 1))
+    assert len({made[name].numpy().tobytes() for made in (a, b) for name in "ab"}) == 4
+    assert_same_bits(Qsgd(bits=2).encode({"b": x}, 0), {name: a[name] for name in ("b", "b/norm")})
+
+
 @dataclass(frozen=True)
 class Draws:
     """What stands in for random numbers in [0, 1), made of such."""
