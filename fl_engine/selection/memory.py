@@ -2,9 +2,9 @@
 
 `clients` has six rows, with one entry each for every client that was asked before, in client order: its number, its
 statistical utility, how often it was asked, in which round it was last (counted from 1), what the last order that it
-answered took on the simulated clock (0: not measured), and the level that it was sent with that order. `heard` has a row
-for each answer of the last round, which are entered in `clients` together, when the next round's first answer comes:
-(round from 0, client, utility, seconds, level).
+answered took on the simulated clock (0: not measured), and the level that it was sent with that order. `heard` has a
+row for each answer of the last round, which are entered in `clients` together, when the next round's first answer
+comes: (round from 0, client, utility, seconds, level).
 """
 
 from __future__ import annotations
