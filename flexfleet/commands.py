@@ -43,9 +43,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(result.model_dump_json())
     else:
+        from flexfleet.reports import precisions
         from flexfleet.reports.report import table
 
-        print(table([Path(config.run.store) / run_id]))
+        out = Path(config.run.store) / run_id
+        print(table([out]))
+        if found := precisions.of_run(out, list(result.metrics["levels"]), result.model_sha256):
+            print(precisions.table(found))
         print(f"report: {result.report}")
         if config.tracking.mlflow:
             print(where_tracked(config.tracking.mlflow, config.tracking.ui))

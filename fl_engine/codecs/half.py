@@ -20,6 +20,8 @@ from fl_engine.core.types import Header, Params
 @dataclass(frozen=True)
 class Half:
     __pydantic_config__: ClassVar = STRICT
+    bits: ClassVar[int] = 16
+    """Of each number."""
 
     def encode(self, tensors: Params, seed: int) -> Params:
         """Raises ModelError for a finite number beyond float16; one that is not finite stays what it is."""

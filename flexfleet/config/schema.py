@@ -21,6 +21,7 @@ from fl_engine.core.schedules import Constant, Scheduling
 from fl_engine.data.partitioning import Rule
 from fl_engine.fleet.devices import FLEETS, Tier
 from fl_engine.fleet.traces import Tracing
+from fl_engine.models.quantised import OnnxPrecision
 from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.training.numerics import Precision, Strategy
 
@@ -262,8 +263,24 @@ class PublishConfig(Section):
     """Name of the registered models; null: <experiment>-<algorithm>."""
     onnx: bool = True
     """Export the levels as ONNX too, where `models` is true."""
+    precision: Literal["auto"] | Annotated[tuple[OnnxPrecision, ...], Field(min_length=1)] = ("fp32",)
+    """ONNX files of each level: fp32, which is always there, fp16, int8 (dynamic) and int8_static. More than fp32 are
+    measured beside it. auto: for each level what its codec's bits on the way to clients are rounded up to."""
+    calibration: Count = 128
+    """For int8_static: how many of the server's proxy samples show the ranges of activations, where it has as many."""
     dvc: str | None = None
     """Remote (s3://bucket/prefix, or a folder) to which DVC pushes partition, pool, model and report; null: none."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether precisions are asked for besides the file of fp32."""
+        return self.precision == "auto" or set(self.precision) != {"fp32"}
+
+    @model_validator(mode="after")
+    def _of_a_file(self) -> PublishConfig:
+        if self.measured and not self.onnx:
+            raise ValueError("publish.precision converts the ONNX files: set publish.onnx=true, or leave precision out")
+        return self
 
 
 class Config(Section):

@@ -297,7 +297,8 @@ class Result(Artifact):
     full}}: the highest values within so many % of the rounds; by_owner{metric: {level: value}}: the accuracy on the
     devices' and on the server's classes, where partition.server_classes names some; uniformity and what belongs to it
     (`fl_engine.fleet.uniformity`) on the simulated clock: means over the rounds; label_noise: the share of clients'
-    labels that are wrong, where noise.labels asks for some."""
+    labels that are wrong, where noise.labels asks for some; precision{level: {precision: figures of its ONNX file,
+    or {refused: why}}}, where publish.precision asks for more than fp32."""
     bytes: dict[str, int]
     """down, up."""
     waste: float

@@ -23,15 +23,22 @@ import numpy as np
 import torch
 
 import fl_engine
+from fl_engine.codecs import codecs_of
+from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.samples import Data, has_boxes
+from fl_engine.core.types import PoolModel
 from fl_engine.data import partitioning as partitions
 from fl_engine.models import export as exports
+from fl_engine.models import precision, quantised
 from fl_engine.models.export import About
+from fl_engine.models.precision import Precisions
+from fl_engine.models.quantised import OnnxPrecision
 from fl_engine.storage.store import FolderStore, decode, sha256
 from flexfleet.config import Config
 from flexfleet.files.artifacts import EvaluationFile, History, PoolFile
 from flexfleet.files.measure import Measure
+from flexfleet.reports import precisions
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.record import experiment
 from flexfleet.tracking.trackers import client_of
@@ -76,15 +83,35 @@ def export(resolved: Resolved, out: Path, to: Path) -> tuple[Data, list[About]]:
             made = exports.export(config.model["name"], family, params, member, data, proxy, trained, folder)
             if config.publish.onnx:
                 exports.to_onnx(made, data, folder / exports.ONNX)
-            levels.append(made.about)
             log.info("exported %s: %s", member.name, said(made.about))
+            if config.publish.measured:
+                shown = seeds.rng(config.seed, "calibration").permutation(len(proxy))[: config.publish.calibration]
+                wanted, sha = precisions_of(config, member), history.model_sha256
+                found = precision.measure(folder, member.name, wanted, data, proxy[shown], sha)
+                for line in precisions.refusals([found]):
+                    log.warning("%s", line)
+            levels.append(made.about)
     return data, levels
+
+
+def precisions_of(config: Config, member: PoolModel) -> tuple[OnnxPrecision, ...]:
+    """The precisions that a level is published in, each once; by `auto` that of the codec which it travelled to clients
+    with, its own or the run's."""
+    if config.publish.precision != "auto":
+        return tuple(dict.fromkeys(config.publish.precision))
+    codecs = member.codecs or codecs_of(config.codec.model_dump())
+    return (quantised.of_codec(codecs.down),)
 
 
 def said(about: About) -> str:
     """Both values of a level's metric as text."""
     trained, exported = (Measure(about.metric).with_unit(v) for v in (about.accuracy_trained, about.accuracy_exported))
     return f"{exported} with the proxy's statistics, {trained} in the rounds"
+
+
+def _card(about: About, found: Precisions | None) -> str:
+    """The description of a level's version: both values, and a line for each measured precision."""
+    return said(about) if found is None else f"{said(about)}\n\n```\n{precisions.table([found])}\n```"
 
 
 def name_of(config: Config) -> str:
@@ -102,16 +129,20 @@ def register(uri: str, run_id: str, name: str, data: Data, folder: Path, levels:
     new versions and changes none."""
     client = client_of(uri)
     run = client.get_run(run_id)
+    found = {about.level: precision.read(folder / about.level) for about in levels}
     at = f"published/{model[:12]}"
     for about in levels:
-        key = f"exported/{about.level}"
-        if run.data.metrics.get(key) != about.accuracy_exported:
-            client.log_metric(run_id, key, about.accuracy_exported)
+        measured = found[about.level]
+        values = {f"exported/{about.level}": about.accuracy_exported}
+        values |= {} if measured is None else precisions.metrics(measured)
+        for key, value in values.items():
+            if run.data.metrics.get(key) != value:
+                client.log_metric(run_id, key, value)
     with tempfile.TemporaryDirectory() as scratch:
         for about in levels:
             client.log_artifacts(run_id, str(folder / about.level), f"{at}/levels/{about.level}")
             source = f"{run.info.artifact_uri}/{at}/levels/{about.level}"
-            _version(client, f"{name}-{about.level}", source, run_id, model, said(about))
+            _version(client, f"{name}-{about.level}", source, run_id, model, _card(about, found[about.level]))
         served = _pyfunc(data, folder, levels[-1], Path(scratch))
         client.log_artifacts(run_id, str(served), f"{at}/model")
         known = ", ".join(about.level for about in levels)

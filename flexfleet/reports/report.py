@@ -19,13 +19,14 @@ from fl_engine.core.errors import ConfigError, IntegrityError, masked
 from fl_engine.core.fields import Moves
 from fl_engine.data.partitioning import Manifest, read_manifest
 from fl_engine.fleet.uniformity import of_a_run
+from fl_engine.models.precision import Precisions
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import FolderStore, sha256
 from flexfleet.config import moves
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, ConfusionFile, EvaluationFile, History, PoolFile, RunFile, row_of
 from flexfleet.files.measure import Measure
-from flexfleet.reports import plots
+from flexfleet.reports import plots, precisions
 from flexfleet.reports.page import Drawing, render
 
 NEEDED = {
@@ -59,6 +60,8 @@ class Run:
     apoz: Apoz
     partition: Manifest
     evaluation: EvaluationFile
+    precisions: tuple[Precisions, ...]
+    """Of the exported levels, smallest first."""
     confusion: ConfusionFile | None
     """None in folders that were made before there was one."""
     best: Row
@@ -119,6 +122,7 @@ def load(folder: Path) -> Run:
         apoz=Apoz.read(folder / "pretrain" / "apoz.json"),
         partition=read_manifest(folder / "partition" / "partition.json"),
         evaluation=evaluation,
+        precisions=precisions.of_run(folder, list(evaluation.levels), history.model_sha256),
         confusion=ConfusionFile.read(folder / "confusion.json") if (folder / "confusion.json").is_file() else None,
         best=max((r for r in rows if "avg" in r.metrics), key=lambda r: r.metrics["avg"]),
         bytes_down=sum(r.metrics["bytes_down"] for r in rows),
@@ -292,6 +296,8 @@ def _page(runs: Sequence[Run]) -> str:
                     level: _best_of(run.rows, f"{run.measure.name}/{level}") for level in run.evaluation.levels
                 },
                 "confusion": _confusion(run),
+                "precisions": precisions.rows(run.precisions, NONE),
+                "refusals": precisions.refusals(run.precisions),
                 "apoz": {layer.group: layer for layer in run.apoz.layers},
                 "partition_of": None if owner == name else owner,
                 "draw": {k: Drawing(v) if v else None for k, v in drawings.items()},

@@ -35,6 +35,11 @@ def check(resolved: Resolved) -> dict[str, Any]:
         exports.check(family, data, len(parts.proxy_train) + len(parts.proxy_test))
         if config.publish.onnx:
             exports.check_onnx(family, data)
+        if "int8_static" in config.publish.precision and not config.partition.proxy:
+            raise ConfigError(
+                "publish.precision: int8_static takes the ranges of activations from the server's proxy data, and "
+                "there is none: set partition.proxy above 0, or leave int8_static out"
+            )
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     _check_rates(config)
     giver(algorithm.preparations)

@@ -17,6 +17,8 @@ from flexfleet.files.artifacts import EvaluationFile, History, Result, RunFile
 from flexfleet.files.measure import SHARES, highest
 from flexfleet.files.terminal import missing
 from flexfleet.publish.publish import publish
+from flexfleet.reports import precisions
+from flexfleet.reports.precisions import EXPORT
 from flexfleet.reports.report import report
 from flexfleet.run.check import check
 from flexfleet.steps.evaluate import evaluate
@@ -95,10 +97,10 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
     """Makes report and result.json of a run whose steps are done; the report becomes an MLflow artifact. If the run's
     ledger is not in `out`, both are also put into its `store`, since a pod's folder is deleted with the pod."""
     config = resolved.config
+    if config.publish.models:  # before the report, which tells what was measured of the exported levels
+        publish(resolved, out, RunFile.read(out / "run.json").mlflow_run_id, out / EXPORT)
     page = report([out], out / "report.html")
     outcome = result(out, page, store.uri())
-    if config.publish.models:
-        publish(resolved, out, outcome.mlflow_run_id, out / "export")
     tags = {"model_sha256": outcome.model_sha256}
     if config.publish.dvc is not None:
         tags |= versioned.push_run(out, config.publish.dvc)
@@ -127,6 +129,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
     measured = [row["metrics"] | {"round": row["round"] + 1} for row in history.rounds]
     noise = read_manifest(out / "partition" / MANIFEST).reached
     best = max((m for m in measured if "avg" in m), key=lambda m: m["avg"])
+    precise = precisions.of_run(out, list(evaluation.levels), history.model_sha256)
     down, up = (sum(m[k] for m in measured) for k in ("bytes_down", "bytes_up"))
     return Result(
         run_id=run.run_id,
@@ -140,6 +143,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
             "highest": highest_of(measured),
             **{k: v for k, v in uniformity.of_a_run(measured).items() if k != uniformity.MEASURED},
             **({} if noise is None else {"label_noise": noise}),
+            **({"precision": precisions.to_json(precise)} if precise else {}),
         },
         bytes={"down": int(down), "up": int(up)},
         waste=1 - up / down if down else 0.0,

@@ -27,7 +27,7 @@ from fl_engine.data import partitioning as partition
 from fl_engine.data.label_noise import made_wrong
 from fl_engine.exchange.assignment import COMMON, Assignment
 from fl_engine.exchange.server import LazyServer, ServerSite
-from fl_engine.models import export
+from fl_engine.models import export, precision
 from fl_engine.storage.s3 import Upload
 from fl_engine.storage.store import sha256
 from fl_engine.testing.tiny import TRAINING, tiny_pool, tiny_site
@@ -51,7 +51,7 @@ from flexfleet.files.prepared import Entry, Index
 from flexfleet.nightly.gate import Check
 from flexfleet.nightly.regress import Verdict
 from flexfleet.nightly.suite import Figures, OfLabel
-from flexfleet.reports import report
+from flexfleet.reports import precisions, report
 from flexfleet.run import gather, status
 from flexfleet.steps import federate
 from flexfleet.steps.evaluate import told
@@ -315,6 +315,24 @@ def test_an_exported_level_is_the_one_or_named(exported: Path, tmp_path: Path, d
         if data.draw(st.booleans(), label="its checksum"):
             (tmp_path / export.ABOUT).write_text(json.dumps(about | {"weights_sha256": sha256(weights)}))
     answer(lambda: export.load(tmp_path), "submodel.json", "model.safetensors", kind=IntegrityError)
+
+
+FIGURES = {"file": "model.onnx", "value": 0.9, "agreement": 1.0, "bytes": 900, "latency_ms": 0.1, "share": 1.0}
+PRECISIONS = {
+    "schema_version": 1, "level": "M1", "model_sha256": "0" * 64, "metric": "accuracy", "test_samples": 9,
+    "calibration_samples": 4, "runs": 100, "onnxruntime": "1", "cpu": "AVX2",
+    "precisions": {"fp32": FIGURES, "int8": {**FIGURES, "bytes": 300}}, "refused": {"fp16": "why"},
+}  # fmt: skip
+
+
+@law(40)
+@given(st.data())
+def test_a_levels_precisions_are_told_or_the_file_is_named(tmp_path: Path, data: st.DataObject) -> None:
+    (tmp_path / precision.ABOUT).write_bytes(data.draw(json_like(PRECISIONS), label="content"))
+    found = answer(lambda: precision.read(tmp_path), precision.ABOUT, kind=IntegrityError)
+    if found is not None:
+        assert len(precisions.table([found]).splitlines()) == 1 + len(found.precisions) + len(found.refused)
+        json.dumps(precisions.to_json([found]) | precisions.metrics(found), allow_nan=False)
 
 
 # --------------------------------------------------------------------------------------------- a run's folder

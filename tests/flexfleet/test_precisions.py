@@ -1,0 +1,193 @@
+"""`publish.precision`: which files a run's levels get, and where their figures are told."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+
+from fl_engine.codecs import Half
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.pool import member
+from fl_engine.core.types import FULL, Codecs
+from fl_engine.models import SmallCNN, precision
+from flexfleet.config import load_config
+from flexfleet.publish.publish import precisions_of
+from flexfleet.reports import precisions
+from flexfleet.reports.report import report
+from flexfleet.run.check import check
+from flexfleet.steps.prepare import Resolved
+
+LEVELS = ("M1", "M2", "M3")
+ASKED = ("fp16", "int8", "int8_static")
+PLAIN = {"model.onnx", "model.safetensors", "submodel.json"}
+
+
+@dataclass(frozen=True)
+class Ran:
+    sets: list[str]
+    runs: Path
+    printed: dict[str, Any]
+    client: Any
+
+    @property
+    def out(self) -> Path:
+        return self.runs / "mine"
+
+    @property
+    def tracked(self) -> Any:
+        return self.client.get_run(self.printed["mlflow_run_id"])
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory, quick: tuple[str, ...], flexfleet: Any) -> Ran:
+    folder = tmp_path_factory.mktemp("precise")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    sets = [*quick, f"tracking.mlflow={uri}", f"run.store={folder}/runs", "rounds.stop=2", "publish.models=true"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        more = [f"publish.precision=[{', '.join(ASKED)}]", "publish.calibration=7"]
+        done = flexfleet("run", "--json", "--run-id", "mine", sets=[*sets, *more])
+    assert done.code == 0, done.err
+    return Ran(sets, folder / "runs", done.json, mlflow.MlflowClient(tracking_uri=uri))
+
+
+def test_every_level_has_its_files_and_figures(ran: Ran) -> None:
+    told = ran.printed["metrics"]["precision"]
+    assert list(told) == list(LEVELS)
+    for level in LEVELS:
+        folder = ran.out / "export" / level
+        found = precision.read(folder)
+        assert found is not None and list(found.precisions) == ["fp32", *ASKED] and found.calibration_samples == 7
+        assert {path.name for path in folder.iterdir()} == PLAIN | {
+            "model.fp16.onnx", "model.int8.onnx", "model.int8_static.onnx", "precision.json"
+        }  # fmt: skip
+        assert told[level] == json.loads((folder / "precision.json").read_text())["precisions"]
+        sizes = [told[level][name]["bytes"] for name in ("fp32", *ASKED)]
+        assert sizes == [(folder / told[level][name]["file"]).stat().st_size for name in ("fp32", *ASKED)]
+        about = json.loads((folder / "submodel.json").read_text())
+        assert told[level]["fp32"]["value"] == pytest.approx(about["accuracy_exported"], abs=1e-9)
+    assert json.loads((ran.out / "result.json").read_text())["metrics"]["precision"] == told
+
+
+def test_mlflow_has_them(ran: Ran) -> None:
+    told, metrics = ran.printed["metrics"]["precision"], ran.tracked.data.metrics
+    for level in LEVELS:
+        for name in ("fp32", *ASKED):
+            wanted = told[level][name]
+            for key in ("bytes", "latency_ms", "agreement", "share"):
+                assert metrics[f"precision/{level}/{name}/{key}"] == wanted[key]
+            assert metrics[f"precision/{level}/{name}/accuracy"] == wanted["value"]
+    (version,) = ran.client.search_model_versions("name = 'digits-small_cnn-dirichlet-flexfl-M2'")
+    assert re.search(rf"^M2 +int8_static +\d+\.\d\d +.* {told['M2']['int8_static']['bytes'] / 1e3:.1f} ",
+                     version.description, re.MULTILINE)  # fmt: skip
+    kept = {Path(each.path).name for each in ran.client.list_artifacts(ran.tracked.info.run_id, path_of(ran))}
+    assert {"model.int8.onnx", "precision.json"} <= kept
+
+
+def path_of(ran: Ran) -> str:
+    return f"published/{ran.printed['model_sha256'][:12]}/levels/M2"
+
+
+def test_the_report_and_the_terminal_have_a_table(ran: Ran, tmp_path: Path) -> None:
+    page = (ran.out / "report.html").read_text()
+    found = precisions.of_run(ran.out, LEVELS, ran.printed["model_sha256"])
+    text = precisions.table(found)
+    assert "Precision of the exported levels" in page
+    for row in precisions.rows(found, "-"):
+        cells = [row.level, row.precision, row.value, row.agreement, row.kilobytes, row.size, row.latency, row.time]
+        assert re.search(" +".join(map(re.escape, cells)), text), row
+        assert re.search(r"</t[hd]>\s*<td>".join(map(re.escape, cells)), page), row
+    shutil.copytree(ran.out, tmp_path / "a")
+    assert report([tmp_path / "a"], tmp_path / "again.html").read_text() == page, "the same run, the same page"
+
+
+def test_another_precision_takes_no_other_run(ran: Ran, flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the first is used by other tests, so a copy goes on."""
+    monkeypatch.chdir(ran.runs.parent)
+    shutil.copytree(ran.out, ran.runs / "kept")
+    done = flexfleet("run", "--run-id", "mine", "--resume", sets=[*ran.sets, "publish.precision=auto"])
+    assert done.code == 0, done.err
+    assert re.search(r"^M3 +fp32 +", done.out, re.MULTILINE) and "int8" not in done.out
+    assert {path.name for path in (ran.out / "export" / "M1").iterdir()} == PLAIN | {"precision.json"}
+    done = flexfleet("run", "--run-id", "mine", "--resume", "--json", sets=ran.sets)
+    assert {path.name for path in (ran.out / "export" / "M1").iterdir()} == PLAIN, "fp32 alone is measured by nobody"
+    assert "precision" not in done.json["metrics"]
+    assert done.json["model_sha256"] == ran.printed["model_sha256"]
+    assert len(ran.client.search_model_versions("name = 'digits-small_cnn-dirichlet-flexfl'")) == 1
+    assert "Precision of the exported levels" not in (ran.out / "report.html").read_text()
+    shutil.rmtree(ran.out)
+    shutil.move(ran.runs / "kept", ran.out)
+
+
+def test_figures_of_another_model_are_not_told_and_damaged_ones_are_named(ran: Ran, tmp_path: Path) -> None:
+    assert len(precisions.of_run(ran.out, LEVELS, ran.printed["model_sha256"])) == 3
+    assert precisions.of_run(ran.out, LEVELS, "0" * 64) == ()
+    shutil.copytree(ran.out, tmp_path / "a")
+    (tmp_path / "a" / "export" / "M2" / "precision.json").write_text("{}")
+    with pytest.raises(IntegrityError, match=r"M2/precision.json is no list of a level's precisions"):
+        report([tmp_path / "a"], tmp_path / "a.html")
+
+
+def test_refusals_and_tasks_without_classes_are_told(ran: Ran) -> None:
+    (first, *_) = precisions.of_run(ran.out, LEVELS, ran.printed["model_sha256"])
+    no_classes = {name: each.model_copy(update={"agreement": None}) for name, each in first.precisions.items()}
+    odd = first.model_copy(update={"metric": "r2", "precisions": no_classes, "refused": {"int8": "why"}})
+    assert precisions.to_json([odd])["M1"]["int8"] == {"refused": "why"}
+    head, fp32, *_, last = precisions.table([odd]).splitlines()
+    assert head.split()[:3] == ["level", "precision", "r2"] and last == "M1: no int8: why"
+    assert re.fullmatch(r"M1 +fp32 +0\.\d{4} +- +\d+\.\d +1\.00 +\d+\.\d{3} +1\.00 +100\.0", fp32)
+    assert not [name for name in precisions.metrics(odd) if name.endswith("agreement")]
+    assert precisions.metrics(odd)["precision/M1/fp32/r2"] == first.precisions["fp32"].value
+
+
+# -------------------------------------------------------------------------------------------- what is asked for
+@dataclass(frozen=True)
+class Bits(Half):
+    bits: int = 8  # type: ignore[misc]
+
+
+def test_auto_goes_by_a_levels_own_codec_then_the_runs() -> None:
+    level = member(SmallCNN((1, 8, 8), 10), "M1", FULL, dispatched=True, reported=True)
+    auto = load_config(None, ["publish.precision=auto"])
+    assert precisions_of(auto, level) == ("fp32",)
+    for bits, wanted in ((8, "int8"), (9, "fp16"), (11, "fp16"), (20, "fp32")):
+        assert precisions_of(auto, replace(level, codecs=Codecs(down=Bits(bits)))) == (wanted,)
+    assert precisions_of(auto, replace(level, codecs=Codecs(up=Bits(8)))) == ("fp32",), "the way up says nothing"
+    half = load_config(None, ["publish.precision=auto", "codec.down.name=half"])
+    assert precisions_of(half, level) == ("fp16",)
+    assert precisions_of(half, replace(level, codecs=Codecs())) == ("fp32",)
+    named = load_config(None, ["publish.precision=[int8, fp32, int8]"])
+    assert precisions_of(named, level) == ("int8", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["publish.precision=[int9]"], "input should be 'fp32', 'fp16', 'int8' or 'int8_static', got 'int9'"),
+        (["publish.precision=[]"], "should have at least 1 item"),
+        (
+            ["publish.precision=[int8]", "publish.onnx=false"],
+            "publish.precision converts the ONNX files: set publish.o",
+        ),
+        (["publish.precision=auto", "publish.onnx=false"], "publish.precision converts the ONNX files: set publish.o"),
+        (["publish.calibration=0", "publish.precision=[int8_static]"], "publish.calibration"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(None, sets)
+
+
+def test_ranges_need_proxy_data_before_the_first_round(quick: tuple[str, ...]) -> None:
+    sets = [*quick, "publish.models=true", "partition.proxy=0", "model.norm=static", "algorithm.name=heterofl"]
+    kept = [each for each in sets if not each.startswith("algorithm.") or each == "algorithm.name=heterofl"]
+    check(Resolved.load(None, [*kept, "publish.precision=[int8]"]))
+    with pytest.raises(ConfigError, match=r"int8_static takes the ranges .* set partition.proxy above 0, or leave"):
+        check(Resolved.load(None, [*kept, "publish.precision=[int8_static]"]))
