@@ -70,7 +70,9 @@ def flexfleet(argv: list[str]) -> list[str]:
         argv = [*argv, "--seeds", "0", "--jobs", "2"]
     untracked = () if "DOCS_TRACKED" in os.environ else ("tracking.mlflow=null",)  # seconds of each command
     if command in ("run", "compare", "tune", "check"):
-        argv += [word for pair in (*QUICK, *untracked) for word in ("--set", pair)]
+        converted = any(word.startswith("publish.precision=") for word in argv)  # which takes the ONNX files
+        quick = [pair for pair in QUICK if not (converted and pair == "publish.onnx=false")]
+        argv += [word for pair in (*quick, *untracked) for word in ("--set", pair)]
     if command == "regress" and "--suite" not in argv:  # half an hour: all is checked, nothing runs
         return [sys.executable, "-c", WHOLE_SUITE, *argv]
     if command == "regress":  # with a reference of three seeds
