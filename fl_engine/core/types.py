@@ -458,6 +458,17 @@ class ExitLoss:
 
 
 @dataclass(frozen=True)
+class Sandwich:
+    """How a step trains `LocalTask.widths` together: the last of them, the largest, on the targets; the first, the
+    smallest, and `random` others, drawn uniformly and distinct, on the targets and on the largest's outputs: KL times
+    `weight`. The step's loss is the mean over these sub-models."""
+
+    random: int
+    weight: float
+    temperature: float
+
+
+@dataclass(frozen=True)
 class LocalTask:
     """A description of one client's training, for `local.train`: nothing in it runs."""
 
@@ -473,6 +484,8 @@ class LocalTask:
     exits: ExitLoss | None = None
     widths: tuple[SubmodelSpec, ...] = ()
     """Sub-models of the trained one; each step trains one of them, drawn uniformly (ordered dropout)."""
+    sandwich: Sandwich | None = None
+    """With it, each step trains several of `widths`, of which the last is `spec`."""
     proximal: float = 0.0
     """mu: adds mu/2 * ||theta - anchor||^2 to the loss, for each client by itself. The anchor is what training starts
     from, unless the caller of `local.train` gives another."""

@@ -51,7 +51,12 @@ def macs_per_sample(family: ModelFamily, task: LocalTask) -> float:
     teacher."""
     trained = [macs_of(family, spec) for spec in task.widths or (task.spec,)]
     teachers = task.distillation.teachers if task.distillation else ()
-    return FORWARDS_PER_STEP * sum(trained) / len(trained) + sum(macs_of(family, spec) for spec in teachers)
+    step = sum(trained) / len(trained)
+    if task.sandwich is not None and len(trained) > 1:
+        between = trained[1:-1]
+        drawn = min(task.sandwich.random, len(between))
+        step = trained[0] + trained[-1] + drawn * sum(between) / max(1, len(between))
+    return FORWARDS_PER_STEP * step + sum(macs_of(family, spec) for spec in teachers)
 
 
 @lru_cache(maxsize=1024)

@@ -284,7 +284,9 @@ def _objective(
         if present is not None:
             outputs = tuple(losses.mask_absent(each, present.repeat(len(x), 1)) for each in outputs)
         wanted = y.flatten(0, 1)
-        if task.exits is not None:
+        if task.sandwich is not None:
+            loss = losses.of_sandwich(goal, outputs, wanted, task.sandwich.weight, task.sandwich.temperature)
+        elif task.exits is not None:
             e = task.exits
             loss = losses.of_exits(goal, outputs, wanted, e.weights)
             if e.kd_weight > 0 and len(outputs) > 1:
@@ -333,19 +335,31 @@ def _one_of_widths(
     """Ordered dropout (FjORD): each call runs one of the sub-models, drawn uniformly, on slices of the weights; the
     gradient flows into the slices, and is zero elsewhere."""
     task = job.task
-    if any(is_statistic(name) for name in state):
+    if task.sandwich is None and any(is_statistic(name) for name in state):
         raise ModelError("ordered dropout keeps no running statistics (they differ by width): use norm=batch")
     networks = [borrowed.enter_context(lent(family, replace(task, spec=spec))) for spec in task.widths]
     dropped = [_generators([job], f"width{i}", streams)() for i in range(len(networks))]
     draw = streams["widths/0"] = torch.Generator().manual_seed(seeds.derive(task.seed, "widths"))
 
-    def forward(x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        i = int(torch.randint(len(networks), (1,), generator=draw))
+    def run(i: int, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         weights = take(state, layout, task.widths[i], have=task.spec)
+        if i < len(networks) - 1:  # the running statistics are the largest sub-model's
+            weights = {name: t.clone() if is_statistic(name) else t for name, t in weights.items()}
         networks[i].bind(weights, lambda: dropped[i])
         return networks[i](x)
 
+    def forward(x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if task.sandwich is None:
+            return run(int(torch.randint(len(networks), (1,), generator=draw)), x)
+        return tuple(_last(run(i, x)) for i in _in_sandwich(len(networks), task.sandwich.random, draw))
+
     return forward
+
+
+def _in_sandwich(count: int, random: int, draw: torch.Generator) -> list[int]:
+    """Which of `count` sub-models a step trains: the first, `random` of those between, and the last, ascending."""
+    between = torch.randperm(max(0, count - 2), generator=draw)[:random] + 1
+    return sorted({0, *between.tolist(), count - 1})
 
 
 def _teachers(

@@ -47,6 +47,17 @@ def distil_from_last(goal: Task, outputs: Sequence[Tensor], temperature: float) 
     return total * (temperature**2 / (n * (n + 1) / 2) / outputs[-1][0].numel())
 
 
+def of_sandwich(goal: Task, outputs: Sequence[Tensor], y: Tensor, weight: float, temperature: float) -> Tensor:
+    """Sandwich rule and in-place distillation (Yu and Huang, Universally Slimmable Networks, ICCV 2019): the mean over
+    the sub-models of the task's loss, plus for all but the last, the largest, `weight` times KL from the largest's
+    outputs, which are detached, times tau^2. As in OFA's code, the others learn from the targets too."""
+    total = goal.loss(outputs[-1], y)
+    for student in outputs[:-1]:
+        distilled = _divergence(goal, student, outputs[-1].detach(), temperature)
+        total = total + goal.loss(student, y) + weight * temperature**2 * distilled
+    return total / len(outputs)
+
+
 def distil_mutually(goal: Task, outputs: Sequence[Tensor], temperature: float) -> Tensor:
     """DepthFL (Kim et al., ICLR 2023), Eq. 3: every exit learns from every other, which is detached; the sum of KL over
     all pairs, divided by n - 1."""

@@ -16,7 +16,7 @@ from fl_engine.core.samplers import Balanced
 from fl_engine.core.samples import Data
 from fl_engine.core.schedules import Cosine
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.types import FULL, SGD, Adam, Distillation, ExitLoss, LocalTask, Params, SubmodelSpec
+from fl_engine.core.types import FULL, SGD, Adam, Distillation, ExitLoss, LocalTask, Params, Sandwich, SubmodelSpec
 from fl_engine.models.small_cnn import SmallCNN
 from fl_engine.storage.store import decode, encode
 from fl_engine.testing.kinds import KINDS
@@ -36,6 +36,7 @@ CASES: dict[str, tuple[ModelFamily, Data, dict[str, Any]]] = {
     "adam": (NETWORK, DATA, {"optimizer": Adam(0.01)}),
     "teachers": (NETWORK, DATA, {"distillation": Distillation((HALF,), 10.0, 3.0)}),
     "ordered dropout": (NETWORK, DATA, {"widths": (HALF, FULL)}),
+    "sandwich": (NETWORK, DATA, {"widths": (HALF, FULL), "sandwich": Sandwich(1, 1.0, 1.0)}),
     "exits": (TinyNet(exits=("conv",)), DATA, {"exits": ExitLoss((0.5, 0.5), 0.5, 2.0, "last")}),
     "running statistics": (SmallCNN((1, 8, 8), 4, 0.25, "static"), tiny_data((1, 8, 8), clients=8), {}),
     "balanced, augmented, cosine": (
