@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -285,16 +285,13 @@ def pool(args: argparse.Namespace) -> int:
 
     resolved = resolved_of(args)
     config, algorithm = resolved.config, resolved.algorithm
-    made: dict[str, Any] = {"apoz": Apoz.read(args.apoz)} if args.apoz else {}
+    made: Mapping[str, Any] = {"apoz": Apoz.read(args.apoz)} if args.apoz else {}
     missing = [name for name in algorithm.preparations if name not in made]
     given = _stand_in(args, config, needs_data=bool(missing))
     family = resolved.network(*given) if given else resolved.family
     if missing and given:
-        raise ConfigError(
-            f"{config.algorithm['name']} asks for {', '.join(missing)}, which takes data: leave out --input and "
-            "--classes (or for apoz give --apoz FILE, a pretrain step's apoz.json, or --set algorithm.use_apoz=false)"
-        )
-    if missing:
+        made = _Unprepared(made)
+    elif missing:
         with tempfile.TemporaryDirectory() as scratch:
             partition.partition(resolved, Path(scratch))
             pretrain.pretrain(resolved, Path(scratch), Path(scratch))
@@ -319,6 +316,17 @@ def pool(args: argparse.Namespace) -> int:
         cost = f"{100 * m.share:9.2f}{m.params:13,}{m.bytes / 1e6:9.2f}{m.flops / 1e6:10.2f}"
         print(f"{m.name:8}{cost}  {widths}")
     return 0
+
+
+class _Unprepared(dict[str, Any]):
+    """What preparations made, where one takes data that are not there: an algorithm that can list its sub-models
+    without it asks by `get`."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise ConfigError(
+            f"the pool asks for {name}, which takes data: leave out --input and --classes (or for apoz "
+            "give --apoz FILE, a pretrain step's apoz.json, or --set algorithm.use_apoz=false)"
+        )
 
 
 def _stand_in(args: argparse.Namespace, config: Config, needs_data: bool) -> tuple[tuple[int, ...], int] | None:

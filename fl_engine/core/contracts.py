@@ -147,7 +147,7 @@ class Preparation(Protocol):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Parameters of the algorithm that it depends on, besides those of `pretrain`: `algorithm.widths`, ..."""
+        """Parameters that it depends on, besides those of `pretrain`: `algorithm.widths`, `fleet.tiers`, ..."""
 
     @property
     def needs_data(self) -> bool:

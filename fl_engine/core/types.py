@@ -388,6 +388,9 @@ class PoolModel:
 
     How it travels: by `codecs` (None: those of the run). `sizes` are the bytes of its tensors on the way down and up
     (None: 4 for each parameter); where a codec's bytes depend on the numbers, the most.
+
+    `tiers` names the tiers of the fleet whose devices are sent this model, each with its codecs (None: the run's).
+    Where no member of a pool names any, the selection decides.
     """
 
     name: str
@@ -403,6 +406,7 @@ class PoolModel:
     static_bn: bool = False
     codecs: Codecs | None = None
     sizes: tuple[int, int] | None = None
+    tiers: tuple[tuple[str, Codecs | None], ...] = ()
 
     @property
     def bytes(self) -> int:

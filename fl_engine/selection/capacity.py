@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.types import Device, Pool
+from fl_engine.core.types import Codecs, Device, Pool
 
 
 def round_size(fraction: float, clients: int) -> int:
@@ -21,6 +21,20 @@ def holds(device: Device, share: float) -> bool:
 def dispatched(pool: Pool) -> list[int]:
     """Indices of the models that the server sends, smallest first."""
     return [i for i, m in enumerate(pool) if m.dispatched]
+
+
+def by_tier(pool: Pool) -> dict[str, tuple[int, Codecs | None]]:
+    """By tier, the model that its devices are sent, and the codecs; empty: the selection decides."""
+    return {tier: (i, codecs) for i, model in enumerate(pool) for tier, codecs in model.tiers}
+
+
+def level_of(device: Device, pool: Pool) -> int | None:
+    """The model that a device uses: its tier's, else the largest of those sent that it can hold; None: it can hold
+    none."""
+    tiers = by_tier(pool)
+    if device.tier in tiers:
+        return tiers[device.tier][0]
+    return max((i for i in dispatched(pool) if holds(device, pool[i].share)), default=None)
 
 
 def someone_holds(fleet: Sequence[Device], pool: Pool, level: int) -> None:

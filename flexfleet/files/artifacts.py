@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -93,6 +94,8 @@ class Level(BaseModel):
     """The codecs of this level alone, as in a configuration; null: the run's."""
     bytes_up: int | None = None
     """Bytes of its tensors on the way back; null: nothing is coded, and they are `bytes` too."""
+    tiers: dict[str, dict[str, dict[str, Any]] | None] = {}
+    """The tiers of the fleet whose devices are sent this level, each with its codecs; null: the run's."""
 
 
 class PoolFile(Artifact):
@@ -150,8 +153,9 @@ class PoolFile(Artifact):
                 ratios=v.ratios,
                 ensemble=v.ensemble,
                 static_bn=v.static_bn,
-                codecs=_codecs_of(v),
+                codecs=_codecs_of(v, v.codecs),
                 sizes=None if v.bytes_up is None else (v.bytes, v.bytes_up),
+                tiers=tuple((tier, _codecs_of(v, told)) for tier, told in v.tiers.items()),
             )
             for v in self.levels
         )
@@ -164,9 +168,9 @@ def _spec_of(level: Level) -> SubmodelSpec:
         raise IntegrityError(f"pool.json: the spec of {level.name!r} is no sub-model: {error}") from error
 
 
-def _codecs_of(level: Level) -> Codecs | None:
+def _codecs_of(level: Level, told: Mapping[str, Any] | None) -> Codecs | None:
     try:
-        return None if level.codecs is None else codecs_of(level.codecs)
+        return None if told is None else codecs_of(told)
     except ConfigError as error:
         raise IntegrityError(f"pool.json: {level.name!r} has {error}") from error
 

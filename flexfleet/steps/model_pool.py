@@ -68,6 +68,7 @@ def build(config: Config, algorithm: Algorithm, family: ModelFamily, made: Prepa
                 static_bn=m.static_bn,
                 codecs=None if m.codecs is None else sections_of(m.codecs),
                 bytes_up=None if m.sizes is None else m.bytes_up,
+                tiers={tier: None if codecs is None else sections_of(codecs) for tier, codecs in m.tiers},
             )
             for i, m in enumerate(pool)
         ),

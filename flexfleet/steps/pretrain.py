@@ -163,13 +163,17 @@ def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, A
     that there is not."""
     algorithm: Any = resolved.algorithm
     own = {f"algorithm.{f.name}": f.name for f in fields(algorithm) if f.name != "training"}
-    if unknown := [each for each in kind.settings if each not in own]:
+    others = {k: v for k, v in configs.flatten(resolved.config).items() if not k.startswith("algorithm.")}
+    if unknown := [each for each in kind.settings if each not in own and each not in others]:
         raise ConfigError(
             f"the preparation {name} depends on {unknown[0]!r}, which is no parameter of "
             f"{resolved.config.algorithm['name']}{nearest(unknown[0], own)}: correct its `settings`"
         )
-    values = {k: v for k, v in configs.flatten(resolved.config).items() if k.startswith("pretrain.")}
-    return values | {each: to_jsonable_python(getattr(algorithm, own[each]), fallback=repr) for each in kind.settings}
+    asked = {
+        each: to_jsonable_python(getattr(algorithm, own[each]), fallback=repr) if each in own else others[each]
+        for each in kind.settings
+    }
+    return {k: v for k, v in others.items() if k.startswith("pretrain.")} | asked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
