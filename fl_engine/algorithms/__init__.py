@@ -5,6 +5,7 @@ from fl_engine.algorithms.decoupled import Decoupled
 from fl_engine.algorithms.depthfl import DepthFL
 from fl_engine.algorithms.federated_dropout import FederatedDropout
 from fl_engine.algorithms.fedrolex import FedRolex
+from fl_engine.algorithms.fedx import FedX, FedXLarge, FedXMedium, FedXSmall
 from fl_engine.algorithms.fjord import FjORD
 from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.algorithms.full_model import AllLarge, FedOpt, FedProx
@@ -24,6 +25,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedopt": FedOpt,
     "fedprox": FedProx,
     "fedrolex": FedRolex,
+    "fedx": FedX,
+    "fedx_large": FedXLarge,
+    "fedx_medium": FedXMedium,
+    "fedx_small": FedXSmall,
     "fjord": FjORD,
     "flexfl": FlexFL,
     "heterofl": HeteroFL,
@@ -50,6 +55,10 @@ __all__ = [
     "FedOpt",
     "FedProx",
     "FedRolex",
+    "FedX",
+    "FedXLarge",
+    "FedXMedium",
+    "FedXSmall",
     "FederatedDropout",
     "FjORD",
     "FlexFL",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.contracts import ModelFamily, Nested
 from fl_engine.core.errors import ModelError, PoolError
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import FULL, HEAD, ParamLayout, SubmodelSpec
@@ -41,6 +41,19 @@ def prefix(layout: ParamLayout, width: float, rounding: Rounding = "ceil") -> Su
     if width >= 1:
         return FULL
     return SubmodelSpec.of({group: kept(size, width, rounding) for group, size in hidden(layout).items()})
+
+
+def nested(family: ModelFamily, widths: Sequence[float], names: Sequence[str]) -> dict[str, SubmodelSpec]:
+    """The network's own nested sub-networks by name (`contracts.Nested`), smallest first; where it has none, a prefix
+    for each of `widths`, ascending to 1, under the name of the same place. Raises PoolError."""
+    if isinstance(family, Nested):
+        return dict(family.nested())
+    if len(set(names)) != len(widths) or list(widths) != sorted(set(widths)) or widths[-1] != 1:
+        raise PoolError(
+            "algorithm.widths: different ratios in ascending order to 1, and in algorithm.names as many different "
+            f"names, are expected; got {list(widths)} and {list(names)}"
+        )
+    return {name: prefix(family.layout(), width) for name, width in zip(names, widths, strict=True)}
 
 
 def window_start(layout: ParamLayout, width: float, round: int, overlap: float = 1.0) -> dict[str, int]:

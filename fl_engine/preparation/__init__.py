@@ -9,8 +9,9 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import Contract
 from fl_engine.core.types import Prepared
 from fl_engine.preparation.apoz import MeasureApoz
+from fl_engine.preparation.supernet import TrainSupernet
 
-PREPARATIONS: dict[str, type[Preparation]] = {"apoz": MeasureApoz}
+PREPARATIONS: dict[str, type[Preparation]] = {"apoz": MeasureApoz, "supernet": TrainSupernet}
 
 CONTRACT = Contract("preparation", PREPARATIONS, Preparation)
 """Checks that an object is a preparation."""
@@ -33,4 +34,4 @@ def assumed(algorithm: Algorithm, family: ModelFamily) -> Prepared:
     return {name: preparation(name).assumed(family) for name in algorithm.preparations}
 
 
-__all__ = ["CONTRACT", "PREPARATIONS", "MeasureApoz", "assumed", "preparation"]
+__all__ = ["CONTRACT", "PREPARATIONS", "MeasureApoz", "TrainSupernet", "assumed", "preparation"]

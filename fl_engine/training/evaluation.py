@@ -181,6 +181,22 @@ def collect_statistics(module: nn.Module, data: Data, x: Tensor, device: str, ba
         norm.eval()
 
 
+def recalibrated(
+    family: ModelFamily,
+    params: Params,
+    spec: SubmodelSpec,
+    data: Data,
+    x: Tensor,
+    device: str = "cpu",
+    batch_size: int = 128,
+) -> Params:
+    """The sub-model's weights with the running statistics that `collect_statistics` finds on samples `x`."""
+    module = runnable(family, spec, {k: v.to(device) for k, v in params.items()}).eval()
+    collect_statistics(module, data, x, device, batch_size)
+    state = module.state_dict()
+    return {name: state[name].detach().cpu() for name in params}
+
+
 def weights_of(published: Params, layout: ParamLayout, model: PoolModel) -> Params:
     """The weights of a pool model: its own, stored as `<level>/<name>` (Decoupled), or its slice of the global
     model."""

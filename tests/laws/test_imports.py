@@ -18,8 +18,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset(
         {f"fl_engine.{room}" for room in ("codecs", "data", "fleet", "selection", "storage", "tasks", "training")}
     ),
-    frozenset({f"fl_engine.{room}" for room in ("datasets", "exchange", "models", "preparation")}),
-    frozenset({"fl_engine.aggregation"}),
+    frozenset({f"fl_engine.{room}" for room in ("datasets", "exchange", "models")}),
+    frozenset({f"fl_engine.{room}" for room in ("aggregation", "preparation")}),
     frozenset({f"fl_engine.{room}" for room in ("algorithms", "backends", "rounds")}),
     frozenset({"fl_engine.testing"}),
     frozenset({"flexfleet.config", "flexfleet.files"}),

@@ -1,0 +1,256 @@
+"""FedX: Adaptive Model Decomposition and Quantization for IoT Federated Learning (`papers/fedx.txt`), Algorithm 1.
+
+Each kind of device, here a tier of the fleet, has a nested sub-network and a number of bits. Each round the server
+sends the sub-network, quantised by QSGD; a device trains what it has decoded, and returns it as trained. The server
+takes the mean of each element over the clients that hold it, all alike (Eq. 4: the sum over the mask's counts), and
+then trains the whole network on its own data (`fine_tuning`, Eq. 5). Before the first round it has trained the
+sub-networks there, and chosen one for each tier (Eq. 2): the preparation `supernet`. `fedx_small`, `fedx_medium` and
+`fedx_large` send the same sub-network to all devices, in bits that are chosen likewise.
+
+Departs from the paper:
+
+- a tier gets the fewest bits that lose hardly more accuracy than the best; see `preparation.submodel_search`.
+- QSGD has a norm for every 512 elements: with the paper's single norm over all, 8 bits of 2.4 M weights are off by
+  twice their size (`bucket: null` is one norm over each tensor).
+- the server's first training starts from fresh weights; the paper's MobileNetV3 comes from ImageNet.
+- a device that has less free than its sub-network needs fails, or trains it all the same (`on_too_small`).
+- where a network keeps running statistics, those of its sub-networks differ, so they are collected anew before a level
+  is scored (`static_bn`).
+- the paper's MobileNetV3 and 1-D network have nested sub-networks of their own; others get prefixes of `widths`.
+- a round without any update changes nothing: the server does not fine-tune then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
+from fl_engine.algorithms import pooled
+from fl_engine.algorithms.fine_tuning import FineTuning, fine_tuned
+from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, local_task, needs_room, weight_of
+from fl_engine.codecs.qsgd import Qsgd
+from fl_engine.core import pool as pools
+from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily, ServerContext
+from fl_engine.core.errors import ConfigError, PoolError, nearest
+from fl_engine.core.fields import STRICT, Count, Fraction, Index, NotNegative, Positive
+from fl_engine.core.search import Interval
+from fl_engine.core.slicing import is_statistic
+from fl_engine.core.types import (
+    Codecs,
+    Device,
+    LocalTask,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    Prepared,
+    RoundContext,
+    RoundPlan,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.core.widths import nested
+from fl_engine.preparation.supernet import ANCHORS, Supernet, anchors
+from fl_engine.selection import Selection, Uniform
+from fl_engine.selection.capacity import by_tier, holds
+
+Bits = Annotated[int, Field(ge=1, le=16)]
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """What the devices of a tier are sent."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    level: str
+    """The sub-network's name."""
+    bits: Bits | None = None
+    """QSGD's, on the way down; null: as `codec` says, for this tier both ways."""
+
+
+@dataclass(frozen=True)
+class FedX:
+    __pydantic_config__: ClassVar = STRICT
+    preparations: ClassVar[tuple[str, ...]] = ("supernet",)
+
+    training: Training = Training()
+    widths: tuple[Fraction, ...] = (0.5, 0.75, 1.0)
+    """Width ratios of the sub-networks, ascending to 1, of a network that has none of its own."""
+    names: tuple[str, ...] = ANCHORS
+    """What these are called."""
+    level: str | None = None
+    """The sub-network of every device; null: each tier has its own."""
+    assigned: Mapping[str, Assigned] = field(default_factory=dict, hash=False)
+    """By tier, the sub-network and the bits, e.g. {weak: {level: small, bits: 11}, medium: {level: medium, bits: 9}};
+    empty: they are searched."""
+    bits: tuple[Bits, ...] = tuple(range(1, 17))
+    """What the search tries."""
+    q_max: Mapping[str, Bits] = field(default_factory=dict, hash=False)
+    """By tier, the most bits that its devices compute with; where a tier is missing, 16."""
+    seconds: Positive | None = None
+    """mu: a local round takes at most so long on the simulated clock, without the transfer; null: no limit."""
+    delta: NotNegative = 0.01
+    """Of the candidates whose accuracy is at most this much below the best one's, a tier takes the one with the fewest
+    encoded bits; 0: the most accurate (Eq. 2)."""
+    accept: NotNegative | None = None
+    """The search ends at the first candidate, in the order of their bits, that loses at most this much accuracy against
+    the whole network; null: all are tried."""
+    search_levels: Count | None = 9
+    """How many sub-networks are tried for a tier: small, medium, large, and others at equal distances; null: all."""
+    search_seeds: Count = 3
+    """How many times a candidate is rounded; its accuracy is the mean."""
+    random_levels: Index = 1
+    """Sub-networks that each step of the server's first training draws, besides the smallest and the largest."""
+    kd_weight: NotNegative = 1.0
+    """Of the distillation from the largest sub-network in this training; 0: none."""
+    kd_temperature: Positive = 1.0
+    """Of this distillation."""
+    bucket: Count | None = 512
+    """Elements that share a norm in QSGD; null: all of a tensor."""
+    up: Literal["identity", "quantised"] = "identity"
+    """identity: a device returns its weights as trained; quantised: their change, in its tier's bits."""
+    fine_tuning: FineTuning | None = FineTuning()
+    """The server's training after each merge; null: none."""
+    static_bn: bool = True
+    """Collect statistics of batch norm on the training data before a level is scored, where the network keeps such."""
+    weighting: Weighting = "uniform"
+    on_too_small: TooSmall = "train"
+    """What a device does that has less free than the smallest level needs."""
+    selection: Selection = Uniform()
+    """Whom it asks; what they are sent is their tier's."""
+    aggregation: Aggregation = Mean()
+    server: Server = Average()
+
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
+        """Small, medium and large, and what the tiers are sent. Where no tier has a sub-network yet (before the
+        preparation), the selection may send each of them, or `level` alone."""
+        levels = nested(family, self.widths, self.names)
+        if self.level is not None:
+            _known(self.level, levels, "algorithm.level")
+        tiers = self._tiers(prepared.get("supernet"), levels)
+        listed = {*anchors(family, levels), *tiers, *([] if self.level is None else [self.level])}
+        sent = {*tiers} or ({self.level} if self.level is not None else listed)
+        kept = any(is_statistic(name) for name in family.layout().slots)
+        return pools.ascending(
+            tuple(
+                pools.member(
+                    family,
+                    name,
+                    spec,
+                    dispatched=name in sent,
+                    reported=True,
+                    static_bn=self.static_bn and kept,
+                    codecs=_finest([codecs for _, codecs in tiers.get(name, ())]),
+                    tiers=tiers.get(name, ()),
+                )
+                for name, spec in levels.items()
+                if name in listed
+            )
+        )
+
+    def _tiers(
+        self, made: Supernet | None, levels: Mapping[str, object]
+    ) -> dict[str, tuple[tuple[str, Codecs | None], ...]]:
+        """By sub-network, the tiers that are sent it."""
+        if self.assigned and self.level is not None:
+            raise PoolError("algorithm.assigned and algorithm.level both say what devices are sent: leave one out")
+        told = dict(self.assigned) or {
+            tier: Assigned(each.level, each.bits) for tier, each in (made.chosen if made else {}).items()
+        }
+        found: dict[str, tuple[tuple[str, Codecs | None], ...]] = {}
+        for tier, each in told.items():
+            _known(each.level, levels, f"algorithm.assigned.{tier}.level")
+            found[each.level] = (*found.get(each.level, ()), (tier, self._codecs(each.bits)))
+        return found
+
+    def _codecs(self, bits: int | None) -> Codecs | None:
+        if bits is None:
+            return None
+        codec = Qsgd(bits=bits, bucket=self.bucket)
+        return Codecs(down=codec, up=codec if self.up == "quantised" else None)
+
+    selector = pooled.selector
+
+    def init(
+        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
+    ) -> PooledState:
+        """Raises ConfigError where a tier of the fleet has no sub-network, or its devices cannot hold it."""
+        tiers = by_tier(pool)
+        for device in {device.tier: device for device in fleet}.values() if tiers else ():
+            if device.tier not in tiers:
+                raise ConfigError(
+                    f"tier {device.tier!r} of the fleet has no sub-network: algorithm.assigned, or the preparation "
+                    f"supernet, names {', '.join(tiers)}{nearest(device.tier, tiers)}"
+                )
+            model = pool[tiers[device.tier][0]]
+            if not holds(device, model.share):
+                raise ConfigError(
+                    f"tier {device.tier!r} is assigned {model.name}, which needs {100 * model.share:.1f} % of the full "
+                    f"model, and its devices hold {device.most:g} %: assign a smaller sub-network"
+                )
+        return pooled.init(self, params, layout, fleet, pool, server)
+
+    def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:
+        """Whom the selection picks; each gets the sub-network of its tier, by its codecs."""
+        picks, tiers = pooled.select(self, state, context), by_tier(state.pool)
+        if not tiers:
+            return pooled.plan_of(self, state, context, picks)
+        tier = {device.client: device.tier for device in context.available}
+        plan = pooled.plan_of(self, state, context, [(client, tiers[tier[client]][0]) for client, _ in picks])
+        orders = (replace(order, codecs=tiers[tier[order.client]][1]) for order in plan.orders)
+        return replace(plan, orders=tuple(orders))
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        needs_room(ctx, order.level, self.on_too_small)
+        return local_task(self.training, order, ctx.pool[order.level].spec)
+
+    def merge(
+        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+    ) -> PooledState:
+        merged = pooled.merged(self, state, plan, answers, weight_of(self.weighting))
+        if self.fine_tuning is None or merged.params is state.params:
+            return merged
+        seed = seeds.derive(plan.orders[0].seed, "fine-tuning", plan.round)
+        return replace(merged, params=fine_tuned(self.fine_tuning, server, merged.params, state.params, seed))
+
+    def search_space(self, pool: Pool) -> Mapping[str, Interval]:
+        """The server's fine-tuning, where there is one."""
+        if self.fine_tuning is None:
+            return {}
+        return {
+            "fine_tuning.gamma": Interval(low=1e-6, high=1.0, log=True),
+            "fine_tuning.lr": Interval(low=1e-4, high=0.1, log=True),
+        }
+
+
+@dataclass(frozen=True)
+class FedXSmall(FedX):
+    level: str | None = "small"
+
+
+@dataclass(frozen=True)
+class FedXMedium(FedX):
+    level: str | None = "medium"
+
+
+@dataclass(frozen=True)
+class FedXLarge(FedX):
+    level: str | None = "large"
+
+
+def _known(name: str, levels: Mapping[str, object], where: str) -> None:
+    if name not in levels:
+        raise PoolError(f"{where}: there is no sub-network {name!r}{nearest(name, levels)}; {len(levels)} have names")
+
+
+def _finest(codecs: Sequence[Codecs | None]) -> Codecs | None:
+    """Of the codecs of one sub-network's tiers those with the most bits: what its bytes are counted by."""
+    known = [each for each in codecs if each is not None and isinstance(each.down, Qsgd)]
+    return max(known, key=lambda each: each.down.bits, default=None)  # type: ignore[union-attr]

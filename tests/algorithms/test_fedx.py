@@ -1,0 +1,299 @@
+"""FedX: which sub-network and how many bits a device gets, the merge by hand, and the server's training after it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fl_engine.algorithms import FedX, FedXLarge, FedXMedium, FedXSmall
+from fl_engine.algorithms.fedx import Assigned
+from fl_engine.algorithms.fine_tuning import FineTuning, fine_tuned
+from fl_engine.backends import InProcess
+from fl_engine.codecs.qsgd import Qsgd
+from fl_engine.core import seeds
+from fl_engine.core.errors import ClientError, ConfigError, PoolError
+from fl_engine.core.slicing import initial_params, take
+from fl_engine.core.types import FULL, Codecs, RoundPlan, SubmodelSpec, TaskContext, WorkOrder
+from fl_engine.exchange import coding
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.server import ServerSite
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.preparation.submodel_search import Candidate
+from fl_engine.preparation.supernet import Supernet
+from fl_engine.selection import Curiosity, Oort, ResourceTable, Uniform
+from fl_engine.selection.capacity import level_of
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    TinyNet,
+    assert_same_bits,
+    context_of,
+    failure_of,
+    start_of,
+    tiny_site,
+    update_of,
+)
+
+SOME = {"weak": Assigned("small", 11), "medium": Assigned("small", 9), "strong": Assigned("large", 8)}
+
+
+@dataclass(frozen=True)
+class NestedNet(TinyNet):
+    """With five sub-networks of its own, in depth and width."""
+
+    def nested(self) -> Mapping[str, SubmodelSpec]:
+        shallow = ("conv", "fc", "classifier")
+        return {
+            "small": SubmodelSpec.of({"conv": 4, "hidden": 8}, shallow),
+            "4-16": SubmodelSpec.of({"conv": 4, "hidden": 16}, shallow),
+            "medium": SubmodelSpec.of({"conv": 4, "hidden": 16}),
+            "8-24": SubmodelSpec.of({"hidden": 24}),
+            "large": FULL,
+        }
+
+
+def fedx(**options: Any) -> FedX:
+    return FedX(**{"training": TRAINING, "widths": (0.4, 0.75, 1.0), "fine_tuning": None, **options})
+
+
+def made(**chosen: tuple[str, int]) -> Supernet:
+    """What a search found, by tier."""
+    found = {t: Candidate(level=n, bits=b, accuracy=0.5, encoded_bits=1.0) for t, (n, b) in chosen.items()}
+    return Supernet(chosen=found)
+
+
+def with_server(site: Site, count: int = 8) -> Site:
+    """The server owns what the last client held."""
+    *clients, last = site.partition.clients
+    cut = np.sort(last[:count])
+    parts = replace(site.partition, clients=(*clients, last[:0]), proxy_train=cut[:-2], proxy_test=cut[-2:])
+    return replace(site, partition=parts)
+
+
+# ------------------------------------------------------------------------------------------------------- the pool
+def test_small_medium_and_large_are_listed_before_anything_is_searched() -> None:
+    pool = fedx().pool(TinyNet(), {}, None)  # type: ignore[arg-type]
+    assert [(m.name, m.dispatched, m.reported, m.codecs, m.tiers) for m in pool] == [
+        (name, True, True, None, ()) for name in ("small", "medium", "large")
+    ]
+    assert pool[-1].spec == FULL
+
+
+def test_a_network_of_nested_sub_networks_brings_its_own() -> None:
+    family = NestedNet()
+    before = fedx().pool(family, {}, None)  # type: ignore[arg-type]
+    assert [m.name for m in before] == ["small", "medium", "large"]
+    pool = fedx().pool(family, {"supernet": made(weak=("4-16", 11), strong=("large", 4))}, None)  # type: ignore[arg-type]
+    assert [(m.name, m.dispatched) for m in pool] == [
+        ("small", False), ("4-16", True), ("medium", False), ("large", True),
+    ]  # fmt: skip
+    assert [m.spec for m in pool] == [family.nested()[m.name] for m in pool]
+    assert pool[1].tiers == (("weak", Codecs(Qsgd(bits=11))),)
+
+
+def test_two_tiers_may_have_one_sub_network_in_other_bits() -> None:
+    """It is one level, whose bytes are those of the most bits; each tier has its own codec."""
+    pool = fedx(assigned=SOME).pool(TinyNet(), {}, None)  # type: ignore[arg-type]
+    small, medium, large = pool
+    assert small.tiers == (("weak", Codecs(Qsgd(bits=11))), ("medium", Codecs(Qsgd(bits=9))))
+    assert small.codecs == Codecs(Qsgd(bits=11)) and large.codecs == Codecs(Qsgd(bits=8))
+    assert (medium.dispatched, medium.tiers, medium.codecs) == (False, (), None)
+    sized = coding.sized(pool, TinyNet(), Codecs())
+    assert sized[0].bytes < 4 * small.params == sized[0].bytes_up, "returned as trained"
+    both = fedx(assigned=SOME, up="quantised", bucket=None).pool(TinyNet(), {}, None)  # type: ignore[arg-type]
+    assert both[0].codecs == Codecs(Qsgd(bits=11, bucket=None), Qsgd(bits=11, bucket=None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"), [(FedXSmall, "small"), (FedXMedium, "medium"), (FedXLarge, "large")], ids=lambda k: str(k)
+)
+def test_the_named_variants_send_one_sub_network(kind: type[FedX], level: str) -> None:
+    pool = kind(TRAINING).pool(TinyNet(), {}, None)  # type: ignore[arg-type]
+    assert [m.name for m in pool if m.dispatched] == [level]
+    assert [m.name for m in pool] == ["small", "medium", "large"]
+    found = kind(TRAINING).pool(TinyNet(), {"supernet": made(weak=(level, 11), strong=(level, 9))}, None)  # type: ignore[arg-type]
+    assert [(m.name, len(m.tiers)) for m in found if m.dispatched] == [(level, 2)]
+
+
+@pytest.mark.parametrize("norm", ["batch", "static"])
+def test_running_statistics_are_collected_where_there_are_such(norm: Any) -> None:
+    family = SmallCNN((1, 8, 8), 4, 0.5, norm)
+    for wanted in (True, False):
+        pool = fedx(static_bn=wanted).pool(family, {}, None)  # type: ignore[arg-type]
+        assert {m.static_bn for m in pool} == {wanted and norm == "static"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"assigned": {"weak": Assigned("smal")}}, "algorithm.assigned.weak.level: there is no sub-network 'smal'"),
+        ({"level": "larg"}, "algorithm.level: there is no sub-network 'larg'"),
+        ({"assigned": SOME, "level": "small"}, "algorithm.assigned and algorithm.level both say"),
+        ({"widths": (0.5, 1.0)}, "in algorithm.names as many different names, are expected"),
+        ({"widths": (0.25, 0.5, 0.75)}, "in ascending order to 1"),
+    ],
+)
+def test_bad_sub_networks_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PoolError, match=re.escape(message)):
+        fedx(**options).pool(TinyNet(), {}, None)  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------- who gets what
+def test_a_tier_without_a_sub_network_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"tier 'strong' of the fleet has no sub-network: .* names weak, medium"):
+        site = tiny_site(fedx(assigned={"weak": Assigned("small"), "medium": Assigned("small")}))
+        start_of(fedx(), site)
+
+
+def test_a_tier_that_cannot_hold_its_sub_network_is_named() -> None:
+    algorithm = fedx(assigned={**SOME, "weak": Assigned("large", 8)})
+    with pytest.raises(
+        ConfigError, match=r"tier 'weak' is assigned large, which needs 100.0 %.* its devices hold 35 %"
+    ):
+        start_of(algorithm, tiny_site(algorithm))
+
+
+SELECTIONS = (Uniform(), Uniform(model="random"), Uniform(model="largest"), Oort(), ResourceTable(), Curiosity())
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=lambda s: f"{s.name} {getattr(s, 'model', '')}")
+def test_any_selection_picks_clients_and_the_tier_says_what_they_get(selection: Any) -> None:
+    algorithm = fedx(assigned=SOME, selection=selection)
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    level = {"weak": 0, "medium": 0, "strong": 2}
+    seen = set()
+    for round in range(12):
+        for order in algorithm.plan(state, context_of(site, round)).orders:
+            tier = site.fleet[order.client].tier
+            assert order.level == level[tier] == level_of(site.fleet[order.client], site.pool)
+            assert order.codecs == Codecs(Qsgd(bits=SOME[tier].bits or 0))
+            seen.add(tier)
+    assert len(seen) > 1
+
+
+def test_what_a_client_receives_is_quantised_in_its_tiers_bits() -> None:
+    algorithm = fedx(assigned=SOME)
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = coding.sent(algorithm.plan(state, context_of(site, 0)), site.pool, Codecs(), site.seed)
+    layout, errors = site.family.layout(), dict[str, float]()
+    for order in plan.orders:
+        exact = take(state.params, layout, order.spec)["fc.linear.weight"]
+        away = (order.payload["fc.linear.weight"] - exact).norm() / exact.norm()
+        errors[site.fleet[order.client].tier] = float(away)
+        assert order.encoded is not None and coding.codec_up(order) is None
+    assert 0 < errors["weak"] < errors["medium"], "11 and 9 bits of the same sub-network"
+
+
+def test_without_a_search_devices_get_the_largest_that_they_hold() -> None:
+    algorithm = fedx()
+    site = tiny_site(algorithm)
+    orders = algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders
+    for order in orders:
+        assert order.level == level_of(site.fleet[order.client], site.pool)
+        assert order.codecs is None
+    assert {site.pool[order.level].name for order in orders} > {"small"}
+
+
+def test_a_device_that_is_short_of_room_fails_or_trains_the_smallest_all_the_same() -> None:
+    algorithm = fedx(assigned=SOME)
+    site = tiny_site(algorithm)
+    orders = {o.level: o for o in algorithm.plan(start_of(algorithm, site), context_of(site, 0)).orders}
+    for level, on_too_small in ((0, "train"), (0, "fail"), (2, "train")):
+        order = orders[level]
+        short = TaskContext(site.layout, site.pool, site.fleet[order.client], 100 * site.pool[level].share - 1)
+        chosen = replace(algorithm, on_too_small=on_too_small)
+        if (level, on_too_small) == (0, "train"):
+            assert chosen.task(order, short).spec == site.pool[0].spec
+        else:
+            with pytest.raises(ClientError, match="is free now, the model sent needs"):
+                chosen.task(order, short)
+
+
+# ------------------------------------------------------------------------------------------------------ the merge
+def test_the_merge_by_hand() -> None:
+    """Three clients, four values of the hidden layer's bias: the small network has the first two, the large all four.
+    Each counts alike, whatever it holds (Eq. 4)."""
+    algorithm = fedx(widths=(0.5, 1.0), names=("small", "large"), assigned={"a": Assigned("small")})
+    family = TinyNet(hidden=4)
+    site = tiny_site(replace(algorithm, assigned={}), family)
+    state = start_of(replace(algorithm, assigned={}), site)
+    name = "fc.linear.bias"
+    state = replace(state, params={**state.params, name: torch.tensor([9.0, 9.0, 9.0, 9.0])})
+    values = ((0, [1.0, 2.0]), (0, [3.0, 4.0]), (1, [5.0, 6.0, 7.0, 8.0]))
+    orders, updates = [], []
+    for client, (level, value) in enumerate(values):
+        spec = site.pool[level].spec
+        order = WorkOrder(0, client, spec, take(state.params, site.layout, spec), seed=client, level=level)
+        payload = {**order.payload, name: torch.tensor(value)}
+        orders.append(order)
+        updates.append(update_of(order, spec, payload, examples=10 ** (client + 1)))
+    merged = algorithm.merge(state, RoundPlan(0, tuple(orders)), updates, ServerSite(site))
+    assert merged.params[name].tolist() == [(1 + 3 + 5) / 3, (2 + 4 + 6) / 3, 7.0, 8.0]
+    untouched = {n: t for n, t in state.params.items() if n != name}
+    for n, tensor in untouched.items():
+        torch.testing.assert_close(merged.params[n], tensor)
+
+
+def test_the_server_fine_tunes_what_was_merged() -> None:
+    tuning = FineTuning(lr=0.1, gamma=0.5, start="previous", batch_size=3)
+    algorithm = fedx(assigned=SOME)
+    site = with_server(tiny_site(algorithm))
+    state, server = start_of(algorithm, site), ServerSite(site)
+    for round in (0, 1):
+        plan = algorithm.plan(state, context_of(site, round))
+        updates = [
+            update_of(o, o.spec, {n: t + 0.1 * o.client for n, t in o.payload.items()}, o.client + 1)
+            for o in plan.orders
+        ]
+        merged = algorithm.merge(state, plan, updates, server)
+        tuned = replace(algorithm, fine_tuning=tuning).merge(state, plan, updates, server)
+        seed = seeds.derive(plan.orders[0].seed, "fine-tuning", round)
+        assert_same_bits(tuned.params, fine_tuned(tuning, server, merged.params, state.params, seed))
+        assert any(not torch.equal(tuned.params[name], t) for name, t in merged.params.items())
+        assert_same_bits(
+            replace(algorithm, fine_tuning=tuning).merge(state, plan, updates, server).params, tuned.params
+        )
+
+
+def test_a_round_without_updates_changes_nothing() -> None:
+    algorithm = fedx(assigned=SOME, fine_tuning=FineTuning())
+    site = with_server(tiny_site(algorithm))
+    state = start_of(algorithm, site)
+    plan = algorithm.plan(state, context_of(site, 0))
+    after = algorithm.merge(state, plan, [failure_of(o) for o in plan.orders], ServerSite(site))
+    assert_same_bits(after.params, state.params)
+
+
+def test_fine_tuning_asks_for_data_on_the_server() -> None:
+    algorithm = fedx(assigned=SOME, fine_tuning=FineTuning())
+    site = tiny_site(algorithm)
+    state = start_of(algorithm, site)
+    plan = algorithm.plan(state, context_of(site, 0))
+    updates = [update_of(o, o.spec, {n: t + 1 for n, t in o.payload.items()}) for o in plan.orders]
+    with pytest.raises(ConfigError, match=r"raise partition\.proxy"):
+        algorithm.merge(state, plan, updates, ServerSite(site))
+
+
+def test_a_round_with_all_of_it_learns() -> None:
+    """Quantised down, trained, merged and fine-tuned, several rounds."""
+    algorithm = fedx(assigned=SOME, fine_tuning=FineTuning(lr=0.05))
+    site = with_server(tiny_site(algorithm))
+    state = start_of(algorithm, site, initial_params(site.family, SEED))
+    server, scores = ServerSite(site), list[float]()
+    for round in range(6):
+        plan = coding.sent(algorithm.plan(state, context_of(site, round)), site.pool, Codecs(), site.seed)
+        plan = replace(plan, orders=tuple(o for o in plan.orders if len(site.partition.clients[o.client])))
+        answers = list(InProcess(site).run(algorithm, plan))
+        state = algorithm.merge(state, plan, sorted(answers, key=lambda a: a.client), server)
+        data = site.data
+        whole = ServerSite(replace(site, partition=replace(site.partition, proxy_train=np.arange(len(data.train_y)))))
+        scores.append(whole.evaluate(FULL, state.params))
+    assert scores[-1] > scores[0] + 0.2, scores

@@ -1,0 +1,171 @@
+"""FedX's Eq. 2 on a table that a person can check, and against a search written out here."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_engine.core.errors import PoolError
+from fl_engine.preparation.submodel_search import (
+    Candidate,
+    Kind,
+    Rule,
+    best,
+    feasible,
+    search,
+    smaller_gets_more_bits,
+    spread,
+)
+
+PARAMS = {"small": 100, "medium": 200, "large": 400}
+WHOLE = 0.90
+"""Accuracy of the whole network."""
+ACCURACY = {
+    ("small", 4): 0.50, ("small", 8): 0.80, ("small", 11): 0.84,
+    ("medium", 4): 0.60, ("medium", 8): 0.85, ("medium", 11): 0.86,
+    ("large", 4): 0.70, ("large", 8): 0.89, ("large", 11): 0.88,
+}  # fmt: skip
+BITS = (4, 8, 11)
+WEAK = Kind("weak", 16, {"small": 2.0, "medium": 6.0})
+STRONG = Kind("strong", 8, {"small": 0.2, "medium": 0.6, "large": 1.5})
+
+
+def of(level: str, bits: int) -> Candidate:
+    return Candidate(level=level, bits=bits, accuracy=ACCURACY[level, bits], encoded_bits=PARAMS[level] * (bits + 1))
+
+
+def chosen(kinds: list[Kind], **rule: float) -> dict[str, tuple[str, int]]:
+    found, _ = search(kinds, PARAMS, BITS, of, WHOLE, Rule(**rule))
+    return {tier: (each.level, each.bits) for tier, each in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("rule", "weak", "strong"),
+    [
+        # The weak cannot hold large, the strong compute with 8 bits: the most accurate of what is left.
+        ({}, ("medium", 11), ("large", 8)),
+        # 0.85 is within 0.01 of 0.86, in 1,800 bits instead of 2,400.
+        ({"delta": 0.01}, ("medium", 8), ("large", 8)),
+        # small in 11 bits (0.84) has 1,200 bits; of the strong, medium in 8 (0.85, 1,800) is within 0.04 of 0.89.
+        ({"delta": 0.04}, ("small", 11), ("medium", 8)),
+        # Anything is within 1: the fewest bits.
+        ({"delta": 1.0}, ("small", 4), ("small", 4)),
+        # medium takes the weak 6 s, large the strong 1.5 s.
+        ({"limit": 5.0}, ("small", 11), ("large", 8)),
+        ({"limit": 6.0}, ("medium", 11), ("large", 8)),
+        # In the order of parameters times bits, the first that loses at most 0.05 is medium in 8 bits (1,600).
+        ({"accept": 0.05}, ("medium", 8), ("medium", 8)),
+        ({"accept": 0.10}, ("small", 8), ("small", 8)),
+        # None loses as little as 0.005: as without.
+        ({"accept": 0.005}, ("medium", 11), ("large", 8)),
+    ],
+)
+def test_what_a_tier_takes_by_hand(rule: dict[str, float], weak: tuple[str, int], strong: tuple[str, int]) -> None:
+    assert chosen([WEAK, STRONG], **rule) == {"weak": weak, "strong": strong}
+
+
+def test_an_early_end_measures_less() -> None:
+    _, whole = search([STRONG], PARAMS, BITS, of, WHOLE, Rule())
+    assert [(each.level, each.bits) for each in whole] == [(n, b) for n in PARAMS for b in (4, 8)], "in this order"
+    _, some = search([STRONG], PARAMS, BITS, of, WHOLE, Rule(accept=0.10))
+    # 400 small in 4 bits; 800 medium in 4 and small in 8, of equals in the order of names; small in 8 is good enough.
+    assert [(each.level, each.bits) for each in some] == [("small", 4), ("small", 8), ("medium", 4)]
+
+
+def test_each_candidate_is_measured_once_for_all_tiers() -> None:
+    asked = list[tuple[str, int]]()
+
+    def measure(level: str, bits: int) -> Candidate:
+        asked.append((level, bits))
+        return of(level, bits)
+
+    search([WEAK, STRONG], PARAMS, BITS, measure, WHOLE, Rule())
+    assert len(asked) == len(set(asked)) == 8, "large in 11 bits is nobody's"
+
+
+def test_equals_take_the_more_accurate_and_then_fewer_bits() -> None:
+    cheap = [Candidate(level=n, bits=b, accuracy=a, encoded_bits=7) for n, b, a in (("a", 9, 0.5), ("b", 8, 0.6))]
+    assert best(cheap, 0.2, "weak") == cheap[1]
+    even = [Candidate(level="a", bits=b, accuracy=0.5, encoded_bits=7) for b in (9, 8)]
+    assert best(even, 0.2, "weak") == even[1]
+
+
+def test_what_has_no_accuracy_is_not_taken() -> None:
+    none = Candidate(level="small", bits=1, accuracy=None, encoded_bits=1)
+    assert best([none, of("small", 4)], 1.0, "weak") == of("small", 4)
+    with pytest.raises(PoolError, match="tier 'weak': no sub-network has an accuracy"):
+        best([none], 1.0, "weak")
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "message"),
+    [
+        (WEAK, 1.5, "tier 'weak': no sub-network trains a local round within algorithm.seconds = 1.5: 'small', the "
+                    "fastest, takes 2 s"),
+        (Kind("tiny", 16, {}), None, "tier 'tiny' can hold none of the sub-networks"),
+        (Kind("weak", 3, {"small": 1.0}), None, "tier 'weak' has nothing to choose from: algorithm.bits = [4, 8, 11], "
+                                                "its devices compute with at most 3 bits"),
+    ],
+)  # fmt: skip
+def test_a_tier_without_anything_to_take_is_named(kind: Kind, limit: float | None, message: str) -> None:
+    with pytest.raises(PoolError, match=re.escape(message)):
+        search([kind], PARAMS, BITS, of, WHOLE, Rule(limit=limit))
+
+
+def test_whether_smaller_ones_get_more_bits() -> None:
+    def told(*taken: tuple[str, int]) -> bool | None:
+        return smaller_gets_more_bits({str(i): of(*each) for i, each in enumerate(taken)}, PARAMS)
+
+    assert told(("small", 11), ("medium", 8)) is True
+    assert told(("small", 11), ("medium", 8), ("large", 4)) is True
+    assert told(("small", 11), ("medium", 4), ("large", 8)) is False
+    assert told(("small", 8), ("medium", 8)) is False
+    assert told(("small", 8), ("small", 11)) is None
+
+
+ACCURACIES = st.floats(0, 1, allow_nan=False).map(lambda x: round(x, 3))
+
+
+@given(
+    scores=st.lists(ACCURACIES, min_size=9, max_size=9),
+    delta=st.sampled_from([0.0, 0.01, 0.1, 0.5]),
+    limit=st.sampled_from([None, 0.3, 1.0, 9.0]),
+    most=st.sampled_from([4, 8, 16]),
+)
+def test_it_is_the_brute_force_search(scores: list[float], delta: float, limit: float | None, most: int) -> None:
+    """Nothing feasible is more accurate by more than delta; nothing that accurate has fewer bits."""
+    table = dict(zip(ACCURACY, scores, strict=True))
+
+    def measure(level: str, bits: int) -> Candidate:
+        return of(level, bits).model_copy(update={"accuracy": table[level, bits]})
+
+    kind = Kind("strong", most, STRONG.seconds)
+    found = search([kind], PARAMS, BITS, measure, WHOLE, Rule(limit, delta))[0]["strong"]
+    able = [(n, b) for n, b in table if b <= most and (limit is None or STRONG.seconds[n] <= limit)]
+    top = max(table[each] for each in able)
+    good = [each for each in able if table[each] >= top - delta - 1e-9]
+    assert (found.level, found.bits) in good
+    assert found.encoded_bits == min(of(*each).encoded_bits for each in good)
+
+
+def test_feasible_keeps_the_order() -> None:
+    assert feasible(STRONG, None) == ["small", "medium", "large"]
+    assert feasible(STRONG, 0.6) == ["small", "medium"]
+
+
+@given(count=st.integers(1, 300), most=st.integers(1, 40), always=st.sets(st.integers(0, 299), max_size=3))
+def test_some_of_many_at_equal_distances(count: int, most: int, always: set[int]) -> None:
+    names = [str(i) for i in range(count)]
+    kept = spread(names, most, [str(i) for i in always])
+    assert list(kept) == sorted(kept, key=int), "in their order"
+    there = {str(i) for i in always} & set(names)
+    assert there <= set(kept)
+    assert len(kept) == min(count, max(most, len(there)))
+    if not always and most < count:
+        gaps = [int(b) - int(a) for a, b in pairwise(kept)]
+        assert max(gaps, default=0) - min(gaps, default=0) <= 1
+    assert spread(names, None, []) == tuple(names)

@@ -1,0 +1,233 @@
+"""FedX's preparation: the server trains all sub-networks, and searches one for each tier."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from fl_engine.algorithms import AllLarge, FedX
+from fl_engine.codecs.qsgd import Qsgd
+from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.errors import ConfigError, PoolError
+from fl_engine.core.slicing import count_macs, count_params, full_shapes, initial_params, is_statistic, take
+from fl_engine.core.types import FULL
+from fl_engine.core.widths import nested, prefix
+from fl_engine.exchange.coding import bytes_of, encoded, header_of
+from fl_engine.exchange.server import PreparingServer
+from fl_engine.fleet.devices import FLEETS, fleet
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.preparation import preparation
+from fl_engine.preparation.submodel_search import best
+from fl_engine.preparation.supernet import Supernet, TrainSupernet
+from fl_engine.testing.tiny import CLIENTS, SEED, TRAINING, TinyNet, assert_same_bits, tiny_data, tiny_site
+from fl_engine.training.evaluation import evaluate, recalibrated
+from tests.algorithms.test_fedx import NestedNet
+
+DEFAULTS = {f"algorithm.{name}": value for name, value in vars(FedX()).items() if name != "training"}
+QUICK = {
+    "pretrain.lr": 0.01, "pretrain.epochs": 6, "pretrain.batch_size": 8, "training.epochs": 2,
+    "training.batch_size": 4, "training.drop_last": True, "algorithm.bits": (2, 8, 12), "algorithm.search_seeds": 2,
+    "algorithm.widths": (0.4, 0.75, 1.0), "fleet.tiers": [asdict(tier) for tier in FLEETS["4:3:3"]],
+}  # fmt: skip
+
+
+def server_for(family: ModelFamily, **changes: Any) -> PreparingServer:
+    """Owns 80 samples of 160; each client holds 4 or 12."""
+    data = tiny_data(family.input_shape, family.outputs)  # type: ignore[arg-type]
+    sizes = [4 if i % 2 else 12 for i in range(CLIENTS // 2)] + [8] * (CLIENTS // 2)
+    site = tiny_site(AllLarge(TRAINING), family, sizes=sizes, data=data)
+    own = np.arange(80, 160)
+    clients = site.partition.clients[: CLIENTS // 2]
+    parts = replace(site.partition, clients=clients, proxy_train=own[:60], proxy_test=own[60:])
+    options = {name if "." in name else f"algorithm.{name}": value for name, value in changes.items()}
+    wanted = {name: {**DEFAULTS, **QUICK, **options}[name] for name in (*TrainSupernet.settings, *QUICK)}
+    return PreparingServer(replace(site, partition=parts), settings=wanted)
+
+
+def prepared(family: ModelFamily, **changes: Any) -> Supernet:
+    return TrainSupernet().prepare(family, server_for(family, **changes))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in every step of a run: other numbers of threads add in other orders."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def found(one_thread: None) -> Supernet:
+    return prepared(TinyNet())
+
+
+# ------------------------------------------------------------------------------------------------ what it makes
+def test_it_trains_every_sub_network(found: Supernet) -> None:
+    family, server = TinyNet(), server_for(TinyNet())
+    assert {name: t.shape for name, t in found.weights.items()} == full_shapes(family)
+    fresh, data = initial_params(family, seeds.derive(SEED, "init")), server.data
+    specs = nested(family, (0.4, 0.75, 1.0), ("small", "medium", "large"))
+    for level, (name, spec) in zip(found.levels, specs.items(), strict=True):
+        assert (level.name, level.params, level.macs) == (name, count_params(family, spec), count_macs(family, spec))
+        untrained, trained = (
+            evaluate(family, take(w, family.layout(), spec), spec, data, data.test_x, data.test_y)
+            for w in (fresh, found.weights)
+        )
+        assert level.accuracy == trained.value > untrained.value + 0.3
+    assert found.samples == 80
+
+
+def test_the_table_is_complete_and_the_choice_follows_from_it(found: Supernet) -> None:
+    assert [(each.level, each.bits) for each in found.table] == [
+        (name, bits) for name in ("small", "medium", "large") for bits in (2, 8, 12)
+    ]
+    holds = {"weak": ("small",), "medium": ("small", "medium"), "strong": ("small", "medium", "large")}
+    assert {tier: tuple(by) for tier, by in found.seconds_per_round.items()} == holds
+    for tier, names in holds.items():
+        assert found.chosen[tier] == best([each for each in found.table if each.level in names], 0.01, tier)
+    sizes = {(each.level, each.bits): each.encoded_bits for each in found.table}
+    assert all(sizes[name, 8] < sizes[name, 12] for name in ("small", "medium", "large"))
+
+
+def test_a_candidate_is_what_a_client_would_decode(found: Supernet) -> None:
+    family, server = TinyNet(), server_for(TinyNet())
+    spec, data = prefix(family.layout(), 0.75), server.data
+    weights = take(found.weights, family.layout(), spec)
+    scores, bits, codec = [], [], Qsgd(bits=2)
+    for i in range(2):
+        sent = encoded(codec, weights, seeds.derive(SEED, "supernet rounding", i))
+        received = codec.decode(sent, dict(sorted(header_of(weights).items())))
+        scores.append(evaluate(family, received, spec, data, data.test_x, data.test_y).value)
+        bits.append(8 * bytes_of(header_of(sent)))
+    (candidate,) = [each for each in found.table if (each.level, each.bits) == ("medium", 2)]
+    assert candidate.accuracy == pytest.approx(sum(scores) / 2, rel=1e-12)
+    assert candidate.encoded_bits == sum(bits) / 2
+
+
+def test_a_local_rounds_seconds_by_hand(found: Supernet) -> None:
+    """Forward and backward pass of all samples, two epochs, batches of 4; at the tier's speed. Multiply-adds of the
+    whole network: conv 9*8*16, fc and extra 32*32, classifier 32*4."""
+    samples = [12, 4] * 5
+    tiers = {tier.name: tier for tier in FLEETS["4:3:3"]}
+    members = [samples[d.client] for d in fleet(FLEETS["4:3:3"], 10, SEED) if d.tier == "strong"]
+    macs = 9 * 8 * 16 + 32 * 32 * 2 + 32 * 4
+    expected = 3 * macs * 2 * (sum(members) / len(members)) / (tiers["strong"].speed * 1e9)
+    assert found.seconds_per_round["strong"]["large"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_it_is_a_function_of_its_inputs(found: Supernet) -> None:
+    torch.manual_seed(5)
+    again = prepared(TinyNet())
+    assert_same_bits(again.weights, found.weights)
+    assert again.model_copy(update={"weights": {}, "seconds": 0.0}) == found.model_copy(
+        update={"weights": {}, "seconds": 0.0}
+    )
+
+
+# ------------------------------------------------------------------------------------------------- what is asked for
+def test_an_assignment_is_not_searched() -> None:
+    made = prepared(TinyNet(), assigned={"weak": {"level": "small", "bits": 11}})
+    assert (made.chosen, made.table, made.seconds_per_round, made.smaller_gets_more_bits) == ({}, (), {}, None)
+    assert [level.name for level in made.levels] == ["small", "medium", "large"] and made.weights
+
+
+def test_one_level_for_all_leaves_its_bits_to_the_search() -> None:
+    made = prepared(TinyNet(), level="small", **{"pretrain.epochs": 2})
+    assert {each.level for each in made.table} == {each.level for each in made.chosen.values()} == {"small"}
+    assert set(made.chosen) == {"weak", "medium", "strong"} and made.smaller_gets_more_bits is None
+
+
+def test_a_tiers_most_bits() -> None:
+    made = prepared(TinyNet(), q_max={"weak": 8}, delta=0.0, **{"pretrain.epochs": 2})
+    assert made.chosen["weak"].bits <= 8
+    assert ("large", 12) in {(each.level, each.bits) for each in made.table}
+
+
+def test_of_many_sub_networks_some_are_tried_and_the_regret_is_told() -> None:
+    made = prepared(NestedNet(), search_levels=1, **{"pretrain.epochs": 2})
+    assert [level.name for level in made.levels] == ["small", "4-16", "medium", "8-24", "large"], "all are scored"
+    assert {each.level for each in made.table} == {"small", "medium", "large"}
+    plain = {level.name: level.accuracy for level in made.levels}
+    left = {"weak": ("4-16",), "medium": ("4-16",), "strong": ("4-16", "8-24")}
+    able = {tier: [n for n in names if n in made.seconds_per_round[tier]] for tier, names in left.items()}
+    assert able["strong"] == ["4-16", "8-24"] and set(made.regret) == {tier for tier, names in able.items() if names}
+    for tier, regret in made.regret.items():
+        assert regret == max(0.0, max(plain[name] or 0.0 for name in able[tier]) - (made.chosen[tier].accuracy or 0.0))
+    every = prepared(NestedNet(), search_levels=None, **{"pretrain.epochs": 2})
+    assert every.regret == {} and {each.level for each in every.table} == set(plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seconds": 1e-9}, r"tier '\w+': no sub-network trains a local round within algorithm.seconds = 1e-09"),
+        ({"level": "larg"}, "algorithm.level = 'larg' is no sub-network"),
+        ({"level": "large"}, "tier 'weak' can hold none of the sub-networks|tier 'medium' can hold none"),
+        ({"widths": (0.5, 1.0)}, "in algorithm.names as many different names, are expected"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused_before_anything_trains(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PreparingServer, "train", lambda *_: pytest.fail("it trained"))
+    with pytest.raises(PoolError, match=message):
+        prepared(TinyNet(), **changes)
+
+
+def test_a_server_without_data_is_named() -> None:
+    server = server_for(TinyNet())
+    nobody = replace(server.site.partition, proxy_train=np.zeros(0, np.int64), proxy_test=np.zeros(0, np.int64))
+    with pytest.raises(ConfigError, match=r"raise partition\.proxy"):
+        TrainSupernet().prepare(TinyNet(), replace(server, site=replace(server.site, partition=nobody)))
+
+
+# ----------------------------------------------------------------------------------------------- running statistics
+def test_each_sub_network_is_scored_with_statistics_of_its_own() -> None:
+    family = SmallCNN((1, 8, 8), 4, width=0.5, norm="static")
+    server = server_for(family)
+    made, data = TrainSupernet().prepare(family, server), server.data
+    for level, spec in zip(made.levels, nested(family, (0.4, 0.75, 1.0), ("s", "m", "l")).values(), strict=True):
+        weights = take(made.weights, family.layout(), spec)
+        own = evaluate(family, weights, spec, data, data.test_x, data.test_y, static_bn=True)
+        assert level.accuracy == own.value
+    small = prefix(family.layout(), 0.4)
+    weights = take(made.weights, family.layout(), small)
+    own_statistics = recalibrated(family, weights, small, data, data.train_x)
+    assert list(own_statistics) == list(weights)
+    for name, tensor in weights.items():
+        assert torch.equal(own_statistics[name], tensor) != is_statistic(name), name
+    score, wanted = (
+        evaluate(family, each, small, data, data.test_x, data.test_y, static_bn=static_bn)
+        for each, static_bn in ((own_statistics, False), (weights, True))
+    )
+    assert (score.value, score.loss) == (wanted.value, pytest.approx(wanted.loss, rel=1e-6))
+
+
+# -------------------------------------------------------------------------------------------------------- its file
+def test_it_is_json_and_the_weights_come_back_with_their_bits(found: Supernet) -> None:
+    adapter: TypeAdapter[Supernet] = TypeAdapter(preparation("supernet").artifact)
+    text = adapter.dump_json(found)
+    back = adapter.validate_json(text)
+    assert_same_bits(back.weights, found.weights)
+    assert adapter.dump_json(back) == text
+    assert Supernet() == TrainSupernet().assumed(TinyNet()) == adapter.validate_json(adapter.dump_json(Supernet()))
+
+
+@pytest.mark.parametrize("weights", [{"a": 1}, "AAAA", "not base64", 3, base64.b64encode(b"x" * 40).decode()])
+def test_damaged_weights_are_refused(weights: object) -> None:
+    with pytest.raises(ValidationError, match="base64 of safetensors is expected"):
+        TypeAdapter(Supernet).validate_json(json.dumps({"weights": weights}))
+
+
+def test_whole_network_is_the_last_level() -> None:
+    assert nested(NestedNet(), (), ())["large"] == FULL
