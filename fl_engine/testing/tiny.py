@@ -232,6 +232,11 @@ def tiny_site(
     return Site(family, tiny_pool(algorithm, family), fleet, data, partition, SEED)
 
 
+def on_devices_alone(algorithm: Any) -> Any:
+    """The algorithm without its server's fine-tuning, where it has such: a tiny site leaves the server no data."""
+    return replace(algorithm, fine_tuning=None) if hasattr(algorithm, "fine_tuning") else algorithm
+
+
 # ----------------------------------------------------------------------------------------- made-up outcomes
 def start_of(algorithm: Algorithm, site: Site, params: Params | None = None) -> Any:
     """The algorithm's state before the first round."""

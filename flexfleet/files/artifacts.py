@@ -95,7 +95,14 @@ class Level(BaseModel):
     bytes_up: int | None = None
     """Bytes of its tensors on the way back; null: nothing is coded, and they are `bytes` too."""
     tiers: dict[str, dict[str, dict[str, Any]] | None] = {}
-    """The tiers of the fleet whose devices are sent this level, each with its codecs; null: the run's."""
+    """The tiers of the fleet whose devices are sent this level, each with its codecs (null: the run's); left out where
+    no tier is named."""
+
+    @model_serializer(mode="wrap")
+    def _as_ever(self, handler: Any) -> dict[str, Any]:
+        """Levels without tiers keep the bytes that they had before there were any: run.json has a pool's checksum."""
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if name != "tiers" or value}
 
 
 class PoolFile(Artifact):

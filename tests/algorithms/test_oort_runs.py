@@ -41,7 +41,7 @@ from fl_engine.selection.oort import Candidates
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import decode, encode
 from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.tiny import SAMPLES, TRAINING, context_of, start_of, tiny_site
+from fl_engine.testing.tiny import SAMPLES, TRAINING, context_of, on_devices_alone, start_of, tiny_site
 from fl_engine.testing.tracker import Memory
 from flexfleet import config as configs
 from flexfleet.config import load_config
@@ -148,7 +148,7 @@ def federated(algorithm: Any, store: Any, rounds: int, **terms: Any) -> bytes:
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_algorithm_takes_it(name: str, memory_store: Any) -> None:
-    algorithm = ALGORITHMS[name](training=TRAINING, selection=Oort(pacer_step=1))  # type: ignore[call-arg]
+    algorithm = on_devices_alone(ALGORITHMS[name](training=TRAINING, selection=Oort(pacer_step=1)))  # type: ignore[call-arg]
     federated(algorithm, memory_store, 3)
     rows = Checkpoints(memory_store).rows()
     site = tiny_site(algorithm)

@@ -46,6 +46,7 @@ from fl_engine.testing.tiny import (
     assert_same_orders,
     context_of,
     failure_of,
+    on_devices_alone,
     start_of,
     tiny_site,
     update_of,
@@ -382,7 +383,7 @@ def site_of(name: str) -> Site:
 def test_two_rounds_with_every_optimiser_and_selection(name: str, selection: Any, server: Server) -> None:
     kind: Any = ALGORITHMS[name]
     options = {"server": server} if "server" in {f.name for f in fields(kind)} else {}
-    algorithm = kind(training=QUICK, selection=selection, **options)
+    algorithm = on_devices_alone(kind(training=QUICK, selection=selection, **options))
     site = site_of(name)
     fresh = state = start_of(algorithm, site)
     trained = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -25,16 +24,7 @@ from fl_engine.algorithms.fedx import Assigned
 from fl_engine.core.contracts import Algorithm
 from fl_engine.exchange.client import Site
 from fl_engine.testing.algorithms import AlgorithmSuite
-from fl_engine.testing.tiny import TRAINING
-
-
-def without_fine_tuning(algorithm: Any) -> Algorithm:
-    """As the tiny server has no data. A server that trains moves what no client has trained, so some laws of the merge
-    do not hold of it; tests/algorithms have those that do."""
-    if hasattr(algorithm, "fine_tuning"):
-        algorithm = replace(algorithm, fine_tuning=None)
-    found: Algorithm = algorithm
-    return found
+from fl_engine.testing.tiny import TRAINING, on_devices_alone
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +38,7 @@ def one_thread() -> Iterator[None]:
 class TestAlgorithms(AlgorithmSuite):
     @pytest.fixture(params=sorted(ALGORITHMS))
     def algorithm(self, request: pytest.FixtureRequest) -> Algorithm:
-        return without_fine_tuning(ALGORITHMS[request.param](training=TRAINING))
+        return on_devices_alone(ALGORITHMS[request.param](training=TRAINING))  # type: ignore[no-any-return]
 
     def promises_to_fit(self, algorithm: Algorithm) -> bool:
         return not isinstance(algorithm, AdaptiveFL)  # its server does not know capacities

@@ -28,7 +28,7 @@ from fl_engine.selection.oort import Oort
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import FolderStore, decode, encode
 from fl_engine.testing.personal import PersonalHeads
-from fl_engine.testing.tiny import TRAINING, assert_same_bits, start_of, tiny_fleet, tiny_site
+from fl_engine.testing.tiny import TRAINING, assert_same_bits, on_devices_alone, start_of, tiny_fleet, tiny_site
 from fl_engine.testing.tracker import Memory
 
 ASKED = replace(TRAINING, fraction=0.6, epochs=1)
@@ -115,7 +115,7 @@ def test_slow_clients_hold_nobody_up(new_store: Any) -> None:
 # --------------------------------------------------------------------------------------------------- laws
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"decoupled"}))
 def test_with_a_buffer_of_all_it_is_the_synchronous_run(name: str, new_store: Any, timeless: Any) -> None:
-    algorithm: Any = ALGORITHMS[name](training=ASKED)  # type: ignore[call-arg]
+    algorithm: Any = on_devices_alone(ALGORITHMS[name](training=ASKED))  # type: ignore[call-arg]
     stores = {mode: new_store() for mode in ("synchronous", "buffered", "null")}
     for mode, store in stores.items():
         count = 4 if mode == "buffered" else None

@@ -54,6 +54,7 @@ from fl_engine.testing.tiny import (
     context_of,
     failure_of,
     learned,
+    on_devices_alone,
     start_of,
     tiny_site,
     update_of,
@@ -312,7 +313,7 @@ def private(name: str, **more: Any) -> Any:
     options: dict[str, Any] = {"depthfl": {"alpha": 0.0}, "heterofl": {"static_bn": False}}
     options["fedrolex"] = {"static_bn": False}
     options |= {"federated_dropout": {"static_bn": False}, "adaptivefl": {"variant": "random"}}
-    return kind(training=TRAINING, aggregation=Private(**more), **options.get(name, {}))
+    return on_devices_alone(kind(training=TRAINING, aggregation=Private(**more), **options.get(name, {})))
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
@@ -379,7 +380,7 @@ def asked(tmp_path: Path) -> Callable[..., Asked]:
     pytest.importorskip("dp_accounting", reason="pip install 'flexfleet[privacy]'")
 
     def run(name: str, folder: str, key: bytes | None, stop: int = 6, stop_in: int = 0, **more: Any) -> Asked:
-        algorithm = private(name) if key else ALGORITHMS[name](training=TRAINING)  # type: ignore[call-arg]
+        algorithm = private(name) if key else on_devices_alone(ALGORITHMS[name](training=TRAINING))  # type: ignore[call-arg]
         site = tiny_site(algorithm)
         config = RoundsConfig(**{"stop": stop, "evaluate_every": 100, "commit_every": 1, "norm_bound": None} | more)
         backend, ledger, start = Idle(), ledger_in(FolderStore(tmp_path / folder)), start_of(algorithm, site)
