@@ -13,21 +13,19 @@ clock (`fleet.devices`), for the mean number of samples of the tier's clients; t
 
 from __future__ import annotations
 
-import base64
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict, Field
 
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import seeds, workload
 from fl_engine.core.contracts import ModelFamily, Nested, PreparationContext
-from fl_engine.core.errors import IntegrityError, PoolError, nearest
+from fl_engine.core.errors import PoolError, nearest
 from fl_engine.core.slicing import count_params, initial_params, is_statistic, take
 from fl_engine.core.types import FULL, Adam, Device, LocalTask, Params, Sandwich, SubmodelSpec
 from fl_engine.core.widths import nested
@@ -42,31 +40,15 @@ from fl_engine.preparation.submodel_search import (
     smaller_gets_more_bits,
     spread,
 )
+from fl_engine.preparation.weights import Weights
 from fl_engine.selection.capacity import holds
-from fl_engine.storage.store import decode, encode, tensor_bytes
+from fl_engine.storage.store import tensor_bytes
 from fl_engine.training.evaluation import evaluate, recalibrated
 
 log = logging.getLogger("flexfleet")
 
 ANCHORS = ("small", "medium", "large")
 MOST_BITS = 16
-
-
-def _read(value: Any) -> Params:
-    """From base64 of safetensors, as JSON holds them; none are the empty string there."""
-    if isinstance(value, dict) and all(isinstance(each, Tensor) for each in value.values()):
-        return value
-    if value == "":
-        return {}
-    try:
-        return decode(base64.b64decode(value, validate=True), "weights")
-    except (IntegrityError, TypeError, ValueError) as error:
-        raise ValueError(f"weights: base64 of safetensors is expected: {error}") from error
-
-
-Weights = Annotated[
-    dict[str, Any], BeforeValidator(_read), PlainSerializer(lambda w: base64.b64encode(encode(w)).decode() if w else "")
-]
 
 
 class SubNetwork(BaseModel):
@@ -84,8 +66,8 @@ class Supernet(BaseModel):
     """What the preparation `supernet` makes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    weights: Weights = {}
-    """Of the whole network, shapes as in its layout; without a preparation none."""
+    weights: Weights = Field(default={}, repr=False)
+    """Of the whole network, shapes as in its layout; empty before the preparation. They lie beside the JSON."""
     levels: tuple[SubNetwork, ...] = ()
     """Those that were scored, smallest first."""
     chosen: dict[str, Candidate] = {}

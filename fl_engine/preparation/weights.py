@@ -22,7 +22,6 @@ from fl_engine.core.contracts import ModelFamily, Preparation
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.slicing import largest
 from fl_engine.core.types import Params, Prepared
-from fl_engine.preparation import preparation
 
 FIELD = "weights"
 
@@ -40,6 +39,8 @@ def gives_weights(kind: Preparation) -> bool:
 
 def giver(names: Iterable[str]) -> str | None:
     """Which of these preparations gives weights, if any. Raises ConfigError where two do."""
+    from fl_engine.preparation import preparation  # whose preparations use `Weights`
+
     found = [name for name in names if gives_weights(preparation(name))]
     if len(found) > 1:
         raise ConfigError(
