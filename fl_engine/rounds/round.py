@@ -15,8 +15,9 @@ from fl_engine.rounds.collect import Clients, collect
 from fl_engine.rounds.flights import Flight
 from fl_engine.rounds.recorder import recorded
 from fl_engine.rounds.run import Run
+from fl_engine.selection.capacity import by_tier, level_of
 from fl_engine.storage.checkpoints import Row
-from fl_engine.training.evaluation import average, by_owner, evaluate_pool, published
+from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool, published
 
 
 @dataclass(frozen=True)
@@ -83,4 +84,15 @@ def _scores(run: Run, state: Any) -> dict[str, float]:
         metrics = by_owner(score, run.site.partition.server_classes).metrics
         found |= {f"{metric}/{name}": value for metric, value in metrics.items()}
         found[f"loss/{name}"] = score.loss
-    return found
+    return found | _of_devices(run, scores)
+
+
+def _of_devices(run: Run, scores: Mapping[str, Score]) -> dict[str, float]:
+    """`accuracy_devices`, by the deciding metric's name: the mean over all devices of what their own sub-model scores
+    (FedX, section IV-D), where the pool says which tiers have which."""
+    site = run.site
+    if not by_tier(site.pool):
+        return {}
+    own = [level_of(device, site.pool) for device in site.fleet]
+    values = [scores[site.pool[i].name].value for i in own if i is not None]
+    return {f"{site.data.task.metric.name}_devices": sum(values) / len(values)}
