@@ -128,7 +128,7 @@ class TrainSupernet:
             seconds_per_round={kind.tier: dict(kind.seconds) for kind in kinds},
             samples=len(server.data.train_y) + len(server.data.test_y),
         )
-        for each in found.levels:
+        for each in (level for level in found.levels if level.name in named):
             log.info("supernet: %s, %d parameters: %s", each.name, each.params, _told(each.accuracy))
         if kinds:
             found = found.model_copy(update=_searched(kinds, of, tried, able, accuracy, scores, settings))
