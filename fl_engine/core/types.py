@@ -323,8 +323,9 @@ class ClientUpdate:
     """What a client brings back: the sub-model that it really trained. A name absent from `payload` was not trained.
 
     `num_examples` is the client's sample count |d|; `metrics` are floats such as `loss` and `seconds`. The server adds
-    two fields when it has the update: `level`, the index of the pool model that was trained (None: the sub-model is not
-    in the pool), and `elapsed`, the seconds that the order took on the simulated clock. `state` is what the client
+    three fields when it has the update: `level`, the index of the pool model that was trained (None: the sub-model is
+    not in the pool), `elapsed`, the seconds that the order took on the simulated clock, and `seconds_decode`, those
+    that the server needed to decode it. `state` is what the client
     keeps (`contracts.KeepsClientState`): the engine removes it before the merge.
 
     Where the way up is coded, `encoded` is what travels; on the server `payload` is what was decoded from it.
@@ -340,6 +341,7 @@ class ClientUpdate:
     elapsed: float = 0.0
     state: Params = field(default_factory=dict)
     encoded: Params | None = None
+    seconds_decode: float = 0.0
 
     @property
     def travels(self) -> Params:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hmac
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -272,37 +273,43 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
     except IntegrityError as error:
         raise Rejected("schema", str(error)) from error
     weights, state = apart(tensors)
+    decoding = 0.0
     encoded = None if codec is None else weights
     if expected is not None and rules is not None:
         check_state(state, rules.client_state)
-        weights = _weights(weights, spec, order, expected, rules.layout)
+        weights, decoding = _weights(weights, spec, order, expected, rules.layout)
         held = rules.samples[order.client]
         if manifest.num_examples != held:
             raise Rejected("examples", f"says {manifest.num_examples} samples, the client holds {held}")
         _check_metrics(manifest.metrics, client_metrics(rules.algorithm))
         _check_made(spec, order, manifest.metrics, rules)
     update = ClientUpdate(order.round, order.client, spec, weights, manifest.num_examples, manifest.metrics)
-    return replace(update, state=state, encoded=encoded)
+    return replace(update, state=state, encoded=encoded, seconds_decode=decoding)
 
 
 def received(update: ClientUpdate, order: WorkOrder, rules: Rules) -> ClientUpdate:
     """An encoded update of a client in this process, as it would arrive through the store. Raises Rejected."""
     expected = _expected(rules, update.spec, order)
-    return replace(update, payload=_weights(update.travels, update.spec, order, expected, rules.layout))
+    payload, decoding = _weights(update.travels, update.spec, order, expected, rules.layout)
+    return replace(update, payload=payload, seconds_decode=decoding)
 
 
-def _weights(tensors: Params, spec: SubmodelSpec, order: WorkOrder, expected: Header, layout: ParamLayout) -> Params:
-    """The weights of an update, decoded and checked."""
-    codec = coding.codec_up(order)
+def _weights(
+    tensors: Params, spec: SubmodelSpec, order: WorkOrder, expected: Header, layout: ParamLayout
+) -> tuple[Params, float]:
+    """The weights of an update, decoded and checked; and the seconds of decoding."""
+    codec, decoding = coding.codec_up(order), 0.0
     if wrong := coding.misfit(tensors, coding.header(codec, expected), coding.streams(codec, expected)):
         raise Rejected(*wrong)
     if codec is not None:
+        started = time.monotonic()
         try:
             tensors = coding.restored(codec, tensors, expected, order, spec, layout)
         except IntegrityError as error:
             raise Rejected("encoding", str(error)) from error
+        decoding = time.monotonic() - started
     _check_numbers(tensors)
-    return tensors
+    return tensors, decoding
 
 
 def _most_bytes(expected: Header) -> int:

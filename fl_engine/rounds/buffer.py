@@ -28,7 +28,7 @@ from fl_engine.core.contracts import Algorithm, keeps_client_state
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.slicing import take
 from fl_engine.core.types import ClientUpdate, ParamLayout, Params, RoundPlan, WorkOrder
-from fl_engine.rounds import recorder
+from fl_engine.rounds import phases, recorder
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.flights import FOLDER, Flight
 from fl_engine.rounds.recorder import Record
@@ -139,6 +139,9 @@ def recorded(run: Run, plan: RoundPlan, due: Due, began: float) -> Record:
             line["staleness"] = due.stale[line["client"]]
     metrics = record.metrics
     metrics["bytes_down"] = float(sum(tensor_bytes(order.travels) for order in plan.orders))
+    metrics |= phases.bits(metrics)
+    for name in phases.SIMULATED:  # their rounds overlap
+        metrics.pop(name, None)
     metrics["clients_flying"] = float(len(due.flying))
     if due.stale:
         metrics["staleness"] = fmean(due.stale.values())

@@ -34,6 +34,8 @@ class Collected:
     """How far updates moved, with this round's."""
     waited: float
     """Seconds until the backend had answers."""
+    decoded: float = 0.0
+    """Seconds in which the server decoded them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
     checked once. `begin`: when the round began on the simulated clock. Raises Stopped after the answer at hand where
     `should_stop` says so."""
     answers = Answers() if clients.mailbox is None else Answers(BESIDE_A_STORE)
-    moved, waited = dict[int, Moved](), 0.0
+    moved, waited, decoded = dict[int, Moved](), 0.0, 0.0
     size = _size(plan, history)
     closed = None
     if clients.mailbox is not None:
@@ -64,12 +66,16 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
     if closed is not None and clients.mailbox is not None:
         moved, answers.times = closed.moved, dict(closed.times)
         for client in sorted(closed.accepted):
-            answers.add(_known(run, plan, clients.mailbox.accepted(plan, client, closed), answers.times, begin))
-        return Collected(answers, acceptance.remembered(history, moved, size), waited)
+            known = clients.mailbox.accepted(plan, client, closed)
+            decoded += _decoding(known)
+            answers.add(_known(run, plan, known, answers.times, begin))
+        return Collected(answers, acceptance.remembered(history, moved, size), waited, decoded)
 
     arrivals: dict[int, Arrival] = {}
 
     def receive(outcome: Outcome) -> None:
+        nonlocal decoded
+        decoded += _decoding(outcome)
         outcome = _known(run, plan, outcome, answers.times, begin)
         if isinstance(outcome, ClientUpdate) and not acceptance.unconditional(run.terms):
             far = movement(outcome, plan.order_of[outcome.client], run.site.layout)
@@ -94,7 +100,7 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
         late = {client: answers.times[client] for client in refused}
         clients.mailbox.close(plan, sorted(plan.order_of), refused, moved, late)
     answers.refuse(refused)
-    return Collected(answers, acceptance.remembered(history, moved, size), waited)
+    return Collected(answers, acceptance.remembered(history, moved, size), waited, decoded)
 
 
 def _adopted(plan: RoundPlan, mailbox: Mailbox, receive: Callable[[Outcome], None]) -> RoundPlan:
@@ -120,6 +126,10 @@ def _known(run: Run, plan: RoundPlan, outcome: Outcome, times: dict[int, Times],
     level = index_of(run.site.pool, run.site.layout, outcome.spec)
     times[outcome.client] = took
     return replace(outcome, level=level, elapsed=took.total)
+
+
+def _decoding(outcome: Outcome) -> float:
+    return outcome.seconds_decode if isinstance(outcome, ClientUpdate) else 0.0
 
 
 def _size(plan: RoundPlan, history: History) -> Moved:

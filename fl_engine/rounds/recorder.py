@@ -13,6 +13,7 @@ from fl_engine.core.slicing import index_of
 from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan, Stage
 from fl_engine.exchange import coding
 from fl_engine.fleet import uniformity
+from fl_engine.rounds import phases
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.run import Run
 from fl_engine.storage.store import tensor_bytes
@@ -74,7 +75,7 @@ def recorded(
         "clients_pruned": float(pruned),
         "clients_failed": float(len(failures)),
     }
-    metrics |= _reasons(failures)
+    metrics |= phases.bits(metrics) | _reasons(failures)
     deadline_s = run.terms.deadline_s
     if deadline_s is not None and len(updates) < plan.enough:
         metrics["seconds_simulated"] = deadline_s
@@ -90,6 +91,7 @@ def recorded(
     in_order = [(client, answers.times[client]) for client in sorted(answers.times)]
     merged = {update.client for update in updates}
     answered = [times for client, times in in_order if client in merged]
+    metrics |= phases.of_the_last(answered)
     metrics |= uniformity.measured([times for _, times in in_order], answered, run.alone)
     return Record(metrics, tuple(lines))
 

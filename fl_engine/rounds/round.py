@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +12,7 @@ from fl_engine.exchange.acceptance import History
 from fl_engine.rounds import buffer, kept
 from fl_engine.rounds.collect import Clients, collect
 from fl_engine.rounds.flights import Flight
+from fl_engine.rounds.phases import Stopwatch
 from fl_engine.rounds.recorder import recorded
 from fl_engine.rounds.run import Run
 from fl_engine.selection.capacity import by_tier, level_of
@@ -38,15 +38,18 @@ class Progress:
 
 def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Progress, Row]:
     """The round's outcome, and what was measured of it. Raises Stopped."""
-    started = time.monotonic()
+    watch = Stopwatch()
+    started = watch.began
     # Nobody waits for clients to come online while others are at work.
     begin = before.clock if before.flying else run.begins(round, before.clock)
     context = run.context(round, begin, {flight.order.client for flight in before.flying})
     plan = run.algorithm.plan(before.state, context)
+    watch.ends("plan")
     plan = coding.sent(plan, run.site.pool, run.codecs, run.site.seed)
+    watch.ends("encode" if any(order.encoded is not None for order in plan.orders) else "plan")
     plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, round))
     plan = kept.handed_out(run, plan, before.states, clients.states)
-    planned = time.monotonic()
+    watch.ends("plan")
     collected = collect(run, plan, before.history, clients, begin)
     due = None
     if clients.flights is not None:
@@ -54,24 +57,24 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     answers = collected.answers if due is None else due.answers
     state = run.algorithm.merge(before.state, plan if due is None else due.plan, answers, run.server)
     states = kept.taken_in(before.states, answers, clients.states)
-    merged = time.monotonic()
     record = recorded(run, plan, answers, begin) if due is None else buffer.recorded(run, plan, due, begin)
     metrics = record.metrics
     if run.trace is not None:
         metrics["clients_online"] = float(len(context.available))
         metrics["simulated_wait"] = begin - before.clock
         metrics["seconds_simulated"] += metrics["simulated_wait"]
-    metrics["seconds_plan"] = planned - started
-    metrics["seconds_train"] = collected.waited
-    metrics |= {f"seconds_train/{phase}": seconds for phase, seconds in clients.backend.phases.items()}
-    metrics["seconds_merge"] = merged - planned - collected.waited
-    if (round + 1) % run.terms.evaluate_every == 0 or round + 1 == run.terms.stop:
-        metrics |= _scores(run, state)
-        metrics["seconds_evaluate"] = time.monotonic() - merged
     spent = privacy.epsilon(run.algorithm, run.site.fleet, run.site.pool, round + 1)
     if spent is not None:
         metrics["epsilon"] = spent
-    metrics["seconds_round"] = time.monotonic() - started
+    watch.ends("merge")
+    if (round + 1) % run.terms.evaluate_every == 0 or round + 1 == run.terms.stop:
+        metrics |= _scores(run, state)
+        watch.ends("evaluate")
+    watch.seconds["merge"] -= collected.waited
+    metrics |= {"seconds_encode": 0.0, "seconds_train": collected.waited, "seconds_decode": collected.decoded}
+    metrics |= {f"seconds_{phase}": seconds for phase, seconds in watch.seconds.items()}
+    metrics |= {f"seconds_train/{phase}": seconds for phase, seconds in clients.backend.phases.items()}
+    metrics["seconds_round"] = watch.began - started
     clock = before.clock + metrics.get("seconds_simulated", 0.0)
     row = Row(round=round, metrics=metrics, clients=record.clients)
     return Progress(state, collected.history, clock, states, () if due is None else due.flying), row

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Moves
 from fl_engine.fleet.uniformity import NAMES, of_a_run
+from fl_engine.rounds import phases
 from fl_engine.storage.checkpoints import Row
 from fl_engine.training.numerics import deciding
 from flexfleet.config import moves
@@ -106,6 +107,8 @@ class OneRun(_Part):
     uniformity_communication: float | None = None
     uniformity_real: float | None = None
     time_variance: float | None = None
+    phases: dict[str, float] = {}
+    """Means over the rounds (`fl_engine.rounds.phases`); empty in older runs."""
     model_sha256: str
     mlflow_run_id: str | None
 
@@ -147,6 +150,9 @@ class Summary(_Part):
     """Null also where clients train side by side."""
     time_variance: Spread | None = None
     """In seconds squared."""
+    phases: dict[str, Spread] = {}
+    """What each phase of a round takes in seconds, on the server and on the simulated clock, and its bits down and up:
+    means over the rounds, by the names of `fl_engine.rounds.phases`. What not every run says is left out."""
     reached: tuple[Reached, ...]
     highest: tuple[Highest, ...] = ()
     runs: tuple[OneRun, ...]
@@ -295,6 +301,7 @@ def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float]
         seconds=_sure([one.seconds for one in each]),
         seconds_simulated=spread([one.seconds_simulated for one in each]),
         **{name: spread([getattr(one, name) for one in each]) for name in NAMES},
+        phases=_phases(each),
         reached=tuple(reached(seeds, [run.rows for run in runs], target) for target in targets),
         highest=tuple(_highest(runs)),
         runs=tuple(each),
@@ -319,6 +326,7 @@ def _one(seed: int, run: Run) -> OneRun:
         seconds=run.history.seconds,
         seconds_simulated=simulated(run.rows),
         **of_a_run([row.metrics for row in run.rows]),
+        phases=phases.of_a_run([row.metrics for row in run.rows]),
         model_sha256=run.history.model_sha256,
         mlflow_run_id=run.file.mlflow_run_id,
     )
@@ -331,6 +339,11 @@ def _by_owner(run: Run) -> dict[str, float | None]:
         found[f"avg_{owner}"] = None if run.single else statistics.fmean(levels.values())
         found[f"full_{owner}"] = levels[run.pool.levels[-1].name]
     return found
+
+
+def _phases(runs: Sequence[OneRun]) -> dict[str, Spread]:
+    found = {name: spread([one.phases.get(name) for one in runs]) for name in phases.NAMES}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def _highest(runs: Sequence[Run]) -> Iterator[Highest]:

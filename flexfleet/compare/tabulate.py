@@ -6,11 +6,12 @@ comparison.html has all of these and the settings of the runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fl_engine.fleet.uniformity import NAMES
+from fl_engine.rounds.phases import BITS
 from fl_engine.storage.store import FolderStore
 from flexfleet.compare.comparison import (
     BY_OWNER,
@@ -67,8 +68,8 @@ def tabulate(
 
 # ------------------------------------------------------------------------------------------------- tables
 def tables(c: Comparison) -> list[Table]:
-    """Tables of the deciding metric, of its highest values during the rounds, of the cost, of how evenly clients
-    finish, and of the rounds, the time and the MB to reach given values."""
+    """Tables of the deciding metric, of its highest values during the rounds, of the cost, of a round's phases,
+    of how evenly clients finish, and of the rounds, the time and the MB to reach given values."""
     results, measure = c.results.items(), Measure(c.metric)
     metric = Table(
         f"Test {measure.name}, {measure.unit}".removesuffix(", "),
@@ -122,7 +123,36 @@ def tables(c: Comparison) -> list[Table]:
         tuple((label, *(seconds(getattr(r, name)) for name in NAMES)) for label, r in results),
     )
     evenness = [even] if any(getattr(r, name) is not None for _, r in results for name in NAMES) else []
-    return [*metrics, cost, *evenness, *_to_reach(c, measure)]
+    return [*metrics, cost, *_phases(c), *evenness, *_to_reach(c, measure)]
+
+
+PHASES = {
+    "plan s": "seconds_plan",
+    "encode s": "seconds_encode",
+    "train s": "seconds_train",
+    "of it decode s": "seconds_decode",
+    "merge s": "seconds_merge",
+    "evaluate s": "seconds_evaluate",
+    "simulated compute s": "simulated_compute",
+    "communication s": "simulated_communication",
+    "Mbit down": "bits_down",
+    "Mbit up": "bits_up",
+}
+"""Columns, and what `fl_engine.rounds.phases` calls them."""
+
+
+def _phases(c: Comparison) -> list[Table]:
+    """Of runs that measured them."""
+
+    def cells(found: Mapping[str, Spread]) -> Iterator[str]:
+        for name in PHASES.values():
+            each = found.get(name)
+            yield cell(each, 1e-6, 3) if name in BITS else seconds(each)
+
+    rows = tuple((label, *cells(r.phases)) for label, r in c.results.items())
+    return (
+        [Table("Phases of a round", ("algorithm", *PHASES), rows)] if any(r.phases for r in c.results.values()) else []
+    )
 
 
 def _to_reach(c: Comparison, measure: Measure) -> list[Table]:
@@ -237,6 +267,10 @@ def notes(c: Comparison) -> list[str]:
     if any(r.seconds_simulated is not None for r in c.results.values()):
         lines.append("simulated s: on the fleet's devices, by their speed and bandwidth.")
     lines.append("real s: as measured here, whatever ran beside.")
+    if any(r.phases for r in c.results.values()):
+        lines.append("Phases: means over the rounds. Real seconds on the server: plan, encode (what it sends), train "
+                     "(until all answers are there, decoded), merge and evaluate (in rounds that are evaluated) add up "
+                     "to a round. simulated: of the client that finishes last. 1 Mbit is 1e6 bits.")  # fmt: skip
     if any(r.uniformity is not None for r in c.results.values()):
         lines.append("Uniformity of a round: sqrt(mean (t - min t)²) of its clients' times, here its mean over the "
                      "rounds. all asked: by the simulated clock, late ones count, those that sent no update have no "
@@ -340,6 +374,7 @@ def metrics(c: Comparison) -> dict[str, float]:
             "seconds": r.seconds,
             "seconds_simulated": r.seconds_simulated,
             **{name: getattr(r, name) for name in NAMES},
+            **r.phases,
         }
         for one in r.reached:
             out[f"seeds_to_{one.accuracy:g}/{label}"] = float(len(one.seeds))

@@ -307,9 +307,10 @@ class Result(Artifact):
     """avg, full, levels{name: value}, best{round, avg, full}: the round with the best avg, highest{50, 80, 100: {avg,
     full}}: the highest values within so many % of the rounds; by_owner{metric: {level: value}}: the accuracy on the
     devices' and on the server's classes, where partition.server_classes names some; uniformity and what belongs to it
-    (`fl_engine.fleet.uniformity`) on the simulated clock: means over the rounds; label_noise: the share of clients'
-    labels that are wrong, where noise.labels asks for some; precision{level: {precision: figures of its ONNX file,
-    or {refused: why}}}, where publish.precision asks for more than fp32."""
+    (`fl_engine.fleet.uniformity`) on the simulated clock, its phases and the bits down and up
+    (`fl_engine.rounds.phases`): means over the rounds; label_noise: the share of clients' labels that are wrong, where
+    noise.labels asks for some; precision{level: {precision: figures of its ONNX file, or {refused: why}}}, where
+    publish.precision asks for more than fp32."""
     bytes: dict[str, int]
     """down, up."""
     waste: float

@@ -11,6 +11,7 @@ from fl_engine.aggregation import privacy
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.data.partitioning import MANIFEST, read_manifest
 from fl_engine.fleet import uniformity
+from fl_engine.rounds import phases
 from fl_engine.storage.store import Store
 from flexfleet.config.names import plain
 from flexfleet.files.artifacts import EvaluationFile, History, Result, RunFile
@@ -111,7 +112,8 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
 
             metrics = {"final/avg": outcome.metrics["avg"], "final/full": outcome.metrics["full"]}
             metrics |= {name: outcome.metrics[name] for name in ("label_noise",) if name in outcome.metrics}
-            metrics |= {f"final/{name}": outcome.metrics[name] for name in uniformity.NAMES if name in outcome.metrics}
+            means = (*uniformity.NAMES, *phases.REPEATED)
+            metrics |= {f"final/{name}": outcome.metrics[name] for name in means if name in outcome.metrics}
             files = [str(page), str(out / "pool" / "pool.json"), str(written)]
             pointers = out / versioned.POINTERS if config.publish.dvc else None
             log_outcome(config.tracking.mlflow, outcome.mlflow_run_id, metrics, tags, files, pointers)
@@ -142,6 +144,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
             "best": {k: best[k] for k in ("round", "avg", "full")},
             "highest": highest_of(measured),
             **{k: v for k, v in uniformity.of_a_run(measured).items() if k != uniformity.MEASURED},
+            **{k: v for k, v in phases.of_a_run(measured).items() if k in phases.REPEATED},
             **({} if noise is None else {"label_noise": noise}),
             **({"precision": precisions.to_json(precise)} if precise else {}),
         },

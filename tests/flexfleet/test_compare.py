@@ -23,6 +23,7 @@ import pytest
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.data import partitioning as partitions
 from fl_engine.fleet import uniformity
+from fl_engine.rounds import phases
 from flexfleet import cli
 from flexfleet.compare import compare as compare_module
 from flexfleet.compare import comparison, side_by_side, tabulate
@@ -241,6 +242,13 @@ def test_every_figure_is_what_the_histories_say(ran: Ran, label: str) -> None:
         if name != uniformity.MEASURED:
             assert all(known), f"every round of every run has {name}"
             assert found[name] == means([result.metrics[name] for result in results])
+    for name in phases.NAMES:
+        measured = [[row[name] for row in run if name in row] for run in each]
+        assert all(measured), f"every run measures {name}"
+        assert found["phases"][name] == means([sum(v) / len(v) for v in measured])
+        if name in phases.REPEATED:
+            assert found["phases"][name] == means([result.metrics[name] for result in results])
+    assert found["phases"]["bits_up"] == means([8 * sum(row["bytes_up"] for row in run) / len(run) for run in each])
     assert [one["model_sha256"] for one in found["runs"]] == [result.model_sha256 for result in results]
     best = max(row["full"] for a in LABELS for seed in SEEDS for row in rounds_of(ran.folder, a, seed))
     assert [one["accuracy"] for one in found["reached"]] == [k / 20 for k in range(1, 20) if k / 20 < best][-4:]

@@ -166,6 +166,24 @@ def test_uniformity_has_a_table_where_a_run_says_it() -> None:
     assert Comparison.model_validate(kept).results["b"].uniformity is None, "an older version's file"
 
 
+def test_phases_have_a_table_where_a_run_says_them() -> None:
+    """Seconds, and Mbit; what a run does not say is left out, and an older version's file is still read."""
+    old = compared(a=summary((SLOW,), ()))
+    assert not any(table.title == "Phases of a round" for table in tabulate.tables(old))
+    told = {"seconds_encode": Spread(mean=2.5, std=0.25), "bits_up": Spread(mean=4.5e6, std=None)}
+    both = compared(a=summary((SLOW,), ()), b=summary((SLOW,), ()).model_copy(update={"phases": told}))
+    (table,) = [table for table in tabulate.tables(both) if table.title == "Phases of a round"]
+    cells = {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
+    assert cells["b"]["encode s"] == "2.500 ± 0.250" and cells["b"]["Mbit up"] == "4.500"
+    assert cells["b"]["train s"] == cells["a"]["encode s"] == cells["a"]["Mbit up"] == report.NONE
+    found = tabulate.metrics(both)
+    assert found["seconds_encode/b"] == 2.5 and found["seconds_encode_std/b"] == 0.25 and found["bits_up/b"] == 4.5e6
+    assert not any(name.endswith("/a") for name in found if name.startswith(("seconds_encode", "bits_up")))
+    kept = both.model_dump(mode="json", exclude={"results": {"a": {"phases"}}})
+    assert Comparison.model_validate(kept) == both
+    assert "Phases: means over the rounds" in tabulate.text(both) and "Phases" not in tabulate.text(old)
+
+
 def test_the_drawing_has_the_simulated_time_where_there_is_one() -> None:
     points = [(1, 1.0, [0.2, 0.3]), (2, 2.0, [0.4, 0.5])]
     timed = plots.comparison([("a", [], points), ("b", [], points)], clocks={"a": [10.0, 20.0], "b": []})

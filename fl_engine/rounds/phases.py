@@ -1,0 +1,68 @@
+"""The phases of a round: what each takes, and how many bits travel.
+
+seconds_plan      until it is fixed who is asked for what
+seconds_encode    the server encodes what it sends; 0 without a codec of the way down
+seconds_train     waiting for answers: clients train, and those in this process encode and the server decodes
+seconds_decode    the part of `seconds_train` in which the server decodes updates; 0 without a codec of the way up
+seconds_merge     until the new model is there, and what was measured of the clients
+seconds_evaluate  in rounds that are evaluated
+
+are measured on the server. Without `seconds_decode`, which is inside another, they add up to `seconds_round`. On the
+simulated clock, of the client that finishes last among those that are merged:
+
+simulated_compute, simulated_communication
+
+With `simulated_wait` (a trace's, until somebody is online) they add up to `seconds_simulated`, unless a deadline ends
+the round, or nobody answers. Encoding and decoding take no time there. Asynchronous rounds overlap, and have neither.
+
+bits_down, bits_up  eight for each byte of `bytes_down` and `bytes_up`: what travels, as its codec makes it
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from fl_engine.fleet.uniformity import Times
+
+ON_THE_SERVER = ("seconds_plan", "seconds_encode", "seconds_train", "seconds_merge", "seconds_evaluate")
+"""Add up to `seconds_round`."""
+SIMULATED = ("simulated_compute", "simulated_communication")
+BITS = ("bits_down", "bits_up")
+NAMES = (*ON_THE_SERVER, "seconds_decode", *SIMULATED, *BITS)
+REPEATED = (*SIMULATED, *BITS)
+"""Those that are the same again when a run is repeated."""
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of phases that follow one another without a gap."""
+
+    began: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def ends(self, phase: str) -> None:
+        """What passed since the last end belongs to this phase, which may have several parts."""
+        now = time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.began
+        self.began = now
+
+
+def of_the_last(merged: Iterable[Times]) -> dict[str, float]:
+    """The simulated phases of a round that takes these updates; empty where it takes none."""
+    last = max(merged, key=lambda times: times.total, default=None)
+    return {} if last is None else dict(zip(SIMULATED, (last.compute, last.communication), strict=True))
+
+
+def bits(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Of the bytes of a round."""
+    return {"bits_down": 8 * metrics["bytes_down"], "bits_up": 8 * metrics["bytes_up"]}
+
+
+def of_a_run(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of the metrics of all rounds: the mean of each of NAMES over the rounds that have it; one that no round has is
+    left out (an earlier version's run)."""
+    by_name = {name: [metrics[name] for metrics in rounds if metrics.get(name) is not None] for name in NAMES}
+    return {name: fmean(values) for name, values in by_name.items() if values}

@@ -1,0 +1,151 @@
+"""The phases of a round add up to it, on the server's clock and on the simulated one; bits are those that travel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.backends import InProcess
+from fl_engine.codecs import Half
+from fl_engine.core.types import Codecs, Header, Params
+from fl_engine.exchange.coding import PLAIN
+from fl_engine.fleet.uniformity import Times
+from fl_engine.rounds import loop, phases
+from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.phases import NAMES, ON_THE_SERVER, REPEATED, SIMULATED, of_a_run, of_the_last
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import FolderStore
+from fl_engine.testing.tiny import TRAINING, start_of, tiny_fleet, tiny_site
+from fl_engine.testing.tracker import Memory
+
+ALGORITHM = AllLarge(training=replace(TRAINING, fraction=0.25), eligible="all")
+FLEET = tuple(
+    replace(d, memory=200.0, speed=1e6 * (1 + d.client), bandwidth=1e6 / (1 + d.client)) for d in tiny_fleet()
+)
+SITE = tiny_site(ALGORITHM, fleet=FLEET)
+NAP = 0.01
+CLIENTS = 5
+
+
+@dataclass(frozen=True)
+class Slow(Half):
+    """A codec that takes its time."""
+
+    def encode(self, tensors: Params, seed: int) -> Params:
+        time.sleep(NAP)
+        return super().encode(tensors, seed)
+
+    def decode(self, encoded: Params, header: Header) -> Params:
+        time.sleep(2 * NAP)
+        return super().decode(encoded, header)
+
+
+def federate(folder: Path, codecs: Codecs = PLAIN, **terms: Any) -> list[Any]:
+    ledger = ledger_in(FolderStore(folder), rules=SITE.rules)
+    config = RoundsConfig(**({"stop": 3, "evaluate_every": 2, "commit_every": 1} | terms))
+    run = Run(ALGORITHM, SITE, config, codecs=codecs)
+    loop.federate(run, start_of(ALGORITHM, SITE), InProcess(SITE), ledger, Memory())
+    return list(ledger.checkpoints.rows())
+
+
+def of_the_server(metrics: dict[str, float]) -> float:
+    return sum(metrics.get(name, 0.0) for name in ON_THE_SERVER)
+
+
+@pytest.mark.parametrize(
+    "terms", [{}, {"keep_updates": True}, {"mode": "buffered", "buffer": 2}], ids=["memory", "stored", "buffered"]
+)
+@pytest.mark.parametrize("codecs", [Codecs(), Codecs(Slow(), Slow())], ids=["plain", "coded"])
+def test_the_phases_add_up_to_the_round(tmp_path: Path, codecs: Codecs, terms: dict[str, Any]) -> None:
+    rows = federate(tmp_path, codecs, **terms)
+    for row in rows:
+        assert of_the_server(row.metrics) == pytest.approx(row.metrics["seconds_round"], abs=1e-9)
+        assert ("seconds_evaluate" in row.metrics) == ("full" in row.metrics)
+        assert all(seconds >= 0 for name, seconds in row.metrics.items() if name.startswith("seconds_"))
+        assert row.metrics["seconds_decode"] <= row.metrics["seconds_train"]
+    assert {"full" in row.metrics for row in rows} == {True, False}
+
+
+def test_what_coding_takes_on_the_server_is_its_own_phase(tmp_path: Path) -> None:
+    """Down once for all that are sent the same, encoded and decoded; up, decoded for each client."""
+    plain, coded = federate(tmp_path / "plain"), federate(tmp_path / "coded", Codecs(Slow(), Slow()))
+    one_way = federate(tmp_path / "up", Codecs(up=Slow()))
+    for row, without, up in zip(coded, plain, one_way, strict=True):
+        assert 3 * NAP <= row.metrics["seconds_encode"] < 3 * NAP * CLIENTS
+        assert row.metrics["seconds_decode"] >= 2 * NAP * CLIENTS
+        assert without.metrics["seconds_encode"] == without.metrics["seconds_decode"] == 0
+        assert up.metrics["seconds_encode"] == 0 and up.metrics["seconds_decode"] >= 2 * NAP * CLIENTS
+
+
+class Dies(BaseException):
+    pass
+
+
+def test_a_round_that_was_closed_before_a_kill_is_decoded_again_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codecs = Codecs(Half(), Slow())
+    whole = federate(tmp_path / "whole", codecs, keep_updates=True)
+    merge: Callable[..., Any] = AllLarge.merge
+
+    def killed(self: Any, state: Any, plan: Any, *more: Any) -> Any:
+        if plan.round == 1:
+            raise Dies
+        return merge(self, state, plan, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AllLarge, "merge", killed)
+        with pytest.raises(Dies):
+            federate(tmp_path / "killed", codecs, keep_updates=True)
+    rows = federate(tmp_path / "killed", codecs, keep_updates=True)
+    assert rows[1].metrics["seconds_decode"] >= 2 * NAP * CLIENTS
+    assert of_the_server(rows[1].metrics) == pytest.approx(rows[1].metrics["seconds_round"], abs=1e-9)
+    for one, other in zip(rows, whole, strict=True):
+        assert {k: one.metrics[k] for k in REPEATED} == {k: other.metrics[k] for k in REPEATED}
+
+
+def test_on_the_simulated_clock_the_slowest_client_s_phases_are_the_round_s(tmp_path: Path) -> None:
+    for row in federate(tmp_path):
+        last = max(row.clients, key=lambda line: line["seconds_simulated"])
+        assert row.metrics["simulated_compute"] == last["seconds_compute"] > 0
+        assert row.metrics["simulated_communication"] == last["seconds_communication"] > 0
+        assert sum(row.metrics[name] for name in SIMULATED) == row.metrics["seconds_simulated"]
+
+
+def test_a_client_that_is_not_merged_is_not_the_slowest(tmp_path: Path) -> None:
+    deadline_s = sorted(line["seconds_simulated"] for line in federate(tmp_path / "all")[0].clients)[2]
+    (row, *_) = federate(tmp_path / "in time", deadline_s=deadline_s)
+    assert row.metrics["clients_late"] == 2
+    assert sum(row.metrics[name] for name in SIMULATED) == pytest.approx(deadline_s)
+
+
+def test_rounds_that_overlap_have_no_simulated_phases(tmp_path: Path) -> None:
+    for row in federate(tmp_path, mode="buffered", buffer=2):
+        assert not set(SIMULATED) & row.metrics.keys()
+
+
+@pytest.mark.parametrize("terms", [{}, {"mode": "buffered", "buffer": 2}], ids=["synchronous", "buffered"])
+def test_bits_are_those_of_the_bytes_that_travel(tmp_path: Path, terms: dict[str, Any]) -> None:
+    plain, half = federate(tmp_path / "plain", **terms), federate(tmp_path / "half", Codecs(down=Half()), **terms)
+    for whole, coded in zip(plain, half, strict=True):
+        assert whole.metrics["bits_down"] == 8 * whole.metrics["bytes_down"] == 2 * coded.metrics["bits_down"] > 0
+        assert whole.metrics["bits_up"] == 8 * whole.metrics["bytes_up"] == coded.metrics["bits_up"] > 0
+
+
+def test_the_slowest_by_hand() -> None:
+    times = [Times(5.0, 4.0, 1.0, 0.5), Times(6.0, 1.0, 5.0, 0.5), Times(2.0, 1.0, 1.0, 9.0)]
+    assert of_the_last(times) == {"simulated_compute": 1.0, "simulated_communication": 5.0}
+    assert of_the_last([]) == {}
+
+
+def test_the_phases_of_a_run_are_means_over_the_rounds_that_have_them() -> None:
+    rounds = [{"seconds_encode": 1.0, "bits_up": 16.0, "avg": 0.5}, {"seconds_evaluate": 3.0}, {"seconds_encode": 2.0}]
+    assert of_a_run(rounds) == {"seconds_encode": 1.5, "seconds_evaluate": 3.0, "bits_up": 16.0}
+    assert set(NAMES) > {*ON_THE_SERVER, *SIMULATED, *phases.BITS}
