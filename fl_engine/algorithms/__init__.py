@@ -1,6 +1,8 @@
 """The algorithms. A new one is a file and a line here."""
 
+from fl_engine.algorithms.adagq import AdaGQ
 from fl_engine.algorithms.adaptivefl import AdaptiveFL
+from fl_engine.algorithms.dadaquant import DAdaQuant
 from fl_engine.algorithms.decoupled import Decoupled
 from fl_engine.algorithms.depthfl import DepthFL
 from fl_engine.algorithms.federated_dropout import FederatedDropout
@@ -11,14 +13,17 @@ from fl_engine.algorithms.flexfl import FlexFL
 from fl_engine.algorithms.full_model import AllLarge, FedOpt, FedProx
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.algorithms.multibranch import MultiBranch
+from fl_engine.algorithms.quantized_fedavg import QuantizedFedAvg
 from fl_engine.algorithms.scalefl import ScaleFL
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, KeepsClientState, MeasuresClients
 from fl_engine.core.registry import Contract
 from fl_engine.core.search import Searched
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
+    "adagq": AdaGQ,
     "adaptivefl": AdaptiveFL,
     "all_large": AllLarge,
+    "dadaquant": DAdaQuant,
     "decoupled": Decoupled,
     "depthfl": DepthFL,
     "federated_dropout": FederatedDropout,
@@ -33,6 +38,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "flexfl": FlexFL,
     "heterofl": HeteroFL,
     "multibranch": MultiBranch,
+    "quantized_fedavg": QuantizedFedAvg,
     "scalefl": ScaleFL,
 }
 
@@ -48,8 +54,10 @@ CONTRACT = Contract(
 __all__ = [
     "ALGORITHMS",
     "CONTRACT",
+    "AdaGQ",
     "AdaptiveFL",
     "AllLarge",
+    "DAdaQuant",
     "Decoupled",
     "DepthFL",
     "FedOpt",
@@ -64,5 +72,6 @@ __all__ = [
     "FlexFL",
     "HeteroFL",
     "MultiBranch",
+    "QuantizedFedAvg",
     "ScaleFL",
 ]

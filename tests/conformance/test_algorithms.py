@@ -8,17 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fl_engine.aggregation.privacy import Private
 from fl_engine.aggregation.rules import Aggregation
 from fl_engine.algorithms import (
     ALGORITHMS,
     AdaptiveFL,
     AllLarge,
+    DAdaQuant,
     Decoupled,
     DepthFL,
     FederatedDropout,
     FedRolex,
     FedX,
     HeteroFL,
+    QuantizedFedAvg,
 )
 from fl_engine.algorithms.fedx import Assigned
 from fl_engine.core.contracts import Algorithm
@@ -48,6 +51,8 @@ class TestAlgorithms(AlgorithmSuite):
             algorithm = replace(algorithm, alpha=0.0)
         if isinstance(algorithm, HeteroFL | FedRolex | FederatedDropout):
             algorithm = replace(algorithm, static_bn=False)
+        if isinstance(algorithm, DAdaQuant) and isinstance(aggregation, Private):
+            algorithm = replace(algorithm, phi=None)
         return super().with_aggregation(algorithm, aggregation)
 
     def most_orders(self, algorithm: Algorithm, site: Site) -> int:
@@ -71,3 +76,12 @@ class TestFedXWithASubNetworkForEachTier(AlgorithmSuite):
     def algorithm(self) -> Algorithm:
         tiers = {"weak": Assigned("small"), "medium": Assigned("small"), "strong": Assigned("large")}
         return FedX(training=TRAINING, widths=(0.4, 0.75, 1.0), assigned=tiers, fine_tuning=None)
+
+
+class TestQuantizedFedAvgOfTheSmallestBothWays(AlgorithmSuite):
+    @pytest.fixture
+    def algorithm(self) -> Algorithm:
+        return QuantizedFedAvg(training=TRAINING, level="small", bits_up=8)
+
+    def ends_in_the_whole(self, algorithm: Algorithm) -> bool:
+        return False

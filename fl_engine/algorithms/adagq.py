@@ -1,0 +1,191 @@
+"""AdaGQ: Communication-Efficient Federated Learning for Heterogeneous Edge Devices Based on Adaptive Gradient
+Quantization (Liu, He, Cao; arXiv 2212.08272): bits that follow the gradient's norm, and the clients' speed.
+
+Only its abstract was at hand. It says that AdaGQ "exploits the change of gradient norm to adjust the quantization
+resolution in each training round", and "assigns lower quantization resolution to slow clients to align their training
+time with other clients", "and higher quantization resolution to fast clients". Both rules below are ours:
+
+- **In time**: QSGD's step is the norm over the number of levels, so levels in proportion to the norm keep the step what
+  it was in the first round. The mean bits of a round's clients are
+
+      bits + log2(|D_t| / |D_1|), at least `least` and at most `most`,
+
+  where |D_1| is how far the first merge moved the global model, and |D_t| the last one (L2, before fine-tuning).
+- **Between clients**: the round has (its mean bits) x (its clients) bits a number to give away. All get `least`; the
+  rest goes out bit by bit, each to the client that would be done first with it, by the simulated clock's rule: three
+  times the forward pass's multiply-adds by its speed, its model down and the quantised change up by its bandwidth. Of
+  equals the lower number is first; `most` is the most that one gets.
+
+Weights go down as they are; changes come back by QSGD. As FedX's rival each device trains the largest of three nested
+sub-networks that it can hold. For FedX's comparison (Section IV-D), where "the server has data, fine-tunes without
+regularization", set `fine_tuning: {gamma: 0}`. The run's `codec` is not used.
+
+What a client can gain by lying: a norm is as far as updates are merged, so `rounds.norm_bound` limits by how much it
+shifts one (a first round five times too large costs log2(5) < 3 bits for good), and bits stay within `least` and
+`most`. Speed and bandwidth are the fleet's, not what a client says.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
+from fl_engine.algorithms import nested, pooled
+from fl_engine.algorithms.fine_tuning import FineTuning
+from fl_engine.algorithms.nested import WIDTHS, Bits, Widths
+from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, local_task, needs_room, weight_of
+from fl_engine.codecs.qsgd import Qsgd
+from fl_engine.core.contracts import ModelFamily, ServerContext
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.fields import STRICT, Count
+from fl_engine.core.slicing import is_statistic
+from fl_engine.core.types import (
+    Codecs,
+    Device,
+    LocalTask,
+    Outcome,
+    ParamLayout,
+    Params,
+    Pool,
+    PoolModel,
+    Prepared,
+    RoundContext,
+    RoundPlan,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.core.workload import FORWARDS_PER_STEP
+from fl_engine.selection import Selection, Uniform
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaGQState(PooledState):
+    """`first`, `last`: how far the first and the last merge that moved them took the weights, L2; 0: none yet."""
+
+    first: float = 0.0
+    last: float = 0.0
+
+
+@dataclass(frozen=True)
+class AdaGQ:
+    __pydantic_config__: ClassVar = STRICT
+    preparations: ClassVar[tuple[str, ...]] = ()
+
+    training: Training = Training()
+    widths: Widths = WIDTHS
+    """Width ratios of small, medium and large, ascending to 1, of a network that has no nested sub-networks of its
+    own."""
+    bits: Bits = 8
+    """QSGD's, the mean of the clients in the first two rounds; later ones go up and down with the change's norm."""
+    least: Bits = 4
+    """The fewest bits of a client, and the lowest mean."""
+    most: Bits = 12
+    """The most bits of a client, and the highest mean."""
+    bucket: Count | None = 512
+    """Elements that share a norm in QSGD; null: all of a tensor."""
+    fine_tuning: FineTuning | None = None
+    """The server's training after each merge, on its own data; null: none. FedX's comparison: {gamma: 0}."""
+    weighting: Weighting = "examples"
+    static_bn: bool = True
+    """Collect statistics of batch norm on the training data before an evaluation, where the network keeps such."""
+    on_too_small: TooSmall = "train"
+    """What a device does that has less free than the smallest sub-network needs."""
+    selection: Selection = Uniform()
+    aggregation: Aggregation = Mean()
+    server: Server = Average()
+
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
+        return nested.sizes(family, self.widths, Codecs(up=self._codec(self.most)), self.static_bn)
+
+    def _codec(self, bits: int) -> Qsgd:
+        return Qsgd(bits=bits, bucket=self.bucket)
+
+    selector = pooled.selector
+
+    def init(
+        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
+    ) -> AdaGQState:
+        if not self.least <= self.bits <= self.most:
+            raise ConfigError(
+                f"algorithm.least <= algorithm.bits <= algorithm.most is expected, got {self.least}, {self.bits} and "
+                f"{self.most}"
+            )
+        return AdaGQState(**vars(pooled.init(self, params, layout, fleet, pool, server)))
+
+    def plan(self, state: AdaGQState, context: RoundContext) -> RoundPlan:
+        plan = pooled.plan(self, state, context)
+        devices = {device.client: device for device in context.available}
+        draws = context.draws or (1,) * len(context.fleet)
+        clocks = [clock(state.pool[o.level], devices[o.client], draws[o.client]) for o in plan.orders]
+        mean = mean_bits(self.bits, state.first, state.last, self.least, self.most)
+        given = shared(clocks, round(mean * len(clocks)), self.least, self.most)
+        pairs = zip(plan.orders, given, strict=True)
+        orders = tuple(replace(order, codecs=Codecs(up=self._codec(bits))) for order, bits in pairs)
+        return replace(plan, orders=orders)
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        needs_room(ctx, order.level, self.on_too_small)
+        return local_task(self.training, order, ctx.pool[order.level].spec)
+
+    def merge(
+        self, state: AdaGQState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
+    ) -> AdaGQState:
+        merged = pooled.merged(self, state, plan, answers, weight_of(self.weighting))
+        norm = distance(state.params, merged.params)
+        if norm > 0:
+            merged = replace(merged, first=state.first or norm, last=norm)
+        return nested.tuned(self.fine_tuning, state, merged, plan, server)
+
+
+# ------------------------------------------------------------------------------------------------------ in time
+def distance(before: Params, after: Params) -> float:
+    """How far the weights moved: L2, running statistics and integers left out."""
+    return math.hypot(
+        *(
+            float(torch.dist(after[name].double(), tensor.double()))
+            for name, tensor in before.items()
+            if tensor.is_floating_point() and not is_statistic(name)
+        )
+    )
+
+
+def mean_bits(bits: int, first: float, last: float, least: int, most: int) -> float:
+    """Of a round's clients. `first`, `last`: norms; 0: not known yet."""
+    change = math.log2(last / first) if first and last else 0.0
+    return min(max(float(least), bits + change), float(most))
+
+
+# --------------------------------------------------------------------------------------------- between clients
+def clock(model: PoolModel, device: Device, draws: int) -> tuple[float, float]:
+    """Seconds that a device needs for a round without what its change takes on the way up, and those of each bit that a
+    number takes there."""
+    compute = FORWARDS_PER_STEP * model.macs * draws / device.speed
+    return compute + model.bytes / device.bandwidth, model.params / 8 / device.bandwidth
+
+
+def shared(clocks: Sequence[tuple[float, float]], total: int, least: int, most: int) -> list[int]:
+    """The bits of each client: `least`, and of what is left of `total` each next bit to the client that would be done
+    first with it. A number takes a bit more, for its sign."""
+    bits = [least] * len(clocks)
+
+    def done(client: int) -> tuple[float, int]:
+        rest, each = clocks[client]
+        return rest + (1 + bits[client] + 1) * each, client
+
+    waiting = [done(client) for client in range(len(clocks)) if least < most]
+    heapq.heapify(waiting)
+    for _ in range(total - least * len(clocks)):
+        if not waiting:
+            break
+        _, client = heapq.heappop(waiting)
+        bits[client] += 1
+        if bits[client] < most:
+            heapq.heappush(waiting, done(client))
+    return bits

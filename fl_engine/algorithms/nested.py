@@ -1,0 +1,53 @@
+"""What algorithms share that train the small, medium and large sub-network of a network, as FedX does: functions.
+
+A network that was published with nested sub-networks has these three (`contracts.Nested`); of any other they are the
+first channels of every layer, a share of them for each size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field
+
+from fl_engine.algorithms.fine_tuning import FineTuning, fine_tuned
+from fl_engine.algorithms.pooled import PooledState
+from fl_engine.core import pool as pools
+from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily, ServerContext
+from fl_engine.core.fields import Fraction
+from fl_engine.core.slicing import is_statistic
+from fl_engine.core.types import Codecs, Pool, PoolModel, RoundPlan
+from fl_engine.core.widths import nested
+
+Size = Literal["small", "medium", "large"]
+SIZES: tuple[Size, ...] = ("small", "medium", "large")
+Widths = tuple[Fraction, Fraction, Fraction]
+WIDTHS: Widths = (0.5, 0.75, 1.0)
+Bits = Annotated[int, Field(ge=1, le=16)]
+
+S = TypeVar("S", bound=PooledState)
+
+
+def member(family: ModelFamily, size: Size, widths: Sequence[float], codecs: Codecs, static_bn: bool) -> PoolModel:
+    """A size as a pool model that is sent and reported. `static_bn` counts where the network keeps statistics. Raises
+    PoolError for widths that do not ascend to 1."""
+    kept = any(is_statistic(name) for name in family.layout().slots)
+    spec = nested(family, widths, SIZES)[size]
+    return pools.member(family, size, spec, dispatched=True, reported=True, static_bn=static_bn and kept, codecs=codecs)
+
+
+def sizes(family: ModelFamily, widths: Sequence[float], codecs: Codecs, static_bn: bool) -> Pool:
+    """All three, each a part of the next. Raises PoolError."""
+    return pools.check_nested(family, tuple(member(family, size, widths, codecs, static_bn) for size in SIZES))
+
+
+def tuned(tuning: FineTuning | None, before: S, merged: S, plan: RoundPlan, server: ServerContext) -> S:
+    """The state after the server's training on its own data; as merged without `tuning`, and in a round in which nobody
+    trained."""
+    if tuning is None or merged.params is before.params:
+        return merged
+    seed = seeds.derive(plan.orders[0].seed, "fine-tuning", plan.round)
+    return replace(merged, params=fine_tuned(tuning, server, merged.params, before.params, seed))

@@ -1,0 +1,85 @@
+"""Quantized FedAvg, a baseline of FedX (`papers/fedx.txt`, Section IV-D): FedAvg of one sub-network, the same on all
+devices, which the server sends quantised by QSGD. The server holds no data, and does not fine-tune.
+
+`level` is FedX's Quantized FedAvg-Small, -Medium or -Large. Only this sub-network trains, so it is the whole pool, and
+`full` is its accuracy; `model.safetensors` has the network's other weights as they were initialised.
+
+Departs from the paper: weights come back as trained ("quantization is done at the server in these variants"); `bits_up`
+quantises their change too. Devices that cannot hold the sub-network take part only with `eligible: all`, as in
+`all_large`. QSGD has a norm for every 512 elements; `bucket: null` is one for each tensor. The run's `codec` is not
+used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from fl_engine.aggregation.rules import Aggregation, Mean
+from fl_engine.aggregation.server_opt import Average, Server
+from fl_engine.algorithms import nested, pooled
+from fl_engine.algorithms.nested import WIDTHS, Bits, Size, Widths
+from fl_engine.algorithms.pooled import PooledState, Training, local_task, needs_room
+from fl_engine.codecs.qsgd import Qsgd
+from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.fields import STRICT, Count
+from fl_engine.core.types import Codecs, Device, LocalTask, ParamLayout, Params, Pool, Prepared, TaskContext, WorkOrder
+from fl_engine.selection import Selection, Uniform
+from fl_engine.selection.capacity import holds
+
+
+@dataclass(frozen=True)
+class QuantizedFedAvg:
+    __pydantic_config__: ClassVar = STRICT
+    preparations: ClassVar[tuple[str, ...]] = ()
+
+    training: Training = Training()
+    level: Size = "large"
+    """The sub-network that all devices train."""
+    widths: Widths = WIDTHS
+    """Width ratios of small, medium and large, ascending to 1, of a network that has no nested sub-networks of its
+    own."""
+    bits: Bits = 8
+    """QSGD's, of the weights that the server sends."""
+    bits_up: Bits | None = None
+    """QSGD's, of the change that a device sends back; null: it sends its weights as they are."""
+    bucket: Count | None = 512
+    """Elements that share a norm in QSGD; null: all of a tensor."""
+    eligible: Literal["all", "capable"] = "capable"
+    """`all` ignores what devices can hold; `capable` keeps to it."""
+    static_bn: bool = True
+    """Collect statistics of batch norm on the training data before an evaluation, where the network keeps such."""
+    selection: Selection | None = None
+    """null: uniform among the eligible."""
+    aggregation: Aggregation = Mean()
+    server: Server = Average()
+
+    def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
+        up = None if self.bits_up is None else Qsgd(bits=self.bits_up, bucket=self.bucket)
+        codecs = Codecs(down=Qsgd(bits=self.bits, bucket=self.bucket), up=up)
+        return (nested.member(family, self.level, self.widths, codecs, self.static_bn),)
+
+    def selector(self, pool: Pool) -> Selector:
+        if self.selection is not None:
+            return self.selection
+        return Uniform(model="largest" if self.eligible == "all" else "capacity")
+
+    def init(
+        self, params: Params, layout: ParamLayout, fleet: Sequence[Device], pool: Pool, server: ServerContext
+    ) -> PooledState:
+        (model,) = pool
+        if self.eligible == "capable" and not any(holds(d, model.share) for d in fleet):
+            raise ConfigError(
+                f"algorithm.eligible is 'capable', but no device of the fleet can hold {model.name}, "
+                f"{100 * model.share:.1f} % of the full model: choose a smaller algorithm.level, or eligible: all"
+            )
+        return pooled.init(self, params, layout, fleet, pool, server)
+
+    plan, merge = pooled.plan, pooled.merge
+
+    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+        if self.eligible == "capable":
+            needs_room(ctx, 0)
+        return local_task(self.training, order, order.spec)

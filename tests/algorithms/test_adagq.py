@@ -1,0 +1,180 @@
+"""AdaGQ as read here: bits by the change's norm and the clients' clocks, by hand and as laws; the same after a kill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_engine.algorithms.adagq import AdaGQ, clock, distance, mean_bits, shared
+from fl_engine.backends import InProcess
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.types import FULL, Device, PoolModel
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.server import ServerSite
+from fl_engine.fleet.devices import simulated_seconds
+from fl_engine.rounds import loop
+from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import FolderStore
+from fl_engine.testing.tiny import TRAINING, assert_same_bits, context_of, failure_of, start_of, tiny_site, update_of
+from fl_engine.testing.tracker import Memory
+
+ALL = replace(TRAINING, fraction=1.0)
+FLEET = tuple(Device(c, "strong", 110.0, 0.0, speed=1e9, bandwidth=1e4 * (1 + c)) for c in range(5))
+"""Each sends faster than the one before."""
+
+
+# ------------------------------------------------------------------------------------------------------- in time
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        (0.0, 0.0, 8.0),
+        (2.0, 2.0, 8.0),
+        (2.0, 0.5, 6.0),  # a quarter: two bits fewer
+        (2.0, 4.0, 9.0),
+        (1.0, 2**0.5, 8.5),
+        (1.0, 1e-9, 4.0),
+        (1e-300, 1e300, 12.0),
+    ],
+)
+def test_the_mean_bits_follow_the_norm_by_hand(first: float, last: float, expected: float) -> None:
+    assert mean_bits(8, first, last, 4, 12) == pytest.approx(expected, abs=1e-12)
+
+
+def test_how_far_weights_moved_by_hand() -> None:
+    """Running statistics and integers are no weights: sqrt(3^2 + 4^2)."""
+    before = {"a": torch.zeros(2), "b": torch.ones(1), "bn.running_mean": torch.zeros(1), "n": torch.tensor([1])}
+    after = {
+        "a": torch.tensor([3.0, 0]),
+        "b": torch.tensor([5.0]),
+        "bn.running_mean": torch.ones(1),
+        "n": torch.tensor([9]),
+    }
+    assert distance(before, after) == 5
+    assert distance(before, before) == 0
+
+
+# ------------------------------------------------------------------------------------------------ between clients
+def test_bits_are_given_to_whoever_is_done_first_with_the_next_one_by_hand() -> None:
+    """The second needs twice as long for a bit. Both have 2; the first is done at 4, 5, 6 and 7 with its next four, the
+    second at 8 with its next one."""
+    assert shared([(0.0, 1.0), (0.0, 2.0)], 8, 2, 8) == [6, 2]
+    assert shared([(0.0, 1.0), (0.0, 2.0)], 9, 2, 8) == [7, 2], "both would be done at 8: the lower number"
+    assert shared([(0.0, 1.0), (0.0, 2.0)], 10, 2, 8) == [7, 3]
+    assert shared([(3.0, 1.0), (0.0, 1.0)], 9, 2, 8) == [3, 6], "it computes three bits' time longer"
+    assert shared([(0.0, 1.0), (0.0, 2.0)], 99, 2, 8) == [8, 8]
+    assert shared([(0.0, 1.0), (0.0, 2.0)], 0, 2, 8) == [2, 2]
+    assert shared([(1.0, 1.0)] * 3, 17, 4, 8) == [6, 6, 5]
+    assert shared([(1.0, 1.0)] * 2, 12, 6, 6) == [6, 6]
+    assert shared([], 0, 4, 8) == []
+
+
+CLOCKS = st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 10)), min_size=1, max_size=12)
+
+
+@given(CLOCKS, st.integers(0, 200), st.integers(1, 8), st.integers(0, 8))
+def test_all_bits_are_given_and_nobody_waits_for_a_bit_that_another_would_have_had_earlier(
+    clocks: list[tuple[float, float]], total: int, least: int, more: int
+) -> None:
+    most, n = least + more, len(clocks)
+    bits = shared(clocks, total, least, most)
+    assert sum(bits) == min(max(total, n * least), n * most)
+    assert all(least <= each <= most for each in bits)
+    done = [rest + (1 + b) * each for (rest, each), b in zip(clocks, bits, strict=True)]
+    with_one_more = [d + each for d, (_, each), b in zip(done, clocks, bits, strict=True) if b < most]
+    assert (
+        max((d for d, b in zip(done, bits, strict=True) if b > least), default=0)
+        <= min(with_one_more, default=1e9) + 1e-9
+    )
+    for i, (rest, each) in enumerate(clocks):
+        for j, (longer, slower) in enumerate(clocks):
+            if rest < longer and each <= slower:
+                assert bits[i] >= bits[j], "who is slower in both has no more bits"
+
+
+def test_a_client_s_clock_is_the_simulated_one() -> None:
+    model = PoolModel("m", FULL, params=1000, share=1.0, macs=50, dispatched=True, reported=True)
+    device = Device(0, "a", 100.0, 0.0, speed=1e3, bandwidth=500.0)
+    rest, each = clock(model, device, 20)
+    assert (rest, each) == (3 * 50 * 20 / 1e3 + 4000 / 500, 1000 / 8 / 500)
+    whole = simulated_seconds(device, 3 * 50 * 20, 4000 + 1000 * 9 // 8)
+    assert rest + 9 * each == pytest.approx(whole.total), "8 bits and a sign"
+
+
+# ----------------------------------------------------------------------------------------------------------- runs
+def federated(algorithm: Any, site: Site, folder: Path, stop: int) -> tuple[Any, list[Any]]:
+    ledger = ledger_in(FolderStore(folder), rules=replace(site.rules, algorithm=algorithm))
+    terms = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=True)
+    final = loop.federate(Run(algorithm, site, terms), start_of(algorithm, site), InProcess(site), ledger, Memory())
+    return final, list(ledger.checkpoints.rows())
+
+
+def bits_of(algorithm: AdaGQ, state: Any, site: Site, round: int) -> list[int]:
+    return [order.codecs.up.bits for order in algorithm.plan(state, context_of(site, round)).orders]  # type: ignore[union-attr]
+
+
+def test_slow_clients_send_fewer_bits_and_finish_more_evenly(tmp_path: Path) -> None:
+    adaptive = AdaGQ(training=ALL, least=2, most=16)
+    alike = replace(adaptive, least=8, most=8)
+    site = tiny_site(adaptive, fleet=FLEET)
+    bits = bits_of(adaptive, start_of(adaptive, site), site, 0)
+    assert bits == sorted(bits) and bits[0] < 8 < bits[-1] and sum(bits) == 8 * 5
+    assert bits_of(alike, start_of(alike, site), site, 0) == [8] * 5
+    (one, *_), (other, *_) = (
+        federated(adaptive, site, tmp_path / "a", 1)[1],
+        federated(alike, site, tmp_path / "b", 1)[1],
+    )
+    assert one.metrics["uniformity"] < other.metrics["uniformity"]
+    assert one.metrics["seconds_simulated"] < other.metrics["seconds_simulated"]
+
+
+def test_bits_follow_the_norm_and_a_killed_run_goes_on_with_the_same(tmp_path: Path) -> None:
+    """The learning rate falls to a quarter each round, and with it the change: 8 bits, 8, about 6 and 4."""
+    algorithm = AdaGQ(training=replace(ALL, lr_decay=0.25, lr=0.01, momentum=0.0), least=2)
+    site = tiny_site(algorithm, fleet=FLEET)
+    whole, rows = federated(algorithm, site, tmp_path / "whole", 4)
+    bits = [row.metrics["bits_up"] for row in rows]
+    mean = []
+    for stop in (1, 2, 3):
+        state, _ = federated(algorithm, site, tmp_path / "stopped", stop)
+        mean.append(sum(bits_of(algorithm, state, site, stop)) / len(FLEET))
+    assert mean == pytest.approx([8, 6, 4], abs=0.3) and bits[1] > bits[2] > bits[3]
+    again, same = federated(algorithm, site, tmp_path / "stopped", 4)
+    assert (again.first, again.last) == (whole.first, whole.last)
+    assert [row.metrics["bits_up"] for row in same] == bits
+    assert_same_bits(again.params, whole.params)
+
+
+def test_a_merge_by_hand_and_one_of_failures() -> None:
+    """Everyone moves all weights by 0.5: the L2 norm is 0.5 sqrt(n); nobody: what was known stays."""
+    algorithm = AdaGQ(training=ALL)
+    site = tiny_site(algorithm, fleet=FLEET)
+    state = start_of(algorithm, site)
+    plan = algorithm.plan(state, context_of(site, 0))
+    back = [update_of(o, o.spec, {n: t + 0.5 for n, t in o.payload.items()}) for o in plan.orders]
+    merged = algorithm.merge(state, plan, back, ServerSite(site))
+    numbers = sum(t.numel() for t in state.params.values())
+    assert merged.first == merged.last == pytest.approx(0.5 * numbers**0.5, rel=1e-6)
+    nobody = algorithm.merge(merged, plan, [failure_of(o) for o in plan.orders], ServerSite(site))
+    assert (nobody.first, nobody.last) == (merged.first, merged.last)
+
+
+@given(st.floats(1e-30, 1e30), st.floats(1e-30, 1e30))
+def test_whatever_the_norms_are_bits_stay_within_their_bounds(first: float, last: float) -> None:
+    algorithm = AdaGQ(training=ALL)
+    site = tiny_site(algorithm, fleet=FLEET)
+    state = replace(start_of(algorithm, site), first=first, last=last)
+    assert all(4 <= bits <= 12 for bits in bits_of(algorithm, state, site, 3))
+
+
+def test_bits_lie_between_the_least_and_the_most() -> None:
+    algorithm = AdaGQ(training=TRAINING, bits=3)
+    with pytest.raises(ConfigError, match=r"least <= algorithm\.bits <= algorithm\.most is expected, got 4, 3 and 12"):
+        start_of(algorithm, tiny_site(algorithm))

@@ -1,0 +1,228 @@
+"""DAdaQuant: its levels by hand, in time and between clients; what a liar can gain; the same bits after a kill."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_engine.aggregation.rules import Private
+from fl_engine.algorithms.dadaquant import MOST_LEVELS, DAdaQuant, averaged, doubled, levels_of
+from fl_engine.algorithms.fine_tuning import FineTuning
+from fl_engine.backends import InProcess
+from fl_engine.codecs.qsgd import Qsgd
+from fl_engine.core import seeds
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.types import Codecs, Device, Params
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.server import ServerSite
+from fl_engine.rounds import loop
+from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import FolderStore
+from fl_engine.testing.tiny import (
+    TRAINING,
+    assert_same_bits,
+    context_of,
+    failure_of,
+    start_of,
+    tiny_site,
+    update_of,
+)
+from fl_engine.testing.tracker import Memory
+
+STRONG = tuple(Device(client, "strong", 110.0, 0.0) for client in range(5))
+ALL = replace(TRAINING, fraction=1.0)
+
+
+# ------------------------------------------------------------------------------------------------ between clients
+def test_levels_by_hand() -> None:
+    """w = 1/9 and 8/9, q = 100: w^(2/3) is 1 and 4 times 9^(-2/3), a = 5 * 9^(-2/3), b = 65 / 81 / 100^2, so that
+    sqrt(a / b) w^(2/3) = 100 sqrt(5 / 65) = 27.7 for the first, four times that, 110.9, for the second."""
+    assert levels_of([1.0, 8.0], 100) == [28, 111]
+    assert levels_of([125.0, 1000.0], 100) == [28, 111], "in any unit"
+    assert levels_of([1.0, 8.0], 1) == [1, 1], "0.28 is rounded up to the least that there is"
+    assert levels_of([1.0, 0.0], 4) == [4, 1], "w = 0 says nothing: a = 1, b = 1 / 16"
+    assert levels_of([0.0, 0.0, 0.0], 7) == levels_of([3.0, 3.0, 3.0], 7) == [7, 7, 7]
+    assert levels_of([], 7) == []
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=30), st.integers(100, 2047))
+def test_the_levels_have_the_variance_of_equal_ones_and_are_fewer(counts: list[int], level: int) -> None:
+    """sum w^2 / q_k^2 is what it is with q for everyone, to the rounding; the sum of q_k is at most K q."""
+    found = levels_of([float(count) for count in counts], level)
+    assert all(1 <= each <= MOST_LEVELS for each in found)
+    wide = [(count, each) for count, each in zip(counts, found, strict=True) if 20 <= each < MOST_LEVELS]
+    if len(wide) == len(counts):
+        variance = sum((count / each) ** 2 for count, each in zip(counts, found, strict=True))
+        assert variance == pytest.approx(sum((count / level) ** 2 for count in counts), rel=0.06)
+    assert sum(found) <= len(counts) * (level + 1)
+    order = sorted(range(len(counts)), key=lambda i: counts[i])
+    assert [found[i] for i in order] == sorted(found), "who weighs more has no fewer"
+
+
+def test_orders_say_how_many_levels_come_back_and_nothing_is_coded_on_the_way_down() -> None:
+    algorithm = DAdaQuant(training=ALL, q_min=100)
+    site = tiny_site(algorithm, fleet=STRONG[:2], sizes=(1, 8))
+    plan = algorithm.plan(start_of(algorithm, site), context_of(site, 0))
+    assert [order.codecs for order in plan.orders] == [Codecs(up=Qsgd(levels=q, bucket=512)) for q in (28, 111)]
+    alike = replace(algorithm, weighting="uniform", bucket=None)
+    plan = alike.plan(start_of(alike, site), context_of(site, 0))
+    assert [order.codecs for order in plan.orders] == [Codecs(up=Qsgd(levels=100, bucket=None))] * 2
+    unknown = context_of(site, 0, samples=())
+    assert [o.codecs.up.s for o in algorithm.plan(start_of(algorithm, site), unknown).orders] == [100, 100]  # type: ignore[union-attr]
+
+
+# -------------------------------------------------------------------------------------------------------- in time
+def test_the_moving_average_by_hand() -> None:
+    assert averaged([1.0, 2.0, 6.0], [], 0.9) == (1 + 2 + 4) / 3, "6 counts as 4, twice the median"
+    assert averaged([1.0, 2.0, 1e6], [], 0.9) == (1 + 2 + 4) / 3
+    assert averaged([-1e6, 2.0, 3.0], [], 0.9) == pytest.approx((0 + 2 + 3) / 3)
+    assert averaged([2.0, 2.0], [9.0, 1.0], 0.9) == pytest.approx(0.9 * 1 + 0.1 * 2)
+    assert averaged([-5.0], [], 0.9) == 0
+
+
+def levels_over(averages: Sequence[float], phi: int, q_max: int = 64, level: int = 1) -> list[int]:
+    found, kept = [], tuple[float, ...]()
+    for average in averages:
+        level, kept = doubled(level, (*kept, average), phi, q_max)
+        assert len(kept) <= phi + 1
+        found.append(level)
+    return found
+
+
+def test_the_level_doubles_where_the_average_has_not_fallen_over_phi_rounds() -> None:
+    assert levels_over([5.0, 4.0, 3.0, 2.0], 2) == [1, 1, 1, 1], "it falls"
+    assert levels_over([5.0, 4.0, 4.5, 4.0, 4.2], 2) == [1, 1, 1, 2, 2], "4.0 is not below 4.0, two rounds before"
+    assert levels_over([1.0] * 7, 2) == [1, 1, 2, 2, 4, 4, 8], "again only after two rounds more"
+    assert levels_over([1.0] * 5, 1, q_max=3) == [1, 2, 3, 3, 3]
+
+
+@given(
+    st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5), max_size=40),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 0.5, 0.9]),
+)
+def test_whatever_clients_say_the_level_never_falls_and_doubles_at_most_every_phi_rounds(
+    rounds: list[list[float]], phi: int, q_min: int, psi: float
+) -> None:
+    level, kept, q_max = q_min, tuple[float, ...](), 100
+    for number, losses in enumerate(rounds, 1):
+        average = averaged(losses, kept, psi)
+        assert 0 <= average <= 2e6
+        before = level
+        level, kept = doubled(level, (*kept, average), phi, q_max)
+        assert before <= level <= min(q_max, q_min * 2 ** ((number - 1) // phi))
+
+
+@pytest.mark.parametrize("said", [1e6, -1e6, 0.0, math.ulp(0)])
+def test_one_liar_of_five_neither_doubles_nor_holds_the_level_against_the_others(said: float) -> None:
+    """A constant lie is worth at most twice the median: the average still falls with the others', and rises."""
+    falling = [[math.exp(-0.2 * round)] * 4 for round in range(20)]
+    flat = [[1.0]] * 20
+    for honest, doubles in ((falling, False), (flat, True)):
+        found, kept, level = [], tuple[float, ...](), 1
+        for losses in honest:
+            level, kept = doubled(level, (*kept, averaged([*losses * (4 // len(losses)), said], kept, 0.9)), 4, 2047)
+            found.append(level)
+        assert (found[-1] > 1) == doubles, (said, found)
+
+
+def test_a_round_without_updates_changes_nothing() -> None:
+    algorithm = DAdaQuant(training=ALL, phi=1, psi=0.0)
+    site = tiny_site(algorithm, fleet=STRONG)
+    state = start_of(algorithm, site)
+    plan = algorithm.plan(state, context_of(site, 0))
+    merged = algorithm.merge(state, plan, [failure_of(order) for order in plan.orders], ServerSite(site))
+    assert (merged.level, merged.averages) == (1, ())
+    assert_same_bits(merged.params, state.params)
+
+
+# ----------------------------------------------------------------------------------------------------------- runs
+def federated(algorithm: DAdaQuant, site: Site, folder: Path, stop: int) -> tuple[Any, list[Any]]:
+    ledger = ledger_in(FolderStore(folder), rules=replace(site.rules, algorithm=algorithm))
+    terms = RoundsConfig(stop=stop, evaluate_every=100, commit_every=1, keep_updates=True)
+    final = loop.federate(Run(algorithm, site, terms), start_of(algorithm, site), InProcess(site), ledger, Memory())
+    return final, list(ledger.checkpoints.rows())
+
+
+def test_a_run_that_stands_still_doubles_its_levels_and_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """A learning rate of almost nothing: the loss is the same in every round, so q is 1 twice, then 2, 4 and 8."""
+    algorithm = DAdaQuant(training=replace(ALL, lr=1e-30, weight_decay=0.0), phi=1, q_max=8)
+    site = tiny_site(algorithm, fleet=STRONG)
+    whole, rows = federated(algorithm, site, tmp_path / "whole", 5)
+    assert whole.level == 8
+    for stop, level in ((1, 1), (2, 2), (3, 4)):
+        stopped, _ = federated(algorithm, site, tmp_path / "stopped", stop)
+        assert stopped.level == level
+    again, same = federated(algorithm, site, tmp_path / "stopped", 5)
+    assert (again.level, again.averages) == (whole.level, whole.averages)
+    assert_same_bits(again.params, whole.params)
+    assert [row.metrics["bits_up"] for row in rows] == [row.metrics["bits_up"] for row in same]
+
+
+def test_it_learns_and_more_levels_take_more_bits(tmp_path: Path) -> None:
+    """At most 3, 5 and 9 of 32 bits a number, and a norm and a byte for each tensor; zeros in runs take fewer."""
+    site = tiny_site(DAdaQuant(training=ALL), fleet=STRONG)
+    sent = []
+    for level, most in ((3, 0.12), (15, 0.19), (255, 0.32)):
+        _, rows = federated(DAdaQuant(training=ALL, q_min=level, phi=None), site, tmp_path / str(level), 6)
+        assert rows[-1].metrics["train_loss"] < rows[0].metrics["train_loss"]
+        assert all(row.metrics["bits_up"] < most * row.metrics["bits_down"] for row in rows)
+        sent.append(rows[0].metrics["bits_up"])
+    assert sent == sorted(set(sent))
+
+
+# -------------------------------------------------------------------------------------------- the server's training
+@dataclass
+class Teaching:
+    """A server that adds 1 to each weight, and remembers what it was asked."""
+
+    seen: list[Any] = field(default_factory=list)
+
+    def train(self, task: Any, params: Params, anchor: Params | None = None) -> Params:
+        self.seen.append((task, params, anchor))
+        return {name: tensor + 1 for name, tensor in params.items()}
+
+
+def test_the_server_fine_tunes_the_merged_weights_with_another_seed_each_round() -> None:
+    plain = DAdaQuant(training=ALL)
+    algorithm = replace(plain, fine_tuning=FineTuning(gamma=0.0))
+    site, teaching = tiny_site(algorithm, fleet=STRONG), Teaching()
+    state = start_of(algorithm, site)
+    for round in (0, 1):
+        plan = algorithm.plan(state, context_of(site, round))
+        back = [update_of(o, o.spec, {n: t + 0.5 for n, t in o.payload.items()}) for o in plan.orders]
+        merged = plain.merge(state, plan, back, teaching)  # type: ignore[arg-type]
+        tuned = algorithm.merge(state, plan, back, teaching)  # type: ignore[arg-type]
+        assert_same_bits(tuned.params, {name: tensor + 1 for name, tensor in merged.params.items()})
+        assert (tuned.level, tuned.averages) == (merged.level, merged.averages)
+        assert_same_bits(teaching.seen[-1][1], merged.params)
+        assert teaching.seen[-1][0].seed == seeds.derive(plan.orders[0].seed, "fine-tuning", round)
+        nobody = algorithm.merge(state, plan, [failure_of(o) for o in plan.orders], teaching)  # type: ignore[arg-type]
+        assert_same_bits(nobody.params, state.params)
+    assert len(teaching.seen) == 2 and teaching.seen[0][0].seed != teaching.seen[1][0].seed
+    assert all(task.proximal == 0 for task, _, _ in teaching.seen), "without the regulariser"
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+def test_losses_that_a_private_aggregation_hides_set_no_levels() -> None:
+    algorithm = DAdaQuant(training=TRAINING, aggregation=Private())
+    site = tiny_site(algorithm)
+    with pytest.raises(ConfigError, match=r"algorithm\.phi=null"):
+        start_of(algorithm, site)
+    assert start_of(replace(algorithm, phi=None), site).level == 1
+
+
+def test_the_most_levels_are_no_fewer_than_the_least() -> None:
+    algorithm = DAdaQuant(training=TRAINING, q_min=9, q_max=8)
+    with pytest.raises(ConfigError, match=r"q_max = 8 is below algorithm\.q_min = 9"):
+        start_of(algorithm, tiny_site(algorithm))

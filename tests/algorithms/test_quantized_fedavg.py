@@ -1,0 +1,149 @@
+"""Quantized FedAvg: one sub-network, sent quantised; nothing else moves, and it is what is reported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine.algorithms import AdaGQ, DAdaQuant, QuantizedFedAvg
+from fl_engine.backends import InProcess
+from fl_engine.codecs.qsgd import Qsgd
+from fl_engine.core.errors import ConfigError, PoolError
+from fl_engine.core.slicing import count_params, initial_params, take
+from fl_engine.core.types import FULL, Codecs, Device, SubmodelSpec
+from fl_engine.core.widths import prefix
+from fl_engine.exchange import coding
+from fl_engine.exchange.client import Site
+from fl_engine.rounds import loop
+from fl_engine.rounds.ledger import ledger_in
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.storage.store import FolderStore, tensor_bytes
+from fl_engine.testing.models import kept_mask
+from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, context_of, start_of, tiny_pool, tiny_site
+from fl_engine.testing.tracker import Memory
+
+WITHOUT_EXTRA = ("conv", "fc", "classifier")
+
+
+@dataclass(frozen=True)
+class NestedNet(TinyNet):
+    """With four sub-networks of its own, of which `odd` is none of the three sizes."""
+
+    def nested(self) -> Mapping[str, SubmodelSpec]:
+        return {
+            "small": SubmodelSpec.of({"hidden": 8}, WITHOUT_EXTRA),
+            "odd": SubmodelSpec.of({"hidden": 16}, WITHOUT_EXTRA),
+            "medium": SubmodelSpec.of({"hidden": 24}),
+            "large": FULL,
+        }
+
+
+def federated(algorithm: QuantizedFedAvg, site: Site, folder: Path, stop: int = 3) -> tuple[Any, list[Any]]:
+    ledger = ledger_in(FolderStore(folder), rules=replace(site.rules, algorithm=algorithm))
+    terms = RoundsConfig(stop=stop, commit_every=1)
+    final = loop.federate(Run(algorithm, site, terms), start_of(algorithm, site), InProcess(site), ledger, Memory())
+    return final, list(ledger.checkpoints.rows())
+
+
+# ------------------------------------------------------------------------------------------------------- the pool
+@pytest.mark.parametrize(("level", "width"), [("small", 0.5), ("medium", 0.75), ("large", 1.0)])
+def test_the_sub_network_is_the_whole_pool(level: Any, width: float) -> None:
+    family = TinyNet()
+    (model,) = tiny_pool(QuantizedFedAvg(level=level, bits=9), family)
+    assert (model.name, model.spec) == (level, prefix(family.layout(), width))
+    assert model.dispatched and model.reported and not model.static_bn
+    assert model.share == count_params(family, model.spec) / count_params(family)
+    assert model.codecs == Codecs(down=Qsgd(bits=9))
+
+
+def test_a_network_s_own_sub_networks_come_before_prefixes() -> None:
+    family = NestedNet()
+    for name in ("small", "medium", "large"):
+        (model,) = tiny_pool(QuantizedFedAvg(level=name, bits_up=4, bucket=None), family)  # type: ignore[arg-type]
+        assert (model.name, model.spec) == (name, family.nested()[name])
+        assert model.codecs == Codecs(down=Qsgd(bits=8, bucket=None), up=Qsgd(bits=4, bucket=None))
+    for rival in (DAdaQuant(), AdaGQ()):
+        pool = tiny_pool(rival, family)
+        assert [(m.name, m.spec) for m in pool] == [(n, family.nested()[n]) for n in ("small", "medium", "large")]
+
+
+@pytest.mark.parametrize("widths", [(0.5, 0.5, 1.0), (0.75, 0.5, 1.0), (0.25, 0.5, 0.75)])
+def test_widths_that_do_not_ascend_to_one_are_refused(widths: Any) -> None:
+    for algorithm in (QuantizedFedAvg(widths=widths), DAdaQuant(widths=widths), AdaGQ(widths=widths)):
+        with pytest.raises(PoolError, match="ascending order to 1"):
+            tiny_pool(algorithm, TinyNet())
+
+
+# ---------------------------------------------------------------------------------------------------------- rounds
+def test_the_weights_are_rounded_on_the_way_down_and_come_back_as_trained() -> None:
+    algorithm = QuantizedFedAvg(training=TRAINING, level="medium", bits=8)
+    site = tiny_site(algorithm)
+    state, spec = start_of(algorithm, site), site.pool[0].spec
+    plan = coding.sent(algorithm.plan(state, context_of(site, 0)), site.pool, Codecs(), SEED)
+    plain = take(state.params, site.layout, spec)
+    for order in plan.orders:
+        assert order.codecs == Codecs(down=Qsgd(bits=8))
+        for name, tensor in order.payload.items():
+            step = math.sqrt(512) * float(plain[name].abs().max()) / 255  # at most: a bucket's norm over its levels
+            assert float((tensor - plain[name]).abs().max()) <= step
+            assert not torch.equal(tensor, plain[name])
+        assert tensor_bytes(order.travels) < tensor_bytes(plain) * 0.32, "9 of 32 bits, and norms"
+        assert coding.answered(order, spec, order.payload, site.layout) is None, "as they are"
+
+
+def test_only_the_sub_network_moves_and_its_accuracy_is_the_headline(tmp_path: Path) -> None:
+    algorithm = QuantizedFedAvg(training=replace(TRAINING, fraction=0.5), level="small", bits=9)
+    site = tiny_site(algorithm)
+    final, rows = federated(algorithm, site, tmp_path, 6)
+    start, spec = start_of(algorithm, site).params, site.pool[0].spec
+    for name, tensor in final.params.items():
+        kept = kept_mask(site.layout, spec, name, tensor.shape)
+        assert torch.equal(tensor[~kept], start[name][~kept]), name
+        assert not torch.equal(tensor[kept], start[name][kept]), name
+    for row in rows:
+        assert row.metrics["full"] == row.metrics["avg"] == row.metrics["accuracy/small"]
+        assert row.metrics["bits_up"] == 32 * site.pool[0].params * row.metrics["clients_trained"]
+        assert row.metrics["bits_down"] < 11 * site.pool[0].params * len(row.clients), "10 bits a number, and norms"
+        assert row.metrics["seconds_encode"] > 0
+    assert rows[-1].metrics["loss/small"] < rows[0].metrics["loss/small"]
+
+
+def test_the_change_may_be_quantised_too(tmp_path: Path) -> None:
+    algorithm = QuantizedFedAvg(training=TRAINING, level="small", bits_up=4)
+    site = tiny_site(algorithm)
+    _, rows = federated(algorithm, site, tmp_path, 2)
+    for row in rows:
+        assert row.metrics["bits_up"] < 6 * site.pool[0].params * row.metrics["clients_trained"]
+        assert row.metrics["seconds_decode"] > 0
+
+
+# ------------------------------------------------------------------------------------------------------ who takes part
+def test_who_cannot_hold_it_takes_part_only_where_all_do() -> None:
+    fleet = tuple(Device(c, "a", 20.0 if c else 40.0, 0.0) for c in range(4))
+    capable = QuantizedFedAvg(training=replace(TRAINING, fraction=1.0), level="small")
+    site = tiny_site(capable, fleet=fleet)
+    assert 20 < 100 * site.pool[0].share < 40
+    plan = capable.plan(start_of(capable, site), context_of(site, 0))
+    assert [order.client for order in plan.orders] == [0]
+    everyone = replace(capable, eligible="all")
+    assert len(everyone.plan(start_of(everyone, site), context_of(site, 0)).orders) == 4
+    weak = tiny_site(capable, fleet=fleet[1:2])
+    with pytest.raises(ConfigError, match=r"no device of the fleet can hold small.*eligible: all"):
+        start_of(capable, weak)
+
+
+def test_what_was_initialised_is_the_same_for_every_level() -> None:
+    """So runs of the three levels start from parts of one network."""
+    starts = [
+        start_of(algorithm, tiny_site(algorithm)).params
+        for algorithm in (QuantizedFedAvg(level="small"), QuantizedFedAvg(level="large"))
+    ]
+    expected = initial_params(TinyNet(), SEED)
+    assert all(torch.equal(params[name], expected[name]) for params in starts for name in expected)
