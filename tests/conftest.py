@@ -42,7 +42,7 @@ from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.storage.checkpoints import Checkpoints
 from fl_engine.storage.store import Store, check_size, encode, sha256
 from fl_engine.tasks import Classification
-from fl_engine.testing.tiny import tiny_pool
+from fl_engine.testing.tiny import measured_alike, tiny_pool
 from fl_engine.testing.tracker import Memory
 from flexfleet import cli
 from flexfleet.files import terminal as common
@@ -273,7 +273,7 @@ def timeless() -> Callable[[Store], list[Any]]:
             (
                 row.round,
                 {k: v for k, v in row.metrics.items() if not k.startswith(("seconds", "peak_mb", MEASURED))},
-                [{k: v for k, v in line.items() if k != "seconds"} for line in row.clients],
+                [measured_alike(line) for line in row.clients],
             )
             for row in Checkpoints(store).rows()
         ]

@@ -25,6 +25,8 @@ FIGURES: dict[str, tuple[float, float]] = {
     "free": (0, 1e12),
 }
 """What every update reports: (least, most), where nothing closer is known. A pod lives for seven days at most."""
+ENCODING = {"seconds_encode": FIGURES["seconds"]}
+"""What an update reports besides where the way up is coded: the client's seconds of encoding."""
 OF_A_LINE = (
     "round", "client", "sent", "trained", "examples", "level", "elapsed", "seconds_simulated", "seconds_compute",
     "seconds_communication", "staleness", "failure",
@@ -50,11 +52,17 @@ def client_metrics(algorithm: object) -> tuple[ClientMetric, ...]:
     return tuple(found.values())
 
 
+def bounds_of(algorithm: object, coded: bool) -> dict[str, tuple[float, float]]:
+    """The figures that an update has to report, with the least and the most of each. `coded`: its way up is."""
+    declared = {metric.name: (metric.low, metric.high) for metric in client_metrics(algorithm)}
+    return FIGURES | (ENCODING if coded else {}) | declared
+
+
 def _wrong(metric: ClientMetric) -> str:
     """Why a declaration is wrong; empty: it is right."""
     if NAME.fullmatch(metric.name) is None:
         return "a name is a plain identifier of at most 32 characters (letters, digits, underscores)"
-    if metric.name in FIGURES or metric.name in OF_A_LINE:
+    if metric.name in FIGURES or metric.name in ENCODING or metric.name in OF_A_LINE:
         return "the engine has a figure of that name: take another"
     if not (math.isfinite(metric.low) and math.isfinite(metric.high) and metric.low <= metric.high):
         return f"its bounds are two finite numbers, low <= high, got {metric.low} and {metric.high}"

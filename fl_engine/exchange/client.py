@@ -245,11 +245,14 @@ def _outcome(work: Work, job: local.Job, trained: local.Trained, site: Site, sec
         held = torch.unique(site.data.train_y[work.indices]).tolist()
         spec = SubmodelSpec.of({**task.spec.kept, HEAD: held}, task.spec.blocks)
         payload = take(payload, site.layout, spec, have=task.spec)
+    encoding = time.monotonic()
     try:
         encoded = coding.answered(order, spec, payload, site.layout)
     except ModelError as error:
         said = f"what it has trained cannot be sent as codec.up says: {error}"
         return ClientFailure(order.round, order.client, "train", said)
+    if encoded is not None:
+        metrics["seconds_encode"] = time.monotonic() - encoding
     update = ClientUpdate(order.round, order.client, spec, payload, len(work.indices), metrics, state=state)
     return replace(update, encoded=encoded)
 

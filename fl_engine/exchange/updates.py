@@ -42,11 +42,10 @@ from fl_engine.core import workload
 from fl_engine.core.client_state import STATE, Shapes, apart, kept_by_clients, travelling
 from fl_engine.core.contracts import (
     Algorithm,
-    ClientMetric,
     ModelFamily,
 )
 from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief, printable
-from fl_engine.core.measures import FIGURES, client_metrics
+from fl_engine.core.measures import bounds_of
 from fl_engine.core.slicing import contains, is_statistic, largest, shapes, take
 from fl_engine.core.types import (
     HEAD,
@@ -281,7 +280,7 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
         held = rules.samples[order.client]
         if manifest.num_examples != held:
             raise Rejected("examples", f"says {manifest.num_examples} samples, the client holds {held}")
-        _check_metrics(manifest.metrics, client_metrics(rules.algorithm))
+        _check_metrics(manifest.metrics, bounds_of(rules.algorithm, codec is not None))
         _check_made(spec, order, manifest.metrics, rules)
     update = ClientUpdate(order.round, order.client, spec, weights, manifest.num_examples, manifest.metrics)
     return replace(update, state=state, encoded=encoded, seconds_decode=decoding)
@@ -316,8 +315,7 @@ def _most_bytes(expected: Header) -> int:
     return coding.bytes_of(expected) + HEADER_BYTES * (1 + len(expected))
 
 
-def _check_metrics(metrics: Mapping[str, float], declared: Sequence[ClientMetric]) -> None:
-    bounds = FIGURES | {metric.name: (metric.low, metric.high) for metric in declared}
+def _check_metrics(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float, float]]) -> None:
     if metrics.keys() != bounds.keys():
         raise Rejected("metrics", f"{', '.join(bounds)} are expected, got {', '.join(metrics) or 'none'}")
     for name, (low, high) in bounds.items():

@@ -4,10 +4,13 @@ seconds_plan      until it is fixed who is asked for what
 seconds_encode    the server encodes what it sends; 0 without a codec of the way down
 seconds_train     waiting for answers: clients train, and those in this process encode and the server decodes
 seconds_decode    the part of `seconds_train` in which the server decodes updates; 0 without a codec of the way up
+seconds_encode_clients
+                  in which clients encode, as they measure it, of all that are merged; 0 without a codec of the way up.
+                  Where they are in this process and train one after the other, a part of `seconds_train`
 seconds_merge     until the new model is there, and what was measured of the clients
 seconds_evaluate  in rounds that are evaluated
 
-are measured on the server. Without `seconds_decode`, which is inside another, they add up to `seconds_round`. On the
+are measured on the server, but for one. Without the two that are inside another, they add up to `seconds_round`. On the
 simulated clock, of the client that finishes last among those that are merged:
 
 simulated_compute, simulated_communication
@@ -31,7 +34,7 @@ ON_THE_SERVER = ("seconds_plan", "seconds_encode", "seconds_train", "seconds_mer
 """Add up to `seconds_round`."""
 SIMULATED = ("simulated_compute", "simulated_communication")
 BITS = ("bits_down", "bits_up")
-NAMES = (*ON_THE_SERVER, "seconds_decode", *SIMULATED, *BITS)
+NAMES = (*ON_THE_SERVER, "seconds_decode", "seconds_encode_clients", *SIMULATED, *BITS)
 REPEATED = (*SIMULATED, *BITS)
 """Those that are the same again when a run is repeated."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def recorded(
         metrics |= {} if lasted is None else {"seconds_simulated": lasted}
     if updates:
         examples = sum(update.num_examples for update in updates)
+        metrics["seconds_encode_clients"] = math.fsum(u.metrics.get("seconds_encode", 0.0) for u in updates)
         metrics["train_loss"] = sum(u.metrics["loss"] * u.num_examples for u in updates) / examples
     in_order = [(client, answers.times[client]) for client in sorted(answers.times)]
     merged = {update.client for update in updates}

@@ -34,7 +34,7 @@ from fl_engine.codecs import Half
 from fl_engine.core.client_state import kept_by_clients
 from fl_engine.core.contracts import Algorithm, ModelFamily
 from fl_engine.core.errors import ClientError, ModelError, PoolError
-from fl_engine.core.measures import FIGURES, client_metrics
+from fl_engine.core.measures import bounds_of, client_metrics
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import contains, count_params, full_shapes, initial_params, shapes, take
 from fl_engine.core.state import pack, unpack
@@ -182,10 +182,10 @@ class AlgorithmSuite:
     def test_a_client_reports_the_engines_figures_and_the_declared_ones(
         self, algorithm: Algorithm, site: Site, state: Any
     ) -> None:
-        bounds = FIGURES | {metric.name: (metric.low, metric.high) for metric in client_metrics(algorithm)}
         updates = [o for o in _run(algorithm, site, state, rounds=1)[1] if isinstance(o, ClientUpdate)]
         assert updates, "every client failed"
         for update in updates:
+            bounds = bounds_of(algorithm, coded=update.encoded is not None)
             assert update.metrics.keys() == bounds.keys()
             assert all(low <= update.metrics[name] <= high for name, (low, high) in bounds.items())
 

@@ -131,6 +131,7 @@ PHASES = {
     "encode s": "seconds_encode",
     "train s": "seconds_train",
     "of it decode s": "seconds_decode",
+    "clients encode s": "seconds_encode_clients",
     "merge s": "seconds_merge",
     "evaluate s": "seconds_evaluate",
     "simulated compute s": "simulated_compute",
@@ -269,8 +270,9 @@ def notes(c: Comparison) -> list[str]:
     lines.append("real s: as measured here, whatever ran beside.")
     if any(r.phases for r in c.results.values()):
         lines.append("Phases: means over the rounds. Real seconds on the server: plan, encode (what it sends), train "
-                     "(until all answers are there, decoded), merge and evaluate (in rounds that are evaluated) add up "
-                     "to a round. simulated: of the client that finishes last. 1 Mbit is 1e6 bits.")  # fmt: skip
+                     "(until all answers are there, decoded; clients encode in it, by their own clocks), merge and "
+                     "evaluate (in rounds that are evaluated) add up to a round. simulated: of the client that "
+                     "finishes last. 1 Mbit is 1e6 bits.")  # fmt: skip
     if any(r.uniformity is not None for r in c.results.values()):
         lines.append("Uniformity of a round: sqrt(mean (t - min t)²) of its clients' times, here its mean over the "
                      "rounds. all asked: by the simulated clock, late ones count, those that sent no update have no "

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fl_engine.core.measures import ENCODING
 from fl_engine.fleet.uniformity import MEASURED
 from tests.harness.processes import Done, marked
 from tests.harness.world import BUCKET, Place
@@ -98,7 +99,7 @@ def _rounds(rows: list[dict[str, Any]]) -> dict[str, Any]:
         metrics, clients = row.pop("metrics"), row.pop("clients")
         found |= {f"{number} {name}": value for name, value in {**row, **metrics}.items() if _same_always(name)}
         for line in clients:
-            told = _timeless(line, ("client", "seconds"))
+            told = _timeless(line, ("client", "seconds", *ENCODING))
             found |= {f"{number} client {line['client']} {name}": value for name, value in told.items()}
     return found
 

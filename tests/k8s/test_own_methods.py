@@ -17,7 +17,7 @@ from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.client_states import ClientStates, named
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store
-from fl_engine.testing.tiny import assert_same_bits
+from fl_engine.testing.tiny import assert_same_bits, measured_alike
 
 OWN = (
     "algorithm.name=fl_engine.testing.personal:PersonalHeads",
@@ -48,7 +48,7 @@ def killed_in_a_round(monkeypatch: pytest.MonkeyPatch, rounds: Rounds, *sets: st
 
 def lines(rows: list[Row]) -> list[list[dict[str, Any]]]:
     """Of each round's clients, less what differs between equal runs."""
-    return [[{k: v for k, v in line.items() if k != "seconds"} for line in row.clients] for row in rows]
+    return [[measured_alike(line) for line in row.clients] for row in rows]
 
 
 def heads(store: Store) -> dict[int, Any]:

@@ -134,7 +134,7 @@ def test_with_a_buffer_of_all_it_is_the_synchronous_run(name: str, new_store: An
 
 
 def _seconds(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: line[key] for key in ("seconds",) if key in line}
+    return {key: line[key] for key in ("seconds", "seconds_encode") if key in line}
 
 
 SOME = {

@@ -81,6 +81,9 @@ def test_what_coding_takes_on_the_server_is_its_own_phase(tmp_path: Path) -> Non
         assert 3 * NAP <= row.metrics["seconds_encode"] < 3 * NAP * CLIENTS
         assert row.metrics["seconds_decode"] >= 2 * NAP * CLIENTS
         assert without.metrics["seconds_encode"] == without.metrics["seconds_decode"] == 0
+        assert CLIENTS * NAP <= row.metrics["seconds_encode_clients"] <= row.metrics["seconds_train"]
+        assert [line["seconds_encode"] >= NAP for line in row.clients] == [True] * CLIENTS
+        assert without.metrics["seconds_encode_clients"] == 0 and "seconds_encode" not in without.clients[0]
         assert up.metrics["seconds_encode"] == 0 and up.metrics["seconds_decode"] >= 2 * NAP * CLIENTS
 
 

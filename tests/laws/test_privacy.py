@@ -313,6 +313,7 @@ def private(name: str, **more: Any) -> Any:
     options: dict[str, Any] = {"depthfl": {"alpha": 0.0}, "heterofl": {"static_bn": False}}
     options["fedrolex"] = {"static_bn": False}
     options |= {"federated_dropout": {"static_bn": False}, "adaptivefl": {"variant": "random"}}
+    options["dadaquant"] = {"phi": None}
     return on_devices_alone(kind(training=TRAINING, aggregation=Private(**more), **options.get(name, {})))
 
 
