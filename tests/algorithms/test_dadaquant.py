@@ -123,6 +123,15 @@ def test_whatever_clients_say_the_level_never_falls_and_doubles_at_most_every_ph
         assert before <= level <= min(q_max, q_min * 2 ** ((number - 1) // phi))
 
 
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.data())
+def test_liars_that_are_fewer_than_half_move_the_mean_by_twice_the_largest_loss_of_the_others(
+    honest: list[float], data: st.DataObject
+) -> None:
+    lies = data.draw(st.lists(st.floats(-1e6, 1e6), max_size=len(honest) - 1))
+    found, largest, clients = averaged([*honest, *lies], [], 0.9), max(honest), len(honest) + len(lies)
+    assert found <= (sum(honest) + 2 * largest * len(lies)) / clients * (1 + 1e-12)
+
+
 @pytest.mark.parametrize("said", [1e6, -1e6, 0.0, math.ulp(0)])
 def test_one_liar_of_five_neither_doubles_nor_holds_the_level_against_the_others(said: float) -> None:
     """A constant lie is worth at most twice the median: the average still falls with the others', and rises."""

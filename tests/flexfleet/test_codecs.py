@@ -74,6 +74,29 @@ def test_qsgd_gives_the_same_bits_in_every_backend_and_resumed(
         assert 0 < row["metrics"]["bytes_down"] <= sum(most[line["sent"]] for line in row["clients"])
 
 
+@pytest.mark.parametrize("algorithm", ["dadaquant", "adagq"])
+def test_codecs_of_single_orders_give_the_same_bits_in_every_backend_and_resumed(
+    flexfleet: Any, quick: Sequence[str], algorithm: str, tmp_path: Path
+) -> None:
+    """Each client's own levels or bits, the next round's after what this one says; then the server fine-tunes."""
+    kept = [each for each in quick if not each.startswith("algorithm.name")]
+    sets = [*kept, f"algorithm.name={algorithm}", "algorithm.fine_tuning={gamma: 0}"]
+    found = {name: run_of(flexfleet, name, [*sets, f"run.backend={name}"]) for name in ("in_process", "processes")}
+    run_of(flexfleet, "again", [*sets, "rounds.stop=1"])
+    found["again"] = run_of(flexfleet, "again", sets, "--resume")
+    for said in ("model_sha256", "bytes", "waste"):
+        assert len({str(each[said]) for each in found.values()}) == 1, said
+    pool = PoolFile.read(tmp_path / "runs/processes/pool/pool.json")
+    assert [level.name for level in pool.levels] == ["small", "medium", "large"]
+    for row in History.read(tmp_path / "runs/processes/history.json").rounds:
+        metrics = row["metrics"]
+        assert 0 < metrics["bits_up"] < metrics["bits_down"] / 2
+        assert metrics["seconds_encode"] == 0 < metrics["seconds_decode"]
+        assert metrics["seconds_encode_clients"] == pytest.approx(
+            sum(c.get("seconds_encode", 0) for c in row["clients"])
+        )
+
+
 def test_digits_are_learnt_about_as_well(flexfleet: Any, quick: Sequence[str]) -> None:
     longer = [each for each in quick if not each.startswith("rounds.stop")]
     longer += ["rounds.stop=8", "rounds.evaluate_every=8", "training.epochs=4", "training.fraction=1.0"]
