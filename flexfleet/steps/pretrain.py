@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -150,12 +151,26 @@ def inputs_of(resolved: Resolved, name: str, partition: Path) -> str:
     return sha256(json.dumps(parts, sort_keys=True).encode())
 
 
-def _code(kind: Preparation) -> str | None:
-    """Of the file that the preparation is written in; None where it is in none."""
+def _code(kind: Preparation) -> list[str] | None:
+    """Of the file that the preparation is written in, then of those beside it that it takes names from; None where it
+    is in no file."""
     try:
-        return sha256(Path(inspect.getfile(type(kind))).read_bytes())
+        own = Path(inspect.getfile(type(kind)))
+        files = [
+            own,
+            *sorted({file for file in _files_of_names(type(kind)) if file != own and file.parent == own.parent}),
+        ]
+        return [sha256(file.read_bytes()) for file in files]
     except (TypeError, OSError):
         return None
+
+
+def _files_of_names(kind: type[Preparation]) -> Iterator[Path]:
+    """Where all that is named in the class's module was written."""
+    for value in vars(sys.modules[kind.__module__]).values():
+        module = value if inspect.ismodule(value) else inspect.getmodule(value)
+        if module is not None and getattr(module, "__file__", None) is not None:
+            yield Path(inspect.getfile(module))
 
 
 def settings_of(resolved: Resolved, name: str, kind: Preparation) -> dict[str, Any]:

@@ -144,6 +144,21 @@ def test_another_input_computes_again(tmp_path: Path, sets: list[str], what: str
     assert prepared.index(fresh)["searched:Search"] == now
 
 
+def test_another_file_beside_its_own_computes_again(tmp_path: Path, sets: list[str]) -> None:
+    """One that it takes names from: a file that is merely there says nothing of it."""
+    inputs = []
+    for text, other in (("OWN = 1", ""), ("OWN = 2", ""), ("OWN = 2", "OTHER = 1")):
+        (tmp_path / "beside.py").write_text(text)
+        (tmp_path / "other.py").write_text(other)
+        (tmp_path / "searched.py").write_text(f"import beside\n{recipe()}")
+        for name in ("beside", "searched"):
+            sys.modules.pop(name, None)
+        folder = prepared_in(tmp_path / "a", sets)
+        inputs.append(prepared.index(folder)["searched:Search"].inputs)
+    sys.modules.pop("beside")
+    assert inputs[0] != inputs[1] == inputs[2]
+
+
 @pytest.mark.parametrize("what", ["training.lr=0.01", "rounds.stop=9", "algorithm.selection.name=uniform"])
 def test_what_is_no_input_computes_nothing(tmp_path: Path, sets: list[str], what: str, unused: Any) -> None:
     prepared_in(tmp_path / "a", sets)
