@@ -5,9 +5,9 @@
 
 Makes comparisons (`flexfleet compare`): CIFAR-10 and Fashion-MNIST, each with Dirichlet 0.3 and IID; WISDM, by subject
 and with Dirichlet 0.5; AEP, with Dirichlet 0.5; wrong labels on Fashion-MNIST and WISDM; branches with Oort on
-Fashion-MNIST; and AEP at the scale of FedAIoT's authors, a comparison for each seed. On two cores that takes four
-hours, and AEP at full scale three more for each of three seeds. Writes docs/evidence/: tables.md, results.json (each
-comparison's command and numbers) and a drawing of each comparison.
+Fashion-MNIST; FedX and its rivals on CIFAR-10; and AEP at the scale of FedAIoT's authors, a comparison for each seed.
+On two cores that takes five hours, and AEP at full scale three more for each of three seeds. Writes docs/evidence/:
+tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
 """
 
 from __future__ import annotations
@@ -133,6 +133,48 @@ WITH_OTHERS: dict[str, tuple[str, ...]] = {
     "full_buffered=all_large": (ALL, "rounds.mode=buffered", "rounds.buffer=5"),
 }
 
+OWNED = (
+    "dataset.train_samples=10000",
+    "partition.clients=20",
+    "partition.server_classes=[8, 9]",
+    "model.name=small_cnn",
+    "fleet.tiers=[{name: weak, share: 0.5, memory: 35.0}, {name: medium, share: 0.5, memory: 70.0}]",
+    "pretrain.epochs=10",
+    "training.fraction=0.4",
+    "training.epochs=1",
+    "training.batch_size=32",
+    "training.lr=0.05",
+    "training.lr_decay=0.99",
+    "rounds.evaluate_every=10",
+    "tracking.mlflow=null",
+)
+"""The server has all samples of two classes, the clients all others. Half of the devices hold the small sub-network,
+half the medium one (FedX, section IV-E)."""
+
+
+def _tiers(bits: int | None) -> str:
+    said = "null" if bits is None else bits
+    return f"algorithm.assigned={{weak: {{level: small, bits: {said}}}, medium: {{level: medium, bits: {said}}}}}"
+
+
+TUNED = "algorithm.fine_tuning.gamma=0.0"
+QUANTISED: dict[str, tuple[str, ...]] = {
+    "fedavg=fedx": (_tiers(None), TUNED),
+    "dadaquant": ("algorithm.fine_tuning={gamma: 0}",),
+}
+"""What FedX's section IV-D compares: by bits FedX, without the regulariser, without fine-tuning; AdaGQ; and FedAvg of
+one sub-network, whose server has no data. FedAvg and DAdaQuant have no bits to choose."""
+for _bits in (8, 9, 10, 11):
+    QUANTISED |= {
+        f"fedx_{_bits}=fedx": (_tiers(_bits),),
+        f"gamma0_{_bits}=fedx": (_tiers(_bits), TUNED),
+        f"untuned_{_bits}=fedx": (_tiers(_bits), "algorithm.fine_tuning=null"),
+        f"adagq_{_bits}=adagq": (f"algorithm.bits={_bits}", "algorithm.fine_tuning={gamma: 0}"),
+    }
+    for _level in ("small", "medium", "large"):
+        own = (f"algorithm.level={_level}", f"algorithm.bits={_bits}", ALL)
+        QUANTISED[f"{_level}_{_bits}=quantized_fedavg"] = own
+
 
 @dataclass(frozen=True)
 class Campaign:
@@ -198,6 +240,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("wisdm_watch", (*HALF, *TEN), "0,1,2", 200, NOISY, WISDM, "label_noise"),
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 100, FULL_AND_BRANCHES, BRANCHED, "branches", "0.5,0.6,0.7"),
     Campaign("fashion_mnist", DIRICHLET, "0", 100, WITH_OTHERS, BRANCHED, "branches_and_others", "0.5,0.6,0.7"),
+    Campaign("cifar10", IID, "0,1,2", 40, QUANTISED, OWNED, "server_classes"),
     *(Suite("fedaiot/aep", "fedavg-low,fedavg-high,fedavg-30,fp16,central", seed) for seed in (0, 1, 2)),
     *(Suite("fedaiot/aep-code", "fedavg-low,fedavg-high", seed) for seed in (0, 1, 2)),
 )
