@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from fl_engine.aggregation import privacy
@@ -15,7 +16,7 @@ from fl_engine.rounds.flights import Flight
 from fl_engine.rounds.phases import Stopwatch
 from fl_engine.rounds.recorder import recorded
 from fl_engine.rounds.run import Run
-from fl_engine.selection.capacity import by_tier, level_of
+from fl_engine.selection.capacity import level_of
 from fl_engine.storage.checkpoints import Row
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool, published
 
@@ -91,11 +92,11 @@ def _scores(run: Run, state: Any) -> dict[str, float]:
 
 
 def _of_devices(run: Run, scores: Mapping[str, Score]) -> dict[str, float]:
-    """`accuracy_devices`, by the deciding metric's name: the mean over all devices of what their own sub-model scores
-    (FedX, section IV-D), where the pool says which tiers have which."""
-    site = run.site
-    if not by_tier(site.pool):
+    """`accuracy_devices`, by the deciding metric's name: the mean over the devices of what their own sub-model scores
+    (FedX, section IV-D), the one of their tier, else the largest that they can hold. None where one level is
+    reported, or where those that devices are sent are not."""
+    pool = run.site.pool
+    own = [level for level in (level_of(device, pool) for device in run.site.fleet) if level is not None]
+    if len(scores) < 2 or not own or any(pool[level].name not in scores for level in own):
         return {}
-    own = [level_of(device, site.pool) for device in site.fleet]
-    values = [scores[site.pool[i].name].value for i in own if i is not None]
-    return {f"{site.data.task.metric.name}_devices": sum(values) / len(values)}
+    return {f"{run.site.data.task.metric.name}_devices": fmean(scores[pool[level].name].value for level in own)}

@@ -93,6 +93,8 @@ class OneRun(_Part):
     full_device_classes: float | None = None
     avg_server_classes: float | None = None
     full_server_classes: float | None = None
+    devices: float | None = None
+    """After the last round, the mean over the devices of what their own sub-model scores; null with one level."""
     best: dict[str, float | None]
     """The round with the best avg: `round`, `avg` and `full`."""
     mb_down: float
@@ -131,6 +133,8 @@ class Summary(_Part):
     full_device_classes: Spread | None = None
     avg_server_classes: Spread | None = None
     full_server_classes: Spread | None = None
+    devices: Spread | None = None
+    """As `last`, the mean over the devices of what their own sub-model scores; null with one level."""
     best: Score
     """The scores of the round with the best avg, which is chosen on test data, as in the papers."""
     mb_down: Spread
@@ -294,7 +298,7 @@ def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float]
             avg=spread([b["avg"] for b in best]),
             full=_sure([run.best.metrics["full"] for run in runs]),
         ),
-        **{name: spread([getattr(one, name) for one in each]) for name in BY_OWNER},
+        **{name: spread([getattr(one, name) for one in each]) for name in (*BY_OWNER, "devices")},
         mb_down=_sure([one.mb_down for one in each]),
         mb_up=_sure([one.mb_up for one in each]),
         waste=_sure([one.waste for one in each]),
@@ -315,6 +319,7 @@ def _one(seed: int, run: Run) -> OneRun:
         avg=None if run.single else run.evaluation.avg,
         full=run.evaluation.full,
         **_by_owner(run),
+        devices=run.rows[-1].metrics.get(f"{run.evaluation.metric}_devices"),
         best={
             "round": run.best.round + 1,
             "avg": None if run.single else run.best.metrics["avg"],

@@ -105,8 +105,8 @@ def tables(c: Comparison) -> list[Table]:
     metrics = [metric, best] if shares else [metric]
     of_owners = Table(
         "Test accuracy by whose the class is, %",
-        ("algorithm", "avg devices'", "full devices'", "avg server's", "full server's"),
-        tuple((label, *(cell(getattr(r, name), 100) for name in BY_OWNER)) for label, r in results),
+        ("algorithm", "avg devices'", "full devices'", "avg server's", "full server's", "own, all classes"),
+        tuple((label, *(cell(getattr(r, name), 100) for name in (*BY_OWNER, "devices"))) for label, r in results),
     )
     metrics += [of_owners] if any(r.full_server_classes is not None for _, r in results) else []
     cost = Table(
@@ -255,7 +255,8 @@ def notes(c: Comparison) -> list[str]:
         lines.append(f"avg {NONE}: the algorithm reports one level alone.")
     if any(r.full_server_classes is not None for r in c.results.values()):
         lines.append("devices': on test samples of the devices' classes; server's: of partition.server_classes, which "
-                     "no device has; after the last round, among all classes.")  # fmt: skip
+                     "no device has; own: the mean over the devices of what their own sub-model scores. After the last "
+                     "round, among all classes.")  # fmt: skip
     if c.central is not None:
         of_seeds = ", ".join(map(str, c.central.seeds))
         lines.append(f"{REFERENCE}: the full network on all training samples, {c.central.settings['central.epochs']} "
@@ -367,7 +368,7 @@ def metrics(c: Comparison) -> dict[str, float]:
         spreads = {
             "avg": r.last.avg,
             "full": r.last.full,
-            **{name: getattr(r, name) for name in BY_OWNER},
+            **{name: getattr(r, name) for name in (*BY_OWNER, "devices")},
             "best_avg": r.best.avg,
             "best_full": r.best.full,
             "mb_down": r.mb_down,

@@ -66,7 +66,7 @@ def test_a_comparison_has_a_table_of_them(runs: Path, sets: list[str], tmp_path:
     folders = {f"{label}-s0": runs / "runs" / f"{label}-s0" for label in LABELS}
     found = tabulate.tabulate("owned", entries, folders, tmp_path)
     (table,) = [table for table in tabulate.tables(found) if "whose the class is" in table.title]
-    assert table.head == ("algorithm", "avg devices'", "full devices'", "avg server's", "full server's")
+    assert table.head[1:] == ("avg devices'", "full devices'", "avg server's", "full server's", "own, all classes")
     for (label, *cells), name in zip(table.rows, LABELS, strict=True):
         levels = EvaluationFile.read(folders[f"{name}-s0"] / "evaluation.json").by_owner
         expected = []
@@ -74,9 +74,10 @@ def test_a_comparison_has_a_table_of_them(runs: Path, sets: list[str], tmp_path:
             values = list(of_level.values())
             avg = None if name == "all_large" else statistics.fmean(values)
             expected += [tabulate.NONE if avg is None else f"{100 * avg:.2f}", f"{100 * values[-1]:.2f}"]
-        assert label == name and cells == expected
+        own = History.read(folders[f"{name}-s0"] / "history.json").rounds[-1]["metrics"].get("accuracy_devices")
+        assert label == name and cells == [*expected, tabulate.NONE if own is None else f"{100 * own:.2f}"]
     told = json.loads((tmp_path / "comparison.json").read_bytes())["results"]["flexfl"]
-    assert [f"{100 * told[name]['mean']:.2f}" for name in NAMES] == list(table.rows[0][1:])
+    assert [f"{100 * told[name]['mean']:.2f}" for name in (*NAMES, "devices")] == list(table.rows[0][1:])
     assert told["full_server_classes"]["mean"] == told["runs"][0]["full_server_classes"]
     assert tabulate.metrics(found)["full_server_classes/all_large"] == pytest.approx(
         found.results["all_large"].runs[0].full_server_classes
