@@ -163,7 +163,8 @@ QUANTISED: dict[str, tuple[str, ...]] = {
     "dadaquant": ("algorithm.fine_tuning={gamma: 0}",),
 }
 """What FedX's section IV-D compares: by bits FedX, without the regulariser, without fine-tuning; AdaGQ; and FedAvg of
-one sub-network, whose server has no data. FedAvg and DAdaQuant have no bits to choose."""
+one sub-network, whose server has no data. FedAvg and DAdaQuant have no bits to choose. FedX's rows, and FedAvg's, begin
+with weights that the server has trained on its classes; the others begin anew."""
 for _bits in (8, 9, 10, 11):
     QUANTISED |= {
         f"fedx_{_bits}=fedx": (_tiers(_bits),),

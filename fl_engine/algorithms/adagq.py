@@ -21,8 +21,9 @@ sub-networks that it can hold. For FedX's comparison (Section IV-D), where "the 
 regularization", set `fine_tuning: {gamma: 0}`. The run's `codec` is not used.
 
 What a client can gain by lying: a norm is as far as updates are merged, so `rounds.norm_bound` limits by how much it
-shifts one (a first round five times too large costs log2(5) < 3 bits for good), and bits stay within `least` and
-`most`. Speed and bandwidth are the fleet's, not what a client says.
+makes one larger (a first round five times too large costs log2(5) < 3 bits for good). One that turns around what the
+others of the first round sent makes that norm small, and the bits of all later rounds large; they stay within `least`
+and `most`. Speed and bandwidth are the fleet's, not what a client says.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ updates weigh more in the mean get more levels, as many as send the fewest in al
     q_k = sqrt(a / b) w_k^(2/3),  a = sum_j w_j^(2/3),  b = sum_j w_j^2 / q^2       over the clients of the round
 
 with the weights w of the mean. The server's weights go down as they are, and the changes come back by QSGD with q_k
-levels per sign, then zero run-length and Elias-omega: the paper compresses the client's way to the server. As FedX's
-rival each device trains the largest of three nested sub-networks that it can hold. For FedX's comparison (Section
-IV-D), where "the server has data, fine-tunes without regularization", set `fine_tuning: {gamma: 0}`.
+levels per sign, then zero run-length and Elias-omega, or fixed width where that is shorter: the paper compresses the
+client's way to the server. As FedX's rival each device trains the largest of three nested sub-networks that it can
+hold. For FedX's comparison (Section IV-D), where "the server has data, fine-tunes without regularization", set
+`fine_tuning: {gamma: 0}`.
 
 Written without the paper's text, from its abstract and what is known of it. Decided here, or different:
 
@@ -21,13 +22,13 @@ Written without the paper's text, from its abstract and what is known of it. Dec
   therefore differ, count like the others.
 - the first L is the first round's loss. phi is a number of rounds, by default a tenth of 40: the paper's is a tenth of
   all, but a run may be prolonged, which must not change its past.
-- a client's loss counts from 0 up to twice the round's median. As long as fewer than half of K clients lie, each liar
-  moves their mean by at most 2 / K of the largest loss among the others. The level never falls, never exceeds `q_max`,
-  and at most doubles every phi rounds: all that lies can gain is that it doubles as soon as it may, which costs bits,
-  or that it is held, which costs accuracy.
+- a client's loss counts from 0 up to twice the round's median. As long as fewer than half of the clients lie, their
+  mean stays between 0 and twice the largest loss among the others. The level never falls, never exceeds `q_max`, and
+  at most doubles every phi rounds: all that lies can gain is that it doubles as soon as it may, which costs bits, or
+  that it is held, which costs accuracy.
 - a norm for every 512 elements. The paper's single norm of a tensor is `bucket: null`: with few levels the error is
-  then many times the change (of n elements about sqrt(n) / q of it in the mean square), which is what its clients'
-  mean and long runs have to average out.
+  then many times the change (of n elements about sqrt(n) / q of it, root of the mean square), and only the mean over
+  clients and rounds takes it away.
 
 The levels follow the clients' losses, which no noise hides: with a private aggregation set `phi: null` (they stay).
 The run's `codec` is not used.

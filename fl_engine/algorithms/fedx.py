@@ -13,7 +13,8 @@ Departs from the paper:
 - QSGD has a norm for every 512 elements: with the paper's single norm over all, 8 bits of 2.4 M weights are off by
   twice their size (`bucket: null` is one norm over each tensor).
 - the server's first training starts from fresh weights; the paper's MobileNetV3 comes from ImageNet.
-- a device that has less free than its sub-network needs fails, or trains it all the same (`on_too_small`).
+- a device that has less free than its sub-network needs fails; if that is the smallest level, it trains it all the same
+  (`on_too_small`).
 - where a network keeps running statistics, those of its sub-networks differ, so they are collected anew before a level
   is scored (`static_bn`).
 - the paper's MobileNetV3 and 1-D network have nested sub-networks of their own; others get prefixes of `widths`.
@@ -31,11 +32,11 @@ from pydantic import Field
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import pooled
-from fl_engine.algorithms.fine_tuning import FineTuning, fine_tuned
+from fl_engine.algorithms.fine_tuning import FineTuning
+from fl_engine.algorithms.nested import Bits, tuned
 from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, local_task, needs_room, weight_of
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import pool as pools
-from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError, PoolError, nearest
 from fl_engine.core.fields import STRICT, Count, Fraction, Index, NotNegative, Positive
@@ -59,8 +60,6 @@ from fl_engine.core.widths import nested
 from fl_engine.preparation.supernet import ANCHORS, Supernet, anchors
 from fl_engine.selection import Selection, Uniform
 from fl_engine.selection.capacity import by_tier, holds
-
-Bits = Annotated[int, Field(ge=1, le=16)]
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class FedX:
     accept: NotNegative | None = None
     """The search ends at the first candidate, in the order of their bits, that loses at most this much accuracy against
     the whole network; null: all are tried."""
-    search_levels: Count | None = 9
+    search_levels: Annotated[int, Field(ge=3)] | None = 9
     """How many sub-networks are tried for a tier: small, medium, large, and others at equal distances; null: all."""
     search_seeds: Count = 3
     """How many times a candidate is rounded; its accuracy is the mean."""
@@ -215,10 +214,7 @@ class FedX:
         self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> PooledState:
         merged = pooled.merged(self, state, plan, answers, weight_of(self.weighting))
-        if self.fine_tuning is None or merged.params is state.params:
-            return merged
-        seed = seeds.derive(plan.orders[0].seed, "fine-tuning", plan.round)
-        return replace(merged, params=fine_tuned(self.fine_tuning, server, merged.params, state.params, seed))
+        return tuned(self.fine_tuning, state, merged, plan, server)
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
         """The server's fine-tuning, where there is one."""
@@ -251,6 +247,9 @@ def _known(name: str, levels: Mapping[str, object], where: str) -> None:
 
 
 def _finest(codecs: Sequence[Codecs | None]) -> Codecs | None:
-    """Of the codecs of one sub-network's tiers those with the most bits: what its bytes are counted by."""
+    """Of the codecs of one sub-network's tiers those with the most bits: what its bytes are counted by. None, the run's
+    codecs, where a tier has none of its own."""
     known = [each for each in codecs if each is not None and isinstance(each.down, Qsgd)]
+    if len(known) < len(codecs):
+        return None
     return max(known, key=lambda each: each.down.bits, default=None)  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ first channels of every layer, a share of them for each size.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypeVar
@@ -17,10 +18,13 @@ from fl_engine.algorithms.pooled import PooledState
 from fl_engine.core import pool as pools
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
+from fl_engine.core.errors import ModelError
 from fl_engine.core.fields import Fraction
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import Codecs, Pool, PoolModel, RoundPlan
 from fl_engine.core.widths import nested
+
+log = logging.getLogger("flexfleet")
 
 Size = Literal["small", "medium", "large"]
 SIZES: tuple[Size, ...] = ("small", "medium", "large")
@@ -45,9 +49,13 @@ def sizes(family: ModelFamily, widths: Sequence[float], codecs: Codecs, static_b
 
 
 def tuned(tuning: FineTuning | None, before: S, merged: S, plan: RoundPlan, server: ServerContext) -> S:
-    """The state after the server's training on its own data; as merged without `tuning`, and in a round in which nobody
-    trained."""
+    """The state after the server's training on its own data; as merged without `tuning`, in a round in which nobody
+    trained, and where this training diverges: no update may end the run."""
     if tuning is None or merged.params is before.params:
         return merged
     seed = seeds.derive(plan.orders[0].seed, "fine-tuning", plan.round)
-    return replace(merged, params=fine_tuned(tuning, server, merged.params, before.params, seed))
+    try:
+        return replace(merged, params=fine_tuned(tuning, server, merged.params, before.params, seed))
+    except ModelError as error:
+        log.warning("round %d: not fine-tuned: %s", plan.round + 1, error)
+        return merged

@@ -108,7 +108,7 @@ class Qsgd:
 
     def _steps(self, norm: NDArray[np.float32], count: int) -> NDArray[np.float32]:
         """What a level is worth, for each of `count` elements."""
-        return np.repeat(norm / np.float32(self.s), self.bucket or max(1, count))[:count]
+        return np.repeat(norm / np.float32(self.s), min(self.bucket or count, max(1, count)))[:count]
 
     def _levels(self, x: NDArray[np.float32], step: NDArray[np.float32], rng: np.random.Generator) -> Levels:
         """From -s to s."""

@@ -48,10 +48,10 @@ def rounded_up(bits: int | None) -> OnnxPrecision:
 
 
 def of_codec(codec: Codec | None) -> OnnxPrecision:
-    """`rounded_up` for what a codec has as `bits`; without such a field, fp32. A codec with `levels` per sign has
-    2 * levels + 1 values instead, and needs the bits to number them."""
+    """`rounded_up` for what a codec has as `bits`; without such a field, fp32. A codec with `levels` per sign has the
+    bits that number them, as `bits` has 2^bits - 1 levels."""
     levels = getattr(codec, "levels", None)
-    return rounded_up(getattr(codec, "bits", None) if levels is None else (2 * levels).bit_length())
+    return rounded_up(getattr(codec, "bits", None) if levels is None else levels.bit_length())
 
 
 # ------------------------------------------------------------------------------------------------ conversion

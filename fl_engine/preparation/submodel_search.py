@@ -142,7 +142,8 @@ def smaller_gets_more_bits(chosen: Mapping[str, Candidate], params: Mapping[str,
 
 
 def spread(names: Sequence[str], most: int | None, always: Iterable[str]) -> tuple[str, ...]:
-    """At most `most` of these names (None: all), in their order: those of `always`, and others at equal distances."""
+    """At most `most` of these names (None: all), in their order: those of `always`, however many, and others at equal
+    distances."""
     if most is None or most >= len(names):
         return tuple(names)
     kept = set(always) & set(names)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, ClassVar
@@ -116,7 +116,7 @@ class TrainSupernet:
         named = anchors(family, levels)
         tried = {name for names in able.values() for name in spread(names, settings["algorithm.search_levels"], named)}
         trained = _trained(family, server, levels)
-        scores = Scores(family, server, trained, levels)
+        scores = Scores(family, server, trained, levels, tried)
         scored = {name for names in able.values() for name in names} | set(named)
         accuracy = {name: scores.plain(name) for name in levels if name in scored}
         found = Supernet(
@@ -172,12 +172,19 @@ def _trained(family: ModelFamily, server: PreparationContext, levels: Mapping[st
 
 # -------------------------------------------------------------------------------------------------------- scoring
 class Scores:
-    """The task's metric of sub-networks on the server's held-out data; None where it is not a finite number."""
+    """The task's metric of sub-networks on the server's held-out data; None where it is not a finite number. `tried`:
+    those that are scored in several numbers of bits, whose weights it keeps."""
 
     def __init__(
-        self, family: ModelFamily, server: PreparationContext, trained: Params, levels: Mapping[str, SubmodelSpec]
+        self,
+        family: ModelFamily,
+        server: PreparationContext,
+        trained: Params,
+        levels: Mapping[str, SubmodelSpec],
+        tried: Collection[str],
     ) -> None:
         self._family, self._server, self._trained, self._levels = family, server, trained, levels
+        self._tried = tried
         self._kept: dict[str, Params] = {}
 
     def plain(self, name: str) -> float | None:
@@ -198,13 +205,15 @@ class Scores:
 
     def _weights(self, name: str) -> Params:
         """With running statistics of its own, where the network keeps such."""
-        if name not in self._kept:
-            server, spec = self._server, self._levels[name]
-            weights = {n: t.cpu().contiguous() for n, t in take(self._trained, self._family.layout(), spec).items()}
-            if any(is_statistic(each) for each in weights):
-                weights = recalibrated(self._family, weights, spec, server.data, server.data.train_x, server.device)
+        if name in self._kept:
+            return self._kept[name]
+        server, spec = self._server, self._levels[name]
+        weights = {n: t.cpu().contiguous() for n, t in take(self._trained, self._family.layout(), spec).items()}
+        if any(is_statistic(each) for each in weights):
+            weights = recalibrated(self._family, weights, spec, server.data, server.data.train_x, server.device)
+        if name in self._tried:  # it is asked for again, in each number of bits
             self._kept[name] = weights
-        return self._kept[name]
+        return weights
 
     def _of(self, name: str, weights: Params) -> float | None:
         server, data = self._server, self._server.data
@@ -224,6 +233,9 @@ def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str,
     wanted = settings["algorithm.level"]
     if wanted is not None and wanted not in levels:
         raise PoolError(f"algorithm.level = {wanted!r} is no sub-network{nearest(wanted, levels)}")
+    most_bits = settings["algorithm.q_max"]
+    if unknown := [tier for tier in most_bits if tier not in members]:
+        raise PoolError(f"algorithm.q_max: the fleet has no tier {unknown[0]!r}{nearest(unknown[0], members)}")
     training = _Epochs(settings["training.epochs"], settings["training.batch_size"], settings["training.drop_last"])
     whole, found = count_params(family), []
     for tier, own in members.items():
@@ -233,7 +245,7 @@ def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str,
             for name, spec in levels.items()
             if wanted in (None, name) and any(holds(device, count_params(family, spec) / whole) for device in own)
         }
-        found.append(Kind(tier, settings["algorithm.q_max"].get(tier, MOST_BITS), seconds))
+        found.append(Kind(tier, most_bits.get(tier, MOST_BITS), seconds))
     return found
 
 

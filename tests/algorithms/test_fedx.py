@@ -108,6 +108,13 @@ def test_two_tiers_may_have_one_sub_network_in_other_bits() -> None:
     assert sized[0].bytes < 4 * small.params == sized[0].bytes_up, "returned as trained"
     both = fedx(assigned=SOME, up="quantised", bucket=None).pool(TinyNet(), {}, None)  # type: ignore[arg-type]
     assert both[0].codecs == Codecs(Qsgd(bits=11, bucket=None), Qsgd(bits=11, bucket=None))
+    # A tier without bits goes by the run's codecs, whatever another tier of its level has.
+    plain = {**SOME, "weak": Assigned("small")}
+    algorithm = fedx(assigned=plain)
+    site = tiny_site(algorithm)
+    sent = coding.sent(algorithm.plan(start_of(algorithm, site), context_of(site, 0)), site.pool, Codecs(), 0)
+    of = {(site.fleet[o.client].tier, site.pool[o.level].name): o.codecs for o in sent.orders}
+    assert of["weak", "small"] in (None, Codecs()) and of["medium", "small"] == Codecs(Qsgd(bits=9))
 
 
 @pytest.mark.parametrize(
@@ -261,6 +268,18 @@ def test_the_server_fine_tunes_what_was_merged() -> None:
         assert_same_bits(
             replace(algorithm, fine_tuning=tuning).merge(state, plan, updates, server).params, tuned.params
         )
+
+
+def test_updates_that_make_the_server_diverge_do_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    """As long as an update may be, without a bound on norms."""
+    algorithm = fedx(assigned=SOME)
+    site = with_server(tiny_site(algorithm))
+    state, server = start_of(algorithm, site), ServerSite(site)
+    plan = algorithm.plan(state, context_of(site, 0))
+    updates = [update_of(o, o.spec, {n: torch.full_like(t, 9e8) for n, t in o.payload.items()}) for o in plan.orders]
+    tuned = replace(algorithm, fine_tuning=FineTuning(lr=0.1)).merge(state, plan, updates, server)
+    assert_same_bits(tuned.params, algorithm.merge(state, plan, updates, server).params)
+    assert "round 1: not fine-tuned: training on the server diverged (learning rate 0.1)" in caplog.text
 
 
 def test_a_round_without_updates_changes_nothing() -> None:

@@ -169,6 +169,7 @@ def test_of_many_sub_networks_some_are_tried_and_the_regret_is_told() -> None:
     ("changes", "message"),
     [
         ({"seconds": 1e-9}, r"tier '\w+': no sub-network trains a local round within algorithm.seconds = 1e-09"),
+        ({"q_max": {"waek": 8}}, r"algorithm\.q_max: the fleet has no tier 'waek' \(did you mean 'weak'\?\)"),
         ({"level": "larg"}, "algorithm.level = 'larg' is no sub-network"),
         ({"level": "large"}, "tier 'weak' can hold none of the sub-networks|tier 'medium' can hold none"),
         ({"widths": (0.5, 1.0)}, "in algorithm.names as many different names, are expected"),

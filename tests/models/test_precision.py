@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_engine.codecs import Half
+from fl_engine.codecs import Half, Qsgd
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import IntegrityError, ModelError
 from fl_engine.core.pool import member
@@ -59,8 +59,9 @@ def test_the_bits_are_a_codecs_own() -> None:
     assert of_codec(None) == "fp32" and of_codec(Half()) == "fp16"
     nine, three = (type("Of", (Bits,), {"bits": bits})() for bits in (9, 3))
     assert (of_codec(nine), of_codec(three)) == ("fp16", "int8")
-    # 127 levels per sign and zero are 255 values, which 8 bits number; with 128 they are 257.
-    assert [of_codec(replace(nine, levels=n)) for n in (1, 127, 128)] == ["int8", "int8", "fp16"]
+    # 8 bits are 255 levels per sign.
+    assert [of_codec(replace(nine, levels=n)) for n in (1, 255, 256)] == ["int8", "int8", "fp16"]
+    assert {of_codec(Qsgd(bits=bits)) == of_codec(Qsgd(levels=2**bits - 1)) for bits in range(1, 17)} == {True}
 
 
 # ------------------------------------------------------------------------------------------- a trained level
