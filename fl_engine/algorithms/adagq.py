@@ -41,7 +41,7 @@ from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import nested, pooled
 from fl_engine.algorithms.fine_tuning import FineTuning
 from fl_engine.algorithms.nested import WIDTHS, Bits, Widths
-from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, local_task, needs_room, weight_of
+from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, weight_of
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
@@ -50,7 +50,6 @@ from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import (
     Codecs,
     Device,
-    LocalTask,
     Outcome,
     ParamLayout,
     Params,
@@ -59,8 +58,6 @@ from fl_engine.core.types import (
     Prepared,
     RoundContext,
     RoundPlan,
-    TaskContext,
-    WorkOrder,
 )
 from fl_engine.core.workload import FORWARDS_PER_STEP
 from fl_engine.selection import Selection, Uniform
@@ -131,9 +128,7 @@ class AdaGQ:
         orders = tuple(replace(order, codecs=Codecs(up=self._codec(bits))) for order, bits in pairs)
         return replace(plan, orders=orders)
 
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        needs_room(ctx, order.level, self.on_too_small)
-        return local_task(self.training, order, ctx.pool[order.level].spec)
+    task = pooled.task
 
     def merge(
         self, state: AdaGQState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext

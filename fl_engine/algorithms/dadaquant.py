@@ -50,8 +50,8 @@ from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import nested, pooled
 from fl_engine.algorithms.fine_tuning import FineTuning
 from fl_engine.algorithms.nested import WIDTHS, Widths
-from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, local_task, needs_room, weight_of
-from fl_engine.codecs.qsgd import Qsgd
+from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, weight_of
+from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Count
@@ -59,7 +59,6 @@ from fl_engine.core.types import (
     ClientUpdate,
     Codecs,
     Device,
-    LocalTask,
     Outcome,
     ParamLayout,
     Params,
@@ -67,13 +66,9 @@ from fl_engine.core.types import (
     Prepared,
     RoundContext,
     RoundPlan,
-    TaskContext,
-    WorkOrder,
 )
 from fl_engine.selection import Selection, Uniform
 
-MOST_LEVELS = 2**16 - 1
-"""That QSGD has."""
 Levels = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
 
 
@@ -147,9 +142,7 @@ class DAdaQuant:
         orders = tuple(replace(order, codecs=Codecs(up=self._codec(levels))) for order, levels in shares)
         return replace(plan, orders=orders)
 
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        needs_room(ctx, order.level, self.on_too_small)
-        return local_task(self.training, order, ctx.pool[order.level].spec)
+    task = pooled.task
 
     def merge(
         self, state: DAdaQuantState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext

@@ -34,7 +34,7 @@ from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import pooled
 from fl_engine.algorithms.fine_tuning import FineTuning
 from fl_engine.algorithms.nested import Bits, tuned
-from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, local_task, needs_room, weight_of
+from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, weight_of
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, ServerContext
@@ -45,7 +45,6 @@ from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import (
     Codecs,
     Device,
-    LocalTask,
     Outcome,
     ParamLayout,
     Params,
@@ -53,11 +52,9 @@ from fl_engine.core.types import (
     Prepared,
     RoundContext,
     RoundPlan,
-    TaskContext,
-    WorkOrder,
 )
-from fl_engine.core.widths import nested
-from fl_engine.preparation.supernet import ANCHORS, Supernet, anchors
+from fl_engine.core.widths import SIZES, nested
+from fl_engine.preparation.supernet import Supernet, anchors
 from fl_engine.selection import Selection, Uniform
 from fl_engine.selection.capacity import by_tier, holds
 
@@ -82,7 +79,7 @@ class FedX:
     training: Training = Training()
     widths: tuple[Fraction, ...] = (0.5, 0.75, 1.0)
     """Width ratios of the sub-networks, ascending to 1, of a network that has none of its own."""
-    names: tuple[str, ...] = ANCHORS
+    names: tuple[str, ...] = SIZES
     """What these are called."""
     level: str | None = None
     """The sub-network of every device; null: each tier has its own."""
@@ -206,9 +203,7 @@ class FedX:
         orders = (replace(order, codecs=tiers[tier[order.client]][1]) for order in plan.orders)
         return replace(plan, orders=tuple(orders))
 
-    def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
-        needs_room(ctx, order.level, self.on_too_small)
-        return local_task(self.training, order, ctx.pool[order.level].spec)
+    task = pooled.task
 
     def merge(
         self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 
@@ -22,12 +22,10 @@ from fl_engine.core.errors import ModelError
 from fl_engine.core.fields import Fraction
 from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import Codecs, Pool, PoolModel, RoundPlan
-from fl_engine.core.widths import nested
+from fl_engine.core.widths import SIZES, Size, nested
 
 log = logging.getLogger("flexfleet")
 
-Size = Literal["small", "medium", "large"]
-SIZES: tuple[Size, ...] = ("small", "medium", "large")
 Widths = tuple[Fraction, Fraction, Fraction]
 WIDTHS: Widths = (0.5, 0.75, 1.0)
 Bits = Annotated[int, Field(ge=1, le=16)]

@@ -327,6 +327,19 @@ def local_task(training: Training, order: WorkOrder, spec: SubmodelSpec, **more:
     )
 
 
+class TrainsWhatItIsSent(Protocol):
+    @property
+    def training(self) -> Training: ...
+    @property
+    def on_too_small(self) -> TooSmall: ...
+
+
+def task(method: TrainsWhatItIsSent, order: WorkOrder, ctx: TaskContext) -> LocalTask:
+    """Trains the pool model that was sent. Raises ClientError where it does not fit now (`needs_room`)."""
+    needs_room(ctx, order.level, method.on_too_small)
+    return local_task(method.training, order, ctx.pool[order.level].spec)
+
+
 def largest_fitting(order: WorkOrder, ctx: TaskContext, among: Iterable[int], on_too_small: TooSmall) -> int:
     """Of the pool models `among` (ascending, all within what was received) the largest that needs less than what is
     free now; where none does, the smallest all the same, or a ClientError."""

@@ -19,13 +19,14 @@ from typing import ClassVar, Literal
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
 from fl_engine.algorithms import nested, pooled
-from fl_engine.algorithms.nested import WIDTHS, Bits, Size, Widths
+from fl_engine.algorithms.nested import WIDTHS, Bits, Widths
 from fl_engine.algorithms.pooled import PooledState, Training, local_task, needs_room
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Count
 from fl_engine.core.types import Codecs, Device, LocalTask, ParamLayout, Params, Pool, Prepared, TaskContext, WorkOrder
+from fl_engine.core.widths import Size
 from fl_engine.selection import Selection, Uniform
 from fl_engine.selection.capacity import holds
 

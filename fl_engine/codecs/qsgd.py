@@ -39,6 +39,8 @@ from fl_engine.core.errors import IntegrityError, ModelError
 from fl_engine.core.fields import STRICT, Count
 from fl_engine.core.types import Header, Params
 
+MOST_LEVELS = 2**16 - 1
+"""Of each sign, those of 16 bits."""
 FIXED, ELIAS = 0, 1
 """The first byte of a stream."""
 Levels = NDArray[np.int32]
@@ -50,7 +52,7 @@ class Qsgd:
 
     bits: Annotated[int, Field(ge=1, le=16)] = 8
     """q: a level takes q bits, a sign one more. 1 to 16."""
-    levels: Annotated[int, Field(ge=1, le=2**16 - 1)] | None = None
+    levels: Annotated[int, Field(ge=1, le=MOST_LEVELS)] | None = None
     """Levels of each sign, without 0; then `bits` is not used. null: 2^bits - 1."""
     bucket: Count | None = 512
     """Elements that share a norm; null: all of a tensor."""

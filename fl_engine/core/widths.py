@@ -43,6 +43,11 @@ def prefix(layout: ParamLayout, width: float, rounding: Rounding = "ceil") -> Su
     return SubmodelSpec.of({group: kept(size, width, rounding) for group, size in hidden(layout).items()})
 
 
+Size = Literal["small", "medium", "large"]
+SIZES: tuple[Size, ...] = ("small", "medium", "large")
+"""The sub-networks that every network with nested ones names so."""
+
+
 def nested(family: ModelFamily, widths: Sequence[float], names: Sequence[str]) -> dict[str, SubmodelSpec]:
     """The network's own nested sub-networks by name (`contracts.Nested`), smallest first; where it has none, a prefix
     for each of `widths`, ascending to 1, under the name of the same place. Raises PoolError."""

@@ -28,7 +28,7 @@ from fl_engine.core.contracts import ModelFamily, Nested, PreparationContext
 from fl_engine.core.errors import PoolError, nearest
 from fl_engine.core.slicing import count_params, initial_params, is_statistic, take
 from fl_engine.core.types import FULL, Adam, Device, LocalTask, Params, Sandwich, SubmodelSpec
-from fl_engine.core.widths import nested
+from fl_engine.core.widths import SIZES, nested
 from fl_engine.exchange.coding import decoded, encoded, header_of
 from fl_engine.fleet import devices
 from fl_engine.preparation.submodel_search import (
@@ -47,7 +47,6 @@ from fl_engine.training.evaluation import evaluate, recalibrated
 
 log = logging.getLogger("flexfleet")
 
-ANCHORS = ("small", "medium", "large")
 MOST_BITS = 16
 
 
@@ -141,7 +140,7 @@ class TrainSupernet:
 
 def anchors(family: ModelFamily, levels: Mapping[str, SubmodelSpec]) -> list[str]:
     """The sub-networks that are always listed: small, medium and large of a network that has its own, else all."""
-    return [name for name in levels if name in ANCHORS or not isinstance(family, Nested)]
+    return [name for name in levels if name in SIZES or not isinstance(family, Nested)]
 
 
 def _told(accuracy: float | None) -> str:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_engine.aggregation.rules import Private
-from fl_engine.algorithms.dadaquant import MOST_LEVELS, DAdaQuant, averaged, doubled, levels_of
+from fl_engine.algorithms.dadaquant import DAdaQuant, averaged, doubled, levels_of
 from fl_engine.algorithms.fine_tuning import FineTuning
 from fl_engine.backends import InProcess
-from fl_engine.codecs.qsgd import Qsgd
+from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Codecs, Device, Params

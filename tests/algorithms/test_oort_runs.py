@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 
 from fl_engine.aggregation.rules import Private
 from fl_engine.algorithms import ALGORITHMS, AllLarge, FlexFL
@@ -46,11 +45,6 @@ from fl_engine.testing.tracker import Memory
 from flexfleet import config as configs
 from flexfleet.config import load_config
 from tests.harness.oort import POOL, after, answer, asked, context, fleet_of
-
-law = settings(max_examples=25, deadline=None)
-PACES: dict[str, Any] = {"step": 2, "delta": 5.0, "flat": 0.1, "sharp": 5.0}
-NO_PACE = Oort(pacer_start=100.0)
-"""Nobody is too slow."""
 
 
 @pytest.fixture(autouse=True)

@@ -191,6 +191,12 @@ def test_a_pod_gets_the_memory_that_its_largest_sub_model_needs(
     assert asked["weak"] != asked["medium"]
 
 
+def test_memory_cannot_follow_from_what_is_sent_where_that_follows_from_memory() -> None:
+    sets = ("kubernetes.observe=cgroup", "kubernetes.pools={weak: {memory: auto}}")
+    with pytest.raises(ConfigError, match=r"pools\.weak\.memory is the device's, as 2Gi, and not auto"):
+        Resolved.load(None, sets)
+
+
 def test_clients_of_one_device_each_run_where_their_data_is(cluster: Any, rounds: Rounds, remote: Remote) -> None:
     rounds("bound", *remote, "kubernetes.placement=device", "kubernetes.hostname=pi-{client}")
     found = [job for job in cluster.created if job["kind"] == "Job"]
