@@ -325,8 +325,8 @@ class ClientUpdate:
     `num_examples` is the client's sample count |d|; `metrics` are floats such as `loss` and `seconds`. The server adds
     three fields when it has the update: `level`, the index of the pool model that was trained (None: the sub-model is
     not in the pool), `elapsed`, the seconds that the order took on the simulated clock, and `seconds_decode`, those
-    that the server needed to decode it. `state` is what the client
-    keeps (`contracts.KeepsClientState`): the engine removes it before the merge.
+    that the server needed to decode it. `state` is what the client keeps (`contracts.KeepsClientState`): the engine
+    removes it before the merge.
 
     Where the way up is coded, `encoded` is what travels; on the server `payload` is what was decoded from it.
     """
