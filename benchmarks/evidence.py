@@ -5,7 +5,8 @@
 
 Makes comparisons (`flexfleet compare`): CIFAR-10 and Fashion-MNIST, each with Dirichlet 0.3 and IID; WISDM, by subject
 and with Dirichlet 0.5; AEP, with Dirichlet 0.5; wrong labels on Fashion-MNIST and WISDM; branches with Oort on
-Fashion-MNIST; FedX and its rivals on CIFAR-10; and AEP at the scale of FedAIoT's authors, a comparison for each seed.
+Fashion-MNIST; FedX and its rivals on CIFAR-10, its share of medium devices, and its seconds on Tiny-ImageNet; FlexFL in
+few bits; and AEP at the scale of FedAIoT's authors, a comparison for each seed.
 On two cores that takes five hours, and AEP at full scale three more for each of three seeds. Writes docs/evidence/:
 tables.md, results.json (each comparison's command and numbers) and a drawing of each comparison.
 """
@@ -176,6 +177,47 @@ for _bits in (8, 9, 10, 11):
         own = (f"algorithm.level={_level}", f"algorithm.bits={_bits}", ALL)
         QUANTISED[f"{_level}_{_bits}=quantized_fedavg"] = own
 
+_UNEVEN = "algorithm.assigned={weak: {level: small, bits: 11}, medium: {level: medium, bits: 9}}"
+
+
+def _medium(percent: int) -> str:
+    shares = (("weak", 35.0, 1 - percent / 100), ("medium", 70.0, percent / 100))
+    tiers = [f"{{name: {tier}, share: {share}, memory: {memory}}}" for tier, memory, share in shares if share]
+    return f"fleet.tiers=[{', '.join(tiers)}]"
+
+
+SHARES: dict[str, tuple[str, ...]] = {f"medium{p}=fedx": (_UNEVEN, _medium(p)) for p in (0, 25, 50, 75, 100)}
+"""The share of devices with the medium sub-network in 9 bits; the others have the small one in 11 (FedX, Fig. 5)."""
+TIMED = (
+    "partition.clients=4",
+    "partition.proxy=0.1",
+    "model.name=mobilenetv3_ofa",
+    "fleet.tiers=[{name: weak, share: 0.5, memory: 45.0}, {name: medium, share: 0.5, memory: 70.0}]",
+    "pretrain.epochs=1",
+    "training.fraction=1.0",
+    "training.epochs=1",
+    "training.batch_size=32",
+    "training.lr=0.01",
+    "rounds.evaluate_every=20",
+    "tracking.mlflow=null",
+)
+TIMES: dict[str, tuple[str, ...]] = {
+    "fedx": (_tiers(9),),
+    "large=quantized_fedavg": ("algorithm.level=large", "algorithm.bits=9", ALL),
+    "dadaquant": ("algorithm.fine_tuning={gamma: 0}",),
+    "adagq": ("algorithm.bits=9", "algorithm.fine_tuning={gamma: 0}"),
+}
+"""Whose seconds by phase FedX's Table IV has, with the paper's network, on 20 of Tiny-ImageNet's classes."""
+CODED: dict[str, tuple[str, ...]] = {"fp32=flexfl": MAIN["flexfl"]} | {
+    f"bits{bits}=flexfl": (
+        *MAIN["flexfl"],
+        f"codec.down={{name: qsgd, bits: {bits}}}",
+        f"codec.up={{name: qsgd, bits: {bits}}}",
+    )
+    for bits in (4, 8, 11)
+}
+"""FlexFL, with what travels in QSGD's bits both ways."""
+
 
 @dataclass(frozen=True)
 class Campaign:
@@ -242,6 +284,9 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 100, FULL_AND_BRANCHES, BRANCHED, "branches", "0.5,0.6,0.7"),
     Campaign("fashion_mnist", DIRICHLET, "0", 100, WITH_OTHERS, BRANCHED, "branches_and_others", "0.5,0.6,0.7"),
     Campaign("cifar10", IID, "0,1,2", 40, QUANTISED, OWNED, "server_classes"),
+    Campaign("cifar10", IID, "0", 40, SHARES, OWNED, "share_of_medium"),
+    Campaign("cifar10", IID, "0", 40, CODED, about="flexfl_bits"),
+    Campaign("tiny_imagenet", IID, "0", 20, TIMES, TIMED, "times"),
     *(Suite("fedaiot/aep", "fedavg-low,fedavg-high,fedavg-30,fp16,central", seed) for seed in (0, 1, 2)),
     *(Suite("fedaiot/aep-code", "fedavg-low,fedavg-high", seed) for seed in (0, 1, 2)),
 )
