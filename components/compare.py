@@ -22,8 +22,8 @@ def compare(
     import shutil
     from pathlib import Path
 
-    from flexfleet.compare.compare import collect
-    from flexfleet.compare.tabulate import metrics as figures
+    from flexfleet.comparisons.tabulate import metrics as figures
+    from flexfleet.comparisons.whole import collect
     from flexfleet.kubeflow.in_pod import ending, patiently
 
     with ending("comparison_id"):

@@ -22,7 +22,7 @@ def federate(
     from flexfleet.config.overrides import run_folder
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.in_pod import ending, patiently
-    from flexfleet.run.resumable import federate_in
+    from flexfleet.runs.resumable import federate_in
     from flexfleet.steps.prepare import Resolved
     from flexfleet.tracking import record as track
 

@@ -38,7 +38,7 @@ def partition(
     from flexfleet.config import overrides
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.in_pod import ending
-    from flexfleet.run import check
+    from flexfleet.runs import check
     from flexfleet.steps.federate import store_of
     from flexfleet.steps.partition import partition as step
     from flexfleet.steps.prepare import Resolved

@@ -32,7 +32,7 @@ def prepare(
 ) -> list[dict[str, str]]:
     from pathlib import Path
 
-    from flexfleet.compare.compare import prepare as step
+    from flexfleet.comparisons.whole import prepare as step
     from flexfleet.config import overrides
     from flexfleet.kubeflow.in_pod import ending
 

@@ -34,7 +34,7 @@ def prepare(
 
     from flexfleet.config import overrides
     from flexfleet.kubeflow.in_pod import ending
-    from flexfleet.tune.study import prepare as step
+    from flexfleet.studies.study import prepare as step
 
     with ending("study_id"):
         given = locals()

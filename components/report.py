@@ -26,7 +26,7 @@ def report(
     from flexfleet.config import load_config
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.in_pod import ending, patiently
-    from flexfleet.run.gather import finish
+    from flexfleet.runs.gather import finish
     from flexfleet.tracking.versioned import POINTERS
 
     with ending("run_id"):

@@ -23,7 +23,7 @@ def report(
     from pathlib import Path
 
     from flexfleet.kubeflow.in_pod import ending, patiently
-    from flexfleet.tune.study import report as step
+    from flexfleet.studies.study import report as step
 
     with ending("study_id"):
         ended, start = [Path(worker.path) for worker in searched], Path(prepared.path)

@@ -21,7 +21,7 @@ def run(
     import shutil
     from pathlib import Path
 
-    from flexfleet.compare.compare import run_pair
+    from flexfleet.comparisons.whole import run_pair
     from flexfleet.kubeflow import metadata
     from flexfleet.kubeflow.in_pod import ending, patiently
 

@@ -19,7 +19,7 @@ def search(
     from pathlib import Path
 
     from flexfleet.kubeflow.in_pod import ending, patiently
-    from flexfleet.tune.study import work_in_graph
+    from flexfleet.studies.study import work_in_graph
 
     with ending("study_id"):
         start, out = Path(prepared.path), Path(searched.path)

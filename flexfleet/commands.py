@@ -25,7 +25,7 @@ MLFLOW_RUN = re.compile(r"[0-9a-f]{32}")
 
 
 def run(args: argparse.Namespace) -> int:
-    from flexfleet.run.run import run as run_all
+    from flexfleet.runs.whole import run as run_all
     from flexfleet.steps.prepare import resolved_of
 
     resolved = resolved_of(args)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def central(args: argparse.Namespace) -> int:
-    from flexfleet.run.central import central as train
+    from flexfleet.runs.central import central as train
     from flexfleet.steps.prepare import resolved_of
 
     resolved = resolved_of(args)
@@ -94,7 +94,7 @@ def where_tracked(uri: str, ui: str | None) -> str:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from flexfleet.compare import suites
+    from flexfleet.comparisons import suites
     from flexfleet.config import entries, load_config
     from flexfleet.config.entries import Entry
     from flexfleet.steps.prepare import config_of
@@ -117,8 +117,8 @@ def compare(args: argparse.Namespace) -> int:
     else:
         raise ConfigError("compare needs --algorithms, e.g. --algorithms flexfl,all_large, or --suite")
 
-    from flexfleet.compare.compare import compare as compare_all
-    from flexfleet.compare.tabulate import text as table
+    from flexfleet.comparisons.tabulate import text as table
+    from flexfleet.comparisons.whole import compare as compare_all
 
     options = [f"--{o.replace('_', '-')}" for o in ("discard_damaged", "accept_numerics") if getattr(args, o)]
     comparison = compare_all(
@@ -151,8 +151,8 @@ def tune(args: argparse.Namespace) -> int:
     name = args.id or time.strftime("tune-%Y%m%d-%H%M%S")
     config = config_of(args)
 
-    from flexfleet.tune.outcome import told
-    from flexfleet.tune.study import tune as search
+    from flexfleet.studies.outcome import told
+    from flexfleet.studies.study import tune as search
 
     tuned = search(config, name, resume=args.resume)
     print(tuned.model_dump_json() if args.json else told(tuned, Path(config.run.store) / name))
@@ -407,7 +407,7 @@ def fetch_run(args: argparse.Namespace) -> int:
 
 def status(args: argparse.Namespace) -> int:
     from flexfleet.files.measure import Measure
-    from flexfleet.run.status import describe, list_runs
+    from flexfleet.runs.status import describe, list_runs
     from flexfleet.steps.prepare import config_of
 
     if args.run is None:
@@ -427,7 +427,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    from flexfleet.run.check import check as examine
+    from flexfleet.runs.check import check as examine
     from flexfleet.steps.prepare import resolved_of
 
     answer = examine(resolved_of(args))

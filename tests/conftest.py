@@ -46,7 +46,7 @@ from fl_engine.testing.tiny import measured_alike, tiny_pool
 from fl_engine.testing.tracker import Memory
 from flexfleet import cli
 from flexfleet.files import terminal as common
-from flexfleet.run import run as run_module
+from flexfleet.runs import whole as run_module
 from tests.harness.processes import QUICK, Done, Nursery, with_sets
 
 

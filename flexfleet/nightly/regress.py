@@ -19,7 +19,7 @@ from pathlib import Path
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, masked
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore
-from flexfleet.compare import compare, comparison
+from flexfleet.comparisons import comparison, whole
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry
 from flexfleet.config.names import plain
@@ -33,8 +33,8 @@ from flexfleet.publish import publish
 from flexfleet.reports import plots
 from flexfleet.reports.page import Drawing, render
 from flexfleet.reports.report import Run, load
-from flexfleet.run.check import check
-from flexfleet.run.run import need_packages
+from flexfleet.runs.check import check
+from flexfleet.runs.whole import need_packages
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import record as track
 from flexfleet.tracking.trackers import TOKEN, MLflow, address, client_of, ending, log_outcome
@@ -163,7 +163,7 @@ def take_folder(night: Night, resume: bool) -> None:
 def make(night: Night, jobs: int, resume: bool, mlflow_run_id: str | None = None) -> Folders:
     for case, entries in night.runs.items():
         to = (night.suite.cases[case].to,)
-        compare.compare(entries, f"{night.id}-{case}", to=to, at_once=jobs, resume=resume, night=mlflow_run_id)
+        whole.compare(entries, f"{night.id}-{case}", to=to, at_once=jobs, resume=resume, night=mlflow_run_id)
     return {(case, e.name): Path(e.config.run.store) / e.name for case, runs in night.runs.items() for e in runs}
 
 
@@ -209,8 +209,8 @@ def _verdict(night: Night, figures: Figures, out: Path, mlflow_run_id: str | Non
 def pairs_of(night: Night, shared: Path, job_id: str) -> list[dict[str, str]]:
     """Checks all runs, begins the night's MLflow run, writes what the runs of a case and seed share into `shared`, and
     gives what `run_pair` takes."""
-    pairs = [p for case, runs in night.runs.items() for p in compare.pairs_of(runs, f"{night.id}-{case}", shared)]
-    return compare.below(pairs, begin(night, track.of_job(night.config, job_id)))
+    pairs = [p for case, runs in night.runs.items() for p in whole.pairs_of(runs, f"{night.id}-{case}", shared)]
+    return whole.below(pairs, begin(night, track.of_job(night.config, job_id)))
 
 
 def folders_of(night: Night, finished: Sequence[Path]) -> Folders:
@@ -365,7 +365,7 @@ def begin(night: Night, given: Mapping[str, str], run_id: str | None = None) -> 
     if run_id is None:
         remote = config.run.remote
         store = FolderStore(night.folder) if remote is None else open_store(f"{remote.rpartition('/')[0]}/{night.id}")
-        runs = [store for entries in night.runs.values() for store in compare.stores_of(entries)]
+        runs = [store for entries in night.runs.values() for store in whole.stores_of(entries)]
         about[TOKEN] = track.lasting_token("regression", store, runs)
     return track.tracker(config, night.id, {**about, **given}, run_id)
 

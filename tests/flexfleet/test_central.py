@@ -25,7 +25,7 @@ from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.central import train_centrally
 from flexfleet.config import load_config
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, Result
-from flexfleet.run.central import CentralFile, task_of
+from flexfleet.runs.central import CentralFile, task_of
 from flexfleet.steps.prepare import Resolved
 
 SETS = (

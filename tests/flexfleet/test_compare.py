@@ -25,14 +25,14 @@ from fl_engine.data import partitioning as partitions
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
 from flexfleet import cli
-from flexfleet.compare import compare as compare_module
-from flexfleet.compare import comparison, side_by_side, tabulate
-from flexfleet.compare.comparison import Comparison
+from flexfleet.comparisons import comparison, side_by_side, tabulate
+from flexfleet.comparisons import whole as compare_module
+from flexfleet.comparisons.comparison import Comparison
 from flexfleet.config import Config, entries, load_config
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Apoz, Result, RunFile
 from flexfleet.reports import report
-from flexfleet.run import run as run_module
+from flexfleet.runs import whole as run_module
 from flexfleet.steps import share
 from flexfleet.tracking.record import experiment, token_of
 from flexfleet.tracking.trackers import PARENT, TOKEN

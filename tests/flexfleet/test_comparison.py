@@ -9,8 +9,8 @@ import pytest
 
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.storage.checkpoints import Row
-from flexfleet.compare import comparison, tabulate
-from flexfleet.compare.comparison import Comparison, Spread, Summary
+from flexfleet.comparisons import comparison, tabulate
+from flexfleet.comparisons.comparison import Comparison, Spread, Summary
 from flexfleet.files.measure import highest
 from flexfleet.reports import plots, report
 

@@ -20,7 +20,7 @@ from fl_engine.models import SmallCNN
 from fl_engine.rounds import loop
 from flexfleet.config import Config, load_config
 from flexfleet.files.artifacts import History
-from flexfleet.run import resumable
+from flexfleet.runs import resumable
 from flexfleet.steps import model_pool, partition, pretrain
 from flexfleet.steps.prepare import Resolved
 

@@ -25,8 +25,8 @@ from fl_engine.storage.store import decode, encode, sha256
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import PoolFile
-from flexfleet.run.check import check
-from flexfleet.run.resumable import federate_in
+from flexfleet.runs.check import check
+from flexfleet.runs.resumable import federate_in
 from flexfleet.steps import share
 from flexfleet.steps.federate import federate, given_weights, initial_state, site_of
 from flexfleet.steps.model_pool import model_pool

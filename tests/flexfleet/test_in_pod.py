@@ -14,8 +14,8 @@ from fl_engine.storage.store import FolderStore
 from flexfleet.files.artifacts import History
 from flexfleet.kubeflow import in_pod
 from flexfleet.kubeflow.in_pod import ending, patiently
-from flexfleet.run.resumable import federate_in
-from flexfleet.run.run import run
+from flexfleet.runs.resumable import federate_in
+from flexfleet.runs.whole import run
 from flexfleet.steps import federate as federate_module
 from flexfleet.steps.prepare import Resolved
 

@@ -21,7 +21,7 @@ from fl_engine.data import partitioning as partitions
 from fl_engine.preparation.confusion import Confusion
 from fl_engine.testing.kinds import tiny_table
 from flexfleet.reports.report import report
-from flexfleet.run.check import check
+from flexfleet.runs.check import check
 from flexfleet.steps import labels
 from flexfleet.steps.partition import cut, partition
 from flexfleet.steps.prepare import Resolved

@@ -14,10 +14,10 @@ from flexfleet.config.entries import entries
 from flexfleet.config.names import LONGEST, plain
 from flexfleet.config.overrides import run_name
 from flexfleet.nightly.regress import prepare
-from flexfleet.run.run import run
+from flexfleet.runs.whole import run
 from flexfleet.steps import federate
 from flexfleet.steps.prepare import Resolved
-from flexfleet.tune.study import tune
+from flexfleet.studies.study import tune
 
 GOOD = ("a", "flexfl-s0-20261122-101010", "my run", "größe", "package.module:NAME-s0", "a" * LONGEST, "_x", "a.b")
 BAD = (

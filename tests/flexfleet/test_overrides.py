@@ -18,7 +18,7 @@ from flexfleet.config.overrides import (
     whole,
     write_config,
 )
-from flexfleet.run.check import check
+from flexfleet.runs.check import check
 from flexfleet.steps.prepare import Resolved
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import pytest
 
 from fl_engine.core.errors import ConfigError
 from fl_engine.storage.store import FolderStore
-from flexfleet.compare import compare
+from flexfleet.comparisons import whole
 from flexfleet.config import Config, entries, load_config
 from flexfleet.config.overrides import config_from, sets_of
 from flexfleet.files.artifacts import RunFile
@@ -157,7 +157,7 @@ def test_a_night_is_flat_below_the_pipeline(at: Platform, tiny_suite: dict[str, 
     mlflow = regress.begin(night, {})
     assert mlflow is not None and (mlflow.experiment_id, mlflow.parent) == (at.experiment, at.pipeline)
     runs = next(iter(night.runs.values()))
-    ours = compare.begin(runs, "n-quick", {PARENT: mlflow.root})
+    ours = whole.begin(runs, "n-quick", {PARENT: mlflow.root})
     assert ours is not None and (ours.experiment_id, ours.parent) == (at.experiment, at.pipeline)
     again = regress.begin(night, {}, mlflow.run_id), regress.begin(night, {})
     assert {each.run_id for each in again if each} == {mlflow.run_id}
@@ -165,8 +165,8 @@ def test_a_night_is_flat_below_the_pipeline(at: Platform, tiny_suite: dict[str, 
 
 
 def test_a_study_is_flat_below_the_pipeline(at: Platform) -> None:
-    from flexfleet.tune.search import open_study
-    from flexfleet.tune.study import PARENT, _parent, _tags
+    from flexfleet.studies.search import open_study
+    from flexfleet.studies.study import PARENT, _parent, _tags
 
     begun = open_study(form(), Path("runs/a"), "a")
     study = _parent(form(), begun, {"kfp.job_id": "job"})
@@ -186,7 +186,7 @@ def test_the_token_of_a_comparison_lasts_and_one_of_an_earlier_version_is_its_ru
     sets = [s for s in quick if "algorithm.name" not in s]
     load: Callable[[list[str]], Config] = lambda given: load_config(None, [*sets, *given])  # noqa: E731
     runs = entries.entries_for("flexfl,all_large", "0", [f"run.store={tmp_path}"], load, "c")
-    here, stores = FolderStore(tmp_path / "c"), compare.stores_of(runs)
+    here, stores = FolderStore(tmp_path / "c"), whole.stores_of(runs)
     for entry, token in zip(runs, ("a", "b"), strict=True):
         file = RunFile(run_id=entry.name, token=token, config={}, numerics={}, pool_sha256="", partition_sha256="")
         file.write(tmp_path / "c" / entry.name / "run.json")

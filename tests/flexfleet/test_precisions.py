@@ -21,7 +21,7 @@ from flexfleet.config import load_config
 from flexfleet.publish.publish import precisions_of
 from flexfleet.reports import precisions
 from flexfleet.reports.report import report
-from flexfleet.run.check import check
+from flexfleet.runs.check import check
 from flexfleet.steps.prepare import Resolved
 
 LEVELS = ("M1", "M2", "M3")

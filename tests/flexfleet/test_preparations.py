@@ -19,12 +19,12 @@ from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerCont
 from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.core.types import Pool, Prepared
 from fl_engine.preparation import CONTRACT, PREPARATIONS, preparation
-from flexfleet.compare import compare
+from flexfleet.comparisons import whole
 from flexfleet.config import load_config
 from flexfleet.config.entries import Entry
 from flexfleet.files import prepared
 from flexfleet.files.artifacts import Apoz, PoolFile
-from flexfleet.run.check import check
+from flexfleet.runs.check import check
 from flexfleet.steps import share
 from flexfleet.steps.partition import cut, partition, server_of
 from flexfleet.steps.prepare import Resolved
@@ -303,8 +303,8 @@ def test_a_comparison_searches_once(sets: list[str], tmp_path: Path) -> None:
     own = {"a": "training.lr=0.05", "b": "training.lr=0.01", "wide": "algorithm.candidates=[0.75]"}
     runs = [Entry(label, 0, load_config(None, [*sets, "rounds.stop=1", more])) for label, more in own.items()]
     inputs = {}
-    for pair in compare.below(compare.pairs_of(runs, "c", tmp_path / "shared"), None):
-        compare.run_pair(pair, tmp_path / "shared", tmp_path / "out" / pair["label"], "")
+    for pair in whole.below(whole.pairs_of(runs, "c", tmp_path / "shared"), None):
+        whole.run_pair(pair, tmp_path / "shared", tmp_path / "out" / pair["label"], "")
         inputs[pair["label"]] = prepared.index(tmp_path / "out" / pair["label"] / "pretrain")["searched:Search"].inputs
     (shared,) = (tmp_path / "shared" / "c").iterdir()
     assert prepared.index(shared / "pretrain")["searched:Search"].inputs == inputs["a"] == inputs["b"] != inputs["wide"]

@@ -26,7 +26,7 @@ from fl_engine.training.evaluation import weights_of
 from flexfleet.config import Config, load_config
 from flexfleet.files.artifacts import EvaluationFile, PoolFile, Result
 from flexfleet.publish import publish
-from flexfleet.run.run import conclude, run
+from flexfleet.runs.whole import conclude, run
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking import versioned
 

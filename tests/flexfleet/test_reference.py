@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flexfleet.compare.comparison import Comparison
-from flexfleet.compare.reference import read
+from flexfleet.comparisons.comparison import Comparison
+from flexfleet.comparisons.reference import read
 from flexfleet.config import flatten, load_config
 
 SETS = ("dataset.train_samples=300", "dataset.test_samples=100", "model.width=0.5", "tracking.mlflow=null")

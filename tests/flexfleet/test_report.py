@@ -364,5 +364,5 @@ def test_a_page_has_the_shared_head_keeps_drawings_and_escapes_texts(
     (tmp_path / "head.html").write_text("<head>{{ drawn }}")
     (tmp_path / "own.html").write_text('{% include "head.html" %}<p>{{ given }}')
     monkeypatch.setattr(page.resources, "files", lambda package: tmp_path)
-    shown = page.render("flexfleet.tune", "own.html", given="<b>", drawn=page.Drawing("<svg/>"))
+    shown = page.render("flexfleet.studies", "own.html", given="<b>", drawn=page.Drawing("<svg/>"))
     assert shown == "<head><svg/><p>&lt;b&gt;"

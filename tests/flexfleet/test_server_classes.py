@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fl_engine.training.evaluation import OWNERS
-from flexfleet.compare import tabulate
+from flexfleet.comparisons import tabulate
 from flexfleet.config import load_config
 from flexfleet.config.entries import Entry
 from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fl_engine.core.errors import Stopped
-from flexfleet.compare import side_by_side
+from flexfleet.comparisons import side_by_side
 
 JOB = """
 import os, signal, sys, time

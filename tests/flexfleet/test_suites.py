@@ -13,8 +13,8 @@ from fl_engine.core.augmentation import Flip
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.pictures import Compress, Hsv, MixUp, Scale, Shear
 from fl_engine.core.schedules import Cosine
-from flexfleet.compare import suites
-from flexfleet.compare.comparison import Comparison
+from flexfleet.comparisons import suites
+from flexfleet.comparisons.comparison import Comparison
 from flexfleet.config import flatten, load_config
 from flexfleet.config.entries import Entry
 from flexfleet.files.artifacts import Result

@@ -22,12 +22,12 @@ from fl_engine.core.errors import ConfigError, Stopped, Unreachable
 from fl_engine.core.search import Interval
 from fl_engine.core.types import FULL, Pool, PoolModel
 from flexfleet import cli
-from flexfleet.compare.side_by_side import Command
+from flexfleet.comparisons.side_by_side import Command
 from flexfleet.config import Config, Range, load_config
-from flexfleet.tune import search
-from flexfleet.tune import study as steps
-from flexfleet.tune.outcome import Tuned, gained, markdown, page, told
-from flexfleet.tune.study import _conclude, tune, work
+from flexfleet.studies import search
+from flexfleet.studies import study as steps
+from flexfleet.studies.outcome import Tuned, gained, markdown, page, told
+from flexfleet.studies.study import _conclude, tune, work
 
 FEW = ("tune.trials=4", "tune.held_out=[7]", "rounds.stop=2", "algorithm.epsilon=8")
 
@@ -254,7 +254,7 @@ def test_a_killed_study_goes_on_and_workers_share_it(nursery: Any, quick: tuple[
 
 def test_no_trial_that_can_be_held_is_said(done: tuple[Tuned, Path, Config], monkeypatch: pytest.MonkeyPatch) -> None:
     _, folder, config = done
-    monkeypatch.setattr("flexfleet.tune.study._done", lambda study: [])
+    monkeypatch.setattr("flexfleet.studies.study._done", lambda study: [])
     with pytest.raises(Exception, match="none of 0 trials has a pool that its devices can hold"):
         _conclude(config, search.open_study(config, folder, "a"), folder, folder)
 

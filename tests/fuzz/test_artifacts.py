@@ -52,7 +52,7 @@ from flexfleet.nightly.gate import Check
 from flexfleet.nightly.regress import Verdict
 from flexfleet.nightly.suite import Figures, OfLabel
 from flexfleet.reports import precisions, report
-from flexfleet.run import gather, status
+from flexfleet.runs import gather, status
 from flexfleet.steps import federate
 from flexfleet.steps.evaluate import told
 from flexfleet.steps.model_pool import build

@@ -21,15 +21,15 @@ from hypothesis.strategies import SearchStrategy
 
 from fl_engine.core.errors import EnvironmentFailure
 from flexfleet import cli
-from flexfleet.compare import compare as compare_module
+from flexfleet.comparisons import whole as compare_module
 from flexfleet.config import Config, flatten
 from flexfleet.kubeflow import submit as submit_module
 from flexfleet.nightly import regress as regress_module
-from flexfleet.run import run as run_module
+from flexfleet.runs import whole as run_module
 from flexfleet.steps import client
+from flexfleet.studies import study as tune_module
 from flexfleet.tracking import trackers as tracking_module
 from flexfleet.tracking import versioned as versioned_module
-from flexfleet.tune import study as tune_module
 from tests.fuzz.mutations import anything, in_time, json_like, law, texts
 
 CODES = (0, 2, 3, 4, 5, 6)

@@ -162,7 +162,7 @@ def _mains() -> dict[str, Callable[[list[str]], int]]:
     import sklearn.datasets  # noqa: F401
 
     import flexfleet.reports.report
-    import flexfleet.run.run
+    import flexfleet.runs.whole
     import flexfleet.steps.client
     import flexfleet.steps.federate
     import flexfleet.steps.model_pool

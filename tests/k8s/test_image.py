@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flexfleet.config.overrides import config_from
-from flexfleet.run.run import run
+from flexfleet.runs.whole import run
 from flexfleet.steps.prepare import Resolved
 
 IMAGE = os.environ.get("FLEXFLEET_TEST_IMAGE", "")

@@ -22,7 +22,7 @@ from moto.server import ThreadedMotoServer
 
 from fl_engine.aggregation import privacy
 from fl_engine.core.errors import masked
-from flexfleet.compare import side_by_side
+from flexfleet.comparisons import side_by_side
 from flexfleet.config import load_config, public
 from flexfleet.files import terminal as common
 from flexfleet.tracking import record as track

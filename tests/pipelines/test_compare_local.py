@@ -16,9 +16,9 @@ import mlflow
 import pytest
 
 from flexfleet import cli
-from flexfleet.compare import compare as compare_module
-from flexfleet.compare.comparison import Comparison
-from flexfleet.compare.side_by_side import Command
+from flexfleet.comparisons import whole as compare_module
+from flexfleet.comparisons.comparison import Comparison
+from flexfleet.comparisons.side_by_side import Command
 from flexfleet.files.artifacts import RunFile
 from flexfleet.steps import share
 from pipelines.compare import comparison

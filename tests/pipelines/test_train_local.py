@@ -18,7 +18,7 @@ import yaml
 from flexfleet.config import load_config
 from flexfleet.config.overrides import config_from
 from flexfleet.files.artifacts import EvaluationFile, History, Result
-from flexfleet.run.run import run
+from flexfleet.runs.whole import run
 from flexfleet.steps.federate import federate
 from flexfleet.steps.prepare import Resolved
 from pipelines.compile import COMPILED

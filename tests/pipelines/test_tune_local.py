@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flexfleet.config import Config
-from flexfleet.tune import search
-from flexfleet.tune.outcome import Tuned
+from flexfleet.studies import search
+from flexfleet.studies.outcome import Tuned
 from pipelines.tune import tuning
 
 pytestmark = [

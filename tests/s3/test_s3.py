@@ -17,7 +17,7 @@ import pytest
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.storage import lease, s3
 from fl_engine.storage.s3 import S3Store, UrlStore
-from flexfleet.run.run import run
+from flexfleet.runs.whole import run
 from flexfleet.steps.prepare import Resolved
 
 BUCKET = "runs"

@@ -20,7 +20,7 @@ from fl_engine.core.errors import BadInput, FlexfleetError
 from fl_engine.testing.tiny import SEED, context_of, start_of, tiny_site
 from flexfleet import cli
 from flexfleet.config import load_config
-from flexfleet.run import check
+from flexfleet.runs import check
 from flexfleet.steps import federate
 from flexfleet.steps.prepare import Resolved
 from tests.harness.attacks.scene import ALGORITHM

@@ -13,7 +13,7 @@ from flexfleet.config import PRIVATE, Config, parse_with_algorithm, public
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Result, RunFile
 from flexfleet.reports.report import table
-from flexfleet.run.run import conclude
+from flexfleet.runs.whole import conclude
 from flexfleet.steps.federate import store_of
 from flexfleet.steps.prepare import Resolved, config_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal
 
-from flexfleet.compare.tabulate import escaped
+from flexfleet.comparisons.tabulate import escaped
 from flexfleet.files.artifacts import Artifact
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
@@ -159,7 +159,7 @@ def page(tuned: Tuned, trials: Trials) -> str:
     """One HTML page that loads nothing from elsewhere; on a narrow screen it has one column."""
     wide = [path for path, r in tuned.space.items() if r["log"] and r["high"] >= 10 * r["low"]]
     return render(
-        "flexfleet.tune",
+        "flexfleet.studies",
         "study.html",
         tuned=tuned,
         headline=gained(tuned),

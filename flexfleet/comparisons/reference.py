@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from fl_engine.core.errors import ConfigError, IntegrityError
-from flexfleet.compare.comparison import Central, Highest, Spread, spread
-from flexfleet.compare.side_by_side import Command
+from flexfleet.comparisons.comparison import Central, Highest, Spread, spread
+from flexfleet.comparisons.side_by_side import Command
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry
 from flexfleet.config.overrides import hand_over
 from flexfleet.files.artifacts import History, Result
-from flexfleet.run.central import CentralFile
+from flexfleet.runs.central import CentralFile
 
 LABEL = "central"
 """The label of trainings that a suite asks for, as in `central-s0`."""

@@ -38,7 +38,7 @@ from flexfleet.config.names import plain
 from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, History, Result
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
-from flexfleet.run.run import highest_of, need_packages
+from flexfleet.runs.whole import highest_of, need_packages
 from flexfleet.steps.evaluate import told
 from flexfleet.steps.federate import alone, stop_on_signals
 from flexfleet.steps.prepare import Resolved, check_fits

@@ -21,7 +21,7 @@ from flexfleet.publish.publish import publish
 from flexfleet.reports import precisions
 from flexfleet.reports.precisions import EXPORT
 from flexfleet.reports.report import report
-from flexfleet.run.check import check
+from flexfleet.runs.check import check
 from flexfleet.steps.evaluate import evaluate
 from flexfleet.steps.federate import federate, known_run, store_of
 from flexfleet.steps.model_pool import model_pool

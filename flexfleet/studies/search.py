@@ -1,7 +1,7 @@
 """Searching hyper-parameters with Optuna: the space, the study, and a trial's report of each round.
 
 A study searches values of dotted names of the configuration, so it can tune every parameter of every algorithm. This
-module draws values, sets them, checks sizes, and prunes; its caller (`flexfleet.tune.study`) trains the trials.
+module draws values, sets them, checks sizes, and prunes; its caller (`flexfleet.studies.study`) trains the trials.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.rounds.phases import BITS
 from fl_engine.storage.store import FolderStore
-from flexfleet.compare.comparison import (
+from flexfleet.comparisons.comparison import (
     BY_OWNER,
     Central,
     Comparison,
@@ -332,7 +332,7 @@ def draw(runs: Runs, central: Central | None = None) -> str:
 def page(c: Comparison, drawing: str) -> str:
     """One HTML page that loads nothing from elsewhere."""
     return render(
-        "flexfleet.compare",
+        "flexfleet.comparisons",
         "comparison.html",
         {"plain": plain},
         c=c,

@@ -25,11 +25,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fl_engine.core.errors import ConfigError, brief, nearest
 from fl_engine.core.plain import read_yaml
-from flexfleet.compare.reference import LABEL
+from flexfleet.comparisons.reference import LABEL
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry, entries_for
 
-FOLDER = Path(str(resources.files("flexfleet.compare").joinpath("suites")))
+FOLDER = Path(str(resources.files("flexfleet.comparisons").joinpath("suites")))
 
 
 class Suite(BaseModel):

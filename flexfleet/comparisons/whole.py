@@ -18,16 +18,16 @@ from pathlib import Path
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, Stopped
 from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, sha256
-from flexfleet.compare import reference
-from flexfleet.compare.comparison import Comparison
-from flexfleet.compare.side_by_side import Command, last_words, side_by_side
-from flexfleet.compare.tabulate import tabulate
+from flexfleet.comparisons import reference
+from flexfleet.comparisons.comparison import Comparison
+from flexfleet.comparisons.side_by_side import Command, last_words, side_by_side
+from flexfleet.comparisons.tabulate import tabulate
 from flexfleet.config import Config, algorithm, flatten, parse
 from flexfleet.config.entries import Entry, folder_of, varied
 from flexfleet.config.overrides import hand_over
 from flexfleet.files.artifacts import History, Result, RunFile
-from flexfleet.run.check import check
-from flexfleet.run.run import need_packages, run
+from flexfleet.runs.check import check
+from flexfleet.runs.whole import need_packages, run
 from flexfleet.steps.federate import alone, known_run, store_of
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.share import fits, settings, share

@@ -24,23 +24,23 @@ import yaml
 
 from fl_engine.core.errors import BadInput, ConfigError, Stopped
 from fl_engine.core.fields import Moves
-from flexfleet.compare.compare import RunsFailed
-from flexfleet.compare.side_by_side import Command, side_by_side
+from flexfleet.comparisons.side_by_side import Command, side_by_side
+from flexfleet.comparisons.whole import RunsFailed
 from flexfleet.config import Config, Range, load_config, moves, public, set_path, shown
 from flexfleet.config.names import plain
 from flexfleet.config.overrides import hand_over, write_config
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import History, PoolFile
-from flexfleet.run.check import check
-from flexfleet.run.run import need_packages
+from flexfleet.runs.check import check
+from flexfleet.runs.whole import need_packages
 from flexfleet.steps.federate import alone, federate
 from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.share import adopt, fits, share
+from flexfleet.studies import search
+from flexfleet.studies.outcome import Tuned, importance, markdown, page, said
 from flexfleet.tracking.record import of_job, tracker
 from flexfleet.tracking.trackers import MLflow, log_outcome
-from flexfleet.tune import search
-from flexfleet.tune.outcome import Tuned, importance, markdown, page, said
 
 log = logging.getLogger("flexfleet")
 
@@ -126,7 +126,7 @@ def _work_all(config: Config, folder: Path, id: str) -> None:
     asked = ("--config", given, "--study", str(folder), "--id", id, "--worker")
     names = [f"worker{i}" for i in range(many)]
     workers = [
-        Command(name, "flexfleet.tune.study", (*asked, str(i)), folder / f"{name}.log", stdin)
+        Command(name, "flexfleet.studies.study", (*asked, str(i)), folder / f"{name}.log", stdin)
         for i, name in enumerate(names)
     ]
     failed = [f"{name} ({folder / name}.log)" for name, code in side_by_side(workers, many).items() if code]
