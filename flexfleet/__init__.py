@@ -1,0 +1,66 @@
+"""Model-heterogeneous federated learning from Python.
+
+    import flexfleet
+    result = flexfleet.run(rounds=5)
+    result.history; result.model("S1"); result.report
+
+What is listed in `__all__` is loaded when it is first used: importing the package loads neither torch nor the engine.
+Import it before torch computes: it asks MKL for the same bits wherever in memory a matrix lies, which MKL can do before
+its first call only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fl_engine import __version__
+
+if TYPE_CHECKING:
+    from fl_engine.core.errors import (
+        ConfigError,
+        DataError,
+        EnvironmentFailure,
+        FlexfleetError,
+        IntegrityError,
+        ModelError,
+        Stopped,
+    )
+    from fl_engine.core.samples import Data
+    from fl_engine.rounds.replay import ClientRound
+    from flexfleet.api.callbacks import STOP, Callback, Round
+    from flexfleet.api.own_data import from_arrays, from_clients, from_folder, from_huggingface, from_torch
+    from flexfleet.api.results import Result, load
+    from flexfleet.api.running import run
+
+HOMES = {
+    "flexfleet.api.running": ("run",),
+    "flexfleet.api.results": ("Result", "load"),
+    "flexfleet.api.callbacks": ("Callback", "Round", "STOP"),
+    "flexfleet.api.own_data": ("from_arrays", "from_clients", "from_folder", "from_torch", "from_huggingface"),
+    "fl_engine.rounds.replay": ("ClientRound",),
+    "fl_engine.core.samples": ("Data",),
+    "fl_engine.core.errors": (
+        "FlexfleetError", "ConfigError", "DataError", "ModelError", "IntegrityError", "EnvironmentFailure", "Stopped",
+    ),
+}  # fmt: skip
+"""Where each name is defined."""
+_HOME = {name: module for module, names in HOMES.items() for name in names}
+
+__all__ = [
+    "STOP", "Callback", "ClientRound", "ConfigError", "Data", "DataError", "EnvironmentFailure", "FlexfleetError",
+    "IntegrityError", "ModelError", "Result", "Round", "Stopped", "__version__", "from_arrays", "from_clients",
+    "from_folder", "from_huggingface", "from_torch", "load", "run",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'flexfleet' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

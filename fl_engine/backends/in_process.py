@@ -15,6 +15,8 @@ from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import Outcome, RoundPlan
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import Site, Work, accept_all, delivered, train
+from fl_engine.training.guest import is_guest
+from fl_engine.training.numerics import settle
 
 
 class InProcess:
@@ -79,11 +81,13 @@ def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
 
 def prepare_process(devices: Sequence[str]) -> None:
     """Sets torch to one thread, so that bits do not depend on the number of cores."""
+    settle()
     torch.set_num_threads(1)
     if any(name.startswith("cuda") for name in devices):
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
-    keep_freed_memory()
+    if not is_guest():
+        keep_freed_memory()
 
 
 def keep_freed_memory() -> None:

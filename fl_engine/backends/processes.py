@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shared memory
@@ -104,13 +105,27 @@ class Processes:
         process = self._context.Process(
             target=_serve, args=(self._site, self._mailbox, device, there), daemon=True, name=f"client on {device}"
         )
-        process.start()
+        with _without_main():
+            process.start()
         there.close()
         return _Worker(process, here, device)
 
     def _finished(self) -> list[tuple[int, _Worker]]:
         busy = {worker.link: (place, worker) for place, worker in enumerate(self._workers) if worker.group}
         return [busy[link] for link in wait(list(busy)) if isinstance(link, Connection)]
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """A new process imports the main module of the process that starts it: a script would run again in each worker,
+    unless its author has guarded it. Workers need nothing of it: what a cell or a script itself defines is refused
+    before."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _tell(link: Connection, what: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fl_engine.core.samples import Data, Task
 from fl_engine.core.types import (
     FULL,
+    ClientUpdate,
     Device,
     LocalTask,
     Outcome,
@@ -340,6 +341,21 @@ class Backend(Protocol):
         """Seconds of the last round's phases; empty where a backend has none."""
 
     def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]: ...
+
+
+class Watcher(Protocol):
+    """Looks on while a run computes, and may end it. What it is given is the run's own: it must not change it."""
+
+    def update(self, order: WorkOrder, update: ClientUpdate) -> None:
+        """An update has arrived and was decoded; whether it is merged is decided later. In the order of arrival, which
+        depends on the backend."""
+
+    def round(
+        self, number: int, metrics: Mapping[str, float], clients: Sequence[Mapping[str, Any]], state: Any
+    ) -> bool:
+        """Round `number`, counted from 1, is computed and evaluated, and not committed yet; after a kill it is computed
+        again. `clients` has a line for each that was asked, `state` is the algorithm's. True: the run stops after
+        committing it."""
 
 
 class Tracker(Protocol):

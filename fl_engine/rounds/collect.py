@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fl_engine.core.contracts import Backend
+from fl_engine.core.contracts import Backend, Watcher
 from fl_engine.core.errors import Stopped
 from fl_engine.core.slicing import index_of
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
@@ -50,6 +50,8 @@ class Clients:
     """Stores the clients' states; None: they have none."""
     flights: KeptFiles | None = None
     """Stores updates that wait for their time; None: rounds are synchronous."""
+    watcher: Watcher | None = None
+    """Is shown each update that arrives."""
 
 
 def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin: float = 0.0) -> Collected:
@@ -80,6 +82,8 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
         if isinstance(outcome, ClientUpdate) and not acceptance.unconditional(run.terms):
             far = movement(outcome, plan.order_of[outcome.client], run.site.layout)
             moved[outcome.client], arrivals[outcome.client] = far, Arrival(far, outcome.elapsed)
+        if isinstance(outcome, ClientUpdate) and clients.watcher is not None:
+            clients.watcher.update(plan.order_of[outcome.client], outcome)
         answers.add(outcome)
 
     rest = plan if clients.mailbox is None else _adopted(plan, clients.mailbox, receive)

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from fl_engine.core.contracts import Backend, Tracker
+from fl_engine.core.contracts import Backend, Tracker, Watcher
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, Stopped, brief
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import Params
@@ -49,18 +49,19 @@ def federate(
     *,
     should_stop: Callable[[], bool] = lambda: False,
     discard_damaged: bool = False,
+    watcher: Watcher | None = None,
 ) -> Any:
     """Runs the rounds that are not committed yet, up to `run.terms.stop`; returns the final state.
 
-    `initial` is the state before round 0. Raises Stopped (after committing what is finished) when `should_stop` says
-    so, IntegrityError where the ledger is damaged and `discard_damaged` does not allow to go back, and
+    `initial` is the state before round 0. Raises Stopped (after committing what is finished) when `should_stop` or
+    `watcher` says so, IntegrityError where the ledger is damaged and `discard_damaged` does not allow to go back, and
     EnvironmentFailure where the store or the backend do not answer.
     """
     terms = run.terms
     mailbox = ledger.mailbox if terms.keep_updates or backend.durable else None
     states = ledger.states if run.client_state else None
     waiting = ledger.flights if terms.mode == "buffered" else None
-    clients = Clients(backend, mailbox, should_stop, states, waiting)
+    clients = Clients(backend, mailbox, should_stop, states, waiting, watcher)
     kept = [files for files in (states, waiting) if files is not None]
     with _told_how_to_go_on(ledger):
         progress, first = _resume(initial, ledger, terms, discard_damaged)
@@ -87,15 +88,20 @@ def federate(
         for round in range(first, terms.stop):
             try:
                 progress, row = play(run, progress, round, clients)
-            except (Stopped, ConfigError):  # nobody comes online any more, for one
+                peak = resident_peak()
+                row.metrics["peak_mb"] = max(peak, before) / 1e6
+                row.metrics["peak_mb_rounds"] = (peak - held) / 1e6  # above what libraries, data and pre-training hold
+                stop = watcher is not None and watcher.round(round + 1, row.metrics, row.clients, progress.state)
+            except (IntegrityError, EnvironmentFailure):
+                raise  # of the store, for one: nothing can be committed
+            except Exception:  # nobody comes online any more, for one, or the watcher has failed
                 commit()
                 raise
-            peak = resident_peak()
-            row.metrics["peak_mb"] = max(peak, before) / 1e6
-            row.metrics["peak_mb_rounds"] = (peak - held) / 1e6  # above what libraries, data and pre-training hold
             pending.append(row)
-            if _due(terms, backend, round, last_commit):
+            if stop or _due(terms, backend, round, last_commit):
                 commit()
+            if stop and round + 1 < terms.stop:
+                raise Stopped(f"stopped by a callback after round {round + 1}: resume with --resume")
         _tell_cost(ledger.checkpoints.rows())
     return progress.state
 
@@ -131,16 +137,24 @@ def _resume(initial: Any, ledger: Ledger, terms: RoundsConfig, discard_damaged: 
             log.warning("going on after round %d, the last good commit", 0 if last is None else last + 1)
         ledger.checkpoints.discard_after(last)
     rows = ledger.checkpoints.rows()
-    tensors, rest = ({}, {}) if last is None else ledger.checkpoints.read(last)
-    state = initial if last is None else unpack(initial, tensors, rest)
-    history, clock = _history(rest), _clock(rest, rows)
+    progress, rest = committed(initial, ledger, last, rows)
     ledger.checkpoints.tidy()  # only after all was checked: without `discard_damaged`, damaged files stay as they are
     if last is None:
-        return Progress(state), 0
+        return progress, 0
     log.info("resuming after round %d", last + 1)
     if terms.norm_bound is not None and HISTORY not in rest:
         log.info("an older version's commit, which does not say how far updates moved: rounds.norm_bound starts anew")
-    return Progress(state, history, clock, named(rest), flights.read(rest)), last + 1
+    return progress, last + 1
+
+
+def committed(initial: Any, ledger: Ledger, last: int | None, rows: Sequence[Row]) -> tuple[Progress, dict[str, Any]]:
+    """What round `last` has left to the next, and the JSON of its commit; None: nothing is committed, and the run
+    begins with `initial`. `rows`: of all committed rounds. Raises IntegrityError."""
+    if last is None:
+        return Progress(initial), {}
+    tensors, rest = ledger.checkpoints.read(last)
+    history, clock = _history(rest), _clock(rest, [row for row in rows if row.round <= last])
+    return Progress(unpack(initial, tensors, rest), history, clock, named(rest), flights.read(rest)), rest
 
 
 def _packed(progress: Progress, terms: RoundsConfig) -> tuple[Params, dict[str, Any]]:

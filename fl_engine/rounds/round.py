@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from fl_engine.aggregation import privacy
+from fl_engine.core.types import RoundContext, RoundPlan
 from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import History
 from fl_engine.rounds import buffer, kept
@@ -44,13 +45,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     # Nobody waits for clients to come online while others are at work.
     begin = before.clock if before.flying else run.begins(round, before.clock)
     context = run.context(round, begin, {flight.order.client for flight in before.flying})
-    plan = run.algorithm.plan(before.state, context)
-    watch.ends("plan")
-    plan = coding.sent(plan, run.site.pool, run.codecs, run.site.seed)
-    watch.ends("encode" if any(order.encoded is not None for order in plan.orders) else "plan")
-    plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, round))
-    plan = kept.handed_out(run, plan, before.states, clients.states)
-    watch.ends("plan")
+    plan = asked(run, before, context, clients, watch)
     collected = collect(run, plan, before.history, clients, begin)
     due = None
     if clients.flights is not None:
@@ -79,6 +74,18 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     clock = before.clock + metrics.get("seconds_simulated", 0.0)
     row = Row(round=round, metrics=metrics, clients=record.clients)
     return Progress(state, collected.history, clock, states, () if due is None else due.flying), row
+
+
+def asked(run: Run, before: Progress, context: RoundContext, clients: Clients, watch: Stopwatch) -> RoundPlan:
+    """The orders as they are sent."""
+    plan = run.algorithm.plan(before.state, context)
+    watch.ends("plan")
+    plan = coding.sent(plan, run.site.pool, run.codecs, run.site.seed)
+    watch.ends("encode" if any(order.encoded is not None for order in plan.orders) else "plan")
+    plan = replace(plan, noise_seed=privacy.noise_seed(run.noise_key, context.round))
+    plan = kept.handed_out(run, plan, before.states, clients.states)
+    watch.ends("plan")
+    return plan
 
 
 def _scores(run: Run, state: Any) -> dict[str, float]:

@@ -7,4 +7,6 @@ from fl_engine.tasks.classification import Classification
 from fl_engine.tasks.detection import Detection
 from fl_engine.tasks.regression import Regression
 
-__all__ = ["Classification", "Detection", "Regression"]
+__all__ = ["TASKS", "Classification", "Detection", "Regression"]
+
+TASKS: dict[str, type] = {"classification": Classification, "detection": Detection, "regression": Regression}

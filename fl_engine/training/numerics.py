@@ -3,15 +3,21 @@ same global model."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.lib.introspect import opt_func_info
+
+log = logging.getLogger("flexfleet")
 
 Strategy = Literal["single", "batched"]
 Precision = Literal["fp32", "bf16", "amp", "fp16"]
@@ -50,6 +56,47 @@ class Numerics:
 
 SINGLE = Numerics()
 
+BRANCHES = {
+    1: "OFF", 2: "AUTO", 3: "COMPATIBLE", 4: "SSE2", 6: "SSSE3", 7: "SSE4_1", 8: "SSE4_2", 9: "AVX", 10: "AVX2",
+    11: "AVX512_MIC", 12: "AVX512", 13: "AVX512_MIC_E1", 14: "AVX512_E1",
+}  # fmt: skip
+"""MKL's numbers for the values of MKL_CBWR (mkl_types.h)."""
+BRANCH, STRICT = 1, 0x10000
+
+
+@cache
+def _mkl() -> Any:
+    """The library that has MKL in it; None: this torch is built without it, or hides it."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return library if hasattr(library, "mkl_serv_cbwr_get") else None
+    except OSError:
+        return None
+
+
+def mkl_cbwr() -> str:
+    """What decides MKL's bits, as it is in effect: MKL reads the variable MKL_CBWR at its first call, and a later
+    change of it says nothing. Where MKL cannot be asked, what the variable says."""
+    library = _mkl()
+    if library is None:
+        return os.environ.get("MKL_CBWR", "unset")
+    found = int(library.mkl_serv_cbwr_get(-1))
+    branch = found & ~STRICT
+    return BRANCHES.get(branch, str(branch)) + (",STRICT" if found & STRICT else "")
+
+
+@cache
+def settle() -> None:
+    """Sets what `fl_engine` asks of MKL if that can still be done; else says so, once."""
+    library, wanted = _mkl(), os.environ.get("MKL_CBWR")
+    if library is None or wanted != "AUTO" or mkl_cbwr() != "OFF":
+        return
+    if library.mkl_serv_cbwr_set(next(number for number, name in BRANCHES.items() if name == wanted)) != 0:
+        log.warning(
+            "torch has computed before flexfleet was imported: this process computes other last bits, and a run that "
+            "began here resumes only in a process like it. Import flexfleet before torch computes"
+        )
+
 
 def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
     """For the run's record: the values that must be equal for equal bits, and `lanes`."""
@@ -60,7 +107,7 @@ def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
         "threads_per_client": 1,
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "mkl_cbwr": os.environ["MKL_CBWR"],
+        "mkl_cbwr": mkl_cbwr(),
         "devices": kinds + names,
     }
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fl_engine.aggregation import privacy
+from fl_engine.core.contracts import Tracker, Watcher
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.data.partitioning import MANIFEST, read_manifest
 from fl_engine.fleet import uniformity
@@ -41,10 +42,13 @@ def run(
     accept_numerics: bool = False,
     shared: Path | None = None,
     tags: dict[str, str] | None = None,
+    observer: Tracker | None = None,
+    watcher: Watcher | None = None,
 ) -> Result:
     """Partition, pre-train, pool, federate, evaluate, report, in the folder `<run.store>/<run_id>`; can be resumed.
 
     `shared`: the folder of a `share` step, whose files are used instead of computed again. `tags`: of the MLflow run.
+    `observer` and `watcher` look on at the rounds (`federate`).
     """
     config = resolved.config
     need_packages(resolved)
@@ -73,6 +77,8 @@ def run(
         discard_damaged=discard_damaged,
         accept_numerics=accept_numerics,
         tags=tags,
+        observer=observer,
+        watcher=watcher,
     )
     evaluate(resolved, out, out / "pool", out)
     return conclude(resolved, out, store_of(config, run_id, out))

@@ -21,7 +21,7 @@ from fl_engine.aggregation import privacy
 from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core import seeds
-from fl_engine.core.contracts import ModelFamily, Tracker
+from fl_engine.core.contracts import ModelFamily, Tracker, Watcher
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, ModelError, Replaced, Stopped
 from fl_engine.core.fields import Moves
 from fl_engine.core.samples import Task
@@ -51,6 +51,7 @@ from fl_engine.training.numerics import Numerics, deciding, describe, describe_n
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.config.names import plain
+from flexfleet.config.sources import sources
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import WEIGHTS, History, PoolFile, RunFile
 from flexfleet.steps import keys
@@ -74,9 +75,11 @@ def federate(
     tags: dict[str, str] | None = None,
     mlflow_run_id: str | None = None,
     observer: Tracker | None = None,
+    watcher: Watcher | None = None,
 ) -> Path:
     """Writes run.json, rounds/, model.safetensors and history.json into `out`. `tags`: of the MLflow run;
-    `mlflow_run_id`: an MLflow run that was begun for this run. `observer` gets all measurements.
+    `mlflow_run_id`: an MLflow run that was begun for this run. `observer` gets all measurements, `watcher` each round
+    before it is committed.
 
     Raises ConfigError if `out` holds a run and `resume` is not given, if that run has another configuration, or if it
     is running; EnvironmentFailure if this machine would compute other bits; Stopped on SIGTERM or Ctrl-C.
@@ -98,6 +101,7 @@ def federate(
             tags or {},
             mlflow_run_id,
             observer,
+            watcher,
         )
 
 
@@ -145,6 +149,7 @@ def _federate(
     tags: dict[str, str],
     mlflow_run_id: str | None,
     observer: Tracker | None,
+    watcher: Watcher | None,
 ) -> Path:
     config, algorithm = resolved.config, resolved.algorithm
     if config.run.remote is not None:
@@ -172,6 +177,7 @@ def _federate(
         pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
         trace_sha256=trace_sha256,
+        sources=sources(config),
         mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
         key_at=key_at,
         key_sha256=sha256(key) if key is not None else known.key_sha256 if known else None,
@@ -218,6 +224,7 @@ def _federate(
                 tracker,
                 should_stop=should_stop,
                 discard_damaged=discard_damaged,
+                watcher=watcher,
             )
     except Replaced:
         raise  # MLflow shows the other coordinator's run now
@@ -367,6 +374,9 @@ def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> Non
     for name in ("pool_sha256", "partition_sha256", "trace_sha256"):
         if getattr(known, name) != getattr(run, name):
             raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
+    for name in known.sources.keys() & run.sources.keys():
+        if known.sources[name] != run.sources[name]:
+            raise ConfigError(f"{out} was started with another source of {name}: undo the change, or start another run")
     if accept_numerics:
         return
     for before, now in (

@@ -16,9 +16,11 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data, check_ready, has_boxes
 from fl_engine.core.slicing import made_up
+from fl_engine.data import kept
 from fl_engine.data.rules import Ints
 from fl_engine.datasets import DATASETS, Source, pad, subset
 from fl_engine.models.build import build_model
+from fl_engine.tasks import TASKS
 from fl_engine.training import batches
 from flexfleet import config as configs
 from flexfleet.config import Config, cut_seed, min_side
@@ -95,10 +97,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 def _read(config: Config) -> Data:
     torch.set_num_threads(1)  # before any step computes: the same bits on any number of cores
-    source = resolve(DATASETS, config.dataset.name, "data set")
-    if not isinstance(source, Source):
-        raise ConfigError(f"dataset.name = {config.dataset.name!r} is {source!r}; a Source is expected")
-    data = source.load(versioned.folder_of(config.dataset.root))
+    data = _found(config)
     if config.dataset.train_samples is not None or config.dataset.test_samples is not None:
         data = subset(data, config.dataset.train_samples, config.dataset.test_samples, cut_seed(config))
     wanted = config.dataset.pad
@@ -110,6 +109,17 @@ def _read(config: Config) -> Data:
     elif wanted != "none":
         data = pad(data, wanted)
     return data
+
+
+def _found(config: Config) -> Data:
+    """The data set as it was published, or given."""
+    name, root = config.dataset.name, versioned.folder_of(config.dataset.root)
+    if kept.is_kept(name):
+        return kept.read(root, name, TASKS)
+    source = resolve(DATASETS, name, "data set")
+    if not isinstance(source, Source):
+        raise ConfigError(f"dataset.name = {name!r} is {source!r}; a Source is expected")
+    return source.load(root)
 
 
 def check_fits(data: Data, family: ModelFamily) -> None:

@@ -1,0 +1,91 @@
+"""Data of one's own, kept under their fingerprint where other processes and later runs find them.
+
+    <root>/<fingerprint>/data.safetensors    train_x, train_y, test_x, test_y, natural_client
+    <root>/<fingerprint>/data.json           name, task, mean, std
+
+`dataset.name: sha256:<fingerprint>` names them in a configuration, and `dataset.root` is the root. A folder is written
+once and never changed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import ConfigError, DataError, IntegrityError
+from fl_engine.core.registry import resolve
+from fl_engine.core.samples import Data, Task
+from fl_engine.data.files import fingerprint
+from fl_engine.storage.store import FolderStore, canonical, decode, encode
+
+PREFIX = "sha256:"
+TENSORS, ABOUT = "data.safetensors", "data.json"
+PARTS = ("train_x", "train_y", "test_x", "test_y")
+HEX = 64
+
+
+def is_kept(name: str) -> bool:
+    """Whether a data set's name in a configuration is that of kept data."""
+    return name.startswith(PREFIX)
+
+
+def keep(data: Data, root: Path, tasks: dict[str, type]) -> str:
+    """Writes the data below `root` if they are not there; returns their name. `tasks`: by name, those that need no
+    module. Raises DataError for a task that cannot be written down."""
+    found = fingerprint(data)
+    folder = FolderStore(root / found)
+    about = {"name": data.name, "task": _told(data.task, tasks), "mean": data.mean, "std": data.std}
+    if not folder.list(ABOUT):
+        tensors = {part: getattr(data, part).contiguous() for part in PARTS}
+        if data.natural_client is not None:
+            tensors["natural_client"] = data.natural_client
+        folder.put(TENSORS, encode(tensors))
+        folder.put(ABOUT, canonical(about))  # last: with this file the folder is complete
+    return PREFIX + found
+
+
+def read(root: Path, name: str, tasks: dict[str, type]) -> Data:
+    """The data that `keep` named. Raises DataError where there are none, IntegrityError where they are damaged."""
+    wanted = name.removeprefix(PREFIX)
+    if len(wanted) != HEX or set(wanted) - set("0123456789abcdef"):
+        raise ConfigError(f"dataset.name = {name!r}: after {PREFIX} the {HEX} digits of a fingerprint are expected")
+    path = root / wanted
+    if not (path / ABOUT).is_file():
+        raise DataError(
+            f"{path} does not exist: these are data that were given in Python. Give them again, or set dataset.root to "
+            "the folder .data of the store where they were given"
+        )
+    folder = FolderStore(path)
+    try:
+        about = json.loads(folder.get(ABOUT))
+        tensors = decode(folder.get(TENSORS), str(path / TENSORS))
+        task = _task_of(about["task"], tasks)
+        data = Data(
+            about["name"],
+            task,
+            **{part: tensors[part] for part in PARTS},
+            mean=tuple(about["mean"]),
+            std=tuple(about["std"]),
+            natural_client=tensors.get("natural_client"),
+        )
+    except (KeyError, TypeError, ValueError, DataError) as error:
+        raise IntegrityError(f"{path} holds no data: {error}. Remove it and give the data again") from error
+    if (found := fingerprint(data)) != wanted:
+        raise IntegrityError(f"{path} is damaged: it holds the data {found[:12]}. Remove it and give the data again")
+    return data
+
+
+def _told(task: Task, tasks: dict[str, type]) -> dict[str, Any]:
+    kind = type(task)
+    name = next((name for name, each in tasks.items() if each is kind), f"{kind.__module__}:{kind.__qualname__}")
+    if not is_dataclass(task):
+        raise DataError(f"a task that is kept with its data is a dataclass, got {task!r}")
+    return {"name": name, **asdict(task)}
+
+
+def _task_of(told: dict[str, Any], tasks: dict[str, type]) -> Task:
+    options = {key: value for key, value in told.items() if key != "name"}
+    made: Task = resolve(tasks, told["name"], "task")(**options)
+    return made

@@ -1,0 +1,101 @@
+"""One client's work in one round, computed once more.
+
+Every round is a function of the state before it, its number and the seed. So the rounds since the last kept state
+before it are computed again, without committing anything, and then this one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fl_engine.core.contracts import Backend
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.types import ClientFailure, ClientUpdate, LocalTask, Params, WorkOrder
+from fl_engine.exchange.client import accept, delivered, train
+from fl_engine.rounds.collect import Clients
+from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.rounds.loop import committed
+from fl_engine.rounds.phases import Stopwatch
+from fl_engine.rounds.round import asked, play
+from fl_engine.rounds.run import Run
+from fl_engine.storage.store import FolderStore
+
+NEVER = 10**9
+SAME = ("loss", "steps", "macs")
+"""What a client reports that follows from its order alone."""
+
+
+@dataclass(frozen=True)
+class ClientRound:
+    """What one client was asked in one round, and what it did."""
+
+    order: WorkOrder
+    """`order.payload` are the weights that it received."""
+    task: LocalTask
+    """What it trained: `task.spec` is the sub-model, after pruning on the device."""
+    start: Params
+    """The weights of `task.spec` that training began from."""
+    update: ClientUpdate
+    """`update.payload` are the weights that it brought, as the server decodes them."""
+    change: Params
+    """`update.payload` minus `start`, for each weight that came back whole."""
+
+
+def replay(run: Run, initial: Any, backend: Backend, ledger: Ledger, round: int, client: int) -> ClientRound:
+    """The work of `client` in `round`, counted from 0; `initial` is the state before round 0. `backend` computes
+    earlier rounds again. Raises ConfigError where the client was not asked or failed, IntegrityError where it would
+    report other figures than the ledger has."""
+    rows = ledger.checkpoints.rows()
+    if not 0 <= round < len(rows):
+        raise ConfigError(f"round {round + 1} is not computed: {len(rows)} are")
+    line = next((line for line in rows[round].clients if line["client"] == client), None)
+    if line is None:
+        there = ", ".join(str(line["client"]) for line in rows[round].clients)
+        raise ConfigError(f"client {client} was not asked in round {round + 1}; those were {there}")
+    if "failure" in line:
+        raise ConfigError(f"client {client} brought no update in round {round + 1}: {line['failure']}")
+    with TemporaryDirectory() as scratch:
+        return _replayed(run, initial, backend, ledger, ledger_in(FolderStore(Path(scratch))), round, line)
+
+
+def _replayed(
+    run: Run, initial: Any, backend: Backend, ledger: Ledger, scratch: Ledger, round: int, line: dict[str, Any]
+) -> ClientRound:
+    keeps = bool(run.client_state) or run.terms.mode == "buffered"
+    states = scratch.states if run.client_state else None
+    clients = Clients(backend, None, lambda: False, states, scratch.flights if run.terms.mode == "buffered" else None)
+    # What clients keep, and updates that are on their way, lie in files that later rounds delete: from the beginning.
+    kept = [] if keeps else [each for each in ledger.checkpoints.with_state() if each < round]
+    last = max(kept, default=None)
+    progress, _ = committed(initial, ledger, last, ledger.checkpoints.rows())
+    run = replace(run, terms=run.terms.model_copy(update={"evaluate_every": NEVER}))
+    for each in range(0 if last is None else last + 1, round):
+        progress, _ = play(run, progress, each, clients)
+    begin = progress.clock if progress.flying else run.begins(round, progress.clock)
+    context = run.context(round, begin, {flight.order.client for flight in progress.flying})
+    order = asked(run, progress, context, clients, Stopwatch()).order_of[line["client"]]
+    work = accept(run.algorithm, order, run.site)
+    (outcome,) = [work] if isinstance(work, ClientFailure) else train([work], run.site, run.devices[0])
+    update = delivered(run.algorithm, outcome, order, run.site)
+    if isinstance(work, ClientFailure) or isinstance(update, ClientFailure):
+        raise ConfigError(f"client {order.client} fails when round {round + 1} is computed again: {outcome}")
+    _check(update, line, round)
+    change = {name: t - work.start[name] for name, t in update.payload.items() if _alike(t, work.start.get(name))}
+    return ClientRound(order, work.task, work.start, update, change)
+
+
+def _alike(tensor: Any, other: Any) -> bool:
+    return other is not None and tensor.shape == other.shape
+
+
+def _check(update: ClientUpdate, line: dict[str, Any], round: int) -> None:
+    told: Sequence[str] = [name for name in SAME if name in line and line[name] != update.metrics.get(name)]
+    if told:
+        raise IntegrityError(
+            f"client {update.client} of round {round + 1}, computed again, reports {told[0]} "
+            f"{update.metrics[told[0]]!r}; the run has {line[told[0]]!r}. Was it computed elsewhere, or by other code?"
+        )

@@ -1,0 +1,224 @@
+"""From what is asked for in Python to a configuration.
+
+`config`, `options` and keywords say the same things in three ways, and the later one wins: a file or a mapping of
+sections; dotted names; and the short names of the run form (`overrides.PARAMETERS`). The same parameter in two of the
+last two is an error. Objects become names that a configuration can hold: own data are kept in the store, an own class
+is named as `module:Name`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from fl_engine.algorithms import ALGORITHMS, CONTRACT
+from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.core.samples import Data
+from fl_engine.data import kept
+from fl_engine.tasks import TASKS
+from flexfleet.config import Config, load_config, set_path
+from flexfleet.config.overrides import PARAMETERS, whole
+from flexfleet.config.read import names_a_kind, parse
+
+MAIN = "__main__"
+
+
+class Default(str):
+    """The default of a keyword: it counts only where nothing else says the parameter."""
+
+    __slots__ = ()
+
+
+def config_of(
+    config: str | Path | Mapping[str, Any] | Config | None,
+    options: Mapping[str, Any] | None,
+    keywords: Mapping[str, Any],
+) -> Config:
+    """The configuration that is asked for, checked. Keywords that are None are not given. Raises ConfigError."""
+    values = _base(config)
+    given = {name: value for name, value in keywords.items() if value is not None}
+    if unknown := [name for name in given if name not in PARAMETERS]:
+        raise ConfigError(f"unknown keyword {unknown[0]!r}{nearest(unknown[0], PARAMETERS)}")
+    own = {PARAMETERS[name]: (name, value) for name, value in given.items() if not isinstance(value, Default)}
+    told = dict(options or {})
+    for path in told:
+        if not isinstance(path, str) or not path:
+            raise ConfigError(f"options: dotted names are expected, e.g. {{'rounds.stop': 5}}, got {path!r}")
+        for taken, (name, _) in own.items():
+            if path == taken or (taken.startswith(f"{path}.") and _holds(told[path], taken.removeprefix(f"{path}."))):
+                raise ConfigError(f"{name!r} is given as a keyword and as options[{path!r}]: say it once")
+    if config is None:  # what a file leaves out is the file's to say
+        for name, value in given.items():
+            if isinstance(value, Default) and PARAMETERS[name] not in told:
+                set_path(values, PARAMETERS[name], str(value))
+    sections = {path: value for path, value in told.items()}
+    for path, value in sorted(sections.items(), key=lambda pair: not names_a_kind(pair[0])):
+        set_path(values, path, plain(value, f"options[{path!r}]"))
+    store = own.get("run.store", (None, values["run"]["store"]))[1]
+    for path, (name, value) in sorted(own.items(), key=lambda pair: not names_a_kind(pair[0])):
+        if name == "store_uri" and "://" in str(value):
+            set_path(values, "run.remote", str(value))
+        elif name in NAMED:
+            for inner, each in NAMED[name](value, store).items():
+                set_path(values, inner, each)
+        else:
+            set_path(values, path, whole(plain(value, name)) if name == "seed" else plain(value, name))
+    return parse(values)
+
+
+def _base(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
+    if config is None:
+        return Config().model_dump(mode="json")
+    if isinstance(config, Mapping):
+        return parse(dict(config)).model_dump(mode="json")
+    found = config if isinstance(config, Config) else load_config(config)
+    return found.model_dump(mode="json")
+
+
+def _holds(value: Any, path: str) -> bool:
+    """Whether a section given as a mapping has this dotted name."""
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True
+
+
+def plain(value: Any, what: str) -> Any:
+    """A value as JSON has it: numbers of NumPy, tuples and paths are taken too."""
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        value = value.item()
+    if isinstance(value, Mapping):
+        return {str(key): plain(each, what) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(each, what) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    if callable(value):
+        return name_of(value, what)
+    try:
+        json.dumps(value)
+    except TypeError as error:
+        raise ConfigError(f"{what}: a number, a text, a list or a mapping is expected, got {value!r}") from error
+    return value
+
+
+# -------------------------------------------------------------------------------------------------- objects
+def _dataset(value: Any, store: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"dataset.name": str(value)}
+    if isinstance(value, Data):
+        root = (Path(store) / ".data").resolve()
+        return {"dataset.name": kept.keep(value, root, TASKS), "dataset.root": str(root)}
+    hint = ""
+    if isinstance(value, tuple):
+        hint = ": flexfleet.from_arrays(x, y)"
+    elif hasattr(value, "column_names"):
+        hint = ": flexfleet.from_huggingface(train)"
+    elif hasattr(value, "__getitem__"):
+        hint = ": flexfleet.from_torch(train)"
+    raise ConfigError(f"dataset: a name or data are expected, got {type(value).__name__}{hint}")
+
+
+def _model(value: Any, store: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"model.name": str(value)}
+    if isinstance(value, Mapping):
+        return {f"model.{key}": plain(each, "model") for key, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type) and hasattr(value, "layout"):
+        raise ConfigError(
+            f"model: the network {type(value).__name__} is given with its input and outputs, which follow from the "
+            f"data: give the class, and its options as options={{'model.<option>': ...}}"
+        )
+    return {"model.name": name_of(value, "model")}
+
+
+def _algorithm(value: Any, store: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"algorithm.name": str(value)}
+    if isinstance(value, Mapping):
+        return {f"algorithm.{key}": plain(each, "algorithm") for key, each in value.items()}
+    if isinstance(value, type):
+        names = (name for name, kind in ALGORITHMS.items() if kind is value)
+        return {"algorithm.name": next(names, None) or name_of(value, "algorithm")}
+    if not is_dataclass(value):
+        raise ConfigError(f"algorithm: a name, a class or an object of one is expected, got {value!r}")
+    return {f"algorithm.{key}": each for key, each in _section(value).items()}
+
+
+def _section(algorithm: Any) -> dict[str, Any]:
+    """Of an algorithm with its options."""
+    kind = type(algorithm)
+    registered = next((name for name, each in ALGORITHMS.items() if each is kind), None)
+    name = registered or name_of(kind, "algorithm")
+    CONTRACT.kind(name)  # raises where it is no algorithm
+    written = TypeAdapter(kind).dump_python(algorithm, mode="json")
+    default = {field.name: field.default for field in fields(kind)}
+    if "training" in written and algorithm.training != default["training"]:
+        raise ConfigError(
+            "algorithm: its training is shared by all algorithms: give learning_rate, local_epochs and client_fraction "
+            "as keywords, the rest as options={'training.<option>': ...}"
+        )
+    return {"name": name, **{key: value for key, value in written.items() if key != "training"}}
+
+
+NAMED = {"dataset": _dataset, "model": _model, "algorithm": _algorithm}
+"""Keywords that take objects."""
+
+
+def name_of(value: Any, what: str) -> str:
+    """`module:Name`, by which `registry.resolve` finds the object again; for one that a variable holds in a notebook or
+    script, `__main__:variable`. Raises ConfigError where there is none."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module in sys.modules and name and getattr(sys.modules[module], name, None) is value:
+        return f"{module}:{name}"
+    held = next((name for name, each in vars(sys.modules[MAIN]).items() if each is value and name != "_"), None)
+    if held is None or held.startswith("_"):
+        raise ConfigError(
+            f"{what}: {value!r} has no name by which it is found again: define it at the top of a module or a cell, "
+            "or assign it to a variable there"
+        )
+    return f"{MAIN}:{held}"
+
+
+def cells(config: Config) -> list[str]:
+    """The names in a configuration that only this process can resolve: what a cell or a script itself defines."""
+    found: list[str] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for each in value.values():
+                walk(each)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                walk(each)
+        elif isinstance(value, str) and value.startswith(f"{MAIN}:"):
+            found.append(value)
+
+    walk(config.model_dump(mode="json"))
+    return found
+
+
+def check_reach(config: Config, jobs: int = 1) -> None:
+    """Raises ConfigError where other processes have to import what only this one has, or to read data that they cannot
+    reach."""
+    where = {"processes": "worker processes", "kubernetes": "pods"}.get(config.run.backend)
+    if where is None and jobs > 1:
+        where = f"{jobs} processes side by side"
+    if where and (own := cells(config)):
+        file = f"{own[0].partition(':')[2].lower()}.py"
+        raise ConfigError(
+            f"{own[0].removeprefix(f'{MAIN}:')} is defined in this notebook or script, which {where} cannot import: "
+            f"write it to a file, {file} (%%writefile {file} in a cell), import it from there, and give that"
+        )
+    if config.run.backend == "kubernetes" and kept.is_kept(config.dataset.name):
+        raise ConfigError(
+            f"the data lie in {config.dataset.root} on this machine, which pods cannot reach: put that folder on a "
+            "volume that they mount, and run there with dataset.root"
+        )

@@ -1,0 +1,106 @@
+"""Code of one's own that looks on while a run computes.
+
+`on_round` is called after a round was computed and evaluated, and before it is committed: once for each round that this
+process computes, and again for a round that is computed again after a kill. All values are copies. An error in a
+callback ends the run like a kill between two rounds: it can be resumed. `return STOP` commits the round and ends the
+run as `stopped`. With and without callbacks the model is the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.types import ClientUpdate, Params, WorkOrder
+from fl_engine.training.evaluation import published
+
+if TYPE_CHECKING:
+    from flexfleet.api.results import Result
+
+
+class _Stop:
+    def __repr__(self) -> str:
+        return "flexfleet.STOP"
+
+
+STOP = _Stop()
+"""What `on_round` returns to end the run."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that was computed."""
+
+    number: int
+    """Counted from 1."""
+    metrics: Mapping[str, float]
+    """As in `Result.history`: avg, full, loss/<level>, train_loss, bytes_down, seconds_round, ..."""
+    clients: Sequence[Mapping[str, Any]]
+    """A line for each client that was asked."""
+    _state: Any = field(repr=False)
+
+    @property
+    def params(self) -> Params:
+        """The global model after the round, as a state_dict: a copy."""
+        return {name: tensor.clone() for name, tensor in published(self._state).items()}
+
+
+class Callback:
+    """Override what you need."""
+
+    def on_start(self, result: Result) -> None:
+        """Before the first round that is computed. `result.folder` is where the run writes."""
+
+    def on_update(self, order: WorkOrder, update: ClientUpdate) -> None:
+        """A client's update has arrived, in the order of arrival; whether it is merged is decided later."""
+
+    def on_round(self, round: Round) -> Any:
+        """A round is computed, and not committed yet. Returns None, or STOP."""
+
+    def on_end(self, status: str) -> None:
+        """The run has ended: `finished`, `stopped` or `failed`."""
+
+
+class Watching:
+    """The engine's watcher that calls callbacks."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        for each in callbacks:
+            if isinstance(each, type) or not isinstance(each, Callback):
+                raise ConfigError(f"callbacks: objects of flexfleet.Callback are expected, got {each!r}")
+        self._callbacks = tuple(callbacks)
+        self._updates = [each for each in callbacks if type(each).on_update is not Callback.on_update]
+        self.stopped = False
+
+    def start(self, result: Result) -> None:
+        self._each(lambda callback: callback.on_start(result))
+
+    def update(self, order: WorkOrder, update: ClientUpdate) -> None:
+        for callback in self._updates:
+            told = replace(order, payload=_copied(order.payload), memory=_copied(order.memory), encoded=None)
+            brought = replace(update, payload=_copied(update.payload), state=_copied(update.state), encoded=None)
+            callback.on_update(told, brought)
+
+    def round(
+        self, number: int, metrics: Mapping[str, float], clients: Sequence[Mapping[str, Any]], state: Any
+    ) -> bool:
+        for callback in self._callbacks:
+            said = callback.on_round(Round(number, dict(metrics), copy.deepcopy(list(clients)), state))
+            if said is not None and said is not STOP:
+                raise ConfigError(f"{type(callback).__name__}.on_round returns None or flexfleet.STOP, got {said!r}")
+            self.stopped |= said is STOP
+        return self.stopped
+
+    def end(self, status: str) -> None:
+        self._each(lambda callback: callback.on_end(status))
+
+    def _each(self, call: Callable[[Callback], None]) -> None:
+        for callback in self._callbacks:
+            call(callback)
+
+
+def _copied(params: Params) -> Params:
+    return {name: tensor.clone() for name, tensor in params.items()}

@@ -1,0 +1,322 @@
+"""Data of one's own, from arrays, folders, and the data sets of other libraries.
+
+How samples are read:
+
+    uint8 (N, H, W)            grey images: a channel is added
+    (N, H, W, C), C 1, 3 or 4  images with the channel last: it is moved to the front, (N, C, H, W)
+    float images in 0..1       made uint8 if all are k / 255 for whole k; others stay numbers, which are normalised
+    uint8 (N, C, H, W)         images
+    other floats (N, ...)      numbers: vectors, series, maps
+    integers (N, ...)          tokens from 0 on
+
+and targets: integers are classes 0..k-1 (k is the largest + 1), floats are numbers to predict (regression). `mean` and
+`std` normalise per channel of images and maps, else per feature; those that are not given are measured on the training
+samples. Whatever does not fit raises DataError.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_engine.core import seeds
+from fl_engine.core.errors import DataError, EnvironmentFailure
+from fl_engine.core.samples import Data, Task
+from fl_engine.data.files import byte_statistics, moments, stratified
+from fl_engine.tasks import Classification, Regression
+
+Array = NDArray[Any]
+CHANNELS = (1, 3, 4)
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+NEAR = 1e-3
+"""How far 255 times a float image may be from whole numbers: float32 holds k / 255 much closer."""
+
+
+def from_arrays(
+    x: Any,
+    y: Any,
+    *,
+    test: float | tuple[Any, Any] = 0.2,
+    clients: Any = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    name: str = "arrays",
+) -> Data:
+    """Samples x (N, ...) and targets y (N,) or (N, outputs), NumPy arrays or tensors. `test`: the share of the samples
+    to test on, of each class alike, drawn with a constant seed; or (x, y) of the test part. `clients` (N,): whose each
+    sample is, for `partition_rule="natural"`."""
+    x, y = _array(x, f"{name}: x"), _array(y, f"{name}: y")
+    if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
+        raise DataError(f"{name}: x has the shape {x.shape}, y {y.shape}; one target is needed for each sample")
+    owner = None if clients is None else _owners(clients, len(x), name)
+    if isinstance(test, tuple):
+        train, (test_x, test_y) = np.arange(len(x)), (_array(t, f"{name}: test") for t in test)
+    else:
+        train, held = _split(y, test, name)
+        test_x, test_y = x[held], y[held]
+    own = None if owner is None else owner[train]
+    return _data(name, x[train], y[train], test_x, test_y, own, mean, std)
+
+
+def from_clients(
+    parts: Iterable[tuple[Any, Any]],
+    *,
+    test: float | tuple[Any, Any] = 0.2,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    name: str = "clients",
+) -> Data:
+    """One (x, y) for each client, as in `from_arrays`: a natural partition (`partition_rule="natural"`). `test`: the
+    share of each client's samples to test on, or (x, y) of a common test part."""
+    arrays = [(_array(x, f"{name}: x of client {i}"), _array(y, f"{name}: y")) for i, (x, y) in enumerate(parts)]
+    if not arrays:
+        raise DataError(f"{name}: no client has data; one (x, y) for each client is expected")
+    kept: list[tuple[Array, Array]] = []
+    held: list[tuple[Array, Array]] = []
+    for i, (x, y) in enumerate(arrays):
+        if len(x) != len(y) or x.shape[1:] != arrays[0][0].shape[1:] or x.dtype != arrays[0][0].dtype:
+            raise DataError(
+                f"{name}: client {i} has x {x.dtype} {x.shape} and y {y.shape}, client 0 x {arrays[0][0].dtype} "
+                f"{arrays[0][0].shape}; all clients' samples have to be alike, with a target for each"
+            )
+        train, out = (np.arange(len(x)), np.arange(0)) if isinstance(test, tuple) else _split(y, test, f"{name}: {i}")
+        kept.append((x[train], y[train]))
+        held.append((x[out], y[out]))
+    test_x, test_y = (
+        (_array(t, f"{name}: test") for t in test)
+        if isinstance(test, tuple)
+        else (np.concatenate([pair[of] for pair in held]) for of in (0, 1))
+    )
+    owner = np.repeat(np.arange(len(kept)), [len(x) for x, _ in kept])
+    x, y = (np.concatenate([pair[of] for pair in kept]) for of in (0, 1))
+    return _data(name, x, y, test_x, test_y, owner, mean, std)
+
+
+def from_folder(path: str | Path, *, test: float = 0.2, size: int | tuple[int, int] | None = None) -> Data:
+    """Images path/<class>/*.png (or jpg, bmp, webp); the classes are the folders' names in alphabetical order. `size`:
+    height and width that all are scaled to; None: all have the same already."""
+    root = Path(path)
+    classes = sorted(each.name for each in root.iterdir() if each.is_dir()) if root.is_dir() else []
+    if not classes:
+        raise DataError(f"{root}: a folder for each class is expected, {root}/<class>/*.png; there is none")
+    image = _pillow()
+    found: list[Array] = []
+    labels: list[int] = []
+    for label, word in enumerate(classes):
+        files = sorted(file for file in (root / word).iterdir() if file.suffix.lower() in PICTURES)
+        if not files:
+            raise DataError(f"{root / word}: no image ({', '.join(PICTURES)}) is there; remove the folder or fill it")
+        for file in files:
+            found.append(_picture(image, file, size))
+            labels.append(label)
+    grey = all(each.ndim == 2 for each in found)
+    found = [each if grey or each.ndim == 3 else np.repeat(each[..., None], 3, axis=2) for each in found]
+    first = found[0].shape
+    if apart := next((each.shape for each in found if each.shape != first), None):
+        raise DataError(f"{root}: images of {first[0]}x{first[1]} and {apart[0]}x{apart[1]}: give size=(height, width)")
+    return from_arrays(np.stack(found), np.array(labels), test=test, name=root.resolve().name)
+
+
+def from_torch(train: Any, test: Any = 0.2) -> Data:
+    """From a torch `Dataset` of (sample, target), each of which is read once. `test`: another one, or a share.
+
+    Augmentation belongs on the clients (`training.augment`): a data set whose transform draws random numbers is
+    refused, since each sample would be the same draw in all rounds."""
+    x, y = _read_items(train, "train")
+    if isinstance(test, float | int):
+        return from_arrays(x, y, test=test, name=type(train).__name__)
+    return from_arrays(x, y, test=_read_items(test, "test"), name=type(train).__name__)
+
+
+def from_huggingface(
+    train: Any, test: Any = 0.2, *, image: str = "image", label: str = "label", client: str | None = None
+) -> Data:
+    """From a `datasets.Dataset` with a column of images (or of lists of numbers) and one of labels; `client`: a column
+    that says whose each sample is. `test`: another one, or a share."""
+    x, y = _columns(train, image, label)
+    owner = None if client is None else np.unique(np.asarray(list(train[client])), return_inverse=True)[1]
+    name = str(getattr(getattr(train, "info", None), "dataset_name", None) or "huggingface")
+    part = test if isinstance(test, float | int) else _columns(test, image, label)
+    return from_arrays(x, y, test=part, clients=owner, name=name)
+
+
+# ------------------------------------------------------------------------------------------------ putting together
+def _data(
+    name: str,
+    x: Array,
+    y: Array,
+    test_x: Array,
+    test_y: Array,
+    owner: Array | None,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> Data:
+    task = _task(y, test_y, name)
+    x, test_x = _samples(x, name), _samples(test_x, name)
+    if (mean is None) != (std is None):
+        raise DataError(f"{name}: mean and std go together: give both, or neither, and they are measured")
+    if mean is None or std is None:
+        mean, std = _measured(x, name)
+    kinds = np.int64 if isinstance(task, Classification) else np.float32
+    own = None if owner is None else torch.from_numpy(np.ascontiguousarray(owner, dtype=np.int64))
+    parts = {"train_x": x, "train_y": y.astype(kinds), "test_x": test_x, "test_y": test_y.astype(kinds)}
+    tensors = {part: torch.from_numpy(np.ascontiguousarray(values)) for part, values in parts.items()}
+    return Data(name, task, **tensors, mean=tuple(mean), std=tuple(std), natural_client=own)
+
+
+def _array(value: Any, what: str) -> Array:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    try:
+        found = np.asarray(value)
+    except ValueError as error:
+        raise DataError(f"{what}: samples of different shapes cannot be one array: {error}") from error
+    if found.dtype.kind not in "iufb":
+        raise DataError(f"{what}: numbers are expected, got an array of {found.dtype}")
+    return found
+
+
+def _owners(clients: Any, samples: int, name: str) -> Array:
+    listed = np.asarray(clients)
+    if listed.shape != (samples,):
+        raise DataError(f"{name}: clients says whose each of {samples} samples is, (N,); got the shape {listed.shape}")
+    return np.unique(listed, return_inverse=True)[1]
+
+
+def _split(y: Array, share: float, name: str) -> tuple[Array, Array]:
+    """Ascending positions of the training and the test part, with the classes in equal shares."""
+    count = round(share * len(y)) if isinstance(share, float | int) and math.isfinite(share) else 0
+    if not 1 <= count < len(y):
+        raise DataError(
+            f"{name}: test = {share!r} of {len(y)} samples leaves one part empty: give a share between 0 and 1, or "
+            "(x, y) of the test part"
+        )
+    labels = y if y.ndim == 1 and y.dtype.kind in "iu" else np.zeros(len(y), dtype=np.int64)
+    held = stratified(labels.astype(np.int64), count, seeds.rng(0, "own/test"))
+    return np.setdiff1d(np.arange(len(y)), held), held
+
+
+def _task(y: Array, test_y: Array, name: str) -> Task:
+    if not len(y) or not len(test_y):
+        raise DataError(f"{name}: {len(y)} training and {len(test_y)} test samples; both parts need at least one")
+    if y.dtype.kind in "iu":
+        largest = int(max(y.max(), test_y.max()))
+        if largest < 1:
+            raise DataError(f"{name}: all targets are {largest}: at least two classes, 0 and 1, are needed")
+        return Classification(largest + 1)
+    if y.dtype.kind == "f":
+        return Regression(1 if y.ndim == 1 else y.shape[1])
+    raise DataError(f"{name}: targets are integers (classes) or floats (numbers to predict), got {y.dtype}")
+
+
+def _samples(x: Array, name: str) -> Array:
+    """As the module's head says."""
+    if x.dtype == np.uint8 and x.ndim == 3:
+        return x[:, None]
+    if x.ndim == 4 and x.shape[3] in CHANNELS and x.shape[1] not in CHANNELS:
+        x = np.moveaxis(x, 3, 1)
+    if x.dtype == np.uint8 and x.ndim != 4:
+        raise DataError(
+            f"{name}: uint8 samples are images, (N, H, W), (N, C, H, W) or (N, H, W, C); got {x.shape}. Give "
+            "measurements as floats, tokens as int64"
+        )
+    if x.dtype == np.bool_:
+        raise DataError(f"{name}: samples are numbers, got bool: x.astype(numpy.float32)")
+    if x.dtype.kind != "f":
+        return x if x.dtype == np.uint8 else x.astype(np.int64)
+    x = x.astype(np.float32)
+    if x.ndim == 4 and x.size and np.isfinite(x).all() and x.min() >= 0 and x.max() <= 1:
+        whole = np.rint(x * 255)
+        if np.abs(x * 255 - whole).max() <= NEAR:
+            x = whole.astype(np.uint8)
+    return x
+
+
+def _measured(x: Array, name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if x.dtype == np.uint8:
+        return byte_statistics(x)
+    if x.dtype.kind != "f":
+        return (), ()
+    if not np.isfinite(x).all():
+        raise DataError(f"{name}: samples hold NaN or infinity: fill in or leave out what is missing")
+    mean, std = moments(x, 1 if x.ndim == 4 else -1)
+    return mean, tuple(each or 1.0 for each in std)
+
+
+# ------------------------------------------------------------------------------------------- other libraries' data
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise EnvironmentFailure("reading images needs Pillow: pip install pillow") from error
+    return Image
+
+
+def _picture(image: Any, file: Path, size: int | tuple[int, int] | None) -> Array:
+    try:
+        with image.open(file) as opened:
+            opened = opened.convert("L" if opened.mode in ("1", "L", "I;16") else "RGB")
+            if size is not None:
+                high, wide = (size, size) if isinstance(size, int) else size
+                opened = opened.resize((wide, high))
+            return np.array(opened, dtype=np.uint8)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: this is no image that Pillow can read: {error}") from error
+
+
+def _state() -> tuple[Any, ...]:
+    legacy: Any = np.random.get_state()
+    return random.getstate(), legacy[1].tobytes(), legacy[2], torch.get_rng_state()
+
+
+def _read_items(given: Any, what: str) -> tuple[Array, Array]:
+    try:
+        count = len(given)
+    except TypeError as error:
+        raise DataError(
+            f"{what}: a Dataset with a length is expected, got {type(given).__name__}; of an iterable one collect the "
+            "samples and give them to from_arrays"
+        ) from error
+    before = _state()
+    xs: list[Array] = []
+    ys: list[Array] = []
+    for i in range(count):
+        try:
+            x, y = given[i]
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{what}: item {i} is no (sample, target): {error}") from error
+        xs.append(_array(x, f"{what}: item {i}"))
+        ys.append(_array(y, f"{what}: target {i}"))
+    if any(not _same(a, b) for a, b in zip(before, _state(), strict=True)):
+        raise DataError(
+            f"{what}: reading it draws random numbers, so its transform augments: leave that out, and augment on the "
+            "clients (options={'training.augment': [...]})"
+        )
+    if not xs:
+        raise DataError(f"{what}: the data set is empty")
+    shapes = {x.shape for x in xs}
+    if len(shapes) > 1:
+        raise DataError(f"{what}: samples have the shapes {sorted(shapes)[:3]}; make them alike: resize or pad them")
+    return np.stack(xs), np.stack(ys)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(torch.equal(a, b)) if isinstance(a, torch.Tensor) else a == b
+
+
+def _columns(given: Any, image: str, label: str) -> tuple[Array, Array]:
+    names = list(getattr(given, "column_names", []))
+    for wanted in (image, label):
+        if wanted not in names:
+            raise DataError(f"no column {wanted!r}; there are {', '.join(map(str, names)) or 'none'}: say which it is")
+    samples = [_array(np.array(each), f"{image}: row {i}") for i, each in enumerate(given[image])]
+    if len({each.shape for each in samples}) > 1:
+        raise DataError(f"{image}: samples of different shapes; resize them first (given.map)")
+    return np.stack(samples), _array(list(given[label]), label)

@@ -1,0 +1,250 @@
+"""What a run gives, read from its folder."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fl_engine.backends.in_process import InProcess
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, nearest
+from fl_engine.core.slicing import runnable
+from fl_engine.core.types import Params
+from fl_engine.data import partitioning
+from fl_engine.models.export import RawNetwork, type_of, with_statistics
+from fl_engine.rounds.ledger import Ledger, ledger_in
+from fl_engine.rounds.replay import ClientRound, replay
+from fl_engine.rounds.run import Run
+from fl_engine.storage.checkpoints import Row
+from fl_engine.storage.store import decode
+from fl_engine.training.evaluation import weights_of
+from fl_engine.training.guest import guest
+from fl_engine.training.numerics import deciding, describe
+from flexfleet.api.tables import table, to_html
+from flexfleet.config import codecs, parse_with_algorithm
+from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
+from flexfleet.files.artifacts import Result as ResultFile
+from flexfleet.files.measure import measure_in
+from flexfleet.steps.federate import given_weights, initial_state, site_of, store_of, trace_of
+from flexfleet.steps.prepare import Resolved
+
+if TYPE_CHECKING:
+    from flexfleet.api.callbacks import Callback
+
+DEFAULT_STORE = Path("runs")
+
+
+class Result:
+    """A run: its figures, its model, its rounds. A finished one, or one that was stopped and can be resumed.
+
+    run_id, folder    the run's name and folder
+    config            its configuration, as nested mappings
+    status            `finished`, or `stopped`: it can be resumed
+    metrics           avg, full, levels{name: value}, ... of the last evaluation (see `files.artifacts.Result`)
+    report            the page of a finished run; None for one that is stopped
+    history           a line for each round
+    clients           a line for each client and round
+    levels            a line for each sub-model: size, multiply-adds, and its score
+    params            the global model's weights by name
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises ConfigError where there is no run."""
+        self.folder = Path(folder)
+        if not (self.folder / "run.json").is_file():
+            if (self.folder / "central.json").is_file():
+                raise ConfigError(f"{self.folder} holds a central training, not a federated run")
+            raise ConfigError(f"{self.folder} is no folder of a run: it has no run.json")
+
+    def __repr__(self) -> str:
+        return f"<flexfleet.Result {self.run_id}: {self.status}, round {len(self._rows)}{self._told()}>"
+
+    def _repr_html_(self) -> str:
+        names, said = ["run", "status", "rounds"], [self.run_id, self.status, len(self._rows)]
+        measure = measure_in(self._rows[-1].metrics) if self._rows else None
+        if measure is not None and "avg" in self.metrics:
+            names += [f"avg {measure.unit}", f"full {measure.unit}"]
+            said += [measure.said(self.metrics[of]) for of in ("avg", "full")]
+        page = f'<p><a href="{html.escape(str(self.report))}">report</a></p>' if self.report else ""
+        return to_html([name.strip() for name in names], [said]) + page
+
+    def _told(self) -> str:
+        if "avg" not in self.metrics:
+            return ""
+        measure = measure_in(self._rows[-1].metrics)
+        avg, full = (measure.with_unit(self.metrics[of]) for of in ("avg", "full"))
+        return f", avg {avg}, full {full}"
+
+    # ------------------------------------------------------------------------------------------------ figures
+    @cached_property
+    def _run(self) -> RunFile:
+        return RunFile.read(self.folder / "run.json")
+
+    @cached_property
+    def _resolved(self) -> Resolved:
+        return Resolved(*parse_with_algorithm(self._run.config))
+
+    @cached_property
+    def _ledger(self) -> Ledger:
+        return ledger_in(store_of(self._resolved.config, self.run_id, self.folder))
+
+    @cached_property
+    def _rows(self) -> Sequence[Row]:
+        return self._ledger.checkpoints.rows()
+
+    @cached_property
+    def _pool(self) -> PoolFile:
+        return PoolFile.read(self.folder / "pool" / "pool.json")
+
+    @cached_property
+    def _result(self) -> ResultFile | None:
+        path = self.folder / "result.json"
+        if not path.is_file() or len(self._rows) < self._resolved.config.rounds.stop:
+            return None
+        return ResultFile.read(path)
+
+    @property
+    def run_id(self) -> str:
+        return self._run.run_id
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return dict(self._run.config)
+
+    @property
+    def status(self) -> str:
+        return "stopped" if self._result is None else "finished"
+
+    @property
+    def report(self) -> Path | None:
+        return None if self._result is None else self.folder / "report.html"
+
+    @property
+    def model_sha256(self) -> str | None:
+        """Of the final weights; None for a run that is stopped."""
+        return None if self._result is None else self._result.model_sha256
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        if self._result is not None:
+            return dict(self._result.metrics)
+        scored = next((row.metrics for row in reversed(self._rows) if "avg" in row.metrics), None)
+        if scored is None:
+            return {}
+        with guest():
+            name = self._resolved.data.task.metric.name
+        levels = {key.removeprefix(f"{name}/"): value for key, value in scored.items() if key.startswith(f"{name}/")}
+        return {"avg": scored["avg"], "full": scored["full"], "levels": levels}
+
+    @property
+    def history(self) -> Any:
+        return table([{"round": row.round + 1, **row.metrics} for row in self._rows])
+
+    @property
+    def clients(self) -> Any:
+        return table([{"round": row.round + 1, **line} for row in self._rows for line in row.clients])
+
+    @property
+    def levels(self) -> Any:
+        scores = self.metrics.get("levels", {})
+        sizes = ("name", "params", "share", "flops", "bytes", "dispatched", "reported")
+        named = [{key: getattr(level, key) for key in sizes} for level in self._pool.levels]
+        return table([{**line, "score": scores.get(line["name"])} for line in named])
+
+    # -------------------------------------------------------------------------------------------------- model
+    @cached_property
+    def params(self) -> Params:
+        if self._result is not None:
+            return decode((self.folder / "model.safetensors").read_bytes(), str(self.folder / "model.safetensors"))
+        last = max(self._ledger.checkpoints.commits(), default=None)
+        if last is None:
+            raise ConfigError(f"{self.run_id}: no round is committed yet: resume it")
+        tensors, _ = self._ledger.checkpoints.read(last)
+        prefix = "params/"
+        return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+    def model(self, level: str | None = None) -> nn.Module:
+        """The network of a level (None: the largest), in evaluation mode: raw samples, as the data set has them, to
+        logits, or to the numbers of a regression. Batch norm that keeps no statistics gets those of the server's proxy
+        data, as in `publish`."""
+        with guest():
+            resolved, pool = self._resolved, self._pool.pool()
+            names = [member.name for member in pool]
+            wanted = names[-1] if level is None else level
+            if wanted not in names:
+                raise ConfigError(f"there is no level {wanted!r}{nearest(wanted, names)}")
+            data, family, member = resolved.data, resolved.family, pool[names.index(wanted)]
+            parts = partitioning.load(self.folder / "partition", data)
+            proxy = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
+            weights = weights_of(self.params, family.layout(), member)
+            family, weights = with_statistics(family, weights, member.spec, data, proxy)
+            network = runnable(family, member.spec, weights).eval()
+        axes = len(data.input_shape)
+        return RawNetwork(network, type_of(data), axes, data.mean, data.std, member.ensemble).eval()
+
+    def confusion(self, level: str | None = None) -> Any:
+        """How many test samples of one class (row) a level took for which class (column); None: the largest level."""
+        if self._result is None:
+            raise ConfigError(f"{self.run_id} is stopped: its confusion is counted when it has finished; resume it")
+        found = ConfusionFile.read(self.folder / "confusion.json").levels
+        if not found:
+            raise ConfigError(f"{self.run_id}: its task has no classes")
+        wanted = list(found)[-1] if level is None else level
+        if wanted not in found:
+            raise ConfigError(f"there is no level {wanted!r}{nearest(wanted, found)}")
+        return table([{str(j): count for j, count in enumerate(row)} for row in found[wanted]])
+
+    # ------------------------------------------------------------------------------------------------- rounds
+    def resume(
+        self, rounds: int | None = None, *, callbacks: Sequence[Callback] = (), progress: bool | None = None
+    ) -> Result:
+        """Goes on with a run that was stopped, or makes more rounds: `rounds` in all."""
+        from flexfleet.api.running import resumed
+
+        return resumed(self, rounds, callbacks, progress)
+
+    def replay(self, round: int, client: int) -> ClientRound:
+        """What `client` was asked in `round`, counted from 1, and what it did, computed once more: order, task, start,
+        update, change. The rounds since the last state that is kept before it are computed again; with
+        options={'rounds.keep_every': 1} there are none."""
+        with guest():
+            resolved, config = self._resolved, self._resolved.config
+            site = site_of(resolved, self.folder / "partition", self.folder / "pool")
+            here = deciding(describe(site.numerics, config.run.devices))
+            if here != deciding(self._run.numerics):
+                raise EnvironmentFailure(
+                    f"this machine would not compute the same bits: the run was made with {self._run.numerics}, here "
+                    f"is {here}"
+                )
+            initial = initial_state(resolved, site, given_weights(self.folder / "pool", site.family))
+            trace, wait = trace_of(config, site)[0], config.fleet.wait_s
+            run = Run(resolved.algorithm, site, config.rounds, config.run.devices, None, codecs(config), trace, wait)
+            backend = InProcess(site, config.run.devices)
+            return replay(run, initial, backend, self._ledger, round - 1, client)
+
+
+def load(run: str | Path | Result) -> Result:
+    """The run in a folder, or of this name in the folder `runs`. Raises ConfigError where there is none."""
+    if isinstance(run, Result):
+        return Result(run.folder)
+    path = Path(run)
+    if not (path / "run.json").is_file() and (DEFAULT_STORE / path / "run.json").is_file():
+        path = DEFAULT_STORE / path
+    return Result(path)
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings as dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}.{inner}": each for inner, each in flat(value).items()}
+        else:
+            found[key] = value
+    return found

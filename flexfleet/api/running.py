@@ -1,0 +1,192 @@
+"""`flexfleet.run`: a run from Python."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped
+from fl_engine.core.samples import Data
+from fl_engine.training.guest import guest
+from flexfleet.api.asked import Default, check_reach, config_of
+from flexfleet.api.callbacks import Callback, Watching
+from flexfleet.api.results import Result
+from flexfleet.config import Config, parse_with_algorithm
+from flexfleet.files.artifacts import RunFile
+from flexfleet.runs.whole import run as run_all
+from flexfleet.steps.prepare import Resolved
+
+T = TypeVar("T")
+
+log = logging.getLogger("flexfleet")
+
+
+DATASET, MODEL, ALGORITHM = Default("digits"), Default("small_cnn"), Default("flexfl")
+
+
+def run(
+    dataset: str | Data = DATASET,
+    model: Any = MODEL,
+    algorithm: Any = ALGORITHM,
+    *,
+    rounds: int | None = None,
+    clients: int | None = None,
+    partition_rule: str | None = None,
+    dirichlet_alpha: float | None = None,
+    client_fraction: float | None = None,
+    local_epochs: int | None = None,
+    learning_rate: float | None = None,
+    seed: int | None = None,
+    mlflow_uri: str | None = None,
+    store_uri: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    run_id: str | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
+) -> Result:
+    """Partitions the data, trains, evaluates and reports: what `flexfleet run` does, with the same bits.
+
+    `dataset`: a name, or data (`from_arrays`, `from_folder`, ...). `model`: a name, a torch module's class, or a
+    function that builds one. `algorithm`: a name, a class, or an object of one with its options. The keywords are the
+    fields of the run form; `options` sets every other parameter by its dotted name, e.g. {"training.momentum": 0.9};
+    `config` is a params.yaml, or its sections, below both. No file is read that is not named here. `store_uri`: the
+    folder of all runs (default `runs`), or s3://bucket/prefix for their ledgers. `mlflow_uri`: default
+    sqlite:///mlflow.db; options={"tracking.mlflow": None}: none.
+
+    `resume`: go on with the run of this `run_id`. `progress`: False shows nothing, None what suits the place.
+
+    Raises ConfigError, DataError or another FlexfleetError for whatever is wrong, before anything trains where it can
+    be known then. A run that a callback stops gives a result with the status `stopped`.
+    """
+    keywords = {
+        "dataset": dataset,
+        "model": model,
+        "algorithm": algorithm,
+        "rounds": rounds,
+        "clients": clients,
+        "partition_rule": partition_rule,
+        "dirichlet_alpha": dirichlet_alpha,
+        "client_fraction": client_fraction,
+        "local_epochs": local_epochs,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "mlflow_uri": mlflow_uri,
+        "store_uri": store_uri,
+    }
+    return told(lambda: _run(config_of(config, options, keywords), run_id, resume, callbacks, progress))
+
+
+def resumed(result: Result, rounds: int | None, callbacks: Sequence[Callback], progress: bool | None) -> Result:
+    """The same run, gone on with."""
+
+    def go() -> Result:
+        values = dict(RunFile.read(result.folder / "run.json").config)
+        values["run"] = {**values["run"], "store": str(result.folder.parent)}
+        if rounds is not None:
+            values["rounds"] = {**values["rounds"], "stop": rounds}
+        return _run(parse_with_algorithm(values)[0], result.run_id, True, callbacks, progress)
+
+    return told(go)
+
+
+def _run(
+    config: Config, run_id: str | None, resume: bool, callbacks: Sequence[Callback], progress: bool | None
+) -> Result:
+    if resume and run_id is None:
+        raise ConfigError("resume=True needs run_id, the name of the run to go on with")
+    check_reach(config)
+    watching = Watching(callbacks)
+    with guest(), shown(progress):
+        resolved = Resolved.of(config)
+        name = run_id or new_name(config)
+        folder = Path(config.run.store) / name
+        status = "failed"
+        try:
+            run_all(
+                resolved,
+                name,
+                resume=resume,
+                observer=_Beginning(watching, folder),
+                watcher=watching if callbacks else None,
+            )
+            status = "finished"
+        except Stopped:
+            status = "stopped"
+            if not watching.stopped:
+                raise
+        except KeyboardInterrupt:
+            status = "stopped"
+            raise
+        finally:
+            watching.end(status)
+    return Result(folder)
+
+
+def new_name(config: Config) -> str:
+    """Algorithm, seed and time, as no run of the store is called yet."""
+    name = f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}".replace(":", ".")
+    store, others = Path(config.run.store), (f"{name}-{i}" for i in count(2))
+    return name if not (store / name).exists() else next(other for other in others if not (store / other).exists())
+
+
+class _Beginning:
+    """A tracker that tells the callbacks of the run's beginning: a run tells its parameters once, before its rounds."""
+
+    def __init__(self, watching: Watching, folder: Path) -> None:
+        self._watching = watching
+        self._folder = folder
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        self._watching.start(Result(self._folder))
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        pass
+
+    def artifact(self, path: str) -> None:
+        pass
+
+    def finish(self, status: str) -> None:
+        pass
+
+
+def told(call: Callable[[], T]) -> T:
+    """What `call` gives. An expected error comes without the package's own frames, as one line that says what to do."""
+    try:
+        return call()
+    except FlexfleetError as error:
+        raise error.with_traceback(None) from None
+
+
+@contextmanager
+def shown(progress: bool | None) -> Iterator[None]:
+    """The package's log on stderr, unless the process has handlers of its own, or `progress` is False."""
+    if progress is False:
+        before = log.level
+        log.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            log.setLevel(before)
+        return
+    if log.handlers or logging.getLogger().handlers:
+        yield
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    level, log.propagate = log.level, False
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = True
