@@ -87,16 +87,17 @@ def federate(
         held, before = restart_peak()
         for round in range(first, terms.stop):
             try:
-                progress, row = play(run, progress, round, clients)
+                after, row = play(run, progress, round, clients)
                 peak = resident_peak()
                 row.metrics["peak_mb"] = max(peak, before) / 1e6
                 row.metrics["peak_mb_rounds"] = (peak - held) / 1e6  # above what libraries, data and pre-training hold
-                stop = watcher is not None and watcher.round(round + 1, row.metrics, row.clients, progress.state)
+                stop = watcher is not None and watcher.round(round + 1, row.metrics, row.clients, after.state)
             except (IntegrityError, EnvironmentFailure):
                 raise  # of the store, for one: nothing can be committed
             except Exception:  # nobody comes online any more, for one, or the watcher has failed
                 commit()
                 raise
+            progress = after  # not before: what is committed on an error is the round before
             pending.append(row)
             if stop or _due(terms, backend, round, last_commit):
                 commit()

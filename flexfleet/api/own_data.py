@@ -3,7 +3,7 @@
 How samples are read:
 
     uint8 (N, H, W)            grey images: a channel is added
-    (N, H, W, C), C 1, 3 or 4  images with the channel last: it is moved to the front, (N, C, H, W)
+    (N, H, W, C), C 1, 3 or 4  images with the channel last, unless H is 1, 3 or 4: it is moved to the front
     float images in 0..1       made uint8 if all are k / 255 for whole k; others stay numbers, which are normalised
     uint8 (N, C, H, W)         images
     other floats (N, ...)      numbers: vectors, series, maps
@@ -121,7 +121,9 @@ def from_folder(path: str | Path, *, test: float = 0.2, size: int | tuple[int, i
     first = found[0].shape
     if apart := next((each.shape for each in found if each.shape != first), None):
         raise DataError(f"{root}: images of {first[0]}x{first[1]} and {apart[0]}x{apart[1]}: give size=(height, width)")
-    return from_arrays(np.stack(found), np.array(labels), test=test, name=root.resolve().name)
+    stacked = np.stack(found)
+    pictures = stacked if grey else np.moveaxis(stacked, 3, 1)
+    return from_arrays(pictures, np.array(labels), test=test, name=root.resolve().name)
 
 
 def from_torch(train: Any, test: Any = 0.2) -> Data:
@@ -311,12 +313,18 @@ def _same(a: Any, b: Any) -> bool:
     return bool(torch.equal(a, b)) if isinstance(a, torch.Tensor) else a == b
 
 
+def _cell(value: Any, what: str) -> Array:
+    """A sample of a column; of a Pillow image with the channel in front."""
+    found = _array(np.array(value), what)
+    return np.moveaxis(found, 2, 0) if hasattr(value, "getbands") and found.ndim == 3 else found
+
+
 def _columns(given: Any, image: str, label: str) -> tuple[Array, Array]:
     names = list(getattr(given, "column_names", []))
     for wanted in (image, label):
         if wanted not in names:
             raise DataError(f"no column {wanted!r}; there are {', '.join(map(str, names)) or 'none'}: say which it is")
-    samples = [_array(np.array(each), f"{image}: row {i}") for i, each in enumerate(given[image])]
+    samples = [_cell(each, f"{image}: row {i}") for i, each in enumerate(given[image])]
     if len({each.shape for each in samples}) > 1:
         raise DataError(f"{image}: samples of different shapes; resize them first (given.map)")
     return np.stack(samples), _array(list(given[label]), label)

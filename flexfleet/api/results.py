@@ -56,7 +56,7 @@ class Result:
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ConfigError where there is no run."""
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # a notebook may change its folder
         if not (self.folder / "run.json").is_file():
             if (self.folder / "central.json").is_file():
                 raise ConfigError(f"{self.folder} holds a central training, not a federated run")

@@ -1,0 +1,300 @@
+"""`flexfleet.run` from Python: the command line's bits, in a process that stays as it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flexfleet as ff
+from fl_engine.algorithms.full_model import AllLarge
+from flexfleet.api.asked import Default, config_of, name_of
+from flexfleet.api.tables import Rows, to_html
+
+OPTIONS = {"tracking.mlflow": None, "pretrain.epochs": 1, "dataset.train_samples": 300, "dataset.test_samples": 100}
+SMALL: dict[str, Any] = {"clients": 4, "rounds": 2, "local_epochs": 1, "options": OPTIONS, "progress": False}
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Ours(AllLarge):
+    boost: float = 1.0
+
+
+def script(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", text]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    here = tmp_path_factory.mktemp("api")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        yield here / "runs"
+
+
+@pytest.fixture(scope="module")
+def result(store: Path) -> ff.Result:
+    return ff.run(run_id="first", **SMALL)
+
+
+# ------------------------------------------------------------------------------------------------------ a run
+def test_the_package_loads_no_torch_and_lists_what_it_offers(tmp_path: Path) -> None:
+    text = "import sys, flexfleet as ff; print('torch' in sys.modules, sorted(set(ff.__all__) - set(dir(ff))))"
+    assert script(text, tmp_path).stdout.split() == ["False", "[]"]
+    assert all(getattr(ff, name) is not None for name in ff.__all__)
+    with pytest.raises(AttributeError, match="runn"):
+        _ = ff.runn
+
+
+def test_it_gives_the_bits_of_the_command_line(result: ff.Result, store: Path, flexfleet: Callable[..., Any]) -> None:
+    sets = [f"{key}={json.dumps(value)}" for key, value in OPTIONS.items()]
+    sets += ["partition.clients=4", "rounds.stop=2", "training.epochs=1", f"run.store={store.parent / 'by_command'}"]
+    done = flexfleet("run", "--run-id", "same", "--json", sets=sets)
+    assert done.json["model_sha256"] == result.model_sha256
+    assert done.json["metrics"]["avg"] == result.metrics["avg"]
+
+
+def test_a_result_has_what_its_folder_has(result: ff.Result) -> None:
+    assert result.status == "finished" and result.run_id == "first" and result.report is not None
+    assert result.report.is_file() and result.config["rounds"]["stop"] == 2
+    assert list(result.history["round"]) == [1, 2] and {"avg", "full", "train_loss"} <= set(result.history.columns)
+    assert set(result.clients["round"]) == {1, 2}
+    told = dict(zip(result.levels["name"], result.levels["score"], strict=True))
+    assert told["M3"] == result.metrics["full"]
+    again = ff.load("first")
+    assert again.model_sha256 == result.model_sha256 and "finished" in repr(again)
+    assert "report.html" in again._repr_html_()
+
+
+def test_the_model_takes_raw_samples_and_scores_as_published(result: ff.Result) -> None:
+    from fl_engine.datasets import DATASETS, data_root
+
+    digits = DATASETS["digits"].load(data_root())
+    for level in ("M1", None):
+        network = result.model(level)
+        with torch.no_grad():
+            answers = network(digits.test_x).argmax(1)
+        share = float((answers == digits.test_y).float().mean())
+        wanted = result.metrics["levels"][level or "M3"]
+        assert share == pytest.approx(wanted, abs=0.12)  # of other samples, with the proxy's statistics
+    with pytest.raises(ff.ConfigError, match="no level 'M9'"):
+        result.model("M9")
+
+
+def test_the_confusion_counts_every_test_sample(result: ff.Result) -> None:
+    found = np.asarray(result.confusion())
+    assert found.shape == (10, 10) and found.sum() == 100
+    assert np.trace(found) / 100 == pytest.approx(result.metrics["full"])
+
+
+def test_more_rounds_are_those_of_a_longer_run(result: ff.Result) -> None:
+    short = ff.run(run_id="short", **{**SMALL, "rounds": 1})
+    assert short.resume(2, progress=False).model_sha256 == result.model_sha256
+    with pytest.raises(ff.ConfigError, match="cannot go back"):
+        short.resume(1, progress=False)
+
+
+def test_a_clients_round_is_computed_again_from_its_order(result: ff.Result) -> None:
+    line = json.loads((result.folder / "history.json").read_text())["rounds"][1]["clients"][0]
+    again = result.replay(2, line["client"])
+    assert again.order.client == again.update.client == line["client"]
+    assert again.update.metrics["loss"] == line["loss"]
+    for name, change in again.change.items():
+        torch.testing.assert_close(again.start[name] + change, again.update.payload[name])
+    assert any(float(change.abs().max()) > 0 for change in again.change.values())
+    missing = next(
+        c
+        for c in range(4)
+        if c
+        not in {c["client"] for c in json.loads((result.folder / "history.json").read_text())["rounds"][1]["clients"]}
+    )
+    with pytest.raises(ff.ConfigError, match=f"client {missing} was not asked in round 2"):
+        result.replay(2, missing)
+    with pytest.raises(ff.ConfigError, match="round 3 is not computed: 2 are"):
+        result.replay(3, 0)
+
+
+def test_an_algorithm_of_ones_own_is_a_class_or_an_object(store: Path) -> None:
+    plain = ff.run(algorithm=AllLarge, **SMALL)
+    assert plain.config["algorithm"]["name"] == "all_large"
+    ours = ff.run(algorithm=Ours(boost=2.0), **SMALL)
+    assert ours.config["algorithm"]["name"] == f"{__name__}:Ours" and ours.config["algorithm"]["boost"] == 2.0
+    assert ours.model_sha256 == plain.model_sha256
+    run = ours.folder / "run.json"
+    told = json.loads(run.read_text())
+    told["sources"] = {f"{__name__}:Ours": "0" * 64}
+    run.write_text(json.dumps(told))
+    with pytest.raises(ff.ConfigError, match=r"another source of .*Ours"):
+        ours.resume(3, progress=False)
+
+
+# ---------------------------------------------------------------------------------------------- what is asked for
+def test_keywords_win_over_options_and_options_over_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text("rounds: {stop: 7}\ntraining: {lr: 0.5}\nalgorithm: {name: heterofl}\nseed: 3\n")
+    found = config_of(file, {"training.lr": 0.25}, {"rounds": 9, "algorithm": Default("flexfl"), "seed": None})
+    assert (found.rounds.stop, found.training.lr, found.algorithm["name"], found.seed) == (9, 0.25, "heterofl", 3)
+    assert config_of(None, None, {"algorithm": Default("flexfl")}).algorithm["name"] == "flexfl"
+    assert config_of({"rounds": {"stop": 4}}, None, {}).rounds.stop == 4
+    assert (
+        config_of(None, {"training.lr": np.float32(0.5), "partition.clients": np.int64(7)}, {}).partition.clients == 7
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "keywords", "said"),
+    [
+        ({"rounds.stop": 4}, {"rounds": 3}, "'rounds' is given as a keyword and as options"),
+        ({"rounds": {"stop": 4}}, {"rounds": 3}, "'rounds' is given as a keyword and as options"),
+        ({"rounds.stopp": 4}, {}, "stopp"),
+        ({3: 4}, {}, "dotted names are expected"),
+        ({"training.lr": object()}, {}, "a number, a text, a list or a mapping"),
+        (None, {"dataset": (np.zeros((4, 2)), np.zeros(4))}, r"flexfleet.from_arrays\(x, y\)"),
+        (None, {"dataset": 3}, "a name or data are expected, got int"),
+        (None, {"algorithm": 3}, "a name, a class or an object"),
+        (None, {"algorithm": dict}, "a dataclass is expected"),
+        (None, {"algorithm": Ours(training=AllLarge.training.__class__(lr=7.0))}, "shared by all algorithms"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(options: Any, keywords: Any, said: str) -> None:
+    with pytest.raises(ff.ConfigError, match=said):
+        config_of(None, options, keywords)
+
+
+def test_a_thing_without_a_name_is_refused() -> None:
+    def inner() -> None: ...
+
+    assert name_of(Ours, "algorithm") == f"{__name__}:Ours"
+    with pytest.raises(ff.ConfigError, match="no name by which it is found again"):
+        name_of(inner, "model")
+
+
+def test_an_error_comes_without_the_packages_frames() -> None:
+    try:
+        ff.run(algorithm="flexf")
+    except ff.ConfigError as error:
+        trace, frames = error.__traceback__, []
+        while trace is not None:
+            frames.append(Path(trace.tb_frame.f_code.co_filename).name)
+            trace = trace.tb_next
+        assert frames == ["test_api.py", "running.py", "running.py"] and "did you mean 'flexfl'" in str(error)
+    else:
+        pytest.fail("an unknown algorithm is an error")
+
+
+# ------------------------------------------------------------------------------------------------------- a guest
+def test_the_process_is_as_before(store: Path) -> None:
+    def now() -> list[Any]:
+        legacy: Any = np.random.get_state()
+        return [
+            torch.get_num_threads(), torch.get_rng_state().tolist(), random.getstate(), legacy[1].tolist(),
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, list(sys.path),
+            [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+            logging.getLogger().handlers[:], logging.getLogger().level, logging.getLogger("flexfleet").handlers[:],
+            logging.getLogger("flexfleet").level,
+        ]  # fmt: skip
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        before = now()
+        found = ff.run(**{**SMALL, "progress": None})
+        _ = found.metrics, found.model(), found.levels
+        assert now() == before
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_guest_does_not_set_up_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fl_engine.backends import in_process
+    from fl_engine.training.guest import guest
+
+    called: list[int] = []
+    monkeypatch.setattr(in_process, "keep_freed_memory", lambda: called.append(1))
+    with guest():
+        in_process.prepare_process(("cpu",))
+    assert called == []
+    in_process.prepare_process(("cpu",))
+    assert called == [1]
+
+
+LATE = """\
+import sys, torch
+if "first" in sys.argv: torch.randn(64, 64) @ torch.randn(64, 64)
+import flexfleet as ff
+common = dict(run_id="late", clients=4, local_epochs=1, options={options!r})
+r = ff.run(rounds=int(sys.argv[1]), resume="go" in sys.argv, **common)
+print(r.model_sha256, __import__("json").load(open(r.folder / "run.json"))["numerics"]["mkl_cbwr"])
+"""
+
+
+@pytest.mark.skipif(torch.backends.mkl.is_available() is False, reason="this torch is built without MKL")
+def test_what_decides_mkls_bits_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    (tmp_path / "late.py").write_text(LATE.format(options=OPTIONS))
+
+    def go(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "late.py", *argv]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+
+    late = go("1", "first")
+    assert late.stdout.split()[-1] == "OFF", late.stderr
+    assert late.stderr.count("Import flexfleet before torch computes") == 1
+    early = go("2", "go")
+    assert early.returncode == 1 and "would not compute the same bits" in early.stderr
+
+
+# --------------------------------------------------------------------------------------------- a script's own code
+CELL = """\
+from dataclasses import dataclass
+import flexfleet as ff
+from fl_engine.algorithms.full_model import AllLarge
+print("top")
+@dataclass(frozen=True)
+class Mine(AllLarge):
+    boost: float = 1.0
+common = dict(clients=4, rounds=1, local_epochs=1, progress=False)
+options = {options!r}
+print(ff.run(algorithm=Mine, options=options, **common).config["algorithm"]["name"])
+there = {{**options, "run.backend": "processes"}}
+print(ff.run(algorithm="all_large", options=there, **common).status)
+try:
+    ff.run(algorithm=Mine, options=there, **common)
+except ff.ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_scripts_class_trains_here_and_workers_do_not_run_the_script_again(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CELL.format(options=OPTIONS))
+    command = [sys.executable, "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["top", "__main__:Mine", "finished"], done.stderr
+    assert "Mine is defined in this notebook or script, which worker processes cannot import: write it" in lines[3]
+    assert len(lines) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------- tables
+def test_tables_without_pandas_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexfleet.api.tables import table
+
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    found = table([{"a": 1}, {"a": 2, "b": 0.5}])
+    assert isinstance(found, Rows) and found.rows == ({"a": 1}, {"a": 2, "b": 0.5}) and found.columns == ["a", "b"]
+    assert [row["a"] for row in found] == [1, 2] and len(found) == 2 and found[1]["b"] == 0.5
+    assert found._repr_html_().count("<tr>") == 3
+    assert to_html(["<a>"], [["<b>"]]).count("&lt;") == 2

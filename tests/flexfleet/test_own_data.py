@@ -1,0 +1,218 @@
+"""Data of one's own: read by stated rules, kept under their fingerprint, the same bits in other processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import flexfleet as ff
+from fl_engine.core.errors import IntegrityError
+from fl_engine.data import kept
+from fl_engine.tasks import TASKS, Classification, Regression
+
+DRAWN = np.random.default_rng(0)
+BYTES = DRAWN.integers(0, 256, (60, 8, 8), dtype=np.uint8)
+LABELS = np.arange(60) % 3
+NUMBERS = DRAWN.normal(size=(60, 5)).astype(np.float32)
+
+
+def test_images_become_bytes_with_the_channel_in_front() -> None:
+    grey = ff.from_arrays(BYTES, LABELS)
+    assert grey.train_x.dtype == torch.uint8 and grey.train_x.shape == (48, 1, 8, 8) and grey.task == Classification(3)
+    assert grey.test_y.bincount().tolist() == [4, 4, 4]
+    last = ff.from_arrays(BYTES[..., None].repeat(3, -1), LABELS)
+    assert last.train_x.shape == (48, 3, 8, 8)
+    assert torch.equal(last.train_x[:, :1], grey.train_x)
+    unit = ff.from_arrays((BYTES[:, None] / 255).astype(np.float32), LABELS)
+    assert torch.equal(unit.train_x, grey.train_x) and unit.mean == grey.mean
+    odd = ff.from_arrays(DRAWN.random((60, 1, 8, 8)).astype(np.float32), LABELS)
+    assert odd.train_x.dtype == torch.float32 and len(odd.mean) == 1
+
+
+def test_numbers_are_normalised_by_the_training_samples_and_floats_are_predicted() -> None:
+    data = ff.from_arrays(torch.from_numpy(NUMBERS), NUMBERS[:, 0])
+    assert data.task == Regression(1)
+    np.testing.assert_allclose(data.mean, data.train_x.numpy().mean(0), atol=1e-5)
+    np.testing.assert_allclose(data.std, data.train_x.numpy().std(0), atol=1e-5)
+    assert ff.from_arrays(NUMBERS, NUMBERS[:, :2]).task == Regression(2)
+    tokens = ff.from_arrays(DRAWN.integers(0, 9, (60, 7)), LABELS)
+    assert tokens.has_tokens and tokens.mean == ()
+    flat = ff.from_arrays(np.ones((60, 2), np.float32), LABELS)
+    assert flat.std == (1.0, 1.0)  # of features that never change
+    told = ff.from_arrays(NUMBERS, LABELS, mean=[0.0] * 5, std=[2.0] * 5, name="mine")
+    assert told.std == (2.0,) * 5 and told.name == "mine"
+
+
+def test_a_test_part_of_its_own_and_the_split_are_kept() -> None:
+    data = ff.from_arrays(NUMBERS, LABELS, test=(NUMBERS[:10], LABELS[:10]))
+    assert len(data.train_y) == 60 and len(data.test_y) == 10
+    again, first = ff.from_arrays(NUMBERS, LABELS), ff.from_arrays(NUMBERS, LABELS)
+    assert torch.equal(again.test_x, first.test_x)
+    both = torch.cat([first.train_x, first.test_x])
+    assert sorted(both[:, 0].tolist()) == sorted(NUMBERS[:, 0].tolist())  # none lost, none twice
+
+
+def test_clients_are_a_natural_partition() -> None:
+    parts = [(NUMBERS[i::3], LABELS[i::3] % 2) for i in range(3)]
+    data = ff.from_clients(parts)
+    assert data.natural_client is not None and data.natural_client.bincount().tolist() == [16, 16, 16]
+    for i, (x, _) in enumerate(parts):
+        held = data.train_x[data.natural_client == i]
+        assert set(held[:, 0].tolist()) <= set(x[:, 0].tolist())
+    common = ff.from_clients(parts, test=(NUMBERS, LABELS % 2))
+    assert len(common.train_y) == 60 and len(common.test_y) == 60
+    owned = ff.from_arrays(NUMBERS, LABELS, clients=np.array(["ann", "bob", "cy"])[LABELS])
+    assert owned.natural_client is not None and set(owned.natural_client.tolist()) == {0, 1, 2}
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    for label, word in enumerate(("cat", "dog")):
+        (tmp_path / word).mkdir()
+        for i in range(5):
+            Image.fromarray(np.full((6, 4, 3), 40 * i + label, np.uint8)).save(tmp_path / word / f"{i}.png")
+    data = ff.from_folder(tmp_path)
+    assert data.name == tmp_path.name and data.train_x.shape == (8, 3, 6, 4) and data.task == Classification(2)
+    assert all(int(x.max()) % 40 == int(y) for x, y in zip(data.train_x, data.train_y, strict=True))
+    assert ff.from_folder(tmp_path, size=(3, 2)).train_x.shape == (8, 3, 3, 2)
+    Image.new("RGB", (9, 9)).save(tmp_path / "dog" / "large.png")
+    with pytest.raises(ff.DataError, match=r"6x4 and 9x9: give size"):
+        ff.from_folder(tmp_path)
+    (tmp_path / "dog" / "broken.png").write_bytes(b"no image")
+    with pytest.raises(ff.DataError, match=r"broken\.png: this is no image"):
+        ff.from_folder(tmp_path)
+    (tmp_path / "dog" / "broken.png").unlink()
+    (tmp_path / "dog" / "large.png").unlink()
+    (tmp_path / "emu").mkdir()
+    with pytest.raises(ff.DataError, match="emu: no image"):
+        ff.from_folder(tmp_path)
+    with pytest.raises(ff.DataError, match="a folder for each class is expected"):
+        ff.from_folder(tmp_path / "nowhere")
+
+
+class Items:
+    def __init__(self, draws: bool = False) -> None:
+        self.read: list[int] = []
+        self.draws = draws
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        self.read.append(i)
+        noise = torch.rand(1, 4, 4) if self.draws else 0
+        return torch.full((1, 4, 4), i / 255) + noise, i % 2
+
+
+def test_a_torch_data_set_is_read_once_and_must_not_draw() -> None:
+    items = Items()
+    data = ff.from_torch(items)
+    assert items.read == list(range(20)) and data.train_x.dtype == torch.uint8 and len(data.train_y) == 16
+    assert len(ff.from_torch(Items(), Items()).test_y) == 20
+    with pytest.raises(ff.DataError, match="draws random numbers, so its transform augments"):
+        ff.from_torch(Items(draws=True))
+    with pytest.raises(ff.DataError, match="a Dataset with a length is expected, got generator"):
+        ff.from_torch(x for x in ())
+
+
+class Table:
+    """As `datasets.Dataset`."""
+
+    def __init__(self, **columns: list[Any]) -> None:
+        self.columns = columns
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(self.columns)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self.columns[name]
+
+
+def test_a_table_of_huggingface() -> None:
+    pictures = [Image.fromarray(each) for each in BYTES]
+    table = Table(image=pictures, label=LABELS.tolist(), who=["a", "b"] * 30)
+    data = ff.from_huggingface(table, client="who")
+    assert data.train_x.shape == (48, 1, 8, 8) and data.natural_client is not None
+    assert len(ff.from_huggingface(table, table).test_y) == 60
+    with pytest.raises(ff.DataError, match=r"no column 'img'; there are image, label, who"):
+        ff.from_huggingface(table, image="img")
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "more", "said"),
+    [
+        (NUMBERS, LABELS[:50], {}, "one target is needed for each sample"),
+        (NUMBERS.astype(object), LABELS, {}, "numbers are expected, got an array of object"),
+        (NUMBERS > 0, LABELS, {}, "got bool"),
+        (NUMBERS, LABELS > 0, {}, "targets are integers .* got bool"),
+        (NUMBERS, LABELS * 0, {}, "at least two classes"),
+        (NUMBERS, LABELS, {"test": 0.0}, "leaves one part empty"),
+        (NUMBERS, LABELS, {"test": float("nan")}, "leaves one part empty"),
+        (NUMBERS, LABELS, {"test": 1}, "leaves one part empty"),
+        (NUMBERS, LABELS, {"test": (NUMBERS[:0], LABELS[:0])}, "both parts need at least one"),
+        (NUMBERS, LABELS, {"mean": [0.0] * 5}, "mean and std go together"),
+        (NUMBERS, LABELS, {"mean": [0.0] * 5, "std": [0.0] * 5}, "std is positive"),
+        (NUMBERS, LABELS, {"mean": [0.0], "std": [1.0]}, "1 values for 5 features"),
+        (NUMBERS, LABELS, {"clients": [0, 1]}, r"got the shape \(2,\)"),
+        (np.full((60, 5), np.nan, np.float32), LABELS, {}, "NaN or infinity"),
+        (BYTES.reshape(60, 64), LABELS, {}, "uint8 samples are images"),
+        (NUMBERS, LABELS - 1, {}, "expected classes 0..1, found -1"),
+        ([[1.0], [1.0, 2.0]], [0, 1], {}, "samples of different shapes"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(x: Any, y: Any, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ff.DataError, match=said):
+        ff.from_arrays(x, y, **more)
+
+
+def test_clients_with_unlike_samples_are_refused() -> None:
+    with pytest.raises(ff.DataError, match="client 1 has x"):
+        ff.from_clients([(NUMBERS, LABELS), (NUMBERS[:, :3], LABELS)])
+    with pytest.raises(ff.DataError, match="no client has data"):
+        ff.from_clients([])
+
+
+# ------------------------------------------------------------------------------------------------------------ kept
+def test_data_are_kept_once_and_read_back_whole(tmp_path: Path) -> None:
+    data = ff.from_clients([(BYTES, LABELS), (BYTES, LABELS)])
+    name = kept.keep(data, tmp_path, TASKS)
+    (folder,) = tmp_path.iterdir()
+    before = (folder / kept.TENSORS).stat().st_mtime_ns
+    assert kept.keep(data, tmp_path, TASKS) == name and (folder / kept.TENSORS).stat().st_mtime_ns == before
+    back = kept.read(tmp_path, name, TASKS)
+    assert back.natural_client is not None and torch.equal(back.natural_client, data.natural_client)  # type: ignore[arg-type]
+    assert (back.name, back.task, back.mean, back.std) == (data.name, data.task, data.mean, data.std)
+    with pytest.raises(ff.DataError, match="does not exist: these are data that were given in Python"):
+        kept.read(tmp_path / "elsewhere", name, TASKS)
+    with pytest.raises(ff.ConfigError, match="64 digits"):
+        kept.read(tmp_path, "sha256:../../etc", TASKS)
+    about = json.loads((folder / kept.ABOUT).read_text())
+    (folder / kept.ABOUT).write_text(json.dumps({**about, "mean": [0.9]}))
+    with pytest.raises(IntegrityError, match="is damaged"):
+        kept.read(tmp_path, name, TASKS)
+    (folder / kept.ABOUT).write_text("[]")
+    with pytest.raises(IntegrityError, match="holds no data"):
+        kept.read(tmp_path, name, TASKS)
+
+
+def test_processes_and_a_later_command_have_the_same_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flexfleet: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = ff.from_clients([(BYTES[i::4], LABELS[i::4]) for i in range(4)])
+    options = {"tracking.mlflow": None, "partition.rule": "natural", "partition.proxy": 0.0, "partition.minimum": 5}
+    common: dict[str, Any] = {"algorithm": "heterofl", "clients": 4, "local_epochs": 1, "progress": False}
+    here = ff.run(data, rounds=2, options=options, **common)
+    there = ff.run(data, rounds=1, run_id="p", options={**options, "run.backend": "processes"}, **common)
+    config = tmp_path / "p.json"
+    config.write_text(json.dumps({**there.config, "rounds": {**there.config["rounds"], "stop": 2}}))
+    done = flexfleet("run", "--config", str(config), "--run-id", "p", "--resume", "--json")
+    assert done.json["model_sha256"] == here.model_sha256
+    with pytest.raises(ff.ConfigError, match="which pods cannot reach"):
+        ff.run(data, rounds=1, options={**options, "run.backend": "kubernetes"}, **common)
