@@ -79,6 +79,31 @@ def test_it_ends_in_the_same_model_on_any_backend_and_after_a_stop(flexfleet: An
     assert len(set(found.values())) == 1, found
 
 
+def test_it_ends_in_the_same_model_after_a_kill_in_the_middle_of_a_round(
+    flexfleet: Any, nursery: Any, sets: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed with an update of the second round in the store, and the others not."""
+    sets = [*sets, "algorithm.up=quantised", "rounds.keep_updates=true"]
+    whole = flexfleet("run", "--json", "--run-id", "whole", sets=sets)
+    assert whole.code == 0, whole.err
+    argv, counts = ("flexfleet", "run", "--run-id", "killed"), tmp_path / "counts.json"
+    first = nursery.start(*argv, cwd=tmp_path, sets=[*sets, "rounds.stop=1"], faults={"counts": str(counts)}).wait(120)
+    assert first.code == 0, first.err
+    # `put` writes a round's plan and orders, then for each client its update and the manifest.
+    for number in range(1, json.loads(counts.read_text())["put"]):
+        at = {"operation": "put", "when": "after", "number": number}
+        child = nursery.start(*argv, "--resume", cwd=tmp_path, sets=sets, faults=at).wait(120)
+        assert child.code == -9, child.err
+        if len(list(Path("runs/killed/rounds/00001/updates").glob("*.json"))) == 1:
+            break
+    else:
+        pytest.fail("no kill left one update of the second round")
+    with caplog.at_level("INFO"):
+        done = flexfleet("run", "--json", "--run-id", "killed", "--resume", sets=sets)
+    assert "round 2: adopting 1 updates of" in caplog.text
+    assert (done.json["model_sha256"], done.json["bytes"]) == (whole.json["model_sha256"], whole.json["bytes"])
+
+
 def test_the_ablations_differ_and_share_what_was_prepared(flexfleet: Any, sets: list[str]) -> None:
     """Without fine-tuning, without its regulariser, both; the preparation depends on neither."""
     labels = "fedx,plain=fedx,free=fedx"

@@ -10,8 +10,12 @@ import pytest
 
 CODECS = {
     "half down, streams up": ("codec.down.name=half", "codec.up.name=fl_engine.testing.codecs:Deflated"),
+    "fedx": (
+        "algorithm.name=fedx", "algorithm.up=quantised", "algorithm.bits=[8, 12]", "partition.proxy=0.3",
+        "pretrain.epochs=2",
+    ),
     "qsgd": ("codec.down.name=qsgd", "codec.down.bits=9", "codec.up.name=qsgd", "codec.up.coding=elias"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", CODECS)
