@@ -286,7 +286,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("cifar10", IID, "0", 40, QUANTISED, OWNED, "server_classes"),
     Campaign("cifar10", IID, "0", 40, SHARES, OWNED, "share_of_medium"),
     Campaign("cifar10", IID, "0", 40, CODED, about="flexfl_bits"),
-    Campaign("tiny_imagenet", IID, "0", 20, TIMES, TIMED, "times"),
+    Campaign("tiny_imagenet", IID, "0", 12, TIMES, TIMED, "times"),
     *(Suite("fedaiot/aep", "fedavg-low,fedavg-high,fedavg-30,fp16,central", seed) for seed in (0, 1, 2)),
     *(Suite("fedaiot/aep-code", "fedavg-low,fedavg-high", seed) for seed in (0, 1, 2)),
 )
