@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from fl_engine.algorithms import ALGORITHMS, CONTRACT
 from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.samples import Data
-from fl_engine.data import kept
+from fl_engine.datasets import kept
 from fl_engine.tasks import TASKS
 from flexfleet.config import Config, load_config, set_path
 from flexfleet.config.overrides import PARAMETERS, whole

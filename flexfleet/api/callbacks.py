@@ -61,7 +61,7 @@ class Callback:
         """A round is computed, and not committed yet. Returns None, or STOP."""
 
     def on_end(self, status: str) -> None:
-        """The run has ended: `finished`, `stopped` or `failed`."""
+        """A run that had started has ended: `finished`, `stopped` or `failed`."""
 
 
 class Watching:
@@ -74,8 +74,10 @@ class Watching:
         self._callbacks = tuple(callbacks)
         self._updates = [each for each in callbacks if type(each).on_update is not Callback.on_update]
         self.stopped = False
+        self._started = False
 
     def start(self, result: Result) -> None:
+        self._started = True
         self._each(lambda callback: callback.on_start(result))
 
     def update(self, order: WorkOrder, update: ClientUpdate) -> None:
@@ -95,7 +97,8 @@ class Watching:
         return self.stopped
 
     def end(self, status: str) -> None:
-        self._each(lambda callback: callback.on_end(status))
+        if self._started:
+            self._each(lambda callback: callback.on_end(status))
 
     def _each(self, call: Callable[[Callback], None]) -> None:
         for callback in self._callbacks:

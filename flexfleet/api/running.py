@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped
 from fl_engine.core.samples import Data
 from fl_engine.training.guest import guest
 from flexfleet.api.asked import Default, check_reach, config_of
@@ -19,6 +19,8 @@ from flexfleet.api.callbacks import Callback, Watching
 from flexfleet.api.results import Result
 from flexfleet.config import Config, parse_with_algorithm
 from flexfleet.files.artifacts import RunFile
+from flexfleet.files.doctor import EXTRAS
+from flexfleet.files.terminal import missing
 from flexfleet.runs.whole import run as run_all
 from flexfleet.steps.prepare import Resolved
 
@@ -163,6 +165,10 @@ def told(call: Callable[[], T]) -> T:
         return call()
     except FlexfleetError as error:
         raise error.with_traceback(None) from None
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in {module for modules, _ in EXTRAS.values() for module in modules}:
+            raise  # of somebody's own code
+        raise EnvironmentFailure(missing(str(error.name))) from None
 
 
 @contextmanager

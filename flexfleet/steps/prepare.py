@@ -16,9 +16,8 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data, check_ready, has_boxes
 from fl_engine.core.slicing import made_up
-from fl_engine.data import kept
 from fl_engine.data.rules import Ints
-from fl_engine.datasets import DATASETS, Source, pad, subset
+from fl_engine.datasets import DATASETS, Source, kept, pad, subset
 from fl_engine.models.build import build_model
 from fl_engine.tasks import TASKS
 from fl_engine.training import batches

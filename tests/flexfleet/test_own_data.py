@@ -13,7 +13,7 @@ from PIL import Image
 
 import flexfleet as ff
 from fl_engine.core.errors import IntegrityError
-from fl_engine.data import kept
+from fl_engine.datasets import kept
 from fl_engine.tasks import TASKS, Classification, Regression
 
 DRAWN = np.random.default_rng(0)

@@ -29,7 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"flexfleet.runs"}),
     frozenset({"flexfleet.comparisons"}),
     frozenset({"flexfleet.nightly", "flexfleet.studies"}),
-    frozenset({"flexfleet.kubeflow"}),
+    frozenset({"flexfleet.api", "flexfleet.kubeflow"}),
     frozenset({"flexfleet.commands"}),
     frozenset({"flexfleet.cli"}),
     frozenset({"components"}),
