@@ -1,0 +1,176 @@
+"""Two labels of a comparison, seed by seed: the differences, their interval, and what a test can say of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, count
+from statistics import fmean, stdev
+
+from fl_engine.core.errors import ConfigError, nearest
+
+LEVEL = 0.05
+"""Intervals leave out this much; a p below it counts as a difference."""
+ROUNDING = 1e-12
+"""Differences that lie closer together than this share of the figures are equal, but for rounding."""
+
+EXACT = 1e-12
+"""A smaller p is said as being below."""
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The differences a - b of one metric, one for each seed. Both runs of a seed have the same data and partition."""
+
+    a: str
+    b: str
+    metric: str
+    seeds: tuple[int, ...]
+    differences: tuple[float, ...]
+    """In the metric's own unit: of accuracies as shares, 0.01 is one point."""
+    mean: float
+    interval: tuple[float, float] | None
+    """95 % interval of the mean, by Student's t; None where the differences show no spread."""
+    p: float | None
+    """Two-sided, of the paired t test; None as `interval`."""
+    p_holm: float | None
+    """The same, adjusted by Holm's method for all pairs of labels; None as `interval`."""
+    pairs: int
+    """How many pairs of labels the comparison has, with this metric."""
+
+    def __str__(self) -> str:
+        return "\n".join([self._figures(), *self.limits])
+
+    __repr__ = __str__
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Sentences on what so many seeds can show, and what they cannot."""
+        n = len(self.seeds)
+        if n == 1:
+            return ("One seed: it has no spread, so there is neither an interval nor a test.",)
+        said = []
+        if self.p is None:
+            said.append("All differences are equal: without a spread there is neither an interval nor a t test.")
+        else:
+            said.append(
+                f"The t test rests on {n - 1} degree{'s' if n > 2 else ''} of freedom and takes the differences for "
+                "normally distributed."
+            )
+        least, wanted = smallest_p(n), seeds_for(self.pairs)
+        if least * self.pairs > LEVEL:
+            among = f", and {min(1.0, self.pairs * least):.3g} after Holm over {self.pairs} pairs"
+            said.append(
+                f"With {n} seeds, no sign test and no permutation test can reach a two-sided p below {least:.3g}"
+                f"{among if self.pairs > 1 else ''}: {wanted} seeds are the fewest with which they can reach {LEVEL:g}."
+            )
+        return tuple(said)
+
+    def _figures(self) -> str:
+        each = ", ".join(f"{value:+.4f}" for value in self.differences)
+        text = f"{self.metric} of {self.a} - {self.b}: mean {self.mean:+.4f}"
+        if self.interval is not None:
+            text += f", 95 % interval [{self.interval[0]:+.4f}, {self.interval[1]:+.4f}]"
+        if self.p is not None and self.p_holm is not None:
+            text += f", p {_said(self.p)} (paired t)"
+            text += f", {_said(self.p_holm)} after Holm over {self.pairs} pairs" if self.pairs > 1 else ""
+        return f"{text}; seeds {', '.join(map(str, self.seeds))}: {each}"
+
+
+def _said(p: float) -> str:
+    """`two_sided` is exact to about 1e-15."""
+    return f"{p:.3g}" if p >= EXACT else f"< {EXACT:g}"
+
+
+def paired(
+    values: Mapping[str, Sequence[float | None]], seeds: Sequence[int], a: str, b: str, metric: str = "avg"
+) -> Paired:
+    """`values`: of each label, a figure for each seed; a label without one has None and belongs to no pair. Raises
+    ConfigError for an unknown label, one without figures, and for a pair of a label with itself."""
+    for label in (a, b):
+        if label not in values:
+            raise ConfigError(f"no label {label!r} in this comparison{nearest(label, list(values))}")
+        if None in values[label]:
+            raise ConfigError(f"{label} has no {metric}: compare another metric, e.g. metric='full'")
+    if a == b:
+        raise ConfigError(f"{a!r} is to be compared with itself: give two labels")
+    known = {label: [v for v in found if v is not None] for label, found in values.items() if None not in found}
+    tests = {pair: _tested(known[pair[0]], known[pair[1]]) for pair in combinations(known, 2)}
+    # A pair without a test counts as one that shows nothing.
+    adjusted = dict(zip(tests, holm([1.0 if found is None else found[2] for found in tests.values()]), strict=True))
+    differences = tuple(x - y for x, y in zip(known[a], known[b], strict=True))
+    mean, pair = fmean(differences), (a, b) if (a, b) in tests else (b, a)
+    found = tests[pair]
+    half, p = (None, None) if found is None else (found[1], found[2])
+    return Paired(
+        a=a,
+        b=b,
+        metric=metric,
+        seeds=tuple(seeds),
+        differences=differences,
+        mean=mean,
+        interval=None if half is None else (mean - half, mean + half),
+        p=p,
+        p_holm=None if p is None else adjusted[pair],
+        pairs=len(tests),
+    )
+
+
+def _tested(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float] | None:
+    """Mean, half of the interval's width, and p; None where nothing can be tested: one seed, or differences that are
+    all the same and not 0."""
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    mean, n = fmean(differences), len(differences)
+    if n < 2:
+        return None
+    if max(differences) - min(differences) <= ROUNDING * max(map(abs, (*a, *b))):
+        return (mean, 0.0, 1.0) if not any(differences) else None
+    error = stdev(differences) / math.sqrt(n)
+    return mean, t_quantile(1 - LEVEL / 2, n - 1) * error, two_sided(mean / error, n - 1)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Adjusts the p values of several tests (Holm, 1979): the smallest of m times m, the next times m - 1, and so on,
+    each at least as large as the one before and at most 1."""
+    out, before = [0.0] * len(p), 0.0
+    for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        before = out[i] = max(before, min(1.0, (len(p) - rank) * p[i]))
+    return out
+
+
+def smallest_p(n: int) -> float:
+    """The smallest two-sided p of a sign or permutation test of n pairs: of the 2^n ways to set the signs, all alike
+    are two."""
+    return float(2.0 ** (1 - n))
+
+
+def seeds_for(pairs: int) -> int:
+    """The fewest seeds with which such a test can reach LEVEL, after Holm over so many pairs."""
+    return next(n for n in count(1) if pairs * smallest_p(n) <= LEVEL)
+
+
+# ------------------------------------------------------------------------------------------- Student's t
+def two_sided(t: float, freedom: int) -> float:
+    """The probability that Student's t with so many degrees of freedom, at least 1, is further from 0 than `t`
+    (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(abs(t) / math.sqrt(freedom))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for k in range(2 + odd, freedom - 1, 2):
+        term *= cosine * cosine * (k - 1) / k
+        total += term
+    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return max(0.0, 1.0 - inside)
+
+
+def t_quantile(share: float, freedom: int) -> float:
+    """The value that Student's t stays below with this probability, 0.5 to 1, found by halving."""
+    low, high = 0.0, 1.0
+    while two_sided(high, freedom) / 2 > 1 - share:
+        low, high = high, 2 * high
+    while (middle := (low + high) / 2) not in (low, high):
+        low, high = (middle, high) if two_sided(middle, freedom) / 2 > 1 - share else (low, middle)
+    return middle
