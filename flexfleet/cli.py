@@ -23,6 +23,7 @@ COMPARE = """Several algorithms on the same task, with several seeds, side by si
   flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2 --jobs 2
   flexfleet compare --algorithms flexfl,no_kd=flexfl --set no_kd:algorithm.kd_weight=0
   flexfleet compare --algorithms even=flexfl,skewed=flexfl --set skewed:partition.alpha=0.1
+  flexfleet compare --algorithms flexfl,all_large --over training.lr=0.01,0.1
   flexfleet compare --suite fedaiot/aep --id aep --jobs 2
 
 --set a.b=value is for all runs, --set LABEL:a.b=value for one label (LABEL:algorithm.x=value for its algorithm). All
@@ -66,6 +67,10 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--algorithms", metavar="LIST", help="names, or label=name: flexfl,no_kd=flexfl")
     c.add_argument("--suite", metavar="NAME", help="the rows of published tables, or a file; --algorithms picks rows")
     c.add_argument("--seeds", metavar="LIST", help="0,1,2 (default: the configuration's seed alone, or the suite's)")
+    c.add_argument(
+        "--over", action="append", default=[], metavar="a.b=v,v",
+        help="a factor: make every label with each of these values, a row of the tables for each; repeatable",
+    )  # fmt: skip
     c.add_argument("--id", metavar="NAME", help="name of the comparison's folder (default: the time)")
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, one thread each (default: 1)")
     c.add_argument(

@@ -110,10 +110,10 @@ def compare(args: argparse.Namespace) -> int:
     references: list[Entry] = []
     if args.suite is not None:
         suite, read = suites.load(args.suite), partial(load_config, args.config)
-        runs = suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name)
+        runs = suites.entries_of(suite, args.algorithms, args.seeds, args.set, read, name, args.over)
         references = [] if args.central else suites.central_of(suite, args.algorithms, args.seeds, args.set, read, name)
     elif args.algorithms is not None:
-        runs = entries.entries_for(args.algorithms, args.seeds, args.set, load, name)
+        runs = entries.entries_for(args.algorithms, args.seeds, args.set, load, name, args.over)
     else:
         raise ConfigError("compare needs --algorithms, e.g. --algorithms flexfl,all_large, or --suite")
 

@@ -124,6 +124,8 @@ class Summary(_Part):
     """The algorithm's hyper-parameters that were set."""
     varied: dict[str, Any] = {}
     """The label's values of the parameters in the comparison's `varied`."""
+    at: dict[str, Any] = {}
+    """The label's values of the factors (`flexfleet compare --over`), by dotted name."""
     levels: tuple[float, ...]
     """Sizes of the reported models in % of the full model, mean over the seeds."""
     last: Score
@@ -253,10 +255,15 @@ def other_partitions(runs: Mapping[str, Run]) -> list[str]:
 
 
 def summarise(
-    id: str, seeds: Sequence[int], runs: Runs, to: Sequence[float] = (), varied: Sequence[str] = ()
+    id: str,
+    seeds: Sequence[int],
+    runs: Runs,
+    to: Sequence[float] = (),
+    varied: Sequence[str] = (),
+    at: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Comparison:
     """Computes the figures. `to`: accuracies to reach, default `default_targets`; `varied`: parameters in which labels
-    are to differ."""
+    are to differ; `at`: the labels' values of the factors."""
     any_run = next(iter(runs.values()))[0]
     targets = tuple(to) or default_targets(runs)
     numerics = [deciding(run.file.numerics) for of_label in runs.values() for run in of_label]
@@ -273,12 +280,21 @@ def summarise(
             k: v for k, v in any_run.config.items() if _shared(k) and k not in varied and not k.startswith("algorithm")
         },
         varied=tuple(own(varied)),
-        results={label: _summary(seeds, of_label, targets, own(varied)) for label, of_label in runs.items()},
+        results={
+            label: _summary(seeds, of_label, targets, own(varied), (at or {}).get(label, {}))
+            for label, of_label in runs.items()
+        },
         notes=tuple(notes),
     )
 
 
-def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float], varied: Sequence[str]) -> Summary:
+def _summary(
+    seeds: Sequence[int],
+    runs: Sequence[Run],
+    targets: Sequence[float],
+    varied: Sequence[str],
+    at: Mapping[str, Any],
+) -> Summary:
     each = [_one(seed, run) for seed, run in zip(seeds, runs, strict=True)]
     best = [one.best for one in each]
     prefix = "algorithm."
@@ -287,6 +303,7 @@ def _summary(seeds: Sequence[int], runs: Sequence[Run], targets: Sequence[float]
         algorithm=runs[0].pool.algorithm,
         settings={k: v for k, v in settings.items() if k != "name"},
         varied={key: runs[0].config.get(key) for key in varied},
+        at=dict(at),
         levels=tuple(statistics.fmean(sizes) for sizes in zip(*map(_sizes, runs), strict=True)),
         last=Score(
             round=_sure([len(run.rows) for run in runs]),

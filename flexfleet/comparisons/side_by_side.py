@@ -1,4 +1,5 @@
-"""Runs several commands as processes side by side: each has one thread and a log file, and none stops the others."""
+"""Carries out several commands, each with one thread and a log file: as processes side by side, or one by one in this
+process. None that fails stops the others."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import current_thread, main_thread
+from typing import TextIO
 
-from fl_engine.core.errors import Stopped
+from fl_engine.core.errors import FlexfleetError, Stopped
 
 log = logging.getLogger("flexfleet")
 
@@ -35,6 +37,8 @@ class Command:
     """Its stdout and stderr are appended here."""
     stdin: str = ""
     """The command's stdin, which no process list and no log shows."""
+    call: Callable[[], object] | None = None
+    """Does the same in this process."""
 
 
 def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
@@ -72,10 +76,52 @@ def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
     return codes
 
 
+def one_by_one(commands: Sequence[Command], at_once: int = 1) -> dict[str, int]:
+    """What `side_by_side` gives, in this process, by each command's `call`.
+
+    An expected error (FlexfleetError) is written into the command's log and becomes its exit code. Stopped, Ctrl-C and
+    unexpected errors, as those of the user's own code, leave this function at once.
+    """
+    codes: dict[str, int] = {}
+    for command in commands:
+        assert command.call is not None, f"{command.name} can only be run as a process"
+        started = time.monotonic()
+        with _logging_to(command) as file:
+            try:
+                command.call()
+                codes[command.name] = 0
+            except Stopped:
+                raise
+            except FlexfleetError as error:
+                codes[command.name] = error.exit_code
+                file.write(f"error: {' '.join(str(error).split())}\n")
+        _tell(command, codes, len(commands), time.monotonic() - started)
+    return codes
+
+
+@contextmanager
+def _logging_to(command: Command) -> Iterator[TextIO]:
+    """The command's log, into which flexfleet's log goes too."""
+    command.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(command.log, "a") as file:
+        file.write(_head(command))
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)
+        try:
+            yield file
+        finally:
+            log.removeHandler(handler)
+
+
+def _head(command: Command) -> str:
+    return f"{BEGINS}{shlex.join(('python', '-m', command.module, *command.argv))}\n"
+
+
 def _start(command: Command) -> subprocess.Popen[bytes]:
     command.log.parent.mkdir(parents=True, exist_ok=True)
     with open(command.log, "ab") as file:
-        file.write(f"{BEGINS}{shlex.join(('python', '-m', command.module, *command.argv))}\n".encode())
+        file.write(_head(command).encode())
         file.flush()
         # -P: Python must not import a folder `flexfleet` of the current folder instead of this package. Its own process
         # group: a Ctrl-C in the terminal reaches it only once, through this process.

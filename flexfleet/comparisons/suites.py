@@ -87,10 +87,16 @@ def _read(name: str, before: tuple[str, ...]) -> Suite:
 
 
 def entries_of(
-    suite: Suite, only: str | None, seeds: str | None, sets: Sequence[str], load: Callable[[list[str]], Config], id: str
+    suite: Suite,
+    only: str | None,
+    seeds: str | None,
+    sets: Sequence[str],
+    load: Callable[[list[str]], Config],
+    id: str,
+    over: Sequence[str] = (),
 ) -> list[Entry]:
     """All runs of the suite, or of the rows named in `only` (`a,b`; `central` is the reference). `sets` and `seeds`
-    replace what the suite says. Raises ConfigError."""
+    replace what the suite says; `over`: factors, `a.b=value,value`. Raises ConfigError."""
     rows = {label: row for label, row in suite.rows.items() if row is not None}
     if suite.central and LABEL in rows:
         raise ConfigError(f"the suite's row {LABEL} has the name of its reference: give it another, or central: false")
@@ -109,7 +115,7 @@ def entries_of(
         algorithms.append(f"{label}={name}")
         given += [f"{label}:{path}={json.dumps(value)}" for path, value in own.items()]
     listed = seeds or ",".join(map(str, suite.seeds))
-    return entries_for(",".join(algorithms), listed, [*given, *sets], load, id)
+    return entries_for(",".join(algorithms), listed, [*given, *sets], load, id, over)
 
 
 def central_of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fl_engine.fleet.uniformity import NAMES
 from fl_engine.rounds.phases import BITS
@@ -57,7 +58,8 @@ def tabulate(
     labels, seeds = list(dict.fromkeys(e.label for e in entries)), list(dict.fromkeys(e.seed for e in entries))
     differ = varied(entries)
     runs = read(labels, seeds, folders, differ)
-    comparison = summarise(id, seeds, runs, to, differ).model_copy(update={"central": central})
+    comparison = summarise(id, seeds, runs, to, differ, {e.label: e.at for e in entries})
+    comparison = comparison.model_copy(update={"central": central})
     store, drawing = FolderStore(out), draw(runs, central)
     store.put("comparison.md", markdown(comparison).encode())
     store.put("comparison.svg", (drawing + "\n").encode())
@@ -123,7 +125,28 @@ def tables(c: Comparison) -> list[Table]:
         tuple((label, *(seconds(getattr(r, name)) for name in NAMES)) for label, r in results),
     )
     evenness = [even] if any(getattr(r, name) is not None for _, r in results for name in NAMES) else []
-    return [*metrics, cost, *_phases(c), *evenness, *_to_reach(c, measure)]
+    return [_with_factors(c, table) for table in (*metrics, cost, *_phases(c), *evenness, *_to_reach(c, measure))]
+
+
+def factors(c: Comparison) -> dict[str, list[Any]]:
+    """The parameters that every label was made with several values of, and these values."""
+    found: dict[str, list[Any]] = {}
+    for r in c.results.values():
+        for path, value in r.at.items():
+            listed = found.setdefault(path, [])
+            listed += [] if value in listed else [value]
+    return found
+
+
+def _with_factors(c: Comparison, table: Table) -> Table:
+    """A column for each factor behind the labels."""
+    names = tuple(factors(c))
+
+    def at(label: str) -> tuple[str, ...]:
+        return tuple(plain(c.results[label].at[name]) if label in c.results else NONE for name in names)
+
+    rows = tuple((row[0], *at(row[0]), *row[1:]) for row in table.rows)
+    return Table(table.title, (table.head[0], *names, *table.head[1:]), rows)
 
 
 PHASES = {
@@ -249,6 +272,9 @@ def notes(c: Comparison) -> list[str]:
     lines.append("levels: sizes of the models that avg is the mean of; full: the largest of them. best: the round with "
                  "the highest avg, a choice made on test data. So is the highest value until 50, 80 and 100 % of the "
                  "rounds, which FedAIoT reports.")  # fmt: skip
+    if over := factors(c):
+        said = "; ".join(f"{path}: {', '.join(map(plain, values))}" for path, values in over.items())
+        lines.append(f"Each algorithm was run with every combination of {said}.")
     if c.varied:
         lines.append(common(c))
     if any(r.last.avg is None for r in c.results.values()):

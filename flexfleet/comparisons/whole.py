@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from fl_engine.core.errors import ConfigError, FlexfleetError, IntegrityError, Stopped
@@ -37,6 +38,10 @@ from flexfleet.tracking.trackers import PARENT, TOKEN, MLflow, ending, platform_
 log = logging.getLogger("flexfleet")
 
 
+CarryOut = Callable[[Sequence[Command], int], dict[str, int]]
+"""Carries out commands, so many at a time, and gives their exit codes by name."""
+
+
 class RunsFailed(FlexfleetError):
     """Some runs of a comparison did not finish; the exit code is the first one's."""
 
@@ -56,11 +61,12 @@ def compare(
     night: str | None = None,
     central: Sequence[Path] = (),
     references: Sequence[Entry] = (),
+    carry_out: CarryOut | None = None,
 ) -> Comparison:
     """Makes the runs that are not finished, `at_once` at a time, and writes the comparison. `options` are passed to
     each run (`--discard-damaged`). `night`: the id of the MLflow run of the nightly job that the comparison belongs to.
     `central`: folders of finished central trainings, the reference in its tables; `references`: central trainings that
-    are made together with the runs.
+    are made together with the runs. `carry_out`: what makes the runs, default `side_by_side`.
 
     Raises ConfigError before anything trains; RunsFailed if runs failed, after all others ended; Stopped and
     KeyboardInterrupt when all processes have stopped.
@@ -81,7 +87,8 @@ def compare(
         mlflow = begin(runs, id, {PARENT: night} if night else {})
         try:
             with ending(mlflow):
-                _run(runs, id, folder, at_once, options, mlflow.root if mlflow else None, references)
+                parent = mlflow.root if mlflow else None
+                _run(runs, id, folder, at_once, options, parent, references, carry_out or side_by_side)
         except Stopped:
             raise Stopped(f"stopped on request: {_go_on(id)}") from None
         except KeyboardInterrupt:
@@ -158,6 +165,7 @@ def _run(
     options: Sequence[str],
     parent: str | None,
     references: Sequence[Entry],
+    carry_out: CarryOut,
 ) -> None:
     left = [entry for entry in runs if not finished(entry.config, folder / entry.name)]
     if len(left) < len(runs):
@@ -172,13 +180,13 @@ def _run(
     groups = sharing(runs)
     shared = {entry.name: name for name, group in groups.items() for entry in group}
     shares = _shares({name: [e for e in group if e in left] for name, group in groups.items()}, folder, given)
-    codes = side_by_side(shares, at_once)
+    codes = carry_out(shares, at_once)
     ready = [entry for entry in left if codes.get(shared[entry.name], 0) == 0]
     commands = [
         _command(entry, folder / shared[entry.name], tags(entry, id, parent), folder, options, *given[entry.name])
         for entry in ready
     ] + central
-    codes |= side_by_side(commands, at_once)
+    codes |= carry_out(commands, at_once)
     failed = [(name, code) for name, code in codes.items() if code]
     if failed:
         logs = {each.name: each.log for each in (*shares, *commands)}
@@ -216,11 +224,13 @@ def _shares(groups: Mapping[str, Sequence[Entry]], folder: Path, given: Mapping[
         if not fresh:
             continue
         first = _to_share(fresh)
-        if fits(Resolved.of(first.config), out):
+        resolved = Resolved.of(first.config)
+        if fits(resolved, out):
             continue
         config, stdin = given[first.name]
         argv = ("--config", config, "--out", str(out))
-        commands.append(Command(out.name, "flexfleet.steps.share", argv, folder / f"{out.name}.log", stdin))
+        call = partial(share, resolved, out)
+        commands.append(Command(out.name, "flexfleet.steps.share", argv, folder / f"{out.name}.log", stdin, call))
     return commands
 
 
@@ -241,7 +251,19 @@ def _command(
 ) -> Command:
     argv = ["run", "--config", config, "--run-id", entry.name, "--resume", *options, "--shared", str(shared)]
     argv += [word for key, value in given.items() for word in ("--tag", f"{key}={value}")]
-    return Command(entry.name, "flexfleet.cli", tuple(argv), folder / f"{entry.name}.log", stdin)
+
+    def call() -> Result:
+        return run(
+            Resolved.of(entry.config),
+            entry.name,
+            resume=True,
+            discard_damaged="--discard-damaged" in options,
+            accept_numerics="--accept-numerics" in options,
+            shared=shared,
+            tags=dict(given),
+        )
+
+    return Command(entry.name, "flexfleet.cli", tuple(argv), folder / f"{entry.name}.log", stdin, call)
 
 
 def tags(entry: Entry, id: str, parent: str | None) -> dict[str, str]:

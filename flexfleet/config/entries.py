@@ -10,13 +10,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.fields import Moves
 from flexfleet.config import Config, flatten, moves
+from flexfleet.config.factors import crossed, factors_of
 from flexfleet.config.names import plain
 
 V = TypeVar("V")
@@ -39,6 +40,8 @@ class Entry:
     label: str
     seed: int
     config: Config
+    at: Mapping[str, Any] = field(default_factory=dict)
+    """The label's values of the factors, by dotted name (`config.factors`)."""
 
     @property
     def name(self) -> str:
@@ -120,10 +123,15 @@ def by_label(settings: Iterable[tuple[str, V]], labels: Iterable[str]) -> dict[s
 
 
 def entries(
-    labels: Mapping[str, str], seeds: Sequence[int], configure: Callable[[str, int], Config], id: str
+    labels: Iterable[str],
+    seeds: Sequence[int],
+    configure: Callable[[str, int], Config],
+    id: str,
+    at: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Entry]:
     """All runs, seed by seed, in the folder `<run.store>/<id>`, with ledgers under `<run.remote>/<id>` if that is
-    given. `configure` gives the configuration of a label and a seed; an error of it names the label."""
+    given. `configure` gives the configuration of a label and a seed; an error of it names the label. `at`: the labels'
+    values of the factors."""
     plain(id, "a comparison's id")
     out: list[Entry] = []
     wrong: dict[str, dict[str, None]] = {}
@@ -137,7 +145,8 @@ def entries(
             where = {"store": str(Path(config.run.store) / id)}
             if config.run.remote is not None:
                 where["remote"] = f"{config.run.remote.rstrip('/')}/{id}"
-            out.append(Entry(label, seed, config.model_copy(update={"run": config.run.model_copy(update=where)})))
+            config = config.model_copy(update={"run": config.run.model_copy(update=where)})
+            out.append(Entry(label, seed, config, dict((at or {}).get(label, {}))))
     if wrong:
         raise ConfigError("; ".join(f"{', '.join(told)}: {what}" for what, told in wrong.items()))
     if apart := [key for key in varied(out) if moves(key) in SAME]:
@@ -159,23 +168,44 @@ def varied(runs: Sequence[Entry]) -> tuple[str, ...]:
 
 
 def entries_for(
-    algorithms: str, seeds: str | None, sets: Sequence[str], load: Callable[[list[str]], Config], id: str
+    algorithms: str,
+    seeds: str | None,
+    sets: Sequence[str],
+    load: Callable[[list[str]], Config],
+    id: str,
+    over: Sequence[str] = (),
 ) -> list[Entry]:
     """All runs that a command line asks for. `load` reads the configuration with overrides `a.b=value`; without `seeds`
-    there is one seed, the configuration's. Raises ConfigError."""
+    there is one seed, the configuration's. `over`: factors, `a.b=value,value`. Raises ConfigError."""
     labels = labels_of(algorithms)
     words = (text.partition("=") for text in sets)
     given = by_label(((key, sign + value) for key, sign, value in words), labels)
 
+    factors = factors_of(over)
+    check_factors(factors, (path for of_label in given.values() for path, _ in of_label))
+    made = crossed(labels, factors)
+
     def configure(label: str, seed: int | None) -> Config:
-        own = [f"algorithm.name={json.dumps(labels[label])}", *([] if seed is None else [f"seed={seed}"])]
-        return load([*(key + value for key, value in (*given[None], *given[label])), *own])
+        of, at = made[label]
+        own = [f"{path}={json.dumps(value)}" for path, value in at.items()]
+        own += [f"algorithm.name={json.dumps(labels[of])}", *([] if seed is None else [f"seed={seed}"])]
+        return load([*(key + value for key, value in (*given[None], *given[of])), *own])
 
     if seeds is None:
-        chosen: tuple[int, ...] = (configure(next(iter(labels)), None).seed,)
+        chosen: tuple[int, ...] = (configure(next(iter(made)), None).seed,)
     else:
         chosen = seeds_of(seeds)
-    return entries(labels, chosen, configure, id)
+    return entries(made, chosen, configure, id, {label: at for label, (_, at) in made.items()})
+
+
+def check_factors(factors: Iterable[str], given: Iterable[str]) -> None:
+    """Raises ConfigError for a factor that has a place of its own, or that is `given` as a setting too."""
+    taken = set(given)
+    for path in factors:
+        if path in FIXED:
+            raise ConfigError(f"over: {path}: {FIXED[path]}")
+        if path in taken:
+            raise ConfigError(f"over: {path} is given as a setting too: say it once")
 
 
 def folder_of(runs: Sequence[Entry]) -> Path:
