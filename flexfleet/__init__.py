@@ -29,13 +29,17 @@ if TYPE_CHECKING:
     from fl_engine.core.samples import Data
     from fl_engine.rounds.replay import ClientRound
     from flexfleet.api.callbacks import STOP, Callback, Round
+    from flexfleet.api.comparing import Comparison, compare, load_comparison
     from flexfleet.api.own_data import from_arrays, from_clients, from_folder, from_huggingface, from_torch
+    from flexfleet.api.paired import Paired
     from flexfleet.api.results import Result, load
     from flexfleet.api.running import run
 
 HOMES = {
     "flexfleet.api.running": ("run",),
     "flexfleet.api.results": ("Result", "load"),
+    "flexfleet.api.comparing": ("compare", "Comparison", "load_comparison"),
+    "flexfleet.api.paired": ("Paired",),
     "flexfleet.api.callbacks": ("Callback", "Round", "STOP"),
     "flexfleet.api.own_data": ("from_arrays", "from_clients", "from_folder", "from_torch", "from_huggingface"),
     "fl_engine.rounds.replay": ("ClientRound",),
@@ -48,9 +52,9 @@ HOMES = {
 _HOME = {name: module for module, names in HOMES.items() for name in names}
 
 __all__ = [
-    "STOP", "Callback", "ClientRound", "ConfigError", "Data", "DataError", "EnvironmentFailure", "FlexfleetError",
-    "IntegrityError", "ModelError", "Result", "Round", "Stopped", "__version__", "from_arrays", "from_clients",
-    "from_folder", "from_huggingface", "from_torch", "load", "run",
+    "STOP", "Callback", "ClientRound", "Comparison", "ConfigError", "Data", "DataError", "EnvironmentFailure",
+    "FlexfleetError", "IntegrityError", "ModelError", "Paired", "Result", "Round", "Stopped", "__version__", "compare",
+    "from_arrays", "from_clients", "from_folder", "from_huggingface", "from_torch", "load", "load_comparison", "run",
 ]  # fmt: skip
 
 

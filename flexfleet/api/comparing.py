@@ -1,0 +1,196 @@
+"""`flexfleet.compare`: several algorithms and seeds from Python, and what a comparison's folder gives."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.training.guest import guest
+from flexfleet.api.asked import check_reach, plain
+from flexfleet.api.labels import entries_of
+from flexfleet.api.paired import Paired, paired
+from flexfleet.api.results import DEFAULT_STORE, Result
+from flexfleet.api.running import shown, told
+from flexfleet.api.tables import table, to_html
+from flexfleet.comparisons import tabulate
+from flexfleet.comparisons.comparison import Comparison as ComparisonFile
+from flexfleet.comparisons.comparison import OneRun
+from flexfleet.comparisons.side_by_side import one_by_one
+from flexfleet.comparisons.whole import compare as compare_all
+from flexfleet.config.entries import accuracies_of, run_name, seeds_of
+
+FIGURES = tuple(name for name, field in OneRun.model_fields.items() if field.annotation in (float, float | None))
+"""The figures that a comparison has of each run."""
+
+
+def compare(
+    algorithms: Any,
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    over: Mapping[str, Sequence[Any]] | None = None,
+    to: Sequence[float] = (),
+    jobs: int = 1,
+    id: str | None = None,
+    resume: bool = False,
+    progress: bool | None = None,
+    **common: Any,
+) -> Comparison:
+    """Several algorithms on the same data and network with several seeds: what `flexfleet compare` does, with the same
+    folders and the same bits.
+
+    `algorithms`: a list of names, classes or objects with their options; or, by label, one of these or a mapping:
+    {"flexfl": "flexfl", "skewed": {"algorithm": "flexfl", "partition.alpha": 0.1}}. `over` makes parameters factors of
+    the table: {"training.lr": [0.01, 0.1]} makes every label with each of these values. `to`: accuracies to reach, as
+    shares. `common`: the keywords of `flexfleet.run` (dataset, model, rounds, options, config, store_uri, ...), the
+    same for all runs; what a label says itself takes their place.
+
+    `jobs`: runs side by side. With 1 they run in this process, one by one, so that they may use what a notebook
+    defines; with more, each is a process of its own. `id`: the name of the comparison's folder in the store (default:
+    the time); `resume`: go on with the comparison of this id.
+
+    Raises ConfigError before anything trains; `flexfleet.comparisons.whole.RunsFailed` if runs failed, after all others
+    ended.
+    """
+    return told(lambda: _compare(algorithms, seeds, over, to, jobs, id, resume, progress, common))
+
+
+def _compare(
+    algorithms: Any,
+    seeds: Sequence[int],
+    over: Mapping[str, Sequence[Any]] | None,
+    to: Sequence[float],
+    jobs: int,
+    id: str | None,
+    resume: bool,
+    progress: bool | None,
+    common: Mapping[str, Any],
+) -> Comparison:
+    if resume and id is None:
+        raise ConfigError("resume=True needs id, the name of the comparison to go on with")
+    if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
+        raise ConfigError(f"jobs is the number of runs side by side, at least 1, got {jobs!r}")
+    name = id or time.strftime("compare-%Y%m%d-%H%M%S")
+    runs = entries_of(algorithms, _listed(seeds), over or {}, name, common)
+    for entry in runs:
+        check_reach(entry.config, jobs)
+    folder = Path(runs[0].config.run.store)
+    if folder.exists() and not resume:
+        raise ConfigError(f"{folder} exists already: go on with resume=True, or give another id")
+    with guest(), shown(progress):
+        reach = accuracies_of(",".join(map(str, to))) if len(to) else ()
+        compare_all(runs, name, to=reach, at_once=jobs, resume=resume, carry_out=one_by_one if jobs == 1 else None)
+    return Comparison(folder)
+
+
+def _listed(seeds: Any) -> tuple[int, ...]:
+    """As plain whole numbers."""
+    if isinstance(seeds, str) or not hasattr(seeds, "__iter__"):
+        raise ConfigError(f"seeds: a list of whole numbers is expected, e.g. (0, 1, 2), got {seeds!r}")
+    return seeds_of(",".join(str(plain(seed, "seeds")) for seed in seeds))
+
+
+# ------------------------------------------------------------------------------------------------- what it gives
+class Comparison:
+    """A finished comparison.
+
+    id, folder        its name and folder
+    labels, seeds     what was compared
+    table             a line for each label: means over the seeds and their sample standard deviations
+    runs              the `Result` of each run, by (label, seed)
+    report            the page with tables and curves
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises ConfigError where there is no finished comparison."""
+        self.folder = Path(folder)
+        if not (self.folder / "comparison.json").is_file():
+            raise ConfigError(
+                f"{self.folder} holds no finished comparison: it has no comparison.json. One that was stopped goes on "
+                "with compare(..., id=..., resume=True)"
+            )
+
+    def __repr__(self) -> str:
+        labels, seeds = ", ".join(self.labels), ", ".join(map(str, self.seeds))
+        return f"<flexfleet.Comparison {self.id}: {labels}; seeds {seeds}>"
+
+    def __str__(self) -> str:
+        """The tables of the terminal."""
+        return tabulate.text(self._file)
+
+    def _repr_html_(self) -> str:
+        first = tabulate.tables(self._file)[0]
+        page = f'<p><a href="{html.escape(str(self.report))}">report</a></p>'
+        return f"<p>{html.escape(tabulate.title(self._file))}</p>{to_html(first.head, first.rows)}{page}"
+
+    @cached_property
+    def _file(self) -> ComparisonFile:
+        return ComparisonFile.read(self.folder / "comparison.json")
+
+    @property
+    def id(self) -> str:
+        return self._file.id
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self._file.labels
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return self._file.seeds
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "comparison.html"
+
+    @property
+    def table(self) -> Any:
+        """`label`, `algorithm`, the parameters that differ, and the figures by the names that MLflow has: `avg` and
+        `full` of the last round, `best_avg`, `mb_down`, `seconds`, ...; `_std` is the deviation. A figure that a label
+        does not have is missing."""
+        figures = tabulate.metrics(self._file)
+        rows = []
+        for label, found in self._file.results.items():
+            own = {name.removesuffix(f"/{label}"): v for name, v in figures.items() if name.endswith(f"/{label}")}
+            told = {"label": label, "algorithm": found.algorithm, **found.varied, **found.at}
+            rows.append({**told, "seeds": len(self.seeds), **own})
+        return table(rows)
+
+    @cached_property
+    def runs(self) -> dict[tuple[str, int], Result]:
+        """Raises ConfigError where the runs' folders are not there, as with the figures that a pipeline kept."""
+        pairs = [(label, seed) for label in self.labels for seed in self.seeds]
+        return {(label, seed): Result(self.folder / run_name(label, seed)) for label, seed in pairs}
+
+    def paired(self, a: str, b: str, metric: str = "avg") -> Paired:
+        """The differences a - b by seed, their mean and its 95 % interval, and p of the paired t test, adjusted by
+        Holm's method for all pairs of labels. Printed, it also says what so few seeds cannot show.
+
+        `metric`: a figure of comparison.json's runs: avg, full, devices, mb_up, seconds, ... Raises ConfigError for one
+        that there is not, or that a label does not have.
+        """
+        figures = {label: [run.model_dump() for run in found.runs] for label, found in self._file.results.items()}
+        if metric not in FIGURES:
+            raise ConfigError(
+                f"there is no metric {metric!r}{nearest(metric, FIGURES)}; there are {', '.join(FIGURES)}"
+            )
+        values = {label: [run[metric] for run in found] for label, found in figures.items()}
+        return paired(values, self.seeds, a, b, metric)
+
+
+def load_comparison(comparison: str | Path | Comparison) -> Comparison:
+    """The comparison in a folder, or of this id in the folder `runs`. Raises ConfigError where there is none."""
+    if isinstance(comparison, Comparison):
+        return Comparison(comparison.folder)
+    return Comparison(in_store(comparison, "comparison.json"))
+
+
+def in_store(name: str | Path, file: str) -> Path:
+    """The folder that holds this file, here or in the folder `runs`."""
+    path = Path(name)
+    there = not (path / file).is_file() and (DEFAULT_STORE / path / file).is_file()
+    return DEFAULT_STORE / path if there else path

@@ -1,0 +1,128 @@
+"""From what is asked of `flexfleet.compare` to the runs: labels, their settings, and factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fl_engine.core.errors import ConfigError
+from flexfleet.api.asked import NAMED, config_of, plain
+from flexfleet.api.running import DATASET, MODEL
+from flexfleet.config import Config, parse
+from flexfleet.config.entries import FIXED, LABEL, RESERVED, Entry, check_factors, entries
+from flexfleet.config.factors import crossed
+from flexfleet.config.overrides import PARAMETERS
+
+ELSEWHERE = {
+    "algorithm": "the algorithms are the first argument",
+    "seed": "the seeds are a list of their own, seeds=(0, 1, 2)",
+    "run_id": "a comparison's runs are named by label and seed; its own name is id",
+    "callbacks": "callbacks look on at one run: give them to flexfleet.run",
+}
+"""Keywords of `run` that a comparison does not take, and why."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """What runs under one label."""
+
+    algorithm: Mapping[str, Any]
+    """Its name and options, by dotted names."""
+    own: Mapping[str, Any]
+    """The label's other settings, by dotted names."""
+
+
+def labels_of(algorithms: Any) -> dict[str, Label]:
+    """`algorithms` of `compare` by label. Raises ConfigError."""
+    if isinstance(algorithms, Mapping):
+        labels = {str(label): _label(str(label), value) for label, value in algorithms.items()}
+    elif isinstance(algorithms, list | tuple):
+        labels = {}
+        for value in algorithms:
+            if isinstance(value, Mapping):
+                raise ConfigError(f"algorithms: settings need a label: {{'mine': {value!r}}}")
+            label = _name(chosen := NAMED["algorithm"](value, "")["algorithm.name"])
+            if label in labels:
+                raise ConfigError(f"algorithms: {label} is there twice: give labels, {{'a': {chosen!r}, 'b': ...}}")
+            labels[label] = _label(label, value)
+    else:
+        raise ConfigError(f"algorithms: a list, or a mapping by label, is expected, got {algorithms!r}")
+    if not labels:
+        raise ConfigError("algorithms: at least one is expected, got none")
+    for label in labels:
+        if not LABEL.fullmatch(label) or label in RESERVED:
+            raise ConfigError(
+                f"algorithms: {label!r} cannot be a label, which becomes part of a folder's name (letters, digits, "
+                f"'_', '-', '.'; not {', '.join(RESERVED)})"
+            )
+    return labels
+
+
+def _name(name: str) -> str:
+    """An algorithm's name as a label."""
+    return name.rpartition(":")[2]
+
+
+def _label(label: str, value: Any) -> Label:
+    own: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        own = {PARAMETERS.get(str(key), str(key)): each for key, each in value.items()}
+        if (value := own.pop("algorithm.name", None)) is None:
+            raise ConfigError(f"algorithms: {label} names no algorithm: {{{label!r}: {{'algorithm': 'flexfl', ...}}}}")
+        _no_fixed(own, label)
+    return Label(NAMED["algorithm"](value, ""), own)
+
+
+def _no_fixed(settings: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for settings that have a place of their own."""
+    for path, value in settings.items():
+        if path in FIXED:
+            raise ConfigError(f"{where}: {path}: {FIXED[path]}")
+        if path == "algorithm":
+            raise ConfigError(f"{where}: an algorithm's options have dotted names, e.g. 'algorithm.x', got {value!r}")
+
+
+def entries_of(
+    algorithms: Any,
+    seeds: Sequence[int],
+    over: Mapping[str, Sequence[Any]],
+    id: str,
+    common: Mapping[str, Any],
+) -> list[Entry]:
+    """All runs that are asked for. Raises ConfigError."""
+    if wrong := [keyword for keyword in common if keyword in ELSEWHERE]:
+        raise ConfigError(f"compare: {wrong[0]}: {ELSEWHERE[wrong[0]]}")
+    labels, config, options = labels_of(algorithms), common.get("config"), dict(common.get("options") or {})
+    _no_fixed(options, "options")
+    keywords = {"dataset": DATASET, "model": MODEL, **common}
+    keywords = {name: value for name, value in keywords.items() if name not in ("config", "options")}
+    factors = {PARAMETERS.get(path, path): _values(path, values) for path, values in over.items()}
+    given = [PARAMETERS.get(name, name) for name, value in common.items() if value is not None]
+    check_factors(factors, [*given, *options, *(path for label in labels.values() for path in label.own)])
+    made = crossed(labels, factors)
+    configs: dict[str, Config] = {}
+
+    def configure(label: str, seed: int) -> Config:
+        if label not in configs:
+            of, at = made[label]
+            own = {**labels[of].algorithm, **labels[of].own, **at}
+            objects = {name: own.pop(PARAMETERS[name]) for name in ("dataset", "model") if PARAMETERS[name] in own}
+            rest = {name: value for name, value in keywords.items() if PARAMETERS.get(name) not in own}
+            configs[label] = config_of(config, {**_without(options, objects), **own}, {**rest, **objects})
+        return parse({**configs[label].model_dump(mode="json"), "seed": seed})
+
+    return entries(made, seeds, configure, id, {label: at for label, (_, at) in made.items()})
+
+
+def _without(options: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that no keyword of a label takes the place of."""
+    taken = {PARAMETERS[name] for name in keywords}
+    return {path: value for path, value in options.items() if path not in taken}
+
+
+def _values(path: str, values: Any) -> Any:
+    """A factor's values as JSON has them."""
+    if isinstance(values, str | Mapping) or not hasattr(values, "__iter__"):
+        raise ConfigError(f"over: a list of values is expected for {path}, got {values!r}")
+    return [plain(value, f"over[{path!r}]") for value in values]

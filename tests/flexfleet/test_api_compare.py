@@ -1,0 +1,273 @@
+"""`flexfleet.compare` from Python: the command line's folders and bits, labels, factors, and code of a cell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flexfleet as ff
+from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.core.errors import IntegrityError
+from fl_engine.data import partitioning
+from flexfleet.api.labels import entries_of
+from flexfleet.comparisons import whole
+from flexfleet.comparisons.side_by_side import BEGINS, one_by_one
+from flexfleet.config import flatten
+from flexfleet.config.factors import crossed, factors_of
+from flexfleet.runs import whole as run_module
+
+OPTIONS = {"tracking.mlflow": None, "pretrain.epochs": 1, "dataset.train_samples": 300, "dataset.test_samples": 100}
+SMALL: dict[str, Any] = {"clients": 4, "rounds": 1, "local_epochs": 1, "options": OPTIONS, "progress": False}
+SETS = [f"{key}={json.dumps(value)}" for key, value in OPTIONS.items()]
+SETS += ["partition.clients=4", "rounds.stop=1", "training.epochs=1"]
+
+
+@dataclass(frozen=True)
+class Ours(AllLarge):
+    boost: float = 1.0
+
+
+def page_stub(runs: Any, out: Path) -> Path:
+    out.write_text("<html></html>")
+    return out
+
+
+@pytest.fixture(scope="module", autouse=True)
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    here = tmp_path_factory.mktemp("comparisons")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        patch.setattr(run_module, "report", page_stub)  # drawings have tests of their own
+        patch.setattr(partitioning, "draw", lambda *_: None)
+        yield here / "runs"
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> type[AllLarge]:
+    """A class as a notebook's cell defines it."""
+
+    @dataclass(frozen=True)
+    class FromACell(AllLarge):
+        boost: float = 1.0
+
+    FromACell.__module__, FromACell.__qualname__ = "__main__", "FromACell"
+    monkeypatch.setattr(sys.modules["__main__"], "FromACell", FromACell, raising=False)
+    return FromACell
+
+
+@pytest.fixture(scope="module")
+def both(store: Path) -> ff.Comparison:
+    return ff.compare(["flexfl", "heterofl"], seeds=(0, 1), id="both", to=(0.05,), **SMALL)
+
+
+def asked(algorithms: Any, over: Any = None, **common: Any) -> dict[str, dict[str, Any]]:
+    """The flat configuration of each label, without running anything."""
+    common["options"] = {**OPTIONS, **common.get("options", {})}
+    found = entries_of(algorithms, (0,), over or {}, "asked", common)
+    return {entry.label: flatten(entry.config) for entry in found}
+
+
+# ---------------------------------------------------------------------------------------------- a comparison
+def test_processes_of_the_command_line_give_the_same_bits_and_files(both: ff.Comparison) -> None:
+    two = ff.compare(["heterofl"], seeds=[0], id="processes", jobs=2, **SMALL)
+    assert two.runs["heterofl", 0].model_sha256 == both.runs["heterofl", 0].model_sha256
+    assert len({both.runs[pair].model_sha256 for pair in both.runs}) == 4
+    theirs = {str(path.relative_to(two.folder)) for path in two.folder.rglob("*")}
+    mine = {str(path.relative_to(both.folder)) for path in both.folder.rglob("*")}
+    drawn = {name for name in theirs if name.endswith("partition.svg")}  # not in this process: see above
+    assert {name for name in mine if not name.startswith("flexfl") and "-s1" not in name} == theirs - drawn
+
+
+def test_the_table_has_the_figures_of_the_runs(both: ff.Comparison) -> None:
+    assert (both.id, both.labels, both.seeds) == ("both", ("flexfl", "heterofl"), (0, 1))
+    line = dict(zip(both.table.columns, both.table.iloc[0], strict=True))
+    full = [both.runs["flexfl", seed].metrics["full"] for seed in (0, 1)]
+    assert (line["label"], line["algorithm"], line["seeds"]) == ("flexfl", "flexfl", 2)
+    assert line["full"] == pytest.approx(statistics.fmean(full))
+    assert line["full_std"] == pytest.approx(statistics.stdev(full))
+    assert line["seeds_to_0.05"] == 2
+    assert both.report.is_file() and "comparison.html" in both._repr_html_() and "flexfl" in both._repr_html_()
+    assert "Test accuracy" in str(both) and "heterofl" in repr(both)
+
+
+def test_paired_differences_are_those_of_the_runs(both: ff.Comparison) -> None:
+    found = both.paired("flexfl", "heterofl")
+    for metric in ("avg", "full"):
+        scores = [[both.runs[label, seed].metrics[metric] for seed in (0, 1)] for label in both.labels]
+        differences = tuple(a - b for a, b in zip(*scores, strict=True))
+        assert both.paired("flexfl", "heterofl", metric).differences == differences
+    assert found.pairs == 1 and "below 0.5: 6 seeds" in str(found)
+    assert both.paired("flexfl", "heterofl", "mb_up").mean != 0
+    with pytest.raises(ff.ConfigError, match=r"no metric 'ful' \(did you mean 'full'\?\)"):
+        both.paired("flexfl", "heterofl", "ful")
+
+
+def test_a_comparison_is_found_again(both: ff.Comparison) -> None:
+    for place in ("both", both.folder, str(both.folder), both):
+        assert ff.load_comparison(place).runs.keys() == both.runs.keys()
+    with pytest.raises(ff.ConfigError, match="no finished comparison"):
+        ff.load_comparison("nowhere")
+    with pytest.raises(ff.ConfigError, match="resume=True"):
+        ff.compare(["flexfl"], id="both", **SMALL)
+
+
+def test_resume_makes_what_is_missing(both: ff.Comparison) -> None:
+    before = both.runs["heterofl", 1].model_sha256
+    shutil.rmtree(both.folder / "heterofl-s1")
+    more = ff.compare(["flexfl", "heterofl"], seeds=(0, 1), id="both", to=(0.05,), resume=True, **SMALL)
+    assert more.runs["heterofl", 1].model_sha256 == before
+    with pytest.raises(ff.ConfigError, match="resume=True needs id"):
+        ff.compare(["flexfl"], resume=True, **SMALL)
+
+
+# --------------------------------------------------------------------------------------------- code of a cell
+def test_what_a_cell_defines_runs_in_this_process(cell: type[AllLarge], store: Path) -> None:
+    found = ff.compare({"mine": cell(boost=2.0), "all_large": "all_large"}, seeds=(0,), id="cell", **SMALL)
+    assert found.runs["mine", 0].config["algorithm"]["boost"] == 2.0
+    assert found.runs["mine", 0].model_sha256 == found.runs["all_large", 0].model_sha256
+    log = (store / "cell" / "mine-s0.log").read_text()
+    assert log.startswith(f"{BEGINS}python -m flexfleet.cli run")
+    with pytest.raises(ff.ConfigError, match=r"FromACell is defined in this notebook.*2 processes side by side"):
+        ff.compare([cell], seeds=(0,), id="two", jobs=2, **SMALL)
+    assert not (store / "two").exists()
+
+
+def test_what_fails_is_told_and_the_others_end(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = whole.run
+
+    def damaged(resolved: Any, name: str, **given: Any) -> Any:
+        if name == "heterofl-s0":
+            raise IntegrityError("a file is damaged")
+        return before(resolved, name, **given)
+
+    monkeypatch.setattr(whole, "run", damaged)
+    with pytest.raises(whole.RunsFailed, match=r"1 of 2 runs are finished, failed: heterofl-s0") as failed:
+        ff.compare(["heterofl", "all_large"], seeds=(0,), id="failed", **SMALL)
+    assert failed.value.exit_code == IntegrityError.exit_code
+    assert (store / "failed" / "heterofl-s0.log").read_text().endswith("error: a file is damaged\n")
+    monkeypatch.undo()
+
+
+# ------------------------------------------------------------------------------------------------ what is asked
+def test_labels_come_from_names_classes_and_objects() -> None:
+    found = asked(["fedrolex", AllLarge, Ours(boost=3.0)])
+    assert list(found) == ["fedrolex", "all_large", "Ours"]
+    assert found["Ours"]["algorithm.name"] == f"{__name__}:Ours"
+    assert found["Ours"]["algorithm.boost"] == 3.0
+
+
+def test_a_label_may_differ_in_its_own_settings() -> None:
+    found = asked(
+        {"plain": "flexfl", "no_kd": {"algorithm": "flexfl", "algorithm.kd_weight": 0, "learning_rate": 0.2},
+         "wide": {"algorithm": Ours(boost=2.0), "model": "vgg16", "training.lr": 0.3}},
+        learning_rate=0.1, model="small_cnn", options={"training.momentum": 0.5},
+    )  # fmt: skip
+    assert [each["training.lr"] for each in found.values()] == [0.1, 0.2, 0.3]
+    assert [each["model.name"] for each in found.values()] == ["small_cnn", "small_cnn", "vgg16"]
+    assert {each["training.momentum"] for each in found.values()} == {0.5}
+    assert found["no_kd"]["algorithm.kd_weight"] == 0 and "algorithm.kd_weight" not in found["plain"]
+    assert found["wide"]["algorithm.boost"] == 2.0
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "one name": (lambda: asked("flexfl"), "a list, or a mapping by label"),
+    "none": (lambda: asked([]), "at least one"),
+    "twice": (lambda: asked(["flexfl", "flexfl"]), "flexfl is there twice"),
+    "a label that is no name": (lambda: asked({"../a": "flexfl"}), "cannot be a label"),
+    "a label that is taken": (lambda: asked({"shared": "flexfl"}), "cannot be a label"),
+    "settings without a label": (lambda: asked([{"algorithm": "flexfl"}]), "settings need a label"),
+    "settings without an algorithm": (lambda: asked({"a": {"training.lr": 1}}), "a names no algorithm"),
+    "an unknown one": (lambda: asked(["flexfll"]), "flexfll"),
+    "an option of another": (lambda: asked(["all_large"], options={"algorithm.kd_weight": 0}), "all_large: .*kd_w"),
+    "a section of the algorithm": (lambda: asked(["flexfl"], options={"algorithm": {}}), "dotted names"),
+    "a seed of a label": (lambda: asked({"a": {"algorithm": "flexfl", "seed": 3}}), "seeds are given"),
+    "rounds of a label": (lambda: asked({"a": "flexfl", "b": {"algorithm": "flexfl", "rounds": 9}}), "rounds.stop"),
+    "an algorithm beside": (lambda: asked(["flexfl"], algorithm="flexfl"), "first argument"),
+    "callbacks": (lambda: asked(["flexfl"], callbacks=[]), "flexfleet.run"),
+    "an unknown keyword": (lambda: asked(["flexfl"], round=3), "'round'"),
+    "a factor as a number": (lambda: asked(["flexfl"], {"training.lr": 0.1}), "a list of values"),
+    "a factor without values": (lambda: asked(["flexfl"], {"training.lr": []}), "a list of values"),
+    "a factor as a section": (lambda: asked(["flexfl"], {"training": [{"lr": 1}]}), "is a section"),
+    "a factor that is set too": (lambda: asked(["flexfl"], {"training.lr": [0.1]}, learning_rate=1), "say it once"),
+    "a factor of a label": (lambda: asked(["flexfl"], {"flexfl:training.lr": [0.1]}), "one of all labels"),
+    "a factor that is fixed": (lambda: asked(["flexfl"], {"seed": [1, 2]}), "seeds are given"),
+    "a factor of all runs": (lambda: asked(["flexfl"], {"rounds.stop": [1, 2]}), "rounds.stop"),
+    "a factor twice alike": (lambda: asked(["flexfl"], {"training.lr": [0.1, 0.1]}), "both be called flexfl-lr0.1"),
+    "seeds that are none": (lambda: ff.compare(["flexfl"], seeds="0,1"), "a list of whole numbers"),
+    "seeds in halves": (lambda: ff.compare(["flexfl"], seeds=(0.5,)), "whole numbers"),
+    "no jobs": (lambda: ff.compare(["flexfl"], jobs=0), "at least 1"),
+    "accuracies": (lambda: ff.compare(["flexfl"], to=(40,), id="to", **SMALL), "shares above 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_refused_before_anything_is_written(what: str, store: Path) -> None:
+    call, said = BAD[what]
+    with pytest.raises(ff.ConfigError, match=said):
+        call()
+    assert not (store / "asked").exists() and not (store / "to").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- factors
+def test_every_label_with_every_combination() -> None:
+    found = asked(["flexfl", "heterofl"], {"learning_rate": [0.01, 0.1], "partition.rule": ["iid", "dirichlet"]})
+    assert list(found) == [
+        f"{label}-lr{lr}-rule{rule}"
+        for label in ("flexfl", "heterofl") for lr in ("0.01", "0.1") for rule in ("iid", "dirichlet")
+    ]  # fmt: skip
+    one = found["heterofl-lr0.01-ruleiid"]
+    assert (one["algorithm.name"], one["training.lr"], one["partition.rule"]) == ("heterofl", 0.01, "iid")
+
+
+def test_the_labels_of_factors() -> None:
+    assert factors_of(["training.lr=0.01, 1e-3", "model.stages=[1, 2],[3]", "a.b=null,true,x"]) == {
+        "training.lr": [0.01, 0.001], "model.stages": [[1, 2], [3]], "a.b": [None, True, "x"]
+    }  # fmt: skip
+    assert list(crossed(["a"], {"x.lr": [1e-05, -2, 3e20]})) == ["a-lr1e-05", "a-lr-2", "a-lr3e20"]
+    assert list(crossed(["a"], {"m.s": [[1, 2], "p.q:Name", None, False]})) == [
+        "a-s1-2", "a-sName", "a-snull", "a-sfalse"
+    ]  # fmt: skip
+    both = crossed(["a"], {"codec.up.name": ["x"], "codec.down.name": ["y"]})
+    assert both == {"a-up.namex-down.namey": ("a", {"codec.up.name": "x", "codec.down.name": "y"})}
+    assert crossed(["a", "b"], {}) == {"a": ("a", {}), "b": ("b", {})}
+    for wrong in ("training.lr", "=1", "training.lr=", "training.lr=[1"):
+        with pytest.raises(ff.ConfigError, match="--over"):
+            factors_of([wrong])
+
+
+def test_factors_are_columns_of_the_tables(store: Path, flexfleet: Callable[..., Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr(whole, "side_by_side", one_by_one)
+    argv = ("--algorithms", "all_large", "--over", "training.lr=0.01,0.1", "--id", "over", "--json")
+    done = flexfleet("compare", *argv, sets=SETS)
+    assert done.code == 0, done.err
+    assert {label: found["at"] for label, found in done.json["results"].items()} == {
+        "all_large-lr0.01": {"training.lr": 0.01}, "all_large-lr0.1": {"training.lr": 0.1}
+    }  # fmt: skip
+    found = ff.load_comparison("over")
+    assert list(found.table["training.lr"]) == [0.01, 0.1]
+    for text in (str(found), found.report.read_text(), (found.folder / "comparison.md").read_text()):
+        assert "Each algorithm was run with every combination of training.lr: 0.01, 0.1." in text
+    lines = [line.split() for line in str(found).splitlines() if line.lstrip().startswith(("algorithm", "all_large-"))]
+    assert lines[0][:2] == ["algorithm", "training.lr"]
+    assert [line[:2] for line in lines[1:3]] == [["all_large-lr0.01", "0.01"], ["all_large-lr0.1", "0.1"]]
+    refused = flexfleet("compare", *argv[:4], "--set", "training.lr=1", sets=SETS)
+    assert refused.code == 2 and "training.lr is given as a setting too" in refused.err
+
+
+def test_data_of_ones_own_are_compared(store: Path) -> None:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    x, y = rng.random((120, 1, 8, 8), dtype=np.float32), rng.integers(0, 3, 120)
+    own = ff.from_arrays(x, y)
+    small = {**SMALL, "options": {"tracking.mlflow": None, "pretrain.epochs": 1, "partition.minimum": 1}}
+    found = ff.compare(["all_large"], dataset=own, seeds=(0,), id="own", **small)
+    assert found.runs["all_large", 0].config["dataset"]["name"].startswith("sha256:")
