@@ -34,11 +34,13 @@ if TYPE_CHECKING:
     from flexfleet.api.paired import Paired
     from flexfleet.api.results import Result, load
     from flexfleet.api.running import run
+    from flexfleet.api.tuning import Study, load_study, tune
 
 HOMES = {
     "flexfleet.api.running": ("run",),
     "flexfleet.api.results": ("Result", "load"),
     "flexfleet.api.comparing": ("compare", "Comparison", "load_comparison"),
+    "flexfleet.api.tuning": ("tune", "Study", "load_study"),
     "flexfleet.api.paired": ("Paired",),
     "flexfleet.api.callbacks": ("Callback", "Round", "STOP"),
     "flexfleet.api.own_data": ("from_arrays", "from_clients", "from_folder", "from_torch", "from_huggingface"),
@@ -53,8 +55,9 @@ _HOME = {name: module for module, names in HOMES.items() for name in names}
 
 __all__ = [
     "STOP", "Callback", "ClientRound", "Comparison", "ConfigError", "Data", "DataError", "EnvironmentFailure",
-    "FlexfleetError", "IntegrityError", "ModelError", "Paired", "Result", "Round", "Stopped", "__version__", "compare",
-    "from_arrays", "from_clients", "from_folder", "from_huggingface", "from_torch", "load", "load_comparison", "run",
+    "FlexfleetError", "IntegrityError", "ModelError", "Paired", "Result", "Round", "Stopped", "Study", "__version__",
+    "compare", "from_arrays", "from_clients", "from_folder", "from_huggingface", "from_torch", "load",
+    "load_comparison", "load_study", "run", "tune",
 ]  # fmt: skip
 
 

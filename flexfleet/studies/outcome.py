@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
+
 from flexfleet.comparisons.tabulate import escaped
 from flexfleet.files.artifacts import Artifact
 from flexfleet.files.measure import Measure
@@ -16,6 +18,20 @@ from flexfleet.reports.report import NONE
 
 Trials = Sequence[tuple[int, float, Mapping[str, Any]]]
 """The complete trials: number, value, parameters."""
+
+
+class Tried(BaseModel):
+    """A trial that is done."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    number: int
+    outcome: Literal["complete", "pruned", "infeasible"]
+    value: float | None
+    """Null unless it is complete."""
+    params: dict[str, Any]
+    why: str | None = None
+    """Of an infeasible one, and of one whose models some devices cannot hold: such a trial is not the best."""
 
 
 class Tuned(Artifact):
@@ -40,6 +56,8 @@ class Tuned(Artifact):
     """Figures of the unchanged configuration and of the best one, seed by seed."""
     gain: float
     """Mean of best - default over the held-out seeds."""
+    tried: tuple[Tried, ...] = ()
+    """All trials that are done; empty in older studies."""
 
     @property
     def measure(self) -> Measure:

@@ -77,19 +77,24 @@ def defaults(config: Config, space: Mapping[str, Range], pool: Pool) -> dict[str
     """The first trial: the configuration's values of the names in the space. If a value is null, the algorithm may say
     which value it uses instead (`pool` is the default's). A value outside the space is left out, so that it is
     drawn."""
-    values = config.model_dump(mode="json")
-    own, declared = vars(algorithm(config)), _declared(config, pool)
+    declared = _declared(config, pool)
     first = {}
     for path, range in space.items():
-        section, *rest = path.split(".")
-        here: Any = own if section == "algorithm" else values[section]
-        for part in rest:
-            here = _inside(here, part)
+        here = configured(config, path)
         if here is None and path in declared:
             here = declared[path].start
         if here is not None and (here in range.choices if range.choices else _within(here, range)):
             first[path] = here
     return first
+
+
+def configured(config: Config, path: str) -> Any:
+    """The configuration's value of a parameter; None if it has none."""
+    section, *rest = path.split(".")
+    here: Any = vars(algorithm(config)) if section == "algorithm" else config.model_dump(mode="json").get(section)
+    for part in rest:
+        here = _inside(here, part)
+    return here
 
 
 def _inside(value: Any, part: str) -> Any:

@@ -38,7 +38,7 @@ from flexfleet.steps.model_pool import model_pool
 from flexfleet.steps.prepare import Resolved
 from flexfleet.steps.share import adopt, fits, share
 from flexfleet.studies import search
-from flexfleet.studies.outcome import Tuned, importance, markdown, page, said
+from flexfleet.studies.outcome import Tried, Tuned, importance, markdown, page, said
 from flexfleet.tracking.record import of_job, tracker
 from flexfleet.tracking.trackers import MLflow, log_outcome
 
@@ -325,6 +325,7 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         best_value=best.value,
         held_out=held,
         gain=mean(b - d for b, d in zip(held["best"], held["default"], strict=True)) if config.tune.held_out else 0.0,
+        tried=tuple(map(_tried, sorted(done, key=lambda t: t.number))),
     )
     write_config(public(settings["best"]), folder / "params.yaml")
     changed: dict[str, Any] = {}
@@ -344,6 +345,19 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
         log_outcome(config.tracking.mlflow, parent.run_id, figures, {}, [str(folder / name) for name in FILES])
         parent.finish("FINISHED")
     return tuned
+
+
+def _tried(trial: Any) -> Tried:
+    from optuna.trial import TrialState
+
+    why = trial.user_attrs.get("infeasible")
+    complete = trial.state == TrialState.COMPLETE
+    outcome: Literal["complete", "pruned", "infeasible"]
+    outcome = "complete" if complete else "pruned" if why is None else "infeasible"
+    if why is None and (over := [name for name, points in trial.constraints.items() if points > 0]):
+        why = f"larger than its devices hold: {', '.join(over)}"
+    value = trial.value if complete else None
+    return Tried(number=trial.number, outcome=outcome, value=value, params=dict(trial.params), why=why)
 
 
 # ------------------------------------------------------------------------------------------- as tasks of a graph

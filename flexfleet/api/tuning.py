@@ -1,0 +1,222 @@
+"""`flexfleet.tune`: a search for hyper-parameters from Python, and what a study's folder gives."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.training.guest import guest
+from flexfleet.api.asked import Default, check_reach, config_of, plain
+from flexfleet.api.comparing import in_store
+from flexfleet.api.running import ALGORITHM, DATASET, MODEL, shown, told
+from flexfleet.api.tables import table, to_html
+from flexfleet.config import Config, load_config, parse
+from flexfleet.config.overrides import PARAMETERS
+from flexfleet.files.terminal import missing
+from flexfleet.studies import outcome
+from flexfleet.studies.outcome import Tuned
+from flexfleet.studies.search import configured
+from flexfleet.studies.study import tune as tune_all
+
+BOUNDS = 2
+
+
+class DefaultNumber(int):
+    """As `Default`, of a number."""
+
+
+class DefaultSeeds(tuple[int, ...]):
+    """As `Default`, of seeds."""
+
+    __slots__ = ()
+
+
+TRIALS, METRIC, JOBS = DefaultNumber(30), Default("avg"), DefaultNumber(1)
+SEEDS, HELD_OUT = DefaultSeeds((0,)), DefaultSeeds((100, 101, 102))
+
+
+def tune(
+    algorithm: Any = ALGORITHM,
+    *,
+    space: Mapping[str, Any] | None = None,
+    trials: int = TRIALS,
+    metric: str = METRIC,
+    seeds: Sequence[int] = SEEDS,
+    held_out: Sequence[int] = HELD_OUT,
+    jobs: int = JOBS,
+    id: str | None = None,
+    resume: bool = False,
+    progress: bool | None = None,
+    **common: Any,
+) -> Study:
+    """Searches hyper-parameters, then compares the best setting with the default on seeds that no trial has used: what
+    `flexfleet tune` does, with the same folder and the same bits.
+
+    `space`, by dotted names: (low, high), both included; a list of choices; or a mapping, {"low": 0.01, "high": 1,
+    "log": True}. Between two whole numbers only whole ones are drawn, unless the parameter is now a fraction. None: the
+    space that the algorithm declares. `trials`: how many in all. `metric`: avg or full, of the last round, the mean
+    over `seeds`. `held_out`: seeds of the comparison in the end. `common`: the keywords of `flexfleet.run` (dataset,
+    model, rounds, options, config, store_uri, ...); `seed` is that of the search.
+
+    `jobs`: workers side by side. With 1 the trials run in this process, so that they may use what a notebook defines.
+    `id`: the name of the study's folder in the store (default: the time); `resume`: go on with the study of this id.
+
+    Raises ConfigError for an impossible search, EnvironmentFailure where Optuna is not installed.
+    """
+    given = {"trials": trials, "metric": metric, "seeds": seeds, "held_out": held_out, "workers": jobs}
+    keywords = {"dataset": DATASET, "model": MODEL, **common, "algorithm": algorithm}
+    return told(lambda: _tune(space, given, id, resume, progress, keywords))
+
+
+def _tune(
+    space: Mapping[str, Any] | None,
+    given: Mapping[str, Any],
+    id: str | None,
+    resume: bool,
+    progress: bool | None,
+    keywords: dict[str, Any],
+) -> Study:
+    if resume and id is None:
+        raise ConfigError("resume=True needs id, the name of the study to go on with")
+    if find_spec("optuna") is None:
+        raise EnvironmentFailure(missing("optuna"))
+    config = study_of(space, given, keywords)
+    check_reach(config, config.tune.workers)
+    name = id or time.strftime("tune-%Y%m%d-%H%M%S")
+    folder = Path(config.run.store) / name
+    if folder.exists() and not resume:
+        raise ConfigError(f"{folder} exists already: go on with resume=True, or give another id")
+    with guest(), shown(progress):
+        tune_all(config, name, resume=resume)
+    return Study(folder)
+
+
+def study_of(space: Mapping[str, Any] | None, given: Mapping[str, Any], keywords: Mapping[str, Any]) -> Config:
+    """The configuration of a study; `given`: parameters of its section `tune`. Raises ConfigError."""
+    options = dict(keywords.get("options") or {})
+    rest = {name: value for name, value in keywords.items() if name not in ("config", "options")}
+    config = config_of(keywords.get("config"), options, rest)
+    own = {n: plain(v, n) for n, v in given.items() if not isinstance(v, Default | DefaultNumber | DefaultSeeds)}
+    if space is not None:
+        own["space"] = {PARAMETERS.get(path, path): value for path, value in space.items()}
+        own["space"] = {path: _range(config, path, value) for path, value in own["space"].items()}
+    if twice := [name for name in own if f"tune.{name}" in options]:
+        raise ConfigError(f"{twice[0]!r} is given as a keyword and as options['tune.{twice[0]}']: say it once")
+    values = config.model_dump(mode="json")
+    return parse({**values, "tune": {**values["tune"], **own}})
+
+
+def _range(config: Config, path: str, value: Any) -> dict[str, Any]:
+    """A range as the configuration has it."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each, f"space[{path!r}]") for key, each in value.items()}
+    if isinstance(value, tuple):
+        ends = plain(value, f"space[{path!r}]")
+        if len(ends) != BOUNDS or any(isinstance(end, bool) or not isinstance(end, int | float) for end in ends):
+            raise ConfigError(f"space[{path!r}]: (low, high) or a [list] of choices is expected, got {value!r}")
+        whole = all(isinstance(end, int) for end in ends) and not isinstance(configured(config, path), float)
+        return {"low": ends[0], "high": ends[1], "whole": whole}
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        raise ConfigError(f"space[{path!r}]: (low, high) or a [list] of choices is expected, got {value!r}")
+    return {"choices": [plain(each, f"space[{path!r}]") for each in value]}
+
+
+# ------------------------------------------------------------------------------------------------ what it gives
+class Study:
+    """A finished search.
+
+    id, folder        its name and folder
+    best, default     the best setting and the configuration's own, by dotted names
+    best_value        the metric of the best trial
+    gain              mean of best - default over the held-out seeds
+    table             best against default, a line for each held-out seed
+    trials            a line for each trial
+    importance        how much each parameter mattered: shares that add up to 1, or 0 with too few trials
+    config            the whole configuration with the best setting, for `flexfleet.run(config=...)`
+    report            the page
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises ConfigError where there is no finished study."""
+        self.folder = Path(folder)
+        if not (self.folder / "tune.json").is_file():
+            raise ConfigError(
+                f"{self.folder} holds no finished study: it has no tune.json. One that was stopped goes on with "
+                "tune(..., id=..., resume=True)"
+            )
+
+    def __repr__(self) -> str:
+        return f"<flexfleet.Study {self.id}: {outcome.headline(self._tuned)}>"
+
+    def __str__(self) -> str:
+        """The summary of the terminal."""
+        return outcome.told(self._tuned, self.folder)
+
+    def _repr_html_(self) -> str:
+        page = f'<p><a href="{html.escape(str(self.report))}">report</a></p>'
+        lines = to_html(("seed", "default", "best", "gain"), outcome.held_out(self._tuned))
+        return f"<p>{html.escape(outcome.headline(self._tuned))}</p>{lines}{page}"
+
+    @cached_property
+    def _tuned(self) -> Tuned:
+        return Tuned.read(self.folder / "tune.json")
+
+    @property
+    def id(self) -> str:
+        return self._tuned.id
+
+    @property
+    def best(self) -> dict[str, Any]:
+        return dict(self._tuned.best)
+
+    @property
+    def default(self) -> dict[str, Any]:
+        return dict(self._tuned.default)
+
+    @property
+    def best_value(self) -> float:
+        return self._tuned.best_value
+
+    @property
+    def gain(self) -> float:
+        return self._tuned.gain
+
+    @property
+    def importance(self) -> dict[str, float]:
+        return dict(self._tuned.importance)
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "study.html"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return load_config(self.folder / "params.yaml").model_dump(mode="json")
+
+    @property
+    def table(self) -> Any:
+        held = self._tuned.held_out
+        pairs = zip(held["seeds"], held["default"], held["best"], strict=True)
+        return table([{"seed": int(seed), "default": d, "best": b, "gain": b - d} for seed, d, b in pairs])
+
+    @property
+    def trials(self) -> Any:
+        """`number`, `outcome` (complete, pruned, infeasible), `value`, the parameters by dotted names, and `why` one
+        cannot be the best."""
+        return table(
+            [
+                {"number": t.number, "outcome": t.outcome, "value": t.value, **t.params, "why": t.why}
+                for t in self._tuned.tried
+            ]
+        )
+
+
+def load_study(study: str | Path | Study) -> Study:
+    """The study in a folder, or of this id in the folder `runs`. Raises ConfigError where there is none."""
+    return Study(study.folder if isinstance(study, Study) else in_store(study, "tune.json"))

@@ -1,0 +1,160 @@
+"""`flexfleet.tune` from Python: the command line's study, spaces, and code of a cell."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flexfleet as ff
+from fl_engine.algorithms import HeteroFL
+from fl_engine.data import partitioning
+from flexfleet.api import tuning
+from flexfleet.api.tuning import study_of
+from flexfleet.config import TuneConfig
+from flexfleet.studies import outcome
+
+OPTIONS = {"tracking.mlflow": None, "pretrain.epochs": 1, "dataset.train_samples": 300, "dataset.test_samples": 100}
+SMALL: dict[str, Any] = {"clients": 4, "rounds": 1, "local_epochs": 1, "options": OPTIONS, "progress": False}
+SPACE = {"learning_rate": {"low": 0.01, "high": 0.5, "log": True}, "training.batch_size": [10, 20]}
+SEARCH: dict[str, Any] = {"trials": 3, "metric": "full", "held_out": (7, 8), "space": SPACE}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    here = tmp_path_factory.mktemp("studies")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        patch.setattr(partitioning, "draw", lambda *_: None)
+        patch.setattr(outcome.plots, "study", lambda *_, **__: [])  # drawings have tests of their own
+        yield here / "runs"
+
+
+@pytest.fixture(scope="module")
+def study(store: Path) -> ff.Study:
+    return ff.tune("heterofl", id="lr", **SEARCH, **SMALL)
+
+
+def test_it_is_the_study_of_the_command_line(study: ff.Study, flexfleet: Callable[..., Any]) -> None:
+    sets = [f"{key}={json.dumps(value)}" for key, value in OPTIONS.items()]
+    sets += ["partition.clients=4", "rounds.stop=1", "training.epochs=1", "algorithm.name=heterofl", "tune.trials=3"]
+    sets += ["tune.metric=full", "tune.held_out=[7,8]", "run.store=by_command"]
+    sets += ["tune.space={training.lr: {low: 0.01, high: 0.5, log: true}, training.batch_size: {choices: [10, 20]}}"]
+    done = flexfleet("tune", "--id", "lr", "--json", sets=sets)
+    assert done.code == 0, done.err
+    assert done.json == json.loads((study.folder / "tune.json").read_text())
+
+
+def test_a_study_has_what_its_folder_has(study: ff.Study) -> None:
+    assert study.id == "lr" and set(study.best) == {"training.lr", "training.batch_size"}
+    assert study.default["training.batch_size"] in (10, 20) or set(study.default) == {"training.lr"}
+    trials = study.trials
+    assert list(trials["number"]) == [0, 1, 2]
+    complete = trials[trials["outcome"] == "complete"]
+    assert study.best_value == complete["value"].max()
+    assert study.best["training.lr"] == complete.loc[complete["value"].idxmax(), "training.lr"]
+    assert list(study.table["seed"]) == [7, 8]
+    assert study.gain == pytest.approx(study.table["gain"].mean())
+    assert list(study.table["gain"]) == list(study.table["best"] - study.table["default"])
+    assert study.report.is_file() and "study.html" in study._repr_html_()
+    assert "held-out seeds 7, 8" in str(study) and "lr" in repr(study)
+    assert study.config["training"]["lr"] == study.best["training.lr"]
+    assert set(study.importance) == set(study.best)
+
+
+def test_a_study_is_found_again(study: ff.Study) -> None:
+    for place in ("lr", study.folder, str(study.folder), study):
+        assert ff.load_study(place).best == study.best
+    with pytest.raises(ff.ConfigError, match="no finished study"):
+        ff.load_study("nowhere")
+    with pytest.raises(ff.ConfigError, match="resume=True"):
+        ff.tune("heterofl", id="lr", **SEARCH, **SMALL)
+    with pytest.raises(ff.ConfigError, match="resume=True needs id"):
+        ff.tune("heterofl", resume=True, **SEARCH, **SMALL)
+
+
+def test_a_resumed_study_makes_the_trials_that_are_missing(study: ff.Study) -> None:
+    (study.folder / "tune.json").rename(study.folder / "before.json")
+    more = ff.tune("heterofl", id="lr", resume=True, **{**SEARCH, "trials": 4}, **SMALL)
+    assert len(more.trials) == 4
+    assert list(more.trials["value"][:3]) == list(study.trials["value"])
+    (study.folder / "before.json").rename(study.folder / "tune.json")
+
+
+def test_what_a_cell_defines_is_tuned_in_this_process(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class FromACell(HeteroFL):
+        boost: int = 1
+
+    FromACell.__module__, FromACell.__qualname__ = "__main__", "FromACell"
+    monkeypatch.setattr(sys.modules["__main__"], "FromACell", FromACell, raising=False)
+    search = {**SEARCH, "trials": 2, "held_out": (), "space": {"algorithm.boost": (1, 3)}}
+    found = ff.tune(FromACell, id="cell", **search, **SMALL)
+    assert found.best["algorithm.boost"] in (1, 2, 3) and len(found.table) == 0
+    with pytest.raises(ff.ConfigError, match=r"FromACell is defined in this notebook.*2 processes side by side"):
+        ff.tune(FromACell, id="two", jobs=2, **search, **SMALL)
+    assert not (store / "two").exists()
+
+
+# --------------------------------------------------------------------------------------------- what is asked
+def asked(space: Any = None, given: Any = None, **keywords: Any) -> TuneConfig:
+    return study_of(space, given or {}, {"algorithm": "flexfl", **keywords}).tune
+
+
+def test_ranges() -> None:
+    found = asked(
+        {"algorithm.kd_weight": (1, 20), "local_epochs": (1, 5), "training.lr": (0.1, 1), "training.momentum": [0, 0.9],
+         "partition.rule": ["iid", "dirichlet"], "training.weight_decay": {"low": 1e-5, "high": 1e-2, "log": True}}
+    ).space  # fmt: skip
+    assert (found["algorithm.kd_weight"].whole, found["training.epochs"].whole) == (False, True)
+    assert (found["training.lr"].low, found["training.lr"].high, found["training.lr"].whole) == (0.1, 1.0, False)
+    assert found["training.momentum"].choices == (0, 0.9) and found["partition.rule"].choices == ("iid", "dirichlet")
+    assert found["training.weight_decay"].log
+
+
+def test_the_defaults_are_the_configurations_and_give_way_to_a_file(tmp_path: Path) -> None:
+    names = {"workers": "jobs"}
+    for name in ("trials", "metric", "seeds", "held_out", "workers"):
+        default = inspect.signature(ff.tune).parameters[names.get(name, name)].default
+        assert default == getattr(TuneConfig(), name)
+    left = {"trials": tuning.TRIALS, "metric": tuning.METRIC, "seeds": tuning.SEEDS, "workers": tuning.JOBS}
+    file = tmp_path / "params.yaml"
+    file.write_text("tune: {trials: 7, metric: full, seeds: [3], workers: 2}")
+    found = asked(None, left, config=file)
+    assert (found.trials, found.metric, found.seeds, found.workers) == (7, "full", (3,), 2)
+    found = asked(None, {**left, "trials": 30, "seeds": [4]}, config=file)
+    assert (found.trials, found.seeds, found.metric) == (30, (4,), "full")
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "one end": (lambda: asked({"training.lr": (0.1,)}), r"\(low, high\)"),
+    "ends that are words": (lambda: asked({"training.lr": ("a", "b")}), r"\(low, high\)"),
+    "a number": (lambda: asked({"training.lr": 0.1}), r"a \[list\] of choices"),
+    "the wrong way round": (lambda: asked({"training.lr": (1.0, 0.1)}), "low below high"),
+    "twice": (lambda: asked(None, {"trials": 3}, options={"tune.trials": 4}), "say it once"),
+    "a space twice": (lambda: asked({"training.lr": (0.1, 1.0)}, options={"tune.space": {}}), "say it once"),
+    "another metric": (lambda: asked(None, {"metric": "acc"}), "metric"),
+    "a keyword that there is not": (lambda: ff.tune(trails=3), "trails"),
+    "what cannot be searched": (lambda: ff.tune(space={"seed": (1, 3)}, id="bad", **SMALL), "cannot be searched"),
+    "seeds that are not new": (lambda: ff.tune(space=SPACE, held_out=(0,), id="bad", **SMALL), "held_out"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_refused_before_anything_is_written(what: str, store: Path) -> None:
+    call, said = BAD[what]
+    with pytest.raises(ff.ConfigError, match=said):
+        call()
+    assert not (store / "bad").exists()
+
+
+def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "find_spec", lambda name: None)
+    with pytest.raises(ff.EnvironmentFailure, match=r"optuna is not installed: pip install 'flexfleet\[tune\]'"):
+        ff.tune(**SMALL)
