@@ -102,7 +102,8 @@ def study_of(space: Mapping[str, Any] | None, given: Mapping[str, Any], keywords
     options = dict(keywords.get("options") or {})
     rest = {name: value for name, value in keywords.items() if name not in ("config", "options")}
     config = config_of(keywords.get("config"), options, rest)
-    own = {n: plain(v, n) for n, v in given.items() if not isinstance(v, Default | DefaultNumber | DefaultSeeds)}
+    said = {n: v for n, v in given.items() if not isinstance(v, Default | DefaultNumber | DefaultSeeds)}
+    own = {n: plain(list(v) if isinstance(v, range) else v, n) for n, v in said.items()}
     if space is not None:
         own["space"] = {PARAMETERS.get(path, path): value for path, value in space.items()}
         own["space"] = {path: _range(config, path, value) for path, value in own["space"].items()}

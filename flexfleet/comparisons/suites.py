@@ -28,6 +28,7 @@ from fl_engine.core.plain import read_yaml
 from flexfleet.comparisons.reference import LABEL
 from flexfleet.config import Config
 from flexfleet.config.entries import Entry, entries_for
+from flexfleet.config.factors import factors_of
 
 FOLDER = Path(str(resources.files("flexfleet.comparisons").joinpath("suites")))
 
@@ -96,7 +97,7 @@ def entries_of(
     over: Sequence[str] = (),
 ) -> list[Entry]:
     """All runs of the suite, or of the rows named in `only` (`a,b`; `central` is the reference). `sets` and `seeds`
-    replace what the suite says; `over`: factors, `a.b=value,value`. Raises ConfigError."""
+    replace what the suite says, and so do the factors `over` (`a.b=value,value`). Raises ConfigError."""
     rows = {label: row for label, row in suite.rows.items() if row is not None}
     if suite.central and LABEL in rows:
         raise ConfigError(f"the suite's row {LABEL} has the name of its reference: give it another, or central: false")
@@ -106,14 +107,15 @@ def entries_of(
     for label in wanted:
         if label not in rows:
             raise ConfigError(f"--algorithms: the suite has no row {label!r}{nearest(label, list(rows))}")
-    given = [f"{path}={json.dumps(value)}" for path, value in suite.settings.items()]
+    factors = factors_of(over)
+    given = [f"{path}={json.dumps(value)}" for path, value in suite.settings.items() if path not in factors]
     algorithms = []
     for label in wanted:
         own = dict(rows[label])
         if not isinstance(name := own.pop("algorithm", None), str):
             raise ConfigError(f"the suite's row {label} names no algorithm")
         algorithms.append(f"{label}={name}")
-        given += [f"{label}:{path}={json.dumps(value)}" for path, value in own.items()]
+        given += [f"{label}:{path}={json.dumps(value)}" for path, value in own.items() if path not in factors]
     listed = seeds or ",".join(map(str, suite.seeds))
     return entries_for(",".join(algorithms), listed, [*given, *sets], load, id, over)
 

@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.core.errors import IntegrityError
 from fl_engine.data import partitioning
 from flexfleet.api.labels import entries_of
-from flexfleet.comparisons import whole
+from flexfleet.comparisons import suites, whole
 from flexfleet.comparisons.side_by_side import BEGINS, one_by_one
-from flexfleet.config import flatten
+from flexfleet.comparisons.suites import Suite
+from flexfleet.config import flatten, load_config
 from flexfleet.config.factors import crossed, factors_of
 from flexfleet.runs import whole as run_module
 
@@ -241,6 +243,16 @@ def test_the_labels_of_factors() -> None:
     for wrong in ("training.lr", "=1", "training.lr=", "training.lr=[1"):
         with pytest.raises(ff.ConfigError, match="--over"):
             factors_of([wrong])
+
+
+def test_a_factor_takes_the_place_of_what_a_suite_says() -> None:
+    rows: Any = {"a": {"algorithm": "heterofl"}, "b": {"algorithm": "heterofl", "training.lr": 0.5}}
+    suite = Suite(seeds=(3,), settings={"training.lr": 0.9, "training.momentum": 0.1}, rows=rows)
+    found = suites.entries_of(suite, None, None, [], partial(load_config, None), "asked", ["training.lr=0.1,0.2"])
+    rates = {entry.label: (entry.config.training.lr, entry.config.training.momentum) for entry in found}
+    assert rates == {f"{label}-lr{lr}": (lr, 0.1) for label in "ab" for lr in (0.1, 0.2)}
+    with pytest.raises(ff.ConfigError, match="say it once"):
+        suites.entries_of(suite, "a", None, ["training.lr=1"], partial(load_config, None), "asked", ["training.lr=0.1"])
 
 
 def test_factors_are_columns_of_the_tables(store: Path, flexfleet: Callable[..., Any], monkeypatch: Any) -> None:

@@ -128,8 +128,8 @@ def test_the_defaults_are_the_configurations_and_give_way_to_a_file(tmp_path: Pa
     file.write_text("tune: {trials: 7, metric: full, seeds: [3], workers: 2}")
     found = asked(None, left, config=file)
     assert (found.trials, found.metric, found.seeds, found.workers) == (7, "full", (3,), 2)
-    found = asked(None, {**left, "trials": 30, "seeds": [4]}, config=file)
-    assert (found.trials, found.seeds, found.metric) == (30, (4,), "full")
+    found = asked(None, {**left, "trials": 30, "seeds": range(4, 6)}, config=file)
+    assert (found.trials, found.seeds, found.metric) == (30, (4, 5), "full")
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
