@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fl_engine.core.errors import Stopped
+from fl_engine.core.errors import IntegrityError, Stopped
 from flexfleet.comparisons import side_by_side
 
 JOB = """
@@ -82,3 +83,37 @@ def test_a_signal_is_passed_on_and_nothing_else_starts(job: Any, number: signal.
     assert killer.wait() == 0
     assert not jobs[2].log.exists()
     assert signal.getsignal(number) == before, "the caller's again (ignored in a background shell)"
+
+
+# -------------------------------------------------------------------------------------------- in this process
+def calls(tmp_path: Path, **each: Callable[[], object]) -> list[side_by_side.Command]:
+    made = side_by_side.Command
+    return [made(name, "some.module", ("--a", "b c"), tmp_path / f"{name}.log", call=c) for name, c in each.items()]
+
+
+def fail(error: BaseException) -> Callable[[], object]:
+    def call() -> object:
+        logging.getLogger("flexfleet").warning("begins")
+        raise error
+
+    return call
+
+
+def test_one_by_one_a_failure_is_a_code_and_the_last_words_of_its_log(tmp_path: Path) -> None:
+    done: list[int] = []
+    codes = side_by_side.one_by_one(calls(tmp_path, a=fail(IntegrityError("it is\ndamaged")), b=lambda: done.append(1)))
+    assert codes == {"a": IntegrityError.exit_code, "b": 0} and done == [1]
+    lines = (tmp_path / "a.log").read_text().splitlines()
+    assert lines[0] == "$ python -m some.module --a 'b c'"
+    assert lines[1].endswith("begins") and lines[2] == "error: it is damaged"
+    assert side_by_side.last_words(tmp_path / "a.log") == "it is damaged"
+    assert "begins" not in (tmp_path / "b.log").read_text()
+
+
+@pytest.mark.parametrize("error", [Stopped("stopped on request"), KeyboardInterrupt(), ZeroDivisionError("own code")])
+def test_one_by_one_a_stop_and_an_error_of_own_code_come_through(tmp_path: Path, error: BaseException) -> None:
+    done, before = list[int](), list(logging.getLogger("flexfleet").handlers)
+    with pytest.raises(type(error)) as raised:
+        side_by_side.one_by_one(calls(tmp_path, a=fail(error), b=lambda: done.append(1)))
+    assert raised.value is error and done == []
+    assert logging.getLogger("flexfleet").handlers == before
