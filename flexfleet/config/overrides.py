@@ -11,32 +11,17 @@ import yaml
 
 from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.plain import check_plain
-from flexfleet.config import Config, pair_of, parse, public, set_path
+from flexfleet.config import Config, pair_of, parse, public, set_path, short
 from flexfleet.config.entries import Entry, by_label, entries, labels_of, seeds_of
 from flexfleet.config.names import plain
 from flexfleet.config.passwords import no_passwords
 from flexfleet.config.platform import platform_uri
 from flexfleet.config.read import names_a_kind
+from flexfleet.config.short import SHORT, place
 
-PARAMETERS = {
-    "dataset": "dataset.name",
-    "model": "model.name",
-    "algorithm": "algorithm.name",
-    "clients": "partition.clients",
-    "partition_rule": "partition.rule",
-    "dirichlet_alpha": "partition.alpha",
-    "rounds": "rounds.stop",
-    "client_fraction": "training.fraction",
-    "local_epochs": "training.epochs",
-    "learning_rate": "training.lr",
-    "seed": "seed",
-    "mlflow_uri": "tracking.mlflow",
-    "store_uri": "run.store",
-}
+PARAMETERS = dict(SHORT)
 """The fields of a run form, and the parameters that they set. `advanced` sets all others by their dotted names."""
-
-
-STUDY = {"trials": "tune.trials"}
+STUDY = dict(short.STUDY)
 """What the form of a study also asks for."""
 MAPPINGS = ("kubernetes.pools", "tune.space")
 """Parameters whose keys the user chooses, so that they are given as a whole."""
@@ -60,8 +45,7 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
             wrong.append(f"unknown parameter {name!r}{nearest(name, known)}")
             continue
         value = mlflow_of(value) if name == "mlflow_uri" else whole(value)
-        remote = name == "store_uri" and "://" in str(value)
-        set_path(values, "run.remote" if remote else known[name], value)
+        set_path(values, place(name, value), value)
     names = {path: name for name, path in known.items()} | {"run.remote": "store_uri"}
     for path, value in sorted(advanced.items(), key=lambda pair: not names_a_kind(pair[0])):
         if path in names:
@@ -92,8 +76,7 @@ def sets_of(mlflow_uri: str, store_uri: str, advanced: Mapping[str, Any]) -> lis
     """The values of a form as `a.b=value`, for a suite, which has its other settings in a file. Raises ConfigError for
     a password."""
     no_passwords({"mlflow_uri": mlflow_uri, "store_uri": store_uri, **advanced})
-    where = "run.remote" if "://" in store_uri else "run.store"
-    values = {"tracking.mlflow": mlflow_of(mlflow_uri), where: store_uri, **advanced}
+    values = {"tracking.mlflow": mlflow_of(mlflow_uri), place("store_uri", store_uri): store_uri, **advanced}
     return [f"{path}={json.dumps(whole(value))}" for path, value in values.items()]
 
 
