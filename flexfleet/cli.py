@@ -8,12 +8,13 @@ from pathlib import Path
 
 import fl_engine
 from flexfleet import commands
+from flexfleet.config.short import SHORT, STUDY
 from flexfleet.files import terminal as common
 
 DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
 
   flexfleet run                                   FlexFL on the bundled digits
-  flexfleet run --set algorithm.name=all_large    its control
+  flexfleet run --algorithm all_large             its control
   flexfleet report runs/a runs/b                  both in one page
   flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2
 """
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
         if config:
             common.add_config(c)
         c.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
+        common.add_loudness(c)
         return c
 
     c = add("run", "partition, pre-train, build the pool, run the rounds, evaluate, report")
@@ -54,12 +56,14 @@ def parser() -> argparse.ArgumentParser:
         "--shared", type=Path, metavar="DIR", help="use the partition and pre-training that a comparison computed"
     )
     c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
+    common.add_short(c, SHORT)
     c.set_defaults(call=commands.run)
 
     c = add("central", "train the network on all training samples, as a reference for federated runs (see `central`)")
     c.add_argument("--run-id", metavar="NAME", help="name of the run's folder (default: central, seed and time)")
     common.add_resume(c)
     c.add_argument("--tag", action="append", default=[], metavar="key=value", help="tag of the MLflow run; repeatable")
+    common.add_short(c, ("dataset", "model", "seed", "mlflow_uri", "store_uri"))  # those that it reads
     c.set_defaults(call=commands.central)
 
     c = add("compare", "several algorithms and seeds on one task, in one table")
@@ -83,12 +87,14 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     common.add_resume(c)
     common.add_faults(c)
+    common.add_short(c, (name for name in SHORT if name not in ("algorithm", "seed")))
     c.set_defaults(call=commands.compare)
 
     c = add("tune", "search hyper-parameters: trials, then the best against the default on new seeds")
     c.add_argument("--id", metavar="NAME", help="name of the study's folder (default: the time)")
     c.add_argument("--jobs", type=int, metavar="N", help="workers side by side (default: tune.workers)")
     c.add_argument("--resume", action="store_true", help="go on with the study if it exists")
+    common.add_short(c, (*SHORT, *STUDY))
     c.set_defaults(call=commands.tune)
 
     c = add("regress", "run a fixed suite; exit code 5 if a figure is worse than before", config=False)
@@ -125,8 +131,7 @@ def parser() -> argparse.ArgumentParser:
     c.set_defaults(call=commands.nightly)
 
     c = add("pool", "show the model pool: sizes, multiply-adds, widths")
-    c.add_argument("--algorithm", metavar="NAME")
-    c.add_argument("--model", metavar="NAME")
+    common.add_short(c, ("dataset", "model", "algorithm"))
     c.add_argument(
         "--input",
         metavar="SHAPE",
@@ -153,6 +158,7 @@ def parser() -> argparse.ArgumentParser:
     c.set_defaults(call=commands.status)
 
     c = add("check", "check parameters, data, partition, fleet and pool without training")
+    common.add_short(c, SHORT)
     c.set_defaults(call=commands.check)
 
     c = add("doctor", "show what is installed, and what each missing extra would enable", config=False)
@@ -162,6 +168,7 @@ def parser() -> argparse.ArgumentParser:
 
 def dispatch(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    common.settle(args)
     code: int = args.call(args)
     return code
 

@@ -272,16 +272,11 @@ def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
 
 
 def pool(args: argparse.Namespace) -> int:
-    from flexfleet.steps.prepare import resolved_of
-
-    if args.algorithm:
-        args.set.append(f"algorithm.name={args.algorithm}")
-    if args.model:
-        args.set.append(f"model.name={args.model}")
     from fl_engine.exchange.server import LazyServer
     from flexfleet.files import prepared
     from flexfleet.files.artifacts import Apoz
     from flexfleet.steps import model_pool, partition, pretrain
+    from flexfleet.steps.prepare import resolved_of
 
     resolved = resolved_of(args)
     config, algorithm = resolved.config, resolved.algorithm

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.fields import Moves
-from flexfleet.config import Config, flatten, moves
+from flexfleet.config import Config, flatten, moves, pair_of
 from flexfleet.config.factors import crossed, factors_of
 from flexfleet.config.names import plain
 
@@ -116,10 +116,19 @@ def by_label(settings: Iterable[tuple[str, V]], labels: Iterable[str]) -> dict[s
         if owner not in out:
             known = nearest(label, [one for one in out if one is not None])
             raise ConfigError(f"{key}: no algorithm of this comparison is labelled {label!r}{known}")
-        if path in FIXED:
-            raise ConfigError(f"{key}: {FIXED[path]}")
+        for each in _inside(path, value):
+            if each in FIXED:
+                raise ConfigError(f"{key}: {FIXED[each]}")
         out[owner].append((path, value))
     return out
+
+
+def _inside(path: str, value: object) -> Iterator[str]:
+    """The dotted name, and those of what a mapping holds."""
+    yield path
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _inside(f"{path}.{key}", inner)
 
 
 def entries(
@@ -178,6 +187,7 @@ def entries_for(
     """All runs that a command line asks for. `load` reads the configuration with overrides `a.b=value`; without `seeds`
     there is one seed, the configuration's. `over`: factors, `a.b=value,value`. Raises ConfigError."""
     labels = labels_of(algorithms)
+    by_label((pair_of(text) for text in sets), labels)  # raises also for what a mapping holds
     words = (text.partition("=") for text in sets)
     given = by_label(((key, sign + value) for key, sign, value in words), labels)
 

@@ -16,15 +16,13 @@ from flexfleet.config.entries import Entry, by_label, entries, labels_of, seeds_
 from flexfleet.config.names import plain
 from flexfleet.config.passwords import no_passwords
 from flexfleet.config.platform import platform_uri
-from flexfleet.config.read import names_a_kind
+from flexfleet.config.read import MAPPINGS, names_first
 from flexfleet.config.short import SHORT, place
 
 PARAMETERS = dict(SHORT)
 """The fields of a run form, and the parameters that they set. `advanced` sets all others by their dotted names."""
 STUDY = dict(short.STUDY)
 """What the form of a study also asks for."""
-MAPPINGS = ("kubernetes.pools", "tune.space")
-"""Parameters whose keys the user chooses, so that they are given as a whole."""
 
 
 def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> Config:
@@ -47,7 +45,7 @@ def config_from(parameters: Mapping[str, Any], advanced: Mapping[str, Any]) -> C
         value = mlflow_of(value) if name == "mlflow_uri" else whole(value)
         set_path(values, place(name, value), value)
     names = {path: name for name, path in known.items()} | {"run.remote": "store_uri"}
-    for path, value in sorted(advanced.items(), key=lambda pair: not names_a_kind(pair[0])):
+    for path, value in names_first(advanced.items()):
         if path in names:
             wrong.append(f"advanced: {path!r} is the parameter {names[path]!r}, set it there")
         elif isinstance(value, Mapping) and path not in MAPPINGS:

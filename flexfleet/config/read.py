@@ -1,4 +1,4 @@
-"""Reads a configuration from a file and overrides, and checks it.
+"""Reads a configuration from files and overrides, and checks it.
 
 Every unknown key is an error that names the nearest one; nothing is converted silently.
 """
@@ -6,14 +6,15 @@ Every unknown key is an error that names the nearest one; nothing is converted s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from fl_engine.algorithms import ALGORITHMS
+from fl_engine.algorithms.pooled import Training
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.plain import check_plain, read_yaml
@@ -26,34 +27,40 @@ from flexfleet.config.explain import explain, short
 from flexfleet.config.resolve import algorithm, codecs
 from flexfleet.config.schema import Config
 
+Files = str | Path | Sequence[str | Path] | None
+"""The files of a configuration, each on top of those before it; None: no file."""
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The defaults, a YAML file on top (None: no file), `a.b=value` overrides on top of that; checked.
+
+def load_config(files: Files = None, overrides: Sequence[str] = ()) -> Config:
+    """The defaults, YAML files on top, `a.b=value` overrides on top of those; checked.
 
     The order of overrides does not matter: a model's or an algorithm's name counts before its options.
     """
-    return load_with_algorithm(path, overrides)[0]
+    return load_with_algorithm(files, overrides)[0]
 
 
-def load_with_algorithm(path: str | Path | None = None, overrides: Sequence[str] = ()) -> tuple[Config, Algorithm]:
+def load_with_algorithm(files: Files = None, overrides: Sequence[str] = ()) -> tuple[Config, Algorithm]:
     """`load_config`, and the algorithm that was built to check it."""
-    values: Any = {}
-    if path is not None:
-        try:
-            values = read_yaml(Path(path).read_text()) or {}
-        except OSError as error:
-            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"the configuration {path} is no text: {error}") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a mapping of sections is expected, got {type(values).__name__}")
-    values = _merge(Config().model_dump(mode="json"), values)
-    pairs = [pair_of(override) for override in overrides]
-    for key, value in sorted(pairs, key=lambda pair: not names_a_kind(pair[0])):
+    values = Config().model_dump(mode="json")
+    for path in [files] if isinstance(files, str | Path) else files or ():
+        values = merged(values, _read(path))
+    for key, value in names_first(pair_of(override) for override in overrides):
         set_path(values, key, value)
     return parse_with_algorithm(values)
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        values = read_yaml(Path(path).read_text()) or {}
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the configuration {path} is no text: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a mapping of sections is expected, got {type(values).__name__}")
+    return values
 
 
 def pair_of(override: str) -> tuple[str, Any]:
@@ -68,27 +75,65 @@ def pair_of(override: str) -> tuple[str, Any]:
         raise ConfigError(said) from error
 
 
-KINDS = ("model", "algorithm", "codec.down", "codec.up")
-"""Sections whose options are those of what they name."""
+MAPPINGS = ("kubernetes.pools", "tune.space")
+"""Parameters whose keys the user chooses, so that they are given as a whole."""
 
 
-def names_a_kind(path: str) -> bool:
-    """Whether the parameter of this dotted name decides which others there are."""
-    section, _, last = path.rpartition(".")
-    return section in KINDS and last == "name"
+def chosen_by_name(path: str) -> bool:
+    """Whether the `name` of the mapping at this dotted name decides which other parameters it has: true of a model, an
+    algorithm, a codec and of what they and `training` name, false of a plain section (`dataset`)."""
+    here: Any = Config
+    for part in path.split(".") if path else ():
+        if not _is_section(here):
+            return True
+        field = here.model_fields.get(part)
+        here = None if field is None else field.annotation
+    return not (_is_section(here) or here is Training)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def names_first(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Dotted names and values in the order in which they are set: first the names that decide which other parameters
+    there are, from the outside to the inside, then all others as they were given."""
+
+    def place(pair: tuple[str, Any]) -> tuple[bool, int]:
+        path, value = pair
+        section, _, last = path.rpartition(".")
+        of_name = last == "name" and chosen_by_name(section)
+        decides = of_name or (isinstance(value, Mapping) and "name" in value and chosen_by_name(path))
+        return not decides, path.count(".") if decides else 0
+
+    return sorted(pairs, key=place)
 
 
 def set_path(values: dict[str, Any], path: str, value: Any) -> None:
-    """Sets a dotted path in nested mappings. A new `name` of one of KINDS drops the old one's options."""
+    """Sets a dotted path in nested mappings. A mapping is merged into what stands there; a new `name` drops the options
+    of the old one. Raises ConfigError where a part of the path is a value."""
     *parents, last = path.split(".")
     here = values
     for part in parents:
         here = here.setdefault(part, {})
         if not isinstance(here, dict):
             raise ConfigError(f"{path}: {part!r} is a value, not a section")
-    if names_a_kind(path) and here.get("name") != value:
+    if last == "name" and here.get("name") != value and chosen_by_name(".".join(parents)):
         here.clear()
-    here[last] = value
+    here[last] = merged(here.get(last), value, path)
+
+
+def merged(standing: Any, given: Any, path: str = "") -> Any:
+    """What stands at a dotted name, with what is given on top of it: a mapping keeps the parameters that are not given,
+    unless its `name` chooses something else, whose parameters are others. MAPPINGS are replaced as a whole."""
+    if not isinstance(standing, Mapping) or not isinstance(given, Mapping) or path in MAPPINGS:
+        return given
+    if "name" in given and given["name"] != standing.get("name") and chosen_by_name(path):
+        return dict(given)
+    inner = {
+        key: merged(standing.get(key), value, f"{path}.{key}" if path else str(key)) for key, value in given.items()
+    }
+    return {**standing, **inner}
 
 
 def parse(values: Mapping[str, Any]) -> Config:
@@ -101,7 +146,7 @@ def parse_with_algorithm(values: Mapping[str, Any]) -> tuple[Config, Algorithm]:
     """`parse`, and the algorithm that was built to check the configuration."""
     try:
         check_plain(values)
-        values = _merge(Config().model_dump(mode="json"), values)
+        values = merged(Config().model_dump(mode="json"), values)
         config = Config.model_validate_json(json.dumps(_with_named_fleet(values)))
     except ValidationError as error:
         raise ConfigError("; ".join([explain(error, Config), *_unknown_names(values)])) from error
@@ -144,24 +189,10 @@ def _unknown_names(values: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def _with_named_fleet(values: dict[str, Any]) -> dict[str, Any]:
+def _with_named_fleet(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Writes `fleet.tiers: 8:1:1` out in full, so that a run's record says what its fleet was."""
     section = values.get("fleet")
     if not isinstance(section, Mapping) or not isinstance(section.get("tiers"), str):
         return values
     tiers = TypeAdapter(tuple[Tier, ...]).dump_python(named(section["tiers"]), mode="json")
     return {**values, "fleet": {**section, "tiers": tiers}}
-
-
-def _merge(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A section given in part keeps its other defaults, but not the defaults of another model or algorithm."""
-    out = dict(defaults)
-    for key, value in values.items():
-        old = defaults.get(key)
-        if not isinstance(old, dict) or not isinstance(value, Mapping):
-            out[key] = value
-        elif key in ("model", "algorithm") and value.get("name", old["name"]) != old["name"]:
-            out[key] = dict(value)
-        else:
-            out[key] = _merge(old, value)
-    return out

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fl_engine.core.errors import EnvironmentFailure, FlexfleetError, masked
+import yaml
+
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, masked
+from fl_engine.core.plain import read_yaml
+from flexfleet.config.short import place
 from flexfleet.files.doctor import EXTRAS
+
+log = logging.getLogger("flexfleet")
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -34,11 +39,29 @@ def step_parser(description: str, **reads: str) -> argparse.ArgumentParser:
 
 def add_config(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--config", type=Path, metavar="FILE", help="parameters (default: ./params.yaml, else the built-in defaults)"
-    )
+        "--config", type=Path, action="append", metavar="FILE",
+        help="parameters (default: ./params.yaml, else the built-in defaults); of several, each goes on top of those "
+        "before it",
+    )  # fmt: skip
     p.add_argument(
         "--set", action="append", default=[], metavar="a.b=value", help="override one parameter; may be repeated"
     )
+
+
+def add_short(p: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Options with the short names of parameters (`flexfleet.config.short`)."""
+    group = p.add_argument_group("common parameters, short for --set; `flexfleet params` tells all with their defaults")
+    for name in names:
+        group.add_argument(
+            f"--{name.replace('_', '-')}", dest=name, action=_Given, default=argparse.SUPPRESS, metavar="VALUE",
+            help=place(name, ""),
+        )  # fmt: skip
+
+
+def add_loudness(p: argparse.ArgumentParser) -> None:
+    group = p.add_mutually_exclusive_group()
+    group.add_argument("-q", "--quiet", action="store_true", help="tell warnings and the result only")
+    group.add_argument("-v", "--verbose", action="store_true", help="tell more, and errors with their traceback")
 
 
 def add_resume(p: argparse.ArgumentParser) -> None:
@@ -51,18 +74,55 @@ def add_resume(p: argparse.ArgumentParser) -> None:
     )
 
 
-class _Sets(argparse.Action):
-    """An option that is short for `--set <dest>=`."""
+class _Given(argparse.Action):
+    """An option that is short for `--set`; `dest` is a short name, or a parameter's dotted name."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        namespace.set = [*namespace.set, f"{self.dest}={json.dumps(values)}"]
+        path = self.dest if "." in self.dest else place(self.dest, values)
+        given: dict[str, tuple[str, str]] = getattr(namespace, "given", {})
+        option = self.option_strings[-1]
+        if option in given:
+            raise ConfigError(f"{option} is given twice: leave one out")
+        namespace.given = {**given, option: (path, values)}
 
 
 def add_faults(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--faults", dest="rounds.faults", action=_Sets, default=argparse.SUPPRESS, metavar="LIST",
+        "--faults", dest="rounds.faults", action=_Given, default=argparse.SUPPRESS, metavar="LIST",
         help="clients that misbehave on purpose: drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,corrupt=0.01",
     )  # fmt: skip
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Makes `--set` of the short options, sets how much is told, and says which files are merged. Raises ConfigError
+    where a parameter is given twice."""
+    if getattr(args, "quiet", False) or getattr(args, "verbose", False):
+        for name in ("flexfleet", "fl_engine"):
+            logging.getLogger(name).setLevel(logging.WARNING if args.quiet else logging.DEBUG)
+    for option, (path, text) in getattr(args, "given", {}).items():
+        for other in args.set:
+            if _sets(other, path):
+                raise ConfigError(f"{path} is given twice, by {option} and by --set {masked(other)}: leave one out")
+        args.set = [*args.set, f"{path}={text}"]
+    files = getattr(args, "config", None)
+    if isinstance(files, list) and len(files) > 1:
+        log.info("configuration: %s", ", then on top ".join(map(str, files)))
+
+
+def _sets(override: str, path: str) -> bool:
+    """Whether an `a.b=value`, or a section `a={b: value}`, sets the parameter of this dotted name."""
+    key, _, text = override.partition("=")
+    if not f"{path}.".startswith(f"{key.strip()}."):
+        return False
+    try:
+        here = read_yaml(text)
+    except yaml.YAMLError:  # told where the value is read
+        return False
+    for part in path.removeprefix(key.strip()).split(".")[1:]:
+        if not isinstance(here, Mapping) or part not in here:
+            return False
+        here = here[part]
+    return True
 
 
 def start_logging() -> None:
@@ -81,6 +141,7 @@ def run_main(main: Callable[[Sequence[str] | None], int]) -> None:
         known = told_of(error)
         if known is None:
             raise
+        log.debug("where it happened:", exc_info=error)
         print(f"error: {known[0]}", file=sys.stderr)
         sys.exit(known[1])
     except KeyboardInterrupt:

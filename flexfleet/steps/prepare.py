@@ -23,10 +23,14 @@ from fl_engine.tasks import TASKS
 from fl_engine.training import batches
 from flexfleet import config as configs
 from flexfleet.config import Config, cut_seed, min_side
+from flexfleet.config.read import Files
 from flexfleet.steps.labels import clusters_for, feature_network
 from flexfleet.tracking import versioned
 
 log = logging.getLogger("flexfleet")
+
+DEFAULT = Path("params.yaml")
+"""Read where no other file is given."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,9 @@ class Resolved:
         return cls(config, configs.algorithm(config))
 
     @classmethod
-    def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Resolved:
-        """From a file and overrides, which `load_config` reads. Raises ConfigError."""
-        return cls(*configs.load_with_algorithm(path, overrides))
+    def load(cls, files: Files = None, overrides: Sequence[str] = ()) -> Resolved:
+        """From files and overrides, which `load_config` reads. Raises ConfigError."""
+        return cls(*configs.load_with_algorithm(files, overrides))
 
     @cached_property
     def data(self) -> Data:
@@ -83,10 +87,8 @@ class Resolved:
 
 def resolved_of(args: argparse.Namespace) -> Resolved:
     """What the options of `terminal.add_config` ask for."""
-    path: Path | None = args.config
-    if path is None and Path("params.yaml").is_file():
-        path = Path("params.yaml")
-    return Resolved.load(path, args.set)
+    files: Sequence[Path] = args.config or ([DEFAULT] if DEFAULT.is_file() else [])
+    return Resolved.load(files, args.set)
 
 
 def config_of(args: argparse.Namespace) -> Config:

@@ -1,0 +1,198 @@
+"""The command line's short options, sections given by `--set`, several files, and how much is told."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.core.errors import ConfigError
+from flexfleet import cli
+from flexfleet.config import Config, load_config, parse
+from flexfleet.config.entries import entries_for
+from flexfleet.config.overrides import PARAMETERS
+from flexfleet.config.overrides import STUDY as OF_FORM
+from flexfleet.config.read import chosen_by_name, merged
+from flexfleet.config.short import SHORT, STUDY, place
+from flexfleet.steps.prepare import config_of
+
+VALUES = {
+    "dataset": "mnist", "model": "vgg16", "algorithm": "heterofl", "clients": "7", "partition_rule": "iid",
+    "dirichlet_alpha": "0.25", "rounds": "3", "client_fraction": "0.5", "local_epochs": "2", "learning_rate": "1e-3",
+    "seed": "9", "mlflow_uri": "null", "store_uri": "elsewhere",
+}  # fmt: skip
+LOGGERS = ("flexfleet", "fl_engine")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    args = cli.parser().parse_args(argv)
+    cli.common.settle(args)
+    return args
+
+
+def option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+# ------------------------------------------------------------------------------------------- short options
+def test_there_is_one_table() -> None:
+    assert dict(SHORT) == PARAMETERS and dict(STUDY) == OF_FORM
+    assert VALUES.keys() == SHORT.keys()
+    assert place("store_uri", "s3://b/p") == "run.remote"
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_all_short_options_together_set_what_their_dotted_names_set(command: str) -> None:
+    given = [word for name, value in VALUES.items() for word in (option(name), value)]
+    sets = [word for name, value in VALUES.items() for word in ("--set", f"{SHORT[name]}={value}")]
+    config = config_of(parsed(command, *given))
+    assert config == config_of(parsed(command, *sets)) != Config()
+
+
+@pytest.mark.parametrize(
+    ("command", "without"),
+    [
+        ("run", ()),
+        ("check", ()),
+        ("tune", ()),
+        ("compare", ("algorithm", "seed")),
+        ("central", ("algorithm", "clients", "partition_rule", "dirichlet_alpha", "rounds", "client_fraction",
+                     "local_epochs", "learning_rate")),
+    ],
+)  # fmt: skip
+def test_which_commands_have_them(flexfleet: Any, command: str, without: tuple[str, ...]) -> None:
+    words = flexfleet(command, "--help").out.replace(",", " ").split()
+    assert {name: option(name) in words for name in SHORT} == {name: name not in without for name in SHORT}
+
+
+def test_an_address_with_a_scheme_is_the_remote_place() -> None:
+    config = config_of(parsed("check", "--store-uri", "s3://bucket/runs", "--set", "run.store=here"))
+    assert (config.run.remote, config.run.store) == ("s3://bucket/runs", "here")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--rounds", "5", "--set", "rounds.stop=5"),
+        ("--rounds", "5", "--set", "rounds={stop: 5}"),
+        ("--rounds", "5", "--rounds", "5"),
+        ("--algorithm", "heterofl", "--set", "algorithm={name: heterofl}"),
+        ("--store-uri", "s3://b/p", "--set", "run.remote=s3://b/q"),
+        ("--faults", "drop=0.1", "--set", "rounds.faults=drop=0.1"),
+    ],
+)
+def test_a_parameter_given_twice_is_an_error(argv: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="given twice"):
+        parsed("run", *argv)
+
+
+def test_beside_a_short_option_a_section_may_set_other_parameters() -> None:
+    config = config_of(parsed("check", "--rounds", "5", "--set", "rounds={evaluate_every: 2}"))
+    assert (config.rounds.stop, config.rounds.evaluate_every) == (5, 2)
+
+
+# ------------------------------------------------------------------------------------------- sections
+def test_a_section_is_merged_into_what_stands() -> None:
+    """`algorithm={on_too_small: fail}` over heterofl ran flexfl once."""
+    config = load_config(None, ["algorithm.name=heterofl", "algorithm={on_too_small: fail}"])
+    assert config.algorithm == {"name": "heterofl", "on_too_small": "fail"}
+    config = load_config(None, ["training={lr: 0.5}", "training.epochs=2"])
+    assert (config.training.lr, config.training.epochs, config.training.batch_size) == (0.5, 2, 10)
+
+
+def test_another_name_drops_the_options_of_the_old_one(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("algorithm: {name: fedprox, mu: 0.5}\ntraining: {schedule: {name: cosine, floor: 0.1}}\n")
+    assert load_config(file, ["algorithm={name: heterofl}"]).algorithm == {"name": "heterofl"}
+    assert load_config(file, ["algorithm={name: fedprox}"]).algorithm == {"name": "fedprox", "mu": 0.5}
+    assert load_config(file, ["algorithm={mu: 0.25}"]).algorithm == {"name": "fedprox", "mu": 0.25}
+    assert load_config(file, ["training={schedule: {name: constant}}"]).training == Config().training
+    assert load_config(file, ["training.schedule.name=constant"]).training == Config().training
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_the_order_of_names_and_options_does_not_matter(turn: int) -> None:
+    sets = ["algorithm.selection.name=oort", "algorithm={name: heterofl}", "algorithm.on_too_small=fail"][::turn]
+    config = load_config(None, sets)
+    assert config.algorithm == {"name": "heterofl", "on_too_small": "fail", "selection": {"name": "oort"}}
+
+
+def test_what_a_name_chooses() -> None:
+    chosen = ("model", "algorithm", "codec.up", "fleet.trace", "training.sampler", "algorithm.selection")
+    assert all(map(chosen_by_name, chosen))
+    assert not any(map(chosen_by_name, ("", "dataset", "publish", "training", "run", "codec")))
+    assert merged({"dataset": {"name": "a", "root": "r"}}, {"dataset": {"name": "b"}}) == {
+        "dataset": {"name": "b", "root": "r"}
+    }
+
+
+def test_mappings_with_keys_of_the_user_are_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("tune: {space: {training.lr: {low: 0.1, high: 1}}}\n")
+    config = load_config(file, ["tune={space: {training.momentum: {low: 0, high: 1}}, trials: 3}"])
+    assert list(config.tune.space) == ["training.momentum"] and config.tune.trials == 3
+
+
+def test_a_label_of_a_comparison_takes_sections_too() -> None:
+    sets = ["b:algorithm={on_too_small: fail}", "training={lr: 0.5}", "b:training={lr: 0.25}"]
+    a, b = entries_for("a=heterofl,b=heterofl", "0", sets, lambda sets: load_config(None, sets), "x")
+    assert a.config.algorithm == {"name": "heterofl"} and a.config.training.lr == 0.5
+    assert b.config.algorithm == {"name": "heterofl", "on_too_small": "fail"} and b.config.training.lr == 0.25
+    for hidden in ("b:algorithm={name: flexfl}", "algorithm={name: flexfl}"):
+        with pytest.raises(ConfigError, match="the algorithms are given as a list"):
+            entries_for("a=heterofl,b=heterofl", "0", [hidden], lambda sets: load_config(None, sets), "x")
+
+
+def test_a_mapping_in_python_is_merged_over_the_defaults() -> None:
+    assert parse({"algorithm": {"kd_weight": 5.0}}).algorithm == {"name": "flexfl", "kd_weight": 5.0}
+
+
+# ------------------------------------------------------------------------------------------- several files
+def test_several_files_merge_in_order_and_one_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flexfleet: Any
+) -> None:
+    (tmp_path / "a.yaml").write_text("rounds: {stop: 7}\ntraining: {lr: 0.5, epochs: 2}\nalgorithm: {name: heterofl}\n")
+    (tmp_path / "b.yaml").write_text("training: {lr: 0.25}\nalgorithm: {on_too_small: fail}\n")
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        config = config_of(parsed("check", "--config", "a.yaml", "--config", "b.yaml", "--local-epochs", "3"))
+    assert (config.rounds.stop, config.training.lr, config.training.epochs) == (7, 0.25, 3)
+    assert config.algorithm == {"name": "heterofl", "on_too_small": "fail"}
+    assert [r.getMessage() for r in caplog.records] == ["configuration: a.yaml, then on top b.yaml"]
+    assert config_of(parsed("check", "--config", "b.yaml", "--config", "a.yaml")).training.lr == 0.5
+
+
+def test_without_a_file_named_the_one_of_the_folder_counts(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text("seed: 5\n")
+    (tmp_path / "other.yaml").write_text("rounds: {stop: 7}\n")
+    assert config_of(parsed("check")).seed == 5
+    assert config_of(parsed("check", "--config", "other.yaml")).seed == 0
+
+
+# ------------------------------------------------------------------------------------------- how much is told
+@pytest.mark.parametrize("argv", [("-q",), ("-v",), ()])
+def test_how_much_is_told(flexfleet: Any, argv: tuple[str, ...]) -> None:
+    level = {("-q",): logging.WARNING, ("-v",): logging.DEBUG, (): logging.NOTSET}[argv]
+    done = flexfleet("status", *argv, "--json")
+    assert done.code == 0 and json.loads(done.out) == {"runs": []}
+    assert [logging.getLogger(name).level for name in LOGGERS] == [level, level]
+
+
+def test_every_command_has_both(flexfleet: Any) -> None:
+    (chosen,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert all({"-q", "-v"} <= {s for a in each._actions for s in a.option_strings} for each in chosen.choices.values())
+    assert flexfleet("status", "-q", "-v").code == 2
