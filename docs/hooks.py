@@ -1,9 +1,10 @@
-"""What the site takes from the code when it is built: every command's help, the schema of params.yaml, and the
-algorithms' files."""
+"""What the site takes from the code when it is built: every command's help, every parameter, and the algorithms'
+files."""
 
 from __future__ import annotations
 
 import argparse
+import html
 import os
 from typing import Any
 
@@ -26,9 +27,32 @@ def commands() -> str:
 
 
 def parameters() -> str:
-    from flexfleet.config.document import params_yaml
+    """A table for each section, then one for everything that has options of its own. Every row has an anchor: the
+    dotted name, for an option followed by what it belongs to (`#algorithm.mu.fedprox`)."""
+    from flexfleet.config.parameters import everything
 
-    return f"```yaml\n{params_yaml()}```"
+    rows = everything()
+    plain = [row for row in rows if not row.of]
+    out = []
+    for section in dict.fromkeys(row.section for row in plain):
+        out += [f"## {section or 'seed'}", *table([row for row in plain if row.section == section])]
+        options = [row for row in rows if row.of and row.section == section]
+        for parent, of in dict.fromkeys((row.name.rpartition(".")[0], row.of) for row in options):
+            mine = [row for row in options if row.of == of and row.name.rpartition(".")[0] == parent]
+            out += [f"### {parent}: {of}", *table(mine)]
+    return "\n".join(out)
+
+
+def table(rows: Any) -> list[str]:
+    lines = ["", "| parameter | type | default | meaning |", "|---|---|---|---|"]
+    for row in rows:
+        anchor = f"{row.name}.{row.of}" if row.of else row.name
+        text = row.meaning
+        if row.choices and not all(choice in text for choice in row.choices):
+            text = f"One of {', '.join(row.choices)}. {text}"
+        cells = (f'<a id="{anchor}"></a>`{row.name}`', row.type, f"`{row.default}`", html.escape(text, quote=False))
+        lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+    return [*lines, ""]
 
 
 def algorithms() -> str:

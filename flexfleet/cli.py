@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fl_engine
-from flexfleet import commands
+from flexfleet import commands, finding
 from flexfleet.config.short import SHORT, STUDY
 from flexfleet.files import terminal as common
 
@@ -16,6 +16,9 @@ DESCRIPTION = """Model-heterogeneous federated learning on AIoT devices.
   flexfleet run                                   FlexFL on the bundled digits
   flexfleet run --algorithm all_large             its control
   flexfleet report runs/a runs/b                  both in one page
+  flexfleet list algorithms                       what there is; also models, datasets, fleets, suites
+  flexfleet params rounds                         every parameter that has to do with rounds
+  flexfleet init                                  a params.yaml with all of them
   flexfleet compare --algorithms flexfl,all_large --seeds 0,1,2
 """
 
@@ -160,6 +163,27 @@ def parser() -> argparse.ArgumentParser:
     c = add("check", "check parameters, data, partition, fleet and pool without training")
     common.add_short(c, SHORT)
     c.set_defaults(call=commands.check)
+
+    c = add("init", "write a params.yaml with every parameter explained, or an algorithm of your own", config=False)
+    c.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="DIR", help="where (default: here)")
+    c.add_argument(
+        "--algorithm", metavar="NAME",
+        help="instead write NAME.py, a small algorithm to change, and test_NAME.py, which holds it to the laws of all",
+    )  # fmt: skip
+    c.set_defaults(call=finding.init)
+
+    c = add("params", "show every parameter with its type, default, choices and meaning; or those that hold a word")
+    c.add_argument("word", nargs="?", metavar="WORD", help="of a name, a choice, a meaning, or an algorithm: heterofl")
+    common.add_short(c, ("model", "algorithm"))
+    c.set_defaults(call=finding.params)
+
+    c = add("list", "list what there is by name", config=False)
+    c.add_argument("what", choices=("algorithms", "models", "datasets", "fleets", "suites"))
+    c.set_defaults(call=finding.list_)
+
+    c = add("completion", 'print the completion script of a shell: eval "$(flexfleet completion bash)"', config=False)
+    c.add_argument("shell", choices=finding.SHELLS)
+    c.set_defaults(call=finding.completion)
 
     c = add("doctor", "show what is installed, and what each missing extra would enable", config=False)
     c.set_defaults(call=commands.doctor)

@@ -223,16 +223,22 @@ class FedX:
 
 @dataclass(frozen=True)
 class FedXSmall(FedX):
+    """FedX-Small: FedX with the small sub-network on every device."""
+
     level: str | None = "small"
 
 
 @dataclass(frozen=True)
 class FedXMedium(FedX):
+    """FedX-Medium: FedX with the medium sub-network on every device."""
+
     level: str | None = "medium"
 
 
 @dataclass(frozen=True)
 class FedXLarge(FedX):
+    """FedX-Large: FedX with the large sub-network on every device."""
+
     level: str | None = "large"
 
 

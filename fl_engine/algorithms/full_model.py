@@ -39,6 +39,8 @@ from fl_engine.selection.capacity import holds
 
 @dataclass(frozen=True)
 class AllLarge:
+    """FedAvg of the full model, by default among the devices that can hold it."""
+
     __pydantic_config__: ClassVar = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
@@ -77,9 +79,14 @@ class AllLarge:
 
 @dataclass(frozen=True)
 class FedProx(AllLarge):
+    """FedProx: FedAvg with a proximal term that holds clients close to the model they were sent (Li et al., MLSys
+    2020)."""
+
     mu: NotNegative = 0.01
 
 
 @dataclass(frozen=True)
 class FedOpt(AllLarge):
+    """FedOpt: FedAvg whose server steps with Adam, Yogi or Adagrad (Reddi et al., ICLR 2021)."""
+
     server: Server = Adam()

@@ -87,15 +87,21 @@ class Figures(Artifact):
     """By `<case>/<label>`."""
 
 
+FOLDER = Path(str(resources.files("flexfleet.nightly").joinpath("suites")))
+
+
 def path_of(suite: str) -> Path:
     """A file, or the name of a shipped suite. Raises ConfigError."""
     if suite.endswith((".yaml", ".yml")):
         return Path(suite)
-    folder = Path(str(resources.files("flexfleet.nightly").joinpath("suites")))
-    known = sorted(path.stem for path in folder.glob("*.yaml"))
-    if suite not in known:
-        raise ConfigError(f"no suite is named {suite!r}: {', '.join(known)}, or a file with .yaml")
-    return folder / f"{suite}.yaml"
+    if suite not in names():
+        raise ConfigError(f"no suite is named {suite!r}: {', '.join(names())}, or a file with .yaml")
+    return FOLDER / f"{suite}.yaml"
+
+
+def names() -> list[str]:
+    """The names of the suites that come with flexfleet."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load(path: Path) -> Suite:

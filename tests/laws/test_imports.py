@@ -22,7 +22,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({f"fl_engine.{room}" for room in ("aggregation", "preparation")}),
     frozenset({f"fl_engine.{room}" for room in ("algorithms", "backends", "rounds")}),
     frozenset({"fl_engine.testing"}),
-    frozenset({"flexfleet.config", "flexfleet.files"}),
+    frozenset({"flexfleet.config"}),
+    frozenset({"flexfleet.files"}),
     frozenset({"flexfleet.reports", "flexfleet.tracking"}),
     frozenset({"flexfleet.steps"}),
     frozenset({"flexfleet.publish"}),
@@ -30,7 +31,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"flexfleet.comparisons"}),
     frozenset({"flexfleet.nightly", "flexfleet.studies"}),
     frozenset({"flexfleet.api", "flexfleet.kubeflow"}),
-    frozenset({"flexfleet.commands"}),
+    frozenset({"flexfleet.commands", "flexfleet.finding"}),
     frozenset({"flexfleet.cli"}),
     frozenset({"components"}),
     frozenset({"pipelines"}),
@@ -151,7 +152,7 @@ FROM |= {"faster_coco_eval": "faster-coco-eval"}
 """Packages whose modules have another name."""
 BROUGHT = {"botocore": "boto3", "urllib3": "boto3", "sqlalchemy": "optuna", "markupsafe": "jinja2"}
 BROUGHT |= {"pydantic_core": "pydantic", "certifi": "kubernetes", "requests": "kubernetes", "kfp_server_api": "kfp"}
-BROUGHT |= {"PIL": "matplotlib", "threadpoolctl": "scikit-learn"}
+BROUGHT |= {"PIL": "matplotlib", "threadpoolctl": "scikit-learn", "shtab": "dvc"}
 """What comes with others."""
 
 

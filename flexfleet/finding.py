@@ -1,0 +1,191 @@
+"""The commands with which a newcomer finds what there is: init, params, list, completion."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fl_engine.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flexfleet.config.parameters import Parameter
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+# ------------------------------------------------------------------------------------------------- init
+def init(args: argparse.Namespace) -> int:
+    from flexfleet.files.new_files import algorithm_files, class_name, params_file, write_new
+
+    name: str | None = args.algorithm
+    written = write_new(params_file() if name is None else algorithm_files(name, args.folder), args.folder)
+    if args.json:
+        print(json.dumps({"files": [str(path) for path in written]}))
+        return 0
+    print("\n".join(f"wrote {path}" for path in written))
+    go = "" if args.folder == Path() else f"cd {args.folder} && "
+    if name is None:
+        print(f"to run it: {go}flexfleet run")
+    else:
+        print(f"to test it: {go}pytest {written[-1].name}")
+        print(f"to run it: {go}flexfleet run --algorithm {name}:{class_name(name)}")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------- params
+def params(args: argparse.Namespace) -> int:
+    from fl_engine.core.errors import nearest
+    from flexfleet.config import parameters
+    from flexfleet.steps.prepare import config_of
+
+    config = config_of(args)
+    rows = parameters.everything(config)
+    if args.word is None:
+        chosen = parameters.in_use(config, rows)
+    else:
+        chosen = parameters.found(args.word, rows)
+        if not chosen:
+            known = {part for row in rows for part in (*row.name.split("."), row.of) if part}
+            raise ConfigError(f"no parameter, option or meaning holds {args.word!r}{nearest(args.word, sorted(known))}")
+    if args.json:
+        print(json.dumps({"parameters": [{**asdict(row), "section": row.section} for row in chosen]}))
+    else:
+        show("\n".join(_told(chosen)))
+    return 0
+
+
+def show(text: str) -> None:
+    """Prints a long text, of which `head` or a pager may read a part only."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
+
+
+def _told(rows: list[Parameter]) -> Iterator[str]:
+    width = min(120, max(60, shutil.get_terminal_size((100, 24)).columns))
+    section = None
+    for row in rows:
+        if row.section != section:
+            yield from ("",) if section is not None else ()
+            section = row.section
+            yield f"# {section}" if section else "# at the top"
+        of = f"  (of {row.of})" if row.of else ""
+        yield f"{row.name}: {row.default}{of}  [{row.type}]"
+        text = row.meaning
+        if row.choices and not all(choice in text for choice in row.choices):
+            text = f"One of {', '.join(row.choices)}. {text}".strip()
+        yield from textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+
+
+# ------------------------------------------------------------------------------------------------- list
+def list_(args: argparse.Namespace) -> int:
+    about = LISTS[args.what]()
+    if args.json:
+        print(json.dumps({args.what: about}))
+        return 0
+    longest = max(map(len, about))
+    room = max(40, shutil.get_terminal_size((120, 24)).columns - longest - 2)
+    lines = (f"{name:{longest}}  {textwrap.shorten(text, room, placeholder=' ...')}" for name, text in about.items())
+    show("\n".join(lines))
+    return 0
+
+
+def algorithms() -> dict[str, str]:
+    from fl_engine.algorithms import ALGORITHMS
+
+    return _classes(ALGORITHMS)
+
+
+def models() -> dict[str, str]:
+    from fl_engine.models import MODELS
+
+    return _classes(MODELS)
+
+
+def datasets() -> dict[str, str]:
+    from fl_engine.datasets import DATASETS
+
+    return {name: source.about for name, source in sorted(DATASETS.items())}
+
+
+def fleets() -> dict[str, str]:
+    """How many devices of each tier, the share of the full model's parameters that they hold at most, and by how many
+    points what is free is spread."""
+    from fl_engine.fleet.devices import FLEETS
+
+    return {
+        name: ", ".join(
+            f"{100 * t.share:.3g} % {t.name} (hold {t.memory:.3g} %, spread {'/'.join(f'{s:.3g}' for s in t.sigma)})"
+            for t in tiers
+        )
+        for name, tiers in FLEETS.items()
+    }
+
+
+def suites() -> dict[str, str]:
+    """Which command runs it, and the first comment of its file."""
+    from flexfleet.comparisons.suites import FOLDER
+    from flexfleet.comparisons.suites import names as of_comparisons
+    from flexfleet.nightly.suite import names as of_nights
+    from flexfleet.nightly.suite import path_of
+
+    found = {name: ("compare", FOLDER / f"{name}.yaml") for name in of_comparisons()}
+    found |= {name: ("regress", path_of(name)) for name in of_nights()}
+    return {name: f"{command} --suite: {_comment(path.read_text())}" for name, (command, path) in found.items()}
+
+
+LISTS: Mapping[str, Callable[[], dict[str, str]]] = {
+    "algorithms": algorithms, "models": models, "datasets": datasets, "fleets": fleets, "suites": suites
+}  # fmt: skip
+
+
+def _classes(registry: Mapping[str, Any]) -> dict[str, str]:
+    """What each class is: the first sentence of its docstring, or of its file's."""
+    return {name: _first_sentence(kind) for name, kind in sorted(registry.items())}
+
+
+def _first_sentence(kind: Any) -> str:
+    own = kind.__doc__ or ""
+    if own.startswith(f"{kind.__name__}("):  # what dataclasses write themselves
+        own = sys.modules[kind.__module__].__doc__ or ""
+    return re.split(r"\.\s+(?=[A-Z`])", " ".join(own.split("\n\n")[0].split()))[0].rstrip(".")
+
+
+def _comment(text: str) -> str:
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# "))
+    return " ".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------- completion
+def completion(args: argparse.Namespace) -> int:
+    """Prints the script for the shell. It lists names of algorithms, networks and data sets as they are now."""
+    import shtab
+
+    from flexfleet import cli
+
+    script = cli.parser()
+    (commands,) = (a for a in script._actions if isinstance(a, argparse._SubParsersAction))
+    names = {option: sorted(LISTS[f"{option}s"]()) for option in ("algorithm", "model", "dataset")}
+    for command in commands.choices.values():
+        for action in command._actions:
+            if action.dest in names and action.choices is None:
+                action.choices = names[action.dest]
+            if action.type is Path:
+                action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
+    text = shtab.complete(script, shell=args.shell)
+    print(json.dumps({"shell": args.shell, "script": text}) if args.json else text)
+    return 0

@@ -1,0 +1,166 @@
+"""`flexfleet params`, `list` and `completion`: what there is, found without reading."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.algorithms import ALGORITHMS
+from fl_engine.datasets import DATASETS
+from fl_engine.fleet.devices import FLEETS
+from fl_engine.models import MODELS
+from flexfleet import cli
+from flexfleet.comparisons import suites
+from flexfleet.config import Config, flatten, load_config
+from flexfleet.config.parameters import Parameter, everything, found, in_use
+
+ROOT = Path(__file__).parents[2]
+ROWS = everything()
+BY_NAME = {(row.name, row.of): row for row in ROWS}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_parameter_of_the_schema_is_there_with_a_meaning() -> None:
+    paths = set(flatten(Config())) - {"schema_version"} | {"kubernetes.pools", "tune.space"}
+    known = {row.name for row in ROWS}
+    assert [path for path in paths if path not in known and path.removesuffix(".name") not in known] == []
+    assert [row.name for row in ROWS if not row.of and len(row.meaning) <= 5] == []
+    assert len(BY_NAME) == len(ROWS)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_option_of_every_algorithm_is_there(name: str) -> None:
+    options = {f"algorithm.{field.name}" for field in fields(ALGORITHMS[name])} - {"algorithm.training"}  # type: ignore[arg-type]
+    assert {row.name for row in ROWS if row.of == name and row.name.count(".") == 1} == options
+
+
+@pytest.mark.parametrize(
+    ("path", "of", "type", "default"),
+    [
+        ("training.lr", "", "number > 0", "0.05"),
+        ("training.fraction", "", "number > 0 and <= 1", "0.3"),
+        ("rounds.commit_every", "", "auto, or whole number >= 1", "auto"),
+        ("dataset.root", "", "text, or null", "null"),
+        ("algorithm.widths", "heterofl", "list of number > 0 and <= 1", "[0.5, 0.71, 1.0]"),
+        ("algorithm.selection", "heterofl", "name and options", "{name: uniform, model: capacity}"),
+        ("algorithm.selection.preferred", "oort", "number >= 0 and <= 1", "1.0"),
+        ("training.schedule.floor", "cosine", "number >= 0 and <= 1", "0.0"),
+        ("partition.cap", "", "true or false", "false"),
+    ],
+)
+def test_types_and_defaults_in_words(path: str, of: str, type: str, default: str) -> None:
+    row = BY_NAME[path, of]
+    assert (row.type, row.default) == (type, default)
+
+
+def test_choices() -> None:
+    assert BY_NAME["partition.rule", ""].choices[:2] == ("iid", "dirichlet")
+    assert BY_NAME["algorithm.name", ""].choices == tuple(sorted(ALGORITHMS))
+    assert BY_NAME["algorithm.server", "flexfl"].choices[:2] == ("average", "adagrad")
+    assert BY_NAME["fleet.trace", ""].choices == ("lognormal", "file", "fedscale")
+
+
+def test_what_a_configuration_uses() -> None:
+    config = load_config(None, ["algorithm={name: heterofl, selection: {name: oort}}", "codec.up.name=qsgd"])
+    used = in_use(config, ROWS)
+    assert {row.of for row in used} == {"", "heterofl", "small_cnn", "oort", "qsgd"}
+    assert ("codec.up.bits", "qsgd") in {(row.name, row.of) for row in used}
+    assert all(row.name != "codec.down.bits" for row in used)
+
+
+def test_a_word_finds_names_before_meanings() -> None:
+    rows = found("MU", ROWS)
+    names = [row.name for row in rows]
+    last = max(i for i, name in enumerate(names) if name == "algorithm.mu")
+    assert BY_NAME["algorithm.mu", "fedprox"] in rows[: last + 1] and set(names[: last + 1]) == {"algorithm.mu"}
+    assert "partition.minimum" in names[last:]
+    assert found("there is no such word", ROWS) == []
+    row = Parameter("a.b", "c", "text", "null", ("Choice",), "Meaning")
+    assert [word for word in ("a.b", "b", "C", "choice", "MEAN", "text") if found(word, [row])] == [
+        "a.b", "b", "C", "choice", "MEAN"
+    ]  # fmt: skip
+
+
+def test_the_command(flexfleet: Any) -> None:
+    done = flexfleet("params", "on_too_small", "--json")
+    rows = json.loads(done.out)["parameters"]
+    assert {row["of"] for row in rows} >= {"flexfl", "heterofl"} and {row["section"] for row in rows} == {"algorithm"}
+    text = flexfleet("params", "--algorithm", "fedprox").out
+    assert "algorithm.mu: 0.01  (of fedprox)  [number >= 0]" in text and "algorithm.kd_weight:" not in text
+    assert "training.lr: 0.05  [number > 0]" in text
+    wrong = flexfleet("params", "momentun")
+    assert wrong.code == 2 and "did you mean 'momentum'?" in wrong.err
+
+
+def test_options_of_an_algorithm_of_ones_own(flexfleet: Any) -> None:
+    assert flexfleet("init", "--algorithm", "shown_here").code == 0
+    done = flexfleet("params", "--algorithm", "shown_here:ShownHere")
+    assert "algorithm.widths: [0.5, 0.71, 1.0]  (of shown_here:ShownHere)" in done.out, done.err
+
+
+# ------------------------------------------------------------------------------------------- list
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("algorithms", set(ALGORITHMS)),
+        ("models", set(MODELS)),
+        ("datasets", set(DATASETS)),
+        ("fleets", set(FLEETS)),
+        ("suites", {*suites.names(), "digits"}),
+    ],
+)
+def test_lists(flexfleet: Any, what: str, names: set[str]) -> None:
+    done = flexfleet("list", what, "--json")
+    about = json.loads(done.out)[what]
+    assert set(about) == names
+    assert min(map(len, about.values())) > 10
+    lines = flexfleet("list", what).out.splitlines()
+    assert [line.split()[0] for line in lines] == list(about)
+
+
+def test_what_lists_say(flexfleet: Any) -> None:
+    about = json.loads(flexfleet("list", "algorithms", "--json").out)["algorithms"]
+    assert about["heterofl"].startswith("HeteroFL: Computation and Communication Efficient")
+    assert about["fedprox"].startswith("FedProx: FedAvg with a proximal term")
+    assert len(set(about.values())) >= len(about) - 1, "FedX stands for itself"
+    fleets = json.loads(flexfleet("list", "fleets", "--json").out)["fleets"]
+    assert fleets["8:1:1"].startswith("80 % weak (hold 35 %, spread 5/8/10), 10 % medium")
+    assert flexfleet("list", "nothing").code == 2
+
+
+# ------------------------------------------------------------------------------------------- completion
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(flexfleet: Any, shell: str) -> None:
+    done = flexfleet("completion", shell)
+    assert done.code == 0
+    assert all(word in done.out for word in ("compare", "dirichlet", "heterofl", "small_cnn"))
+    if shell == "bash":
+        asked = "\n".join((done.out, "COMP_WORDS=(flexfleet li); COMP_CWORD=1",
+                           "_shtab_flexfleet; printf '%s\\n' \"${COMPREPLY[@]}\""))  # fmt: skip
+        answer = subprocess.run(["bash", "-c", asked], capture_output=True, text=True)
+        assert answer.stdout.split() == ["list"], answer.stderr
+    assert cli.parser().parse_args(["run", "--algorithm", "my:Own"]), "the real parser takes other names"
+
+
+# ------------------------------------------------------------------------------------------- the site's table
+def test_the_page_is_a_table_with_an_anchor_for_every_row() -> None:
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = hooks.parameters()
+    rows = [line for line in page.splitlines() if line.startswith("| <a id=")]
+    assert len(rows) == len(ROWS) == page.count('<a id="')
+    assert all(line.count(" | ") == 3 and line.endswith(" |") for line in rows)
+    assert '<a id="training.lr"></a>`training.lr` | number > 0 | `0.05` | Learning rate' in page
+    assert '<a id="algorithm.mu.fedprox"></a>' in page and "### algorithm: fedprox" in page
