@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fl_engine.core.errors import ModelError
-from fl_engine.core.slicing import entries
-from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
+from fl_engine.core.slicing import places
+from fl_engine.core.types import Keep, ParamLayout, Params, SubmodelSpec
 
 Region = tuple[slice | Tensor, ...]
 """Where an update's entries lie in the global tensor: slices, or broadcast indices like `numpy.ix_`."""
@@ -70,11 +70,12 @@ class Regions:
     def _locate(self, kind: Kind) -> None:
         spec, names = kind
         self._layout.check(spec)
-        found = {name: self._region(name, spec) for name in names}
+        kept = {group: self._layout.indices(spec, group) for group in self._layout.groups}
+        found = {name: self._region(name, spec, kept) for name in names}
         self._of[kind] = {name: region for name, (region, _) in found.items()}
         self._shapes[kind] = {name: shape for name, (_, shape) in found.items()}
 
-    def _region(self, name: str, spec: SubmodelSpec) -> tuple[Region, tuple[int, ...]]:
+    def _region(self, name: str, spec: SubmodelSpec, kept: Mapping[str, Keep]) -> tuple[Region, tuple[int, ...]]:
         """The region, and the shape of an update's tensor there."""
         slot = self._layout.slots.get(name)
         if slot is None or not self._layout.has_block(spec, slot.block):
@@ -83,9 +84,7 @@ class Regions:
         index: list[slice | Tensor] = []
         shape: list[int] = []
         for size, axis in zip(full, slot.axes, strict=True):
-            at: slice | Tensor = slice(0, size)
-            if axis.group is not None:
-                at = entries(self._layout.indices(spec, axis.group), axis, size)
+            at = places(kept, axis, size, self._layout.groups)
             index.append(at)
             shape.append(at.stop if isinstance(at, slice) else len(at))
         if all(isinstance(i, slice) for i in index):

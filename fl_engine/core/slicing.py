@@ -31,6 +31,7 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
     layout.check(want)
     layout.check(have)
     local = {group: _local(layout, group, want, have) for group in layout.groups}
+    held = {group: layout.width(have, group) for group in layout.groups}
     missing = [b for b in layout.blocks if layout.has_block(want, b) and not layout.has_block(have, b)]
     if missing:
         raise ModelError(f"the wanted sub-model has the blocks {missing}, the model at hand does not")
@@ -41,7 +42,7 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
             raise ModelError(f"the layout knows no parameter {name!r}")
         if layout.has_block(want, slot.block):
             for dim, axis in enumerate(slot.axes):
-                tensor = _cut(tensor, dim, axis, local)
+                tensor = _cut(tensor, dim, axis, local, held)
             out[name] = tensor
     return out
 
@@ -64,13 +65,27 @@ def _local(layout: ParamLayout, group: str, want: SubmodelSpec, have: SubmodelSp
     return tuple(position[i] for i in indices)
 
 
-def _cut(tensor: Tensor, dim: int, axis: Axis, local: dict[str, Keep]) -> Tensor:
-    if axis.group is None:
+def _cut(tensor: Tensor, dim: int, axis: Axis, local: Mapping[str, Keep], held: Mapping[str, int]) -> Tensor:
+    if axis.group is None and axis.then is None:
         return tensor
-    kept = entries(local[axis.group], axis, tensor.shape[dim])
+    kept = places(local, axis, tensor.shape[dim], held)
     if isinstance(kept, slice):
         return tensor if tensor.shape[dim] == kept.stop else tensor.narrow(dim, 0, kept.stop)
     return tensor.index_select(dim, kept.to(tensor.device))
+
+
+def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, int]) -> slice | Tensor:
+    """`entries` of an axis that may join several groups, of which the tensor at hand has `held` channels each."""
+    if axis.then is None:
+        return slice(0, size) if axis.group is None else entries(keep[axis.group], axis, size)
+    found, start = [], 0
+    for part in axis.parts:
+        long = part.each * (1 if part.group is None else held[part.group])
+        at = places(keep, part, long, held)
+        found.append((torch.arange(at.stop) if isinstance(at, slice) else at) + start)
+        start += long
+    joined = torch.cat(found)
+    return slice(0, size) if len(joined) == size else joined
 
 
 def entries(keep: Keep, axis: Axis, size: int) -> slice | Tensor:
@@ -122,7 +137,7 @@ def shapes(layout: ParamLayout, spec: SubmodelSpec, full: Mapping[str, torch.Siz
     for name, slot in layout.slots.items():
         if layout.has_block(spec, slot.block):
             dims = zip(slot.axes, full[name], strict=True)
-            out[name] = tuple(n if a.group is None else layout.width(spec, a.group) * a.each for a, n in dims)
+            out[name] = tuple(axis.length(n, lambda group: layout.width(spec, group)) for axis, n in dims)
     return out
 
 

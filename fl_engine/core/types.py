@@ -8,8 +8,8 @@ follows from two values: a `ParamLayout` (which entries of which tensors belong 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -40,11 +40,15 @@ class Axis:
     entries. A flatten of C x H x W has `repeat = H*W`; an inverted residual that expands six times has `repeat = 6`.
     The weights of an LSTM hold its four gates one after the other, `copies = 4`; a flatten of T x C, a window of a
     series, has `copies = T`; an output that joins two directions has `copies = 2`.
+
+    A concatenation goes on with the channels of another axis, `then`. There `Axis(None, n)` is n entries that are never
+    sliced.
     """
 
     group: str | None
     repeat: int = 1
     copies: int = 1
+    then: Axis | None = None
 
     def __post_init__(self) -> None:
         if self.repeat < 1 or self.copies < 1:
@@ -57,6 +61,17 @@ class Axis:
     def each(self) -> int:
         """How many entries one channel has."""
         return self.repeat * self.copies
+
+    @property
+    def parts(self) -> tuple[Axis, ...]:
+        """The axes that this one joins, in order; without `then`, itself."""
+        return (self,) if self.then is None else (replace(self, then=None), *self.then.parts)
+
+    def length(self, size: int, width: Callable[[str], int]) -> int:
+        """How many entries a sub-model keeps of `size`, where it keeps `width(group)` channels of a group."""
+        if self.then is None:
+            return size if self.group is None else width(self.group) * self.each
+        return sum(part.each * (1 if part.group is None else width(part.group)) for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -88,9 +103,9 @@ class ParamLayout:
 
     def __post_init__(self) -> None:
         for name, slot in self.slots.items():
-            for axis in slot.axes:
-                if axis.group is not None and axis.group not in self.groups:
-                    raise ModelError(f"{name}: group {axis.group!r} is not in the layout's groups")
+            for part in (part for axis in slot.axes for part in axis.parts):
+                if part.group is not None and part.group not in self.groups:
+                    raise ModelError(f"{name}: group {part.group!r} is not in the layout's groups")
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:

@@ -107,10 +107,14 @@ def kept_mask(layout: ParamLayout, spec: SubmodelSpec, name: str, shape: torch.S
     slot = layout.slots[name]
     mask = torch.full(shape, layout.has_block(spec, slot.block))
     for dim, axis in enumerate(slot.axes):
-        if axis.group is not None:
-            channel = torch.arange(shape[dim]) % (shape[dim] // axis.copies) // axis.repeat
-            kept = torch.isin(channel, torch.tensor(_channels(layout, spec, axis.group)))
-            mask &= kept.view([-1 if d == dim else 1 for d in range(len(shape))])
+        runs: list[Tensor] = []
+        for part in axis.parts:
+            size = shape[dim] if axis.then is None else part.each * layout.groups.get(part.group or "", 1)
+            channel = torch.arange(size) % (size // part.copies) // part.repeat
+            every = torch.full((size,), True)
+            of = every if part.group is None else torch.isin(channel, torch.tensor(_channels(layout, spec, part.group)))
+            runs.append(of)
+        mask &= torch.cat(runs).view([-1 if d == dim else 1 for d in range(len(shape))])
     return mask
 
 
@@ -155,7 +159,7 @@ class ModelSuite:
             for name, slot in layout.slots.items():
                 assert len(slot.axes) == len(state[name]), name
                 for size, axis in zip(state[name], slot.axes, strict=True):
-                    assert axis.group is None or size == layout.groups[axis.group] * axis.each, name
+                    assert size == axis.length(size, layout.groups.__getitem__), name
 
     def test_the_outputs_are_a_group(self, family: ModelFamily) -> None:
         assert family.layout().groups[HEAD] == family.outputs
@@ -280,7 +284,8 @@ class ModelSuite:
         for layer, names in zip(family.prunable(), covered, strict=True):
             unused = [prefix for prefix in layer.params if not any(n.startswith(prefix) for n in names)]
             assert unused == []
-            governing = {axis.group for name in names for axis in layout.slots[name].axes}
+            axes = [axis for name in names for axis in layout.slots[name].axes]
+            governing = {part.group for axis in axes for part in axis.parts}
             assert layer.group in governing
             assert HEAD not in governing
 

@@ -367,7 +367,7 @@ def _teachers(
 ) -> tuple[list[Network], Callable[[], None]]:
     """The teachers, whose weights are views of the student's and so are current at every step; and a function that
     updates those weights that cannot be views, to be called before each step. On an axis with copies (`Axis.copies`),
-    leading channels do not lie together in memory, so they are copied."""
+    or of several groups, leading channels do not lie together in memory, so they are copied."""
     task = jobs[0].task
     if task.distillation is None or task.distillation.weight == 0:
         return [], lambda: None
@@ -378,7 +378,7 @@ def _teachers(
         own = {n: t.clone() if is_statistic(n) else t for n, t in take(weights, layout, spec, have=task.spec).items()}
         apart = {n: t for n, t in own.items() if not is_statistic(n) and not _lies_in(t, state[n])}
         for name in apart:
-            if all(axis.copies == 1 for axis in layout.slots[name].axes):
+            if all(axis.copies == 1 and axis.then is None for axis in layout.slots[name].axes):
                 raise ModelError(f"a teacher must be made of leading channels of the student; in {name} it is not")
         copied.append((spec, apart))
         teacher = borrowed.enter_context(lent(family, replace(task, spec=spec, scaler=1.0)))

@@ -45,10 +45,11 @@ LAYOUT = ParamLayout(
         "window": Slot("third", (Axis("c"), Axis("b", 2, copies=3))),
         "joined": Slot("first", (Axis("c", copies=2), Axis("c", copies=2))),
         "free": Slot("third", (Axis(None),)),
+        "chain": Slot("third", (Axis("a", then=Axis(None, 2, then=Axis("b", 2, then=Axis("a")))), Axis("c"))),
     },
 )
 SHAPES = {"one": (4, 2), "two": (3, 8), "tied": (9, 3), "cube": (2, 3, 4), "free": (5,)}
-SHAPES |= {"gates": (16, 3), "window": (2, 18), "joined": (4, 4)}
+SHAPES |= {"gates": (16, 3), "window": (2, 18), "joined": (4, 4), "chain": (16, 2)}
 SHAPES = {name: SHAPES[name] for name in LAYOUT.slots}
 TOTAL = sum(torch.Size(s).numel() for s in SHAPES.values())
 
@@ -70,8 +71,18 @@ def kept_channels(spec: SubmodelSpec, group: str) -> set[int]:
 
 def channel_of(entry: int, axis: Axis) -> int:
     """Whose entry it is, by the definition: runs over all channels, and in them consecutive entries of one."""
-    assert axis.group is not None
+    assert axis.group is not None and axis.then is None
     return entry % (LAYOUT.groups[axis.group] * axis.repeat) // axis.repeat
+
+
+def part_of(entry: int, axis: Axis) -> tuple[int, Axis]:
+    """The axis of a concatenation that an entry lies in, and where."""
+    for part in axis.parts if axis.then is not None else ():
+        size = part.repeat * part.copies * (1 if part.group is None else LAYOUT.groups[part.group])
+        if entry < size:
+            return entry, part
+        entry -= size
+    return entry, axis
 
 
 def slow_take(params: Params, spec: SubmodelSpec) -> dict[str, list[float]]:
@@ -84,7 +95,7 @@ def slow_take(params: Params, spec: SubmodelSpec) -> dict[str, list[float]]:
         for index in itertools.product(*map(range, SHAPES[name])):
             kept = (
                 axis.group is None or channel_of(i, axis) in kept_channels(spec, axis.group)
-                for i, axis in zip(index, slot.axes, strict=True)
+                for i, axis in itertools.starmap(part_of, zip(index, slot.axes, strict=True))
             )
             if all(kept):
                 values.append(float(params[name][index]))
