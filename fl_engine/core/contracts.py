@@ -76,6 +76,14 @@ class TakesTokens(Protocol):
 
 
 @runtime_checkable
+class GivesWeights(Protocol):
+    """A network that comes with weights of its own, which a run starts from."""
+
+    def weights(self) -> Params:
+        """Those of the whole network, as in its state; empty: it has none, and the run starts from fresh ones."""
+
+
+@runtime_checkable
 class PublishedFor(Protocol):
     """A network that was published for one data set: for what samples and outputs, where nothing else is asked for."""
 

@@ -187,8 +187,14 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
     return total
 
 
+class Bare(nn.Module):
+    """A module that computes with parameters of its own one by one, which counts 0, and runs other layers. Otherwise a
+    module's own parameters have to be those of a layer that can be counted."""
+
+
 COUNTED = (
-    _ConvNd
+    Bare
+    | _ConvNd
     | nn.Linear
     | _NormBase
     | nn.GroupNorm

@@ -11,8 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, FlexfleetError
-from fl_engine.core.registry import Contract, check_names
+from fl_engine.core.registry import Contract, check_names, resolve
 from fl_engine.models import MODELS
+from fl_engine.models.traced import from_module, makes_module
 
 CONTRACT = Contract("model", MODELS, ModelFamily)
 
@@ -41,6 +42,13 @@ def build_model(model: Mapping[str, Any], input_shape: tuple[int, ...], outputs:
 
 
 def model_kind(section: Mapping[str, Any]) -> type[ModelFamily]:
+    """The named family; where the name is that of an `nn.Module`, its class or a function that makes one, the family of
+    its networks."""
+    name = section.get("name")
+    if isinstance(name, str) and name not in MODELS and ":" in name:
+        found = resolve(MODELS, name, CONTRACT.what)
+        if makes_module(found):
+            return from_module(found)  # type: ignore[arg-type]
     return CONTRACT.of_section(section)
 
 

@@ -150,10 +150,20 @@ def _replacement(layer: nn.Module) -> nn.Module | None:
     return None
 
 
+@runtime_checkable
+class RunsAlone(Protocol):
+    """A network that trains one client at a time, whatever its layers are: what it does between them is not known to
+    leave lanes apart."""
+
+    runs_alone: bool
+
+
 def can_run(module: nn.Module) -> bool:
     """Whether every layer that holds weights can run in lanes. Layers without weights are not checked here:
     `strategy.choose` tries them."""
-    return all(_replacement(layer) is not None for layer in module.modules() if _holds_weights(layer))
+    return not isinstance(module, RunsAlone) and all(
+        _replacement(layer) is not None for layer in module.modules() if _holds_weights(layer)
+    )
 
 
 def _holds_weights(layer: nn.Module) -> bool:
@@ -175,7 +185,7 @@ class Network:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         """The shapes of a single lane's weights, by name."""
         names = {type(m).__name__ for m in module.modules() if _holds_weights(m) and not _replacement(m)}
-        self._odd = ", ".join(sorted(names))
+        self._odd = ", ".join(sorted(names)) or type(module).__name__
         self.module = _replace(module, self._side_by_side)
         layers = dict(self.module.named_modules())
         self._dropouts = [layer for layer in layers.values() if isinstance(layer, Dropout)]

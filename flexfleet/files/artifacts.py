@@ -199,6 +199,8 @@ class RunFile(Artifact):
     """Of the files that `fleet.trace` names, together; null: it names none."""
     sources: dict[str, str] = {}
     """By name (package.module:Name), the sha256 of the source of what the run takes of one's own."""
+    weights_sha256: str | None = None
+    """Of the weights that the network came with, as safetensors; null: the run started from others."""
     mlflow_run_id: str | None = None
     key_at: str | None = None
     """Where the run's key is kept (`keys`), for people to read; null: it has none."""

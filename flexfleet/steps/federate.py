@@ -21,7 +21,7 @@ from fl_engine.aggregation import privacy
 from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core import seeds
-from fl_engine.core.contracts import ModelFamily, Tracker, Watcher
+from fl_engine.core.contracts import GivesWeights, ModelFamily, Tracker, Watcher
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, ModelError, Replaced, Stopped
 from fl_engine.core.fields import Moves
 from fl_engine.core.samples import Task
@@ -167,6 +167,8 @@ def _federate(
         place = keys.place(config, run_id, store, out)
         key, key_at = keys.key_of_run(place, store, known), str(place)
     trace, trace_sha256 = trace_of(config, site)
+    given = given_weights(pool_dir, site.family)
+    own = own_weights(site.family) if given is None else None
     ledger = ledger_in(store, config.rounds.keep_every, rules, *_signing(key if in_pods else None), held)
 
     run = RunFile(
@@ -178,6 +180,7 @@ def _federate(
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
         trace_sha256=trace_sha256,
         sources=sources(config),
+        weights_sha256=None if own is None else sha256(encode(own)),
         mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
         key_at=key_at,
         key_sha256=sha256(key) if key is not None else known.key_sha256 if known else None,
@@ -200,7 +203,7 @@ def _federate(
     done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
     tracker = Several([Console(config.rounds.stop, done), *(t for t in (mlflow, observer) if t is not None)])
     tracker.params(configs.shown(config))
-    initial = initial_state(resolved, site, given_weights(pool_dir, site.family))
+    initial = initial_state(resolved, site, given if own is None else own)
     noise_key = privacy.noise_key(key, token) if private and key is not None else None
     try:
         with (
@@ -269,9 +272,18 @@ def given_weights(pool_dir: Path, family: ModelFamily) -> Params | None:
         raise IntegrityError(f"{pool_dir / WEIGHTS} is not of this network: {error}") from error
 
 
+def own_weights(family: ModelFamily) -> Params | None:
+    """The weights that the network comes with; None: it has none. Raises ModelError unless they fit it."""
+    weights = family.weights() if isinstance(family, GivesWeights) else {}
+    return fitting(family, weights) if weights else None
+
+
 def initial_state(resolved: Resolved, site: Site, weights: Params | None = None) -> Any:
-    """The algorithm's state before the first round. `weights`: of the whole network; None: fresh ones."""
+    """The algorithm's state before the first round. `weights`: of the whole network; None: the network's own, or fresh
+    ones."""
     params = weights
+    if params is None:
+        params = own_weights(site.family)
     if params is None:
         params = initial_params(site.family, seeds.derive(resolved.config.seed, "init"))
     return resolved.algorithm.init(params, site.layout, site.fleet, site.pool, ServerSite(site))
@@ -371,7 +383,7 @@ def _same_noise(known: RunFile, out: Path) -> None:
 
 
 def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None:
-    for name in ("pool_sha256", "partition_sha256", "trace_sha256"):
+    for name in ("pool_sha256", "partition_sha256", "trace_sha256", "weights_sha256"):
         if getattr(known, name) != getattr(run, name):
             raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
     for name in known.sources.keys() & run.sources.keys():

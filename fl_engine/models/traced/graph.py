@@ -1,0 +1,165 @@
+"""The graph of a module's forward: traced in training and in evaluation, which have to agree."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fl_engine.core.errors import ModelError
+from fl_engine.models.traced.layers import is_torchs
+from fl_engine.models.traced.refusals import line_now, line_of_error, place_of, ways_out
+
+DROPOUTS = {
+    "dropout": nn.Dropout, "dropout1d": nn.Dropout1d, "dropout2d": nn.Dropout2d, "dropout3d": nn.Dropout3d,
+    "alpha_dropout": nn.AlphaDropout, "feature_alpha_dropout": nn.FeatureAlphaDropout,
+}  # fmt: skip
+"""The modules of functions that take `training`, which a trace would write down as it was."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """`module` has the weights and, where a function became one, further modules; `graph` is of its forward. Each node
+    has the shape of its output in `meta["shape"]`, of several outputs a tuple; None for what is no tensor."""
+
+    module: nn.Module
+    graph: fx.Graph
+
+
+class _Tracer(fx.Tracer):
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        node.meta["line"] = line_now()  # torch's own record of it would import its compiler
+        return node
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return is_torchs(m)
+
+
+def name_of(node: fx.Node) -> str:
+    """What a function or method is called, without the underscores of an operator."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return name.strip("_") if name.startswith("__") else name
+
+
+def trace(name: str, module: nn.Module, x: Tensor) -> Traced:
+    """The graph for samples x (B, ...). Raises ModelError, naming place and reason, where there is none."""
+    training, evaluation = (_traced(name, module, mode) for mode in (True, False))
+    _same(name, training.graph, evaluation.graph)
+    _own_dropouts(name, training, evaluation)
+    _shapes(evaluation, x)
+    return evaluation
+
+
+def _traced(name: str, module: nn.Module, training: bool) -> Traced:
+    own = copy.deepcopy(module).train(training)
+    own.__class__ = _of_one_input(type(own))
+    try:
+        graph = _Tracer().trace(own)
+    except Exception as error:  # of somebody else's code: a TraceError, or what a proxy does not have
+        said = " ".join(str(error).split())
+        raise ModelError(
+            f"{name} cannot be cut into sub-models: its forward{line_of_error(error)} depends on values, or "
+            f"calls what torch.fx cannot trace ({type(error).__name__}: {said}); {ways_out()}"
+        ) from error
+    return Traced(own, graph)
+
+
+def check_inputs(name: str, module: nn.Module) -> None:
+    """Raises ModelError unless the module can be called with a batch alone."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(needed) > 1 or not parameters:
+        said = ", ".join(needed) or "none"
+        raise ModelError(f"{name} takes {len(needed)} inputs ({said}): a network here takes one, a batch of samples")
+
+
+def _of_one_input(kind: Any) -> Any:
+    """The class without its optional inputs, which a trace would take for tensors."""
+
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        return kind.forward(self, x)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _said(node: fx.Node) -> tuple[Any, ...]:
+    """What has to be the same in training and in evaluation."""
+    options = dict(node.kwargs)
+    if name_of(node) in DROPOUTS:
+        options.pop("training", None)
+    return node.op, str(node.target), repr(node.args), repr(options)
+
+
+def _same(name: str, training: fx.Graph, evaluation: fx.Graph) -> None:
+    pairs = list(zip(training.nodes, evaluation.nodes, strict=False))
+    odd = next((t for t, e in pairs if _said(t) != _said(e)), None)
+    if odd is None and len(training.nodes) != len(evaluation.nodes):
+        odd = pairs[-1][0]
+    if odd is not None:
+        raise ModelError(
+            f"{name} cannot be cut into sub-models: {place_of(odd)} does something else in training than in "
+            f"evaluation; use modules, such as nn.Dropout, for that, or {ways_out()}"
+        )
+
+
+def _own_dropouts(name: str, training: Traced, evaluation: Traced) -> None:
+    """Makes a module of each call of F.dropout and the like, so that it drops in training alone."""
+    count = 0
+    for before, node in zip(training.graph.nodes, evaluation.graph.nodes, strict=True):
+        kind = DROPOUTS.get(name_of(node))
+        if node.op != "call_function" or kind is None or getattr(F, name_of(node), None) is not node.target:
+            continue
+        flags = before.kwargs.get("training"), node.kwargs.get("training")
+        if flags != (True, False):
+            when = "in evaluation too" if flags[1] else "never"
+            raise ModelError(f"{name}: {place_of(node)} drops {when}: give F.dropout training=self.training")
+        count += 1
+        target = unused(evaluation.module, f"dropout_{count}")
+        evaluation.module.add_module(target, kind(node.kwargs.get("p", 0.5)))
+        becomes(node, target)
+
+
+def becomes(node: fx.Node, target: str) -> None:
+    """The node calls this module of one input instead."""
+    node.op, node.target, node.args, node.kwargs = "call_module", target, node.args[:1], {}
+
+
+def unused(module: nn.Module, name: str) -> str:
+    """This name, or one like it that the module does not have."""
+    while hasattr(module, name):
+        name += "_"
+    return name
+
+
+class _Shapes(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        out = super().run_node(n)
+        n.meta["shape"] = _shape(out)
+        n.meta["value"] = out if isinstance(out, int | float | bool | str | torch.dtype | torch.device) else None
+        return out
+
+
+def _shape(out: Any) -> Any:
+    if isinstance(out, Tensor):
+        return tuple(out.shape)
+    if isinstance(out, tuple | list) and out and all(isinstance(each, Tensor | tuple) for each in out):
+        shapes = tuple(_shape(each) for each in out)
+        return shapes if all(shape is not None for shape in shapes) else None
+    return None
+
+
+def _shapes(traced: Traced, x: Tensor) -> None:
+    module = fx.GraphModule(traced.module, traced.graph).eval()
+    with torch.no_grad():
+        _Shapes(module).run(x)
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    holder, _, leaf = path.rpartition(".")
+    return getattr(module.get_submodule(holder), leaf)
