@@ -26,6 +26,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import PoolError
 from fl_engine.core.slicing import contains, count_macs, count_params, full_shapes, runnable, shapes
 from fl_engine.core.types import FULL, Params, Pool, PoolModel, SubmodelSpec
+from fl_engine.core.widths import check_cuttable
 
 Rule = Literal["closest", "authors"]
 
@@ -64,7 +65,8 @@ def measure_apoz(family: ModelFamily, params: Params, x_nchw: Tensor, batch_size
 
 
 def layer_sizes(family: ModelFamily) -> tuple[int, ...]:
-    """size(l_i): parameters of each prunable layer (conv + BN, block, or fc)."""
+    """size(l_i): parameters of each prunable layer (conv + BN, block, or fc). Raises PoolError where there is none."""
+    check_cuttable([layer.group for layer in family.prunable()])
     shapes = full_shapes(family)
     return tuple(
         sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(layer.params))

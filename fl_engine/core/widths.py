@@ -7,7 +7,7 @@ paper rounds down.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -29,6 +29,15 @@ def hidden(layout: ParamLayout) -> dict[str, int]:
     return {group: size for group, size in layout.groups.items() if group != HEAD}
 
 
+def check_cuttable(groups: Collection[str]) -> None:
+    """Raises PoolError where there are none of them."""
+    if not groups:
+        raise PoolError(
+            "the network has no channels that can be cut, and this algorithm trains sub-models: choose one that trains "
+            "the whole network, such as all_large or fedprox, or a network with sub-models (model.whole=false)"
+        )
+
+
 def kept(size: int, width: float, rounding: Rounding) -> int:
     """How many of `size` channels a width ratio keeps, at least one. 0.29 * 100 is 29, whatever the float says."""
     exact = width * size
@@ -40,6 +49,7 @@ def prefix(layout: ParamLayout, width: float, rounding: Rounding = "ceil") -> Su
     """The first channels of every group (HeteroFL; FedRolex Eq. 3.6)."""
     if width >= 1:
         return FULL
+    check_cuttable(hidden(layout))
     return SubmodelSpec.of({group: kept(size, width, rounding) for group, size in hidden(layout).items()})
 
 
@@ -101,6 +111,8 @@ def random_drop(
 def from_layer(family: ModelFamily, width: float, start: int) -> SubmodelSpec:
     """AdaptiveFL Sec. 3.2: the first `start` prunable layers keep full width, deeper ones int(width * n) channels."""
     groups = family.layout().groups
+    if width < 1:
+        check_cuttable([p.group for p in family.prunable()])
     deeper = [p.group for p in family.prunable()[start:]]
     return SubmodelSpec.of({group: max(1, int(width * groups[group])) for group in deeper} if width < 1 else {})
 

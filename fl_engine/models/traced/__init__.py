@@ -29,9 +29,7 @@ def from_module(build: Build, *, whole: bool = False, pin: tuple[str, ...] = ())
     data's shape and number of outputs, raises ModelError for a module that cannot be trained or cut.
     """
     if not makes_module(build):
-        raise ModelError(
-            f"a subclass of torch.nn.Module, a function that makes a module or a module is expected, got {build!r}"
-        )
+        raise ModelError(f"an nn.Module, its class or a function that makes one is expected, got {build!r}")
     if isinstance(pin, str) or not all(isinstance(each, str) for each in pin):
         raise ModelError(f"pin is a tuple of module paths, such as ('encoder.norm',), got {pin!r}")
     key = (build, whole, tuple(pin))

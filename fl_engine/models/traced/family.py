@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -104,7 +105,8 @@ class Found:
 def found(family: ModuleFamily) -> Found:
     """Raises ModelError for a module that cannot be trained, or not be cut where it is to be."""
     name = type(family).__name__
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    elsewhere = torch.empty(0).device.type != "cpu"
+    with torch.random.fork_rng(devices=[]), torch.device("cpu") if elsewhere else nullcontext():
         torch.manual_seed(0)
         module = new(family.build[0], family.input_shape, family.outputs)
         tried = _tried(name, module, family.input_shape, family.outputs)

@@ -127,7 +127,10 @@ class _Walk:
         self.flow.layers.setdefault(path, Layer(weights, {}, ()))
         kind = type(module).__name__
         why = names.REASONS.get(names.MODULES.get(kind, ""), f"is a {kind}, which is not known here")
-        self.refuse(node, why, ops.every(self.call(node, kind, node.args, dict(node.kwargs))))
+        given = ops.every(self.call(node, kind, node.args, dict(node.kwargs)))
+        if self.pinned(path):
+            pin(*given)
+        self.refuse(node, why, given)
         return ops.whole(node.meta["shape"]) if node.meta["shape"] is not None else None
 
     # ---------------------------------------------------------------------------------------------- operations
@@ -135,7 +138,7 @@ class _Walk:
         shape, call = node.meta["shape"], self.call(node, name, args, options)
         if name == "getitem" and not isinstance(self.value(args[0]), Given):
             found = self.flow.dims.get(args[0])
-            return found[args[1]] if isinstance(found, tuple) and isinstance(args[1], int) else None
+            return found[args[1]] if isinstance(found, tuple) and isinstance(args[1], int | slice) else None
         if shape is None or not any(True for _ in call.given):
             return None if shape is None else ops.whole(shape)
         if self.pinned(path_of(node)):

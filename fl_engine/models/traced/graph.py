@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +62,8 @@ def _traced(name: str, module: nn.Module, training: bool) -> Traced:
     own = copy.deepcopy(module).train(training)
     own.__class__ = _of_one_input(type(own))
     try:
-        graph = _Tracer().trace(own)
+        with _traced_len(own):
+            graph = _Tracer().trace(own)
     except Exception as error:  # of somebody else's code: a TraceError, or what a proxy does not have
         said = " ".join(str(error).split())
         raise ModelError(
@@ -68,6 +71,25 @@ def _traced(name: str, module: nn.Module, training: bool) -> Traced:
             f"calls what torch.fx cannot trace ({type(error).__name__}: {said}); {ways_out()}"
         ) from error
     return Traced(own, graph)
+
+
+@contextmanager
+def _traced_len(module: nn.Module) -> Iterator[None]:
+    """Python's `len` gives numbers alone; in the forwards of these modules it is `x.size(0)` of what is traced."""
+
+    def traced(x: Any) -> Any:
+        return x.size(0) if isinstance(x, fx.Proxy) else len(x)
+
+    forwards: list[Any] = [kind.__dict__.get("forward") for each in module.modules() for kind in type(each).__mro__]
+    scopes = {id(f.__globals__): f.__globals__ for f in forwards if hasattr(f, "__globals__")}
+    changed = [scope for scope in scopes.values() if "len" not in scope]
+    for scope in changed:
+        scope["len"] = traced
+    try:
+        yield
+    finally:
+        for scope in changed:
+            del scope["len"]
 
 
 def check_inputs(name: str, module: nn.Module) -> None:

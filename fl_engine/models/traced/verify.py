@@ -1,5 +1,6 @@
 """Checks a cut network once, when it is made: it computes what the module computes, and each sub-model what the whole
-network computes with the rest zeroed. In double precision, on made-up samples; what fails is refused."""
+network computes with the rest zeroed. In double precision where the module can, on made-up samples; what fails is
+refused."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from fl_engine.core.types import HEAD, ParamLayout, Params, SubmodelSpec
 from fl_engine.models.traced.refusals import ways_out
 
 SPECS = 8
-CLOSE = 1e-6
-"""Of what two networks compute, relative to the largest output."""
+CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""How far apart two networks' outputs may be, relative to the largest one."""
 
 Make = Callable[[SubmodelSpec], nn.Module]
 """The network of a sub-model, without storage."""
@@ -25,33 +26,44 @@ Make = Callable[[SubmodelSpec], nn.Module]
 
 def check(name: str, original: nn.Module, make: Make, layout: ParamLayout, x: Tensor) -> None:
     """`original`: the user's module, with the weights that it was made with. Raises ModelError."""
-    x = x.double() if x.is_floating_point() else x
+    try:
+        with torch.no_grad():
+            copy.deepcopy(original).double().eval()(x.double() if x.is_floating_point() else x)
+    except RuntimeError:  # it makes float32 tensors of its own
+        _check(name, original, make, layout, x, torch.float32)
+    else:
+        _check(name, original, make, layout, x, torch.float64)
+
+
+def _check(name: str, original: nn.Module, make: Make, layout: ParamLayout, x: Tensor, precision: torch.dtype) -> None:
+    x, close = x.to(precision) if x.is_floating_point() else x, CLOSE[precision]
     names = list(layout.slots)
     with torch.random.fork_rng(devices=[]):
         generator = torch.Generator().manual_seed(1)
-        user = copy.deepcopy(original).double()
+        user = copy.deepcopy(original).to(precision)
         state = user.state_dict()
-        weights = {n: _spread(n, state[n], generator) for n in names}
+        weights = {n: _spread(n, state[n], generator).to(precision) for n in names}
         user.load_state_dict({**state, **weights})
         for training in (False, True):
-            whole: Any = _with(make(SubmodelSpec()), weights).train(training)
-            whole.draws = False  # here both draw from torch's generator
+            traced: Any = _with(make(SubmodelSpec()), weights).train(training)
+            traced.draws = False  # here both draw from torch's generator
             torch.manual_seed(0)
             wanted = user.train(training)(x)
             torch.manual_seed(0)
-            if not _apart(whole(x), wanted) <= CLOSE:
+            if not _apart(traced(x), wanted) <= close:
                 mode = "training" if training else "evaluation"
                 raise ModelError(
                     f"{name} cannot be cut into sub-models: in {mode} the traced network computes something else than "
                     f"the module, so its forward changes what it holds, or what it was given; {ways_out()}"
                 )
+        whole = make(SubmodelSpec())
         for _ in range(SPECS if any(group != HEAD for group in layout.groups) else 0):
             spec = _drawn(layout, generator)
             sub = _with(make(spec), take(weights, layout, spec)).eval()
-            rest = _with(make(SubmodelSpec()), _zeroed(weights, layout, spec)).eval()
+            rest = _with(whole, _zeroed(weights, layout, spec)).eval()
             with torch.no_grad():
                 apart = _apart(sub(x), rest(x))
-            if not apart <= CLOSE:
+            if not apart <= close:
                 raise ModelError(
                     f"{name} cannot be cut into sub-models: with the channels {_said(spec)} alone, the outputs are "
                     f"{apart:.2g} from those of the whole network with the other channels zeroed, so an operation "
@@ -60,11 +72,11 @@ def check(name: str, original: nn.Module, make: Make, layout: ParamLayout, x: Te
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max().clamp(min=1.0))
+    return float(((one - other).abs().max() / other.abs().max().clamp(min=1.0)).detach())
 
 
 def _with(module: nn.Module, weights: Params) -> nn.Module:
-    module.double()
+    module.to(next(iter(weights.values())).dtype)
     module.load_state_dict({name: tensor.clone() for name, tensor in weights.items()}, assign=True)
     return module
 
@@ -94,7 +106,7 @@ def _zeroed(weights: Params, layout: ParamLayout, spec: SubmodelSpec) -> Params:
     for name, tensor in weights.items():
         kept = torch.ones_like(tensor)
         for dim, axis in enumerate(layout.slots[name].axes):
-            at, line = places(keep, axis, tensor.shape[dim], layout.groups), torch.zeros(tensor.shape[dim]).double()
+            at, line = places(keep, axis, tensor.shape[dim], layout.groups), torch.zeros(tensor.shape[dim])
             line[at] = 1
             kept *= line.view([-1 if d == dim else 1 for d in range(tensor.dim())])
         out[name] = tensor if name.endswith(("running_mean", "running_var")) else tensor * kept

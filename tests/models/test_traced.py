@@ -1,0 +1,286 @@
+"""`from_module`: users' networks against the laws of all networks, against ours, and in runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fl_engine.core.contracts import ModelFamily, TakesTokens
+from fl_engine.core.errors import ModelError
+from fl_engine.core.slicing import count_macs, count_params, initial_params, runnable, take
+from fl_engine.core.types import FULL, HEAD, Axis, SubmodelSpec
+from fl_engine.models.aep_mlp import AepMLP
+from fl_engine.models.build import build_model, model_kind
+from fl_engine.models.casas_bilstm import CasasBiLSTM
+from fl_engine.models.har_cnn import HarCNN
+from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
+from fl_engine.models.preresnet import PreResNet18
+from fl_engine.models.resnet import ResNet18
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.traced import from_module
+from fl_engine.models.wisdm_lstm import WisdmLSTM
+from fl_engine.testing.models import ModelSuite, random_params, specs
+from flexfleet.cli import dispatch
+from tests.models import own_networks as nets
+
+GPT_PINS = ("block.ln1", "block.attn")
+
+FAMILIES = {
+    "resnet18": lambda: from_module(lambda num_classes: nets.ResNet18(num_classes, 4))((3, 33, 33), 5),
+    "unet": lambda: from_module(nets.UNetClassifier)((1, 8, 8), 4),
+    "conv1d": lambda: from_module(nets.Conv1dNet)((12, 3), 4),
+    "lstm": lambda: from_module(nets.LSTMClassifier)((7,), 4),
+    "gpt": lambda: from_module(nets.GPT, pin=GPT_PINS)((5,), 4),
+}
+
+
+@cache
+def made(name: str) -> ModelFamily:
+    return FAMILIES[name]()
+
+
+class TestTracedNetworks(ModelSuite):
+    @pytest.fixture(params=sorted(FAMILIES))
+    def family(self, request: pytest.FixtureRequest) -> ModelFamily:
+        return made(request.param)
+
+
+# ------------------------------------------------------------------------------------- as we write it by hand
+BY_HAND: dict[str, Any] = {
+    "small_cnn": SmallCNN((1, 8, 8), 10, width=0.5),
+    "aep_mlp": AepMLP((5,), 2, width=0.05),
+    "wisdm_lstm": WisdmLSTM((7, 3), 4, width=0.9),
+    "casas_bilstm": CasasBiLSTM((9,), 4, vocabulary=20, width=0.1),
+    "har_cnn": HarCNN((7, 3), 4, width=0.5, norm="batch"),
+    "mobilenetv3_ofa": MobileNetV3OFA((2, 17, 20), 6, width=0.05, norm="batch"),
+}
+COARSER = {"resnet18": ResNet18((3, 12, 9), 5, width=0.1), "preresnet18": PreResNet18((3, 9, 12), 4, width=0.1)}
+"""Ours tie more than they have to: a stage is one group, the channels inside its blocks too."""
+
+
+@cache
+def traced(family: Any) -> ModelFamily:
+    return from_module(lambda: family.module())(family.input_shape, family.outputs)
+
+
+@pytest.mark.parametrize("name", [*BY_HAND, *COARSER])
+def test_the_layout_is_the_one_written_by_hand(name: str) -> None:
+    ours = (BY_HAND | COARSER)[name]
+    wanted, found = ours.layout(), traced(ours).layout()
+    assert list(found.slots) == list(wanted.slots)
+    same: dict[str | None, str | None] = {}
+    for parameter, slot in wanted.slots.items():
+        for by_hand, axis in zip(slot.axes, found.slots[parameter].axes, strict=True):
+            assert (axis.repeat, axis.copies, axis.then) == (by_hand.repeat, by_hand.copies, None), parameter
+            assert same.setdefault(axis.group, by_hand.group) == by_hand.group, parameter
+    assert same[HEAD] == HEAD
+    assert set(same) - {None} == set(found.groups)
+    if name in BY_HAND:
+        assert len(found.groups) == len(wanted.groups)
+        assert [same[p.group] for p in traced(ours).prunable()] == [p.group for p in ours.prunable()]
+
+
+SMALL = SmallCNN((1, 8, 8), 10, width=0.5)
+TRACED_SMALL = traced(SMALL)
+NAMES = dict(zip(SMALL.layout().groups, TRACED_SMALL.layout().groups, strict=True))
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_slice_of_a_traced_network_is_the_slice_of_ours(data: st.DataObject) -> None:
+    spec = data.draw(specs(SMALL))
+    mine = SubmodelSpec.of({NAMES[group]: keep for group, keep in spec.keep})
+    params, x = random_params(SMALL), torch.randn(3, 1, 8, 8, dtype=torch.float64)
+    ours, theirs = take(params, SMALL.layout(), spec), take(params, TRACED_SMALL.layout(), mine)
+    assert all(torch.equal(ours[name], theirs[name]) for name in params)
+    assert count_params(SMALL, spec) == count_params(TRACED_SMALL, mine)
+    assert count_macs(SMALL, spec) == count_macs(TRACED_SMALL, mine)
+    with torch.no_grad():
+        wanted = runnable(SMALL, spec, ours).eval()(x)
+        torch.testing.assert_close(runnable(TRACED_SMALL, mine, theirs).eval()(x), wanted)
+
+
+def test_torchvisions_networks_are_written_out_right() -> None:
+    """The totals of torchvision's documentation, at 1000 classes."""
+    assert sum(p.numel() for p in nets.ResNet18().parameters()) == 11_689_512
+    assert sum(p.numel() for p in nets.MobileNetV3().parameters()) == 2_542_856
+
+
+def test_a_concatenation_has_the_channels_of_both_and_a_group_norm_whole_groups() -> None:
+    layout = made("unet").layout()
+    assert layout.groups == {"down1.0": 4, "down2.0": 16, "up": 12, "join.0": 8, HEAD: 4}
+    assert layout.slots["down1.0.weight"].axes[0] == Axis("down1.0", repeat=2), "two channels a norm group"
+    assert layout.slots["join.0.weight"].axes[1] == Axis("down1.0", repeat=2, then=Axis("up"))
+    assert layout.slots["norm.running_mean"].axes == (Axis("join.0", then=Axis("down1.0", repeat=2)),)
+
+
+# ------------------------------------------------------------------------------------------ what build may be
+class Tiny(nn.Module):
+    def __init__(self, num_classes: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm(self.first(x))))
+
+
+def test_a_class_draws_its_weights_by_the_seed_and_a_module_brings_its_own() -> None:
+    family, module = from_module(Tiny)((4,), 3), Tiny()
+    assert torch.equal(initial_params(family, 1)["first.weight"], initial_params(family, 1)["first.weight"])
+    assert not torch.equal(initial_params(family, 1)["first.weight"], initial_params(family, 2)["first.weight"])
+    own: Any = from_module(module)((4,), 3)
+    assert torch.equal(initial_params(own, 1)["first.weight"], module.first.weight)
+    assert list(own.weights()) == list(own.layout().slots)
+    assert torch.equal(own.weights()["head.bias"], module.head.bias)
+    module_weights = family.weights()  # type: ignore[attr-defined]
+    assert module_weights == {}
+    assert not any("num_batches" in name for name in own.layout().slots), "integers are not averaged"
+
+
+def test_the_same_thing_gives_the_same_class_under_its_own_name() -> None:
+    kind = from_module(Tiny)
+    assert kind is from_module(Tiny) and kind is not from_module(Tiny, whole=True)
+    assert (kind.__module__, kind.__qualname__) == (Tiny.__module__, "Tiny")
+    assert [f.name for f in dataclasses.fields(kind)] == ["input_shape", "outputs", "whole", "pin"]  # type: ignore[arg-type]
+    assert kind((4,), 3) == kind((4,), 3) and hash(kind((4,), 3)) == hash(kind((4,), 3))
+
+
+def test_a_family_travels_to_another_process() -> None:
+    family = from_module(nets.UNetClassifier)((1, 8, 8), 4)
+    assert pickle.loads(pickle.dumps(family)) == family  # noqa: S301 - our own bytes
+
+
+def test_a_function_gets_the_keywords_that_it_has() -> None:
+    seen: list[Any] = []
+
+    def build(input_shape: tuple[int, ...], outputs: int) -> nn.Module:
+        seen.append((input_shape, outputs))
+        return nn.Sequential(nn.Linear(input_shape[0], 5), nn.ReLU(), nn.Linear(5, outputs))
+
+    assert from_module(build)((4,), 2).layout().groups == {"0": 5, HEAD: 2}
+    assert seen[0] == ((4,), 2)
+
+
+def test_tokens_are_recognised() -> None:
+    assert isinstance(made("lstm"), TakesTokens)
+    assert not isinstance(made("conv1d"), TakesTokens)
+
+
+# ----------------------------------------------------------------------------------- frozen, buffers, dropout
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((4,), 2.0))
+        self.frozen = nn.Linear(4, 6)
+        self.frozen.requires_grad_(False)
+        self.open = nn.Linear(6, 5)
+        self.drop = nn.Dropout2d(0.5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.frozen(x * self.scale))
+        return self.head(self.drop(torch.relu(self.open(out))[:, :, None, None]).flatten(1))
+
+
+def test_frozen_parameters_and_constants_are_neither_trained_nor_sent() -> None:
+    module = Partly()
+    for whole in (False, True):
+        family = from_module(module, whole=whole)((4,), 3)
+        assert list(family.layout().slots) == ["open.weight", "open.bias", "head.weight", "head.bias"]
+        network = runnable(family, FULL, initial_params(family, 0))
+        assert torch.equal(network.get_buffer("frozen.weight"), module.frozen.weight)
+        assert [name for name, _ in network.named_parameters()] == list(family.layout().slots)
+    layout = from_module(module)((4,), 3).layout()
+    assert layout.groups == {"open": 5, HEAD: 3}, "a frozen layer keeps all its channels"
+
+
+def test_random_layers_draw_from_the_clients_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The die is an nn.Dropout, which the engine seeds; torch's own generator is left as it was."""
+    for whole in (False, True):
+        network: Any = runnable(family := from_module(Partly, whole=whole)((4,), 3), FULL, initial_params(family, 0))
+        x, before = torch.randn(8, 4), torch.get_rng_state()
+        with torch.random.fork_rng(devices=[]):
+            outs = []
+            for seed in (1, 1, 2):
+                torch.manual_seed(seed)
+                outs.append(network.train()(x))
+        assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+        assert network.draws and torch.equal(network.eval()(x), network(x))
+        assert torch.equal(before, torch.get_rng_state())
+
+
+def test_whole_trains_what_cannot_be_traced_or_counted_by_layer() -> None:
+    class ByValue(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 3)
+            self.mix = nn.Parameter(torch.ones(2 * 36, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.conv(x)
+            if out.mean() > 1e9:
+                out = -out
+            return out.view(len(x), -1) @ self.mix
+
+    family = from_module(ByValue, whole=True)((1, 8, 8), 3)
+    assert family.layout().groups == {HEAD: 3} and family.prunable() == ()
+    assert count_macs(family) == 2 * 9 * 36 + 72 * 3
+    x = torch.randn(2, 1, 8, 8).contiguous(memory_format=torch.channels_last)
+    network = runnable(family, FULL, initial_params(family, 0)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert network(x).shape == (2, 3), "view works on maps that lie channels last"
+
+
+# ------------------------------------------------------------------------------------------------------- runs
+MODULE = """
+import torch.nn.functional as F
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8 * 16, 16)
+        self.head = nn.Linear(16, num_classes)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.norm(self.conv(x))), 2)
+        return self.head(F.dropout(F.relu(self.fc(x.view(x.size(0), -1))), 0.1, training=self.training))
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["flexfl", "heterofl"])
+def test_a_run_takes_a_module_by_its_name(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"net_of_{algorithm}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = [
+        "dataset.name=digits", f"model.name=net_of_{algorithm}:Net", f"algorithm.name={algorithm}", "rounds.stop=2",
+        "pretrain.epochs=1", "tracking.mlflow=null", "partition.clients=10", "training.epochs=1",
+    ]  # fmt: skip
+    assert dispatch(["run", "--run-id", "one", *(word for each in options for word in ("--set", each))]) == 0
+    assert (tmp_path / "runs" / "one" / "model.safetensors").is_file()
+
+
+def test_a_configuration_gives_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "net_with_options.py").write_text(MODULE + "\nmade = Net(10)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    family: Any = build_model({"name": "net_with_options:Net", "pin": ["conv"]}, (1, 8, 8), 10)
+    assert family.layout().groups == {"fc": 16, HEAD: 10}
+    assert model_kind({"name": "net_with_options:Net"}) is model_kind({"name": "net_with_options:Net"})
+    given: Any = build_model({"name": "net_with_options:made"}, (1, 8, 8), 10)
+    assert list(given.weights()) == list(given.layout().slots)
+    with pytest.raises(ModelError, match=r"gives \(3, 10\) for a batch of 3 samples \(1, 8, 8\), \(3, 7\) is expected"):
+        build_model({"name": "net_with_options:made"}, (1, 8, 8), 7)
