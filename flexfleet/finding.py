@@ -156,7 +156,7 @@ def _classes(registry: Mapping[str, Any]) -> dict[str, str]:
 
 def _first_sentence(kind: Any) -> str:
     own = kind.__doc__ or ""
-    if own.startswith(f"{kind.__name__}("):  # what dataclasses write themselves
+    if not own or own.startswith(f"{kind.__name__}("):  # what dataclasses write themselves
         own = sys.modules[kind.__module__].__doc__ or ""
     return re.split(r"\.\s+(?=[A-Z`])", " ".join(own.split("\n\n")[0].split()))[0].rstrip(".")
 

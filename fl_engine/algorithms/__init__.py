@@ -7,10 +7,11 @@ from fl_engine.algorithms.decoupled import Decoupled
 from fl_engine.algorithms.depthfl import DepthFL
 from fl_engine.algorithms.federated_dropout import FederatedDropout
 from fl_engine.algorithms.fedrolex import FedRolex
+from fl_engine.algorithms.fedsgd import FedSGD
 from fl_engine.algorithms.fedx import FedX, FedXLarge, FedXMedium, FedXSmall
 from fl_engine.algorithms.fjord import FjORD
 from fl_engine.algorithms.flexfl import FlexFL
-from fl_engine.algorithms.full_model import AllLarge, FedOpt, FedProx
+from fl_engine.algorithms.full_model import AllLarge, FedAvg, FedOpt, FedProx
 from fl_engine.algorithms.heterofl import HeteroFL
 from fl_engine.algorithms.multibranch import MultiBranch
 from fl_engine.algorithms.quantized_fedavg import QuantizedFedAvg
@@ -27,9 +28,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "decoupled": Decoupled,
     "depthfl": DepthFL,
     "federated_dropout": FederatedDropout,
+    "fedavg": FedAvg,
     "fedopt": FedOpt,
     "fedprox": FedProx,
     "fedrolex": FedRolex,
+    "fedsgd": FedSGD,
     "fedx": FedX,
     "fedx_large": FedXLarge,
     "fedx_medium": FedXMedium,
@@ -60,9 +63,11 @@ __all__ = [
     "DAdaQuant",
     "Decoupled",
     "DepthFL",
+    "FedAvg",
     "FedOpt",
     "FedProx",
     "FedRolex",
+    "FedSGD",
     "FedX",
     "FedXLarge",
     "FedXMedium",

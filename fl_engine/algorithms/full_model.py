@@ -1,9 +1,9 @@
-"""FedAvg on the full model, and two methods that differ from it in one default: the papers' references.
+"""FedAvg on the full model, and methods that differ from it in one default: the papers' references.
 
 `all_large` is FedAvg (McMahan et al., AISTATS 2017, Algorithm 1). With `eligible: all` every client trains the full
 model, whatever it can hold: what a fleet of strong devices would reach. With `eligible: capable` only devices take part
 that can hold the full model at their maximum capacity, and one that has less free at the moment fails: what FedAvg can
-do on this fleet, and what heterogeneous methods must beat.
+do on this fleet, and what heterogeneous methods must beat. `fedavg` is `all_large` with `eligible: all`.
 
 `fedprox` is FedProx: Federated Optimization in Heterogeneous Networks (Li et al., MLSys 2020), Algorithm 2: clients
 minimise `F_k(w) + mu/2 * ||w - w^t||^2`, and mu holds them close to the model they were sent. Departs from the paper:
@@ -75,6 +75,14 @@ class AllLarge:
         if self.eligible == "capable":
             needs_room(ctx, 0)
         return local_task(self.training, order, FULL, proximal=self.mu)
+
+
+@dataclass(frozen=True)
+class FedAvg(AllLarge):
+    """FedAvg: every selected client trains the full model, whatever it can hold (McMahan et al., AISTATS 2017)."""
+
+    eligible: Literal["all", "capable"] = "all"
+    """`all` ignores what devices can hold; `capable` keeps to it."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from fl_engine.algorithms import CONTRACT
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import Moves
 from fl_engine.fleet.uniformity import NAMES, of_a_run
@@ -270,6 +272,7 @@ def summarise(
     notes = []
     if any(each != numerics[0] for each in numerics):
         notes.append("the runs were computed with different numerics (machine, device or torch): see their run.json")
+    notes += [f"{label}: {work}, others as the section training says" for label, work in local_work(runs).items()]
     return Comparison(
         id=id,
         labels=tuple(runs),
@@ -286,6 +289,18 @@ def summarise(
         },
         notes=tuple(notes),
     )
+
+
+def local_work(runs: Runs) -> dict[str, str]:
+    """By label, what its algorithm declares of its clients' work (`local_work`), where that is not what the section
+    `training` says."""
+    out = {}
+    for label, of_label in runs.items():
+        with suppress(ConfigError):  # an algorithm of one's own that is not here any more
+            kind = CONTRACT.kind(str(of_label[0].config.get("algorithm.name")))
+            if told := getattr(kind, "local_work", None):
+                out[label] = str(told)
+    return out
 
 
 def _summary(

@@ -18,10 +18,11 @@ from threading import current_thread, main_thread
 from typing import Any, TextIO
 
 from fl_engine.aggregation import privacy
+from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core import seeds
-from fl_engine.core.contracts import GivesWeights, ModelFamily, Tracker, Watcher
+from fl_engine.core.contracts import Algorithm, GivesWeights, ModelFamily, Tracker, Watcher
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, ModelError, Replaced, Stopped
 from fl_engine.core.fields import Moves
 from fl_engine.core.samples import Task
@@ -205,10 +206,13 @@ def _federate(
     tracker.params(configs.shown(config))
     initial = initial_state(resolved, site, given if own is None else own)
     noise_key = privacy.noise_key(key, token) if private and key is not None else None
+    batch_size = training_of(algorithm).batch_size
     try:
         with (
             stop_on_signals() as should_stop,
-            BACKENDS[config.run.backend](_surroundings(config, site, ledger.mailbox, run_id, should_stop)) as backend,
+            BACKENDS[config.run.backend](
+                _surroundings(config, batch_size, site, ledger.mailbox, run_id, should_stop)
+            ) as backend,
         ):
             final = loop.federate(
                 Run(
@@ -247,7 +251,7 @@ def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path) -> Site:
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
     prepare_process(config.run.devices)
     struck = faults.parse(config.rounds.faults)
-    numerics = _numerics(config, family, data.task)
+    numerics = _numerics(config, training_of(resolved.algorithm), family, data.task)
     sealed = config.run.backend == "kubernetes" and config.kubernetes.state_key is not None
     return Site(family, pool, fleet, data, parts, config.seed, numerics, faults=struck, sealed=sealed)
 
@@ -289,25 +293,31 @@ def initial_state(resolved: Resolved, site: Site, weights: Params | None = None)
     return resolved.algorithm.init(params, site.layout, site.fleet, site.pool, ServerSite(site))
 
 
-def _numerics(config: Config, family: ModelFamily, goal: Task) -> Numerics:
-    """The numerics that the configuration names, else those that suit the network."""
-    run, per_round = config.run, round_size(config.training.fraction, config.partition.clients)
-    if run.precision == "fp16" and config.training.weight_decay:
-        log.warning("run.precision=fp16: training.weight_decay = %g is left out", config.training.weight_decay)
+def training_of(algorithm: Algorithm) -> Training:
+    """The local training as the algorithm does it: what the section says, unless the algorithm has work of its own."""
+    found: Training = algorithm.training  # type: ignore[attr-defined]
+    return found
+
+
+def _numerics(config: Config, training: Training, family: ModelFamily, goal: Task) -> Numerics:
+    """The numerics that the configuration names, else those that suit the network. `training`: the algorithm's."""
+    run, per_round = config.run, round_size(training.fraction, config.partition.clients)
+    if run.precision == "fp16" and training.weight_decay:
+        log.warning("run.precision=fp16: training.weight_decay = %g is left out", training.weight_decay)
     if run.strategy == "single":
         return Numerics(precision=run.precision)
     if run.strategy == "batched":
-        return strategy.batched(family, config.training.batch_size, per_round, run.precision, run.devices)
-    return strategy.choose(family, goal, config.training.batch_size, per_round, run.precision, run.devices)
+        return strategy.batched(family, training.batch_size, per_round, run.precision, run.devices)
+    return strategy.choose(family, goal, training.batch_size, per_round, run.precision, run.devices)
 
 
 def _surroundings(
-    config: Config, site: Site, mailbox: Mailbox, run_id: str, should_stop: Callable[[], bool]
+    config: Config, batch_size: int, site: Site, mailbox: Mailbox, run_id: str, should_stop: Callable[[], bool]
 ) -> Surroundings:
     pods, memory = config.kubernetes, None
     asked = pods.observe == "cgroup" or any(pool.memory == "auto" for pool in pods.pools.values())
     if config.run.backend == "kubernetes" and asked:
-        base, peak = training_peak(site.family, site.data.task, config.training.batch_size, site.numerics)
+        base, peak = training_peak(site.family, site.data.task, batch_size, site.numerics)
         held = sum(part.nbytes for part in (site.data.train_x, site.data.train_y, site.data.test_x, site.data.test_y))
         memory = base + held, peak + held
     return Surroundings(site, mailbox, config.run.devices, run_id, config.kubernetes, memory, should_stop)

@@ -17,6 +17,7 @@ from fl_engine.algorithms import (
     DAdaQuant,
     Decoupled,
     DepthFL,
+    FedAvg,
     FederatedDropout,
     FedRolex,
     FedX,
@@ -44,7 +45,7 @@ class TestAlgorithms(AlgorithmSuite):
         return on_devices_alone(ALGORITHMS[request.param](training=TRAINING))  # type: ignore[no-any-return]
 
     def promises_to_fit(self, algorithm: Algorithm) -> bool:
-        return not isinstance(algorithm, AdaptiveFL)  # its server does not know capacities
+        return not isinstance(algorithm, AdaptiveFL | FedAvg)  # their servers do not ask for capacities
 
     def with_aggregation(self, algorithm: Algorithm, aggregation: Aggregation) -> Algorithm:
         if isinstance(algorithm, DepthFL):

@@ -60,7 +60,7 @@ def test_whole_numbers(before: object, after: object) -> None:
         ({}, {"trainig.momentum": 1}, r"unknown parameter 'trainig' \(did you mean 'training'\?\)"),
         ({"clients": 0}, {}, r"partition.clients: .* greater than or equal to 1, got 0"),
         ({"clients": 2.5}, {}, r"partition.clients: .*got 2.5"),
-        ({"algorithm": "fedavg"}, {}, r"no algorithm named 'fedavg'"),
+        ({"algorithm": "fedavgg"}, {}, r"no algorithm named 'fedavgg'"),
         ({}, {"partition.clients": 5}, r"'partition.clients' is the parameter 'clients', set it there"),
         ({}, {"partition": {"minimum": 5}}, r'advanced takes dotted names, \{"partition.minimum": value\}'),
         ({}, {"seed.x": 5}, r"seed.x: 'seed' is a value, not a section"),

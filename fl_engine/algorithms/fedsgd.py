@@ -1,0 +1,49 @@
+"""FedSGD (McMahan et al., AISTATS 2017, Section 2): in a round every selected client takes one gradient step on all its
+samples, and the server averages the results by sample counts. That is one step of gradient descent on the data of the
+selected clients, `w - lr * sum_k (n_k / n) grad F_k(w)`; with `training.fraction: 1` on all data.
+
+It is `fedavg` with other local work: one epoch, one batch of all samples. `training.epochs`, `training.batch_size`,
+`training.drop_last` and `training.sampler` say nothing here; the learning rate and the rest of `training` do. The
+paper's own experiments call it FedSGD with C the fraction of clients.
+
+Departs from the paper: a client's samples go through the network at once, so that batch norm sees all of them. That
+takes memory; `most_samples` bounds it, and a run with a larger client is refused before it trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from fl_engine.algorithms import pooled
+from fl_engine.algorithms.full_model import FedAvg
+from fl_engine.algorithms.pooled import PooledState
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.fields import Count
+from fl_engine.core.samplers import Shuffle
+from fl_engine.core.types import RoundContext, RoundPlan
+
+
+@dataclass(frozen=True)
+class FedSGD(FedAvg):
+    """FedSGD: every selected client takes one gradient step on all its samples (McMahan et al., AISTATS 2017)."""
+
+    local_work: ClassVar[str] = "one step on all of a client's samples in a round"
+    """Told in comparisons, since the section `training` says something else."""
+
+    most_samples: Count = 8192
+    """Samples of a client at most. They go through the network at once, so this bounds the memory."""
+
+    def __post_init__(self) -> None:
+        work = replace(self.training, epochs=1, batch_size=self.most_samples, drop_last=False, sampler=Shuffle())
+        object.__setattr__(self, "training", work)  # as the generated __init__ sets it
+
+    def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:
+        """Raises ConfigError where a client holds more samples than fit into one step."""
+        largest = max(context.samples, default=0)
+        if largest > self.most_samples:
+            raise ConfigError(
+                f"client {context.samples.index(largest)} holds {largest} samples, and FedSGD puts them into one step: "
+                f"raise algorithm.most_samples = {self.most_samples} if the memory is there, or choose fedavg"
+            )
+        return pooled.plan(self, state, context)
