@@ -27,6 +27,14 @@ BESIDE_A_STORE = 2**20
 """Bytes of updates that stay in memory where the store has them too: rounds through a store are the large ones."""
 
 
+Heard = Callable[[int, int, int], None]
+"""`heard(round, answered, asked)`: as a round begins, and with each answer."""
+
+
+def nobody_listens(round: int, answered: int, asked: int) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Collected:
     answers: Answers
@@ -52,6 +60,8 @@ class Clients:
     """Stores updates that wait for their time; None: rounds are synchronous."""
     watcher: Watcher | None = None
     """Is shown each update that arrives."""
+    heard: Heard = nobody_listens
+    """Is told how many clients have answered."""
 
 
 def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin: float = 0.0) -> Collected:
@@ -74,9 +84,13 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
         return Collected(answers, acceptance.remembered(history, moved, size), waited, decoded)
 
     arrivals: dict[int, Arrival] = {}
+    answered, asked = 0, len(plan.orders)
+    clients.heard(plan.round, answered, asked)
 
     def receive(outcome: Outcome) -> None:
-        nonlocal decoded
+        nonlocal decoded, answered
+        answered += 1
+        clients.heard(plan.round, answered, asked)
         decoded += _decoding(outcome)
         outcome = _known(run, plan, outcome, answers.times, begin)
         if isinstance(outcome, ClientUpdate) and not acceptance.unconditional(run.terms):
@@ -89,9 +103,9 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
     rest = plan if clients.mailbox is None else _adopted(plan, clients.mailbox, receive)
     outcomes = clients.backend.run(run.algorithm, rest)
     while True:
-        asked = time.monotonic()
+        since = time.monotonic()
         outcome = next(outcomes, None)
-        waited += time.monotonic() - asked
+        waited += time.monotonic() - since
         if outcome is None:
             break
         receive(outcome)

@@ -22,7 +22,7 @@ from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import Params
 from fl_engine.exchange.acceptance import History
 from fl_engine.rounds import flights
-from fl_engine.rounds.collect import Clients
+from fl_engine.rounds.collect import Clients, Heard, nobody_listens
 from fl_engine.rounds.ledger import Ledger
 from fl_engine.rounds.round import Progress, play
 from fl_engine.rounds.run import Run
@@ -50,18 +50,20 @@ def federate(
     should_stop: Callable[[], bool] = lambda: False,
     discard_damaged: bool = False,
     watcher: Watcher | None = None,
+    heard: Heard = nobody_listens,
 ) -> Any:
     """Runs the rounds that are not committed yet, up to `run.terms.stop`; returns the final state.
 
     `initial` is the state before round 0. Raises Stopped (after committing what is finished) when `should_stop` or
     `watcher` says so, IntegrityError where the ledger is damaged and `discard_damaged` does not allow to go back, and
-    EnvironmentFailure where the store or the backend do not answer.
+    EnvironmentFailure where the store or the backend do not answer. `heard` is told how many clients of a round have
+    answered.
     """
     terms = run.terms
     mailbox = ledger.mailbox if terms.keep_updates or backend.durable else None
     states = ledger.states if run.client_state else None
     waiting = ledger.flights if terms.mode == "buffered" else None
-    clients = Clients(backend, mailbox, should_stop, states, waiting, watcher)
+    clients = Clients(backend, mailbox, should_stop, states, waiting, watcher, heard)
     kept = [files for files in (states, waiting) if files is not None]
     with _told_how_to_go_on(ledger):
         progress, first = _resume(initial, ledger, terms, discard_damaged)

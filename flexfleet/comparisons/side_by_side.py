@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,11 +19,14 @@ from threading import current_thread, main_thread
 from typing import TextIO
 
 from fl_engine.core.errors import FlexfleetError, Stopped
+from flexfleet.files.live import Live
 
 log = logging.getLogger("flexfleet")
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 POLL_S = 0.05
+TAIL_BYTES = 4096
+ROUND = re.compile(r"(round \d+(?:/\d+)?|epoch \d+(?:/\d+)?)(?:  ((?:avg|full) -?[\d.]+(?: %)?))?")
 BEGINS = "$ "
 """The beginning of a log's line that holds the command whose output follows."""
 
@@ -48,6 +52,7 @@ def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
     raises Stopped or KeyboardInterrupt. After any other error it leaves no process behind.
     """
     codes: dict[str, int] = {}
+    live = Live()
     waiting = list(commands)
     running: dict[Command, tuple[subprocess.Popen[bytes], float]] = {}
     try:
@@ -64,8 +69,11 @@ def side_by_side(commands: Sequence[Command], at_once: int) -> dict[str, int]:
                         del running[command]
                         codes[command.name] = code if code >= 0 else 128 - code
                         _tell(command, codes, len(commands), time.monotonic() - started)
+                if running and live.due():
+                    live.show(f"{len(codes)} of {len(commands)} done; {', '.join(map(_progress, running))}")
                 time.sleep(POLL_S)
     finally:
+        live.close()
         for process, _ in running.values():
             process.kill()
             process.wait()
@@ -143,6 +151,15 @@ def _tell(command: Command, codes: dict[str, int], total: int, seconds: float) -
     code = codes[command.name]
     how = "finished" if code == 0 else f"ended with exit code {code}, see {command.log},"
     log.info("%s %s after %.1f s (%d of %d)", command.name, how, seconds, len(codes), total)
+
+
+def _progress(command: Command) -> str:
+    """`flexfl-s0 round 12/40 avg 81.3 %`, from the end of the command's log."""
+    with open(command.log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        *_, text = file.read().decode(errors="replace").rpartition(f"\n{BEGINS}")
+    found = [" ".join(part for part in match.groups() if part) for match in ROUND.finditer(text)]
+    return f"{command.name} {found[-1] if found else 'begins'}"
 
 
 @contextmanager

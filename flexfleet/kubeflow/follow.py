@@ -119,7 +119,7 @@ def _rounds(look: Look | None, total: Any, tell: Tell) -> dict[str, dict[str, fl
     """Reports the new rounds; gives the last round of each run."""
     if look is None:
         return {}
-    from flexfleet.tracking.trackers import brief  # imports torch, as the ledgers do
+    from flexfleet.tracking.console import brief
 
     try:
         new = look()

@@ -55,10 +55,12 @@ from flexfleet.config.names import plain
 from flexfleet.config.sources import sources
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import WEIGHTS, History, PoolFile, RunFile
+from flexfleet.files.live import counted_warnings
 from flexfleet.steps import keys
 from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.tracking import record as track
-from flexfleet.tracking.trackers import Console, MLflow, Several
+from flexfleet.tracking.console import Console
+from flexfleet.tracking.trackers import MLflow, Several
 
 log = logging.getLogger("flexfleet")
 
@@ -202,13 +204,15 @@ def _federate(
     _put_site(ledger, out, partition_dir, pool_dir)
 
     done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
-    tracker = Several([Console(config.rounds.stop, done), *(t for t in (mlflow, observer) if t is not None)])
+    console = Console(config.rounds.stop, done)
+    tracker = Several([console, *(t for t in (mlflow, observer) if t is not None)])
     tracker.params(configs.shown(config))
     initial = initial_state(resolved, site, given if own is None else own)
     noise_key = privacy.noise_key(key, token) if private and key is not None else None
     batch_size = training_of(algorithm).batch_size
     try:
         with (
+            counted_warnings(),
             stop_on_signals() as should_stop,
             BACKENDS[config.run.backend](
                 _surroundings(config, batch_size, site, ledger.mailbox, run_id, should_stop)
@@ -232,6 +236,7 @@ def _federate(
                 should_stop=should_stop,
                 discard_damaged=discard_damaged,
                 watcher=watcher,
+                heard=console.heard,
             )
     except Replaced:
         raise  # MLflow shows the other coordinator's run now

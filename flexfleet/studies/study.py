@@ -190,6 +190,7 @@ def _try(config: Config, folder: Path, study: Any, trial: Any, space: Mapping[st
                 trial.set_constraint("possible", 1.0)
                 state = TrialState.PRUNED
             else:
+                log.info("trial %d begins (%d in all): %s", trial.number, config.tune.trials, said(values))
                 try:
                     value = _trial(config, study, trial, ready)
                 except search.Pruned:

@@ -1,4 +1,5 @@
-"""The trackers that get the measurements: MLflow and the console. The loop calls them after the ledger's commit."""
+"""The trackers that get the measurements: MLflow, and several at once (console.py has the one that people watch). The
+loop calls them after the ledger's commit."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import json
 import logging
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +25,6 @@ from fl_engine.core.errors import (
     masked,
 )
 from flexfleet.config.platform import platform_uri
-from flexfleet.files.measure import measure_in
 
 log = logging.getLogger("flexfleet")
 
@@ -43,52 +42,6 @@ MLFLOW_BATCH = 1000
 MLFLOW_PARAM_CHARS = 6000
 CONFLICT = re.compile("UNIQUE constraint failed|duplicate key value|Duplicate entry|Cannot insert duplicate key")
 """What SQLite, PostgreSQL, MySQL and SQL Server say if another writer was first."""
-
-
-class Console:
-    """A bar on a terminal, a line per round in a log; both on stderr."""
-
-    def __init__(self, total: int, done: int = 0) -> None:
-        self._total = total
-        self._done = done
-        self._bar = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, initial=done, unit="round", file=sys.stderr)
-
-    def params(self, values: Mapping[str, Any]) -> None:
-        pass
-
-    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        for step, values in rows:
-            if step <= self._done:
-                continue
-            if self._bar is not None:
-                if step > self._bar.n:
-                    self._bar.update(step - self._bar.n)
-                self._bar.set_postfix_str(brief(values))
-            else:
-                log.info("round %d/%d  %s", step, self._total, brief(values))
-
-    def artifact(self, path: str) -> None:
-        pass
-
-    def finish(self, status: str) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-def brief(values: Mapping[str, float]) -> str:
-    """A round's measurements in a few words."""
-    m = measure_in(values)
-    digits = 1 if m.unit else 3
-    parts = [f"{k} {m.scale * values[k]:.{digits}f} {m.unit}".rstrip() for k in ("avg", "full") if k in values]
-    parts.append(f"loss {values['train_loss']:.3f}" if "train_loss" in values else "no client trained")
-    counts = {kind: int(values[f"clients_{kind}"]) for kind in ("trained", "pruned", "failed")}
-    # Log viewers show lines red that contain the word for failures.
-    said = [f"{count} {kind}" for kind, count in counts.items() if count or kind == "trained"]
-    return "  ".join([*parts, ", ".join(said), f"{values['seconds_round']:.1f} s"])
 
 
 def client_of(uri: str) -> Any:

@@ -24,8 +24,9 @@ from flexfleet.config import Config, flatten
 from flexfleet.files.artifacts import RunFile
 from flexfleet.publish import publish
 from flexfleet.tracking import trackers as tracking
+from flexfleet.tracking.console import Console
 from flexfleet.tracking.record import token_of
-from flexfleet.tracking.trackers import Console, MLflow, Several
+from flexfleet.tracking.trackers import MLflow, Several
 from tests.harness.mlflow_server import serving
 
 ROW = {
@@ -67,21 +68,6 @@ def test_the_console_writes_a_line_per_round_into_a_log(caplog: pytest.LogCaptur
     assert "3 trained, 2 failed" in third and "round 2/7" in second
     assert "avg" not in second, "not every round is evaluated"
     assert "no client trained" in second
-
-
-def test_the_console_draws_a_bar_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    console = Console(4, done=1)
-    console.metrics([(1, ROW), (2, ROW)])
-    console.metrics([(2, ROW), (3, ROW), (4, ROW)])
-    console.finish("FINISHED")
-    shown = capsys.readouterr()
-    assert shown.out == "", "stdout belongs to results"
-    assert "4/4" in shown.err
-    assert "avg 25.0 %" in shown.err
-    assert caplog.messages == []
 
 
 def test_a_resumed_run_does_not_tell_the_console_old_rounds_again(

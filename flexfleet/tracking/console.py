@@ -1,0 +1,109 @@
+"""The tracker that people watch: a line for each round, and where the round is that is at work."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from flexfleet.files.live import TERMINAL_S, Live, span
+from flexfleet.files.measure import measure_in
+
+log = logging.getLogger("flexfleet")
+
+MOST_LEVELS = 5
+"""More are not told one by one."""
+
+
+class Console:
+    """A line per round on stderr: accuracy of each level, loss, clients, seconds, and the time that is left. On a
+    terminal at most two lines a second, and below them how many clients of the round have answered."""
+
+    def __init__(self, total: int, done: int = 0, live: Live | None = None) -> None:
+        """`total`: rounds in all; `done`: rounds that an earlier start has told."""
+        self._total, self._done = total, done
+        self._live = Live() if live is None else live
+        self._recent: deque[float] = deque(maxlen=10)
+        self._since = math.inf
+        """Seconds that rounds took since the last line."""
+        self._round, self._began = -1, 0.0
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        pass
+
+    def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        for step, values in rows:
+            if step <= self._done:
+                continue
+            self._done = step
+            self._recent.append(values["seconds_round"])
+            self._since += values["seconds_round"]
+            if self._live.terminal and self._since < TERMINAL_S and step < self._total:
+                continue
+            self._since = 0.0
+            log.info("round %d/%d  %s%s", step, self._total, told(values), self._left(step))
+
+    def heard(self, round: int, answered: int, asked: int) -> None:
+        """Called as a round begins (`answered` is 0) and with every answer. `round` counts from 0."""
+        if round != self._round:
+            self._round, self._began = round, time.monotonic()
+        if self._live.due():
+            took = span(time.monotonic() - self._began)
+            text = f"round {round + 1}/{self._total}: {answered} of {asked} clients have answered after {took}"
+            self._live.show(text + self._left(round))
+
+    def artifact(self, path: str) -> None:
+        pass
+
+    def finish(self, status: str) -> None:
+        self._live.close()
+
+    def _left(self, done: int) -> str:
+        left = self._total - done
+        return f"  ETA {span(left * median(self._recent))}" if left and self._recent else ""
+
+
+def told(values: Mapping[str, float]) -> str:
+    """A round's measurements in a few words, with each level's figure of the deciding metric."""
+    m, levels = measure_in(values), _levels(values)
+    if len(levels) == 1:  # its avg would say the same again
+        return brief({key: value for key, value in values.items() if key != "avg"})
+    if not 1 < len(levels) <= MOST_LEVELS:
+        return brief(values)
+    digits = 1 if m.unit else 3
+    each = ", ".join(f"{name} {m.scale * value:.{digits}f}" for name, value in levels.items())
+    scores = f"avg {m.scale * values['avg']:.{digits}f} {m.unit}".rstrip()
+    return "  ".join([f"{scores} ({each})", *_work(values)])
+
+
+def brief(values: Mapping[str, float]) -> str:
+    """A round's measurements in a few words."""
+    m = measure_in(values)
+    digits = 1 if m.unit else 3
+    scores = [f"{k} {m.scale * values[k]:.{digits}f} {m.unit}".rstrip() for k in ("avg", "full") if k in values]
+    return "  ".join([*scores, *_work(values)])
+
+
+def _work(values: Mapping[str, float]) -> list[str]:
+    loss = f"loss {values['train_loss']:.3f}" if "train_loss" in values else "no client trained"
+    counts = {kind: int(values[f"clients_{kind}"]) for kind in ("trained", "pruned", "failed")}
+    # Log viewers show lines red that contain the word for failures.
+    said = [f"{count} {kind}" for kind, count in counts.items() if count or kind == "trained"]
+    return [loss, ", ".join(said), f"{values['seconds_round']:.1f} s"]
+
+
+def _levels(values: Mapping[str, float]) -> dict[str, float]:
+    """By level, the metric of which `full` is the last level's value; empty in a round without evaluation."""
+    names = [key.removeprefix("loss/") for key in values if key.startswith("loss/")]
+    if not names or "avg" not in values or "full" not in values:
+        return {}
+    metrics = (key.removesuffix(f"/{names[-1]}") for key in values if key.endswith(f"/{names[-1]}"))
+    deciding = (each for each in metrics if each != "loss" and values[f"{each}/{names[-1]}"] == values["full"])
+    metric = next(deciding, None)
+    return (
+        {} if metric is None else {name: values[f"{metric}/{name}"] for name in names if f"{metric}/{name}" in values}
+    )

@@ -1,0 +1,256 @@
+"""What a person sees of a run: a line per round, the line below them, repeated warnings, runs side by side."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flexfleet.comparisons import side_by_side
+from flexfleet.files.live import CLEAR, Live, counted_warnings, span
+from flexfleet.tracking.console import Console, brief, told
+
+log = logging.getLogger("flexfleet")
+
+WORK = {"clients_trained": 5.0, "clients_pruned": 0.0, "clients_failed": 0.0, "train_loss": 0.41234}
+LEVELS = {"accuracy/M1": 0.7, "loss/M1": 1.0, "accuracy/M2": 0.8, "loss/M2": 0.9, "accuracy/M3": 0.9, "loss/M3": 0.8}
+ROW = {"avg": 0.8, "full": 0.9, **LEVELS, **WORK, "seconds_round": 2.0}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """A terminal as stderr, to which the log goes as well."""
+    screen = Terminal()
+    monkeypatch.setattr("flexfleet.files.live.sys", SimpleNamespace(stderr=screen))
+    monkeypatch.setenv("COLUMNS", "100")
+    handler = logging.StreamHandler(screen)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    before = log.level
+    log.setLevel(logging.INFO)
+    yield screen
+    log.setLevel(before)
+    root.removeHandler(handler)
+
+
+def seen(screen: io.StringIO) -> list[str]:
+    """The lines that remain on the screen: what was written after the last clearing of each line."""
+    return [line.rpartition(CLEAR)[2] for line in screen.getvalue().split("\n")]
+
+
+# ------------------------------------------------------------------------------------------- a round's line
+def test_a_line_tells_each_level_loss_clients_seconds_and_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        console = Console(40)
+        console.metrics([(1, ROW), (2, ROW | {"seconds_round": 4.0})])
+    assert caplog.messages == [
+        "round 1/40  avg 80.0 % (M1 70.0, M2 80.0, M3 90.0)  loss 0.412  5 trained  2.0 s  ETA 78 s",
+        "round 2/40  avg 80.0 % (M1 70.0, M2 80.0, M3 90.0)  loss 0.412  5 trained  4.0 s  ETA 2 min",  # 38 x 3 s
+    ]
+
+
+def test_the_last_round_has_no_time_left(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        Console(1).metrics([(1, ROW)])
+    assert "ETA" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("row", "beginning"),
+    [
+        ({key: value for key, value in ROW.items() if "/" not in key}, "avg 80.0 %  full 90.0 %  loss"),
+        ({"avg": 0.9, "full": 0.9, "accuracy/full": 0.9, "loss/full": 1.0, **WORK, "seconds_round": 1.0}, "full 90.0 %  loss"),
+        ({**WORK, "seconds_round": 1.0}, "loss 0.412"),
+        (
+            {"avg": 0.5, "full": 0.75, "r2/a": 0.25, "mae/a": 3.0, "loss/a": 1.0, "r2/b": 0.75, "mae/b": 2.0,
+             "loss/b": 1.0, **WORK, "seconds_round": 1.0},
+            "avg 0.500 (a 0.250, b 0.750)  loss",
+        ),
+    ],
+)  # fmt: skip
+def test_what_was_evaluated_is_told(row: dict[str, float], beginning: str) -> None:
+    assert told(row).startswith(beginning)
+
+
+def test_many_levels_are_not_told_one_by_one() -> None:
+    many = {f"{kind}/L{i}": 0.9 for i in range(6) for kind in ("accuracy", "loss")}
+    assert told({"avg": 0.9, "full": 0.9, **many, **WORK, "seconds_round": 1.0}).startswith("avg 90.0 %  full 90.0 %")
+
+
+def test_failures_are_named_only_when_there_are_some() -> None:
+    assert "failed" not in brief(ROW) and "pruned" not in told(ROW)
+    assert "5 trained, 3 failed" in told(ROW | {"clients_failed": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (3540, "59 min"), (3599, "1 h 00 min"), (11100, "3 h 05 min")],
+)
+def test_spans(seconds: float, text: str) -> None:
+    assert span(seconds) == text
+
+
+# ------------------------------------------------------------------------------------------- on a terminal
+def test_on_a_terminal_quick_rounds_share_a_line(terminal: Terminal) -> None:
+    """Ten rounds a second: the first, then every fifth, and the last."""
+    console = Console(23)
+    console.metrics([(i, ROW | {"seconds_round": 0.1}) for i in range(1, 24)])
+    rounds = [int(match) for match in re.findall(r"round (\d+)/23", terminal.getvalue())]
+    assert rounds == [1, 6, 11, 16, 21, 23]
+
+
+def test_on_a_terminal_slow_rounds_have_a_line_each(terminal: Terminal) -> None:
+    Console(6).metrics([(i, ROW) for i in range(1, 7)])
+    assert len(re.findall(r"round \d/6", terminal.getvalue())) == 6
+
+
+def test_a_log_has_every_round(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        Console(23).metrics([(i, ROW | {"seconds_round": 0.001}) for i in range(1, 24)])
+    assert len(caplog.messages) == 23
+
+
+def test_the_round_at_work_is_below_the_lines(terminal: Terminal) -> None:
+    clock = Clock()
+    console = Console(3, live=Live(clock))
+    console.metrics([(1, ROW)])
+    console.heard(1, 0, 30)
+    for answered in range(1, 9):
+        clock.now += 0.125
+        console.heard(1, answered, 30)
+    *above, last = seen(terminal)
+    assert last.startswith("round 2/3: 8 of 30 clients have answered after 0 s  ETA 4 s")
+    assert terminal.getvalue().count("have answered") == 3, "at 0, 0.5 and 1 s: two a second"
+    console.metrics([(2, ROW)])
+    assert [line.split("  ")[0] for line in seen(terminal)] == ["round 1/3", "round 2/3", ""]
+    console.heard(2, 0, 30)
+    console.finish("FINISHED")
+    assert seen(terminal)[-1] == ""
+    log.info("after it")
+    assert seen(terminal)[-2:] == ["after it", ""]
+    assert above
+
+
+def test_a_long_line_is_cut_to_the_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    Live(Clock()).show("x" * 50)
+    assert seen(terminal) == ["x" * 16 + "..."]
+
+
+def test_a_log_hears_of_a_long_round_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    console = Console(3, live=Live(clock))
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        for second in range(150):
+            clock.now = 100.0 + second
+            console.heard(0, second, 200)
+    assert [message.split(" clients")[0] for message in caplog.messages] == [
+        "round 1/3: 60 of 200", "round 1/3: 120 of 200"
+    ]  # fmt: skip
+
+
+def test_quiet_shows_no_line(terminal: Terminal) -> None:
+    log.setLevel(logging.WARNING)
+    console = Console(2)
+    console.heard(0, 1, 2)
+    console.metrics([(1, ROW)])
+    assert terminal.getvalue() == ""
+
+
+def test_the_loop_tells_how_many_have_answered(job: Any, memory_store: Any) -> None:
+    from fl_engine.rounds import loop
+    from fl_engine.rounds.ledger import ledger_in
+    from fl_engine.rounds.run import Run
+    from fl_engine.rounds.terms import RoundsConfig
+    from fl_engine.testing.tracker import Memory
+
+    heard: list[tuple[int, int, int]] = []
+    run = Run(job.algorithm, job.site, RoundsConfig(stop=2, evaluate_every=2))
+    loop.federate(
+        run, job.initial(), job.backend, ledger_in(memory_store), Memory(), heard=lambda *told: heard.append(told)
+    )
+    for round in (0, 1):
+        of_round = [(answered, asked) for r, answered, asked in heard if r == round]
+        asked = of_round[0][1]
+        assert asked > 1 and of_round == [(answered, asked) for answered in range(asked + 1)]
+
+
+# ------------------------------------------------------------------------------------------- repeated warnings
+def test_a_repeated_warning_is_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "flexfleet"), counted_warnings():
+        for client in range(44):
+            log.warning("round %d, client %d: nothing to merge: prune: %.1f %% is free", 1, client, client + 0.5)
+        log.warning("another one")
+        log.info("round 1/2")
+        log.info("round 2/2")
+        log.error("client 1")
+        log.error("client 2")
+    said = "round 1, client 0: nothing to merge: prune: 0.5 % is free"
+    more = f"43 more like this, with other numbers (-v tells each): {said}"
+    assert caplog.messages == [said, "another one", "round 1/2", "round 2/2", "client 1", "client 2", more]
+    log.warning("client 2: after it")
+    assert caplog.messages[-1] == "client 2: after it"
+
+
+def test_with_v_every_warning_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "flexfleet"), counted_warnings():
+        for client in range(3):
+            log.warning("client %d", client)
+    assert caplog.messages == ["client 0", "client 1", "client 2"]
+
+
+def test_a_run_counts_its_warnings(flexfleet: Any, quick: list[str], tmp_path: Path, caplog: Any) -> None:
+    sets = [each for each in quick if not each.startswith("run.store")] + [f"run.store={tmp_path}"]
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        done = flexfleet("run", "--json", "--run-id", "a", "--faults", "drop=0.6", "--rounds", "6", sets=[
+            each for each in sets if not each.startswith("rounds.stop")])  # fmt: skip
+    assert done.code == 0, done.err
+    warned = [message for message in caplog.messages if "nothing to merge" in message]
+    assert len(warned) == 2 and re.match(r"\d+ more like this", warned[1]), warned
+
+
+# ------------------------------------------------------------------------------------------- side by side
+def test_runs_side_by_side_show_how_far_they_are(tmp_path: Path, terminal: Terminal) -> None:
+    jobs = [side_by_side.Command(name, "m", (), tmp_path / f"{name}.log") for name in ("a-s0", "b-s0", "c-s0")]
+    jobs[0].log.write_text(
+        "$ python -m m\n12:00:00 round 9/9  avg 99.0 %\n$ python -m m\n"
+        "12:00:01 round 1/40  avg 11.5 % (M1 1.0, M2 2.0)  loss 1.0\n12:00:01 round 12/40  avg 81.3 % (M1 70.0)  loss\n"
+    )
+    jobs[1].log.write_text("$ python -m m\n12:00:00 round 3/40  full 0.512  loss 0.3\n")
+    jobs[2].log.write_text("$ python -m m --rounds 5\n12:00:00 pretrain: 57 samples\n")
+    assert [side_by_side._progress(job) for job in jobs] == [
+        "a-s0 round 12/40 avg 81.3 %", "b-s0 round 3/40 full 0.512", "c-s0 begins"
+    ]  # fmt: skip
+
+
+def test_a_running_process_is_shown_live(tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_job.py").write_text(
+        "import sys, time\n"
+        "for i in range(1, 5):\n    print(f'12:00:00 round {i}/4  avg {i}.0 %', flush=True)\n    time.sleep(0.4)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    job = side_by_side.Command("x-s1", "slow_job", (), tmp_path / "x.log")
+    assert side_by_side.side_by_side([job], 1) == {"x-s1": 0}
+    shown = re.findall(r"0 of 1 done; x-s1 (?:begins|round \d/4 avg \d.0 %)", terminal.getvalue())
+    assert 2 <= len(shown) <= 8 and any("round" in line for line in shown)
+    *_, last, empty = seen(terminal)
+    assert last.startswith("x-s1 finished after") and empty == ""
