@@ -14,7 +14,6 @@ import math
 import multiprocessing
 import os
 import re
-import resource
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params, made_up
+from fl_engine.core.system import of_posix
 from fl_engine.core.types import FULL, SGD, LocalTask, Pool
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics
@@ -64,7 +64,8 @@ def resident_peak() -> int:
     """The largest resident memory of this process so far, or since `restart_peak`, in bytes. (`getrusage` starts from
     the parent's peak, so it is used only where there is no /proc: on macOS, where it counts in bytes too.)"""
     if not Path("/proc/self/status").exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        resource = of_posix("resource")
+        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     return _status("VmHWM")
 
 

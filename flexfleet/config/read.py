@@ -6,10 +6,14 @@ Every unknown key is an error that names the nearest one; nothing is converted s
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -25,7 +29,9 @@ from fl_engine.models import MODELS
 from fl_engine.models.build import check_options
 from flexfleet.config.explain import explain, short
 from flexfleet.config.resolve import algorithm, codecs
-from flexfleet.config.schema import Config
+from flexfleet.config.schema import Config, TrackingConfig
+
+log = logging.getLogger("flexfleet")
 
 Files = str | Path | Sequence[str | Path] | None
 """The files of a configuration, each on top of those before it; None: no file."""
@@ -147,7 +153,7 @@ def parse_with_algorithm(values: Mapping[str, Any]) -> tuple[Config, Algorithm]:
     try:
         check_plain(values)
         values = merged(Config().model_dump(mode="json"), values)
-        config = Config.model_validate_json(json.dumps(_with_named_fleet(values)))
+        config = Config.model_validate_json(json.dumps(_as_here(_with_named_fleet(values))))
     except ValidationError as error:
         raise ConfigError("; ".join([explain(error, Config), *_unknown_names(values)])) from error
     except (TypeError, ValueError, RecursionError) as error:
@@ -196,3 +202,23 @@ def _with_named_fleet(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     tiers = TypeAdapter(tuple[Tier, ...]).dump_python(named(section["tiers"]), mode="json")
     return {**values, "fleet": {**section, "tiers": tiers}}
+
+
+def _as_here(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Writes out what depends on this machine, so that a run's record says what was used: `run.devices: auto`, and the
+    default of tracking.mlflow where MLflow is not installed, which is then off."""
+    run, tracking = values.get("run"), values.get("tracking")
+    if isinstance(run, Mapping) and run.get("devices") == "auto":
+        values = {**values, "run": {**run, "devices": ["cuda" if torch.cuda.is_available() else "cpu"]}}
+    by_default = isinstance(tracking, Mapping) and tracking.get("mlflow") == TrackingConfig().mlflow
+    if by_default and find_spec("mlflow") is None:
+        _tell_untracked()
+        values = {**values, "tracking": {**tracking, "mlflow": None}}  # type: ignore[dict-item]
+    return values
+
+
+@cache
+def _tell_untracked() -> None:
+    log.info(
+        "MLflow is not installed, so runs are in their folders alone; to track them: pip install 'flexfleet[tracking]'"
+    )

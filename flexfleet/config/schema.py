@@ -182,7 +182,8 @@ class RunConfig(Section):
     """Where clients live: in threads of this process, in worker processes that get orders through the store, or in
     pods (see `kubernetes`)."""
     devices: Annotated[tuple[str, ...], Moves.NUMERICS] = ("cpu",)
-    """Torch devices that train clients at the same time, e.g. [cpu, cpu] or [cuda:0, cuda:1]."""
+    """Torch devices that train clients at the same time, e.g. [cpu, cpu] or [cuda:0, cuda:1]; auto: [cuda] where it is
+    there, else [cpu], as it is on the machine that reads the configuration."""
     strategy: Annotated[Literal["auto"] | Strategy, Moves.NUMERICS] = "auto"
     """single: a device trains one client at a time; batched: several side by side, for small networks; auto: what
     suits the size of the network."""

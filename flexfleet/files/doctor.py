@@ -20,6 +20,10 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "privacy": (("dp_accounting",), "what private aggregation spends: epsilon of every round"),
     "detection": (("faster_coco_eval",), "mAP, the metric where objects in images are to be found"),
     "testing": (("pytest", "hypothesis"), "the conformance suites: algorithms, networks, data, backends of your own"),
+    "run": (
+        ("torch", "safetensors", "numpy", "sklearn", "matplotlib", "jinja2"),
+        "`flexfleet run` on the bundled digits, with its report, and nothing else",
+    ),
     "docs": (("mkdocs",), "the documentation as a site: make docs"),
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from fl_engine.aggregation import privacy
 from fl_engine.core.contracts import Tracker, Watcher
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from fl_engine.core.system import of_posix
 from fl_engine.data.partitioning import MANIFEST, read_manifest
 from fl_engine.fleet import uniformity
 from fl_engine.rounds import phases
@@ -85,7 +86,8 @@ def run(
 
 
 def need_packages(resolved: Resolved) -> None:
-    """Raises EnvironmentFailure for a missing package now, not after hours of training."""
+    """Raises EnvironmentFailure for a missing package now, not after hours of training; and on Windows."""
+    of_posix("fcntl")
     config, wanted = resolved.config, {"matplotlib": "", "jinja2": ""}
     if config.tracking.mlflow:
         wanted["mlflow"] = ", or --set tracking.mlflow=null"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import signal
@@ -17,6 +16,8 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, TextIO
 
+import torch
+
 from fl_engine.aggregation import privacy
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import BACKENDS, Surroundings
@@ -27,6 +28,7 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityErro
 from fl_engine.core.fields import Moves
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params
+from fl_engine.core.system import of_posix
 from fl_engine.core.types import Params
 from fl_engine.data import partitioning as partition
 from fl_engine.exchange.assignment import SITE_FILES
@@ -110,7 +112,9 @@ def federate(
 
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
-    """Keeps a second process from writing the same folder. The lock ends with the process, however that ends."""
+    """Keeps a second process from writing the same folder. The lock ends with the process, however that ends. Raises
+    EnvironmentFailure on Windows, which has no such lock."""
+    fcntl = of_posix("fcntl")
     out.mkdir(parents=True, exist_ok=True)
     with _lock_file(out / ".lock") as lock:
         try:
@@ -158,6 +162,7 @@ def _federate(
     if config.run.remote is not None:
         _fetch_run(store, out)
     known = known_run(config, out, resume)
+    tell_unused(config)
     site = site_of(resolved, partition_dir, pool_dir)
     looked_at = config.run.backend == "kubernetes" and config.kubernetes.observe == "cgroup"
     rules = replace(site.rules, algorithm=algorithm, seed=None if looked_at else config.seed)
@@ -296,6 +301,13 @@ def initial_state(resolved: Resolved, site: Site, weights: Params | None = None)
     if params is None:
         params = initial_params(site.family, seeds.derive(resolved.config.seed, "init"))
     return resolved.algorithm.init(params, site.layout, site.fleet, site.pool, ServerSite(site))
+
+
+def tell_unused(config: Config) -> None:
+    """Says where a GPU is there and not used."""
+    here = config.run.backend != "kubernetes" and all(name == "cpu" for name in config.run.devices)
+    if here and torch.cuda.is_available():
+        log.info("CUDA is there and not used: run.devices=auto, or [cuda], trains on it")
 
 
 def training_of(algorithm: Algorithm) -> Training:

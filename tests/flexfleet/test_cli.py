@@ -103,7 +103,7 @@ def test_doctor_says_what_a_bare_installation_lacks() -> None:
     assert found["version"] == fl_engine.__version__
     assert found["extras"].keys() == {
         "engine", "data", "tracking", "pipeline", "kubernetes", "tune", "export", "privacy", "detection",
-        "testing", "docs"
+        "testing", "run", "docs"
     }  # fmt: skip
     assert set(found["extras"]["engine"]["missing"]) >= {"torch", "safetensors", "numpy"}
     assert all(about["missing"] and about["enables"] for about in found["extras"].values())
@@ -128,7 +128,7 @@ def test_a_bare_installation_is_told_what_to_install() -> None:
 def test_a_missing_extra_is_an_environment_error_that_names_it(
     quick: Sequence[str], tmp_path: Path, package: str, said: str
 ) -> None:
-    sets = [part for pair in (*quick, "tracking.mlflow=sqlite:///mlflow.db") for part in ("--set", pair)]
+    sets = [part for pair in (*quick, "tracking.mlflow=sqlite:///mine.db") for part in ("--set", pair)]
     done = without((package,), "run", "--json", *sets)
     assert "Traceback" not in done.stderr, done.stderr[-300:]
     assert done.returncode == 6

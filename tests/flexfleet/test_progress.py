@@ -78,7 +78,10 @@ def test_the_last_round_has_no_time_left(caplog: pytest.LogCaptureFixture) -> No
     ("row", "beginning"),
     [
         ({key: value for key, value in ROW.items() if "/" not in key}, "avg 80.0 %  full 90.0 %  loss"),
-        ({"avg": 0.9, "full": 0.9, "accuracy/full": 0.9, "loss/full": 1.0, **WORK, "seconds_round": 1.0}, "full 90.0 %  loss"),
+        (
+            {"avg": 0.9, "full": 0.9, "accuracy/full": 0.9, "loss/full": 1.0, **WORK, "seconds_round": 1.0},
+            "full 90.0 %  loss",
+        ),
         ({**WORK, "seconds_round": 1.0}, "loss 0.412"),
         (
             {"avg": 0.5, "full": 0.75, "r2/a": 0.25, "mae/a": 3.0, "loss/a": 1.0, "r2/b": 0.75, "mae/b": 2.0,

@@ -1,0 +1,114 @@
+"""What follows from the machine: its GPU, what is installed, its system."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.system import of_posix
+from flexfleet.config import Config, load_config, parse
+from flexfleet.config.read import _tell_untracked
+from flexfleet.files.artifacts import RunFile
+from flexfleet.files.doctor import EXTRAS
+from flexfleet.steps.federate import tell_unused
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------- CUDA
+@pytest.mark.parametrize(("there", "devices"), [(True, ("cuda",)), (False, ("cpu",))])
+def test_auto_is_cuda_where_it_is_there(monkeypatch: pytest.MonkeyPatch, there: bool, devices: tuple[str, ...]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert load_config(None, ["run.devices=auto"]).run.devices == devices
+    assert parse({"run": {"devices": "auto"}}).run.devices == devices
+    assert load_config(None).run.devices == ("cpu",), "not asked for"
+
+
+def test_the_record_of_a_run_says_what_was_used(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    """So that a resume on another machine is told, and compares what was used."""
+    sets = [text for text in quick if not text.startswith("run.store")]
+    done = flexfleet("run", "--json", "-q", "--run-id", "a", sets=[*sets, "run.devices=auto", "rounds.stop=1"])
+    assert done.code == 0, done.err
+    used = "cuda" if torch.cuda.is_available() else "cpu"
+    assert RunFile.read(tmp_path / "runs" / "a" / "run.json").config["run"]["devices"] == [used]
+
+
+def test_one_line_where_cuda_is_there_and_unused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        tell_unused(Config())
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        tell_unused(load_config(None, ["run.devices=[cuda]"]))
+        assert caplog.messages == []
+        tell_unused(Config())
+    assert caplog.messages == ["CUDA is there and not used: run.devices=auto, or [cuda], trains on it"]
+
+
+# ------------------------------------------------------------------------------------------- what is installed
+def test_the_extra_for_a_run_is_enough_for_the_digits(quick: Sequence[str], tmp_path: Path) -> None:
+    """Everything that other extras bring is hidden; MLflow is the default, and a line says that it is not there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    modules = {"scikit-learn": "sklearn"}
+    brought = {modules.get(name := text.partition(">")[0], name) for text in extras["run"]}
+    assert brought == set(EXTRAS["run"][0])
+    hidden = {module for name, (needed, _) in EXTRAS.items() if name != "run" for module in needed} - brought
+    assert {"mlflow", "boto3", "dvc"} <= hidden
+    sets = [text for text in quick if not text.startswith(("tracking.", "run.store", "rounds.stop"))]
+    argv = ["flexfleet", "run", "--json", "--run-id", "a", "--rounds", "2"]
+    argv += [word for text in sets for word in ("--set", text)]
+    script = (
+        f"import sys\nsys.modules |= dict.fromkeys({sorted(hidden)!r})\n"
+        f"from flexfleet import cli\nsys.argv = {argv!r}\ncli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["mlflow_run_id"] is None
+    assert done.stderr.count("to track them: pip install 'flexfleet[tracking]'") == 1
+    assert (tmp_path / "runs" / "a" / "report.html").is_file()
+
+
+def test_an_address_that_was_given_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    _tell_untracked.cache_clear()
+    assert load_config(None, ["tracking.mlflow=sqlite:///mine.db"]).tracking.mlflow == "sqlite:///mine.db"
+    assert load_config(None).tracking.mlflow is None
+
+
+# ------------------------------------------------------------------------------------------- Windows
+def test_what_windows_lacks_is_said(monkeypatch: pytest.MonkeyPatch, flexfleet: Any, quick: Sequence[str]) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.setattr(sys, "platform", "win32")
+    for module in ("fcntl", "resource"):
+        with pytest.raises(EnvironmentFailure, match=r"training needs Linux or macOS.*install WSL"):
+            of_posix(module)
+    done = flexfleet("run", "--run-id", "a", sets=quick)
+    assert done.code == 6 and "install WSL" in done.err
+    assert not Path("runs/a/partition").exists(), "before anything is computed"
+
+
+@pytest.mark.parametrize("module", ["flexfleet.steps.federate", "fl_engine.training.memory", "flexfleet.cli"])
+def test_modules_are_imported_without_what_windows_lacks(module: str) -> None:
+    script = f"import sys\nsys.modules |= dict.fromkeys(['fcntl', 'resource'])\nimport {module}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert importlib.import_module(module)
