@@ -17,6 +17,8 @@ from pathlib import Path
 
 import yaml
 
+from flexfleet.config.short import SHORT
+
 QUICK = (
     "dataset.name=digits",
     "dataset.train_samples=240",
@@ -70,6 +72,7 @@ def flexfleet(argv: list[str]) -> list[str]:
         argv = [*argv, "--seeds", "0", "--jobs", "2"]
     untracked = () if "DOCS_TRACKED" in os.environ else ("tracking.mlflow=null",)  # seconds of each command
     if command in ("run", "compare", "tune", "check"):
+        argv = [command, *as_sets(argv[1:])]
         converted = any(word.startswith("publish.precision=") for word in argv)  # which takes the ONNX files
         quick = [pair for pair in QUICK if not (converted and pair == "publish.onnx=false")]
         argv += [word for pair in (*quick, *untracked) for word in ("--set", pair)]
@@ -79,6 +82,15 @@ def flexfleet(argv: list[str]) -> list[str]:
         sets = [word for pair in ("publish.onnx=false", *untracked) for word in ("--set", pair)]
         return [sys.executable, "-c", FEW_SEEDS, *argv, *sets]
     return [sys.executable, "-m", "flexfleet.cli", *argv]
+
+
+def as_sets(argv: list[str]) -> list[str]:
+    """Short options as --set, which those of QUICK come after: a parameter by both would be given twice."""
+    out, words = [], iter(argv)
+    for word in words:
+        path = SHORT.get(word.removeprefix("--").replace("-", "_")) if word.startswith("--") else None
+        out += [word] if path is None else ["--set", f"{path}={next(words)}"]
+    return out
 
 
 def python(argv: list[str]) -> list[str]:
