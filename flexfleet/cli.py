@@ -183,7 +183,7 @@ def parser() -> argparse.ArgumentParser:
 
     c = add("completion", 'print the completion script of a shell: eval "$(flexfleet completion bash)"', config=False)
     c.add_argument("shell", choices=finding.SHELLS)
-    c.set_defaults(call=finding.completion)
+    c.set_defaults(call=finding.completion, parser=parser)
 
     c = add("doctor", "show what is installed, and what each missing extra would enable", config=False)
     c.set_defaults(call=commands.doctor)

@@ -175,9 +175,7 @@ def completion(args: argparse.Namespace) -> int:
     """Prints the script for the shell. It lists names of algorithms, networks and data sets as they are now."""
     import shtab
 
-    from flexfleet import cli
-
-    script = cli.parser()
+    script: argparse.ArgumentParser = args.parser()
     (commands,) = (a for a in script._actions if isinstance(a, argparse._SubParsersAction))
     names = {option: sorted(LISTS[f"{option}s"]()) for option in ("algorithm", "model", "dataset")}
     for command in commands.choices.values():
