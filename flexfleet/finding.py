@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -31,14 +32,19 @@ def init(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"files": [str(path) for path in written]}))
         return 0
-    print("\n".join(f"wrote {path}" for path in written))
-    go = "" if args.folder == Path() else f"cd {args.folder} && "
+    print("\n".join(f"wrote {_printable(path)}" for path in written))
+    go = "" if args.folder == Path() else f"cd {shlex.quote(_printable(args.folder))} && "
     if name is None:
         print(f"to run it: {go}flexfleet run")
     else:
         print(f"to test it: {go}pytest {written[-1].name}")
         print(f"to run it: {go}flexfleet run --algorithm {name}:{class_name(name)}")
     return 0
+
+
+def _printable(path: Path) -> str:
+    """The path as text that any terminal takes."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 # ------------------------------------------------------------------------------------------------- params

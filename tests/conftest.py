@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import importlib.util
 import io
+import logging
 import os
 import shutil
 import signal
@@ -76,9 +77,12 @@ def _leave_the_process_as_it_was() -> Iterator[None]:
     pipeline that run beside each other leave a `print` behind that indents."""
     threads = torch.get_num_threads()
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    loud = {name: logging.getLogger(name).level for name in ("flexfleet", "fl_engine")}
     builtins.print = PRINT
     torch.set_num_threads(1)
     yield
+    for name, level in loud.items():  # -q and -v set them
+        logging.getLogger(name).setLevel(level)
     builtins.print = PRINT
     torch.set_num_threads(threads)
     for number, handler in handlers.items():

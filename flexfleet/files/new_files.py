@@ -25,7 +25,7 @@ def algorithm_files(name: str, folder: Path) -> dict[str, str]:
     """`<name>.py` and `test_<name>.py`. Raises ConfigError where the name cannot be a module's, or hides another."""
     if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii():
         raise ConfigError(
-            f"--algorithm {name!r} becomes a Python module, {name}.py: give letters, digits and _, e.g. my_method"
+            f"--algorithm {name!r} becomes a Python module of that name: give letters, digits and _, e.g. my_method"
         )
     if not (folder / f"{name}.py").exists() and _exists(name):
         raise ConfigError(f"--algorithm {name!r}: a Python module of this name is installed already: choose another")
@@ -57,8 +57,8 @@ def write_new(files: Mapping[str, str], folder: Path) -> list[Path]:
 def _exists(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
+    except ValueError:  # __main__
+        return True
 
 
 def _template(name: str) -> str:

@@ -45,10 +45,17 @@ def test_one_file_in_the_way_and_none_is_written(flexfleet: Any, tmp_path: Path)
     assert not (tmp_path / "mine.py").exists()
 
 
-@pytest.mark.parametrize("name", ["my-method", "1st", "class", "a/b", "", "json", "flexfleet", "número"])
+@pytest.mark.parametrize("name", ["my-method", "1st", "class", "a/b", "", "json", "flexfleet", "número", "__main__"])
 def test_a_name_that_cannot_be_a_module_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"choose another|becomes a Python module"):
         algorithm_files(name, tmp_path)
+
+
+def test_a_folder_that_no_terminal_can_show(flexfleet: Any, tmp_path: Path) -> None:
+    done = flexfleet("init", "a\udcff b")
+    assert done.code == 0 and "wrote a\N{REPLACEMENT CHARACTER} b/params.yaml" in done.out
+    assert "cd 'a\N{REPLACEMENT CHARACTER} b' && flexfleet run" in done.out
+    assert (tmp_path / "a\udcff b" / "params.yaml").is_file()
 
 
 def test_names_of_classes() -> None:
