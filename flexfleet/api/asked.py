@@ -24,7 +24,7 @@ from fl_engine.datasets import kept
 from fl_engine.tasks import TASKS
 from flexfleet.config import Config, load_config, set_path
 from flexfleet.config.overrides import PARAMETERS, whole
-from flexfleet.config.read import names_a_kind, parse
+from flexfleet.config.read import names_first, parse
 
 MAIN = "__main__"
 
@@ -57,11 +57,11 @@ def config_of(
         for name, value in given.items():
             if isinstance(value, Default) and PARAMETERS[name] not in told:
                 set_path(values, PARAMETERS[name], str(value))
-    sections = {path: value for path, value in told.items()}
-    for path, value in sorted(sections.items(), key=lambda pair: not names_a_kind(pair[0])):
+    for path, value in names_first(told.items()):
         set_path(values, path, plain(value, f"options[{path!r}]"))
     store = own.get("run.store", (None, values["run"]["store"]))[1]
-    for path, (name, value) in sorted(own.items(), key=lambda pair: not names_a_kind(pair[0])):
+    for path, _ in names_first((path, None) for path in own):
+        name, value = own[path]
         if name == "store_uri" and "://" in str(value):
             set_path(values, "run.remote", str(value))
         elif name in NAMED:
