@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fl_engine.data import kept
 from fl_engine.storage.store import sha256
 from flexfleet.config.schema import Config
 
@@ -27,7 +28,7 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _names(each, key)
-    elif isinstance(value, str) and key in ("name", "objective", "optimiser"):
+    elif isinstance(value, str) and key in ("name", "objective", "optimiser") and not kept.is_kept(value):
         module, sign, attribute = value.partition(":")
         if sign and attribute.isidentifier() and all(part.isidentifier() for part in module.split(".")):
             yield value

@@ -15,6 +15,8 @@ import flexfleet as ff
 from fl_engine.core.errors import IntegrityError
 from fl_engine.datasets import kept
 from fl_engine.tasks import TASKS, Classification, Regression
+from flexfleet.config import parse
+from flexfleet.config.sources import named
 
 DRAWN = np.random.default_rng(0)
 BYTES = DRAWN.integers(0, 256, (60, 8, 8), dtype=np.uint8)
@@ -216,3 +218,9 @@ def test_processes_and_a_later_command_have_the_same_data(
     assert done.json["model_sha256"] == here.model_sha256
     with pytest.raises(ff.ConfigError, match="which pods cannot reach"):
         ff.run(data, rounds=1, options={**options, "run.backend": "kubernetes"}, **common)
+
+
+def test_the_name_of_kept_data_is_not_taken_for_code() -> None:
+    code = "fl_engine.algorithms.full_model:AllLarge"
+    config = parse({"dataset": {"name": f"sha256:a{'0' * 63}"}, "algorithm": {"name": code}})
+    assert named(config) == (code,)
