@@ -1,0 +1,45 @@
+"""The Python of README.md and of the guides for notebooks runs: all cells of a page in order, as one script."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLOWER = "docs/guides/from-flower.md"
+PAGES = ("README.md", "docs/guides/python.md", FLOWER)
+
+
+def cells(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_cells_of_a_page_run_one_after_the_other(name: str, tmp_path: Path) -> None:
+    found = cells(ROOT / name)
+    assert found
+    done = [f"print('cell {i} done', flush=True)" for i in range(len(found))]
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(f"{text}\n{said}" for text, said in zip(found, done, strict=True)))
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, script.name], cwd=tmp_path, env=env, capture_output=True, text=True)
+    told = [line for line in ran.stdout.splitlines() if line.startswith("cell ")]
+    assert ran.returncode == 0, f"after {told[-1:]}:\n{ran.stderr[-3000:]}"
+    assert len(told) == len(found)
+
+
+def test_the_flower_program_runs(tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```py\n(.*?)^```$", (ROOT / FLOWER).read_text(), re.MULTILINE | re.DOTALL)
+    compile(text, "flower", "exec")
+    pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flwr[simulation]'")
+    (tmp_path / "program.py").write_text(text)
+    env = os.environ | {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    (said,) = re.findall(r"^\{0: .*\}$", ran.stdout, re.MULTILINE)
+    assert "2: {'accuracy'" in said
