@@ -49,6 +49,8 @@ from flexfleet import cli
 from flexfleet.files import terminal as common
 from flexfleet.runs import whole as run_module
 from tests.harness.processes import QUICK, Done, Nursery, with_sets
+from tests.harness.wheel import installed as installed  # a fixture
+from tests.harness.wheel import wheel as wheel  # a fixture
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

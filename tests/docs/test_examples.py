@@ -1,0 +1,43 @@
+"""The notebooks of examples/ run from the first cell to the last: in a real kernel, with the wheel, within a minute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted(path.stem for path in (ROOT / "examples").glob("*.ipynb"))
+SECONDS = 60
+"""Of one core's work."""
+
+
+def code(path: Path) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def test_there_are_three() -> None:
+    assert len(NOTEBOOKS) == 3
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_stored_without_results(name: str) -> None:
+    for cell in code(ROOT / "examples" / f"{name}.ipynb"):
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+        assert cell["metadata"] == {}, "no cell is tagged: none is skipped, and none may fail"
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs(name: str, executed: Callable[[str], Path], installed: Path) -> None:
+    path = executed(name)
+    cells = code(path)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2, "it shows pictures"
+    assert not any(output["output_type"] == "error" for output in outputs)
+    package, seconds = path.with_suffix(".measured").read_text().split()
+    assert Path(package) == installed / "flexfleet" / "__init__.py"
+    assert float(seconds) < SECONDS
