@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Stopped,
     )
     from fl_engine.core.samples import Data
+    from fl_engine.models.traced import from_module
     from fl_engine.rounds.replay import ClientRound
     from flexfleet.api.callbacks import STOP, Callback, Round
     from flexfleet.api.comparing import Comparison, compare, load_comparison
@@ -44,6 +45,7 @@ HOMES = {
     "flexfleet.api.paired": ("Paired",),
     "flexfleet.api.callbacks": ("Callback", "Round", "STOP"),
     "flexfleet.api.own_data": ("from_arrays", "from_clients", "from_folder", "from_torch", "from_huggingface"),
+    "fl_engine.models.traced": ("from_module",),
     "fl_engine.rounds.replay": ("ClientRound",),
     "fl_engine.core.samples": ("Data",),
     "fl_engine.core.errors": (
@@ -56,8 +58,8 @@ _HOME = {name: module for module, names in HOMES.items() for name in names}
 __all__ = [
     "STOP", "Callback", "ClientRound", "Comparison", "ConfigError", "Data", "DataError", "EnvironmentFailure",
     "FlexfleetError", "IntegrityError", "ModelError", "Paired", "Result", "Round", "Stopped", "Study", "__version__",
-    "compare", "from_arrays", "from_clients", "from_folder", "from_huggingface", "from_torch", "load",
-    "load_comparison", "load_study", "run", "tune",
+    "compare", "from_arrays", "from_clients", "from_folder", "from_huggingface", "from_module",
+    "from_torch", "load", "load_comparison", "load_study", "run", "tune",
 ]  # fmt: skip
 
 

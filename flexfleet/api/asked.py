@@ -21,6 +21,7 @@ from fl_engine.algorithms import ALGORITHMS, CONTRACT
 from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.core.samples import Data
 from fl_engine.datasets import kept
+from fl_engine.models.traced.family import ModuleFamily
 from fl_engine.tasks import TASKS
 from flexfleet.config import Config, load_config, set_path
 from flexfleet.config.overrides import PARAMETERS, whole
@@ -131,6 +132,10 @@ def _model(value: Any, store: str) -> dict[str, Any]:
         return {"model.name": str(value)}
     if isinstance(value, Mapping):
         return {f"model.{key}": plain(each, "model") for key, each in value.items()}
+    if isinstance(value, type) and issubclass(value, ModuleFamily):  # of `from_module`
+        kind: Any = value
+        told = {"model.whole": kind.whole, "model.pin": list(kind.pin)}
+        return {"model.name": name_of(kind.build[0], "model"), **{path: each for path, each in told.items() if each}}
     if is_dataclass(value) and not isinstance(value, type) and hasattr(value, "layout"):
         raise ConfigError(
             f"model: the network {type(value).__name__} is given with its input and outputs, which follow from the "

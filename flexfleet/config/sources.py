@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fl_engine.data import kept
+from fl_engine.datasets import kept
 from fl_engine.storage.store import sha256
 from flexfleet.config.schema import Config
 

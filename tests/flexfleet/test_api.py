@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import flexfleet as ff
 from fl_engine.algorithms.full_model import AllLarge
@@ -139,6 +140,27 @@ def test_an_algorithm_of_ones_own_is_a_class_or_an_object(store: Path) -> None:
     run.write_text(json.dumps(told))
     with pytest.raises(ff.ConfigError, match=r"another source of .*Ours"):
         ours.resume(3, progress=False)
+
+
+class Net(nn.Module):
+    def __init__(self, outputs: int = 10) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)  # type: ignore[no-any-return]
+
+
+def test_a_network_of_ones_own_is_a_class_a_family_or_a_module(store: Path) -> None:
+    ours = ff.run(model=Net, algorithm="heterofl", **SMALL)
+    assert ours.config["model"] == {"name": f"{__name__}:Net"} and len(ours.levels) > 1
+    same = ff.run(model=ff.from_module(Net), algorithm="heterofl", **SMALL)
+    assert same.config["model"] == ours.config["model"] and same.model_sha256 == ours.model_sha256
+    whole = ff.run(model=ff.from_module(Net, whole=True), algorithm="all_large", **SMALL)
+    assert whole.config["model"] == {"name": f"{__name__}:Net", "whole": True}
+    assert isinstance(ours.model(), nn.Module)
+    with pytest.raises(ff.ConfigError, match="no name by which it is found again"):
+        ff.run(model=Net(), **SMALL)
 
 
 # ---------------------------------------------------------------------------------------------- what is asked for
