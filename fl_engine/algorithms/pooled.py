@@ -31,6 +31,7 @@ from fl_engine.core.types import (
     Device,
     LocalTask,
     Outcome,
+    OwnOptimizer,
     ParamLayout,
     Params,
     Pick,
@@ -89,6 +90,32 @@ class Training:
     schedule: Scheduling = Constant()
     """The learning rate inside a client's work of one round. cosine: from lr down to the share `floor` of it, again
     after every `restart` epochs, where that is given, each time over `factor` times as many."""
+    objective: str | None = None
+    """A function that gives the loss of a batch, package.module:NAME: objective(model, x, y, start), with the client's
+    network, normalised samples, targets, and the weights that training began from; null: the loss of the data's task
+    and what the algorithm adds to it. Clients then train one at a time."""
+    optimiser: str | None = None
+    """A function that makes the clients' optimiser, package.module:NAME: optimiser(parameters, lr), a new one in each
+    round, with that round's rate; null: SGD. `momentum` and `weight_decay` are SGD's: with a function they stay as they
+    are by default, or are 0. Clients then train one at a time."""
+
+    def __post_init__(self) -> None:
+        for name in ("objective", "optimiser"):
+            value = getattr(self, name)
+            if value is not None and not all(value.partition(":")):
+                raise ValueError(f"training.{name} = {value!r}: a function is named as package.module:NAME")
+        if self.optimiser is not None:
+            for name in ("momentum", "weight_decay"):
+                if getattr(self, name) not in (0, getattr(Training, name)):
+                    raise ValueError(
+                        f"training.{name} is of the built-in SGD, and training.optimiser replaces it: set {name} to 0, "
+                        f"and give it to the optimiser in {self.optimiser}"
+                    )
+
+    def optimizer(self, round: int) -> SGD | OwnOptimizer:
+        """What clients use in this round."""
+        sgd = self.sgd(round)
+        return sgd if self.optimiser is None else OwnOptimizer(sgd.lr, self.optimiser)
 
     def sgd(self, round: int) -> SGD:
         rate = self.lr * self.lr_decay**round / 10 ** sum(round >= step for step in self.lr_steps)
@@ -314,7 +341,7 @@ def local_task(training: Training, order: WorkOrder, spec: SubmodelSpec, **more:
     t = training
     return LocalTask(
         spec=spec,
-        optimizer=t.sgd(order.round),
+        optimizer=t.optimizer(order.round),
         epochs=t.epochs,
         batch_size=t.batch_size,
         drop_last=t.drop_last,
@@ -323,6 +350,7 @@ def local_task(training: Training, order: WorkOrder, spec: SubmodelSpec, **more:
         sampler=t.sampler,
         augment=t.augment,
         schedule=t.schedule,
+        objective=t.objective,
         **more,
     )
 

@@ -459,6 +459,14 @@ class Adam:
 
 
 @dataclass(frozen=True)
+class OwnOptimizer:
+    """The `torch.optim.Optimizer` that the function `name`, a `package.module:NAME`, makes for this learning rate."""
+
+    lr: float
+    name: str
+
+
+@dataclass(frozen=True)
 class Distillation:
     """Self-distillation: mean over `teachers` (sub-models of the trained one) of KL, times `weight`."""
 
@@ -494,7 +502,7 @@ class LocalTask:
     """A description of one client's training, for `local.train`: nothing in it runs."""
 
     spec: SubmodelSpec
-    optimizer: SGD | Adam
+    optimizer: SGD | Adam | OwnOptimizer
     epochs: int
     batch_size: int
     drop_last: bool
@@ -521,6 +529,9 @@ class LocalTask:
     """One after the other, on every batch."""
     schedule: Schedule = Constant()
     """Of the optimiser's learning rate, over the steps of this task."""
+    objective: str | None = None
+    """A function, `package.module:NAME`, that gives the loss of a batch instead of the task of the data and of
+    `distillation`, `exits` and `widths`, which cannot stand beside it (`training.own`)."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.core.samples import Task, batch_layout
 from fl_engine.core.slicing import is_statistic, largest, take
-from fl_engine.core.types import SGD, Adam, LocalTask, ParamLayout, Params, SubmodelSpec
-from fl_engine.training import batches, lanes, losses, steps
+from fl_engine.core.types import SGD, Adam, LocalTask, OwnOptimizer, ParamLayout, Params, SubmodelSpec
+from fl_engine.training import batches, lanes, losses, own, steps
 from fl_engine.training.lanes import Network
 from fl_engine.training.networks import lent
 from fl_engine.training.numerics import SINGLE, Numerics
@@ -78,8 +78,8 @@ def train(family: ModelFamily, goal: Task, jobs: Sequence[Job], numerics: Numeri
 def can_share(task: LocalTask) -> bool:
     """Whether clients with such a task can train side by side. With ordered dropout they cannot, since each client
     draws its own widths; nor with Adam, whose kernel rounds the last elements of a tensor differently, and these belong
-    to the last lane."""
-    return not task.widths and isinstance(task.optimizer, SGD)
+    to the last lane; nor with an objective or an optimiser of one's own, which take one network."""
+    return not task.widths and isinstance(task.optimizer, SGD) and task.objective is None
 
 
 def kind(layout: ParamLayout, task: LocalTask, samples: int, remembered: frozenset[str] = frozenset()) -> object:
@@ -128,7 +128,12 @@ class Session:
         self._x = jobs[0].x if alone else torch.cat([job.x for job in jobs])
         self._y = jobs[0].y if alone else torch.cat([job.y for job in jobs])
         self._moments: Params = {}
-        self._step = steps.stepper(task.optimizer, weights, self._moments)
+        self._own = own.parameters_of(weights) if own.is_own(task) else {}
+        """One's own code is given these instead of the weights (1, ...), whose memory they share."""
+        if isinstance(task.optimizer, OwnOptimizer):
+            self._step = own.stepper(task, self._own, weights)
+        else:
+            self._step = steps.stepper(task.optimizer, weights, self._moments)
         self._scale = None
         if numerics.scales(self._device):
             self._scale = LossScale(self._step, weights, self._moments, self.total)
@@ -136,7 +141,14 @@ class Session:
         linear = [job.linear for job in jobs]
         self._correct = steps.gradient_terms(task, self._state, anchors, linear, self._device)
         self._streams: Streams = {}
-        self._objective = _objective(family, goal, jobs, self._state, numerics, self._streams, borrowed)
+        self._objective: Objective
+        if task.objective is None:
+            self._objective = _objective(family, goal, jobs, self._state, numerics, self._streams, borrowed)
+        else:
+            dropped = _generators(jobs, "dropout", self._streams)
+            self._objective = own.objective(
+                family, goal, task, jobs[0].start, self._y, self._state, self._own, numerics, dropped, borrowed
+            )
         self._orders = batches.orders(goal, self._tasks, [job.y for job in jobs])
 
     def epoch(self) -> None:
@@ -146,10 +158,12 @@ class Session:
             chosen = chosen_bn.to(self._device)
             x, y = batches.gathered(self._goal, self._x, self._y, chosen, self._tasks, self.steps)
             loss_n = self._objective(batch_layout(x), y)
-            for weight in self._weights:
+            for weight in (*self._weights, *self._own.values()):
                 weight.grad = None
             scale = self._scale
             (loss_n if scale is None else scale.scaled(loss_n)).sum().backward()  # type: ignore[no-untyped-call]
+            if task.objective is not None:
+                own.hand_gradients(self._own, self._state)
             if scale is not None:
                 scale.unscale()
             self._correct()
@@ -213,7 +227,13 @@ class Session:
 
 def _in_half(job: Job) -> Job:
     """The job with weights and samples in float16, and without weight decay; tokens and targets stay as they are.
-    Raises ModelError for Adam, whose eps is 0 in float16: where a gradient is 0 it would divide 0 by 0."""
+    Raises ModelError for Adam, whose eps is 0 in float16: where a gradient is 0 it would divide 0 by 0; and for an
+    optimiser of one's own, which may have such numbers too."""
+    if isinstance(job.task.optimizer, OwnOptimizer):
+        raise ModelError(
+            f"run.precision=fp16 takes SGD alone: leave out {own.OPTIMISER} ({job.task.optimizer.name}), or set "
+            "run.precision=amp"
+        )
     if isinstance(job.task.optimizer, Adam):
         raise ModelError(
             "run.precision=fp16 takes SGD alone: Adam's eps of 1e-8 is 0 in float16, and it would divide by it; set "

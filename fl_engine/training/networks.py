@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.types import HEAD, LocalTask
@@ -34,13 +35,17 @@ def lent(family: ModelFamily, task: LocalTask) -> Iterator[Network]:
 
 
 def _built(family: ModelFamily, task: LocalTask) -> Network:
-    """Builds the network, with HeteroFL's scaler: the outputs of every convolution and hidden linear layer are divided
-    by the rate. An LSTM's outputs are bounded by its gates and stay as they are."""
     with torch.device("meta"):
         network = Network(family.module(task.spec).train())
+    divide_outputs(family, task, network.weighted)
+    return network
+
+
+def divide_outputs(family: ModelFamily, task: LocalTask, weighted: Mapping[str, nn.Module]) -> None:
+    """HeteroFL's scaler: the outputs of every convolution and hidden linear layer are divided by the rate. An LSTM's
+    outputs are bounded by its gates and stay as they are."""
     if task.scaler != 1:
         slots = family.layout().slots
-        for name, layer in network.weighted.items():
+        for name, layer in weighted.items():
             if slots[f"{name}.weight"].axes[0].group != HEAD:
                 layer.register_forward_hook(lambda _, __, out: out / task.scaler)
-    return network

@@ -21,6 +21,7 @@ from fl_engine.core.types import (
 )
 from fl_engine.models.build import model_kind
 from fl_engine.rounds import buffer
+from fl_engine.training import own
 from flexfleet.config.explain import explain
 from flexfleet.config.schema import Config
 
@@ -37,6 +38,7 @@ def algorithm(config: Config) -> Algorithm:
             f"training.fraction = {config.training.fraction} of the clients, times rounds.over_provision = "
             f"{config.rounds.over_provision}, is more than all: lower one of them"
         )
+    _check_own(config)
     try:
         built: Algorithm = TypeAdapter(kind).validate_json(json.dumps({**options, "training": training}))
     except ValidationError as error:
@@ -50,6 +52,19 @@ def algorithm(config: Config) -> Algorithm:
     stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None
     privacy.check_run(built, known=ours, reference=config.pretrain.reference, ambient=ambient, stranded=stranded)
     return built
+
+
+def _check_own(config: Config) -> None:
+    """Raises ConfigError where an objective or an optimiser of one's own is not to be had, or asks for other numerics
+    than are configured."""
+    named = {own.OBJECTIVE: config.training.objective, own.OPTIMISER: config.training.optimiser}
+    for what, name in named.items():
+        if name is not None:
+            own.function(name, what)
+            if config.run.strategy == "batched":
+                raise ConfigError(f"{what} takes one client at a time: set run.strategy to single or auto")
+    if config.training.optimiser is not None and config.run.precision == "fp16":
+        raise ConfigError(f"run.precision=fp16 takes the built-in SGD alone: leave out {own.OPTIMISER}, or set amp")
 
 
 def codecs(config: Config) -> Codecs:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from fl_engine.backends.in_process import check_device
 from fl_engine.core import seeds
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.slicing import initial_params
+from fl_engine.core.slicing import initial_params, made_up, take
+from fl_engine.core.types import OwnOptimizer, RoundPlan, TaskContext
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import ServerSite
 from fl_engine.fleet import devices
@@ -16,6 +22,8 @@ from fl_engine.preparation import assumed, preparation
 from fl_engine.preparation.confusion import check_classes
 from fl_engine.preparation.weights import giver
 from fl_engine.rounds.run import Run
+from fl_engine.training import own
+from fl_engine.training.local import Job, train
 from flexfleet.config import Config
 from flexfleet.steps.federate import trace_of
 from flexfleet.steps.partition import cut, site_of
@@ -55,7 +63,8 @@ def check(resolved: Resolved) -> dict[str, Any]:
     site = Site(family, pool, fleet, data, parts, config.seed)
     run = Run(algorithm, site, config.rounds, trace=trace_of(config, site)[0], wait_s=config.fleet.wait_s)
     start = algorithm.init(initial, site.layout, fleet, pool, run.server)
-    algorithm.plan(start, run.context(0, run.begins(0, 0.0)))
+    plan = algorithm.plan(start, run.context(0, run.begins(0, 0.0)))
+    _try_own(config, algorithm, site, plan)
     return {
         "ok": True,
         "dataset": data.name,
@@ -64,6 +73,33 @@ def check(resolved: Resolved) -> dict[str, Any]:
         "model": config.model["name"],
         "algorithm": config.algorithm["name"],
     }
+
+
+def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) -> None:
+    """Where an objective or an optimiser is one's own: a step on made-up samples. Raises ConfigError where the
+    algorithm does without it, ModelError for what goes wrong in it."""
+    wanted = config.training
+    if wanted.objective is None and wanted.optimiser is None:
+        return
+    tasks = [algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[order.client], math.inf))
+             for order in plan.orders]
+    for task in tasks:
+        made_by = task.optimizer.name if isinstance(task.optimizer, OwnOptimizer) else None
+        for what, asked, found in (
+            (own.OBJECTIVE, wanted.objective, task.objective), (own.OPTIMISER, wanted.optimiser, made_by),
+        ):
+            if asked != found:
+                raise ConfigError(
+                    f"{config.algorithm['name']} makes its clients' tasks without {what}: let its `task` call "
+                    "pooled.local_task, or leave the parameter out"
+                )
+        own.check(task)
+    for order, task in list(zip(plan.orders, tasks, strict=True))[:1]:
+        generator = torch.Generator().manual_seed(seeds.derive(config.seed, "own"))
+        count = min(task.batch_size, 8)
+        x, y = made_up(site.family, count, generator), site.data.task.examples(count, generator)
+        start = take(order.payload, site.layout, task.spec, have=order.spec)
+        train(site.family, site.data.task, [Job(replace(task, epochs=1, batch_size=count), start, x, y)])
 
 
 def _check_rates(config: Config) -> None:

@@ -321,7 +321,8 @@ def _numerics(config: Config, training: Training, family: ModelFamily, goal: Tas
     run, per_round = config.run, round_size(training.fraction, config.partition.clients)
     if run.precision == "fp16" and training.weight_decay:
         log.warning("run.precision=fp16: training.weight_decay = %g is left out", training.weight_decay)
-    if run.strategy == "single":
+    own = training.objective is not None or training.optimiser is not None
+    if run.strategy == "single" or own:
         return Numerics(precision=run.precision)
     if run.strategy == "batched":
         return strategy.batched(family, training.batch_size, per_round, run.precision, run.devices)

@@ -28,6 +28,7 @@ from fl_engine.algorithms.fedx import Assigned
 from fl_engine.core.contracts import Algorithm
 from fl_engine.exchange.client import Site
 from fl_engine.testing.algorithms import AlgorithmSuite
+from fl_engine.testing.own import OBJECTIVE, OPTIMISER
 from fl_engine.testing.tiny import TRAINING, on_devices_alone
 
 
@@ -86,3 +87,11 @@ class TestQuantizedFedAvgOfTheSmallestBothWays(AlgorithmSuite):
 
     def ends_in_the_whole(self, algorithm: Algorithm) -> bool:
         return False
+
+
+class TestAnObjectiveAndAnOptimiserOfOnesOwn(AlgorithmSuite):
+    """With HeteroFL, whose scaler and masks stay beside them."""
+
+    @pytest.fixture
+    def algorithm(self) -> Algorithm:
+        return HeteroFL(training=replace(TRAINING, objective=OBJECTIVE, optimiser=OPTIMISER), static_bn=False)

@@ -1,0 +1,32 @@
+"""The built-in loss and optimiser, written as somebody's own: they give the same bits (`training.objective`,
+`training.optimiser`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_engine.algorithms.pooled import Training
+from fl_engine.testing.kinds import KINDS
+
+OBJECTIVE, OPTIMISER = f"{__name__}:loss", f"{__name__}:sgd"
+
+
+def loss(model: nn.Module, x: Tensor, y: Tensor, start: Mapping[str, Tensor]) -> Tensor:
+    """The mean over the samples, at the last exit where there are several: cross entropy of classes (B,), the squared
+    error of numbers (B, outputs), the loss of the tiny detection of boxes (B, most, 5)."""
+    out = model(x)
+    last = out[-1] if isinstance(out, tuple) else out
+    if y.dim() == 1:
+        return F.cross_entropy(last, y, reduction="none").mean()
+    if y.dim() == 2:
+        return F.mse_loss(last, y)
+    return KINDS["detection"][1].task.loss(last, y).mean()
+
+
+def sgd(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """With the defaults of `training`."""
+    return torch.optim.SGD(parameters, lr, momentum=Training.momentum, weight_decay=Training.weight_decay)

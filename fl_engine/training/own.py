@@ -1,0 +1,260 @@
+"""A loss or an optimiser of one's own: functions that `training.objective` and `training.optimiser` name.
+
+    objective(model, x, y, start) -> Tensor              # the loss of a batch, a scalar
+    optimiser(parameters, lr) -> torch.optim.Optimizer   # a new one for each client and round
+
+The objective gets the client's sub-model itself, an ordinary module: its parameters have the names and shapes of its
+`state_dict`, and hooks, gradients and `model.fc` work as ever. Its layers compute with the kernels of `lanes`, so that
+the same loss gives the same bits as the built-in one.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.errors import ConfigError, FlexfleetError, ModelError, first_line
+from fl_engine.core.registry import resolve
+from fl_engine.core.samples import Task
+from fl_engine.core.slicing import is_statistic
+from fl_engine.core.types import LocalTask, OwnOptimizer, Params
+from fl_engine.training.lanes import Generators, Network
+from fl_engine.training.losses import mask_absent
+from fl_engine.training.networks import divide_outputs, lent
+from fl_engine.training.numerics import Numerics
+
+OBJECTIVE, OPTIMISER = "training.objective", "training.optimiser"
+
+Objective = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor]], Tensor]
+
+
+def function(name: str, what: str) -> Callable[..., Any]:
+    """The function that a parameter names. Raises ConfigError where it cannot be imported, or is none."""
+    found: Any = resolve({}, name, what)
+    if not callable(found):
+        raise ConfigError(f"{what} = {name!r} is {found!r}, which cannot be called: a function is expected")
+    return found  # type: ignore[no-any-return]
+
+
+def is_own(task: LocalTask) -> bool:
+    return task.objective is not None or isinstance(task.optimizer, OwnOptimizer)
+
+
+def replaced(task: LocalTask) -> list[str]:
+    """The parts of the algorithm's own loss that an objective would leave out. What acts on gradients, samples or
+    outputs stays beside an objective: proximal and linear terms, clipping, HeteroFL's scaler and masks."""
+    found = []
+    if task.distillation is not None and task.distillation.weight > 0:
+        found.append("self-distillation (algorithm.kd_weight=0 leaves it out)")
+    if task.exits is not None:
+        found.append("a loss at every exit")
+    if task.widths:
+        found.append("a loss of sub-models that each step draws")
+    return found
+
+
+def check(task: LocalTask) -> None:
+    """Raises ModelError where the task's loss has parts that the objective would replace."""
+    if task.objective is not None and (parts := replaced(task)):
+        raise ModelError(
+            f"{OBJECTIVE} = {task.objective!r} is the whole loss, and the algorithm has {' and '.join(parts)}: turn "
+            "that off, choose another algorithm, or leave the objective out"
+        )
+
+
+# -------------------------------------------------------------------------------------------------- the weights
+def parameters_of(weights: Params) -> dict[str, nn.Parameter]:
+    """Leaves in the shapes of the network's own, in the memory of these weights (1, ...)."""
+    return {name: nn.Parameter(w.detach()[0]) for name, w in weights.items()}
+
+
+def hand_gradients(parameters: Mapping[str, nn.Parameter], weights: Params) -> None:
+    """Makes the parameters' gradients those of the weights, in the same memory."""
+    for name, parameter in parameters.items():
+        weights[name].grad = None if parameter.grad is None else parameter.grad.unsqueeze(0)
+
+
+# ----------------------------------------------------------------------------------------------- the optimiser
+def stepper(task: LocalTask, parameters: Mapping[str, nn.Parameter], weights: Params) -> Callable[[float], None]:
+    """A function of the learning rate that takes a step of the task's own optimiser, with the gradients of `weights`.
+    A group of parameters that has a learning rate of its own keeps its ratio to the task's. Raises ModelError."""
+    o = task.optimizer
+    assert isinstance(o, OwnOptimizer)
+    device, taken = next(iter(weights.values())).device, 0
+    with _named(OPTIMISER, o.name) as make, drawing(seeds.derive(task.seed, "optimiser"), device):
+        optimiser = make(list(parameters.values()), o.lr)
+    if not isinstance(optimiser, torch.optim.Optimizer):
+        raise ModelError(f"{OPTIMISER} = {o.name!r} gave {optimiser!r}: a torch.optim.Optimizer is expected")
+    rates = [group.get("lr") for group in optimiser.param_groups]
+
+    def step(rate: float) -> None:
+        nonlocal taken
+        for name, parameter in parameters.items():
+            gradient = weights[name].grad
+            parameter.grad = None if gradient is None else gradient[0]
+        for group, first in zip(optimiser.param_groups, rates, strict=True):
+            if first is not None:
+                group["lr"] = rate if first == o.lr else first * (rate / o.lr)
+        with _named(OPTIMISER, o.name), drawing(seeds.derive(task.seed, "optimiser", taken + 1), device):
+            optimiser.step()
+        taken += 1
+
+    return step
+
+
+# ----------------------------------------------------------------------------------------------- the objective
+def objective(
+    family: ModelFamily,
+    goal: Task,
+    task: LocalTask,
+    start: Params,
+    targets: Tensor,
+    state: Params,
+    parameters: Mapping[str, nn.Parameter],
+    numerics: Numerics,
+    generators: Generators,
+    borrowed: ExitStack,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of a batch (B, ...) and its targets (B, 1, ...) that gives the own objective's loss, float32 (1,).
+    `state`: the weights and statistics in training, (1, ...); `targets`: of all samples of the client."""
+    check(task)
+    name = task.objective
+    assert name is not None
+    device = targets.device
+    network = borrowed.enter_context(lent(family, task))
+    network.bind(state, generators)
+    borrowed.callback(network.module.train)
+    present = goal.present(targets) if task.mask_labels else None
+    model = _client_network(family, task, network, parameters, state, numerics, present)
+    began = MappingProxyType({key: t.detach().to(device, copy=True) for key, t in start.items()})
+    taken = 0
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal taken
+        with _named(OBJECTIVE, name) as call, drawing(seeds.derive(task.seed, "objective", taken), device):
+            value = call(model, x, y.flatten(0, 1), began)
+        taken += 1
+        if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
+            said = (
+                f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            )
+            raise ModelError(f"{OBJECTIVE} = {name!r} gave {said}: a scalar is expected, the mean loss of the batch")
+        if not value.requires_grad:
+            raise ModelError(f"{OBJECTIVE} = {name!r} gave a loss that does not depend on the model's weights")
+        if not math.isfinite(number := value.item()):
+            raise ModelError(f"{OBJECTIVE} = {name!r} gave {number} in step {taken}: a finite loss is expected")
+        return value.float().reshape(1)
+
+    return loss
+
+
+def _client_network(
+    family: ModelFamily,
+    task: LocalTask,
+    network: Network,
+    parameters: Mapping[str, nn.Parameter],
+    state: Params,
+    numerics: Numerics,
+    present: Tensor | None,
+) -> nn.Module:
+    """The sub-model as its family builds it, in training mode, with these parameters. Where `network` has another layer
+    in a place, that layer computes, with views of the parameters. Outputs are float32, and masked where there are
+    classes that are not `present`."""
+    with torch.device("meta"):
+        model = family.module(task.spec).train()
+    layers = dict(model.named_modules())
+    for name, tensor in state.items():
+        path, _, leaf = name.rpartition(".")
+        if is_statistic(name):
+            layers[path]._buffers[leaf] = tensor[0]
+        else:
+            layers[path]._parameters[leaf] = parameters[name]
+    ours, done = dict(network.module.named_modules()), list[str]()
+    for path, layer in layers.items():
+        if any(not above or path.startswith(f"{above}.") for above in done) or type(layer) is type(ours[path]):
+            continue
+        done.append(path)
+        within = f"{path}." if path else ""
+        held = [name.removeprefix(within) for name in state if name.startswith(within)]
+        layer.forward = partial(_through, ours[path], layer, held)
+    divide_outputs(family, task, {path: layers[path] for path in network.weighted if path not in done})
+    plain = model.forward
+
+    def forward(x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        with numerics.autocast(x.device):
+            out = plain(x)
+        return tuple(shaped(each) for each in out) if isinstance(out, tuple) else shaped(out)
+
+    def shaped(out: Tensor) -> Tensor:
+        rows = out.float().reshape(len(out), -1, *out.shape[2:])
+        return rows if present is None else mask_absent(rows, present.repeat(len(rows), 1))
+
+    model.forward = forward
+    return model
+
+
+def _through(ours: nn.Module, layer: nn.Module, held: list[str], *inputs: Tensor) -> Any:
+    """What a layer of `lanes` computes with the weights of the layer in whose place it stands."""
+    if ours.training != layer.training:
+        ours.train(layer.training)
+    for name in held:
+        path, _, leaf = name.rpartition(".")
+        tensor = getattr(layer.get_submodule(path), leaf)
+        setattr(ours.get_submodule(path), leaf, tensor.unsqueeze(0))
+    return ours(*inputs)
+
+
+# ------------------------------------------------------------------------------------------ somebody else's code
+_ONE = threading.RLock()
+"""The random states below are of the whole process, not of a thread."""
+
+
+@contextmanager
+def drawing(seed: int, device: torch.device) -> Iterator[None]:
+    """What torch, numpy and `random` draw without a generator of their own follows from `seed`; afterwards their states
+    are as before. Other threads wait."""
+    cuda = [device] if device.type == "cuda" else []
+    with _ONE, torch.random.fork_rng(cuda):
+        before = np.random.get_state(), random.getstate()
+        torch.default_generator.manual_seed(seed)
+        for each in cuda:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(before[0])
+            random.setstate(before[1])
+
+
+@contextmanager
+def _named(what: str, name: str) -> Iterator[Callable[..., Any]]:
+    """The function; an error of its code becomes a ModelError that says whose code it is, and the line in it."""
+    try:
+        call = function(name, what)
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
+    try:
+        yield call
+    except (FlexfleetError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        file = getattr(getattr(call, "__code__", None), "co_filename", None)
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        where = f" (line {lines[-1]} of {file})" if lines else ""
+        raise ModelError(f"{what} = {name!r} failed: {type(error).__name__}: {first_line(error)}{where}") from error
