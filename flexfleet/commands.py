@@ -273,6 +273,7 @@ def tags_of(texts: Sequence[str], option: str = "--tag") -> dict[str, str]:
 
 def pool(args: argparse.Namespace) -> int:
     from fl_engine.exchange.server import LazyServer
+    from fl_engine.preparation.weights import given as weights_of
     from flexfleet.files import prepared
     from flexfleet.files.artifacts import Apoz
     from flexfleet.steps import model_pool, partition, pretrain
@@ -299,7 +300,8 @@ def pool(args: argparse.Namespace) -> int:
         )
 
     server = LazyServer(no_server) if given else partition.server_of(resolved)
-    built = model_pool.build(config, algorithm, family, made, server)
+    weights = {} if given else resolved.start or weights_of(made)
+    built = model_pool.build(config, algorithm, family, made, server, weights)
     if args.json:
         print(built.model_dump_json())
         return 0

@@ -20,11 +20,18 @@ CONTRACT = Contract("model", MODELS, ModelFamily)
 FROM_DATA = ("input_shape", "outputs")
 """The fields of a network that are not options, since they follow from the data."""
 
+INIT = "init"
+"""The one entry of a `model` section, besides `name`, that is no option of the network: the weights to start from."""
+WARM_START = (
+    "The weights that the rounds start from: a safetensors file, the folder of a run, or models:/NAME@ALIAS in MLflow; "
+    "null: fresh ones."
+)
+
 
 def build_model(model: Mapping[str, Any], input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
     """The network of a `model` section, for samples of this shape and with this many outputs. Raises ConfigError or
     ModelError."""
-    values = {**{k: v for k, v in model.items() if k != "name"}, "input_shape": input_shape, "outputs": outputs}
+    values = {**options_of(model), "input_shape": input_shape, "outputs": outputs}
     try:
         family: ModelFamily = TypeAdapter(model_kind(model)).validate_json(json.dumps(values), strict=True)
         return family
@@ -56,4 +63,14 @@ def check_options(model: Mapping[str, Any]) -> None:
     """Raises ConfigError for an option that the named network does not have."""
     kind: Any = model_kind(model)
     known = [f.name for f in fields(kind) if f.name not in FROM_DATA]
-    check_names("model", {k: v for k, v in model.items() if k != "name"}, known)
+    check_names("model", options_of(model), [*known, INIT])
+    if not isinstance(model.get(INIT), str | None) or model.get(INIT) == "":
+        raise ConfigError(
+            f"model.{INIT} = {model[INIT]!r}: a safetensors file, the folder of a run, models:/NAME@ALIAS, or null is "
+            "expected"
+        )
+
+
+def options_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The network's own options in a `model` section."""
+    return {name: value for name, value in model.items() if name not in ("name", INIT)}

@@ -73,8 +73,45 @@ def fitting(family: ModelFamily, weights: Params) -> Params:
     for name, like in wanted.items():
         found = weights[name]
         if (found.dtype, found.shape) != (like.dtype, like.shape):
-            was, expected = (f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (found, like))
-            raise ModelError(f"{name} is {was}, {expected} is expected")
+            raise ModelError(f"{name} is {_form(found)}, {_form(like)} is expected")
         if found.is_floating_point() and not bool((found.abs() <= largest(name)).all()):
             raise ModelError(f"{name} has numbers that are not finite, or beyond {largest(name):g}")
     return {name: weights[name] for name in wanted}
+
+
+SHOWN = 6
+"""How many names of a kind `mismatch` tells."""
+
+
+def names_of(family: ModelFamily) -> tuple[str, ...]:
+    """Of the whole network's weights and statistics, in its order."""
+    return tuple(_forms(family))
+
+
+def mismatch(family: ModelFamily, weights: Params) -> str:
+    """All in which these differ from the whole network's by name, type and shape, in one line; empty where nothing
+    does."""
+    wanted = _forms(family)
+    found = {name: _form(tensor) for name, tensor in weights.items()}
+    odd = [f"{n} is {found[n]} instead of {wanted[n]}" for n in wanted if n in found and found[n] != wanted[n]]
+    kinds = {
+        "missing": [name for name in wanted if name not in found],
+        "unexpected": sorted(found.keys() - wanted.keys()),
+        "of another type or shape": odd,
+    }
+    return "; ".join(_counted(kind, names) for kind, names in kinds.items() if names)
+
+
+def _counted(kind: str, names: list[str]) -> str:
+    more = len(names) - SHOWN
+    return f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{f' and {more} more' if more > 0 else ''}"
+
+
+def _forms(family: ModelFamily) -> dict[str, str]:
+    with torch.device("meta"):
+        return {name: _form(tensor) for name, tensor in family.module().state_dict().items()}
+
+
+def _form(tensor: torch.Tensor) -> str:
+    """`float32 (8, 3)`"""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

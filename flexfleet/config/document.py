@@ -25,7 +25,7 @@ from fl_engine.core.registry import Contract
 from fl_engine.datasets import DATASETS
 from fl_engine.fleet.devices import FLEETS
 from fl_engine.models import MODELS
-from fl_engine.models.build import FROM_DATA
+from fl_engine.models.build import FROM_DATA, INIT, WARM_START
 from flexfleet.config.schema import Config
 
 WIDTH = 120
@@ -90,6 +90,8 @@ def _named(section: str, name: str) -> Iterator[str]:
     """The name of the default network or algorithm, and its options as comments."""
     yield from _line(f"name: {name}", about(f"{section}.name"), "  ", above=True)
     kind: Any = NAMES[f"{section}.name"][name]
+    if section == "model":
+        yield from _line(f"{INIT}: null", WARM_START, "  # ")
     yield f"  # The options of {name}; those of another are the fields of its class, in fl_engine/{section}s/."
     for field in fields(kind):
         if field.name not in ("training", *FROM_DATA):

@@ -39,6 +39,7 @@ from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, H
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.runs.whole import highest_of, need_packages
+from flexfleet.steps import warm_start
 from flexfleet.steps.evaluate import told
 from flexfleet.steps.federate import alone, stop_on_signals
 from flexfleet.steps.prepare import Resolved, check_fits
@@ -62,6 +63,8 @@ class CentralFile(Artifact):
     """The parameters that the training depends on, by dotted name."""
     data_sha256: str
     """Fingerprint of the data set."""
+    weights_sha256: str | None = None
+    """Of the weights that `model.init` names; null: the training starts from fresh ones."""
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
     """The numerics before each resume with --accept-numerics."""
@@ -95,7 +98,13 @@ def central(
     prepare_process((device,))
     numerics = Numerics(precision=config.run.precision)
     with alone(out):
-        file = _file(config, run_id, fingerprint(data), describe(numerics, (device,)), out, accept_numerics)
+        start, weights_sha256 = warm_start.start(config, family), None
+        if start is None:
+            start = initial_params(family, seeds.derive(config.seed, "init"))
+        else:
+            weights_sha256 = sha256(encode(start))
+        described = describe(numerics, (device,))
+        file = _file(config, run_id, fingerprint(data), weights_sha256, described, out, accept_numerics)
         file.write(out / "central.json")
         mlflow = _tracker(config, file, out, tags or {})
         if mlflow is not None:
@@ -104,7 +113,7 @@ def central(
             mlflow.params({k: v for k, v in configs.shown(config).items() if k.startswith(TOLD)})
         with ending(mlflow):
             checkpoints = Checkpoints(FolderStore(out.resolve()))
-            params = _train(config, resolved, family, numerics, device, checkpoints, mlflow, discard_damaged)
+            params = _train(config, resolved, family, start, numerics, device, checkpoints, mlflow, discard_damaged)
             return _finish(file, resolved, family, params, device, checkpoints, mlflow, out)
 
 
@@ -134,7 +143,13 @@ def _network(resolved: Resolved) -> ModelFamily:
 
 
 def _file(
-    config: Config, run_id: str, data_sha256: str, numerics: dict[str, Any], out: Path, accept_numerics: bool
+    config: Config,
+    run_id: str,
+    data_sha256: str,
+    weights_sha256: str | None,
+    numerics: dict[str, Any],
+    out: Path,
+    accept_numerics: bool,
 ) -> CentralFile:
     """The file central.json, as written when the training started. Raises an error if `out` holds another training."""
     values = {k: v for k, v in configs.flatten(config).items() if k.startswith(DECIDING)}
@@ -142,7 +157,14 @@ def _file(
     path = out / "central.json"
     if not path.exists():
         token = uuid.uuid4().hex
-        return CentralFile(run_id=run_id, token=token, config=values, data_sha256=data_sha256, numerics=numerics)
+        return CentralFile(
+            run_id=run_id,
+            token=token,
+            config=values,
+            data_sha256=data_sha256,
+            weights_sha256=weights_sha256,
+            numerics=numerics,
+        )
     known = CentralFile.read(path)
     keys = sorted(values.keys() | known.config.keys())
     changed = [
@@ -153,6 +175,11 @@ def _file(
         raise ConfigError(f"{out} was started with another configuration ({said}): choose another --run-id")
     if known.data_sha256 != data_sha256:
         raise IntegrityError(f"{out} was started with other data than the present ones: restore the old data")
+    if known.weights_sha256 != weights_sha256:
+        raise ConfigError(
+            f"{out} was started from other weights than model.init = {config.model.get('init')} holds now: restore them, "
+            "or choose another --run-id"
+        )
     if deciding(known.numerics) == deciding(numerics):
         return known
     if not accept_numerics:
@@ -177,6 +204,7 @@ def _train(
     config: Config,
     resolved: Resolved,
     family: ModelFamily,
+    start: Params,
     numerics: Numerics,
     device: str,
     checkpoints: Checkpoints,
@@ -190,7 +218,7 @@ def _train(
     since = checkpoints.read(commits[-1])[0] if commits else None
     _log(mlflow, checkpoints.rows())
     checkpoints.tidy()
-    task, start = task_of(config), initial_params(family, seeds.derive(config.seed, "init"))
+    task = task_of(config)
     pending: list[Row] = []
     began = last = time.monotonic()
     with stop_on_signals() as should_stop:

@@ -59,7 +59,7 @@ def check(resolved: Resolved) -> dict[str, Any]:
     # can still be checked.
     server = ServerSite(site_of(resolved, parts), config.run.devices[0])
     pool = algorithm.pool(family, assumed(algorithm, family), server)
-    initial = initial_params(family, seeds.derive(config.seed, "init"))
+    initial = resolved.start or initial_params(family, seeds.derive(config.seed, "init"))
     site = Site(family, pool, fleet, data, parts, config.seed)
     run = Run(algorithm, site, config.rounds, trace=trace_of(config, site)[0], wait_s=config.fleet.wait_s)
     start = algorithm.init(initial, site.layout, fleet, pool, run.server)

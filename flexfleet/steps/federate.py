@@ -58,7 +58,7 @@ from flexfleet.config.sources import sources
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import WEIGHTS, History, PoolFile, RunFile
 from flexfleet.files.live import counted_warnings
-from flexfleet.steps import keys
+from flexfleet.steps import keys, warm_start
 from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.tracking import record as track
 from flexfleet.tracking.console import Console
@@ -164,6 +164,8 @@ def _federate(
     known = known_run(config, out, resume)
     tell_unused(config)
     site = site_of(resolved, partition_dir, pool_dir)
+    if known:
+        warm_start.check_unchanged(config, site.family, pool_dir)
     looked_at = config.run.backend == "kubernetes" and config.kubernetes.observe == "cgroup"
     rules = replace(site.rules, algorithm=algorithm, seed=None if looked_at else config.seed)
     private, in_pods = privacy.is_private(algorithm), config.run.backend == "kubernetes"

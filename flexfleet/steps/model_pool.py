@@ -1,5 +1,5 @@
 """Step 3: builds the pool of sub-models, from the results of the preparations or by the algorithm's own rule. Weights
-that a preparation gives go with it: the rounds start from them."""
+that a preparation gives, or `model.init` names, go with it: the rounds start from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from fl_engine.codecs import sections_of
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import Algorithm, ModelFamily, ServerContext
-from fl_engine.core.types import Prepared
+from fl_engine.core.types import Params, Prepared
 from fl_engine.exchange import coding
 from fl_engine.preparation.apoz import ApozScores
 from fl_engine.preparation.weights import given
@@ -24,25 +24,34 @@ from flexfleet.steps.prepare import Resolved, resolved_of
 
 
 def model_pool(resolved: Resolved, pretrain: Path, out: Path) -> Path:
-    """Writes pool.json into `out`, and weights.safetensors if a preparation gives weights. Raises PoolError if the
-    targets cannot be reached."""
+    """Writes pool.json into `out`, and weights.safetensors if the rounds start from weights that are there. Raises
+    PoolError if the targets cannot be reached, and what `Resolved.start` raises."""
     algorithm = resolved.algorithm
     made = prepared.read(pretrain, algorithm.preparations)
-    built = build(resolved.config, algorithm, resolved.family, made, server_of(resolved))
-    if weights := given(made):
+    weights = resolved.start or given(made)
+    built = build(resolved.config, algorithm, resolved.family, made, server_of(resolved), weights)
+    if weights:
         FolderStore(out).put(WEIGHTS, encode(weights))
     else:
         (out / WEIGHTS).unlink(missing_ok=True)
     return built.write(out / "pool.json")
 
 
-def build(config: Config, algorithm: Algorithm, family: ModelFamily, made: Prepared, server: ServerContext) -> PoolFile:
-    """The pool, and how similar its pruning ratios are to those of the reference, if there is one."""
+def build(
+    config: Config,
+    algorithm: Algorithm,
+    family: ModelFamily,
+    made: Prepared,
+    server: ServerContext,
+    weights: Params,
+) -> PoolFile:
+    """The pool, and how similar its pruning ratios are to those of the reference, if there is one. `weights`: those
+    that the rounds start from; empty: fresh ones."""
     pool = coding.sized(algorithm.pool(family, made, server), family, configs.codecs(config))
     references = {name: each.as_reference() for name, each in made.items() if isinstance(each, ApozScores)}
     reference = algorithm.pool(family, {**made, **references}, server) if any(references.values()) else None
     groups = [p.group for p in family.prunable()]
-    layout, weights = family.layout(), given(made)
+    layout = family.layout()
     return PoolFile(
         algorithm=config.algorithm["name"],
         model=config.model["name"],

@@ -16,14 +16,17 @@ from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Data, check_ready, has_boxes
 from fl_engine.core.slicing import made_up
+from fl_engine.core.types import Params
 from fl_engine.data.rules import Ints
 from fl_engine.datasets import DATASETS, Source, kept, pad, subset
 from fl_engine.models.build import build_model
+from fl_engine.preparation.weights import giver
 from fl_engine.tasks import TASKS
 from fl_engine.training import batches
 from flexfleet import config as configs
 from flexfleet.config import Config, cut_seed, min_side
 from flexfleet.config.read import Files
+from flexfleet.steps import warm_start
 from flexfleet.steps.labels import clusters_for, feature_network
 from flexfleet.tracking import versioned
 
@@ -77,6 +80,18 @@ class Resolved:
         training = self.config.training
         batches.check(training.sampler, training.augment, data.task, data.normalise(data.train_x[:1]))
         return family
+
+    @cached_property
+    def start(self) -> Params | None:
+        """The whole network's weights that `model.init` names, with which the first round starts; None: it names none.
+        Raises what `warm_start.start` raises, and ConfigError where a preparation gives such weights too."""
+        weights = warm_start.start(self.config, self.family)
+        if weights is not None and (name := giver(self.algorithm.preparations)) is not None:
+            raise ConfigError(
+                f"model.init names weights to start from, and the preparation {name} of "
+                f"{self.config.algorithm['name']} gives others: leave out model.init, or choose another algorithm"
+            )
+        return weights
 
     def network(self, input_shape: tuple[int, ...], outputs: int) -> ModelFamily:
         """The network for samples of this shape, with this many outputs. Raises ConfigError, ModelError or

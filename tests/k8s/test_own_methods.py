@@ -12,12 +12,16 @@ import pytest
 
 from fl_engine.backends.kubernetes.backend import Kubernetes
 from fl_engine.core.errors import ConfigError
+from fl_engine.core.slicing import initial_params
 from fl_engine.exchange.sealing import KEY_BYTES, unseal
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.client_states import ClientStates, named
 from fl_engine.storage.places import open_store
-from fl_engine.storage.store import FolderStore, Store
+from fl_engine.storage.store import FolderStore, Store, encode
 from fl_engine.testing.tiny import assert_same_bits, measured_alike
+from flexfleet.steps.federate import federate
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.prepare import Resolved
 
 OWN = (
     "algorithm.name=fl_engine.testing.personal:PersonalHeads",
@@ -75,6 +79,24 @@ def test_what_clients_measure_and_keep_in_pods_is_what_they_do_in_one_process(
     assert there.keys() == here.keys()
     for client, head in here.items():
         assert_same_bits(there[client], head)
+
+
+def test_an_objective_an_optimiser_and_a_warm_start_in_pods(
+    quick_cluster: Any, tiny: tuple[str, ...], rounds: Rounds, remote: Remote, prepared: Path, tmp_path: Path
+) -> None:
+    """Pods get their orders' weights and resolve the functions themselves: the start is the coordinator's alone."""
+    pool, resolved = tmp_path / "pool", Resolved.load(None, tiny)
+    start = tmp_path / "start.safetensors"
+    start.write_bytes(encode(initial_params(resolved.family, 99)))
+    sets = ("algorithm.kd_weight=0.0", f"model.init={start}", "training.objective=fl_engine.testing.own:loss",
+            "training.optimiser=fl_engine.testing.own:sgd")  # fmt: skip
+    model_pool(Resolved.load(None, (*tiny, *sets)), prepared / "pretrain", pool)
+    found = {}
+    for name, more in {"alone": (), "pods": remote}.items():
+        out = tmp_path / "runs" / name
+        federate(Resolved.load(None, (*tiny, *sets, *more)), prepared / "partition", pool, out, run_id=name)
+        found[name] = (out / "model.safetensors").read_bytes()
+    assert found["pods"] == found["alone"] != (rounds("fresh", *sets[:1]) / "model.safetensors").read_bytes()
 
 
 def test_asynchronous_rounds_in_pods_are_those_of_one_process(

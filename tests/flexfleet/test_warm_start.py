@@ -1,0 +1,266 @@
+"""Runs that start from given weights (`model.init`): a file, a run, a registered model; what does not fit is told in
+full; a changed source does not resume; nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_engine.core import seeds
+from fl_engine.core.slicing import initial_params
+from fl_engine.core.types import Params
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.preparation.weights import mismatch
+from fl_engine.storage.store import decode, encode, sha256
+from fl_engine.testing.tiny import TinyNet, assert_same_bits
+from flexfleet.files.artifacts import PoolFile
+from flexfleet.steps.federate import given_weights, initial_state, site_of
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.partition import partition
+from flexfleet.steps.prepare import Resolved
+from flexfleet.steps.pretrain import pretrain
+
+PLAIN = ("algorithm.name=all_large", "algorithm.eligible=all")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run(flexfleet: Any, quick: Sequence[str]) -> Callable[..., Any]:
+    def started(run_id: str, *sets: str, code: int = 0, more: Sequence[str] = ()) -> Any:
+        done = flexfleet("run", "--json", "--run-id", run_id, *more, sets=[*quick, *PLAIN, *sets])
+        assert done.code == code, done.err
+        return done.err if code else done.json["model_sha256"]
+
+    return started
+
+
+def weights_of(sets: Sequence[str], seed: int) -> Params:
+    return initial_params(Resolved.load(None, sets).family, seed)
+
+
+@pytest.fixture
+def file(quick: Sequence[str], tmp_path: Path) -> Path:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(encode(weights_of([*quick, *PLAIN], 99)))
+    return path
+
+
+# ------------------------------------------------------------------------------------------------- where from
+def test_the_rounds_start_from_the_file_and_its_sha256_is_recorded(
+    quick: Sequence[str], tmp_path: Path, file: Path
+) -> None:
+    resolved = Resolved.load(None, [*quick, *PLAIN, f"model.init={file}"])
+    partition(resolved, tmp_path / "partition")
+    pretrain(resolved, tmp_path / "partition", tmp_path / "pretrain")
+    model_pool(resolved, tmp_path / "pretrain", tmp_path / "pool")
+    site = site_of(resolved, tmp_path / "partition", tmp_path / "pool")
+    first = initial_state(resolved, site, given_weights(tmp_path / "pool", site.family)).params
+    assert_same_bits(first, decode(file.read_bytes(), "file"))
+    stored = (tmp_path / "pool" / "weights.safetensors").read_bytes()
+    assert PoolFile.read(tmp_path / "pool" / "pool.json").weights_sha256 == sha256(stored)
+
+
+def test_fresh_weights_from_a_file_change_no_bit(run: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    """Also in worker processes; other weights make another model."""
+    fresh = tmp_path / "fresh.safetensors"
+    fresh.write_bytes(encode(weights_of([*quick, *PLAIN], seeds.derive(0, "init"))))
+    expected = run("plain")
+    assert run("none", "model.init=null") == expected
+    assert run("file", f"model.init={fresh}") == expected
+    assert run("processes", f"model.init={fresh}", "run.backend=processes") == expected
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(encode(weights_of([*quick, *PLAIN], 1)))
+    assert run("other", f"model.init={other}") != expected
+
+
+def test_a_run_by_its_folder_or_its_name(run: Any) -> None:
+    run("first")
+    by_name, by_folder = run("second", "model.init=first"), run("third", "model.init=runs/first")
+    assert by_name == by_folder
+    first, pool = Path("runs/first/model.safetensors"), Path("runs/second/pool/weights.safetensors")
+    assert_same_bits(decode(first.read_bytes(), "first"), decode(pool.read_bytes(), "pool"))
+
+
+def test_of_levels_with_weights_of_their_own_it_is_the_global_model(
+    flexfleet: Any, quick: Sequence[str], run: Any
+) -> None:
+    done = flexfleet("run", "--run-id", "levels", sets=[*quick, "algorithm.name=decoupled"])
+    assert done.code == 0, done.err
+    stored = decode(Path("runs/levels/model.safetensors").read_bytes(), "levels")
+    run("next", "model.init=levels")
+    found = decode(Path("runs/next/pool/weights.safetensors").read_bytes(), "next")
+    assert_same_bits(found, {name: tensor for name, tensor in stored.items() if "/" not in name})
+    assert len(found) < len(stored)
+
+
+def test_a_registered_model_and_an_exported_level(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    """Of a network that normalises by its batch, an export has statistics besides."""
+    uri = f"tracking.mlflow=sqlite:///{tmp_path}/mlflow.db"
+    published = ["publish.models=true", "publish.onnx=false", "publish.name=mine", uri]
+    done = flexfleet("run", "--json", "--run-id", "first", sets=[*quick, *published])
+    assert done.code == 0, done.err
+    stored = decode(Path("runs/first/model.safetensors").read_bytes(), "first")
+    kept = decode(Path("runs/first/export/M3/model.safetensors").read_bytes(), "M3")
+    assert kept.keys() - stored.keys()
+    for place, init in enumerate(("models:/mine@candidate", "models:/mine-M3/1", "runs/first/export/M3")):
+        done = flexfleet("run", "--json", "--run-id", f"next{place}", sets=[*quick, *PLAIN, uri, f"model.init={init}"])
+        assert done.code == 0, done.err
+        found = decode(Path(f"runs/next{place}/pool/weights.safetensors").read_bytes(), init)
+        assert_same_bits(found, stored)
+    for init, said in (
+        ("models:/mine-M1@candidate", "holds the level M1, a part of the network"),
+        ("models:/mine@nobody", "is not to be had"),
+    ):
+        done = flexfleet("check", sets=[*quick, *PLAIN, uri, f"model.init={init}"])
+        assert done.code == 2
+        assert "model.init" in done.err and init in done.err and said in done.err
+    done = flexfleet("check", sets=[*quick, *PLAIN, "model.init=models:/mine@candidate"])
+    assert "tracking.mlflow is null" in done.err
+
+
+def test_a_comparison_starts_from_it(flexfleet: Any, quick: Sequence[str], file: Path) -> None:
+    sets = [s for s in quick if not s.startswith("algorithm.")] + [f"model.init={file}", "rounds.stop=1"]
+    done = flexfleet("compare", "--algorithms", "all_large,heterofl", "--id", "both", "--json", sets=sets)
+    assert done.code == 0, done.err
+    shas = {PoolFile.read(path).weights_sha256 for path in Path("runs/both").glob("*/pool/pool.json")}
+    assert shas == {sha256(encode(decode(file.read_bytes(), "file")))}
+
+
+def test_central_training_starts_from_it(flexfleet: Any, quick: Sequence[str], file: Path, tmp_path: Path) -> None:
+    fresh = tmp_path / "fresh.safetensors"
+    fresh.write_bytes(encode(weights_of([*quick, *PLAIN], seeds.derive(0, "init"))))
+    found = {}
+    for name, init in {"plain": "null", "fresh": fresh, "other": file}.items():
+        sets = [*quick, "central.epochs=1", f"model.init={init}"]
+        done = flexfleet("central", "--json", "--run-id", name, sets=sets)
+        assert done.code == 0, done.err
+        found[name] = done.json["model_sha256"]
+    assert found["plain"] == found["fresh"] != found["other"]
+    file.write_bytes(fresh.read_bytes())
+    done = flexfleet("central", "--run-id", "other", "--resume", sets=sets)
+    assert done.code == 2
+    assert "started from other weights than model.init" in done.err
+
+
+# ---------------------------------------------------------------------------------------------------- it goes on
+def test_a_changed_file_does_not_resume_and_one_that_is_gone_does(
+    run: Any, quick: Sequence[str], file: Path, tmp_path: Path
+) -> None:
+    init = f"model.init={file}"
+    whole = run("whole", init)
+    run("a", init, "rounds.stop=1")
+    shutil.copytree("runs/a", "runs/b")
+    good = file.read_bytes()
+    file.write_bytes(encode(weights_of([*quick, *PLAIN], 98)))
+    said = run("a", init, code=2, more=["--resume"])
+    assert f"model.init = {file} holds other weights" in said
+    file.write_bytes(good)
+    assert run("a", init, more=["--resume"]) == whole
+    file.unlink()
+    assert run("b", init, more=["--resume"]) == whole
+    shutil.copyfile("runs/b/pool/weights.safetensors", tmp_path / "moved.safetensors")
+    said = run("b", f"model.init={tmp_path}/moved.safetensors", code=2, more=["--resume"])
+    assert "another configuration (model.init:" in said
+
+
+# ------------------------------------------------------------------------------------------------------- refused
+def test_all_that_does_not_fit_is_in_one_error() -> None:
+    net = TinyNet()
+    whole = initial_params(net, 0)
+    assert mismatch(net, whole) == ""
+    wrong = {n: t for n, t in whole.items() if not n.startswith("extra")}
+    wrong |= {"conv.conv.bias": torch.zeros(4), "classifier.bias": torch.zeros(4).half(), "zz": torch.zeros(1)}
+    assert mismatch(net, wrong) == (
+        "2 missing: extra.linear.weight, extra.linear.bias; 1 unexpected: zz; 2 of another type or shape: "
+        "conv.conv.bias is float32 (4,) instead of float32 (8,), "
+        "classifier.bias is float16 (4,) instead of float32 (4,)"
+    )
+    many = {f"layer{i}": torch.zeros(1) for i in range(9)}
+    assert "9 unexpected: layer0, layer1, layer2, layer3, layer4, layer5 and 3 more" in mismatch(net, many)
+
+
+def test_another_network_is_refused_by_check(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    path.write_bytes(encode(initial_params(SmallCNN((1, 8, 8), 7), 0)))
+    done = flexfleet("check", sets=[*quick, *PLAIN, f"model.init={path}"])
+    assert done.code == 2
+    assert "is not of this network (small_cnn, with all_large)" in done.err
+    assert "of another type or shape" in done.err
+    assert not Path("runs").exists()
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("harm"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("a.pt", None),
+        ("a.safetensors", pickle.dumps(Harmful())),
+        ("b.safetensors", b"nothing"),
+        ("c.safetensors", encode({"x": torch.zeros(2)})[:-2]),
+    ],
+    ids=["torch", "pickle", "text", "cut off"],
+)
+def test_what_is_no_safetensors_is_not_read(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, name: str, value: bytes | None
+) -> None:
+    path = tmp_path / name
+    if value is None:
+        torch.save({"x": torch.zeros(2), "y": Harmful()}, path)
+    else:
+        path.write_bytes(value)
+    done = flexfleet("check", sets=[*quick, *PLAIN, f"model.init={path}"])
+    assert done.code == 2, done.err
+    assert str(path) in done.err
+    assert ("safetensors.torch.save_file" in done.err) == (name.startswith("a."))
+    assert not Path("harm").exists()
+
+
+@pytest.mark.parametrize(
+    ("init", "said"),
+    [
+        ("nowhere", "model.init = nowhere is not there (looked for nowhere and runs/nowhere)"),
+        ("''", "model.init = '': a safetensors file"),
+        ("3", "model.init = 3: a safetensors file"),
+        (".", "model.init = . holds no model.safetensors; net.pth would have to be unpickled"),
+    ],
+)
+def test_a_source_that_is_none_is_named(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, init: str, said: str
+) -> None:
+    (tmp_path / "net.pth").write_bytes(b"")
+    done = flexfleet("check", sets=[*quick, *PLAIN, f"model.init={init}"])
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_numbers_that_are_none_and_a_damaged_run(run: Any, quick: Sequence[str], file: Path) -> None:
+    weights = decode(file.read_bytes(), "file")
+    name = next(iter(weights))
+    file.write_bytes(encode({**weights, name: torch.full_like(weights[name], torch.nan)}))
+    assert f"{name} has numbers that are not finite" in run("nan", f"model.init={file}", code=2)
+    run("first")
+    history = json.loads(Path("runs/first/history.json").read_bytes())
+    Path("runs/first/history.json").write_text(json.dumps(history | {"model_sha256": "0" * 64}))
+    assert "model.safetensors is damaged" in run("second", "model.init=first", code=4)
+
+
+def test_a_preparation_that_gives_weights_too_is_refused(flexfleet: Any, quick: Sequence[str], file: Path) -> None:
+    name = "algorithm.name=tests.flexfleet.test_given_weights:FromFresh"
+    done = flexfleet("check", sets=[*quick, name, "algorithm.eligible=all", f"model.init={file}"])
+    assert done.code == 2
+    assert "gives others: leave out model.init" in done.err
