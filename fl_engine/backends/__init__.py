@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fl_engine.backends.in_process import InProcess
 from fl_engine.backends.kubernetes.backend import Kubernetes
@@ -32,6 +33,8 @@ class Surroundings:
     """The result of `memory.training_peak`, and the data on top of both: for kubernetes.observe=cgroup, and pools with
     memory=auto."""
     should_stop: Callable[[], bool] = lambda: False
+    code: tuple[Path, str] | None = None
+    """The wheel of one's own code in the run's folder, and its sha256."""
 
 
 @contextmanager
@@ -39,7 +42,14 @@ def _in_pods(of: Surroundings) -> Iterator[Backend]:
     """Removes the run's objects from the cluster at the end; after a failure they stay, to be looked at."""
     shares = [level.share for level in of.site.pool]
     pods = Kubernetes(
-        of.kubernetes, of.run_id, of.site.fleet, of.mailbox, of.memory, shares, should_stop=of.should_stop
+        of.kubernetes,
+        of.run_id,
+        of.site.fleet,
+        of.mailbox,
+        of.memory,
+        shares,
+        should_stop=of.should_stop,
+        code=None if of.code is None else of.code[1],
     )
     try:
         yield pods
@@ -53,7 +63,7 @@ def _in_pods(of: Surroundings) -> Iterator[Backend]:
 
 BACKENDS: dict[str, Callable[[Surroundings], AbstractContextManager[Backend]]] = {
     "in_process": lambda of: nullcontext(InProcess(of.site, of.devices)),
-    "processes": lambda of: closing(Processes(of.site, of.devices, of.mailbox)),
+    "processes": lambda of: closing(Processes(of.site, of.devices, of.mailbox, of.code)),
     "kubernetes": _in_pods,
 }
 """By the name that `run.backend` takes: a context manager that gives the backend for one run."""

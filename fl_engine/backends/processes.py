@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import FlexfleetError
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange.client import Site, Work, accept_all, train
+from fl_engine.exchange.code import Handed
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.fleet import faults
 
@@ -50,7 +52,11 @@ class Processes:
     durable = True
     phases: Mapping[str, float] = MappingProxyType({})
 
-    def __init__(self, site: Site, devices: Sequence[str], mailbox: Mailbox) -> None:
+    def __init__(
+        self, site: Site, devices: Sequence[str], mailbox: Mailbox, code: tuple[Path, str] | None = None
+    ) -> None:
+        """`code`: the file of one's own wheel, and its sha256, which workers verify before they import from it."""
+        self._code = None if code is None else Handed(*code)
         self._site = site
         self._mailbox = mailbox
         for name in devices:
@@ -101,9 +107,14 @@ class Processes:
             worker.process.join()
 
     def _start(self, device: str) -> _Worker:
+        if self._code is not None:
+            self._code.check()  # the worker checks it too, but ends without a word
         here, there = self._context.Pipe()
         process = self._context.Process(
-            target=_serve, args=(self._site, self._mailbox, device, there), daemon=True, name=f"client on {device}"
+            target=_serve,
+            args=(self._code, self._site, self._mailbox, device, there),
+            daemon=True,
+            name=f"client on {device}",
         )
         with _without_main():
             process.start()
@@ -145,8 +156,9 @@ def _said(exit_code: int | None) -> str:
     return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
 
 
-def _serve(site: Site, mailbox: Mailbox, device: str, link: Connection) -> None:
-    """What a worker process runs, until the coordinator closes the connection or is gone."""
+def _serve(code: None, site: Site, mailbox: Mailbox, device: str, link: Connection) -> None:
+    """What a worker process runs, until the coordinator closes the connection or is gone. `code` is the first argument
+    since a `Handed` wheel has to be there before the site is unpickled."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches all processes of a terminal: only the coordinator acts on it

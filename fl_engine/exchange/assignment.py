@@ -7,9 +7,9 @@ order or write an update. A second file beside it holds what all pods of a Job m
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fl_engine.core.errors import ConfigError, brief
 from fl_engine.core.fields import Index
@@ -37,6 +37,10 @@ class Assignment(BaseModel):
     memory: tuple[int, int] | None = None
     """For `cgroup`: bytes that a client takes before it trains, and at the peak of training the full model."""
     require_numerics: bool = False
+    code: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """The sha256 of the wheel with the run's own code, in the store (`exchange.code`)."""
+    code_signature: str | None = None
+    """By the coordinator, with the first client's key: that this wheel is the run's."""
     store: str | None = None
     """The run's store, for clients with credentials of their own; None: by URL."""
     reads: dict[str, str] = {}

@@ -24,6 +24,7 @@ from fl_engine.core.errors import ConfigError, masked
 from fl_engine.core.plain import check_plain, read_yaml
 from fl_engine.core.registry import resolve
 from fl_engine.datasets import DATASETS
+from fl_engine.exchange import code
 from fl_engine.fleet.devices import Tier, named
 from fl_engine.models import MODELS
 from fl_engine.models.build import check_options
@@ -158,6 +159,9 @@ def parse_with_algorithm(values: Mapping[str, Any]) -> tuple[Config, Algorithm]:
         raise ConfigError("; ".join([explain(error, Config), *_unknown_names(values)])) from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the configuration holds a value that is not plain data: {error}") from error
+    if config.run.code is not None:
+        wheel = code.pack(Path(config.run.code))
+        code.enable(wheel.value, wheel.sha256, config.run.code)
     wrong = _unknown_names(values)
     built: Algorithm | None = None
     try:

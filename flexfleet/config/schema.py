@@ -181,6 +181,10 @@ class RunConfig(Section):
     backend: Literal["in_process", "processes", "kubernetes"] = "in_process"
     """Where clients live: in threads of this process, in worker processes that get orders through the store, or in
     pods (see `kubernetes`)."""
+    code: Annotated[str | None, Moves.PLACE] = None
+    """One's own package: its folder, with an __init__.py, or one .py file; null: none. Worker processes, pods and
+    devices get it as a wheel that its sha256 names, check that, and import it from there; the run goes on with the same
+    files alone. What is named as package.module:NAME is found in it."""
     devices: Annotated[tuple[str, ...], Moves.NUMERICS] = ("cpu",)
     """Torch devices that train clients at the same time, e.g. [cpu, cpu] or [cuda:0, cuda:1]; auto: [cuda] where it is
     there, else [cpu], as it is on the machine that reads the configuration."""

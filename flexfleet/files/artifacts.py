@@ -201,6 +201,8 @@ class RunFile(Artifact):
     """By name (package.module:Name), the sha256 of the source of what the run takes of one's own."""
     weights_sha256: str | None = None
     """Of the weights that the network came with, as safetensors; null: the run started from others."""
+    code_sha256: str | None = None
+    """Of the wheel of one's own code (`run.code`), code/<sha256>.whl beside this file; null: there is none."""
     mlflow_run_id: str | None = None
     key_at: str | None = None
     """Where the run's key is kept (`keys`), for people to read; null: it has none."""

@@ -186,7 +186,7 @@ def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
         save_model(
             scratch / "model",
             python_model=str(SERVING),
-            code_paths=[str(code), *_own_code(largest.model)],
+            code_paths=[str(code), *_own_code(largest.model, scratch / "own")],
             artifacts={"levels": str(folder)},
             signature=signature,
             pip_requirements=[f"{package}=={metadata.version(package).partition('+')[0]}" for package in NEEDED],
@@ -194,12 +194,16 @@ def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
     return scratch / "model"
 
 
-def _own_code(model: str) -> list[str]:
+def _own_code(model: str, scratch: Path) -> list[str]:
     """The files of a user's own network (package.module:NAME), to be copied into the model."""
     module, sign, _ = model.partition(":")
     if not sign:
         return []
     file = Path(str(importlib.import_module(module.partition(".")[0]).__file__))
+    for place in file.parents:
+        if place.suffix == ".whl":  # of one's own code (`run.code`)
+            shutil.unpack_archive(place, scratch, "zip")
+            file = scratch / file.relative_to(place)
     return [str(file.parent if file.name == "__init__.py" else file)]
 
 

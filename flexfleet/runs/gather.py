@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexfleet.config import PRIVATE, Config, parse_with_algorithm, public
+from flexfleet.steps import own_code
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import Result, RunFile
 from flexfleet.reports.report import table
@@ -35,7 +36,7 @@ def finish(
     which the run's own record leaves out."""
     gather(run, partition, pretrain, pool, evaluation, out)
     file = RunFile.read(out / "run.json")
-    told, algorithm = parse_with_algorithm(file.config)
+    told, algorithm = parse_with_algorithm(own_code.stored(file, out))
     config = _with_passwords(told, given)
     folder = Path(config.run.store) / file.run_id
     return conclude(Resolved(config, algorithm), out, store_of(config, file.run_id, folder if folder.is_dir() else out))

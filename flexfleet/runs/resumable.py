@@ -13,6 +13,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import fl_engine
 from fl_engine.core.fields import Moves
@@ -20,6 +21,7 @@ from fl_engine.storage.store import sha256
 from fl_engine.training.numerics import Numerics, describe
 from flexfleet.config import Config, flatten, moves
 from flexfleet.files import terminal as common
+from flexfleet.steps.own_code import wheel_of
 from flexfleet.steps.federate import federate
 from flexfleet.steps.prepare import Resolved, resolved_of
 
@@ -60,7 +62,7 @@ def identity(config: Config, partition: Path, pool: Path) -> str:
     # `rounds.stop` may change in a resumed run, but a run with more rounds has no outcome for fewer rounds.
     parameters = {k: v for k, v in flatten(config).items() if moves(k) in (Moves.RESULT, Moves.LENGTH)}
     package = Path(fl_engine.__file__).parent
-    parts = {
+    parts: dict[str, Any] = {
         "parameters": parameters,
         "partition": sha256((partition / "partition.json").read_bytes()),
         "pool": sha256((pool / "pool.json").read_bytes()),
@@ -68,6 +70,8 @@ def identity(config: Config, partition: Path, pool: Path) -> str:
         "strategy": config.run.strategy,
         "code": {str(p.relative_to(package)): sha256(p.read_bytes()) for p in sorted(package.rglob("*.py"))},
     }
+    if (wheel := wheel_of(config)) is not None:
+        parts["own code"] = wheel.sha256
     digest = sha256(json.dumps(parts, sort_keys=True).encode())
     return f"{config.algorithm['name']}-s{config.seed}-{digest[:12]}"
 

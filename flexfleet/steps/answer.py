@@ -16,6 +16,7 @@ from fl_engine.backends.processes import carry_out
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief
 from fl_engine.data import partitioning as partition
+from fl_engine.exchange import code
 from fl_engine.exchange.assignment import SITE_FILES, Assignment
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
@@ -26,6 +27,7 @@ from fl_engine.training import memory
 from fl_engine.training.numerics import Numerics, deciding, describe
 from flexfleet import config as configs
 from flexfleet.files.artifacts import PoolFile, RunFile
+from flexfleet.steps import own_code
 from flexfleet.steps.prepare import Resolved
 
 log = logging.getLogger("flexfleet")
@@ -52,7 +54,8 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
         for file in SITE_FILES:
             (folder / file).write_bytes(store.get(f"site/{file}"))
         run = RunFile.read(folder / "run.json")
-        told_config, algorithm = configs.parse_with_algorithm(run.config)
+        _import_code(told, run, store)
+        told_config, algorithm = configs.parse_with_algorithm(own_code.stored(run))
         resolved = Resolved(_here(told_config), algorithm)
         config, family = resolved.config, resolved.family
         parts = partition.load(folder, resolved.data)
@@ -78,6 +81,22 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
     key = key_from(Path(os.environ.get("FLEXFLEET_STATE_KEY", STATE_KEY))) if sealed else None
     site = Site(family, pool, fleet, data, parts, config.seed, numerics, free, struck, sealed=sealed, state_key=key)
     return algorithm, site
+
+
+def _import_code(told: Assignment, run: RunFile, store: Store) -> None:
+    """Verifies the run's own code, and imports from it. Raises ClientError where the coordinator did not sign it or
+    this device's owner does not allow it, IntegrityError where the store has other bytes."""
+    if told.code != run.code_sha256:
+        raise ClientError(
+            f"the coordinator has told of the code {told.code}, and the run's record names {run.code_sha256}: nothing "
+            "is imported"
+        )
+    if told.code is None:
+        return
+    code.check_signed(bytes.fromhex(told.keys[told.clients[0]]), told.code, told.round, told.code_signature)
+    code.check_allowed(told.code)
+    key = code.store_key(told.code)
+    code.enable(store.get(key), told.code, store.uri(key))
 
 
 def _numerics(run: RunFile) -> Numerics:

@@ -33,9 +33,11 @@ from fl_engine.core.types import Params
 from fl_engine.data import partitioning as partition
 from fl_engine.exchange.assignment import SITE_FILES
 from fl_engine.exchange.client import Site
+from fl_engine.exchange.code import Wheel, store_key
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.server import ServerSite
-from fl_engine.exchange.updates import KeyOf, key_of
+from fl_engine.exchange.updates import KeyOf
+from fl_engine.exchange.updates import key_of as signing_key
 from fl_engine.fleet import devices, faults, traces
 from fl_engine.fleet.trace import Trace
 from fl_engine.preparation.weights import fitting
@@ -58,7 +60,7 @@ from flexfleet.config.sources import sources
 from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import WEIGHTS, History, PoolFile, RunFile
 from flexfleet.files.live import counted_warnings
-from flexfleet.steps import keys, warm_start
+from flexfleet.steps import keys, own_code, warm_start
 from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.tracking import record as track
 from flexfleet.tracking.console import Console
@@ -179,6 +181,7 @@ def _federate(
     trace, trace_sha256 = trace_of(config, site)
     given = given_weights(pool_dir, site.family)
     own = own_weights(site.family) if given is None else None
+    wheel = own_code.wheel_of(config)
     ledger = ledger_in(store, config.rounds.keep_every, rules, *_signing(key if in_pods else None), held)
 
     run = RunFile(
@@ -191,6 +194,7 @@ def _federate(
         trace_sha256=trace_sha256,
         sources=sources(config),
         weights_sha256=None if own is None else sha256(encode(own)),
+        code_sha256=None if wheel is None else wheel.sha256,
         mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
         key_at=key_at,
         key_sha256=sha256(key) if key is not None else known.key_sha256 if known else None,
@@ -202,13 +206,15 @@ def _federate(
         others = (known.numerics,) if deciding(known.numerics) != deciding(run.numerics) else ()
         before = known.earlier_numerics + others
         run = run.model_copy(update={"earlier_numerics": before})
+    if wheel is not None:  # before the record that names it
+        FolderStore(out).put(store_key(wheel.sha256), wheel.value)
     run.write(out / "run.json")
     mlflow = track.start(config, run, out, tags)
     if mlflow is not None:
         track.inputs(mlflow, config, site.partition.data, run.partition_sha256, run.trace_sha256)
         run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
         run.write(out / "run.json")
-    _put_site(ledger, out, partition_dir, pool_dir)
+    _put_site(ledger, out, partition_dir, pool_dir, wheel)
 
     done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
     console = Console(config.rounds.stop, done)
@@ -222,7 +228,7 @@ def _federate(
             counted_warnings(),
             stop_on_signals() as should_stop,
             BACKENDS[config.run.backend](
-                _surroundings(config, batch_size, site, ledger.mailbox, run_id, should_stop)
+                _surroundings(config, batch_size, site, ledger.mailbox, run_id, should_stop, out, wheel)
             ) as backend,
         ):
             final = loop.federate(
@@ -332,7 +338,14 @@ def _numerics(config: Config, training: Training, family: ModelFamily, goal: Tas
 
 
 def _surroundings(
-    config: Config, batch_size: int, site: Site, mailbox: Mailbox, run_id: str, should_stop: Callable[[], bool]
+    config: Config,
+    batch_size: int,
+    site: Site,
+    mailbox: Mailbox,
+    run_id: str,
+    should_stop: Callable[[], bool],
+    out: Path,
+    wheel: Wheel | None,
 ) -> Surroundings:
     pods, memory = config.kubernetes, None
     asked = pods.observe == "cgroup" or any(pool.memory == "auto" for pool in pods.pools.values())
@@ -340,7 +353,8 @@ def _surroundings(
         base, peak = training_peak(site.family, site.data.task, batch_size, site.numerics)
         held = sum(part.nbytes for part in (site.data.train_x, site.data.train_y, site.data.test_x, site.data.test_y))
         memory = base + held, peak + held
-    return Surroundings(site, mailbox, config.run.devices, run_id, config.kubernetes, memory, should_stop)
+    code = None if wheel is None else (out / store_key(wheel.sha256), wheel.sha256)
+    return Surroundings(site, mailbox, config.run.devices, run_id, config.kubernetes, memory, should_stop, code)
 
 
 def store_of(config: Config, run_id: str, out: Path) -> Store:
@@ -365,7 +379,7 @@ def _fetch_run(store: Store, out: Path) -> None:
         )
 
 
-def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) -> None:
+def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path, wheel: Wheel | None) -> None:
     """Puts into the store what clients on other machines need to know."""
     if ledger.checkpoints.lease is None and ledger.mailbox.key is None:
         return
@@ -373,6 +387,8 @@ def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) ->
     unseen = {
         section: value for section, value in Config().model_dump(mode="json").items() if section in configs.PRIVATE
     }
+    if wheel is not None:
+        ledger.store.put(store_key(wheel.sha256), wheel.value)
     told = run.model_copy(update={"config": run.config | unseen})
     ledger.store.put(track.RUN_KEY, (told.model_dump_json(indent=1) + "\n").encode())
     for name in SITE_FILES:
@@ -383,7 +399,7 @@ def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path) ->
 
 def _signing(key: bytes | None) -> tuple[KeyOf | None, KeyOf | None]:
     """The keys with which clients and the coordinator sign; None if both are processes of this machine."""
-    return (None, None) if key is None else (key_of(key), key_of(key, "coordinator"))
+    return (None, None) if key is None else (signing_key(key), signing_key(key, "coordinator"))
 
 
 def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
@@ -394,7 +410,8 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
     known = RunFile.read(out / "run.json")
     if not resume:
         raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
-    before, now = _flat(known.config), configs.flatten(config)
+    own_code.check_same(known, config, out)
+    before, now = _flat(known), configs.flatten(config)
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     fixed = [k for k in changed if configs.moves(k) is Moves.RESULT]
     if fixed:
@@ -432,8 +449,8 @@ def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> Non
             )
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    return configs.flatten(configs.parse(config))
+def _flat(known: RunFile) -> dict[str, Any]:
+    return configs.flatten(configs.parse(own_code.stored(known)))
 
 
 @contextmanager

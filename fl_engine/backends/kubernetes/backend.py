@@ -26,6 +26,7 @@ from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
 from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
 from fl_engine.exchange.assignment import SITE_FILES, URLS, Assignment
+from fl_engine.exchange.code import signature, store_key
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import manifest_bytes, payload_bytes
 from fl_engine.storage import probe
@@ -85,7 +86,8 @@ class _Round:
 class Kubernetes:
     """`memory` is what `memory.training_peak` found, for observe=cgroup and pools with memory=auto; `shares`: of each
     level, its parameters over the full model's, for the latter. The store must be one that pods reach: S3, or
-    with access=ambient any that opens under the same name there. `should_stop` is asked while pods are waited for."""
+    with access=ambient any that opens under the same name there. `should_stop` is asked while pods are waited for.
+    `code`: the sha256 of the wheel with one's own code, which is in the store."""
 
     durable = True
 
@@ -99,6 +101,7 @@ class Kubernetes:
         shares: Sequence[float] = (),
         cluster: Cluster | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        code: str | None = None,
     ) -> None:
         if mailbox.key is None:
             raise ConfigError("clients in pods sign their updates: the mailbox needs a key")
@@ -113,7 +116,7 @@ class Kubernetes:
         self._options = options.model_copy(update={"image": image})
         self._fleet = fleet
         self._mailbox = mailbox
-        self._memory, self._shares = memory, shares
+        self._memory, self._shares, self._code = memory, shares, code
         self._cluster = cluster or Cluster(options.namespace)
         self._run = jobs.run_label(run_id, mailbox.store.uri())
         self._template = jobs.template(options.template)
@@ -335,6 +338,8 @@ class Kubernetes:
                 observe=o.observe,
                 memory=self._memory,
                 require_numerics=o.require_numerics,
+                code=self._code,
+                code_signature=self._code and signature(key(orders[clients[0]]), self._code, plan.round),
             )
             assignments.append(told)
         if self._verb is None:
@@ -361,7 +366,8 @@ class Kubernetes:
                 )
             }
             texts.append(told.model_copy(update={"reads": urls(own - same), "writes": writes}).model_dump_json())
-        return texts, URLS.dump_json(urls({*same, *(f"site/{name}" for name in SITE_FILES)})).decode()
+        site = {f"site/{name}" for name in SITE_FILES} | ({store_key(self._code)} if self._code else set())
+        return texts, URLS.dump_json(urls(same | site)).decode()
 
     # ------------------------------------------------------------------------------------------- waiting
     def _check_stop(self) -> None:

@@ -1,0 +1,254 @@
+"""One's own package on its way to clients: a wheel that its sha256 names, verified before it is imported.
+
+`pack` makes the same bytes of the same files on every machine: names sorted, times fixed, nothing compressed. `enable`
+verifies a wheel and lets Python import the package from it, which leaves the file as it is (zipimport). Nothing is
+pickled.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import base64
+import hashlib
+import hmac
+import importlib
+import importlib.util
+import io
+import os
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_engine.core.errors import ClientError, ConfigError, IntegrityError
+from fl_engine.storage.store import sha256
+
+ALLOWED = "FLEXFLEET_ALLOWED_CODE"
+"""On a device: the sha256 of the wheels that its owner lets run, with commas between them; `none`: no wheel runs; not
+set: what the coordinator has signed runs."""
+LARGEST = 64 * 2**20
+"""Bytes of a package's files."""
+COMPILED = (".so", ".pyd", ".dll", ".dylib")
+LEFT_OUT = ("__pycache__",)
+FIXED_TIME = (1980, 1, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Wheel:
+    name: str
+    """What is imported: the package's or the module's."""
+    value: bytes
+
+    @property
+    def sha256(self) -> str:
+        return sha256(self.value)
+
+
+def store_key(digest: str) -> str:
+    """Of a wheel, in the run's store."""
+    return f"code/{digest}.whl"
+
+
+# --------------------------------------------------------------------------------------------------- making it
+def pack(source: Path) -> Wheel:
+    """The wheel of a package's folder, or of a module's file. Raises ConfigError."""
+    name = source.resolve().stem if source.is_file() else source.resolve().name
+    if source.is_dir() and (source / "__init__.py").is_file():
+        files = dict(_files(source.resolve()))
+    elif source.is_file() and source.suffix == ".py":
+        files = {f"{name}.py": source.read_bytes()}
+    else:
+        raise ConfigError(
+            f"run.code = {source} is no package: the folder of one, with an __init__.py, or one .py file is expected"
+        )
+    if not name.isidentifier() or name in sys.stdlib_module_names:
+        raise ConfigError(f"run.code = {source}: {name!r} is not to be had as a package's name; rename it")
+    if (size := sum(map(len, files.values()))) > LARGEST:
+        raise ConfigError(
+            f"run.code = {source} holds {size / 1e6:.0f} MB, {LARGEST / 1e6:.0f} are the most: keep data elsewhere"
+        )
+    return Wheel(name, _zipped({**files, **_about(name, files)}))
+
+
+def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        if any(part in LEFT_OUT or part.startswith(".") for part in inside.parts) or path.suffix == ".pyc":
+            continue
+        if path.is_symlink() or path.suffix in COMPILED:
+            what = "a link" if path.is_symlink() else "compiled code"
+            raise ConfigError(f"run.code: {path} is {what}; a package of Python files and data is expected")
+        if path.is_file():
+            yield f"{folder.name}/{inside.as_posix()}", path.read_bytes()
+
+
+def _about(name: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """What makes a zip a wheel (PEP 427)."""
+    at = f"{name}-0.dist-info"
+    texts = {
+        f"{at}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n",
+        f"{at}/WHEEL": "Wheel-Version: 1.0\nGenerator: flexfleet\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    out = {path: text.encode() for path, text in texts.items()}
+    lines = []
+    for path, value in sorted({**files, **out}.items()):
+        digest = base64.urlsafe_b64encode(hashlib.sha256(value).digest()).rstrip(b"=").decode()
+        lines.append(f"{path},sha256={digest},{len(value)}\n")
+    return {**out, f"{at}/RECORD": "".join([*lines, f"{at}/RECORD,,\n"]).encode()}
+
+
+def _zipped(files: Mapping[str, bytes]) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
+        for path, value in sorted(files.items()):
+            entry = zipfile.ZipInfo(path, FIXED_TIME)
+            entry.create_system, entry.external_attr = 3, 0o100444 << 16
+            archive.writestr(entry, value)
+    return made.getvalue()
+
+
+# --------------------------------------------------------------------------------------------------- trusting it
+def signature(key: bytes, digest: str, round: int) -> str:
+    """What the coordinator says with the key of a client's order: this wheel is the run's."""
+    return hmac.new(key, f"code {digest} round {round}".encode(), "sha256").hexdigest()
+
+
+def check_signed(key: bytes, digest: str, round: int, said: str | None) -> None:
+    """Raises ClientError unless the coordinator has signed it."""
+    if not hmac.compare_digest(signature(key, digest, round).encode(), (said or "").encode()):
+        raise ClientError(f"the code {digest} is not signed by the coordinator: it is not imported")
+
+
+def check_allowed(digest: str) -> None:
+    """Raises ClientError where this device's owner does not let it run."""
+    said = os.environ.get(ALLOWED)
+    if said is None:
+        return
+    if digest not in {each.strip() for each in said.split(",")}:
+        raise ClientError(
+            f"the code {digest} is not allowed on this device ({ALLOWED} = {said[:200]}): its owner adds the sha256, "
+            "or the run does without this client"
+        )
+
+
+def check_content(value: bytes, digest: str, where: str) -> None:
+    """Raises IntegrityError unless it is the wheel of this sha256."""
+    if (found := sha256(value)) != digest:
+        raise IntegrityError(f"{where} is damaged: its sha256 is {found}, {digest} is expected; it is not imported")
+
+
+# --------------------------------------------------------------------------------------------------- importing it
+_enabled: dict[str, tuple[str, str]] = {}
+"""By the package's name: the sha256, and the file."""
+
+
+def enable(value: bytes, digest: str, where: str) -> None:
+    """Lets Python import the package from this wheel, and from nowhere else. What was imported of the package before,
+    from other files, is forgotten. Raises IntegrityError for other bytes than the sha256 says, ConfigError where the
+    name is taken, or another package is missing."""
+    check_content(value, digest, where)
+    name = _name_in(value, where)
+    if _enabled.get(name, ("", ""))[0] == digest:
+        return
+    taken = getattr(sys.modules.get(name), "__file__", None)
+    if taken is not None and "site-packages" in Path(taken).parts:
+        raise ConfigError(f"run.code: {name!r} is the name of {taken}, which is in use here: rename your package")
+    check_dependencies(value, name)
+    disable(name)
+    folder = tempfile.mkdtemp(prefix="flexfleet-code-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = Path(folder) / f"{digest}.whl"
+    path.write_bytes(value)
+    path.chmod(0o444)
+    sys.path.insert(0, str(path))
+    importlib.invalidate_caches()
+    _enabled[name] = digest, str(path)
+
+
+def disable(name: str | None = None) -> None:
+    """Takes the package, or all, from Python's path again, and forgets what was imported of it."""
+    for each in list(_enabled) if name is None else [name]:
+        _, path = _enabled.pop(each, ("", ""))
+        if path in sys.path:
+            sys.path.remove(path)
+        for module in [m for m in sys.modules if m == each or m.startswith(f"{each}.")]:
+            del sys.modules[module]
+
+
+def enabled(digest: str) -> bool:
+    """Whether this process imports from the wheel."""
+    return any(known == digest for known, _ in _enabled.values())
+
+
+def _name_in(value: bytes, where: str) -> str:
+    try:
+        with zipfile.ZipFile(io.BytesIO(value)) as archive:
+            (about,) = [each for each in archive.namelist() if each.endswith("-0.dist-info/METADATA")]
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise IntegrityError(f"{where} is no wheel: {error}") from error
+    return about.partition("-0.dist-info/")[0]
+
+
+def check_dependencies(value: bytes, name: str) -> None:
+    """Raises ConfigError that names all packages that the wheel imports, and that are not installed here. Imports
+    inside functions and conditions (`try`, `if`) may be missing."""
+    missing: dict[str, str] = {}
+    with zipfile.ZipFile(io.BytesIO(value)) as archive:
+        for path in archive.namelist():
+            if not path.endswith(".py"):
+                continue
+            try:
+                tree = ast.parse(archive.read(path), path)
+            except (SyntaxError, ValueError) as error:
+                raise ConfigError(f"run.code: {path} is not valid Python: {error}") from error
+            for wanted, line in _imports(tree):
+                if wanted not in (name, *missing) and not _is_there(wanted):
+                    missing[wanted] = f"{wanted} ({path}, line {line})"
+    if missing:
+        raise ConfigError(f"run.code: {name} imports what is not installed here: {', '.join(missing.values())}")
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    for each in tree.body:
+        if isinstance(each, ast.Import):
+            yield from ((alias.name.partition(".")[0], each.lineno) for alias in each.names)
+        elif isinstance(each, ast.ImportFrom) and not each.level and each.module:
+            yield each.module.partition(".")[0], each.lineno
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+class Handed:
+    """A wheel for another process of this machine. Unpickled it is verified and enabled there, before what follows it,
+    which may be of its classes; the file is read from the run's folder."""
+
+    def __init__(self, path: Path, digest: str) -> None:
+        self._path, self._digest = str(path.resolve()), digest
+
+    def check(self) -> None:
+        """Raises IntegrityError where the file is not what it was."""
+        check_content(_read(self._path), self._digest, self._path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return enable_file, (self._path, self._digest)
+
+
+def enable_file(path: str, digest: str) -> None:
+    """`enable` of a file. Raises IntegrityError where it cannot be read."""
+    enable(_read(path), digest, path)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error

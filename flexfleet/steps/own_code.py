@@ -1,0 +1,44 @@
+"""One's own code (`run.code`) and the record of a run: the wheel lies in the run's folder, run.json has its sha256."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fl_engine.core.errors import ConfigError
+from fl_engine.exchange import code
+from fl_engine.exchange.code import Wheel
+from flexfleet.config import Config
+from flexfleet.files.artifacts import RunFile
+
+
+def wheel_of(config: Config) -> Wheel | None:
+    """The wheel that this process imports from; None: the configuration names no code. Raises ConfigError where the
+    files have changed since the configuration was read."""
+    if config.run.code is None:
+        return None
+    wheel = code.pack(Path(config.run.code))
+    if not code.enabled(wheel.sha256):
+        raise ConfigError(f"run.code = {config.run.code} has changed since it was imported: start again")
+    return wheel
+
+
+def check_same(known: RunFile, config: Config, out: Path) -> None:
+    """Raises ConfigError unless a run goes on with the code that it was started with."""
+    wheel = wheel_of(config)
+    before, now = known.code_sha256, None if wheel is None else wheel.sha256
+    if before != now:
+        said, here = (f"the code {sha[:12]}" if sha else "no code of its own" for sha in (before, now))
+        raise ConfigError(
+            f"{out} was started with {said}, and run.code = {config.run.code} is {here} now: restore its files, or "
+            "choose another --run-id"
+        )
+
+
+def stored(run: RunFile, folder: Path | None = None) -> dict[str, Any]:
+    """The configuration in a run's record, without the place of its code on the machine that started it. With a
+    `folder`, the run's, its wheel is verified and imported from. Raises IntegrityError."""
+    if folder is not None and run.code_sha256 is not None:
+        code.enable_file(str(folder / code.store_key(run.code_sha256)), run.code_sha256)
+    section = run.config.get("run")
+    return run.config | {"run": {**section, "code": None}} if isinstance(section, dict) else run.config

@@ -1,0 +1,146 @@
+"""`run.code`: one's own package as a wheel in the run's folder, from which every process imports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.backends.processes import Processes
+from fl_engine.exchange import code
+from fl_engine.storage.store import sha256
+from fl_engine.testing.own_package import NAME, SETS, write
+from flexfleet.files.artifacts import RunFile
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> Iterator[None]:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    yield
+    code.disable()
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    return write(tmp_path / "source")
+
+
+@pytest.fixture
+def run(flexfleet: Any, quick: Sequence[str], package: Path) -> Callable[..., Any]:
+    def started(run_id: str, *sets: str, status: int = 0, more: Sequence[str] = ()) -> Any:
+        given = [*quick, *SETS, f"run.code={package}", *sets]
+        done = flexfleet("run", "--json", "--run-id", run_id, *more, sets=given)
+        assert done.code == status, done.err
+        return done.err if status else done.json["model_sha256"]
+
+    return started
+
+
+def record(run_id: str) -> RunFile:
+    return RunFile.read(Path("runs") / run_id / "run.json")
+
+
+def test_every_process_imports_from_the_wheel_of_the_run(
+    run: Any, flexfleet: Any, quick: Sequence[str], package: Path
+) -> None:
+    here, there = run("here"), run("there", "run.backend=processes", "run.devices=[cpu, cpu]")
+    assert here == there
+    wheel = code.pack(package)
+    for name in ("here", "there"):
+        assert record(name).code_sha256 == wheel.sha256
+        assert (Path("runs") / name / "code" / f"{wheel.sha256}.whl").read_bytes() == wheel.value
+    (package / "factor.txt").write_text("1.0\n")
+    assert run("other") != here
+    plain = flexfleet("run", "--json", "--run-id", "p", sets=[*quick, "algorithm.name=all_large", SETS[1]])
+    assert plain.json["model_sha256"] == run("again"), "a factor of 1 is the method that it comes from"
+    assert record("p").code_sha256 is None
+
+
+def test_an_objective_of_the_package(run: Any) -> None:
+    sets = (f"training.objective={NAME}.loss:smooth",)
+    assert run("a", *sets) == run("b", *sets, "run.backend=processes") != run("c")
+
+
+def test_changed_source_does_not_resume(run: Any, package: Path, flexfleet: Any, quick: Sequence[str]) -> None:
+    whole = run("whole")
+    run("a", "rounds.stop=1")
+    run("b", "rounds.stop=1")
+    (package / "mine.py").write_text((package / "mine.py").read_text() + "\n# a remark\n")
+    before, now = record("a").code_sha256, code.pack(package).sha256
+    said = run("a", more=["--resume"], status=2)
+    assert f"started with the code {str(before)[:12]}" in said and f"is the code {now[:12]} now" in said
+    (package / "mine.py").write_text((package / "mine.py").read_text().removesuffix("\n# a remark\n"))
+    moved = package.rename(package.parent.parent / NAME)
+    assert run("a", f"run.code={moved}", more=["--resume"]) == whole
+    done = flexfleet("run", "--run-id", "b", "--resume", sets=[*quick, "algorithm.name=all_large"])
+    assert done.code == 2
+    assert "run.code = None is no code of its own now" in done.err
+
+
+def test_the_status_of_a_run_needs_no_source(run: Any, package: Path, flexfleet: Any) -> None:
+    run("a")
+    package.rename(package.with_name("away"))
+    code.disable()
+    done = flexfleet("status", "runs/a", "--json")
+    assert done.code == 0, done.err
+    assert done.json["status"] == "finished"
+
+
+def test_workers_do_not_start_with_a_wheel_that_was_tampered_with(
+    run: Any, monkeypatch: pytest.MonkeyPatch, package: Path
+) -> None:
+    """The file of the run's folder is another one when the workers start."""
+    began, digest = Processes.__init__, code.pack(package).sha256
+
+    def tampered(self: Processes, *given: Any) -> None:
+        path = Path("runs/a/code") / f"{digest}.whl"
+        value = bytearray(path.read_bytes())
+        value[len(value) // 2] ^= 1
+        path.unlink()
+        path.write_bytes(value)
+        began(self, *given)
+
+    monkeypatch.setattr(Processes, "__init__", tampered)
+    said = run("a", "run.backend=processes", "rounds.stop=1", status=4)
+    assert f"{digest}.whl is damaged: its sha256 is" in said
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (("run.code=nowhere",), "run.code = nowhere is no package"),
+        (("algorithm.name=theirs23.mine:Nobody",), "'theirs23.mine:Nobody' cannot be imported"),
+    ],
+)
+def test_what_cannot_be_imported_is_named_before_round_one(
+    flexfleet: Any, quick: Sequence[str], package: Path, sets: Sequence[str], said: str
+) -> None:
+    done = flexfleet("check", sets=[*quick, *SETS, f"run.code={package}", *sets])
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_missing_packages_are_named_before_round_one(flexfleet: Any, quick: Sequence[str], package: Path) -> None:
+    (package / "loss.py").write_text("import nowhere23\nfrom nothing23 import x\n")
+    done = flexfleet("check", sets=[*quick, *SETS, f"run.code={package}"])
+    assert done.code == 2
+    assert "theirs23 imports what is not installed here: nowhere23 (theirs23/loss.py, line 1), nothing23" in done.err
+    assert not Path("runs").exists()
+
+
+def test_a_comparison_of_ones_own_and_a_known_one(flexfleet: Any, quick: Sequence[str], package: Path) -> None:
+    sets = [s for s in quick if not s.startswith("algorithm.")] + [f"run.code={package}", "rounds.stop=1"]
+    labels = f"mine={NAME}.mine:Mine,all_large"
+    done = flexfleet("compare", "--algorithms", labels, "--id", "both", "--json", sets=sets)
+    assert done.code == 0, done.err
+    digests = {RunFile.read(path).code_sha256 for path in Path("runs/both").glob("*/run.json")}
+    assert digests == {code.pack(package).sha256}
+
+
+def test_the_sha256_is_that_of_the_file(run: Any) -> None:
+    run("a", "rounds.stop=1")
+    (path,) = Path("runs/a/code").iterdir()
+    assert sha256(path.read_bytes()) == path.stem == record("a").code_sha256

@@ -1,0 +1,134 @@
+"""`run.code` in pods: the wheel of the run is verified before it is imported, and its owner's word counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.core.errors import ClientError, IntegrityError
+from fl_engine.exchange import code
+from fl_engine.exchange.assignment import Assignment
+from fl_engine.storage.places import open_store
+from fl_engine.storage.store import Store
+from fl_engine.testing.own_package import SETS, write
+from flexfleet.files.artifacts import RunFile
+from flexfleet.steps.answer import answer
+from flexfleet.steps.federate import federate
+from flexfleet.steps.model_pool import model_pool
+from flexfleet.steps.prepare import Resolved
+
+Remote = tuple[str, ...]
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    code.disable()
+
+
+@pytest.fixture
+def sets(tiny: tuple[str, ...], tmp_path: Path) -> tuple[str, ...]:
+    return (*tiny, *SETS, f"run.code={write(tmp_path / 'source')}")
+
+
+@pytest.fixture
+def run(sets: tuple[str, ...], prepared: Path, tmp_path: Path) -> Callable[..., Path]:
+    def started(name: str, *more: str) -> Path:
+        resolved, pool, out = Resolved.load(None, (*sets, *more)), tmp_path / "pool", tmp_path / "runs" / name
+        model_pool(resolved, prepared / "pretrain", pool)
+        federate(resolved, prepared / "partition", pool, out, run_id=name)
+        return out
+
+    return started
+
+
+def owned_by(cluster: Any, allowed: str) -> None:
+    """The owner of the cluster's devices allows these hashes."""
+    began = cluster.start
+    cluster.start = lambda command, env, log: began(command, {**env, code.ALLOWED: allowed}, log)
+
+
+def store_of(remote: Remote, name: str) -> Store:
+    return open_store(f"{remote[1].partition('=')[2]}/{name}")
+
+
+def test_pods_import_the_wheel_of_the_run(
+    cluster: Any, run: Callable[..., Path], remote: Remote, tmp_path: Path
+) -> None:
+    """Real processes, in another folder, where no such package is."""
+    alone = run("alone")
+    digest = RunFile.read(alone / "run.json").code_sha256
+    assert digest is not None
+    owned_by(cluster, f"{'0' * 64},{digest}")
+    pods = run("pods", *remote)
+    assert (pods / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+    store = store_of(remote, "pods")
+    assert store.get(code.store_key(digest)) == code.pack(tmp_path / "source" / "theirs23").value
+    assert RunFile.of(store.get("site/run.json"), "run.json").code_sha256 == digest
+
+
+@pytest.fixture
+def told(
+    quick_cluster: Any, run: Callable[..., Path], remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Assignment]:
+    """The assignment of a pod of a finished run, whose store is as it was when the pod began."""
+    seen: list[Assignment] = []
+    read = Assignment.read
+
+    def noted(path: Path) -> Assignment:
+        seen.append(read(path))
+        return seen[-1]
+
+    monkeypatch.setattr(Assignment, "read", staticmethod(noted))
+    run("pods", *remote)
+    code.disable()
+    yield seen[0]
+
+
+class Tampered:
+    """A store that gives another wheel."""
+
+    def __init__(self, inner: Store, change: Callable[[str, bytes], bytes]) -> None:
+        self.inner, self.change = inner, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def get(self, key: str) -> bytes:
+        return self.change(key, self.inner.get(key))
+
+
+def flipped(key: str, value: bytes) -> bytes:
+    return value[:-1] + bytes([value[-1] ^ 1]) if key.endswith(".whl") else value
+
+
+def test_a_tampered_wheel_is_refused_by_name(told: Assignment, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = told.open()
+    monkeypatch.setattr(Assignment, "open", lambda self: Tampered(opened, flipped))
+    with pytest.raises(IntegrityError, match=f"code/{told.code}.whl is damaged: its sha256 is"):
+        answer(told)
+    assert not code.enabled(str(told.code))
+
+
+def test_a_wheel_that_the_coordinator_did_not_sign_is_refused(told: Assignment) -> None:
+    for wrong in ({"code_signature": None}, {"code_signature": "0" * 64}, {"round": told.round + 1}):
+        with pytest.raises(ClientError, match=f"the code {told.code} is not signed by the coordinator"):
+            answer(told.model_copy(update=wrong))
+    with pytest.raises(ClientError, match=f"told of the code None, and the run's record names {told.code}"):
+        answer(told.model_copy(update={"code": None}))
+    other = "0" * 64
+    with pytest.raises(ClientError, match=f"told of the code {other}, and the run's record names {told.code}"):
+        answer(told.model_copy(update={"code": other}))
+    assert not code.enabled(str(told.code))
+
+
+def test_an_owner_who_allows_nothing_is_obeyed(told: Assignment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(code.ALLOWED, "none")
+    with pytest.raises(
+        ClientError, match=rf"the code {told.code} is not allowed on this device \({code.ALLOWED} = none"
+    ):
+        answer(told)
+    assert not code.enabled(str(told.code))

@@ -1,0 +1,224 @@
+"""One's own package as a wheel: the same files give the same bytes; nothing but the verified bytes is imported."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_engine.core.errors import BadInput, ClientError, ConfigError, IntegrityError
+from fl_engine.exchange import code
+from fl_engine.storage.store import sha256
+
+NAME = "pack23"
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    code.disable()
+    assert sys.path == path
+    assert not [name for name in set(sys.modules) - modules if name.startswith(NAME)]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    folder = tmp_path / NAME
+    (folder / "deep").mkdir(parents=True)
+    (folder / "__init__.py").write_text("from pack23.deep.inner import VALUE\n")
+    (folder / "deep" / "__init__.py").write_text("")
+    (folder / "deep" / "inner.py").write_text("VALUE = 1\n\n\nclass Thing:\n    pass\n")
+    (folder / "table.csv").write_text("a,b\n")
+    return folder
+
+
+def enable(wheel: code.Wheel) -> None:
+    code.enable(wheel.value, wheel.sha256, "here")
+
+
+def test_the_same_files_give_the_same_bytes(package: Path, tmp_path: Path) -> None:
+    wheel = code.pack(package)
+    elsewhere = tmp_path / "else" / NAME
+    elsewhere.mkdir(parents=True)
+    for path in sorted(package.rglob("*"), reverse=True):  # made in another order, at another time
+        if path.is_file():
+            target = elsewhere / path.relative_to(package)
+            target.parent.mkdir(exist_ok=True)
+            target.write_bytes(path.read_bytes())
+            os.utime(target, (1e9, 1e9))
+    (elsewhere / "__pycache__").mkdir()
+    (elsewhere / "__pycache__" / "x.pyc").write_bytes(b"x")
+    (elsewhere / ".hidden").write_text("x")
+    assert code.pack(elsewhere) == wheel
+    assert wheel.sha256 == sha256(wheel.value)
+    (elsewhere / "table.csv").write_text("a,c\n")
+    assert code.pack(elsewhere).sha256 != wheel.sha256
+
+
+def test_it_is_a_wheel(package: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.whl"
+    path.write_bytes(code.pack(package).value)
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        assert archive.testzip() is None
+        record = archive.read(f"{NAME}-0.dist-info/RECORD").decode().splitlines()
+    assert names == sorted(names)
+    assert {f"{NAME}/__init__.py", f"{NAME}/table.csv", f"{NAME}-0.dist-info/WHEEL"} <= set(names)
+    assert sorted(line.partition(",")[0] for line in record) == names
+    assert f"{NAME}/table.csv,sha256=" in "\n".join(record)
+
+
+def test_it_is_imported_from_the_wheel_and_another_one_replaces_it(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    first = code.pack(package)
+    enable(first)
+    found = importlib.import_module(f"{NAME}.deep.inner")
+    assert f"{first.sha256}.whl" in str(found.__file__)
+    (package / "deep" / "inner.py").write_text("VALUE = 2\n")
+    importlib.invalidate_caches()
+    assert importlib.import_module(NAME).VALUE == 1, "the folder has changed, the wheel has not"
+    second = code.pack(package)
+    enable(second)
+    assert importlib.import_module(NAME).VALUE == 2
+    assert code.enabled(second.sha256) and not code.enabled(first.sha256)
+    assert sum(entry.endswith(".whl") for entry in sys.path) == 1
+    wheels = [Path(entry) for entry in sys.path if entry.endswith(".whl")]
+    assert not wheels[0].stat().st_mode & 0o222
+
+
+def test_one_file_is_a_package_too(tmp_path: Path) -> None:
+    path = tmp_path / f"{NAME}_single.py"
+    path.write_text("VALUE = 3\n")
+    enable(code.pack(path))
+    assert importlib.import_module(f"{NAME}_single").VALUE == 3
+
+
+@given(place=st.integers(0, 10**6), flipped=st.integers(1, 255))
+def test_a_wheel_with_another_byte_is_not_imported(place: int, flipped: int) -> None:
+    wheel = code.Wheel(NAME, code._zipped({f"{NAME}.py": b"", **code._about(NAME, {f"{NAME}.py": b""})}))
+    value = bytearray(wheel.value)
+    value[place % len(value)] ^= flipped
+    with pytest.raises(IntegrityError, match=f"the store is damaged: its sha256 is .*{wheel.sha256} is expected"):
+        code.enable(bytes(value), wheel.sha256, "the store")
+    assert not code.enabled(wheel.sha256)
+
+
+def test_what_is_no_wheel_is_named_though_the_checksum_is_its_own() -> None:
+    with pytest.raises(IntegrityError, match="the store is no wheel"):
+        code.enable(b"nothing", sha256(b"nothing"), "the store")
+
+
+def test_all_that_is_not_installed_is_named_at_once(package: Path) -> None:
+    (package / "deep" / "inner.py").write_text(
+        "import nowhere23.a\nfrom nothing23 import b\nimport json, torch\nfrom . import c\nfrom pack23 import d\n"
+        "try:\n    import maybe23\nexcept ImportError:\n    pass\ndef f():\n    import late23\nVALUE = 1\n"
+    )
+    wheel = code.pack(package)
+    with pytest.raises(ConfigError) as refused:
+        enable(wheel)
+    assert str(refused.value) == (
+        f"run.code: {NAME} imports what is not installed here: nowhere23 ({NAME}/deep/inner.py, line 1), "
+        f"nothing23 ({NAME}/deep/inner.py, line 2)"
+    )
+    assert not code.enabled(wheel.sha256)
+
+
+@pytest.mark.parametrize(
+    "what", ["empty", "not there", "text", "link", "compiled", "name", "standard", "syntax", "large"]
+)
+def test_what_cannot_travel_is_refused(
+    package: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, said = package, ""
+    if what == "empty":
+        source, said = tmp_path, r"an __init__\.py"
+    elif what == "not there":
+        source, said = tmp_path / "nowhere", "no package"
+    elif what == "text":
+        source, said = package / "table.csv", "no package"
+    elif what == "link":
+        (package / "l.py").symlink_to("/etc/hostname")
+        said = r"l\.py is a link"
+    elif what == "compiled":
+        (package / "fast.so").write_bytes(b"")
+        said = r"fast\.so is compiled code"
+    elif what == "name":
+        source, said = package.rename(tmp_path / "my-package"), "'my-package' is not to be had"
+    elif what == "standard":
+        source, said = package.rename(tmp_path / "json"), "'json' is not to be had"
+    elif what == "syntax":
+        (package / "bad.py").write_text("def f(:\n")
+        said = r"bad\.py is not valid Python"
+    else:
+        monkeypatch.setattr(code, "LARGEST", 10)
+        said = "are the most"
+    with pytest.raises(BadInput, match=said):
+        enable(code.pack(source))
+
+
+def test_the_name_of_an_installed_package_is_taken(package: Path, tmp_path: Path) -> None:
+    wheel = code.pack(package.rename(tmp_path / "torch"))
+    with pytest.raises(ConfigError, match=r"'torch' is the name of .*rename your package"):
+        enable(wheel)
+
+
+def test_a_wheel_that_is_handed_to_another_process_is_verified_there(package: Path, tmp_path: Path) -> None:
+    """Before what follows it is unpickled, which is of its classes."""
+    wheel, path = code.pack(package), tmp_path / "a.whl"
+    path.write_bytes(wheel.value)
+    enable(wheel)
+
+    def read() -> Any:
+        return pickle.loads(handed)  # noqa: S301 - as a worker process reads what this test has written
+
+    handed = pickle.dumps((code.Handed(path, wheel.sha256), importlib.import_module(f"{NAME}.deep.inner").Thing()))
+    code.disable()
+    assert type(read()[1]).__module__ == f"{NAME}.deep.inner"
+    assert code.enabled(wheel.sha256)
+    code.disable()
+    path.write_bytes(wheel.value[:-1] + b"x")
+    with pytest.raises(IntegrityError, match=r"a\.whl is damaged"):
+        read()
+    assert NAME not in sys.modules
+    path.unlink()
+    with pytest.raises(IntegrityError, match=r"a\.whl cannot be read"):
+        read()
+
+
+DIGEST = "a" * 64
+
+
+@pytest.mark.parametrize(
+    ("said", "runs"), [(None, True), (DIGEST, True), (f" {'b' * 64} , {DIGEST}", True), ("none", False), ("", False)]
+)
+def test_an_owner_allows_hashes_or_none(monkeypatch: pytest.MonkeyPatch, said: str | None, runs: bool) -> None:
+    monkeypatch.delenv(code.ALLOWED, raising=False)
+    if said is not None:
+        monkeypatch.setenv(code.ALLOWED, said)
+    if runs:
+        code.check_allowed(DIGEST)
+    else:
+        with pytest.raises(ClientError, match=f"the code {DIGEST} is not allowed on this device"):
+            code.check_allowed(DIGEST)
+
+
+def test_the_coordinator_signs_a_wheel_for_a_round() -> None:
+    said = code.signature(b"key", DIGEST, 3)
+    code.check_signed(b"key", DIGEST, 3, said)
+    for key, digest, round, wrong in (
+        (b"other", DIGEST, 3, said), (b"key", "b" * 64, 3, said), (b"key", DIGEST, 4, said), (b"key", DIGEST, 3, None),
+    ):  # fmt: skip
+        with pytest.raises(ClientError, match="is not signed by the coordinator"):
+            code.check_signed(key, digest, round, wrong)
