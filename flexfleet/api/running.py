@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped
 from fl_engine.core.samples import Data
+from fl_engine.exchange import code
 from fl_engine.training.guest import guest
 from flexfleet.api.asked import Default, check_reach, config_of
 from flexfleet.api.callbacks import Callback, Watching
@@ -128,6 +129,7 @@ def _run(
             status = "stopped"
             raise
         finally:
+            code.disable()  # of `run.code`
             watching.end(status)
     return Result(folder)
 
