@@ -1,4 +1,4 @@
-"""FedX: Adaptive Model Decomposition and Quantization for IoT Federated Learning (`papers/fedx.txt`), Algorithm 1.
+"""FedX: Adaptive Model Decomposition and Quantization for IoT Federated Learning (Lai et al.), Algorithm 1.
 
 Each kind of device, here a tier of the fleet, has a nested sub-network and a number of bits. Each round the server
 sends the sub-network, quantised by QSGD; a device trains what it has decoded, and returns it as trained. The server

@@ -1,4 +1,4 @@
-"""The server trains the aggregate on its own data before the next round: FedX (`papers/fedx.txt`, section III-B),
+"""The server trains the aggregate on its own data before the next round: FedX (Lai et al., section III-B),
 Algorithm 1, line 13, and Eq. 5:
 
     theta^{t+1} = argmin L(theta, D_S) + gamma * ||theta - G||_2        G: the aggregate of the round

@@ -1,4 +1,4 @@
-"""Quantized FedAvg, a baseline of FedX (`papers/fedx.txt`, Section IV-D): FedAvg of one sub-network, the same on all
+"""Quantized FedAvg, a baseline of FedX (Lai et al., Section IV-D): FedAvg of one sub-network, the same on all
 devices, which the server sends quantised by QSGD. The server holds no data, and does not fine-tune.
 
 `level` is FedX's Quantized FedAvg-Small, -Medium or -Large. Only this sub-network trains, so it is the whole pool, and

@@ -1,4 +1,4 @@
-"""Which sub-network, in how many bits, for which kind of device: FedX (`papers/fedx.txt`), section III-A, Eq. 2:
+"""Which sub-network, in how many bits, for which kind of device: FedX (Lai et al.), section III-A, Eq. 2:
 
     theta_u, q_u = argmin P(theta, D_S) - P(Q(theta_u, q_u), D_S)    over theta_u with T(theta_u) <= mu_u, q_u <= q_max
 

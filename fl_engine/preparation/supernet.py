@@ -1,5 +1,5 @@
 """The server trains the network with all its sub-networks, and chooses one for each kind of device: FedX
-(`papers/fedx.txt`), Algorithm 1, lines 5 and 6; section III-A. The weights become the run's first ones.
+(Lai et al.), Algorithm 1, lines 5 and 6; section III-A. The weights become the run's first ones.
 
 Each step trains the largest sub-network, the smallest and some others together (`types.Sandwich`), on four fifths of
 the server's data. Accuracies, and the search (`submodel_search`), are on the other fifth. Batch norm that keeps running
