@@ -16,6 +16,7 @@ from fl_engine.core.samples import Data
 from fl_engine.exchange import code
 from fl_engine.training.guest import guest
 from flexfleet.api.asked import Default, check_reach, config_of
+from flexfleet.api.bar import Bar, in_notebook
 from flexfleet.api.callbacks import Callback, Watching
 from flexfleet.api.results import Result
 from flexfleet.config import Config, parse_with_algorithm
@@ -24,6 +25,7 @@ from flexfleet.files.doctor import EXTRAS
 from flexfleet.files.terminal import missing
 from flexfleet.runs.whole import run as run_all
 from flexfleet.steps.prepare import Resolved
+from flexfleet.tracking.trackers import Several
 
 T = TypeVar("T")
 
@@ -64,7 +66,8 @@ def run(
     folder of all runs (default `runs`), or s3://bucket/prefix for their ledgers. `mlflow_uri`: default
     sqlite:///mlflow.db; options={"tracking.mlflow": None}: none.
 
-    `resume`: go on with the run of this `run_id`. `progress`: False shows nothing, None what suits the place.
+    `resume`: go on with the run of this `run_id`. `progress`: False shows nothing; else there is a line for each round,
+    in a notebook a bar and the warnings (True: the lines there too).
 
     Raises ConfigError, DataError or another FlexfleetError for whatever is wrong, before anything trains where it can
     be known then. A run that a callback stops gives a result with the status `stopped`.
@@ -117,7 +120,7 @@ def _run(
                 resolved,
                 name,
                 resume=resume,
-                observer=_Beginning(watching, folder),
+                observer=Several([_Beginning(watching, folder), *([Bar()] if barred(progress) else [])]),
                 watcher=watching if callbacks else None,
             )
             status = "finished"
@@ -173,12 +176,18 @@ def told(call: Callable[[], T]) -> T:
         raise EnvironmentFailure(missing(str(error.name))) from None
 
 
+def barred(progress: bool | None) -> bool:
+    """Whether a bar is shown instead of lines."""
+    return progress is None and in_notebook()
+
+
 @contextmanager
 def shown(progress: bool | None) -> Iterator[None]:
     """The package's log on stderr, unless the process has handlers of its own, or `progress` is False."""
-    if progress is False:
+    least = logging.ERROR if progress is False else logging.WARNING if barred(progress) else None
+    if least is not None:
         before = log.level
-        log.setLevel(logging.ERROR)
+        log.setLevel(least)
         try:
             yield
         finally:

@@ -279,6 +279,24 @@ def test_what_decides_mkls_bits_is_measured(tmp_path: Path, monkeypatch: pytest.
     assert early.returncode == 1 and "would not compute the same bits" in early.stderr
 
 
+def test_progress_is_lines_a_bar_in_a_notebook_or_nothing(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = {key: value for key, value in SMALL.items() if key != "progress"}
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    ff.run(**common)
+    lines = capsys.readouterr().err
+    assert "round 1/2" in lines and "round 2/2" in lines and "2/2 [" not in lines
+    ff.run(**common, progress=False)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("flexfleet.api.running.in_notebook", lambda: True)
+    ff.run(**common)
+    bar = capsys.readouterr().err
+    assert "2/2 [" in bar and "full" in bar and "round 1/2" not in bar
+    ff.run(**common, progress=True)
+    assert "round 2/2" in capsys.readouterr().err
+
+
 # --------------------------------------------------------------------------------------------- a script's own code
 CELL = """\
 from dataclasses import dataclass
