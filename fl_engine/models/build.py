@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import ConfigError, FlexfleetError
+from fl_engine.core.errors import ConfigError, FlexfleetError, ModelError
 from fl_engine.core.registry import Contract, check_names, resolve
 from fl_engine.models import MODELS
 from fl_engine.models.traced import from_module, makes_module
@@ -55,7 +55,10 @@ def model_kind(section: Mapping[str, Any]) -> type[ModelFamily]:
     if isinstance(name, str) and name not in MODELS and ":" in name:
         found = resolve(MODELS, name, CONTRACT.what)
         if makes_module(found):
-            return from_module(found)  # type: ignore[arg-type]
+            try:
+                return from_module(found)  # type: ignore[arg-type]
+            except ModelError as error:
+                raise ConfigError(f"model {name!r}: {error}") from error
     return CONTRACT.of_section(section)
 
 

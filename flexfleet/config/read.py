@@ -110,8 +110,11 @@ def names_first(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         path, value = pair
         section, _, last = path.rpartition(".")
         of_name = last == "name" and chosen_by_name(section)
-        decides = of_name or (isinstance(value, Mapping) and "name" in value and chosen_by_name(path))
-        return not decides, path.count(".") if decides else 0
+        if of_name:
+            return False, section.count(".")
+        if isinstance(value, Mapping) and "name" in value and chosen_by_name(path):
+            return False, path.count(".")
+        return True, 0
 
     return sorted(pairs, key=place)
 

@@ -385,4 +385,4 @@ def test_scores_of_another_network_make_a_pool_or_are_named(tmp_path: Path, cont
     if found is not None:
         family = SITE.family
         server = LazyServer(lambda: ServerSite(SITE))
-        answer(lambda: build(config, kind, family, {"apoz": found}, server), "APoZ", "gamma", "M", "size")
+        answer(lambda: build(config, kind, family, {"apoz": found}, server, {}), "APoZ", "gamma", "M", "size")

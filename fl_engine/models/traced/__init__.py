@@ -13,7 +13,7 @@ from typing import Any
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ModelError
 from fl_engine.models.traced.family import ModuleFamily
-from fl_engine.models.traced.source import Build, makes_module, name_of
+from fl_engine.models.traced.source import Build, check_callable, makes_module, name_of
 
 __all__ = ["from_module", "makes_module"]
 
@@ -30,6 +30,7 @@ def from_module(build: Build, *, whole: bool = False, pin: tuple[str, ...] = ())
     """
     if not makes_module(build):
         raise ModelError(f"an nn.Module, its class or a function that makes one is expected, got {build!r}")
+    check_callable(build)
     if isinstance(pin, str) or not all(isinstance(each, str) for each in pin):
         raise ModelError(f"pin is a tuple of module paths, such as ('encoder.norm',), got {pin!r}")
     key = (build, whole, tuple(pin))

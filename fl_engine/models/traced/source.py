@@ -25,6 +25,23 @@ def makes_module(found: object) -> bool:
     return isinstance(found, nn.Module) or callable(found)
 
 
+def check_callable(build: Build) -> None:
+    """Raises ModelError where a class or function has parameters that it does not get."""
+    if isinstance(build, nn.Module):
+        return
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except ValueError:  # of compiled code
+        return
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in several and p.name not in FROM_DATA]
+    if needed:
+        raise ModelError(
+            f"{name_of(build)[1]} cannot be called without {', '.join(needed)}: what makes a network gets "
+            f"{', '.join(FROM_DATA)} where it has them, and nothing else; give the others defaults"
+        )
+
+
 def name_of(build: Build) -> tuple[str, str]:
     """(module, qualified name) of what makes the network; of a module, those of its class."""
     named: Any = build if hasattr(build, "__qualname__") else type(build)
