@@ -72,7 +72,7 @@ def flexfleet(argv: list[str]) -> list[str]:
         argv = [*argv, "--seeds", "0", "--jobs", "2"]
     untracked = () if "DOCS_TRACKED" in os.environ else ("tracking.mlflow=null",)  # seconds of each command
     if command in ("run", "compare", "tune", "check"):
-        argv = [command, *as_sets(argv[1:])]
+        argv = [argv[0], *as_sets(argv[1:])]
         converted = any(word.startswith("publish.precision=") for word in argv)  # which takes the ONNX files
         quick = [pair for pair in QUICK if not (converted and pair == "publish.onnx=false")]
         argv += [word for pair in (*quick, *untracked) for word in ("--set", pair)]
