@@ -178,18 +178,19 @@ NAMED = {"dataset": _dataset, "model": _model, "algorithm": _algorithm}
 
 
 def name_of(value: Any, what: str) -> str:
-    """`module:Name`, by which `registry.resolve` finds the object again; for one that a variable holds in a notebook or
-    script, `__main__:variable`. Raises ConfigError where there is none."""
+    """`module:Name`, by which `registry.resolve` finds the object again; of an object that a variable holds, in the
+    module of its class or in a notebook or script, that variable's. Raises ConfigError where there is none."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module in sys.modules and name and getattr(sys.modules[module], name, None) is value:
         return f"{module}:{name}"
-    held = next((name for name, each in vars(sys.modules[MAIN]).items() if each is value and name != "_"), None)
-    if held is None or held.startswith("_"):
-        raise ConfigError(
-            f"{what}: {value!r} has no name by which it is found again: define it at the top of a module or a cell, "
-            "or assign it to a variable there"
-        )
-    return f"{MAIN}:{held}"
+    for place in dict.fromkeys((MAIN, str(module))):
+        for held, each in vars(sys.modules.get(place, sys.modules[MAIN])).items():
+            if each is value and not held.startswith("_"):
+                return f"{place}:{held}"
+    raise ConfigError(
+        f"{what}: {name or f'this {type(value).__name__}'} has no name by which it is found again: define it at the "
+        "top of a module or a cell, or assign it to a variable there"
+    )
 
 
 def cells(config: Config) -> list[str]:

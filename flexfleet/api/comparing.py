@@ -14,7 +14,7 @@ from fl_engine.training.guest import guest
 from flexfleet.api.asked import check_reach, plain
 from flexfleet.api.labels import entries_of
 from flexfleet.api.paired import Paired, paired
-from flexfleet.api.results import DEFAULT_STORE, Result
+from flexfleet.api.results import Result, in_store
 from flexfleet.api.running import shown, told
 from flexfleet.api.tables import table, to_html
 from flexfleet.comparisons import tabulate
@@ -107,7 +107,7 @@ class Comparison:
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ConfigError where there is no finished comparison."""
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # a notebook may change its folder
         if not (self.folder / "comparison.json").is_file():
             raise ConfigError(
                 f"{self.folder} holds no finished comparison: it has no comparison.json. One that was stopped goes on "
@@ -187,10 +187,3 @@ def load_comparison(comparison: str | Path | Comparison) -> Comparison:
     if isinstance(comparison, Comparison):
         return Comparison(comparison.folder)
     return Comparison(in_store(comparison, "comparison.json"))
-
-
-def in_store(name: str | Path, file: str) -> Path:
-    """The folder that holds this file, here or in the folder `runs`."""
-    path = Path(name)
-    there = not (path / file).is_file() and (DEFAULT_STORE / path / file).is_file()
-    return DEFAULT_STORE / path if there else path

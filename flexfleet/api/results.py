@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -233,18 +233,11 @@ def load(run: str | Path | Result) -> Result:
     """The run in a folder, or of this name in the folder `runs`. Raises ConfigError where there is none."""
     if isinstance(run, Result):
         return Result(run.folder)
-    path = Path(run)
-    if not (path / "run.json").is_file() and (DEFAULT_STORE / path / "run.json").is_file():
-        path = DEFAULT_STORE / path
-    return Result(path)
+    return Result(in_store(run, "run.json"))
 
 
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings as dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= {f"{key}.{inner}": each for inner, each in flat(value).items()}
-        else:
-            found[key] = value
-    return found
+def in_store(name: str | Path, file: str) -> Path:
+    """The folder that holds this file, here or in the folder `runs`."""
+    path = Path(name)
+    there = not (path / file).is_file() and (DEFAULT_STORE / path / file).is_file()
+    return DEFAULT_STORE / path if there else path

@@ -13,7 +13,7 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.training.guest import guest
 from flexfleet.api.asked import Default, check_reach, config_of, plain
-from flexfleet.api.comparing import in_store
+from flexfleet.api.results import in_store
 from flexfleet.api.running import ALGORITHM, DATASET, MODEL, shown, told
 from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, load_config, parse
@@ -145,7 +145,7 @@ class Study:
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ConfigError where there is no finished study."""
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # a notebook may change its folder
         if not (self.folder / "tune.json").is_file():
             raise ConfigError(
                 f"{self.folder} holds no finished study: it has no tune.json. One that was stopped goes on with "

@@ -199,8 +199,6 @@ class RunFile(Artifact):
     """Of the files that `fleet.trace` names, together; null: it names none."""
     sources: dict[str, str] = {}
     """By name (package.module:Name), the sha256 of the source of what the run takes of one's own."""
-    weights_sha256: str | None = None
-    """Of the weights that the network came with, as safetensors; null: the run started from others."""
     code_sha256: str | None = None
     """Of the wheel of one's own code (`run.code`), code/<sha256>.whl beside this file; null: there is none."""
     mlflow_run_id: str | None = None

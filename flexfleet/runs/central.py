@@ -64,7 +64,8 @@ class CentralFile(Artifact):
     data_sha256: str
     """Fingerprint of the data set."""
     weights_sha256: str | None = None
-    """Of the weights that `model.init` names; null: the training starts from fresh ones."""
+    """Of the weights that `model.init` names, or that the network comes with; null: the training starts from fresh
+    ones."""
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
     """The numerics before each resume with --accept-numerics."""

@@ -23,7 +23,7 @@ from fl_engine.algorithms.pooled import Training
 from fl_engine.backends import BACKENDS, Surroundings
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core import seeds
-from fl_engine.core.contracts import Algorithm, GivesWeights, ModelFamily, Tracker, Watcher
+from fl_engine.core.contracts import Algorithm, ModelFamily, Tracker, Watcher
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError, ModelError, Replaced, Stopped
 from fl_engine.core.fields import Moves
 from fl_engine.core.samples import Task
@@ -179,8 +179,6 @@ def _federate(
         place = keys.place(config, run_id, store, out)
         key, key_at = keys.key_of_run(place, store, known), str(place)
     trace, trace_sha256 = trace_of(config, site)
-    given = given_weights(pool_dir, site.family)
-    own = own_weights(site.family) if given is None else None
     wheel = own_code.wheel_of(config)
     ledger = ledger_in(store, config.rounds.keep_every, rules, *_signing(key if in_pods else None), held)
 
@@ -193,7 +191,6 @@ def _federate(
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
         trace_sha256=trace_sha256,
         sources=sources(config),
-        weights_sha256=None if own is None else sha256(encode(own)),
         code_sha256=None if wheel is None else wheel.sha256,
         mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
         key_at=key_at,
@@ -220,7 +217,7 @@ def _federate(
     console = Console(config.rounds.stop, done)
     tracker = Several([console, *(t for t in (mlflow, observer) if t is not None)])
     tracker.params(configs.shown(config))
-    initial = initial_state(resolved, site, given if own is None else own)
+    initial = initial_state(resolved, site, given_weights(pool_dir, site.family))
     noise_key = privacy.noise_key(key, token) if private and key is not None else None
     batch_size = training_of(algorithm).batch_size
     try:
@@ -294,18 +291,9 @@ def given_weights(pool_dir: Path, family: ModelFamily) -> Params | None:
         raise IntegrityError(f"{pool_dir / WEIGHTS} is not of this network: {error}") from error
 
 
-def own_weights(family: ModelFamily) -> Params | None:
-    """The weights that the network comes with; None: it has none. Raises ModelError unless they fit it."""
-    weights = family.weights() if isinstance(family, GivesWeights) else {}
-    return fitting(family, weights) if weights else None
-
-
 def initial_state(resolved: Resolved, site: Site, weights: Params | None = None) -> Any:
-    """The algorithm's state before the first round. `weights`: of the whole network; None: the network's own, or fresh
-    ones."""
+    """The algorithm's state before the first round. `weights`: of the whole network; None: fresh ones."""
     params = weights
-    if params is None:
-        params = own_weights(site.family)
     if params is None:
         params = initial_params(site.family, seeds.derive(resolved.config.seed, "init"))
     return resolved.algorithm.init(params, site.layout, site.fleet, site.pool, ServerSite(site))
@@ -430,7 +418,7 @@ def _same_noise(known: RunFile, out: Path) -> None:
 
 
 def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> None:
-    for name in ("pool_sha256", "partition_sha256", "trace_sha256", "weights_sha256"):
+    for name in ("pool_sha256", "partition_sha256", "trace_sha256"):
         if getattr(known, name) != getattr(run, name):
             raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
     for name in known.sources.keys() & run.sources.keys():

@@ -83,13 +83,14 @@ class Resolved:
 
     @cached_property
     def start(self) -> Params | None:
-        """The whole network's weights that `model.init` names, with which the first round starts; None: it names none.
+        """The whole network's weights with which the first round starts, where `model.init` or the network gives them.
         Raises what `warm_start.start` raises, and ConfigError where a preparation gives such weights too."""
         weights = warm_start.start(self.config, self.family)
         if weights is not None and (name := giver(self.algorithm.preparations)) is not None:
             raise ConfigError(
-                f"model.init names weights to start from, and the preparation {name} of "
-                f"{self.config.algorithm['name']} gives others: leave out model.init, or choose another algorithm"
+                f"model.init, or a network with weights of its own, says what to start from, and preparation {name} of "
+                f"{self.config.algorithm['name']} gives others: leave out model.init, or give the network without "
+                "weights, or choose another algorithm"
             )
         return weights
 

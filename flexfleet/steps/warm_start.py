@@ -1,7 +1,8 @@
-"""The weights that `model.init` names: those of the whole network, with which the first round starts.
+"""The weights of the whole network with which the first round starts, where they are not fresh ones.
 
-They come from a safetensors file, from the folder of a run, or from MLflow's registry, and have to be the network's own
-by names, types and shapes. Nothing is unpickled: a pickle can run any code when it is read.
+`model.init` names a safetensors file, the folder of a run, or a model in MLflow's registry; a network that is a module
+with weights comes with them. They have to fit the network by names, types and shapes. Nothing is unpickled: a pickle
+can run any code when it is read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.contracts import GivesWeights, ModelFamily
 from fl_engine.core.errors import (
     BadInput,
     ConfigError,
@@ -41,12 +42,13 @@ MAGIC = (b"PK\x03\x04", b"\x80")
 
 
 def start(config: Config, family: ModelFamily) -> Params | None:
-    """The weights of the whole network, in its order; None: the configuration names none. Raises DataError where they
-    are not to be had, ConfigError where they are not this network's or no safetensors, IntegrityError where a run's
-    are damaged."""
+    """The weights of the whole network, in its order, that `model.init` names, else those that the network comes with;
+    None: there are none. Raises DataError where they are not to be had, ConfigError where they are not this network's
+    or no safetensors, IntegrityError where a run's are damaged, ModelError where a module's are not finite."""
     init = config.model.get(INIT)
     if init is None:
-        return None
+        own = family.weights() if isinstance(family, GivesWeights) else {}
+        return fitting(family, own) if own else None
     found, where = _read(config, str(init), names_of(family))
     if wrong := mismatch(family, found):
         raise ConfigError(
@@ -62,21 +64,23 @@ def start(config: Config, family: ModelFamily) -> Params | None:
 
 
 def check_unchanged(config: Config, family: ModelFamily, pool: Path) -> None:
-    """For a run that goes on: raises ConfigError where `model.init` holds other weights now than those that the folder
-    of its pool has. A source that is not here (any more), or that does not answer, is taken to be the same."""
-    if config.model.get(INIT) is None:
-        return
+    """For a run that goes on: raises ConfigError where `model.init`, or the network, has other weights now than those
+    that the folder of its pool has. A source that is not here (any more), or that does not answer, is taken to be the
+    same."""
     try:
         weights = start(config, family)
     except (DataError, EnvironmentFailure) as error:
         log.info("model.%s cannot be compared with the weights that the run was started from: %s", INIT, error)
         return
-    assert weights is not None
+    if weights is None:
+        return
     known, now = PoolFile.read(pool / "pool.json").weights_sha256, sha256(encode(weights))
     if known != now:
+        init = config.model.get(INIT)
+        what = f"the network {config.model['name']}" if init is None else f"model.{INIT} = {init}"
         raise ConfigError(
-            f"model.{INIT} = {config.model[INIT]} holds other weights (sha256 {now[:12]}) than those that the run "
-            f"was started from ({str(known)[:12]}): restore them, or choose another --run-id"
+            f"{what} holds other weights (sha256 {now[:12]}) than those that the run was started from "
+            f"({str(known)[:12]}): restore them, or choose another --run-id"
         )
 
 

@@ -20,6 +20,8 @@ from torch import nn
 
 import flexfleet as ff
 from fl_engine.algorithms.full_model import AllLarge
+from fl_engine.storage.store import decode
+from fl_engine.testing.tiny import assert_same_bits
 from flexfleet.api.asked import Default, config_of, name_of
 from flexfleet.api.tables import Rows, to_html
 
@@ -161,6 +163,23 @@ def test_a_network_of_ones_own_is_a_class_a_family_or_a_module(store: Path) -> N
     assert isinstance(ours.model(), nn.Module)
     with pytest.raises(ff.ConfigError, match="no name by which it is found again"):
         ff.run(model=Net(), **SMALL)
+
+
+READY = Net()
+
+
+def test_a_module_brings_its_weights_and_other_ones_do_not_go_on(store: Path) -> None:
+    ours = ff.run(model=READY, algorithm="heterofl", **SMALL)
+    stored = decode((ours.folder / "pool" / "weights.safetensors").read_bytes(), "weights")
+    assert_same_bits(stored, {name: tensor.detach() for name, tensor in READY.state_dict().items()})
+    with torch.no_grad():
+        before = READY.body[1].bias.clone()
+        READY.body[1].bias += 1
+    with pytest.raises(ff.ConfigError, match="holds other weights"):
+        ours.resume(3, progress=False)
+    with torch.no_grad():
+        READY.body[1].bias.copy_(before)
+    assert len(ours.resume(3, progress=False).history) == 3
 
 
 # ---------------------------------------------------------------------------------------------- what is asked for

@@ -30,7 +30,8 @@ from fl_engine.models.traced import from_module
 from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.testing.models import ModelSuite, random_params, specs
 from flexfleet.cli import dispatch
-from flexfleet.steps.federate import own_weights
+from flexfleet.config import Config
+from flexfleet.steps import warm_start
 from tests.models import own_networks as nets
 
 GPT_PINS = ("block.ln1", "block.attn")
@@ -144,9 +145,9 @@ def test_a_class_draws_its_weights_by_the_seed_and_a_module_brings_its_own() -> 
     assert torch.equal(initial_params(own, 1)["first.weight"], module.first.weight)
     assert list(own.weights()) == list(own.layout().slots)
     assert torch.equal(own.weights()["head.bias"], module.head.bias)
-    start = own_weights(own)
+    start = warm_start.start(Config(), own)
     assert start is not None and torch.equal(start["head.bias"], module.head.bias), "the run's first weights"
-    assert own_weights(family) is None, "fresh ones"
+    assert warm_start.start(Config(), family) is None, "fresh ones"
     assert not any("num_batches" in name for name in own.layout().slots), "integers are not averaged"
 
 
