@@ -9,16 +9,15 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shared memory
@@ -26,6 +25,7 @@ import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shar
 from fl_engine.backends.in_process import by_cost, check_device, prepare_process
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import FlexfleetError
+from fl_engine.core.system import without_main
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange.client import Site, Work, accept_all, train
 from fl_engine.exchange.code import Handed
@@ -116,7 +116,7 @@ class Processes:
             daemon=True,
             name=f"client on {device}",
         )
-        with _without_main():
+        with without_main():
             process.start()
         there.close()
         return _Worker(process, here, device)
@@ -124,19 +124,6 @@ class Processes:
     def _finished(self) -> list[tuple[int, _Worker]]:
         busy = {worker.link: (place, worker) for place, worker in enumerate(self._workers) if worker.group}
         return [busy[link] for link in wait(list(busy)) if isinstance(link, Connection)]
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """A new process imports the main module of the process that starts it: a script would run again in each worker,
-    unless its author has guarded it. Workers need nothing of it: what a cell or a script itself defines is refused
-    before."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def _tell(link: Connection, what: Any) -> None:

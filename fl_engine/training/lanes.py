@@ -150,18 +150,10 @@ def _replacement(layer: nn.Module) -> nn.Module | None:
     return None
 
 
-@runtime_checkable
-class RunsAlone(Protocol):
-    """A network that trains one client at a time, whatever its layers are: what it does between them is not known to
-    leave lanes apart."""
-
-    runs_alone: bool
-
-
 def can_run(module: nn.Module) -> bool:
-    """Whether every layer that holds weights can run in lanes. Layers without weights are not checked here:
-    `strategy.choose` tries them."""
-    return not isinstance(module, RunsAlone) and all(
+    """Whether every layer that holds weights can run in lanes, and the network does not say `runs_alone`. Layers
+    without weights are not checked here: `strategy.choose` tries them."""
+    return not getattr(module, "runs_alone", False) and all(
         _replacement(layer) is not None for layer in module.modules() if _holds_weights(layer)
     )
 

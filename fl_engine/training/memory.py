@@ -23,7 +23,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params, made_up
-from fl_engine.core.system import of_posix
+from fl_engine.core.system import of_posix, without_main
 from fl_engine.core.types import FULL, SGD, LocalTask, Pool
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics
@@ -38,7 +38,8 @@ def training_peak(family: ModelFamily, goal: Task, batch_size: int, numerics: Nu
     process = multiprocessing.get_context("spawn").Process(
         target=_measure, args=(there, family, goal, batch_size, numerics)
     )
-    process.start()
+    with without_main():
+        process.start()
     there.close()
     try:
         base, peak = here.recv()

@@ -11,8 +11,6 @@ the same loss gives the same bits as the built-in one.
 from __future__ import annotations
 
 import math
-import random
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,12 +18,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.drawing import drawing
 from fl_engine.core.errors import ConfigError, FlexfleetError, ModelError, first_line
 from fl_engine.core.registry import resolve
 from fl_engine.core.samples import Task
@@ -218,30 +216,6 @@ def _through(ours: nn.Module, layer: nn.Module, held: list[str], *inputs: Tensor
 
 
 # ------------------------------------------------------------------------------------------ somebody else's code
-_ONE = threading.RLock()
-"""The random states below are of the whole process, not of a thread."""
-
-
-@contextmanager
-def drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """What torch, numpy and `random` draw without a generator of their own follows from `seed`; afterwards their states
-    are as before. Other threads wait."""
-    cuda = [device] if device.type == "cuda" else []
-    with _ONE, torch.random.fork_rng(cuda):
-        before = np.random.get_state(), random.getstate()
-        torch.default_generator.manual_seed(seed)
-        for each in cuda:
-            with torch.cuda.device(each):
-                torch.cuda.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_state(before[0])
-            random.setstate(before[1])
-
-
 @contextmanager
 def _named(what: str, name: str) -> Iterator[Callable[..., Any]]:
     """The function; an error of its code becomes a ModelError that says whose code it is, and the line in it."""

@@ -219,7 +219,7 @@ def _federate(
     tracker.params(configs.shown(config))
     initial = initial_state(resolved, site, given_weights(pool_dir, site.family))
     noise_key = privacy.noise_key(key, token) if private and key is not None else None
-    batch_size = training_of(algorithm).batch_size
+    batch_size = min(training_of(algorithm).batch_size, max(map(len, site.partition.clients)))
     try:
         with (
             counted_warnings(),

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fl_engine.core.drawing import drawing
 from fl_engine.models.traced.graph import unused
-
-_one_at_a_time = threading.Lock()
-"""torch has one generator for all threads."""
 
 BITS = 62
 
 
 class Around(nn.Module):
-    """Mixed into the class of a network. Clients train one at a time (`lanes.RunsAlone`)."""
+    """Mixed into the class of a network. Clients train one at a time: what a forward does between layers is not known
+    to leave lanes apart."""
 
     runs_alone = True
     draws: bool
@@ -33,9 +30,13 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         self._move(x.device)
-        drawing = _seeded(self, x.device) if self.draws and self.training else nullcontext()
-        with drawing, _Reshaped() if self.views else nullcontext():
+        drawn = drawing(self._seed(x.device), x.device) if self.draws and self.training else nullcontext()
+        with drawn, _Reshaped() if self.views else nullcontext():
             return super().forward(x)
+
+    def _seed(self, device: torch.device) -> int:
+        drawn = self.get_submodule(self.die_at)(torch.ones(1, BITS, device=device)).flatten().tolist()
+        return sum(1 << place for place, number in enumerate(drawn) if number > 0)
 
     def _move(self, device: torch.device) -> None:
         if self.__dict__.get("_at", torch.device("cpu")) == device:
@@ -74,15 +75,6 @@ def surround(module: nn.Module, *, draws: bool, views: bool, counts: bool = Fals
     if draws:
         module.add_module(die, nn.Dropout(0.5))
     return module
-
-
-@contextmanager
-def _seeded(module: Around, device: torch.device) -> Iterator[None]:
-    drawn = module.get_submodule(module.die_at)(torch.ones(1, BITS, device=device)).flatten().tolist()
-    seed = sum(1 << place for place, number in enumerate(drawn) if number > 0)
-    with _one_at_a_time, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 class _Reshaped(TorchFunctionMode):

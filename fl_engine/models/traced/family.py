@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
+from fl_engine.core.drawing import drawing
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import COUNTED, take
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Params, Prunable, Slot, SubmodelSpec
@@ -106,8 +107,7 @@ def found(family: ModuleFamily) -> Found:
     """Raises ModelError for a module that cannot be trained, or not be cut where it is to be."""
     name = type(family).__name__
     elsewhere = torch.empty(0).device.type != "cpu"
-    with torch.random.fork_rng(devices=[]), torch.device("cpu") if elsewhere else nullcontext():
-        torch.manual_seed(0)
+    with drawing(0, torch.device("cpu")), torch.device("cpu") if elsewhere else nullcontext():
         module = new(family.build[0], family.input_shape, family.outputs)
         tried = _tried(name, module, family.input_shape, family.outputs)
         if family.whole:

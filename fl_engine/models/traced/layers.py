@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -26,7 +26,7 @@ class Layer:
     sizes: Mapping[str, tuple[Dim, int]]
     out: Dims
     state: Dim | None = None
-    trouble: tuple[str, Dims] | None = field(default=None)
+    trouble: tuple[str, Dims] | None = None
 
 
 def known(module: nn.Module) -> Callable[[Any, str, Dims], Layer] | None:

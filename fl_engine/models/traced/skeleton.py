@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import Bare, is_statistic
-from fl_engine.core.types import ParamLayout, Params, SubmodelSpec
+from fl_engine.core.types import ParamLayout, SubmodelSpec
 from fl_engine.models.traced.graph import Traced, attribute
 from fl_engine.models.traced.layout import Sizes
 
@@ -137,9 +137,3 @@ def forward_of(graph: fx.Graph) -> Any:
     names = dict(code.globals)
     exec(code.src, names)  # torch.fx's own way to run a graph
     return names["forward"]
-
-
-def state_of(module: nn.Module, names: Iterable[str]) -> Params:
-    """These parameters and statistics of a module with storage."""
-    state = module.state_dict()
-    return {name: state[name] for name in names}

@@ -47,9 +47,9 @@ def _check(name: str, original: nn.Module, make: Make, layout: ParamLayout, x: T
         for training in (False, True):
             traced: Any = _with(make(SubmodelSpec()), weights).train(training)
             traced.draws = False  # here both draw from torch's generator
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             wanted = user.train(training)(x)
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             if not _apart(traced(x), wanted) <= close:
                 mode = "training" if training else "evaluation"
                 raise ModelError(
