@@ -283,7 +283,7 @@ CAMPAIGNS: tuple[Campaign | Suite, ...] = (
     Campaign("wisdm_watch", (*HALF, *TEN), "0,1,2", 200, NOISY, WISDM, "label_noise"),
     Campaign("fashion_mnist", DIRICHLET, "0,1,2", 100, FULL_AND_BRANCHES, BRANCHED, "branches", "0.5,0.6,0.7"),
     Campaign("fashion_mnist", DIRICHLET, "0", 100, WITH_OTHERS, BRANCHED, "branches_and_others", "0.5,0.6,0.7"),
-    Campaign("cifar10", IID, "0", 40, QUANTISED, OWNED, "server_classes"),
+    Campaign("cifar10", IID, "0,1,2", 40, QUANTISED, OWNED, "server_classes"),
     Campaign("cifar10", IID, "0", 40, SHARES, OWNED, "share_of_medium"),
     Campaign("cifar10", IID, "0", 40, CODED, about="flexfl_bits"),
     Campaign("tiny_imagenet", IID, "0", 12, TIMES, TIMED, "times"),
