@@ -71,7 +71,13 @@ def federate(
             files.prune()
         if first > terms.stop:
             raise ConfigError(f"rounds.stop = {terms.stop}, but {first} rounds are committed: a run cannot go back")
-        tracker.metrics([(row.round + 1, row.metrics) for row in ledger.checkpoints.rows()])
+        rows = ledger.checkpoints.rows()
+        if rows and first == terms.stop and not any("avg" in row.metrics for row in rows):
+            raise ConfigError(
+                f"rounds.stop = {first}, and the {first} rounds that are committed were not evaluated: set rounds.stop "
+                "to more"
+            )
+        tracker.metrics([(row.round + 1, row.metrics) for row in rows])
         pending: list[Row] = []
         last_commit = time.monotonic()
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fl_engine.core.errors import IntegrityError, Stopped
+from fl_engine.core.errors import ConfigError, IntegrityError, Stopped
 from fl_engine.core.slicing import take
 from fl_engine.core.state import pack, unpack
 from fl_engine.core.types import ClientFailure, Outcome, ParamLayout, RoundPlan
@@ -265,6 +265,19 @@ def test_the_last_round_is_always_committed_and_evaluated(job: Any, new_store: M
         assert Checkpoints(store).commits()[-1] == 3
         scored = [row.round for row in Checkpoints(store).rows() if "avg" in row.metrics]
         assert scored == ([2, 3] if "evaluate_every" in mode else [3])
+
+
+def test_a_run_does_not_end_at_a_round_that_was_not_evaluated(job: Any, new_store: Make) -> None:
+    """It was committed when a later round was to be the last."""
+    for mode in ({"commit_every": 1}, {"commit_every": 1, "keep_updates": True}):
+        store, undisturbed = new_store(), new_store()
+        with pytest.raises(Stopped):
+            job.federate(store, after(PER_ROUND + 1), stop=4, evaluate_every=10, **mode)
+        assert [row.round for row in Checkpoints(store).rows()] == [0]
+        with pytest.raises(ConfigError, match=r"rounds\.stop = 1, and the 1 rounds .* were not evaluated"):
+            job.federate(store, stop=1, evaluate_every=10, **mode)
+        expected = job.federate(undisturbed, stop=2, evaluate_every=10, **mode)
+        assert job.federate(store, stop=2, evaluate_every=10, **mode) == expected
 
 
 def test_auto_packs_quick_rounds_and_commits_slow_ones(
