@@ -112,6 +112,11 @@ class Training:
                         f"and give it to the optimiser in {self.optimiser}"
                     )
 
+    @property
+    def is_own(self) -> bool:
+        """Whether clients train by somebody's own functions."""
+        return self.objective is not None or self.optimiser is not None
+
     def optimizer(self, round: int) -> SGD | OwnOptimizer:
         """What clients use in this round."""
         sgd = self.sgd(round)

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ ALLOWED = "FLEXFLEET_ALLOWED_CODE"
 set: what the coordinator has signed runs."""
 LARGEST = 64 * 2**20
 """Bytes of a package's files."""
+OURS = ("fl_engine", "flexfleet")
 COMPILED = (".so", ".pyd", ".dll", ".dylib")
 LEFT_OUT = ("__pycache__",)
 FIXED_TIME = (1980, 1, 1, 0, 0, 0)
@@ -39,8 +41,6 @@ FIXED_TIME = (1980, 1, 1, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Wheel:
-    name: str
-    """What is imported: the package's or the module's."""
     value: bytes
 
     @property
@@ -54,9 +54,14 @@ def store_key(digest: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------- making it
+def name_of(source: Path) -> str:
+    """What is imported of a package's folder, or of a module's file."""
+    return source.resolve().stem if source.is_file() else source.resolve().name
+
+
 def pack(source: Path) -> Wheel:
     """The wheel of a package's folder, or of a module's file. Raises ConfigError."""
-    name = source.resolve().stem if source.is_file() else source.resolve().name
+    name = name_of(source)
     if source.is_dir() and (source / "__init__.py").is_file():
         files = dict(_files(source.resolve()))
     elif source.is_file() and source.suffix == ".py":
@@ -65,13 +70,13 @@ def pack(source: Path) -> Wheel:
         raise ConfigError(
             f"run.code = {source} is no package: the folder of one, with an __init__.py, or one .py file is expected"
         )
-    if not name.isidentifier() or name in sys.stdlib_module_names:
+    if not name.isidentifier() or name in (*sys.stdlib_module_names, *OURS):
         raise ConfigError(f"run.code = {source}: {name!r} is not to be had as a package's name; rename it")
     if (size := sum(map(len, files.values()))) > LARGEST:
         raise ConfigError(
             f"run.code = {source} holds {size / 1e6:.0f} MB, {LARGEST / 1e6:.0f} are the most: keep data elsewhere"
         )
-    return Wheel(name, _zipped({**files, **_about(name, files)}))
+    return Wheel(_zipped({**files, **_about(name, files)}))
 
 
 def _files(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -147,8 +152,8 @@ _enabled: dict[str, tuple[str, str]] = {}
 
 
 def enable(value: bytes, digest: str, where: str) -> None:
-    """Lets Python import the package from this wheel, and from nowhere else. What was imported of the package before,
-    from other files, is forgotten. Raises IntegrityError for other bytes than the sha256 says, ConfigError where the
+    """Lets Python look for the package in this wheel first. What was imported of the package before, from other files,
+    is forgotten. Raises IntegrityError for other bytes than the sha256 says, ConfigError where the
     name is taken, or another package is missing."""
     check_content(value, digest, where)
     name = _name_in(value, where)
@@ -177,6 +182,20 @@ def disable(name: str | None = None) -> None:
             sys.path.remove(path)
         for module in [m for m in sys.modules if m == each or m.startswith(f"{each}.")]:
             del sys.modules[module]
+
+
+@contextmanager
+def enabled_within() -> Iterator[None]:
+    """What is enabled inside is taken from Python's path again, and what was enabled before is there again."""
+    before = dict(_enabled)
+    try:
+        yield
+    finally:
+        for name in [name for name, wheel in _enabled.items() if before.get(name) != wheel]:
+            disable(name)
+        for name in before.keys() - _enabled.keys():
+            _enabled[name] = before[name]
+            sys.path.insert(0, before[name][1])
 
 
 def enabled(digest: str) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, nearest
 from fl_engine.core.slicing import runnable
 from fl_engine.core.types import Params
 from fl_engine.data import partitioning
+from fl_engine.exchange import code
 from fl_engine.models.export import RawNetwork, type_of, with_statistics
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.replay import ClientRound, replay
@@ -27,10 +29,11 @@ from fl_engine.training.evaluation import weights_of
 from fl_engine.training.guest import guest
 from fl_engine.training.numerics import deciding, describe
 from flexfleet.api.tables import table, to_html
-from flexfleet.config import codecs, parse_with_algorithm
+from flexfleet.config import Config, codecs, parse_schema, parse_with_algorithm
 from flexfleet.files.artifacts import ConfusionFile, PoolFile, RunFile
 from flexfleet.files.artifacts import Result as ResultFile
 from flexfleet.files.measure import measure_in
+from flexfleet.steps import own_code
 from flexfleet.steps.federate import given_weights, initial_state, site_of, store_of, trace_of
 from flexfleet.steps.prepare import Resolved
 
@@ -57,6 +60,7 @@ class Result:
     def __init__(self, folder: str | Path) -> None:
         """Raises ConfigError where there is no run."""
         self.folder = Path(folder).absolute()  # a notebook may change its folder
+        self._made: Resolved | None = None
         if not (self.folder / "run.json").is_file():
             if (self.folder / "central.json").is_file():
                 raise ConfigError(f"{self.folder} holds a central training, not a federated run")
@@ -87,12 +91,22 @@ class Result:
         return RunFile.read(self.folder / "run.json")
 
     @cached_property
-    def _resolved(self) -> Resolved:
-        return Resolved(*parse_with_algorithm(self._run.config))
+    def _config(self) -> Config:
+        return parse_schema(self._run.config)
+
+    @contextmanager
+    def _resolved(self) -> Iterator[Resolved]:
+        """What the configuration names, with the run's own code from its folder; afterwards the process is as before.
+        It is made once, so that the data are read once."""
+        with code.enabled_within(), guest():
+            own_code.enable(self._run, self.folder)
+            if self._made is None:
+                self._made = Resolved(*parse_with_algorithm(own_code.stored(self._run)))
+            yield self._made
 
     @cached_property
     def _ledger(self) -> Ledger:
-        return ledger_in(store_of(self._resolved.config, self.run_id, self.folder))
+        return ledger_in(store_of(self._config, self.run_id, self.folder))
 
     @cached_property
     def _rows(self) -> Sequence[Row]:
@@ -105,7 +119,7 @@ class Result:
     @cached_property
     def _result(self) -> ResultFile | None:
         path = self.folder / "result.json"
-        if not path.is_file() or len(self._rows) < self._resolved.config.rounds.stop:
+        if not path.is_file() or len(self._rows) < self._config.rounds.stop:
             return None
         return ResultFile.read(path)
 
@@ -137,8 +151,8 @@ class Result:
         scored = next((row.metrics for row in reversed(self._rows) if "avg" in row.metrics), None)
         if scored is None:
             return {}
-        with guest():
-            name = self._resolved.data.task.metric.name
+        with self._resolved() as resolved:
+            name = resolved.data.task.metric.name
         levels = {key.removeprefix(f"{name}/"): value for key, value in scored.items() if key.startswith(f"{name}/")}
         return {"avg": scored["avg"], "full": scored["full"], "levels": levels}
 
@@ -173,8 +187,8 @@ class Result:
         """The network of a level (None: the largest), in evaluation mode: raw samples, as the data set has them, to
         logits, or to the numbers of a regression. Batch norm that keeps no statistics gets those of the server's proxy
         data, as in `publish`."""
-        with guest():
-            resolved, pool = self._resolved, self._pool.pool()
+        with self._resolved() as resolved:
+            pool = self._pool.pool()
             names = [member.name for member in pool]
             wanted = names[-1] if level is None else level
             if wanted not in names:
@@ -213,8 +227,8 @@ class Result:
         """What `client` was asked in `round`, counted from 1, and what it did, computed once more: order, task, start,
         update, change. The rounds since the last state that is kept before it are computed again; with
         options={'rounds.keep_every': 1} there are none."""
-        with guest():
-            resolved, config = self._resolved, self._resolved.config
+        with self._resolved() as resolved:
+            config = resolved.config
             site = site_of(resolved, self.folder / "partition", self.folder / "pool")
             here = deciding(describe(site.numerics, config.run.devices))
             if here != deciding(self._run.numerics):

@@ -132,7 +132,6 @@ def _run(
             status = "stopped"
             raise
         finally:
-            code.disable()  # of `run.code`
             watching.end(status)
     return Result(folder)
 
@@ -165,9 +164,11 @@ class _Beginning:
 
 
 def told(call: Callable[[], T]) -> T:
-    """What `call` gives. An expected error comes without the package's own frames, as one line that says what to do."""
+    """What `call` gives. An expected error comes without the package's own frames, as one line that says what to do.
+    What `run.code` names is imported inside alone."""
     try:
-        return call()
+        with code.enabled_within():
+            return call()
     except FlexfleetError as error:
         raise error.with_traceback(None) from None
     except ModuleNotFoundError as error:

@@ -7,7 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flexfleet.config.read import load_config, load_with_algorithm, pair_of, parse, parse_with_algorithm, set_path
+    from flexfleet.config.read import (
+        load_config,
+        load_with_algorithm,
+        pair_of,
+        parse,
+        parse_schema,
+        parse_with_algorithm,
+        set_path,
+    )
     from flexfleet.config.resolve import algorithm, codecs, cut_seed, min_side
     from flexfleet.config.schema import (
         PRIVATE,
@@ -28,13 +36,35 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "PRIVATE", "Config", "DatasetConfig", "FleetConfig", "PartitionConfig", "PretrainConfig", "PublishConfig", "Range",
-    "RunConfig", "TrackingConfig", "TuneConfig", "algorithm", "codecs", "cut_seed", "flatten", "load_config",
-    "load_with_algorithm", "min_side", "moves", "pair_of", "parse", "parse_with_algorithm", "public", "set_path",
+    "PRIVATE",
+    "Config",
+    "DatasetConfig",
+    "FleetConfig",
+    "PartitionConfig",
+    "PretrainConfig",
+    "PublishConfig",
+    "Range",
+    "RunConfig",
+    "TrackingConfig",
+    "TuneConfig",
+    "algorithm",
+    "codecs",
+    "cut_seed",
+    "flatten",
+    "load_config",
+    "load_with_algorithm",
+    "min_side",
+    "moves",
+    "pair_of",
+    "parse",
+    "parse_schema",
+    "parse_with_algorithm",
+    "public",
+    "set_path",
     "shown",
 ]  # fmt: skip
 
-READ = ("load_config", "load_with_algorithm", "pair_of", "parse", "parse_with_algorithm", "set_path")
+READ = ("load_config", "load_with_algorithm", "pair_of", "parse", "parse_with_algorithm", "parse_schema", "set_path")
 RESOLVE = ("algorithm", "codecs", "cut_seed", "min_side")
 
 

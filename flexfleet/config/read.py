@@ -152,16 +152,22 @@ def parse(values: Mapping[str, Any]) -> Config:
     return parse_with_algorithm(values)[0]
 
 
-def parse_with_algorithm(values: Mapping[str, Any]) -> tuple[Config, Algorithm]:
-    """`parse`, and the algorithm that was built to check the configuration."""
+def parse_schema(values: Mapping[str, Any]) -> Config:
+    """`parse` without importing or building what the configuration names: to look at somebody's run executes none of
+    its code. Raises ConfigError for what the schema forbids."""
     try:
         check_plain(values)
         values = merged(Config().model_dump(mode="json"), values)
-        config = Config.model_validate_json(json.dumps(_as_here(_with_named_fleet(values))))
+        return Config.model_validate_json(json.dumps(_as_here(_with_named_fleet(values))))
     except ValidationError as error:
         raise ConfigError("; ".join([explain(error, Config), *_unknown_names(values)])) from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the configuration holds a value that is not plain data: {error}") from error
+
+
+def parse_with_algorithm(values: Mapping[str, Any]) -> tuple[Config, Algorithm]:
+    """`parse`, and the algorithm that was built to check the configuration."""
+    config = parse_schema(values)
     if config.run.code is not None:
         wheel = code.pack(Path(config.run.code))
         code.enable(wheel.value, wheel.sha256, config.run.code)

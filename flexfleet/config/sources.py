@@ -5,20 +5,23 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fl_engine.datasets import kept
+from fl_engine.exchange import code
 from fl_engine.storage.store import sha256
 from flexfleet.config.schema import Config
 
 MAIN = "__main__"
 
 
-def named(config: Config) -> tuple[str, ...]:
-    """The values `package.module:Name` of a configuration."""
-    return tuple(dict.fromkeys(_names(config.model_dump(mode="json"))))
+def named(config: Config, sections: Collection[str] | None = None) -> tuple[str, ...]:
+    """The values `package.module:Name` of a configuration, or of some of its sections."""
+    values = config.model_dump(mode="json")
+    chosen = values if sections is None else {section: values[section] for section in sections}
+    return tuple(dict.fromkeys(_names(chosen)))
 
 
 def _names(value: Any, key: str = "") -> Iterator[str]:
@@ -34,9 +37,11 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
             yield value
 
 
-def sources(config: Config) -> dict[str, str]:
-    """By name, the sha256 of its module's file; of what a cell or a script itself defines, that of its own source."""
-    return {name: _digest(name) for name in named(config)}
+def sources(config: Config, sections: Collection[str] | None = None) -> dict[str, str]:
+    """By name, the sha256 of its module's file; of what a cell or a script itself defines, that of its own source. What
+    is in the package of `run.code` is left out: the package has a sha256 as a whole."""
+    package = None if config.run.code is None else code.name_of(Path(config.run.code))
+    return {name: _digest(name) for name in named(config, sections) if name.partition(":")[0].split(".")[0] != package}
 
 
 def _digest(name: str) -> str:

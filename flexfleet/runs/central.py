@@ -35,11 +35,12 @@ from fl_engine.training.numerics import Numerics, deciding, describe
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.config.names import plain
+from flexfleet.config.sources import sources
 from flexfleet.files.artifacts import Artifact, ConfusionFile, EvaluationFile, History, Result
 from flexfleet.files.measure import Measure
 from flexfleet.reports import plots
 from flexfleet.runs.whole import highest_of, need_packages
-from flexfleet.steps import warm_start
+from flexfleet.steps import own_code, warm_start
 from flexfleet.steps.evaluate import told
 from flexfleet.steps.federate import alone, stop_on_signals
 from flexfleet.steps.prepare import Resolved, check_fits
@@ -48,7 +49,8 @@ from flexfleet.tracking.trackers import TOKEN, MLflow, ending, log_outcome
 
 LEVEL = "full"
 """The full network's name in metrics, as in a federated run."""
-DECIDING = ("seed", "dataset.", "model.", "central.")
+SECTIONS = ("dataset", "model", "central")
+DECIDING = ("seed", *(f"{section}." for section in SECTIONS))
 """The parameters that the training depends on. `run.precision` and the device are part of its numerics."""
 TOLD = (*DECIDING, "run.precision", "run.devices")
 
@@ -66,6 +68,10 @@ class CentralFile(Artifact):
     weights_sha256: str | None = None
     """Of the weights that `model.init` names, or that the network comes with; null: the training starts from fresh
     ones."""
+    sources: dict[str, str] = {}
+    """Of one's own code that the parameters name (`config.sources`)."""
+    code_sha256: str | None = None
+    """Of the wheel of `run.code`; null: there is none."""
     numerics: dict[str, Any]
     earlier_numerics: tuple[dict[str, Any], ...] = ()
     """The numerics before each resume with --accept-numerics."""
@@ -155,7 +161,7 @@ def _file(
     """The file central.json, as written when the training started. Raises an error if `out` holds another training."""
     values = {k: v for k, v in configs.flatten(config).items() if k.startswith(DECIDING)}
     values = {k: v for k, v in values.items() if configs.moves(k) is not Moves.PLACE or k.startswith("central.")}
-    path = out / "central.json"
+    path, named = out / "central.json", sources(config, SECTIONS)
     if not path.exists():
         token = uuid.uuid4().hex
         return CentralFile(
@@ -164,6 +170,8 @@ def _file(
             config=values,
             data_sha256=data_sha256,
             weights_sha256=weights_sha256,
+            sources=named,
+            code_sha256=own_code.sha256_of(config),
             numerics=numerics,
         )
     known = CentralFile.read(path)
@@ -176,11 +184,9 @@ def _file(
         raise ConfigError(f"{out} was started with another configuration ({said}): choose another --run-id")
     if known.data_sha256 != data_sha256:
         raise IntegrityError(f"{out} was started with other data than the present ones: restore the old data")
-    if known.weights_sha256 != weights_sha256:
-        raise ConfigError(
-            f"{out} was started from other weights than model.init = {config.model.get('init')} holds now: restore them, "
-            "or choose another --run-id"
-        )
+    warm_start.check_same(known.weights_sha256, weights_sha256, config, out)
+    own_code.check_same(known.code_sha256, config, out)
+    own_code.check_sources(known.sources, named, out)
     if deciding(known.numerics) == deciding(numerics):
         return known
     if not accept_numerics:

@@ -79,7 +79,7 @@ def _try_own(config: Config, algorithm: Algorithm, site: Site, plan: RoundPlan) 
     """Where an objective or an optimiser is one's own: a step on made-up samples. Raises ConfigError where the
     algorithm does without it, ModelError for what goes wrong in it."""
     wanted = config.training
-    if wanted.objective is None and wanted.optimiser is None:
+    if not wanted.is_own:
         return
     tasks = [algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[order.client], math.inf))
              for order in plan.orders]

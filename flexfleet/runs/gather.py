@@ -36,7 +36,8 @@ def finish(
     which the run's own record leaves out."""
     gather(run, partition, pretrain, pool, evaluation, out)
     file = RunFile.read(out / "run.json")
-    told, algorithm = parse_with_algorithm(own_code.stored(file, out))
+    own_code.enable(file, out)
+    told, algorithm = parse_with_algorithm(own_code.stored(file))
     config = _with_passwords(told, given)
     folder = Path(config.run.store) / file.run_id
     return conclude(Resolved(config, algorithm), out, store_of(config, file.run_id, folder if folder.is_dir() else out))

@@ -8,7 +8,6 @@ from typing import Any
 from fl_engine.core.errors import ConfigError
 from fl_engine.storage.checkpoints import Checkpoints
 from flexfleet import config as configs
-from flexfleet.steps import own_code
 from flexfleet.files.artifacts import RunFile
 from flexfleet.files.measure import measure_in
 from flexfleet.steps.federate import store_of
@@ -20,7 +19,7 @@ def describe(run: Path) -> dict[str, Any]:
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
     file = RunFile.read(run / "run.json")
-    config = configs.parse(own_code.stored(file, run))
+    config = configs.parse_schema(file.config)
     rows = Checkpoints(store_of(config, file.run_id, run)).rows()
     scored = [row for row in rows if "avg" in row.metrics]
     done = rows[-1].round + 1 if rows else 0

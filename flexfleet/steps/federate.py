@@ -167,7 +167,7 @@ def _federate(
     tell_unused(config)
     site = site_of(resolved, partition_dir, pool_dir)
     if known:
-        warm_start.check_unchanged(config, site.family, pool_dir)
+        warm_start.check_unchanged(resolved, pool_dir, out)
     looked_at = config.run.backend == "kubernetes" and config.kubernetes.observe == "cgroup"
     rules = replace(site.rules, algorithm=algorithm, seed=None if looked_at else config.seed)
     private, in_pods = privacy.is_private(algorithm), config.run.backend == "kubernetes"
@@ -317,8 +317,7 @@ def _numerics(config: Config, training: Training, family: ModelFamily, goal: Tas
     run, per_round = config.run, round_size(training.fraction, config.partition.clients)
     if run.precision == "fp16" and training.weight_decay:
         log.warning("run.precision=fp16: training.weight_decay = %g is left out", training.weight_decay)
-    own = training.objective is not None or training.optimiser is not None
-    if run.strategy == "single" or own:
+    if run.strategy == "single" or training.is_own:
         return Numerics(precision=run.precision)
     if run.strategy == "batched":
         return strategy.batched(family, training.batch_size, per_round, run.precision, run.devices)
@@ -398,8 +397,8 @@ def known_run(config: Config, out: Path, resume: bool) -> RunFile | None:
     known = RunFile.read(out / "run.json")
     if not resume:
         raise ConfigError(f"{out} holds a run already: go on with --resume, or choose another --run-id")
-    own_code.check_same(known, config, out)
-    before, now = _flat(known), configs.flatten(config)
+    own_code.check_same(known.code_sha256, config, out)
+    before, now = configs.flatten(configs.parse_schema(known.config)), configs.flatten(config)
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     fixed = [k for k in changed if configs.moves(k) is Moves.RESULT]
     if fixed:
@@ -421,9 +420,7 @@ def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> Non
     for name in ("pool_sha256", "partition_sha256", "trace_sha256"):
         if getattr(known, name) != getattr(run, name):
             raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
-    for name in known.sources.keys() & run.sources.keys():
-        if known.sources[name] != run.sources[name]:
-            raise ConfigError(f"{out} was started with another source of {name}: undo the change, or start another run")
+    own_code.check_sources(known.sources, run.sources, out)
     if accept_numerics:
         return
     for before, now in (
@@ -435,10 +432,6 @@ def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> Non
                 f"this machine would not compute the same bits: the run was started with {before}, here is {now}. "
                 "Resume where it started, or give --accept-numerics"
             )
-
-
-def _flat(known: RunFile) -> dict[str, Any]:
-    return configs.flatten(configs.parse(own_code.stored(known)))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,15 @@ def wheel_of(config: Config) -> Wheel | None:
     return wheel
 
 
-def check_same(known: RunFile, config: Config, out: Path) -> None:
-    """Raises ConfigError unless a run goes on with the code that it was started with."""
+def sha256_of(config: Config) -> str | None:
+    """Of the wheel. Raises what `wheel_of` raises."""
     wheel = wheel_of(config)
-    before, now = known.code_sha256, None if wheel is None else wheel.sha256
+    return None if wheel is None else wheel.sha256
+
+
+def check_same(before: str | None, config: Config, out: Path) -> None:
+    """Raises ConfigError unless a run goes on with the code that it was started with; `before`: its sha256."""
+    now = sha256_of(config)
     if before != now:
         said, here = (f"the code {sha[:12]}" if sha else "no code of its own" for sha in (before, now))
         raise ConfigError(
@@ -35,10 +41,22 @@ def check_same(known: RunFile, config: Config, out: Path) -> None:
         )
 
 
-def stored(run: RunFile, folder: Path | None = None) -> dict[str, Any]:
-    """The configuration in a run's record, without the place of its code on the machine that started it. With a
-    `folder`, the run's, its wheel is verified and imported from. Raises IntegrityError."""
-    if folder is not None and run.code_sha256 is not None:
+def check_sources(before: Mapping[str, str], now: Mapping[str, str], out: Path) -> None:
+    """Raises ConfigError where the source of what a configuration names (`config.sources`) has changed."""
+    for name in before.keys() & now.keys():
+        if before[name] != now[name]:
+            raise ConfigError(f"{out} was started with another source of {name}: undo the change, or start another run")
+
+
+def enable(run: RunFile, folder: Path) -> None:
+    """Imports from the wheel in a run's folder, where it has one. Raises IntegrityError where that is damaged,
+    ClientError where this machine does not allow it (`code.ALLOWED`)."""
+    if run.code_sha256 is not None:
+        code.check_allowed(run.code_sha256)
         code.enable_file(str(folder / code.store_key(run.code_sha256)), run.code_sha256)
+
+
+def stored(run: RunFile) -> dict[str, Any]:
+    """The configuration in a run's record, without the place of its code on the machine that started it."""
     section = run.config.get("run")
     return run.config | {"run": {**section, "code": None}} if isinstance(section, dict) else run.config

@@ -12,6 +12,7 @@ import logging
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fl_engine.core.contracts import GivesWeights, ModelFamily
 from fl_engine.core.errors import (
@@ -32,6 +33,9 @@ from fl_engine.storage.store import decode, encode, sha256
 from flexfleet.config import Config
 from flexfleet.files.artifacts import History, PoolFile
 from flexfleet.tracking.trackers import address, client_of
+
+if TYPE_CHECKING:
+    from flexfleet.steps.prepare import Resolved
 
 log = logging.getLogger("flexfleet")
 
@@ -63,25 +67,30 @@ def start(config: Config, family: ModelFamily) -> Params | None:
     return weights
 
 
-def check_unchanged(config: Config, family: ModelFamily, pool: Path) -> None:
+def check_unchanged(resolved: Resolved, pool: Path, out: Path) -> None:
     """For a run that goes on: raises ConfigError where `model.init`, or the network, has other weights now than those
     that the folder of its pool has. A source that is not here (any more), or that does not answer, is taken to be the
     same."""
     try:
-        weights = start(config, family)
+        weights = resolved.start
     except (DataError, EnvironmentFailure) as error:
         log.info("model.%s cannot be compared with the weights that the run was started from: %s", INIT, error)
         return
-    if weights is None:
+    if weights is not None:
+        check_same(PoolFile.read(pool / "pool.json").weights_sha256, sha256(encode(weights)), resolved.config, out)
+
+
+def check_same(before: str | None, now: str | None, config: Config, out: Path) -> None:
+    """Raises ConfigError unless a run goes on from the weights that it was started from. By their sha256; None: fresh
+    ones."""
+    if before == now:
         return
-    known, now = PoolFile.read(pool / "pool.json").weights_sha256, sha256(encode(weights))
-    if known != now:
-        init = config.model.get(INIT)
-        what = f"the network {config.model['name']}" if init is None else f"model.{INIT} = {init}"
-        raise ConfigError(
-            f"{what} holds other weights (sha256 {now[:12]}) than those that the run was started from "
-            f"({str(known)[:12]}): restore them, or choose another --run-id"
-        )
+    init = config.model.get(INIT)
+    what = f"the network {config.model['name']}" if init is None else f"model.{INIT} = {init}"
+    said, here = (f"weights of sha256 {sha[:12]}" if sha else "fresh weights" for sha in (before, now))
+    raise ConfigError(
+        f"{out} was started from {said}, and {what} gives {here} now: restore them, or choose another --run-id"
+    )
 
 
 # -------------------------------------------------------------------------------------------------- where they are
@@ -106,7 +115,10 @@ def _read(config: Config, init: str, names: Collection[str]) -> tuple[Params, st
 
 
 def _file(path: Path) -> Params:
-    value = path.read_bytes()
+    return _decoded(path.read_bytes(), path)
+
+
+def _decoded(value: bytes, path: Path) -> Params:
     try:
         return decode(value, str(path))
     except IntegrityError as error:
@@ -121,15 +133,15 @@ def _file(path: Path) -> Params:
 
 def _folder(folder: Path, names: Collection[str]) -> Params:
     """Of a run, its global model where levels have weights of their own; or of a level that was exported."""
-    found = _file(_only(folder, [folder / MODEL] if (folder / MODEL).is_file() else []))
+    path = _only(folder, [folder / MODEL] if (folder / MODEL).is_file() else [])
+    value = path.read_bytes()
+    if (folder / "history.json").is_file() and not (folder / ABOUT).is_file():
+        expected = History.read(folder / "history.json").model_sha256
+        if (actual := sha256(value)) != expected:
+            raise IntegrityError(f"{path} is damaged: its sha256 is {actual[:12]}, history.json says {expected[:12]}")
+    found = _decoded(value, path)
     if (folder / ABOUT).is_file():
         return _exported(folder, found, names)
-    if (folder / "history.json").is_file():
-        expected = History.read(folder / "history.json").model_sha256
-        if (actual := sha256((folder / MODEL).read_bytes())) != expected:
-            raise IntegrityError(
-                f"{folder / MODEL} is damaged: its sha256 is {actual[:12]}, history.json says {expected[:12]}"
-            )
     return {name: tensor for name, tensor in found.items() if "/" not in name}
 
 

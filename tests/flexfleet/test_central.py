@@ -20,6 +20,7 @@ from fl_engine.core import seeds
 from fl_engine.core.schedules import Cosine
 from fl_engine.core.slicing import initial_params
 from fl_engine.core.types import FULL, SGD, Adam
+from fl_engine.exchange import code
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training.central import train_centrally
@@ -158,6 +159,43 @@ def test_another_training_does_not_go_on(flexfleet: Any, sets: tuple[str, ...], 
     refused = flexfleet("central", "--run-id", "a", "--resume", sets=[*SETS, "central.epochs=1", *sets])
     assert refused.code == 2 and said in refused.err and "choose another --run-id" in refused.err
     assert flexfleet("central", "--run-id", "a", sets=SETS).code == 2, "without --resume"
+
+
+LAYER = """
+import torch
+
+
+class Layer(torch.nn.Sequential):
+    def __init__(self, input_shape, outputs):
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(input_shape[0] * input_shape[1] * input_shape[2], outputs))
+"""
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_with_other_code_it_does_not_go_on(
+    flexfleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """Whether `run.code` carries it, or it is a module that Python finds."""
+    name = f"layer_{packed}".lower()
+    source = tmp_path / "source" / f"{name}.py"
+    source.parent.mkdir()
+    source.write_text(LAYER)
+    given = [s for s in SETS if not s.startswith("model.")] + ["central.epochs=1", f"model.name={name}:Layer"]
+    if packed:
+        given.append(f"run.code={source}")
+    else:
+        monkeypatch.syspath_prepend(source.parent)
+    try:
+        done = flexfleet("central", "--run-id", "a", sets=given)
+        assert done.code == 0, done.err
+        again = flexfleet("central", "--run-id", "a", "--resume", sets=given)
+        assert again.code == 0, again.err
+        source.write_text(LAYER + "# a remark\n")
+        refused = flexfleet("central", "--run-id", "a", "--resume", sets=given)
+    finally:
+        code.disable()
+    assert refused.code == 2
+    assert ("was started with the code" if packed else "was started with another source of layer_") in refused.err
 
 
 def test_bad_input_is_one_line(flexfleet: Any) -> None:

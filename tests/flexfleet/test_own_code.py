@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import flexfleet as ff
 from fl_engine.backends.processes import Processes
+from fl_engine.core.errors import ClientError
 from fl_engine.exchange import code
 from fl_engine.storage.store import sha256
 from fl_engine.testing.own_package import NAME, SETS, write
+from flexfleet.config import pair_of
 from flexfleet.files.artifacts import RunFile
 
 
@@ -87,6 +92,50 @@ def test_the_status_of_a_run_needs_no_source(run: Any, package: Path, flexfleet:
     done = flexfleet("status", "runs/a", "--json")
     assert done.code == 0, done.err
     assert done.json["status"] == "finished"
+
+
+def test_looking_at_a_run_executes_none_of_its_code(run: Any, package: Path, flexfleet: Any) -> None:
+    (package / "__init__.py").write_text("open('executed', 'a').close()\n")
+    run("a", "rounds.stop=1")
+    code.disable()
+    assert Path("executed").exists()
+    Path("executed").unlink()
+    for command in (["status", "runs/a"], ["status"]):
+        done = flexfleet(*command)
+        assert done.code == 0, done.err
+    found = ff.load("a")
+    assert (found.status, len(found.history), len(found.levels)) == ("finished", 1, 1)
+    assert found.metrics["avg"] >= 0
+    assert not Path("executed").exists()
+
+
+def test_from_python_it_is_imported_while_it_is_needed(run: Any, package: Path, quick: Sequence[str]) -> None:
+    """And it comes from the run's folder: the source may have changed, or be gone."""
+    expected = run("a")
+    code.disable()
+    path = list(sys.path)
+    options = dict(pair_of(each) for each in [*quick, *SETS]) | {"run.code": str(package)}
+    found = ff.run(options=options, run_id="b", progress=False)
+    assert found.model_sha256 == expected
+    mine = {"mine": options.pop("algorithm.name")}
+    both = ff.compare(mine, seeds=[0], id="both", options=options, progress=False)
+    assert both.runs["mine", 0].status == "finished"
+    assert sys.path == path and not [name for name in sys.modules if name.startswith(NAME)]
+    package.rename(package.with_name("away"))
+    assert found.model()(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
+    client = int(found.clients[0]["client"] if isinstance(found.clients, list) else found.clients["client"][0])
+    assert found.replay(1, client).update.client == client
+    assert sys.path == path and not [name for name in sys.modules if name.startswith(NAME)]
+
+
+def test_a_run_whose_code_is_not_allowed_here_is_not_imported(
+    run: Any, monkeypatch: pytest.MonkeyPatch, package: Path
+) -> None:
+    run("a", "rounds.stop=1")
+    code.disable()
+    monkeypatch.setenv(code.ALLOWED, "none")
+    with pytest.raises(ClientError, match="is not allowed on this device"):
+        ff.load("a").model()
 
 
 def test_workers_do_not_start_with_a_wheel_that_was_tampered_with(

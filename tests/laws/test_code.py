@@ -107,7 +107,7 @@ def test_one_file_is_a_package_too(tmp_path: Path) -> None:
 
 @given(place=st.integers(0, 10**6), flipped=st.integers(1, 255))
 def test_a_wheel_with_another_byte_is_not_imported(place: int, flipped: int) -> None:
-    wheel = code.Wheel(NAME, code._zipped({f"{NAME}.py": b"", **code._about(NAME, {f"{NAME}.py": b""})}))
+    wheel = code.Wheel(code._zipped({f"{NAME}.py": b"", **code._about(NAME, {f"{NAME}.py": b""})}))
     value = bytearray(wheel.value)
     value[place % len(value)] ^= flipped
     with pytest.raises(IntegrityError, match=f"the store is damaged: its sha256 is .*{wheel.sha256} is expected"):
@@ -166,6 +166,28 @@ def test_what_cannot_travel_is_refused(
         said = "are the most"
     with pytest.raises(BadInput, match=said):
         enable(code.pack(source))
+
+
+@pytest.mark.parametrize("name", ["fl_engine", "flexfleet"])
+def test_nobodys_package_takes_the_place_of_ours(package: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name!r} is not to be had"):
+        code.pack(package.rename(tmp_path / name))
+
+
+def test_what_is_enabled_inside_is_gone_afterwards(package: Path) -> None:
+    first = code.pack(package)
+    (package / "deep" / "inner.py").write_text("VALUE = 2\n")
+    second = code.pack(package)
+    with code.enabled_within():
+        enable(first)
+        assert importlib.import_module(NAME).VALUE == 1
+        path = list(sys.path)
+        with code.enabled_within():
+            enable(second)
+            assert importlib.import_module(NAME).VALUE == 2
+        assert code.enabled(first.sha256) and not code.enabled(second.sha256)
+        assert sys.path == path and importlib.import_module(NAME).VALUE == 1
+    assert not code.enabled(first.sha256) and NAME not in sys.modules
 
 
 def test_the_name_of_an_installed_package_is_taken(package: Path, tmp_path: Path) -> None:
