@@ -226,7 +226,8 @@ class Result:
     def replay(self, round: int, client: int) -> ClientRound:
         """What `client` was asked in `round`, counted from 1, and what it did, computed once more: order, task, start,
         update, change. The rounds since the last state that is kept before it are computed again; with
-        options={'rounds.keep_every': 1} there are none."""
+        options={'rounds.keep_every': 1} there are none. Where clients keep something between rounds, or rounds are
+        buffered, all rounds before it are computed again."""
         with self._resolved() as resolved:
             config = resolved.config
             site = site_of(resolved, self.folder / "partition", self.folder / "pool")
