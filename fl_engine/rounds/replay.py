@@ -1,7 +1,8 @@
 """One client's work in one round, computed once more.
 
 Every round is a function of the state before it, its number and the seed. So the rounds since the last kept state
-before it are computed again, without committing anything, and then this one order.
+before it are computed again, without committing anything, and then this one order. Where clients keep something between
+rounds, or rounds are buffered, that is all rounds before it.
 """
 
 from __future__ import annotations
