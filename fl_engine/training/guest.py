@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import current_thread, main_thread
 
@@ -24,9 +24,35 @@ def is_guest() -> bool:
 
 
 @contextmanager
+def _as_in_a_new_process() -> Iterator[None]:
+    """What decides how torch computes has its defaults."""
+    dtype, precision, mkldnn = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.backends.mkldnn
+    enabled = mkldnn.enabled
+    # Only where it is needed: torch asks such a context at every call.
+    here = torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext()
+    try:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        mkldnn.enabled = True  # type: ignore[assignment]
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+            here,
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
+        mkldnn.enabled = enabled
+
+
+@contextmanager
 def guest() -> Iterator[None]:
-    """Afterwards torch's number of threads and cuDNN's flags, the random states of torch, numpy and Python, signal
-    handlers and `sys.path` are as before; malloc's settings are not touched."""
+    """Inside, torch computes as in a new process, whatever the host has set: precision, gradients, device. Afterwards
+    its settings, the random states of torch, numpy and Python, signal handlers and `sys.path` are as before; malloc's
+    settings are not touched."""
     threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
     flags = cudnn.benchmark, cudnn.deterministic
     drawn = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -35,7 +61,8 @@ def guest() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if in_main else {}
     token = _guest.set(True)
     try:
-        yield
+        with _as_in_a_new_process():
+            yield
     finally:
         _guest.reset(token)
         torch.set_num_threads(threads)

@@ -8,9 +8,10 @@ is named as `module:Name`.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -58,19 +59,49 @@ def config_of(
         for name, value in given.items():
             if isinstance(value, Default) and PARAMETERS[name] not in told:
                 set_path(values, PARAMETERS[name], str(value))
-    for path, value in names_first(told.items()):
-        set_path(values, path, plain(value, f"options[{path!r}]"))
-    store = own.get("run.store", (None, values["run"]["store"]))[1]
-    for path, _ in names_first((path, None) for path in own):
-        name, value = own[path]
+    pairs = [(path, plain(value, f"options[{path!r}]")) for path, value in told.items()]
+    store = _store(values, pairs, own.get("run.store", (None, None))[1])
+    for path, (name, value) in own.items():
         if name == "store_uri" and "://" in str(value):
-            set_path(values, "run.remote", str(value))
+            pairs.append(("run.remote", str(value)))
         elif name in NAMED:
-            for inner, each in NAMED[name](value, store).items():
-                set_path(values, inner, each)
+            pairs.extend(NAMED[name](value, store).items())
         else:
-            set_path(values, path, whole(plain(value, name)) if name == "seed" else plain(value, name))
+            pairs.append((path, whole(plain(value, name)) if name == "seed" else plain(value, name)))
+    _check_once(pairs)
+    for path, value in names_first(pairs):  # all of them: a name drops the options of the one before it
+        set_path(values, path, value)
     return parse(values)
+
+
+def _store(values: dict[str, Any], options: Sequence[tuple[str, Any]], uri: Any) -> str:
+    """The folder of all runs on this machine."""
+    if uri is not None and "://" not in str(uri):
+        return str(uri)
+    given = copy.deepcopy(values["run"])
+    for path, value in options:
+        if path == "run" or path.startswith("run."):
+            set_path(holding := {"run": given}, path, value)
+            given = holding["run"]
+    return str(given["store"])
+
+
+def _check_once(pairs: Iterable[tuple[str, Any]]) -> None:
+    """Raises ConfigError where a parameter is given twice."""
+    seen: set[str] = set()
+    for path, value in pairs:
+        for leaf in _leaves(path, value):
+            if leaf in seen:
+                raise ConfigError(f"{leaf} is given twice, by a keyword and an option or by two options: say it once")
+            seen.add(leaf)
+
+
+def _leaves(path: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{path}.{key}", inner)
+    else:
+        yield path
 
 
 def _base(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:

@@ -82,9 +82,12 @@ class Watching:
 
     def update(self, order: WorkOrder, update: ClientUpdate) -> None:
         for callback in self._updates:
-            told = replace(order, payload=_copied(order.payload), memory=_copied(order.memory), encoded=None)
-            brought = replace(update, payload=_copied(update.payload), state=_copied(update.state), encoded=None)
-            callback.on_update(told, brought)
+            hints, metrics = copy.deepcopy(dict(order.hints)), dict(update.metrics)
+            sent, kept, brought, state = map(_copied, (order.payload, order.memory, update.payload, update.state))
+            callback.on_update(
+                replace(order, payload=sent, memory=kept, hints=hints, encoded=None),
+                replace(update, payload=brought, state=state, metrics=metrics, encoded=None),
+            )
 
     def round(
         self, number: int, metrics: Mapping[str, float], clients: Sequence[Mapping[str, Any]], state: Any

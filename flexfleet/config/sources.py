@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import types
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fl_engine.core.plain import check_plain
 from fl_engine.datasets import kept
 from fl_engine.exchange import code
 from fl_engine.storage.store import sha256
@@ -38,8 +40,8 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
 
 
 def sources(config: Config, sections: Collection[str] | None = None) -> dict[str, str]:
-    """By name, the sha256 of its module's file; of what a cell or a script itself defines, that of its own source. What
-    is in the package of `run.code` is left out: the package has a sha256 as a whole."""
+    """By name, the sha256 of its module's file; of what a cell or a script itself defines, that of its source and of
+    all that it uses there. What is in the package of `run.code` is left out: the package has a sha256 as a whole."""
     package = None if config.run.code is None else code.name_of(Path(config.run.code))
     return {name: _digest(name) for name in named(config, sections) if name.partition(":")[0].split(".")[0] != package}
 
@@ -50,25 +52,67 @@ def _digest(name: str) -> str:
     file = getattr(module, "__file__", None)
     if module_name != MAIN and file is not None and Path(file).is_file():
         return sha256(Path(file).read_bytes())
-    return sha256(_source(getattr(module, attribute)).encode())
+    return sha256("\n".join(map(_source, _used_by(getattr(module, attribute)))).encode())
 
 
-def _source(value: Any) -> str:
+def _used_by(value: Any) -> list[Any]:
+    """The class or function, and those of the same notebook or script that it inherits from or names, and so on."""
+    found, left = dict[str, Any](), [value]
+    while left:
+        each = left.pop()
+        if not isinstance(each, type | types.FunctionType):
+            each = type(each)
+        if each.__module__ != value.__module__ or each.__qualname__ in found:
+            continue
+        found[each.__qualname__] = each
+        members = [each] if isinstance(each, types.FunctionType) else map(_function, vars(each).values())
+        space = vars(sys.modules[each.__module__])
+        for member in members:
+            names = _names_in(member.__code__) if isinstance(member, types.FunctionType) else []
+            names.append(getattr(member, "__qualname__", ""))  # an attribute that is a function or a class from outside
+            left.extend(space[name] for name in names if isinstance(space.get(name), type | types.FunctionType))
+        left.extend(each.__mro__[1:] if isinstance(each, type) else ())
+    return [found[name] for name in sorted(found)]
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    inner = [name for each in code.co_consts if isinstance(each, types.CodeType) for name in _names_in(each)]
+    return [*code.co_names, *inner]
+
+
+def _function(member: Any) -> Any:
+    """What a static method, a class method or a property runs; else the member itself."""
+    return getattr(member, "__func__", getattr(member, "fget", member))
+
+
+def _source(value: type | types.FunctionType) -> str:
     """The text of a class or a function. Python cannot find that of a class of a notebook's cell, but that of its
-    methods; what else it has counts as it is shown."""
-    if not isinstance(value, type | types.FunctionType):
-        value = type(value)
+    methods; what else it has counts where it is plain data."""
     try:
         return inspect.getsource(value)
     except (OSError, TypeError):
         pass
     if isinstance(value, types.FunctionType):
-        return repr((value.__code__.co_code, value.__code__.co_consts, value.__code__.co_names))
+        return repr(_compiled(value.__code__))
     parts = []
     for name, member in sorted(vars(value).items()):
-        inner = getattr(member, "__func__", getattr(member, "fget", member))
+        inner = _function(member)
         if isinstance(inner, types.FunctionType):
             parts.append(f"{name}: {_source(inner)}")
         elif not name.startswith("_"):
-            parts.append(f"{name} = {member!r}")
+            parts.append(f"{name} = {member!r}" if _is_plain(member) else f"{name}: {type(member).__qualname__}")
     return "\n".join([repr(value.__bases__), *parts])
+
+
+def _compiled(code: types.CodeType) -> tuple[Any, ...]:
+    """What a function does; without its place in the file and in memory."""
+    consts = tuple(_compiled(each) if isinstance(each, types.CodeType) else each for each in code.co_consts)
+    return code.co_code, code.co_names, consts
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        check_plain(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True

@@ -26,7 +26,7 @@ from fl_engine.core.errors import BadInput, ConfigError, Stopped
 from fl_engine.core.fields import Moves
 from flexfleet.comparisons.side_by_side import Command, side_by_side
 from flexfleet.comparisons.whole import RunsFailed
-from flexfleet.config import Config, Range, load_config, moves, public, set_path, shown
+from flexfleet.config import Config, Range, flatten, load_config, moves, public, set_path, shown
 from flexfleet.config.names import plain
 from flexfleet.config.overrides import hand_over, write_config
 from flexfleet.files import terminal as common
@@ -48,6 +48,8 @@ FILES = ("tune.json", "params.yaml", "patch.yaml", "study.html")
 """What a study leaves."""
 PARENT = "mlflow-run"
 """Attribute of the study: the MLflow run that is the parent of the trials' runs."""
+CONFIG = "configuration"
+"""Attribute of the study: what may not change when it goes on, by dotted name."""
 POLL_S = 1.0
 """Seconds after which a worker looks again, while the last trials run elsewhere."""
 
@@ -96,6 +98,7 @@ def _space(config: Config, prepared: Path) -> tuple[dict[str, Range], dict[str, 
 def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[str, str]) -> None:
     """Begins the study, with the default as its first trial, and its MLflow run with these `tags`; or resumes it."""
     study = search.open_study(config, folder, id)
+    _check_same(study, config, folder)
     _take_up(study)
     if not study.get_trials(deepcopy=False):
         study.enqueue_trial(_space(config, prepared)[1])
@@ -103,6 +106,25 @@ def _begin(config: Config, folder: Path, id: str, prepared: Path, tags: Mapping[
     if parent is not None:
         study.set_user_attr(PARENT, parent.run_id)
         parent.params(shown(config))
+
+
+def _check_same(study: Any, config: Config, folder: Path) -> None:
+    """Raises ConfigError for a study that was started with another configuration: its trials would not be comparable.
+    How many there are, who runs them and what is compared in the end may change."""
+    fixed = tuple(f"tune.{name}" for name in ("metric", "seeds", "space"))
+    values = {
+        key: value
+        for key, value in flatten(config).items()
+        if moves(key) not in (Moves.EXECUTION, Moves.PLACE) or key.startswith(fixed)
+    }
+    now, known = json.loads(json.dumps(values)), study.user_attrs.get(CONFIG)
+    if known is None:
+        study.set_user_attr(CONFIG, now)
+        return
+    changed = [key for key in sorted(now.keys() | known.keys()) if now.get(key) != known.get(key)]
+    if changed:
+        lines = ", ".join(f"{key}: {known.get(key)!r} -> {now.get(key)!r}" for key in changed[:6])
+        raise ConfigError(f"{folder} was started with another configuration ({lines}): choose another --id")
 
 
 def _parent(config: Config, study: Any, given: Mapping[str, str]) -> MLflow | None:

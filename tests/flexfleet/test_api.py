@@ -175,7 +175,7 @@ def test_a_module_brings_its_weights_and_other_ones_do_not_go_on(store: Path) ->
     with torch.no_grad():
         before = READY.body[1].bias.clone()
         READY.body[1].bias += 1
-    with pytest.raises(ff.ConfigError, match="holds other weights"):
+    with pytest.raises(ff.ConfigError, match=r"was started from weights .* gives weights"):
         ours.resume(3, progress=False)
     with torch.no_grad():
         READY.body[1].bias.copy_(before)
@@ -195,9 +195,31 @@ def test_keywords_win_over_options_and_options_over_the_configuration(tmp_path: 
     )
 
 
+def test_options_of_what_a_keyword_names_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = config_of(None, {"algorithm.mu": 5.0}, {"algorithm": "fedprox"})
+    assert found.algorithm == {"name": "fedprox", "mu": 5.0}
+    found = config_of(None, {"algorithm": {"on_too_small": "fail"}}, {"algorithm": "heterofl"})
+    assert found.algorithm == {"name": "heterofl", "on_too_small": "fail"}
+    found = config_of(None, {"model.norm": "bn"}, {"model": "small_cnn", "algorithm": AllLarge})
+    assert found.model == {"name": "small_cnn", "norm": "bn"} and found.algorithm == {"name": "all_large"}
+    with pytest.raises(ff.ConfigError, match="width"):
+        config_of(None, {"algorithm.widths": [0.5, 1.0]}, {"algorithm": "fedprox"})
+    data = ff.from_arrays(np.zeros((8, 4), dtype=np.float32), np.arange(8) % 2)
+    found = config_of(None, None, {"dataset": data, "store_uri": "s3://bucket/prefix"})
+    assert (found.run.store, found.run.remote) == ("runs", "s3://bucket/prefix")
+    assert found.dataset.root == str(tmp_path / "runs" / ".data") and sorted(Path().iterdir()) == [Path("runs")]
+    found = config_of(None, {"run": {"store": "kept"}}, {"dataset": data})
+    assert found.dataset.root == str(tmp_path / "kept" / ".data")
+
+
 @pytest.mark.parametrize(
     ("options", "keywords", "said"),
     [
+        ({"algorithm.mu": 3.0}, {"algorithm": {"name": "fedprox", "mu": 2.0}}, r"algorithm\.mu is given twice"),
+        ({"rounds": {"stop": 3}, "rounds.stop": 4}, {}, r"rounds\.stop is given twice"),
+        ({"run.remote": "s3://a/b"}, {"store_uri": "s3://c/d"}, r"run\.remote is given twice"),
+        ({"algorithm.muu": 3.0}, {"algorithm": "fedprox"}, "muu"),
         ({"rounds.stop": 4}, {"rounds": 3}, "'rounds' is given as a keyword and as options"),
         ({"rounds": {"stop": 4}}, {"rounds": 3}, "'rounds' is given as a keyword and as options"),
         ({"rounds.stopp": 4}, {}, "stopp"),
@@ -257,6 +279,104 @@ def test_the_process_is_as_before(store: Path) -> None:
         assert now() == before
     finally:
         torch.set_num_threads(threads)
+
+
+def _float64() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("setting", "undo"),
+    [
+        (_float64, lambda: torch.set_default_dtype(torch.float32)),
+        (lambda: torch.set_float32_matmul_precision("medium"), lambda: torch.set_float32_matmul_precision("highest")),
+        (
+            lambda: setattr(torch.backends.mkldnn, "enabled", False),
+            lambda: setattr(torch.backends.mkldnn, "enabled", True),
+        ),
+        (lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)),
+        (lambda: torch.set_grad_enabled(False), lambda: torch.set_grad_enabled(True)),
+    ],
+    ids=["float64", "matmul precision", "no mkldnn", "device", "no gradients"],
+)
+def test_what_the_host_has_set_changes_no_bit(result: ff.Result, setting: Any, undo: Any) -> None:
+    def now() -> list[Any]:
+        return [
+            torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled,
+            torch.get_default_device(), torch.is_grad_enabled(),
+        ]  # fmt: skip
+
+    plain = now()
+    setting()
+    try:
+        before = now()
+        assert before != plain
+        found = ff.run(**SMALL)
+        assert now() == before
+    finally:
+        undo()
+    assert found.model_sha256 == result.model_sha256 and now() == plain
+
+
+def test_an_autocast_around_it_changes_no_bit(result: ff.Result) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        assert ff.run(**SMALL).model_sha256 == result.model_sha256
+
+
+SCRIPT = """\
+import sys, torch, flexfleet as ff
+from torch import nn
+
+
+def shift(x):
+    return x + {shift}
+
+
+class Base(nn.Module):
+    scale = {scale}
+
+
+class Block(Base):
+    def forward(self, x):
+        return shift(x) * self.scale
+
+
+class Unused:
+    {unused}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), Block(), nn.Linear(24, 10))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+from flexfleet.config.sources import sources
+from flexfleet.config import parse
+print(sources(parse({{"model": {{"name": "__main__:Net"}}}}))["__main__:Net"])
+"""
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["of a file", "without source"])
+def test_code_of_a_script_counts_with_all_that_it_uses(tmp_path: Path, told: bool) -> None:
+    def digest(**values: Any) -> str:
+        text = SCRIPT.format(**({"shift": 1.0, "scale": 2.0, "unused": "a = 1"} | values))
+        if not told:
+            done = script(text, tmp_path)
+        else:
+            (tmp_path / "own.py").write_text(text)
+            command = [sys.executable, "own.py"]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    first = digest()
+    assert digest() == first, "in another process too"
+    assert digest(unused="a = 2") == first
+    assert len({first, digest(shift=1.5), digest(scale=3.0)}) == 3
 
 
 def test_a_guest_does_not_set_up_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,20 @@ def test_a_study_is_found_again(study: ff.Study) -> None:
         ff.tune("heterofl", resume=True, **SEARCH, **SMALL)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"algorithm": "all_large"}, "algorithm.name: 'heterofl' -> 'all_large'"),
+        ({"rounds": 2}, "rounds.stop: 1 -> 2"),
+        ({"space": {"training.lr": (0.5, 0.6)}}, "tune.space.training.lr.high: .* -> 0.6"),
+    ],
+)
+def test_another_study_does_not_go_on(study: ff.Study, changed: dict[str, Any], said: str) -> None:
+    given = {"algorithm": "heterofl", **SEARCH, **SMALL, **changed}
+    with pytest.raises(ff.ConfigError, match=rf"was started with another configuration .*{said}"):
+        ff.tune(given.pop("algorithm"), id="lr", resume=True, **given)
+
+
 def test_a_resumed_study_makes_the_trials_that_are_missing(study: ff.Study) -> None:
     (study.folder / "tune.json").rename(study.folder / "before.json")
     more = ff.tune("heterofl", id="lr", resume=True, **{**SEARCH, "trials": 4}, **SMALL)

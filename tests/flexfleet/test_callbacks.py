@@ -43,6 +43,8 @@ class Diary(ff.Callback):
     def on_update(self, order: Any, update: Any) -> None:
         for tensor in (*order.payload.values(), *update.payload.values()):
             tensor.fill_(float("nan"))
+        update.metrics.update(dict.fromkeys(update.metrics, 1e9))
+        order.hints["seen"] = True
         self.lines.append(("update", update.client))
 
     def on_round(self, round: ff.Round) -> Any:
