@@ -112,9 +112,9 @@ class Client:
 
     def train(self, pick: Pick, weights: dict[str, Tensor], order: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
         """`order`: which samples each epoch goes through, permutations of all; None: drawn."""
-        w, net = self.w, self.nets[pick.net]
+        w, net = self.w, self.nets[pick.net].train()
         net.load_state_dict(cut(weights, net))
-        teachers = [self.nets[i] for i in pick.teachers]
+        teachers = [self.nets[i].eval() for i in pick.teachers]  # without dropout, as FlexFL's
         optimizer = torch.optim.SGD(net.parameters(), w.lr, momentum=w.momentum)
         x, y = self.x[pick.client], self.y[pick.client]
         for epoch in range(w.epochs):

@@ -11,7 +11,8 @@ Departs from the paper:
 - gamma is found by bisection on the size of all parameters (`pool.py`); `rule: authors` is their search;
 - selection draws uniformly among the devices that can hold the level (`selection.ResourceTable`);
 - the distillation term is reduced by the mean over batch and classes, as in the authors' code (`losses.py`);
-- teachers are all smaller pool members, M2' and M3' included, and stay in training mode, as in the code;
+- teachers are all smaller pool members, M2' and M3' included, as in the code, and drop no units: there they do in the
+  first round only, because what tests the pool after it leaves its networks in evaluation mode (`teachers: authors`);
 - "without APoZ" sets every A_i = 0.5: with A = 1 the largest layer could never be wider than 1 %.
 """
 
@@ -21,7 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
@@ -67,6 +68,9 @@ class FlexFL:
     """lambda; 0 runs no teachers (ablation)."""
     temperature: Positive = 3.0
     """tau."""
+    teachers: Literal["authors", "eval", "train"] = "eval"
+    """Whether teachers drop units, in networks with dropout: eval: never; train: always, each by its own mask;
+    authors: in the first round only, as in the published code. All the same in networks without dropout."""
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest model needs."""
     selection: Selection = ResourceTable()
@@ -130,7 +134,8 @@ class FlexFL:
         """On the device: AdaPrune (Sec. III-C), then self-distillation (Sec. III-D, Eq. 4)."""
         trained = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
         smaller = ctx.pool[:trained]
-        teachers = Distillation(tuple(m.spec for m in smaller), self.kd_weight, self.temperature)
+        drops = self.teachers == "train" or (self.teachers == "authors" and order.round == 0)
+        teachers = Distillation(tuple(m.spec for m in smaller), self.kd_weight, self.temperature, training=drops)
         distils = bool(smaller) and self.kd_weight > 0
         return local_task(self.training, order, ctx.pool[trained].spec, distillation=teachers if distils else None)
 

@@ -473,6 +473,9 @@ class Distillation:
     teachers: tuple[SubmodelSpec, ...]
     weight: float
     temperature: float
+    training: bool = True
+    """False: the teachers drop no units. Their batch norm takes the batch's statistics either way: running ones are the
+    student's."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from fl_engine.core.errors import ModelError
@@ -216,6 +217,14 @@ class Network:
     def __call__(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         out: Tensor | tuple[Tensor, ...] = self.module(x)
         return out
+
+
+def evaluates(network: Network) -> None:
+    """Puts the network into evaluation mode, without dropout, but for its batch norm, which goes on with the statistics
+    of the batch."""
+    for layer in network.module.eval().modules():
+        if isinstance(layer, BatchNorm2d | _NormBase):
+            layer.train()
 
 
 def _replace(module: nn.Module, side_by_side: bool) -> nn.Module:

@@ -20,7 +20,7 @@ from fl_engine.core.samples import Task, batch_layout
 from fl_engine.core.slicing import is_statistic, largest, take
 from fl_engine.core.types import SGD, Adam, LocalTask, OwnOptimizer, ParamLayout, Params, SubmodelSpec
 from fl_engine.training import batches, lanes, losses, own, steps
-from fl_engine.training.lanes import Network
+from fl_engine.training.lanes import Network, evaluates
 from fl_engine.training.networks import lent
 from fl_engine.training.numerics import SINGLE, Numerics
 from fl_engine.training.scaling import SCALE, LossScale
@@ -403,6 +403,8 @@ def _teachers(
         copied.append((spec, apart))
         teacher = borrowed.enter_context(lent(family, replace(task, spec=spec, scaler=1.0)))
         teacher.bind(own, _generators(jobs, f"teacher{i}", streams))
+        if not task.distillation.training:
+            evaluates(teacher)
         out.append(teacher)
 
     def fetch() -> None:

@@ -29,6 +29,8 @@ def lent(family: ModelFamily, task: LocalTask) -> Iterator[Network]:
         network = _built(family, task)
     yield network
     network.release()
+    if not network.module.training:
+        network.module.train()
     if len(_free) > NETWORKS_KEPT:  # rolling windows (FedRolex) hardly ever repeat a sub-model
         _free.clear()
     _free.setdefault(what, []).append(network)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from fl_engine.training.lanes import Dropout, Network
 
@@ -24,13 +25,15 @@ Seen = dict[str, tuple[Tensor, Tensor]]
 def shared(student: Network, teachers: Sequence[Network]) -> Iterator[Seen]:
     """While the context lasts, the student's forward pass stores the outputs of common layers in the yielded
     dictionary, and the teachers take them from there. Call the student first, and clear the dictionary after each
-    batch. Weights of equal name and shape must be the same tensors in all the networks, which are in training mode."""
+    batch. Weights of equal name and shape must be the same tensors in all the networks. The student is in training
+    mode; teachers that are not reuse only what is the same in both modes."""
     layers, seen = dict(student.module.named_modules()), Seen()
     changed: list[nn.Module] = []
     names = set()
     for teacher in teachers:
         for name, layer in teacher.module.named_modules():
-            if name in layers and _alike(name, student, teacher) and not _draws(layer):
+            differs = _draws(layer) if teacher.module.training else _depends_on_mode(layer)
+            if name in layers and _alike(name, student, teacher) and not differs:
                 layer.forward = partial(_reuse, seen, name, layer.forward)
                 changed.append(layer)
                 names.add(name)
@@ -57,6 +60,16 @@ def _inside(name: str, network: Network) -> tuple[dict[str, type], dict[str, tup
 
 def _draws(layer: nn.Module) -> bool:
     return any(isinstance(inner, Dropout) and inner.p > 0 for inner in layer.modules())
+
+
+_BY_MODE = (Dropout, _DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+def _depends_on_mode(layer: nn.Module) -> bool:
+    """Whether it may compute something else in evaluation than in training. (Batch norm is as in training in both, see
+    `lanes.evaluates`.) What a class from elsewhere does is not known."""
+    known = ("torch.nn.", "fl_engine.")
+    return any(isinstance(inner, _BY_MODE) or not type(inner).__module__.startswith(known) for inner in layer.modules())
 
 
 def _keep(seen: Seen, name: str, _: nn.Module, given: tuple[Any, ...], out: Any) -> None:

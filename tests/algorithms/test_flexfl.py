@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -256,16 +257,19 @@ class Counting:
     def __init__(self, inner: ModelFamily) -> None:
         self.inner = inner
         self.runs: Counter[SubmodelSpec] = Counter()
-        self.modes: set[bool] = set()
+        self.modes: dict[SubmodelSpec, set[bool]] = {}
+        self.last: dict[SubmodelSpec, tuple[Tensor, Tensor]] = {}
+        """The input and the output of the last run."""
         self.input_shape, self.outputs = inner.input_shape, inner.outputs
 
     def layout(self) -> ParamLayout:
         return self.inner.layout()
 
     def module(self, spec: SubmodelSpec = FULL) -> nn.Module:
-        def count(module: nn.Module, *_: object) -> None:
+        def count(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
             self.runs[spec] += 1
-            self.modes.add(module.training)
+            self.modes.setdefault(spec, set()).add(module.training)
+            self.last[spec] = given[0], out.detach()
 
         module = self.inner.module(spec)
         module.register_forward_hook(count)
@@ -275,10 +279,10 @@ class Counting:
         return self.inner.prunable()
 
 
-def run_counted(algorithm: FlexFL, received: str, free: float) -> tuple[Counting, Pool, Trained]:
+def run_counted(algorithm: FlexFL, received: str, free: float, round: int = 0) -> tuple[Counting, Pool, Trained]:
     counting, pool = Counting(TINY), tiny_pool(algorithm, TINY, (0.5, 0.5))
     (sent,) = (m for m in pool if m.name == received)
-    order = WorkOrder(0, 0, sent.spec, {}, 1, NAMES.index(received))
+    order = WorkOrder(round, 0, sent.spec, {}, 1, NAMES.index(received))
     task = algorithm.task(order, TaskContext(TINY.layout(), pool, Device(0, "any", 110.0, 8.0), free))
     (found,) = train(counting, Classification(counting.outputs), [job_of(TINY, task)])  # type: ignore[arg-type]
     return counting, pool, found
@@ -292,11 +296,18 @@ ONE_EPOCH = Training(epochs=1, batch_size=4)
     [("M3", 110.0, 4), ("M3", 95.0, 3), ("M3", 60.0, 2), ("M2", 110.0, 2), ("M3", 45.0, 1), ("M1", 110.0, 0)],
 )
 def test_every_smaller_member_of_the_pool_teaches(received: str, free: float, teachers: int) -> None:
-    """M3 learns from M1, M2', M2 and M3'; M1 from nobody. In training mode, once per batch."""
+    """M3 learns from M1, M2', M2 and M3'; M1 from nobody. Once per batch."""
     counting, pool, found = run_counted(FlexFL(training=ONE_EPOCH), received, free)
     assert found.steps == 3
     assert counting.runs == {m.spec: 3 for m in pool[: teachers + 1]}
-    assert counting.modes == {True}
+
+
+@pytest.mark.parametrize(("teachers", "drop_in_rounds"), [("eval", []), ("train", [0, 1, 2, 999]), ("authors", [0])])
+def test_in_which_rounds_teachers_are_in_training_mode(teachers: Any, drop_in_rounds: list[int]) -> None:
+    """Sheet: the authors' test() puts the pool's networks into evaluation mode, and nobody sets them back."""
+    for round in (0, 1, 2, 999):
+        counting, pool, _ = run_counted(FlexFL(training=ONE_EPOCH, teachers=teachers), "M3", 110.0, round)
+        assert counting.modes == {m.spec: {round in drop_in_rounds} for m in pool[:-1]} | {pool[-1].spec: {True}}
 
 
 def test_without_weight_no_teacher_runs() -> None:
@@ -310,8 +321,26 @@ def test_without_weight_no_teacher_runs() -> None:
     assert_same_bits(found.params, plain.params)
 
 
-def test_teachers_drop_units_too() -> None:
-    """Sheet: "in train mode, dropout on". Another mask for the teacher than for the student."""
+def test_by_default_teachers_drop_nothing() -> None:
+    """They answer as in evaluation, while the student drops units; the next training finds its network as it was."""
+    family = TinyNet(dropout=0.5)
+    half = SubmodelSpec.of({"conv": 4, "hidden": 16})
+    for dropping in (False, True):
+        counting = Counting(family)
+        task = LocalTask(FULL, SGD(1e-30), 1, 12, True, 1, Distillation((half,), 1.0, 1.0, training=dropping))
+        job = job_of(family, task)
+        train(counting, Classification(family.outputs), [job])  # type: ignore[arg-type]
+        teacher, student = family.module(half).eval(), family.module().eval()
+        teacher.load_state_dict(prefix_slice(family, job.start, half))
+        student.load_state_dict(job.start)
+        x, told = counting.last[half]
+        assert torch.allclose(told, teacher(x), atol=1e-5) is not dropping
+        x, said = counting.last[FULL]
+        assert not torch.allclose(said, student(x), atol=1e-2)
+
+
+def test_where_they_are_in_training_mode_teachers_drop_units_too() -> None:
+    """Another mask for the teacher than for the student."""
     family = TinyNet(dropout=0.5)
     task = LocalTask(FULL, SGD(1e-30), 1, 12, True, 1, Distillation((FULL,), 1.0, 1.0))
     (alone,) = train(family, Classification(family.outputs), [job_of(family, replace(task, distillation=None))])
@@ -363,7 +392,7 @@ def test_without_adaptive_models_the_pool_has_three_members() -> None:
     order = WorkOrder(0, 0, FULL, {}, 1, 2)
     task = ablated.task(order, TaskContext(layout, without, Device(0, "any", 110.0, 8.0), 95.0))
     assert task.spec == pool[2].spec, "with 95 % free, M2 is the largest that fits"
-    assert task.distillation == Distillation((pool[0].spec,), 10.0, 3.0)
+    assert task.distillation == Distillation((pool[0].spec,), 10.0, 3.0, training=False)
     assert_same_choices(plain, ablated)
 
 

@@ -256,14 +256,18 @@ def test_a_teachers_copied_weights_are_those_of_the_step() -> None:
 
 
 # -------------------------------------------------------------------------------------- static batch norm
-def test_teachers_leave_the_running_statistics_alone() -> None:
-    """With a step too small to move a weight, the statistics are those of training without teachers."""
+@pytest.mark.parametrize("training", [True, False])
+def test_teachers_leave_the_running_statistics_alone(training: bool) -> None:
+    """With a step too small to move a weight, the statistics are those of training without teachers. Nor do teachers
+    take them, in either mode: with nothing to drop, both train the same bits."""
     family = SmallCNN((1, 8, 8), 4, width=0.5, norm="static")
     halves = {g: n // 2 for g, n in family.layout().groups.items() if g != "classes"}
     teachers = (SubmodelSpec.of({g: max(1, n // 2) for g, n in halves.items()}), SubmodelSpec.of(halves))
     alone = trained(task_of(4, epochs=3, optimizer=SGD(1e-30)), 16, family)
-    task = task_of(4, epochs=3, optimizer=SGD(1e-30), distillation=Distillation(teachers, 10.0, 3.0))
-    taught = trained(task, 16, family)
+    kd = Distillation(teachers, 10.0, 3.0, training=training)
+    taught = trained(task_of(4, epochs=3, optimizer=SGD(1e-30), distillation=kd), 16, family)
+    other = replace(kd, training=not training)
+    assert taught.loss == trained(task_of(4, epochs=3, optimizer=SGD(1e-30), distillation=other), 16, family).loss
     assert taught.loss > alone.loss, "the teachers did run"
     start = initial_params(family, 1)
     running = [n for n in start if n.endswith(("running_mean", "running_var"))]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.slicing import initial_params, take
@@ -18,7 +20,7 @@ from fl_engine.models.vgg16 import VGG16
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TinyNet, assert_same_bits
 from fl_engine.training import local
-from fl_engine.training.lanes import Network
+from fl_engine.training.lanes import Network, evaluates
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import SINGLE, Numerics
 from fl_engine.training.shared_layers import Seen, shared
@@ -62,10 +64,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("numerics", [SINGLE, Numerics("batched", 8), replace(SINGLE, precision="bf16")])
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_no_bit_moves(name: str, numerics: Numerics, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bit_moves(name: str, training: bool, numerics: Numerics, monkeypatch: pytest.MonkeyPatch) -> None:
     family, teacher = CASES[name]
-    task = replace(TASK, distillation=Distillation((teacher, prefix(family.layout(), 0.5)), 10.0, 3.0))
+    kd = Distillation((teacher, prefix(family.layout(), 0.5)), 10.0, 3.0, training=training)
+    task = replace(TASK, distillation=kd)
     with_sharing = train(family, Classification(family.outputs), jobs(family, task, 2), numerics)
     monkeypatch.setattr(local, "shared", nothing_shared)
     for a, b in zip(
@@ -109,3 +113,29 @@ def test_layers_in_common_run_once_and_a_network_is_left_as_it_was() -> None:
     student(x)
     teacher(x)
     assert not seen
+
+
+class Louder(nn.Module):
+    """In training it doubles what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.training else x
+
+
+@pytest.mark.parametrize("odd", [nn.Dropout(0.5), nn.Dropout2d(0.5), nn.RReLU(), Louder()])
+def test_a_teacher_in_evaluation_takes_nothing_that_training_changes(odd: nn.Module) -> None:
+    """The student's convolution is the teacher's too, but not what comes after it."""
+    with torch.device("meta"):
+        student, teacher = (
+            Network(nn.Sequential(nn.Conv2d(3, 4, 3), copy.deepcopy(odd), nn.ReLU()).train()) for _ in range(2)
+        )
+    params = {"0.weight": torch.randn(1, 4, 3, 3, 3), "0.bias": torch.randn(1, 4)}
+    for each in (student, teacher):
+        each.bind(params, lambda: [torch.Generator()])
+    evaluates(teacher)
+    x = torch.randn(2, 3, 5, 5)
+    expected = teacher(x)
+    with shared(student, [teacher]) as seen:
+        student(x)
+        assert set(seen) == {"0", "2"}
+        torch.testing.assert_close(teacher(x), expected, rtol=0, atol=0)
