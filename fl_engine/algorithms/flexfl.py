@@ -36,7 +36,7 @@ from fl_engine.algorithms.pooled import (
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
-from fl_engine.core.fields import STRICT, NotNegative, Positive
+from fl_engine.core.fields import STRICT, NotNegative, Positive, Share
 from fl_engine.core.search import Interval
 from fl_engine.core.slicing import count_params
 from fl_engine.core.types import FULL, Distillation, LocalTask, Pool, PoolModel, Prepared, TaskContext, WorkOrder
@@ -60,8 +60,10 @@ class FlexFL:
     layer, and half a channel of the layer whose channels are largest."""
     rule: pools.Rule = "closest"
     """`closest` (the paper's sizes) or `authors` (the published code's first hit from above)."""
+    apoz: tuple[Share, ...] | None = None
+    """A_i of each layer that can be pruned, in network order, instead of measured ones: nothing is pre-trained then."""
     use_apoz: bool = True
-    """false: every A_i = 0.5 (ablation)."""
+    """false: every A_i = 0.5, whatever `apoz` says (ablation)."""
     use_adjustment: bool = True
     """false: every AdjW_i = 1 (ablation)."""
     kd_weight: NotNegative = 10.0
@@ -80,7 +82,7 @@ class FlexFL:
     # ------------------------------------------------------------------------------------ before the rounds
     @property
     def preparations(self) -> tuple[str, ...]:
-        return ("apoz",) if self.use_apoz else ()
+        return ("apoz",) if self.use_apoz and self.apoz is None else ()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """M1, M2', M2, ..., each nested in the next (Alg. 1). Raises PoolError for impossible targets."""
@@ -89,9 +91,13 @@ class FlexFL:
         if self.gammas is not None and len(self.gammas) != len(self.targets) - 1:
             raise PoolError(f"algorithm.gammas needs one value for each target below 100, got {list(self.gammas)}")
         layers = family.prunable()
-        scores = measured(prepared) if self.use_apoz else (0.5,) * len(layers)
+        scores = self._scores(prepared, len(layers))
         if len(scores) != len(layers):
-            raise PoolError(f"{len(layers)} layers can be pruned, the APoZ scores at hand are {len(scores)}")
+            given = "the APoZ scores at hand" if self.apoz is None else "those in algorithm.apoz"
+            names = ", ".join(layer.group for layer in layers)
+            raise PoolError(
+                f"{len(layers)} layers can be pruned, {given} are {len(scores)}: give one for each of {names}"
+            )
         sizes = pools.layer_sizes(family)
         adjust = pools.adjustment_weights(sizes) if self.use_adjustment else (1.0,) * len(layers)
         whole = count_params(family)
@@ -123,6 +129,11 @@ class FlexFL:
         for size, main in zip(percent[1:], mains[1:], strict=True):
             models += [build(f"{main.name}'", size - self.adaptive_size, None, dispatched=False), main]
         return pools.check_nested(family, tuple(models))
+
+    def _scores(self, prepared: Prepared, layers: int) -> tuple[float, ...]:
+        if not self.use_apoz:
+            return (0.5,) * layers
+        return measured(prepared) if self.apoz is None else self.apoz
 
     selector, init = pooled.selector, pooled.init
 

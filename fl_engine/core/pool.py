@@ -8,8 +8,8 @@
 
 Departs from the paper: Alg. 1 raises gamma by 0.01 until the size is within epsilon; the loop can step over epsilon
 and never end. Size is monotone in gamma, so a bisection finds the closest reachable size, and a target that no gamma
-comes near is an error. `rule="authors"` is the published code's search: gamma falls in steps of 0.01 and the first
-model whose prunable part is within 5 points of the target is taken, which is larger than the target says.
+comes near is an error. `rule="authors"` is the published code's search: gamma runs over 100/g, g = 1 .. 199, and the
+first model whose prunable part is within 5 points of the target is taken, which is larger than the target says.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fl_engine.core.widths import check_cuttable
 Rule = Literal["closest", "authors"]
 
 MIN_RATIO = 0.01
-GAMMA_STEP = 0.01
+AUTHORS_GAMMAS = tuple(100 / g for g in range(1, 200))
 AUTHORS_TOLERANCE = 0.05
 UNMEASURED = 0.5
 """A_i of a layer without a ReLU (an LSTM, an embedding), as if it were as often zero as not. Its real share of zeros is
@@ -158,12 +158,14 @@ def solve_as_authors(
         return sum(math.prod(shape) for name, shape in sizes if name.startswith(prefixes))
 
     whole = prunable_size(FULL)
-    for step in range(math.ceil(_gamma_max(apoz, adjust) / GAMMA_STEP), 0, -1):
-        gamma = step * GAMMA_STEP
+    for gamma in AUTHORS_GAMMAS:
         spec = spec_of(family, ratios_at(gamma, apoz, adjust))
         if abs(prunable_size(spec) / whole - share) <= AUTHORS_TOLERANCE:
             return gamma, spec
-    raise PoolError(f"no step of gamma comes within 5 points of {100 * share:.0f} % (rule 'authors')")
+    raise PoolError(
+        f"no gamma = 100/g, g = 1 .. {len(AUTHORS_GAMMAS)}, comes within 5 points of {100 * share:.0f} % "
+        "(rule 'authors'): change the target, or take algorithm.rule=closest"
+    )
 
 
 def _gamma_max(apoz: Sequence[float], adjust: Sequence[float]) -> float:

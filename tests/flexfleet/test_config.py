@@ -173,6 +173,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         ("algorithm.targets=[a, b]", "algorithm.targets"),
         ("algorithm.rule=closets", "algorithm.rule"),
         ("algorithm.use_apoz=1", "algorithm.use_apoz"),
+        ("algorithm.apoz=[0.5, 1.5]", "algorithm.apoz"),
         ("schema_version=2", "schema_version"),
     ],
 )
