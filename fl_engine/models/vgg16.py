@@ -3,6 +3,10 @@
 Thirteen 3x3 convolutions with bias and batch norm, five 2x2 max pools, two hidden layers with dropout 0.5,
 the classifier. At 3x32x32 and 10 / 100 / 200 classes: 33,646,666 / 34,015,396 / 34,425,096 parameters.
 
+The pools follow convolutions 2, 4, 7, 10 and 13, as in the original and in AdaptiveFL's Table 1: 333.2 M multiply-adds
+at 3x32x32. In FlexFL's code they follow 3, 5, 8, 11 and 13: 532.1 M, and other logits of the same parameters
+(`pool_after`).
+
 Departs from the authors' code, which for images that are not RGB shrinks the hidden layers to 256 units and leaves the
 last pool out; here the network is the same for all images, and `fc` sets the hidden layers' units.
 
@@ -34,7 +38,6 @@ from fl_engine.models.layers import (
 )
 
 CHANNELS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
-POOL_AFTER = (2, 4, 7, 10, 13)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class VGG16:
     """Units of the two hidden layers, before `width`."""
     width: float = 1.0
     """Multiplies the channels of every convolution and the units of both hidden layers."""
+    pool_after: tuple[int, ...] = (2, 4, 7, 10, 13)
+    """The convolutions (1 to 13) that the five max pools follow; FlexFL's code: [3, 5, 8, 11, 13]."""
     norm: Norm = "batch"
     exits: tuple[str, ...] = ()
     """Blocks behind which an early exit sits: some of `exit_points`, in that order."""
@@ -58,6 +63,11 @@ class VGG16:
         check_exits(type(self).__name__, self.exits, self.exit_points(), self.exit_convs)
         if not are_sizes(self.fc, 2):
             raise ModelError(f"VGG16: fc is a tuple of two positive integers, got {self.fc!r}")
+        after = self.pool_after
+        if not are_sizes(after, 5) or list(after) != sorted(set(after)) or after[-1] > len(CHANNELS):
+            raise ModelError(
+                f"VGG16: pool_after names five convolutions of 1 to {len(CHANNELS)}, ascending, got {after!r}"
+            )
 
     def layout(self) -> ParamLayout:
         groups = {f"conv{i}": scaled(n, self.width) for i, n in enumerate(CHANNELS, 1)}
@@ -83,7 +93,7 @@ class VGG16:
         for i in range(1, len(CHANNELS) + 1):
             c_out = layout.width(spec, f"conv{i}")
             layers[f"conv{i}"] = conv_bn(c_in, c_out, 3, self.norm, relu=nn.ReLU())
-            if i in POOL_AFTER:
+            if i in self.pool_after:
                 layers[f"pool{i}"] = nn.MaxPool2d(2)
             c_in = c_out
         layers["flatten"] = nn.Flatten()

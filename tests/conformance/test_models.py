@@ -30,6 +30,7 @@ from fl_engine.testing.models import ModelSuite
 SMALL: dict[str, ModelFamily] = {
     "small_cnn": SmallCNN((1, 8, 8), 10, width=0.5),
     "vgg16": VGG16((3, 32, 64), 4, fc=(64, 64), width=0.125),
+    "vgg16 of FlexFL's code": VGG16((3, 32, 64), 4, fc=(64, 64), width=0.125, pool_after=(3, 5, 8, 11, 13)),
     "resnet18": ResNet18((3, 12, 9), 5, width=0.1),
     "resnet34": ResNet34((1, 9, 9), 3, width=0.1),
     "preresnet18": PreResNet18((3, 9, 12), 4, width=0.1),
@@ -55,7 +56,7 @@ def one_thread() -> Iterator[None]:
 
 
 class TestModels(ModelSuite):
-    @pytest.fixture(params=sorted(MODELS))
+    @pytest.fixture(params=sorted(MODELS.keys() | SMALL.keys()))
     def family(self, request: pytest.FixtureRequest) -> ModelFamily:
         return SMALL[request.param]
 

@@ -153,6 +153,27 @@ def test_vgg16_drops_half_of_both_hidden_layers() -> None:
     assert dropouts == {"fc1.dropout": 0.5, "fc2.dropout": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("options", "macs", "sides"),
+    [
+        ({}, 333_217_792, (32, 32, 16, 16, 8, 8, 8, 4, 4, 4, 2, 2, 2)),
+        ({"pool_after": (3, 5, 8, 11, 13)}, 532_111_360, (32, 32, 32, 16, 16, 8, 8, 8, 4, 4, 4, 2, 2)),
+    ],
+    ids=["AdaptiveFL, Table 1: 333.2 M", "FlexFL's code: 532.1 M"],
+)
+def test_where_vgg16_pools(options: dict[str, Any], macs: int, sides: tuple[int, ...]) -> None:
+    """The same parameters; the side of the map that each convolution is given."""
+    family, seen = VGG16(CIFAR, 10, **options), []
+    assert (count_params(family), count_macs(family)) == (33_646_666, macs)
+    assert family.layout() == VGG16(CIFAR, 10).layout()
+    with torch.device("meta"):
+        module = family.module()
+        for i in range(1, 14):
+            module.get_submodule(f"conv{i}").register_forward_hook(lambda _, given, __: seen.append(given[0].shape[-1]))
+        module(torch.empty(2, *CIFAR))
+    assert tuple(seen) == sides
+
+
 def test_the_flatten_keeps_its_pixels_together() -> None:
     def repeats(family: ModelFamily) -> int:
         return family.layout().slots["fc1.linear.weight"].axes[1].repeat
@@ -191,6 +212,11 @@ def test_width_multiplies_every_channel_and_keeps_at_least_one() -> None:
         (MobileNetV2, {"norm": "group"}, "norm is one of batch, static, got 'group'"),
         (VGG16, {"fc": (4096,)}, "fc is a tuple of two positive integers, got (4096,)"),
         (VGG16, {"fc": [512, 512]}, "fc is a tuple of two positive integers, got [512, 512]"),
+        (VGG16, {"pool_after": (2, 4, 7, 10)}, "five convolutions of 1 to 13, ascending, got (2, 4, 7, 10)"),
+        (VGG16, {"pool_after": (2, 4, 7, 13, 10)}, "five convolutions of 1 to 13, ascending, got (2, 4, 7, 13, 10)"),
+        (VGG16, {"pool_after": (2, 4, 4, 7, 13)}, "five convolutions of 1 to 13, ascending, got (2, 4, 4, 7, 13)"),
+        (VGG16, {"pool_after": (2, 4, 7, 10, 14)}, "five convolutions of 1 to 13, ascending, got (2, 4, 7, 10, 14)"),
+        (VGG16, {"pool_after": (0, 4, 7, 10, 13)}, "five convolutions of 1 to 13, ascending, got (0, 4, 7, 10, 13)"),
     ],
 )
 def test_bad_options_say_what_arrived_and_what_was_expected(
