@@ -2,14 +2,14 @@
 
 The proxy is a share of all samples, or all samples of the classes that the server alone owns. It is cut from the
 training data before any client gets a sample, so the server measures on data that no client trains on; test samples
-reach neither. For one seed the proxy is the same under every rule. The rules by which clients get their samples are in
-`fl_engine.data.rules`.
+reach neither. Where it is shared (`proxy_shared`), its samples are dealt to the clients too. For one seed the proxy is
+the same under every rule, shared or not. The rules by which clients get their samples are in `fl_engine.data.rules`.
 
 The task of the data defines the labels: the class, or the quantile bin of a number. If a task has no labels, rules that
 deal by labels need clusters of the samples instead (`fl_engine.data.clusters`).
 
-Every sample ends in exactly one place. Randomness comes from `seeds.rng(seed, "proxy")` and `seeds.rng(seed,
-"partition")` alone.
+Every sample ends in exactly one place, but for a shared proxy's. Randomness comes from `seeds.rng(seed, "proxy")` and
+`seeds.rng(seed, "partition")` alone.
 """
 
 from __future__ import annotations
@@ -95,9 +95,11 @@ def partition(
     clusters: Ints | None = None,
     owner: Ints | None = None,
     server_classes: Sequence[int] = (),
+    proxy_shared: bool = False,
 ) -> Partition:
     """Cuts the proxy, then deals the rest to `clients` by `rule`, each at least `minimum` samples. The proxy is
-    `proxy_share` of all samples; with `server_classes` it is all samples of these classes, whatever the share.
+    `proxy_share` of all samples; with `server_classes` it is all samples of these classes, whatever the share. With
+    `proxy_shared` all samples are dealt to the clients, the proxy's too.
 
     `alpha` is for dirichlet, dirichlet_per_client and quantity, `cap` for dirichlet, `labels_per_client` for
     disjoint_labels, `clusters` (N_train,) replaces the labels for all rules that deal by labels, and `owner`
@@ -117,14 +119,21 @@ def partition(
             f"({data.task.name}): take one of {', '.join(each for each in RULES if each != rule)}"
         )
     labels = labels_of(data) if clusters is None else clusters
+    if server_classes and proxy_shared:
+        raise PartitionError(
+            f"partition.server_classes={list(server_classes)} are classes that the server alone owns, so their samples "
+            "cannot be the clients' too: set partition.proxy_shared=false, or partition.server_classes=[]"
+        )
     if server_classes:
         proxy_train, proxy_test, rest = _proxy_of(data, server_classes, seed)
     else:
-        proxy_train, proxy_test, rest = split_proxy(len(labels), proxy_share, seeds.rng(seed, "proxy"))
+        rng = seeds.rng(seed, "proxy")
+        proxy_train, proxy_test, rest = split_proxy(len(labels), proxy_share, rng, shared=proxy_shared)
     check_room(len(rest), clients, minimum)
     rng = seeds.rng(seed, "partition")
     parameters: dict[str, bool | int | float] = {"clients": clients}
     parameters |= {} if server_classes else {"proxy_share": proxy_share}
+    parameters |= {"proxy_shared": True} if proxy_shared else {}
     parameters |= {"seed": seed, "minimum": minimum}
     match rule:
         case "iid":
@@ -312,7 +321,7 @@ def load(folder: Path, data: Data | None = None) -> Partition:
             f"{data.name} has {given[:12]}); partition again"
         )
     tensors = _tensors(content, manifest, tensors_path)
-    _check_positions(tensors, tensors_path, data)
+    _check_positions(tensors, bool(manifest.parameters.get("proxy_shared")), tensors_path, data)
     sizes = np.cumsum(manifest.client_samples)[:-1]
     clients, clusters, noise = tuple(np.split(tensors["clients"], sizes)), tensors.get("clusters"), None
     _check_counts(clients, clusters, manifest, path, data)
@@ -359,12 +368,16 @@ def _tensors(content: bytes, manifest: Manifest, path: Path) -> dict[str, Ints]:
     return tensors
 
 
-def _check_positions(tensors: dict[str, Ints], path: Path, data: Data | None) -> None:
-    """Raises IntegrityError unless each position is that of a sample and occurs once."""
-    every = np.concatenate([tensors[name] for name in ("proxy_train", "proxy_test", "clients")])
+def _check_positions(tensors: dict[str, Ints], shared: bool, path: Path, data: Data | None) -> None:
+    """Raises IntegrityError unless each position is that of a sample and occurs once; where the proxy is `shared`, once
+    in it and once at the clients."""
+    proxy, clients = np.concatenate([tensors["proxy_train"], tensors["proxy_test"]]), tensors["clients"]
     last = None if data is None else len(data.train_y) - 1
-    if len(np.unique(every)) < len(every) or every.min() < 0 or (last is not None and every.max() > last):
-        raise IntegrityError(f"{path}: positions occur twice or are outside 0 to {last}; partition again")
+    for every in (proxy, clients) if shared else (np.concatenate([proxy, clients]),):
+        if len(np.unique(every)) < len(every) or every.min() < 0 or (last is not None and every.max() > last):
+            raise IntegrityError(f"{path}: positions occur twice or are outside 0 to {last}; partition again")
+    if shared and not np.isin(proxy, clients).all():
+        raise IntegrityError(f"{path}: no client has some samples of the proxy, which is shared; partition again")
 
 
 def _check_counts(

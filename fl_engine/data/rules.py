@@ -12,7 +12,7 @@
     natural               by the writer or user whom the data set names
     manual                by a map that is given
 
-Below, "class" means label. Every sample ends in exactly one place.
+Below, "class" means label. Every sample has one client, or is the server's where it shares none.
 """
 
 from __future__ import annotations
@@ -224,16 +224,25 @@ def manual(owner: Ints, clients: int, rest: Ints) -> tuple[Ints, ...]:
 
 
 def split_proxy(
-    samples: int, share: float, rng: np.random.Generator, test_share: float = 0.2
+    samples: int, share: float, rng: np.random.Generator, test_share: float = 0.2, shared: bool = False
 ) -> tuple[Ints, Ints, Ints]:
-    """(proxy to train on, proxy to measure on, the rest) of positions 0 .. samples - 1, drawn uniformly.
+    """(proxy to train on, proxy to measure on, the rest) of positions 0 .. samples - 1, drawn uniformly. With `shared`
+    the rest is all positions, and the proxy is the same as without.
 
     The proxy has `share` of the samples, `test_share` of it to measure (FlexFL: 80 % to pre-train, 20 % for APoZ), each
     rounded half up and at least one sample. A share of 0 means no proxy. Raises PartitionError for a share outside [0,
-    1) or a proxy of fewer than two samples.
+    1), with `shared` outside (0, 1], or a proxy of fewer than two samples.
     """
-    if not 0 <= share < 1:
-        raise PartitionError(f"the proxy share must be in [0, 1), got {share}; 0.01 is one per cent")
+    if shared and not 0 < share <= 1:
+        raise PartitionError(
+            f"partition.proxy_shared shares the proxy with the clients, so its share must be in (0, 1], got {share}: "
+            "set partition.proxy, or partition.proxy_shared=false"
+        )
+    if not shared and not 0 <= share < 1:
+        raise PartitionError(
+            f"the proxy share must be in [0, 1), got {share}; 0.01 is one per cent, and 1 needs "
+            "partition.proxy_shared=true"
+        )
     size = math.floor(samples * share + 0.5)
     if share > 0 and size < 2:
         raise PartitionError(
@@ -242,7 +251,8 @@ def split_proxy(
         )
     test = _to_measure(size, test_share) if size else 0
     order = rng.permutation(samples)
-    return np.sort(order[test:size]), np.sort(order[:test]), np.sort(order[size:])
+    rest = np.arange(samples) if shared else np.sort(order[size:])
+    return np.sort(order[test:size]), np.sort(order[:test]), rest
 
 
 def split_classes(

@@ -50,7 +50,8 @@ def algorithm(config: Config) -> Algorithm:
     ambient = config.run.backend == "kubernetes" and config.kubernetes.access == "ambient"
     ours = kind in ALGORITHMS.values()
     stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None
-    privacy.check_run(built, known=ours, reference=config.pretrain.reference, ambient=ambient, stranded=stranded)
+    reference, shared = config.pretrain.reference, config.partition.proxy_shared
+    privacy.check_run(built, known=ours, reference=reference, shared=shared, ambient=ambient, stranded=stranded)
     return built
 
 

@@ -62,6 +62,9 @@ class PartitionConfig(Section):
     """Number of clusters, by k-means, where `features` is given."""
     proxy: float = 0.05
     """Share of the training data kept by the server: 80 % to pre-train, 20 % to measure APoZ."""
+    proxy_shared: bool = False
+    """The clients get the proxy's samples too, so `proxy` may be as much as 1, as in FlexFL's Table III. For studies
+    only: such a server sees its clients' data. false: no client has a sample of the proxy."""
     server_classes: tuple[Index, ...] = ()
     """Classes that the server alone owns, as in FedX: it keeps all their training samples and no others (80 % and 20 %
     as above), whatever `proxy` says, and clients get none of them. E.g. [8, 9]. Empty: the server keeps the share

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_engine.core.contracts import ServerContext
+from fl_engine.core.errors import PartitionError
 from fl_engine.data import partitioning as partitions
 from fl_engine.data.manual import owners
 from fl_engine.data.partitioning import Partition
@@ -32,6 +33,12 @@ def partition(resolved: Resolved, out: Path) -> Path:
 def cut(resolved: Resolved) -> Partition:
     """The configured partition of the data, without the noise. Raises PartitionError if it is impossible."""
     p = resolved.config.partition
+    if p.proxy_shared and resolved.config.noise.labels:
+        raise PartitionError(
+            "partition.proxy_shared gives clients the proxy's samples, and with noise.labels = "
+            f"{resolved.config.noise.labels:g} these would have two labels, a wrong one there and the right one on the "
+            "server: set partition.proxy_shared=false, or noise.labels=0"
+        )
     owner = owners(Path(p.map), len(resolved.data.train_y)) if p.rule == "manual" and p.map is not None else None
     return partitions.partition(
         resolved.data,
@@ -46,6 +53,7 @@ def cut(resolved: Resolved) -> Partition:
         clusters=resolved.clusters,
         owner=owner,
         server_classes=p.server_classes,
+        proxy_shared=p.proxy_shared,
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 from fl_engine.algorithms import FlexFL
 from fl_engine.algorithms.pooled import prefix_pool
 from fl_engine.core.contracts import ModelFamily, PreparationContext, ServerContext
-from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
 from fl_engine.core.types import Pool, Prepared
 from fl_engine.preparation import CONTRACT, PREPARATIONS, preparation
 from flexfleet.comparisons import whole
@@ -394,6 +394,18 @@ def test_a_preparation_sees_the_proxy_in_two_parts_and_its_own_settings(tmp_path
         pretrained = resolved.config.pretrain.model_dump() | {"reference": reference}
         assert seen["settings"] == {f"pretrain.{key}": value for key, value in pretrained.items()}
         assert seen["reference"] == ([192, 48] if reference else None)
+
+
+def test_a_shared_proxy_may_be_all_training_data(tmp_path: Path, quick: Sequence[str]) -> None:
+    sets = [*quick, f"algorithm.name={HERE}:Looking", "partition.proxy=1.0", "partition.proxy_shared=true"]
+    resolved = Resolved.load(None, sets)
+    everything = resolved.data.train_x.flatten(1).sum(1)
+    (seen,) = prepared.read(prepared_in(tmp_path / "a", sets), (f"{HERE}:Looks",)).values()
+    assert sorted(seen["train"] + seen["test"]) == sorted(everything.tolist())
+    assert len(seen["test"]) == round(0.2 * len(everything))
+    wrong = Resolved.load(None, [*sets, "noise.labels=0.1"])
+    with pytest.raises(PartitionError, match=r"noise\.labels = 0\.1 these would have two labels"):
+        cut(wrong)
 
 
 # --------------------------------------------------------------------------------------------- it is refused

@@ -1,11 +1,18 @@
-"""The data of FlexFL's experiments (IEEE TCAD 2024, Sec. IV): CIFAR-10's 50,000 training labels, 100 clients."""
+"""The data of FlexFL's experiments (IEEE TCAD 2024, Sec. IV): the cap on clients, and a proxy that is theirs too."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from fl_engine.core.errors import IntegrityError, PartitionError
 from fl_engine.core.samples import Data
 from fl_engine.data import partitioning as p
 from fl_engine.tasks import Classification
@@ -34,3 +41,97 @@ def test_the_cap_leaves_clients_fewer_classes_and_more_equal_sizes(cap: bool, cl
     assert all(each.sum() == 50_000 for each in counts)
     assert np.mean([(each > 0).sum(0).mean() for each in counts]) == pytest.approx(classes, rel=0.1)
     assert np.mean([each.sum(0).std() for each in counts]) == pytest.approx(deviation, rel=0.1)
+
+
+# ----------------------------------------------------------------------------------------------- a shared proxy
+SMALL = replace(
+    CIFAR, train_x=CIFAR.train_x[:1000], train_y=CIFAR.train_y[:1000], natural_client=torch.arange(1000) % 25
+)
+RULES: dict[str, dict[str, object]] = {
+    "iid": {},
+    "dirichlet": {"alpha": 0.3, "cap": True},
+    "dirichlet_per_client": {"alpha": 0.3},
+    "quantity": {"alpha": 0.3},
+    "disjoint_labels": {"labels_per_client": 3},
+    "natural": {},
+    "manual": {"owner": np.arange(1000) // 50},
+}
+
+
+def shared(rule: str, share: float, seed: int = 0) -> p.Partition:
+    return p.partition(SMALL, rule, 20, share, seed, proxy_shared=True, **RULES[rule])  # type: ignore[arg-type]
+
+
+def proxy_of(partition: p.Partition) -> list[int]:
+    return sorted([*partition.proxy_train.tolist(), *partition.proxy_test.tolist()])
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(RULES) == set(p.RULES)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(share=st.floats(0.003, 1.0), seed=st.integers(0, 2**32))
+@settings(max_examples=10, deadline=None)
+def test_clients_have_all_samples_and_the_server_some_of_them(rule: str, share: float, seed: int) -> None:
+    found = shared(rule, share, seed)
+    assert sorted(np.concatenate(found.clients).tolist()) == list(range(1000))
+    assert found.counts.sum() == 1000
+    proxy = proxy_of(found)
+    assert len(set(proxy)) == len(proxy) == int(np.floor(1000 * share + 0.5))
+    if share < 0.9:
+        assert proxy == proxy_of(p.partition(SMALL, "iid", 2, share, seed)), "shared or not, it is the same proxy"
+
+
+@pytest.mark.parametrize(("share", "train", "test"), [(0.003, 120, 30), (0.01, 400, 100), (1.0, 40_000, 10_000)])
+def test_the_proxies_of_table_iii(share: float, train: int, test: int) -> None:
+    """Of CIFAR-10, and the .3 % of Sec. IV-F2: 80 % to pre-train, 20 % to measure APoZ."""
+    found = p.partition(CIFAR, "iid", 100, share, 0, proxy_shared=True)
+    assert (len(found.proxy_train), len(found.proxy_test)) == (train, test)
+    assert [len(part) for part in found.clients] == [500] * 100
+
+
+@pytest.mark.parametrize(
+    ("share", "classes", "said"),
+    [
+        (0.0, (), r"partition\.proxy_shared shares the proxy .* must be in \(0, 1\], got 0\.0"),
+        (1.01, (), r"must be in \(0, 1\], got 1\.01"),
+        (0.001, (), "is 1, but one to train and one to measure are needed"),
+        (0.05, (8, 9), r"server_classes=\[8, 9\] .* alone owns.*set partition\.proxy_shared=false"),
+    ],
+)
+def test_what_shares_nothing_is_refused(share: float, classes: tuple[int, ...], said: str) -> None:
+    with pytest.raises(PartitionError, match=said):
+        p.partition(SMALL, "iid", 20, share, 0, proxy_shared=True, server_classes=classes)
+
+
+def test_all_data_as_proxy_need_the_option() -> None:
+    with pytest.raises(PartitionError, match=r"got 1\.0; .* 1 needs partition\.proxy_shared=true"):
+        p.partition(SMALL, "iid", 20, 1.0, 0)
+
+
+def test_it_is_kept_and_damage_is_named(tmp_path: Path) -> None:
+    found = shared("dirichlet", 0.5)
+    p.save(found, tmp_path)
+    manifest = json.loads((tmp_path / p.MANIFEST).read_text())
+    assert manifest["parameters"]["proxy_shared"] is True
+    again = p.load(tmp_path, SMALL)
+    assert proxy_of(again) == proxy_of(found)
+    assert all(np.array_equal(a, b) for a, b in zip(again.clients, found.clients, strict=True))
+    # The same files of a proxy that is not shared have samples in two places.
+    del manifest["parameters"]["proxy_shared"]
+    (tmp_path / p.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(IntegrityError, match="positions occur twice"):
+        p.load(tmp_path, SMALL)
+    # A shared proxy has each sample once, and none that no client has.
+    p.save(replace(found, proxy_test=found.proxy_train[:3]), tmp_path)
+    with pytest.raises(IntegrityError, match="positions occur twice"):
+        p.load(tmp_path, SMALL)
+    p.save(replace(p.partition(SMALL, "iid", 20, 0.1, 0), parameters={"proxy_shared": True}), tmp_path)
+    with pytest.raises(IntegrityError, match="no client has some samples of the proxy, which is shared"):
+        p.load(tmp_path, SMALL)
+
+
+def test_without_the_option_nothing_is_written(tmp_path: Path) -> None:
+    p.save(p.partition(SMALL, "iid", 20, 0.1, 0), tmp_path)
+    assert "proxy_shared" not in (tmp_path / p.MANIFEST).read_text()
