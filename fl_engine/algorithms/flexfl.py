@@ -8,6 +8,7 @@ element by element (`merge`).
 
 Departs from the paper:
 - the proxy is cut from the training data before the clients get theirs (the authors' code takes it from the test set);
+- one Adam pre-trains for all epochs; `pretrain.reset_adam` makes a new one each epoch, as the authors' code does;
 - gamma is found by bisection on the size of all parameters (`pool.py`); `rule: authors` is their search;
 - selection draws uniformly among the devices that can hold the level (`selection.ResourceTable`);
 - the distillation term is reduced by the mean over batch and classes, as in the authors' code (`losses.py`);

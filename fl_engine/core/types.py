@@ -456,6 +456,8 @@ class SGD:
 @dataclass(frozen=True)
 class Adam:
     lr: float
+    reset: bool = False
+    """Each epoch begins with a new optimiser, without moments and at step 0."""
 
 
 @dataclass(frozen=True)

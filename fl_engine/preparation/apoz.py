@@ -110,7 +110,7 @@ def _measure(family: ModelFamily, server: PreparationContext) -> tuple[Params, t
     """The pre-trained weights, on the server's device, and the scores. Diverged weights are measured too."""
     task = LocalTask(
         spec=FULL,
-        optimizer=Adam(server.settings["pretrain.lr"]),
+        optimizer=Adam(server.settings["pretrain.lr"], server.settings["pretrain.reset_adam"]),
         epochs=server.settings["pretrain.epochs"],
         batch_size=server.settings["pretrain.batch_size"],
         drop_last=True,

@@ -154,7 +154,7 @@ def _trained(family: ModelFamily, server: PreparationContext, levels: Mapping[st
     *smaller, _ = levels.values()
     task = LocalTask(
         spec=FULL,
-        optimizer=Adam(settings["pretrain.lr"]),
+        optimizer=Adam(settings["pretrain.lr"], settings["pretrain.reset_adam"]),
         epochs=settings["pretrain.epochs"],
         batch_size=settings["pretrain.batch_size"],
         drop_last=True,

@@ -153,6 +153,8 @@ class Session:
 
     def epoch(self) -> None:
         task, order = self._tasks[0], self._orders[self.done]
+        if isinstance(task.optimizer, Adam) and task.optimizer.reset:
+            steps.forget(self._moments)
         for chosen_bn in order:
             rate = task.schedule.rate(task.optimizer.lr, self.steps, len(order), task.epochs)
             chosen = chosen_bn.to(self._device)

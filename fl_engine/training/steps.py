@@ -55,6 +55,12 @@ def stepper(optimizer: SGD | Adam, weights: Params, moments: Params) -> Callable
     return step
 
 
+def forget(moments: Params) -> None:
+    """Drops the state of a `stepper`'s Adam, in place; a loss scale stays."""
+    for name in [name for name in moments if name.startswith(("mean/", "square/", "steps/"))]:
+        del moments[name]
+
+
 def gradient_terms(
     task: LocalTask, state: Params, anchors: Sequence[Params], linear: Sequence[Params], device: torch.device
 ) -> Callable[[], None]:

@@ -121,6 +121,8 @@ class PretrainConfig(Section):
     """Epochs on the proxy."""
     lr: Positive = 1e-3
     """Learning rate of Adam."""
+    reset_adam: bool = False
+    """Begin each epoch with a new Adam, without moments, as FlexFL's code does. false: one Adam for all epochs."""
     batch_size: Count = 50
     """Samples per step."""
     reference: bool = False

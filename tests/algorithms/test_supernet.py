@@ -32,7 +32,8 @@ from tests.algorithms.test_fedx import NestedNet
 
 DEFAULTS = {f"algorithm.{name}": value for name, value in vars(FedX()).items() if name != "training"}
 QUICK = {
-    "pretrain.lr": 0.01, "pretrain.epochs": 6, "pretrain.batch_size": 8, "training.epochs": 2,
+    "pretrain.lr": 0.01, "pretrain.epochs": 6, "pretrain.batch_size": 8, "pretrain.reset_adam": False,
+    "training.epochs": 2,
     "training.batch_size": 4, "training.drop_last": True, "algorithm.bits": (2, 8, 12), "algorithm.search_seeds": 2,
     "algorithm.widths": (0.4, 0.75, 1.0), "fleet.tiers": [asdict(tier) for tier in FLEETS["4:3:3"]],
 }  # fmt: skip

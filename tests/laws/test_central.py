@@ -34,6 +34,7 @@ NETWORK = TinyNet(dropout=0.5)
 CASES: dict[str, tuple[ModelFamily, Data, dict[str, Any]]] = {
     "momentum, dropout": (NETWORK, DATA, {}),
     "adam": (NETWORK, DATA, {"optimizer": Adam(0.01)}),
+    "adam, reset": (NETWORK, DATA, {"optimizer": Adam(0.01, reset=True)}),
     "teachers": (NETWORK, DATA, {"distillation": Distillation((HALF,), 10.0, 3.0)}),
     "ordered dropout": (NETWORK, DATA, {"widths": (HALF, FULL)}),
     "sandwich": (NETWORK, DATA, {"widths": (HALF, FULL), "sandwich": Sandwich(1, 1.0, 1.0)}),

@@ -128,6 +128,30 @@ def test_steps_are_those_of_adam_by_hand() -> None:
         torch.testing.assert_close(found.params[name], p, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch", [8, 3])
+def test_adam_that_is_reset_is_a_new_one_in_each_epoch(batch: int) -> None:
+    """As FlexFL's authors pre-train: what an epoch does depends on the weights that it starts from alone."""
+    reset, one = (task_of(optimizer=Adam(0.01, reset), epochs=3, batch_size=batch) for reset in (True, False))
+    recorder = Watched(FAMILY)
+    found = trained(reset, family=recorder)
+    params = initial_params(FAMILY, 1)
+    for epoch in range(3):
+        weights = {name: t.detach().clone().requires_grad_() for name, t in params.items()}
+        optimizer = torch.optim.Adam(list(weights.values()), 0.01)
+        x, y = samples(8)
+        for x_batch in recorder.batches[epoch * (8 // batch) : (epoch + 1) * (8 // batch)]:
+            chosen = [int((x == each).flatten(1).all(1).nonzero()) for each in x_batch]
+            optimizer.zero_grad()
+            out = torch.func.functional_call(FAMILY.module().train(), weights, (x[chosen],))
+            F.cross_entropy(out, y[chosen]).backward()
+            optimizer.step()
+        params = {name: t.detach() for name, t in weights.items()}
+    for name, p in params.items():
+        torch.testing.assert_close(found.params[name], p, rtol=1e-3, atol=1e-5)
+    kept = trained(one).params
+    assert max(float((kept[name] - t).abs().max()) for name, t in found.params.items()) > 1e-3
+
+
 def test_a_sub_model_is_trained_as_itself() -> None:
     spec = SubmodelSpec.of({"conv": 3, "hidden": 5}, ["conv", "fc", "classifier"])
     with torch.random.fork_rng():
