@@ -79,6 +79,15 @@ FLEETS: dict[str, tuple[Tier, ...]] = {
     "conf1": _thirds((4, 3, 3), (0.0,)),
     "conf2": _thirds((4, 3, 3), _TABLE_I),
     "conf3": _thirds((4, 3, 3), (10.0, 20.0, 30.0)),
+    # FlexFL Table VIII, the 17 devices of its test bed: Raspberry Pi 4B (2 GB), Jetson Nano (8 GB) and Jetson Xavier
+    # AGX (32 GB). Their kinds and numbers are printed. Assumed: r_M and the spreads, which are Table I's for weak,
+    # medium and strong devices, since the paper does not say how many parameters a device can hold; the speeds, which
+    # are those of the other fleets; and the bandwidth.
+    "flexfl_testbed": (
+        Tier("pi-4b", 4 / 17, 35.0, _TABLE_I, speed=2.0),
+        Tier("jetson-nano", 10 / 17, 60.0, _TABLE_I, speed=20.0),
+        Tier("xavier-agx", 3 / 17, 110.0, _TABLE_I, speed=200.0),
+    ),
     # AdaptiveFL Sec. 4.1 (code): million parameters of its 33.65 M VGG16, here in %.
     "adaptivefl": (
         Tier("weak", 0.4, 100 * 8 / 33.646666, (100 / 33.646666,), (600 / 33.646666, 1100 / 33.646666), 2.0),

@@ -184,6 +184,7 @@ def test_an_impossible_fleet_is_refused(tiers: tuple[Tier, ...], message: str) -
         ("1:1:8", {"weak": 10, "medium": 10, "strong": 80}),
         ("capacities", {"1": 20, "1/2": 20, "1/4": 20, "1/8": 20, "1/16": 20}),
         # FedRolex Fig. 3.7.
+        ("flexfl_testbed", {"pi-4b": 23, "jetson-nano": 59, "xavier-agx": 18}),
         ("real_world", {"1": 6, "1/2": 10, "1/4": 11, "1/8": 18, "1/16": 55}),
     ],
 )
@@ -200,6 +201,16 @@ def test_the_configurations_of_table_5_differ_in_their_spread_alone(name: str, s
     assert {d.sigma for d in found} == sigmas
     same = fleet("4:3:3", 100, 3)
     assert [(d.client, d.tier, d.memory) for d in found] == [(d.client, d.tier, d.memory) for d in same]
+
+
+def test_the_devices_of_table_8() -> None:
+    """The 17 of FlexFL's test bed, by kind, whatever the seed; each kind can hold the model of its class in Table I."""
+    for seed in range(5):
+        found = fleet("flexfl_testbed", 17, seed)
+        assert Counter(d.tier for d in found) == {"pi-4b": 4, "jetson-nano": 10, "xavier-agx": 3}
+    assert {d.tier: (d.memory, d.speed) for d in found} == {
+        "pi-4b": (35.0, 2e9), "jetson-nano": (60.0, 20e9), "xavier-agx": (110.0, 200e9),
+    }  # fmt: skip
 
 
 def test_capacities_hold_the_model_of_their_width_and_no_wider_one() -> None:
