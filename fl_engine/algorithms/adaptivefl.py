@@ -9,6 +9,9 @@ Departs from the paper:
 - the device's search runs over the pool's (r_w, I), as in the authors' code, not over all pairs; unlike the code, it
   keeps to models that are nested in the one received (S_1 is not inside M_3);
 - R_s is divided by the number of models of the type (see `selection.Curiosity`).
+
+The paper prints r_w and I of VGG16 (Table 1); those of ResNet18 and MobileNetV2 are those of the authors' code. The
+devices are the fleets `adaptivefl` (VGG16) and `adaptivefl_resnet18`.
 """
 
 from __future__ import annotations
@@ -37,8 +40,18 @@ from fl_engine.selection import Curiosity, Selection, Uniform
 
 Variant = Literal["cs", "c", "s", "random", "greed"]
 
-STARTS = {15: (8, 6, 4), 5: (4, 3, 2)}
-"""The paper's I, by the number of layers that can be pruned: VGG16, and ResNet18 (the stem counts)."""
+Widths = tuple[Fraction, Fraction]
+
+PUBLISHED: dict[int, tuple[Widths, tuple[int, ...]]] = {
+    15: ((0.40, 0.66), (8, 6, 4)),
+    5: ((0.43, 0.68), (3, 2, 1)),
+    9: ((0.46, 0.69), (4, 3, 2)),
+}
+"""r_w of the S and the M models, and I, by the number of layers that can be pruned: VGG16 (Table 1), ResNet18 and
+MobileNetV2 (the authors' code). The stem and each stage are a layer."""
+
+OTHERS: Widths = (0.40, 0.66)
+"""r_w for other networks."""
 
 LIMITS = (30.0, 60.0)
 """For other networks: the largest I with which S_1 and M_1 stay within these % of the whole."""
@@ -50,14 +63,16 @@ class AdaptiveFL:
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
-    widths: tuple[Fraction, Fraction] = (0.4, 0.66)
-    """r_w of the S and the M models."""
+    widths: Widths | None = None
+    """r_w of the S and the M models. null: the authors' for ResNet18 (0.43, 0.68) and MobileNetV2 (0.46, 0.69); the
+    paper's for VGG16, 0.4 and 0.66, for all other networks too."""
     p: Count = 3
-    """Models per level: 3 is fine-grained, 1 coarse (the ablation of Fig. 5)."""
+    """Models per level: 3 is fine-grained, 1 coarse (the ablation of Table 4)."""
     starts: tuple[Index, ...] | None = None
-    """I of the models 1 .. p of a level: so many layers keep full width. null: the paper's for VGG16 (8, 6, 4) and
-    ResNet18 (4, 3, 2); for other networks the largest with which S_1 makes about a quarter and M_1 half of the
-    whole, and the next smaller ones (fewer than p where the network has too few layers)."""
+    """I of the models 1 .. p of a level: so many layers keep full width. null: the paper's for VGG16 (8, 6, 4), the
+    authors' for ResNet18 (3, 2, 1) and MobileNetV2 (4, 3, 2); for other networks the largest with which S_1 makes about
+    a quarter and M_1 half of the whole, and the next smaller ones (fewer than p where the network has too few
+    layers)."""
     variant: Variant = "cs"
     """How clients are selected: by curiosity and resources (cs), by one of them (c, s), at random (random), or the
     full model to random clients (greed)."""
@@ -71,18 +86,20 @@ class AdaptiveFL:
     # ------------------------------------------------------------------------------------ before the rounds
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """S_p .. S_1, M_p .. M_1, L_1 (Sec. 3.2, Table 1). avg is the mean of S_1, M_1 and L_1."""
-        if not self.widths[0] < self.widths[1] < 1:
-            raise PoolError(f"algorithm.widths: S below M below 1, got {list(self.widths)}")
-        starts = self._starts(family)
+        published = PUBLISHED.get(len(family.prunable()), (OTHERS, ()))
+        widths = published[0] if self.widths is None else self.widths
+        if not widths[0] < widths[1] < 1:
+            raise PoolError(f"algorithm.widths: S below M below 1, got {list(widths)}")
+        starts = self._starts(family, widths, published[1])
         models: list[PoolModel] = []
-        for level, width in zip("SM", self.widths, strict=True):
+        for level, width in zip("SM", widths, strict=True):
             for i in range(len(starts), 0, -1):
                 spec = from_layer(family, width, starts[i - 1])
                 models.append(pools.member(family, f"{level}{i}", spec, dispatched=True, reported=i == 1))
         return pools.ascending((*models, pools.member(family, "L1", FULL, dispatched=True, reported=True)))
 
-    def _starts(self, family: ModelFamily) -> tuple[int, ...]:
-        """I of the models 1 .. p, descending."""
+    def _starts(self, family: ModelFamily, widths: Widths, published: tuple[int, ...]) -> tuple[int, ...]:
+        """I of the models 1 .. p, descending; `published`: the paper's or the authors', if any."""
         layers, whole = len(family.prunable()), count_params(family)
 
         def shares(starts: Sequence[int], width: float) -> list[float]:
@@ -96,14 +113,13 @@ class AdaptiveFL:
                     f"got {list(starts)}"
                 )
             return starts
-        paper = STARTS.get(layers, ())
-        if len(paper) >= self.p and shares(paper, self.widths[0])[0] < shares(paper, self.widths[1])[-1]:
-            return paper[: self.p]
+        if len(published) >= self.p and shares(published, widths[0])[0] < shares(published, widths[1])[-1]:
+            return published[: self.p]
         for first in range(layers - 1, -1, -1):
-            if all(shares((first,), w)[0] <= limit for w, limit in zip(self.widths, LIMITS, strict=True)):
+            if all(shares((first,), w)[0] <= limit for w, limit in zip(widths, LIMITS, strict=True)):
                 return tuple(range(first, max(-1, first - self.p), -1))
         raise PoolError(
-            f"{type(family).__name__} has no I with which S1 and M1, of widths {list(self.widths)}, stay within "
+            f"{type(family).__name__} has no I with which S1 and M1, of widths {list(widths)}, stay within "
             f"{LIMITS[0]:g} and {LIMITS[1]:g} % of the whole: give algorithm.starts, or smaller algorithm.widths"
         )
 

@@ -47,6 +47,17 @@ def _thirds(shares: Sequence[float], sigma: tuple[float, ...]) -> tuple[Tier, ..
     )
 
 
+def _gaussian(full: float, rows: Mapping[str, tuple[int, int, int, int]]) -> tuple[Tier, ...]:
+    """AdaptiveFL's devices: mean, spread, least and most of what each has free, in the unit of `full`, the size of the
+    full model."""
+    return tuple(
+        Tier(name, share, 100 * mean / full, (100 * sigma / full,), (100 * low / full, 100 * high / full), speed)
+        for (name, (mean, sigma, low, high)), share, speed in zip(
+            rows.items(), (0.4, 0.3, 0.3), (2.0, 20.0, 200.0), strict=True
+        )
+    )
+
+
 def _widths(shares: Mapping[str, float]) -> tuple[Tier, ...]:
     """FedRolex's devices, by the width of the model that they can hold. A width of beta makes about beta^2 of the
     parameters; the first and the last layer make it a little more, hence the margin."""
@@ -88,11 +99,10 @@ FLEETS: dict[str, tuple[Tier, ...]] = {
         Tier("jetson-nano", 10 / 17, 60.0, _TABLE_I, speed=20.0),
         Tier("xavier-agx", 3 / 17, 110.0, _TABLE_I, speed=200.0),
     ),
-    # AdaptiveFL Sec. 4.1 (code): million parameters of its 33.65 M VGG16, here in %.
-    "adaptivefl": (
-        Tier("weak", 0.4, 100 * 8 / 33.646666, (100 / 33.646666,), (600 / 33.646666, 1100 / 33.646666), 2.0),
-        Tier("medium", 0.3, 100 * 16 / 33.646666, (100 / 33.646666,), (1300 / 33.646666, 1900 / 33.646666), 20.0),
-        Tier("strong", 0.3, 100 * 35 / 33.646666, (200 / 33.646666,), (2500 / 33.646666, 4000 / 33.646666), 200.0),
+    # AdaptiveFL Sec. 4.1 (code): million parameters of its VGG16; for ResNet18 MB of its parameters in float32.
+    "adaptivefl": _gaussian(33.646666, {"weak": (8, 1, 6, 11), "medium": (16, 1, 13, 19), "strong": (35, 2, 25, 40)}),
+    "adaptivefl_resnet18": _gaussian(
+        4 * 11.378186, {"weak": (11, 1, 9, 14), "medium": (22, 1, 19, 25), "strong": (48, 2, 42, 55)}
     ),
     # FedRolex Sec. 3.3.1 and Fig. 3.7.
     "capacities": _widths(dict.fromkeys(("1", "1/2", "1/4", "1/8", "1/16"), 0.2)),

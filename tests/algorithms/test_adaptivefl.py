@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -22,6 +22,7 @@ from fl_engine.algorithms.adaptivefl import Variant
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.types import FULL, Device, Pool, TaskContext, WorkOrder
+from fl_engine.fleet.devices import FLEETS
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
@@ -133,27 +134,91 @@ def test_one_model_per_level_is_the_coarse_pool() -> None:
     assert coarse == tuple(m for m in vgg_pool() if m.name in ("S1", "M1", "L1"))
 
 
-def test_resnet18_takes_the_papers_starts() -> None:
-    """I in {4, 3, 2}, the stem counts: S1 keeps stem and stages 1 to 3 whole, S3 the stem and stage 1."""
-    family = ResNet18((3, 32, 32), 10)
-    pool = {m.name: m for m in tiny_pool(AdaptiveFL(), family)}
-    layout = family.layout()
-    groups = ("stem", "stage1", "stage2", "stage3", "stage4")
-    found = {name: [layout.width(m.spec, g) for g in groups] for name, m in pool.items()}
-    assert found == {
-        "S3": [64, 96, int(0.4 * 128), int(0.4 * 256), int(0.4 * 512)],
-        "S2": [64, 96, 128, int(0.4 * 256), int(0.4 * 512)],
-        "S1": [64, 96, 128, 256, int(0.4 * 512)],
-        "M3": [64, 96, int(0.66 * 128), int(0.66 * 256), int(0.66 * 512)],
-        "M2": [64, 96, 128, int(0.66 * 256), int(0.66 * 512)],
-        "M1": [64, 96, 128, 256, int(0.66 * 512)],
-        "L1": [64, 96, 128, 256, 512],
-    }
+# Of the authors' code at 32x32x3 and 10 classes. ResNet18: stem 64, stages 96, 128, 256 and 512. The shares that it
+# works with are 51.01, 47.94, 46.34 and 25.50, 21.00, 18.63 %.
+RESNET18 = {
+    "S3": (2_120_178, (64, 41, 55, 110, 220)),
+    "S2": (2_389_623, (64, 96, 55, 110, 220)),
+    "S1": (2_901_426, (64, 96, 128, 110, 220)),
+    "M3": (5_272_834, (64, 65, 87, 174, 348)),
+    "M2": (5_454_711, (64, 96, 87, 174, 348)),
+    "M1": (5_803_826, (64, 96, 128, 174, 348)),
+    "L1": (11_378_186, (64, 96, 128, 256, 512)),
+}
+MOBILENETV2 = {
+    "S3": (506_974, (32, 16, 11, 14, 29, 44, 73, 147, 588)),
+    "S2": (519_922, (32, 16, 24, 14, 29, 44, 73, 147, 588)),
+    "S1": (555_508, (32, 16, 24, 32, 29, 44, 73, 147, 588)),
+    "M3": (1_096_755, (32, 16, 16, 22, 44, 66, 110, 220, 883)),
+    "M2": (1_105_827, (32, 16, 24, 22, 44, 66, 110, 220, 883)),
+    "M1": (1_128_897, (32, 16, 24, 32, 44, 66, 110, 220, 883)),
+    "L1": (2_254_858, (32, 16, 24, 32, 64, 96, 160, 320, 1280)),
+}
+
+
+def resnet18_params(widths: Sequence[int]) -> int:
+    """Stem and four stages of two blocks; each stage's first block has a projection. No convolution has a bias."""
+
+    def conv_bn(inside: int, out: int, side: int) -> int:
+        return side * side * inside * out + 2 * out
+
+    total, inside = conv_bn(3, widths[0], 3), widths[0]
+    for out in widths[1:]:
+        total += conv_bn(inside, out, 3) + conv_bn(inside, out, 1) + 3 * conv_bn(out, out, 3)
+        inside = out
+    return total + 10 * inside + 10
+
+
+def mobilenetv2_params(widths: Sequence[int]) -> int:
+    """Stem, seven stages of inverted residuals (the first expands once, the others six times), head, classifier; all
+    convolutions have a bias."""
+
+    def conv_bn(inside: int, out: int, side: int) -> int:
+        return side * side * inside * out + out + 2 * out
+
+    total, inside = conv_bn(3, widths[0], 3), widths[0]
+    for out, depth, t in zip(widths[1:8], (1, 2, 3, 4, 3, 3, 1), (1, 6, 6, 6, 6, 6, 6), strict=True):
+        for _ in range(depth):
+            hidden = t * inside
+            total += conv_bn(inside, hidden, 1) + conv_bn(1, hidden, 3) + conv_bn(hidden, out, 1)
+            inside = out
+    return total + conv_bn(inside, widths[8], 1) + 10 * widths[8] + 10
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "count", "shares"),
+    [
+        (ResNet18((3, 32, 32), 10), RESNET18, resnet18_params, "18.63 21.00 25.50 46.34 47.94 51.01 100.00"),
+        (MobileNetV2((3, 32, 32), 10), MOBILENETV2, mobilenetv2_params, "22.48 23.06 24.64 48.64 49.04 50.07 100.00"),
+    ],
+    ids=["resnet18", "mobilenetv2"],
+)
+def test_the_seven_sizes_of_the_authors_code(family: ModelFamily, rows: Any, count: Any, shares: str) -> None:
+    pool, layout = tiny_pool(AdaptiveFL(), family), family.layout()
+    groups = [layer.group for layer in family.prunable()]
+    found = {m.name: (m.params, tuple(layout.width(m.spec, g) for g in groups)) for m in pool}
+    assert found == rows
+    assert list(found) == SEVEN
+    assert " ".join(f"{100 * m.share:.2f}" for m in pool) == shares
+    for params, widths in rows.values():
+        assert count(widths) == params, "counted without the engine"
+
+
+@pytest.mark.parametrize(("name", "full"), [("adaptivefl", VGG), ("adaptivefl_resnet18", ResNet18((3, 32, 32), 10))])
+def test_weak_devices_hold_s1_and_medium_ones_m1(name: str, full: ModelFamily) -> None:
+    """At their best, and no more; strong ones hold everything at their mean."""
+    share = {m.name: 100 * m.share for m in tiny_pool(AdaptiveFL(), full)}
+    weak, medium, strong = FLEETS[name]
+    assert weak.limits and medium.limits and strong.limits
+    assert share["S3"] < weak.limits[0] and share["S1"] < weak.limits[1] < share["M3"]
+    assert share["S1"] < medium.limits[0] and share["M1"] < medium.limits[1] < share["L1"]
+    assert share["M1"] < strong.limits[0] and share["L1"] < strong.memory
 
 
 SEVEN = ["S3", "S2", "S1", "M3", "M2", "M1", "L1"]
 
 
+WIDTHS = {ResNet18: (0.43, 0.68), ResNet34: (0.43, 0.68), MobileNetV2: (0.46, 0.69)}
 FIVE = ["S2", "S1", "M2", "M1", "L1"]
 
 
@@ -181,7 +246,7 @@ def test_the_default_starts_ascend(family: ModelFamily, expected: list[str]) -> 
     assert shares["M1"] < 0.65
     layout = family.layout()
     for m in pool[:-1]:
-        ratio = 0.4 if m.name[0] == "S" else 0.66
+        ratio = WIDTHS.get(type(family), (0.4, 0.66))["SM".index(m.name[0])]
         cut = [layout.width(m.spec, p.group) < layout.groups[p.group] for p in family.prunable()]
         assert cut == sorted(cut), "layers up to I are whole, all deeper ones are cut"
         assert cut[-1]

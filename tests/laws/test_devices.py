@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -238,16 +239,27 @@ def test_a_fleet_that_has_no_name_is_an_error() -> None:
         fleet("8:1:2", 10, 0)
 
 
-def test_adaptivefls_devices_stay_within_their_limits() -> None:
-    """In million parameters of VGG16: N(8, 1) in [6, 11], N(16, 1) in [13, 19] and N(35, 2) in [25, 40]."""
-    limits = {"weak": (8, 1, 6, 11), "medium": (16, 1, 13, 19), "strong": (35, 2, 25, 40)}
-    for device in fleet("adaptivefl", 10, 0):
+@pytest.mark.parametrize(
+    ("name", "full", "limits"),
+    [
+        # Million parameters of VGG16; MB of ResNet18's parameters in float32.
+        ("adaptivefl", 33.646666, {"weak": (8, 1, 6, 11), "medium": (16, 1, 13, 19), "strong": (35, 2, 25, 40)}),
+        (
+            "adaptivefl_resnet18",
+            45.512744,
+            {"weak": (11, 1, 9, 14), "medium": (22, 1, 19, 25), "strong": (48, 2, 42, 55)},
+        ),
+    ],
+)
+def test_adaptivefls_devices_stay_within_their_limits(name: str, full: float, limits: dict[str, Any]) -> None:
+    """N(mean, sigma), clipped."""
+    for device in fleet(name, 10, 0):
         mean, sigma, low, high = limits[device.tier]
-        seen = np.asarray([observe(device, 0, r) for r in range(3000)]) * 33.646666 / 100
+        seen = np.asarray([observe(device, 0, r) for r in range(3000)]) * full / 100
         assert low - 1e-9 <= seen.min() and seen.max() <= high + 1e-9
         assert seen.mean() == pytest.approx(mean, abs=0.15)
         assert seen.std() == pytest.approx(sigma, abs=0.1)
-        assert device.most == pytest.approx(100 * high / 33.646666)
+        assert device.most == pytest.approx(100 * high / full)
 
 
 def test_limits_cut_off_what_lies_beyond() -> None:
