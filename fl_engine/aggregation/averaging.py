@@ -70,7 +70,7 @@ class Regions:
     def _locate(self, kind: Kind) -> None:
         spec, names = kind
         self._layout.check(spec)
-        kept = {group: self._layout.indices(spec, group) for group in self._layout.groups}
+        kept = self._layout.channels(spec)
         found = {name: self._region(name, spec, kept) for name in names}
         self._of[kind] = {name: region for name, (region, _) in found.items()}
         self._shapes[kind] = {name: shape for name, (_, shape) in found.items()}

@@ -1,7 +1,8 @@
 """Federated Dropout (Caldas et al., 2018), in the form that FedRolex compares with (thesis ch. 3, Eq. 3.5).
 
 A client of capacity beta trains a random set of floor(beta * K_i) channels of each layer, drawn anew for every client
-and round. The mean is per element. The output layer is never cut; the full model is the one reported.
+and round. Each convolution draws by itself, as in FedRolex's code; only those whose outputs a shortcut adds have the
+same channels. The mean is per element. The output layer is never cut; the full model is the one reported.
 
 Departs from the paper: its lossy compression is left out, as in that comparison; a device with less free than its
 width needs trains a random part of what it received.

@@ -30,7 +30,7 @@ def take(params: Params, layout: ParamLayout, want: SubmodelSpec, have: Submodel
         return dict(params)
     layout.check(want)
     layout.check(have)
-    local = {group: _local(layout, group, want, have) for group in layout.groups}
+    local = {name: _local(layout, name, want, have) for name in (*layout.groups, *layout.choices)}
     held = {group: layout.width(have, group) for group in layout.groups}
     missing = [b for b in layout.blocks if layout.has_block(want, b) and not layout.has_block(have, b)]
     if missing:
@@ -77,7 +77,7 @@ def _cut(tensor: Tensor, dim: int, axis: Axis, local: Mapping[str, Keep], held: 
 def places(keep: Mapping[str, Keep], axis: Axis, size: int, held: Mapping[str, int]) -> slice | Tensor:
     """`entries` of an axis that may join several groups, of which the tensor at hand has `held` channels each."""
     if axis.then is None:
-        return slice(0, size) if axis.group is None else entries(keep[axis.group], axis, size)
+        return slice(0, size) if axis.key is None else entries(keep[axis.key], axis, size)
     found, start = [], 0
     for part in axis.parts:
         long = part.each * (1 if part.group is None else held[part.group])
@@ -106,8 +106,8 @@ def entries(keep: Keep, axis: Axis, size: int) -> slice | Tensor:
 def contains(layout: ParamLayout, outer: SubmodelSpec, inner: SubmodelSpec) -> bool:
     """Whether `inner` is a sub-model of `outer`."""
     try:
-        for group in layout.groups:
-            _local(layout, group, inner, outer)
+        for name in (*layout.groups, *layout.choices):
+            _local(layout, name, inner, outer)
     except ModelError:
         return False
     return all(layout.has_block(outer, b) for b in layout.blocks if layout.has_block(inner, b))

@@ -43,12 +43,16 @@ class Axis:
 
     A concatenation goes on with the channels of another axis, `then`. There `Axis(None, n)` is n entries that are never
     sliced.
+
+    With `choice`, a name, a sub-model may keep other channels here than elsewhere in the group, as many: the channels
+    between two convolutions of a residual block, which no sum ties to others. What names no choice follows the group.
     """
 
     group: str | None
     repeat: int = 1
     copies: int = 1
     then: Axis | None = None
+    choice: str | None = None
 
     def __post_init__(self) -> None:
         if self.repeat < 1 or self.copies < 1:
@@ -56,6 +60,11 @@ class Axis:
                 f"an axis of group {self.group!r} has at least one entry per channel and one run over the channels, "
                 f"got repeat={self.repeat}, copies={self.copies}"
             )
+
+    @property
+    def key(self) -> str | None:
+        """What the kept channels of this axis are listed under."""
+        return self.group if self.choice is None else self.choice
 
     @property
     def each(self) -> int:
@@ -106,16 +115,31 @@ class ParamLayout:
             for part in (part for axis in slot.axes for part in axis.parts):
                 if part.group is not None and part.group not in self.groups:
                     raise ModelError(f"{name}: group {part.group!r} is not in the layout's groups")
+                if part.choice is not None and (part.choice in self.groups or self.choices[part.choice] != part.group):
+                    raise ModelError(f"{name}: the choice {part.choice!r} is a group's name, or of two groups")
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(slot.block for slot in self.slots.values()))
 
+    @cached_property
+    def choices(self) -> dict[str, str | None]:
+        """By choice (`Axis.choice`), its group."""
+        parts = (part for slot in self.slots.values() for axis in slot.axes for part in axis.parts)
+        return {part.choice: part.group for part in parts if part.choice is not None}
+
+    def channels(self, spec: SubmodelSpec) -> dict[str, Keep]:
+        """Which global channels the sub-model keeps, by group and by choice."""
+        return {name: self.indices(spec, name) for name in (*self.groups, *self.choices)}
+
     def indices(self, spec: SubmodelSpec, group: str) -> Keep:
-        """Which global channels of `group` the sub-model keeps."""
-        if group not in self.groups:
+        """Which global channels of `group`, or of a choice, the sub-model keeps."""
+        if group in self.groups:
+            return spec.kept.get(group, self.groups[group])
+        of = self.choices.get(group)
+        if of is None:
             raise ModelError(f"no channel group {group!r}{nearest(group, self.groups)}")
-        return spec.kept.get(group, self.groups[group])
+        return spec.kept[group] if group in spec.kept else self.indices(spec, of)
 
     def width(self, spec: SubmodelSpec, group: str) -> int:
         """How many channels of `group` the sub-model keeps."""
@@ -141,12 +165,18 @@ class ParamLayout:
     def check(self, spec: SubmodelSpec) -> None:
         """Raises ModelError where the specification asks for what the network does not have."""
         for group, keep in spec.keep:
-            size = self.groups.get(group)
+            size = self.groups.get(self.choices.get(group) or group)
             if size is None:
                 raise ModelError(f"no channel group {group!r}{nearest(group, self.groups)}")
             last = keep if isinstance(keep, int) else keep[-1] + 1
             if last > size:
                 raise ModelError(f"group {group!r} has {size} channels, the sub-model asks for index {last - 1}")
+            of = self.choices.get(group)
+            if of is not None and self.width(spec, group) != self.width(spec, of):
+                raise ModelError(
+                    f"choice {group!r} keeps {self.width(spec, group)} channels, its group {of!r} "
+                    f"{self.width(spec, of)}: give it as many"
+                )
         for block in spec.blocks or ():
             if block not in self.blocks:
                 raise ModelError(f"no block {block!r}{nearest(block, self.blocks)}")
@@ -170,7 +200,8 @@ def _is_keep(value: object) -> bool:
 
 @dataclass(frozen=True)
 class SubmodelSpec:
-    """Kept channels per group (absent: all) and kept blocks (None: all). Immutable, hashable, JSON.
+    """Kept channels per group (absent: all) or choice (`Axis.choice`; absent: those of its group), and kept blocks
+    (None: all). Immutable, hashable, JSON.
 
     A prefix is stored as its length, so that slicing it makes views and equal sub-models compare equal.
     Use `SubmodelSpec.of({"conv1": 32, "conv2": [0, 3, 5]})` to write one by hand.

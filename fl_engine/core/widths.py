@@ -98,13 +98,16 @@ def rolling(layout: ParamLayout, width: float, first: Mapping[str, int]) -> Subm
 def random_drop(
     layout: ParamLayout, width: float, rng: np.random.Generator, inside: SubmodelSpec = FULL
 ) -> SubmodelSpec:
-    """Federated Dropout (FedRolex Eq. 3.5): any floor(width * K_i) channels of each group, of those in `inside`."""
+    """Federated Dropout (FedRolex Eq. 3.5): any floor(width * K_i) channels of each layer, of those in `inside`. Layers
+    draw by themselves; those whose outputs a shortcut adds have the same channels."""
     if width >= 1:
         return inside
+    groups = hidden(layout)
+    sizes = {name: groups[group] for name, group in layout.choices.items() if group in groups}
     keep = {}
-    for group, size in hidden(layout).items():
-        held = layout.indices(inside, group)
-        keep[group] = sorted(int(i) for i in rng.choice(held, kept(size, width, "floor"), replace=False))
+    for name, size in {**groups, **sizes}.items():
+        held = layout.indices(inside, name)
+        keep[name] = sorted(int(i) for i in rng.choice(held, kept(size, width, "floor"), replace=False))
     return SubmodelSpec.of(keep)
 
 

@@ -18,7 +18,7 @@ with an identity shortcut can be dropped. An early exit may sit behind each bloc
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -73,8 +73,9 @@ class Trunk:
             out = self._axis(stage)
             for b in range(DEPTH):
                 name = f"{stage}.{b}"
-                slots |= self._unit_slots(f"{name}.conv1", name, before, out)
-                slots |= self._unit_slots(f"{name}.conv2", name, out, out)
+                inner = replace(out, choice=f"{name}.inner")
+                slots |= self._unit_slots(f"{name}.conv1", name, before, inner)
+                slots |= self._unit_slots(f"{name}.conv2", name, inner, out)
                 if self._projects(stage, b):
                     slots |= self._unit_slots(f"{name}.shortcut", name, before, out, self.shortcut_bias)
                 before = out

@@ -64,7 +64,7 @@ class InvertedResidual(nn.Module):
 
 
 def _block_slots(name: str, inside: str, out: str, t: int, norm: Norm) -> dict[str, Slot]:
-    hidden = Axis(inside, repeat=t)
+    hidden = Axis(inside, repeat=t, choice=f"{name}.hidden")
     slots = conv_bn_slots(f"{name}.expand", name, Axis(inside), hidden, norm)
     slots |= conv_bn_slots(f"{name}.depthwise", name, FREE, hidden, norm)
     slots |= conv_bn_slots(f"{name}.project", name, hidden, Axis(out), norm)

@@ -17,7 +17,7 @@ the block's sum, before any norm.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -69,9 +69,10 @@ class PreActBlock(nn.Module):
 
 def _block_slots(name: str, inside: Axis, out: Axis, norm: Norm, project: bool) -> dict[str, Slot]:
     slots = batch_norm_slots(f"{name}.norm1.bn", name, inside, norm)
-    slots[f"{name}.conv1.weight"] = Slot(name, (out, inside, FREE, FREE))
-    slots |= batch_norm_slots(f"{name}.norm2.bn", name, out, norm)
-    slots[f"{name}.conv2.weight"] = Slot(name, (out, out, FREE, FREE))
+    inner = replace(out, choice=f"{name}.inner")
+    slots[f"{name}.conv1.weight"] = Slot(name, (inner, inside, FREE, FREE))
+    slots |= batch_norm_slots(f"{name}.norm2.bn", name, inner, norm)
+    slots[f"{name}.conv2.weight"] = Slot(name, (out, inner, FREE, FREE))
     if project:
         slots[f"{name}.shortcut.weight"] = Slot(name, (out, inside, FREE, FREE))
     return slots

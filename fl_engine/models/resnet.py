@@ -19,7 +19,7 @@ The blocks with an identity shortcut, b >= 1, can be dropped. An early exit may 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -60,8 +60,9 @@ class BasicBlock(nn.Module):
 
 
 def block_slots(name: str, inside: Axis, out: Axis, norm: Norm, project: bool) -> dict[str, Slot]:
-    slots = conv_bn_slots(f"{name}.conv1", name, inside, out, norm, bias=False)
-    slots |= conv_bn_slots(f"{name}.conv2", name, out, out, norm, bias=False)
+    inner = replace(out, choice=f"{name}.inner")
+    slots = conv_bn_slots(f"{name}.conv1", name, inside, inner, norm, bias=False)
+    slots |= conv_bn_slots(f"{name}.conv2", name, inner, out, norm, bias=False)
     if project:
         slots |= conv_bn_slots(f"{name}.shortcut", name, inside, out, norm, bias=False)
     return slots

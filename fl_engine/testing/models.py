@@ -42,7 +42,8 @@ law = settings(
 # ---------------------------------------------------------------------------------------- making things up
 @st.composite
 def specs(draw: st.DrawFn, family: ModelFamily, inside: SubmodelSpec = FULL) -> SubmodelSpec:
-    """Any sub-model of `inside`: of each group all, a prefix, or any channels; some blocks dropped."""
+    """Any sub-model of `inside`: of each group all, a prefix, or any channels; of some choices others than the group's;
+    some blocks dropped."""
     layout = family.layout()
     keep: dict[str, Sequence[int]] = {}
     for group in layout.groups:
@@ -54,6 +55,11 @@ def specs(draw: st.DrawFn, family: ModelFamily, inside: SubmodelSpec = FULL) -> 
             places = draw(st.sets(st.integers(0, len(channels) - 1), min_size=1))
             channels = [channels[place] for place in sorted(places)]
         keep[group] = channels
+    for choice, of in layout.choices.items():
+        if choice in inside.kept or draw(st.booleans()):
+            count, held = len(keep[str(of)]), _channels(layout, inside, choice)
+            places = draw(st.sets(st.integers(0, len(held) - 1), min_size=count, max_size=count))
+            keep[choice] = [held[place] for place in sorted(places)]
     drops = [b for b in droppable(family) if draw(st.integers(0, 3)) == 0]
     blocks = [b for b in layout.blocks if layout.has_block(inside, b) and b not in drops]
     return SubmodelSpec.of(keep, None if len(blocks) == len(layout.blocks) else blocks)
@@ -112,8 +118,8 @@ def kept_mask(layout: ParamLayout, spec: SubmodelSpec, name: str, shape: torch.S
             size = shape[dim] if axis.then is None else part.each * layout.groups.get(part.group or "", 1)
             channel = torch.arange(size) % (size // part.copies) // part.repeat
             every = torch.full((size,), True)
-            of = every if part.group is None else torch.isin(channel, torch.tensor(_channels(layout, spec, part.group)))
-            runs.append(of)
+            key = part.key
+            runs.append(every if key is None else torch.isin(channel, torch.tensor(_channels(layout, spec, key))))
         mask &= torch.cat(runs).view([-1 if d == dim else 1 for d in range(len(shape))])
     return mask
 

@@ -41,7 +41,6 @@ from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
     TinyNet,
-    assert_same_orders,
     brought,
     context_of,
     start_of,
@@ -388,69 +387,3 @@ def test_a_selector_learns_that_a_device_had_to_shrink(kind: Any) -> None:
     tables = algorithm.merge(state, RoundPlan(order.round, (order,)), [brought(update, site)], ServerSite(site)).tables
     # p = 1, sent 1x, back 0.5x: 1 + 1, then max(1 - 1, 0), max(1 - 2, 0).
     assert [row[order.client] for row in tables["resource"]] == [2, 0, 0]
-
-
-# ============================================================================================ Federated Dropout
-AT_HALF, AT_WHOLE = 0, 2
-"""Levels of 0.5x and 1x."""
-
-
-def dropped(seed: int, rounds: int) -> dict[tuple[int, int], WorkOrder]:
-    algorithm = FederatedDropout(training=TRAINING)
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    return {(r, o.client): o for r in range(rounds) for o in algorithm.plan(state, context_of(site, r, seed)).orders}
-
-
-def test_dropout_sets_are_of_the_right_size_and_differ() -> None:
-    """Between clients of a round and between rounds: 16 of 32 hidden channels hardly ever come twice."""
-    orders = dropped(SEED, 30)
-    for order in orders.values():
-        beta = FederatedDropout().widths[order.level]
-        for group, size in SIZES.items():
-            found = channels(LAYOUT, order.spec, group)
-            assert len(set(found)) == len(found) == math.floor(beta * size + 1e-9)
-            assert set(found) <= set(range(size))
-    halves = [(at, o) for at, o in orders.items() if o.level == AT_HALF]
-    assert len(halves) > 30
-    same_round = [(a, b) for (at, a), (bt, b) in itertools.combinations(halves, 2) if at[0] == bt[0]]
-    same_client = [(a, b) for (at, a), (bt, b) in itertools.combinations(halves, 2) if at[1] == bt[1]]
-    for pairs in (same_round, same_client):
-        assert len(pairs) > 10
-        for a, b in pairs:
-            assert channels(LAYOUT, a.spec, "hidden") != channels(LAYOUT, b.spec, "hidden")
-
-
-def test_dropout_sets_follow_from_the_seed() -> None:
-    first, again, other = dropped(1, 4), dropped(1, 4), dropped(2, 4)
-    assert first.keys() == again.keys()
-    for at, order in first.items():
-        assert_same_orders(RoundPlan(at[0], (order,)), RoundPlan(at[0], (again[at],)))
-    both = [at for at in first.keys() & other.keys() if first[at].level == other[at].level < AT_WHOLE]
-    assert both
-    assert all(first[at].spec != other[at].spec for at in both)
-
-
-def test_dropout_trains_all_channels_in_the_long_run() -> None:
-    visits = np.zeros(32, dtype=int)
-    count = 0
-    for order in dropped(SEED, 120).values():
-        if order.level == AT_HALF:
-            visits[channels(LAYOUT, order.spec, "hidden")] += 1
-            count += 1
-    assert visits.sum() == 16 * count
-    assert abs(visits / count - 0.5).max() < 4 * math.sqrt(0.25 / count), "four standard deviations"
-
-
-@pytest.mark.parametrize(("weighting", "expected"), [("uniform", 2.5), ("examples", (3 * 1 + 1 * 4) / 4)])
-def test_dropout_counts_clients_alike_or_by_samples(weighting: Any, expected: float) -> None:
-    algorithm = FederatedDropout(training=TRAINING, weighting=weighting)
-    site = tiny_site(algorithm)
-    state = start_of(algorithm, site)
-    orders = tuple(WorkOrder(0, c, FULL, {}, c, 2) for c in range(2))
-    updates = [
-        ClientUpdate(0, 0, FULL, constant(FULL, 1.0), 3, {"loss": 1.0, "steps": 1.0}),
-        ClientUpdate(0, 1, FULL, constant(FULL, 4.0), 1, {"loss": 1.0, "steps": 9.0}),
-    ]
-    for tensor in algorithm.merge(state, RoundPlan(0, orders), updates, ServerSite(site)).params.values():
-        assert tensor.numpy() == pytest.approx(expected, rel=1e-6)

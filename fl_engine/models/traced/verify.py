@@ -101,7 +101,7 @@ def _drawn(layout: ParamLayout, generator: torch.Generator) -> SubmodelSpec:
 
 
 def _zeroed(weights: Params, layout: ParamLayout, spec: SubmodelSpec) -> Params:
-    keep = {group: layout.indices(spec, group) for group in layout.groups}
+    keep = layout.channels(spec)
     out = {}
     for name, tensor in weights.items():
         kept = torch.ones_like(tensor)
