@@ -38,6 +38,7 @@ from fl_engine.algorithms.pooled import (
     select,
     wanted,
 )
+from fl_engine.core import workload
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.types import (
@@ -73,7 +74,7 @@ class FedRolex:
     printed, a stride that divides K_i can leave channels out for good."""
     weighting: Weight = "uniform"
     """How much a client counts (Sec. 3.3.6): all alike, by the kernels of its model, by its local steps, or by the
-    product of both."""
+    product of both. A client that says it took more steps than its order makes of its samples counts by those."""
     scaler: bool = True
     mask_labels: bool = False
     static_bn: bool = True
@@ -113,15 +114,20 @@ class FedRolex:
     def merge(
         self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> PooledState:
-        return pooled.merged(self, state, plan, answers, self._weight(state.layout), moving=True)
+        return pooled.merged(self, state, plan, answers, self._weight(state.layout, server), moving=True)
 
-    def _weight(self, layout: ParamLayout) -> Callable[[ClientUpdate], float]:
+    def _weight(self, layout: ParamLayout, server: ServerContext) -> Callable[[ClientUpdate], float]:
         by_size = self.weighting in ("model_size", "hybrid")
         by_steps = self.weighting in ("updates", "hybrid")
 
+        def steps(update: ClientUpdate) -> float:
+            """What the client says, from one to as many as its order makes of its samples."""
+            most = workload.steps(self.training, server.samples[update.client])
+            return min(max(1.0, update.metrics["steps"]), most)
+
         def weight(update: ClientUpdate) -> float:
             size = kernels(layout, update.payload) if by_size else 1
-            return size * (update.metrics["steps"] if by_steps else 1.0)
+            return size * (steps(update) if by_steps else 1.0)
 
         return weight
 

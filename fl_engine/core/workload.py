@@ -32,7 +32,7 @@ def batches(task: Epochs, samples: int) -> tuple[int, ...]:
     return (batch,) * (samples // batch) + ((rest,) if rest else ())
 
 
-def steps(task: LocalTask, samples: int) -> int:
+def steps(task: Epochs, samples: int) -> int:
     return task.epochs * len(batches(task, samples))
 
 

@@ -322,6 +322,17 @@ def test_the_four_weightings(weighting: str, expected: float) -> None:
     assert sorted({round(e, 6) for _, e in WEIGHTED}) == [2.0, 2.5, 3.0, 3.4], "the four can be told apart"
 
 
+@pytest.mark.parametrize("weighting", ["updates", "hybrid"])
+@pytest.mark.parametrize(
+    ("said", "counted"), [(1e18, 4), (math.inf, 4), (5.0, 4), (4.0, 4), (2.0, 2), (0.0, 1), (-1e18, 1), (math.nan, 1)]
+)
+def test_a_lie_about_steps_counts_for_no_more_than_the_order_makes(weighting: str, said: float, counted: int) -> None:
+    """Each client has eight samples: two epochs in batches of four are four steps, and at least one is taken."""
+    liar, honest = (FULL, constant(FULL, 4.0), said, 8), (FULL, constant(FULL, 1.0), 4.0, 8)
+    for tensor in merged(weighting, TINY, [honest, liar]).values():
+        assert tensor.numpy() == pytest.approx((4 * 1 + counted * 4) / (4 + counted), rel=1e-6)
+
+
 def test_kernels_of_what_was_trained_count() -> None:
     """B left the residual layer out: 4 + 16 = 20 kernels. Its own classifier never counts."""
     payload = {n: t for n, t in constant(HALF, 4.0).items() if not n.startswith("extra")}
