@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fl_engine.core import seeds
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, nearest
+from fl_engine.core.slicing import count_params
 from fl_engine.core.types import Device
+from fl_engine.core.widths import hidden, prefix
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class Tier:
     limits: tuple[float, float] | None = None
     speed: float = 10.0
     bandwidth: float = 30.0
+    width: float | None = None
+    """The width ratio of a sub-model that these devices hold, in (0, 1]: r_M is at least what that takes of the network
+    at hand. null: r_M is `memory`."""
 
 
 # ------------------------------------------------------------------------------------------- named fleets
@@ -60,10 +66,11 @@ def _gaussian(full: float, rows: Mapping[str, tuple[int, int, int, int]]) -> tup
 
 def _widths(shares: Mapping[str, float]) -> tuple[Tier, ...]:
     """FedRolex's devices, by the width of the model that they can hold. A width of beta makes about beta^2 of the
-    parameters; the first and the last layer make it a little more, hence the margin."""
+    parameters; the first and the last layer make it a little more, hence the margin. Where they make it much more (a
+    small network, or very small images), the devices hold what that width really takes."""
     capacity = {"1": 1.0, "1/2": 1 / 2, "1/4": 1 / 4, "1/8": 1 / 8, "1/16": 1 / 16}
     return tuple(
-        Tier(name, share, 125 * capacity[name] ** 2, (0.0,), speed=200.0 * capacity[name] ** 2)
+        Tier(name, share, 125 * capacity[name] ** 2, speed=200.0 * capacity[name] ** 2, width=capacity[name])
         for name, share in shares.items()
     )
 
@@ -131,14 +138,18 @@ def named(name: str) -> tuple[Tier, ...]:
 
 
 # ------------------------------------------------------------------------------------------------ devices
-def fleet(tiers: Sequence[Tier] | str, clients: int, seed: int) -> tuple[Device, ...]:
+def fleet(
+    tiers: Sequence[Tier] | str, clients: int, seed: int, family: ModelFamily | None = None
+) -> tuple[Device, ...]:
     """One device per client. Shares are met to the nearest device (largest remainder); which client is which is
-    drawn from the seed, so every algorithm of a comparison meets the same fleet."""
+    drawn from the seed, so every algorithm of a comparison meets the same fleet. `family`: the network that they train,
+    for tiers with a `width`; None: r_M is `memory`. Raises ConfigError for tiers that no fleet can have."""
     tiers = named(tiers) if isinstance(tiers, str) else tiers
     if not tiers:
         raise ConfigError("fleet.tiers is empty: give at least one tier")
     for t in tiers:
         _check(t)
+    tiers = tiers if family is None else [_holding(t, family) for t in tiers]
     if abs(sum(t.share for t in tiers) - 1) > 1e-6:
         shares = ", ".join(f"{t.name} {t.share}" for t in tiers)
         raise ConfigError(f"the shares of fleet.tiers must add up to 1, got {shares}")
@@ -159,8 +170,23 @@ def _check(t: Tier) -> None:
         raise ConfigError(f"fleet tier {t.name!r}: share >= 0, memory > 0 and sigma >= 0 are expected, got {t}")
     if t.speed <= 0 or t.bandwidth <= 0:
         raise ConfigError(f"fleet tier {t.name!r}: speed and bandwidth are above 0, got {t.speed} and {t.bandwidth}")
+    if t.width is not None and (not 0 < t.width <= 1 or t.limits is not None):
+        raise ConfigError(
+            f"fleet tier {t.name!r}: width is above 0, at most 1, and has no limits beside it, got width {t.width} and "
+            f"limits {t.limits}"
+        )
     if t.limits is not None and not 0 <= t.limits[0] <= t.memory <= t.limits[1]:
         raise ConfigError(f"fleet tier {t.name!r}: limits (low, high) lie around memory = {t.memory}, got {t.limits}")
+
+
+def _holding(t: Tier, family: ModelFamily) -> Tier:
+    """The tier with what a sub-model of its width takes of this network, half a parameter more than that: whoever holds
+    a model has more free than it needs."""
+    layout = family.layout()
+    if t.width is None or not hidden(layout):
+        return t
+    needs = 100 * (count_params(family, prefix(layout, t.width)) + 0.5) / count_params(family)
+    return replace(t, memory=max(t.memory, needs))
 
 
 def _device(client: int, tier: Tier, sigma: float) -> Device:

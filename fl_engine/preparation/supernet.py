@@ -227,7 +227,7 @@ def _kinds(family: ModelFamily, server: PreparationContext, levels: Mapping[str,
     settings, samples = server.settings, server.samples
     tiers = [devices.Tier(**tier) for tier in settings["fleet.tiers"]]
     members: dict[str, list[Device]] = {}
-    for device in devices.fleet(tiers, len(samples), server.seed):
+    for device in devices.fleet(tiers, len(samples), server.seed, family):
         members.setdefault(device.tier, []).append(device)
     wanted = settings["algorithm.level"]
     if wanted is not None and wanted not in levels:

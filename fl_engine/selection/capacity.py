@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Codecs, Device, Pool
+
+log = logging.getLogger("flexfleet")
 
 
 def round_size(fraction: float, clients: int) -> int:
@@ -37,10 +40,33 @@ def level_of(device: Device, pool: Pool) -> int | None:
     return max((i for i in dispatched(pool) if holds(device, pool[i].share)), default=None)
 
 
-def someone_holds(fleet: Sequence[Device], pool: Pool, level: int) -> None:
-    if not any(holds(d, pool[level].share) for d in fleet):
-        size = 100 * pool[level].share
+def check_capacity(fleet: Sequence[Device], pool: Pool) -> None:
+    """For selections that ask those devices alone that can hold a model. Tells, as a warning with the numbers, of tiers
+    whose devices hold none of those sent, and of models sent that no device holds. Raises ConfigError where no device
+    holds any."""
+    sent = [pool[i] for i in dispatched(pool)]
+    if not any(holds(d, sent[0].share) for d in fleet):
         raise ConfigError(
-            f"no device of the fleet can hold {pool[level].name}, the smallest model sent ({size:.1f} % of the full "
-            "one): make the fleet stronger or the models smaller"
+            f"no device of the fleet can hold {sent[0].name}, the smallest model sent ({100 * sent[0].share:.1f} % of "
+            "the full one): make the fleet stronger or the models smaller"
         )
+    idle = [d for d in fleet if level_of(d, pool) is None]
+    if idle:
+        tiers = ", ".join(
+            f"{tier} ({len(own)} of {len(fleet)} devices, {max(d.most for d in own):.4g} %)"
+            for tier in dict.fromkeys(d.tier for d in idle)
+            if (own := [d for d in idle if d.tier == tier])
+        )
+        log.warning(
+            "fleet: these tiers are never asked, because they hold less of the full model than the %.4g %% that %s, "
+            "the smallest model sent, takes: %s. Give them more memory, or send a smaller model",
+            100 * sent[0].share, sent[0].name, tiers,
+        )  # fmt: skip
+    most = max(d.most for d in fleet)
+    unheld = [f"{m.name} ({100 * m.share:.4g} %)" for m in sent if not any(holds(d, m.share) for d in fleet)]
+    if unheld:
+        log.warning(
+            "fleet: no device can hold %s: the strongest holds %.4g %% of the full model. What these models have "
+            "beyond the smaller ones is not trained",
+            ", ".join(unheld), most,
+        )  # fmt: skip

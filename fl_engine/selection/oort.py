@@ -16,7 +16,7 @@ from fl_engine.core.measures import LARGEST_LOSS
 from fl_engine.core.types import ClientUpdate, Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
 from fl_engine.core.workload import FORWARDS_PER_STEP
 from fl_engine.selection import memory
-from fl_engine.selection.capacity import dispatched, someone_holds
+from fl_engine.selection.capacity import check_capacity, dispatched
 from fl_engine.selection.memory import ASKED, CLIENT
 from fl_engine.selection.pacer import Pacer
 
@@ -117,7 +117,7 @@ class Oort:
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
         """`clients` and `heard`: see `selection.memory`. `pacer`: see `Pacer`."""
         if self.model == "capacity":
-            someone_holds(fleet, pool, dispatched(pool)[0])
+            check_capacity(fleet, pool)
         return {"clients": memory.NOBODY, "heard": (), "pacer": Pacer(0, self.pacer_start).rows}
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:

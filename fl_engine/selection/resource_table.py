@@ -10,7 +10,7 @@ import numpy as np
 
 from fl_engine.core.fields import STRICT
 from fl_engine.core.types import Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
-from fl_engine.selection.capacity import dispatched, holds, someone_holds
+from fl_engine.selection.capacity import check_capacity, dispatched, holds
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ResourceTable:
     name: Literal["resource_table"] = "resource_table"
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
-        someone_holds(fleet, pool, dispatched(pool)[0])
+        check_capacity(fleet, pool)
         return {}
 
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fl_engine.core.fields import STRICT
 from fl_engine.core.types import Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
-from fl_engine.selection.capacity import dispatched, holds, someone_holds
+from fl_engine.selection.capacity import check_capacity, dispatched, holds
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Uniform:
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:
         if self.model == "capacity":
-            someone_holds(fleet, pool, dispatched(pool)[0])
+            check_capacity(fleet, pool)
         return {}
 
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:

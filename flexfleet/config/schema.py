@@ -93,7 +93,8 @@ class FleetConfig(Section):
     tiers: tuple[Tier, ...] = FLEETS["4:3:3"]
     """Tiers of devices. share: part of the fleet; all add up to 1. memory: capacity r_M in % of the full model's
     parameters. sigma: a device draws one of these spreads, in the same unit; what it has free is r_M - |N(0, sigma)|.
-    limits: null, or [low, high], and what it has free is N(r_M, sigma) clipped to them. speed (10^9 multiply-adds per
+    limits: null, or [low, high], and what it has free is N(r_M, sigma) clipped to them. width: null, or the width ratio
+    of a sub-model that they hold, and r_M is at least what that takes of the network. speed (10^9 multiply-adds per
     second) and bandwidth (10^6 bits per second) drive the simulated clock; the defaults are assumed. Or the name of a
     fleet of `fl_engine.fleet.devices`, where each is explained; 4:3:3 is the default, FlexFL's Table I
     (weak:medium:strong)."""

@@ -48,7 +48,7 @@ def check(resolved: Resolved) -> dict[str, Any]:
                 "publish.precision: int8_static takes the ranges of activations from the server's proxy data, and "
                 "there is none: set partition.proxy above 0, or leave int8_static out"
             )
-    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
+    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
     _check_rates(config)
     giver(algorithm.preparations)
     for name in algorithm.preparations:

@@ -75,7 +75,7 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
             raise ClientError("observe=cgroup, but the assignment does not say how much memory training takes")
         free = memory.free(memory.limit(), told.memory, pool, failures)
         log.info("the memory limit leaves room for %.1f %% of the full model (failures before: %d)", free, failures)
-    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
+    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
     struck = faults.parse(config.rounds.faults)
     sealed = config.kubernetes.state_key is not None
     key = key_from(Path(os.environ.get("FLEXFLEET_STATE_KEY", STATE_KEY))) if sealed else None

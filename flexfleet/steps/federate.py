@@ -263,7 +263,7 @@ def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path) -> Site:
     parts = partition.load(partition_dir, resolved.data)
     data = partition.as_told(resolved.data, parts)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
-    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed)
+    fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
     prepare_process(config.run.devices)
     struck = faults.parse(config.rounds.faults)
     numerics = _numerics(config, training_of(resolved.algorithm), family, data.task)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ from fl_engine.core.types import (
 )
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.server import ServerSite
+from fl_engine.fleet.devices import fleet, observe
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
@@ -164,6 +166,23 @@ def test_all_channels_are_trained_alike_over_a_cycle() -> None:
         spec = algorithm.plan(state, context_of(site, round, SEED)).orders[0].spec
         visits[channels(LAYOUT, spec, "hidden")] += 1
     assert visits.tolist() == [16] * 32
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_every_tier_of_the_real_world_is_asked_on_the_digits(kind: Any) -> None:
+    """1/16 of the network for 8x8 images is .586 % of it, more than 125 / 16^2 %: 55 % of the devices. All twenty
+    clients a round: each gets the model of its own width."""
+    family = SmallCNN((1, 8, 8), 10)
+    widths = {"1/16": 0.0625, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "1": 1.0}
+    algorithm = kind(training=replace(TRAINING, fraction=1.0), widths=tuple(widths.values()))
+    site = tiny_site(algorithm, family, fleet=fleet("real_world", 20, SEED, family))
+    orders = algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED)).orders
+    sent = Counter((site.fleet[o.client].tier, algorithm.widths[o.level]) for o in orders)
+    assert sent == {(tier, widths[tier]): n for tier, n in {"1/16": 11, "1/8": 4, "1/4": 2, "1/2": 2, "1": 1}.items()}
+    for order in orders:
+        free = observe(site.fleet[order.client], SEED, 0)
+        task = algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[order.client], free))
+        assert task.spec == order.spec, "nobody has to shrink"
 
 
 # =================================================================================================== the pool

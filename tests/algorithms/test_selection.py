@@ -14,7 +14,7 @@ from fl_engine.algorithms import AllLarge, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.core.errors import ClientError, ConfigError
 from fl_engine.core.types import FULL, Device, TaskContext, WorkOrder
-from fl_engine.selection import ResourceTable
+from fl_engine.selection import Curiosity, Oort, ResourceTable, Uniform
 from fl_engine.selection.capacity import round_size
 from fl_engine.testing.tiny import (
     SEED,
@@ -122,6 +122,33 @@ def test_a_fleet_that_can_hold_nothing_is_an_error() -> None:
     fleet = tuple(Device(c, "tiny", 25.0, 0.0) for c in range(6))
     with pytest.raises(ConfigError, match=r"can hold M1, the smallest model sent \(25\.0 % of"):
         draw(fleet, 2, 1)
+
+
+BY_CAPACITY = [ResourceTable(), Uniform(), Oort()]
+
+
+@pytest.mark.parametrize("selection", BY_CAPACITY, ids=lambda s: s.name)
+def test_tiers_that_hold_nothing_and_levels_that_nobody_holds_are_told(
+    selection: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """M1 takes 25 %, M2 50 and M3 100; M2' and M3' are not sent."""
+    _, pool = paper_pool()
+    kinds = [("mote", 25.0)] * 3 + [("watch", 10.0)] * 2 + [("phone", 60.0)] * 5
+    selection.init(tuple(Device(c, kind, most, 0.0) for c, (kind, most) in enumerate(kinds)), pool)
+    (idle, unheld) = (r.getMessage() for r in caplog.records)
+    assert "the 25 % that M1, the smallest model sent, takes" in idle
+    assert "mote (3 of 10 devices, 25 %), watch (2 of 10 devices, 10 %). Give them more memory" in idle
+    assert "no device can hold M3 (100 %): the strongest holds 60 % of the full model" in unheld
+
+
+@pytest.mark.parametrize("selection", [*BY_CAPACITY, Uniform(model="random"), Curiosity()], ids=str)
+def test_a_fleet_that_fits_is_not_talked_about(selection: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor one whose devices are asked whatever they hold."""
+    _, pool = paper_pool()
+    selection.init(devices(weak=2, strong=1), pool)
+    if selection not in BY_CAPACITY:
+        selection.init(devices(weak=2), pool)
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(

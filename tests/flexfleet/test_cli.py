@@ -278,6 +278,21 @@ def test_a_run_with_bad_input_ends_before_it_starts(
     assert flexfleet("run", "--json", "--run-id", "a", sets=[*quick, "rounds.stop=1"]).code == 0
 
 
+def test_check_tells_which_tiers_and_levels_fit_nowhere(
+    flexfleet: Any, quick: Sequence[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = "fleet.tiers=[{name: a, share: 0.5, memory: 20}, {name: b, share: 0.5, memory: 60}]"
+    done = flexfleet("check", "--json", sets=[*quick, "algorithm.name=heterofl", tiers])
+    assert done.json["ok"]
+    assert "a (3 of 6 devices, 20 %)" in caplog.text
+    assert "no device can hold 1x (100 %): the strongest holds 60 %" in caplog.text
+    caplog.clear()
+    widths = "algorithm.widths=[0.0625,0.125,0.25,0.5,1.0]"
+    real_world = ["fleet.tiers=real_world", "algorithm.name=fedrolex", widths]
+    done = flexfleet("check", "--json", sets=[*quick, *real_world, "partition.clients=20"])
+    assert done.json["ok"] and "fleet:" not in caplog.text, "each tier holds what its width takes"
+
+
 def test_check_of_good_input(flexfleet: Any, quick: Sequence[str], tmp_path: Path) -> None:
     assert flexfleet("check", "--json", sets=quick).json == {
         "ok": True, "dataset": "digits", "train": 240, "test": 60, "model": "small_cnn", "algorithm": "flexfl"

@@ -13,8 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_engine.core.errors import ConfigError
+from fl_engine.core.slicing import count_params
 from fl_engine.core.types import Device
+from fl_engine.core.widths import prefix
 from fl_engine.fleet.devices import FLEETS, Tier, fleet, observe, simulated_seconds
+from fl_engine.models.mobilenetv2 import MobileNetV2
+from fl_engine.models.preresnet import PreResNet18
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.selection.capacity import holds
 
 law = settings(max_examples=60, deadline=None)
 
@@ -192,6 +198,34 @@ def test_an_impossible_fleet_is_refused(tiers: tuple[Tier, ...], message: str) -
 def test_named_fleets_have_their_proportions(name: str, expected: dict[str, int]) -> None:
     assert Counter(d.tier for d in fleet(name, 100, 7)) == expected
     assert fleet(name, 100, 7) == fleet(FLEETS[name], 100, 7)
+
+
+@pytest.mark.parametrize(
+    ("family", "grown"),
+    [
+        # 1/16 of the digits' network is .586 % of it, 125 / 16^2 is .488; 1/8 and wider fit as they are.
+        (SmallCNN((1, 8, 8), 10), {"1/16"}),
+        (MobileNetV2((3, 32, 32), 10), {"1/8", "1/16"}),
+        (PreResNet18((3, 32, 32), 10), set()),
+    ],
+    ids=["small_cnn", "mobilenetv2", "preresnet18"],
+)
+def test_capacities_hold_what_their_width_takes_and_nothing_larger(family: Any, grown: set[str]) -> None:
+    assert fleet("real_world", 100, 0) == fleet(FLEETS["real_world"], 100, 0)
+    found = {d.tier: d for d in fleet("real_world", 100, 0, family)}
+    before = {d.tier: d for d in fleet("real_world", 100, 0)}
+    assert {name for name, device in found.items() if device != before[name]} == grown
+    shares = [count_params(family, prefix(family.layout(), 2.0**-i)) / count_params(family) for i in range(6)]
+    for i, name in enumerate(("1", "1/2", "1/4", "1/8", "1/16")):
+        assert holds(found[name], shares[i]), "a device has more free than its model needs"
+        assert i == 0 or not holds(found[name], shares[i - 1]), "and not enough for the next one"
+        assert observe(found[name], 0, 5) > 100 * shares[i]
+
+
+@pytest.mark.parametrize(("width", "limits"), [(0.0, None), (1.5, None), (-1.0, None), (0.5, (10.0, 90.0))])
+def test_a_wrong_width_is_an_error(width: float, limits: Any) -> None:
+    with pytest.raises(ConfigError, match="width is above 0, at most 1, and has no limits beside it, got width"):
+        fleet((Tier("t", 1.0, 50.0, limits=limits, width=width),), 3, 0)
 
 
 @pytest.mark.parametrize(
