@@ -38,8 +38,9 @@ class Measured(NamedTuple):
 class Task(Protocol):
     """What a network learns from data. Implementations are frozen dataclasses in `fl_engine.tasks`.
 
-    `outputs_bo` is float32 (batch, outputs), or (batch, outputs, H, W) of a network that answers at every place of a
-    map; `y` holds as many targets, as `check` returned them.
+    `outputs_bo` is float32 (batch, outputs), (batch, outputs, H, W) of a network that answers at every place of a map,
+    or (batch, outputs, T) of one that answers at every position of a sequence; `y` holds as many targets, as `check`
+    returned them.
     """
 
     name: ClassVar[str]
@@ -98,6 +99,12 @@ def has_boxes(task: Task) -> bool:
     """Whether targets are boxes in the sample, several of them (`core.boxes`): its `boxes`, where it has one.
     Augmentations move them with the sample, and no label is a sample's only one."""
     return bool(getattr(task, "boxes", False))
+
+
+def has_sequences(task: Task) -> bool:
+    """Whether a sample has a target at each of its positions, as a text has next tokens: the task's `sequences`, where
+    it has one."""
+    return bool(getattr(task, "sequences", False))
 
 
 def class_count(task: Task) -> int:

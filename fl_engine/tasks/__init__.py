@@ -5,8 +5,14 @@ from __future__ import annotations
 
 from fl_engine.tasks.classification import Classification
 from fl_engine.tasks.detection import Detection
+from fl_engine.tasks.next_token import NextToken
 from fl_engine.tasks.regression import Regression
 
-__all__ = ["TASKS", "Classification", "Detection", "Regression"]
+__all__ = ["TASKS", "Classification", "Detection", "NextToken", "Regression"]
 
-TASKS: dict[str, type] = {"classification": Classification, "detection": Detection, "regression": Regression}
+TASKS: dict[str, type] = {
+    "classification": Classification,
+    "detection": Detection,
+    "next_token": NextToken,
+    "regression": Regression,
+}

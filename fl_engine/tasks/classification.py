@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_engine.core.errors import DataError
+from fl_engine.core.errors import DataError, ModelError
 from fl_engine.core.samples import Measured, Metric
 
 
@@ -72,6 +72,11 @@ class Classification:
         return torch.randint(0, self.classes, (count,), generator=generator)
 
     def loss(self, outputs_bo: Tensor, y: Tensor, reduction: Literal["none", "sum"] = "none") -> Tensor:
+        if outputs_bo.dim() != 2:
+            raise ModelError(
+                f"classification takes networks that give (batch, {self.classes}), this one gives "
+                f"{tuple(outputs_bo.shape)}: choose one that answers once for a sample"
+            )
         return F.cross_entropy(outputs_bo, y, reduction=reduction)
 
     def softened(self, outputs_bo: Tensor, temperature: float) -> Tensor:

@@ -281,8 +281,9 @@ def _objective(
     borrowed: ExitStack,
 ) -> Objective:
     """The loss of the task of the data (`goal`), plus the terms that the client's task asks for. Outputs are reshaped
-    to rows, (B*n, outputs) or (B*n, outputs, H, W); a lane's loss is the mean over its rows. The function is valid as
-    long as the networks are `borrowed`; the generators that they draw from are put into `streams`."""
+    to rows, (B*n, outputs), (B*n, outputs, H, W) or (B*n, outputs, T); a lane's loss is the mean over its rows. The
+    function is valid as long as the networks are `borrowed`; the generators that they draw from are put into
+    `streams`."""
     task, n, device = jobs[0].task, len(jobs), jobs[0].x.device
     layout = lanes.layout_of(family.layout())
     forward = _student(family, layout, jobs, state, streams, borrowed)

@@ -1,5 +1,5 @@
-"""Loss terms besides the task's own. Each turns outputs (batch, outputs), or maps of outputs, into one value per row,
-(batch,). The loss is the mean over the batch.
+"""Loss terms besides the task's own. Each turns outputs (batch, outputs), or maps or sequences of outputs, into one
+value per row, (batch,). The loss is the mean over the batch.
 """
 
 from __future__ import annotations
@@ -75,6 +75,6 @@ def _divergence(goal: Task, student: Tensor, teacher: Tensor, temperature: float
 
 
 def mask_absent(logits: Tensor, present: Tensor) -> Tensor:
-    """Logits of classes outside `present` (bool, (classes,) or (batch, classes)) become 0, and get no gradient
-    (HeteroFL's code; a logit of 0, unlike one of -infinity, still takes part in the softmax)."""
-    return torch.where(present, logits, 0.0)
+    """Logits (batch, classes, ...) of classes outside `present` (bool, (classes,) or (batch, classes)) become 0, and
+    get no gradient (HeteroFL's code; a logit of 0, unlike one of -infinity, still takes part in the softmax)."""
+    return torch.where(present.view(*present.shape, *[1] * (logits.dim() - 2)), logits, 0.0)

@@ -26,7 +26,7 @@ import fl_engine
 from fl_engine.codecs import codecs_of
 from fl_engine.core import seeds
 from fl_engine.core.errors import ConfigError, IntegrityError
-from fl_engine.core.samples import Data, has_boxes
+from fl_engine.core.samples import Data, has_boxes, has_sequences
 from fl_engine.core.types import PoolModel
 from fl_engine.data import partitioning as partitions
 from fl_engine.models import export as exports
@@ -172,7 +172,7 @@ def _pyfunc(data: Data, folder: Path, largest: About, scratch: Path) -> Path:
     from mlflow.pyfunc import save_model
     from mlflow.types import DataType, ParamSchema, ParamSpec, Schema, TensorSpec
 
-    answers = (-1, -1) if has_boxes(data.task) else ()  # at each place of a map
+    answers = (-1, -1) if has_boxes(data.task) else (-1,) if has_sequences(data.task) else ()  # at each place
     samples = TensorSpec(np.dtype(exports.type_of(data)), (-1, *data.input_shape))
     signature = ModelSignature(
         Schema([samples]),

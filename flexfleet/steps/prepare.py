@@ -14,7 +14,7 @@ import torch
 from fl_engine.core.contracts import Algorithm, ChoosesNetwork, ModelFamily, TakesTokens
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.registry import resolve
-from fl_engine.core.samples import Data, check_ready, has_boxes
+from fl_engine.core.samples import Data, check_ready, has_boxes, has_sequences
 from fl_engine.core.slicing import made_up
 from fl_engine.core.types import Params
 from fl_engine.data.rules import Ints
@@ -140,11 +140,12 @@ def _found(config: Config) -> Data:
 
 
 def check_fits(data: Data, family: ModelFamily) -> None:
-    """Raises what `check_takes` raises; ModelError if boxes are to be found and the network gives one answer for the
-    whole image; EnvironmentFailure if a package is missing that computes the metric."""
+    """Raises what `check_takes` raises; ModelError if the network answers once for a sample and the task wants an
+    answer at every place of an image or every position of a sequence, for tokens also the other way round;
+    EnvironmentFailure if a package is missing that computes the metric."""
     check_ready(data.task)
     check_takes(data, family)
-    if has_boxes(data.task):
+    if has_boxes(data.task) or has_sequences(data.task) or data.has_tokens:
         with torch.no_grad():
             data.task.loss(family.module().eval()(made_up(family, 1)), data.train_y[:1])
 

@@ -1,0 +1,172 @@
+"""The task of the next token: loss, accuracy and masks by hand, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fl_engine.core.errors import ConfigError, DataError, ModelError, PartitionError
+from fl_engine.core.samples import Data
+from fl_engine.data import partitioning
+from fl_engine.tasks import TASKS, Classification, NextToken
+from fl_engine.testing.kinds import TinyTokens
+from fl_engine.training.losses import mask_absent, self_distillation
+from flexfleet.steps.prepare import check_fits
+
+PADDING, WORD, OTHER, OOV, END = range(5)
+TASK = NextToken(5, length=4, padding=PADDING, masked=(OOV, END))
+
+
+def sure_of(*rows: list[int]) -> Tensor:
+    """Logits (B, 5, T) that are largest for these tokens."""
+    return 10 * F.one_hot(torch.tensor(rows), 5).float().transpose(1, 2)
+
+
+def test_accuracy_by_hand() -> None:
+    """Five words, four of them right; OOV right, one of three ends: 6 of 9 of all. Padding counts in none."""
+    y = torch.tensor([[WORD, OTHER, OOV, END], [WORD, WORD, OTHER, END], [END, PADDING, PADDING, PADDING]])
+    answers = sure_of([WORD, OTHER, OOV, END], [WORD, OTHER, OTHER, WORD], [WORD, WORD, PADDING, WORD])
+    seen = [TASK.observe(answers[:1], y[:1]), TASK.observe(answers[1:], y[1:])]
+    assert seen[1].tolist() == [2, 3, 2, 5]
+    assert TASK.measure(seen).values == {"accuracy": 4 / 5, "accuracy_all": 6 / 9}
+    assert next(iter(TASK.measure(seen).values)) == TASK.metric.name
+
+
+def test_a_sample_whose_targets_are_all_masked_has_no_accuracy() -> None:
+    y = torch.tensor([[END, PADDING, PADDING, PADDING]])
+    found = TASK.measure([TASK.observe(sure_of([END] * 4), y)]).values
+    assert math.isnan(found["accuracy"]) and found["accuracy_all"] == 1
+
+
+def test_the_loss_is_the_mean_over_what_is_not_padding() -> None:
+    """Logits 0 but log 3 for WORD: its probability is 3/7, that of any other token 1/7."""
+    logits = torch.zeros(2, 5, 4)
+    logits[:, WORD] = math.log(3)
+    y = torch.tensor([[WORD, WORD, OOV, END], [WORD, END, PADDING, PADDING]])
+    word, other = math.log(7 / 3), math.log(7)
+    expected = [(2 * word + 2 * other) / 4, (word + other) / 2]
+    assert TASK.loss(logits, y).tolist() == pytest.approx(expected)
+    assert float(TASK.loss(logits, y, "sum")) == pytest.approx(sum(expected))
+
+
+def test_padding_gets_no_gradient() -> None:
+    logits = torch.randn(1, 5, 4, requires_grad=True)
+    TASK.loss(logits, torch.tensor([[WORD, END, PADDING, PADDING]])).sum().backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    assert (logits.grad[..., :2] != 0).all() and (logits.grad[..., 2:] == 0).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**20), cut=st.integers(1, 5))
+def test_metrics_do_not_depend_on_the_batches(seed: int, cut: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    y, logits = TASK.examples(6, generator), torch.randn(6, 5, 4, generator=generator)
+    parts = [TASK.observe(logits[:cut], y[:cut]), TASK.observe(logits[cut:], y[cut:])]
+    whole = TASK.measure([TASK.observe(logits, y)]).values
+    assert TASK.measure(parts).values == pytest.approx(dict(whole), nan_ok=True)
+    kept = [(at, int(t)) for at, row in enumerate(y.tolist()) for t in row if t in (WORD, OTHER)]
+    if kept:
+        right = sum(
+            int(logits[at, :, position].argmax()) == t
+            for at, row in enumerate(y.tolist())
+            for position, t in enumerate(row)
+            if t in (WORD, OTHER)
+        )
+        assert whole["accuracy"] == right / len(kept)
+
+
+def test_made_up_targets_are_any_but_padding() -> None:
+    for padding in (0, 2, 4):
+        drawn = NextToken(5, 50, padding=padding).examples(50, torch.Generator().manual_seed(0))
+        assert sorted(set(drawn.flatten().tolist())) == [token for token in range(5) if token != padding]
+    none = NextToken(5, 50, padding=None)
+    assert set(none.examples(50, torch.Generator().manual_seed(0)).flatten().tolist()) == set(range(5))
+
+
+def test_without_padding_every_position_is_learnt() -> None:
+    task = NextToken(5, 4, padding=None)
+    y, logits = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 5, 4)
+    assert float(task.loss(logits, y)) == pytest.approx(math.log(5))
+    assert task.measure([task.observe(logits, y)]).values == {"accuracy": 1.0, "accuracy_all": 1.0}
+
+
+def test_a_client_masks_the_tokens_that_it_does_not_hold() -> None:
+    present = TASK.present(torch.tensor([[WORD, END, PADDING, PADDING]]))
+    assert present.tolist() == [False, True, False, False, True]
+    masked = mask_absent(torch.ones(2, 5, 4), torch.stack([present, ~present]))
+    assert masked[..., 0].tolist() == [[0, 1, 0, 0, 1], [1, 0, 1, 1, 0]]
+    assert (masked == masked[..., :1]).all(), "the same at every position"
+    assert torch.equal(mask_absent(torch.ones(1, 5, 4), present), masked[:1])
+
+
+def test_distillation_is_the_mean_over_tokens_and_positions() -> None:
+    student, teacher = torch.zeros(1, 5, 4), torch.zeros(1, 5, 4)
+    teacher[:, WORD, 1] = 2 * math.log(4)  # halved by the temperature: 4/8 and four times 1/8
+    kl = 0.5 * math.log(0.5 / 0.2) + 0.5 * math.log(0.125 / 0.2)
+    found = self_distillation(TASK, student, [teacher], 2.0)
+    assert found.tolist() == pytest.approx([4 * kl / 20])
+
+
+WRONG: dict[str, tuple[Tensor, str]] = {
+    "floats": (torch.zeros(2, 4), r"integers \(N, 4\).*float32 \(2, 4\)"),
+    "one target": (torch.zeros(2, dtype=torch.int64), r"integers \(N, 4\).*int64 \(2,\)"),
+    "another length": (torch.ones(2, 5, dtype=torch.int64), r"int64 \(2, 5\)"),
+    "a token too many": (torch.tensor([[1, 1, 1, 1], [1, 5, 1, 1]]), r"0\.\.4, found 5 in sample 1"),
+    "less than none": (torch.tensor([[1, -1, 1, 1]]), "found -1 in sample 0"),
+    "nothing but padding": (torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]), "sample 1 holds padding alone"),
+    "nothing to count": (torch.tensor([[3, 4, 0, 0]]), "the accuracy is undefined"),
+}
+
+
+@pytest.mark.parametrize(("y", "message"), WRONG.values(), ids=list(WRONG))
+def test_other_targets_are_refused(y: Tensor, message: str) -> None:
+    with pytest.raises(DataError, match=f"^mine: .*{message}"):
+        TASK.check(y, "mine")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokens": 1}, {"tokens": 2.0}, {"length": 0}, {"padding": 5}, {"padding": -1}, {"masked": (5,)},
+        {"masked": (0,)}, {"masked": (1, 1)}, {"masked": (1, 2, 3, 4)},
+    ],
+)  # fmt: skip
+def test_other_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="next_token: "):
+        NextToken(**{"tokens": 5, "length": 4, **options})
+
+
+def data(task: Any, y: Tensor) -> Data:
+    x = torch.randint(0, 5, (len(y), 4), generator=torch.Generator().manual_seed(0))
+    return Data("mine", task, x, y, x, y)
+
+
+def test_networks_answer_as_often_as_the_task_wants() -> None:
+    once = TinyTokens((4,), 5, vocabulary=5)
+    sequences = data(TASK, TASK.examples(8, torch.Generator().manual_seed(1)))
+    with pytest.raises(ModelError, match=r"next_token takes networks that give \(batch, 5, 4\).*gives \(1, 5\)"):
+        check_fits(sequences, once)
+    check_fits(data(Classification(5), torch.arange(8) % 5), once)
+    with pytest.raises(ModelError, match=r"classification takes networks that give \(batch, 5\)"):
+        Classification(5).loss(torch.zeros(1, 5, 4), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="vocabulary=5"):
+        check_fits(sequences, TinyTokens((4,), 5, vocabulary=4))
+
+
+def test_there_are_no_labels_to_deal_by() -> None:
+    sequences = data(TASK, TASK.examples(40, torch.Generator().manual_seed(1)))
+    with pytest.raises(PartitionError, match="label"):
+        partitioning.partition(sequences, "dirichlet", 2, 0.1, 0, alpha=1.0)
+
+
+def test_it_is_registered_and_a_value() -> None:
+    assert TASKS[TASK.name] is NextToken
+    listed: Any = [OOV, END]  # as JSON has it
+    assert NextToken(5, 4, PADDING, listed) == TASK and hash(NextToken(5, 4, PADDING, listed)) == hash(TASK)
