@@ -125,8 +125,8 @@ def kept_mask(layout: ParamLayout, spec: SubmodelSpec, name: str, shape: torch.S
 
 
 def zeroed(family: ModelFamily, spec: SubmodelSpec, params: Params) -> nn.Module:
-    """The full network, in evaluation, with all that the sub-model leaves out zeroed. Its group norms take their
-    statistics from the channels that are kept."""
+    """The full network, in evaluation, with all that the sub-model leaves out zeroed. Its group and layer norms take
+    their statistics from the channels that are kept."""
     layout, buffers = family.layout(), {name for name, _ in family.module().named_buffers()}
     kept = {name: kept_mask(layout, spec, name, t.shape) for name, t in params.items()}
     rest = {name: t if name in buffers else t * kept[name] for name, t in params.items()}
@@ -134,6 +134,8 @@ def zeroed(family: ModelFamily, spec: SubmodelSpec, params: Params) -> nn.Module
     for name, layer in whole.named_modules():
         if isinstance(layer, nn.GroupNorm):
             layer.forward = partial(_over_kept, layer, kept[f"{name}.weight"])  # type: ignore[method-assign]
+        elif isinstance(layer, nn.LayerNorm):
+            layer.forward = partial(_over_kept_last, layer, kept[f"{name}.weight"])  # type: ignore[method-assign]
     return whole
 
 
@@ -238,8 +240,8 @@ class ModelSuite:
     def test_a_slice_runs_like_the_full_network_with_the_rest_zeroed(
         self, family: ModelFamily, data: st.DataObject
     ) -> None:
-        """A batch norm on given statistics; a group norm, whose statistics are those of the sample at hand, over the
-        channels that are kept: a layout has to leave each of them in the group that it was in."""
+        """A batch norm on given statistics; group and layer norms, whose statistics are those of the sample at hand,
+        over the channels that are kept: a layout has to leave each of them in the group that it was in."""
         static = self.static(family)
         spec = data.draw(specs(static))
         layout, params, x = static.layout(), random_params(static), _in_double(samples(static, 2))
@@ -325,6 +327,15 @@ def _over_kept(norm: nn.GroupNorm, kept: Tensor, x: Tensor) -> Tensor:
     shape = (-1, *[1] * (x.dim() - 2))
     normal = (centred / (variance + norm.eps).sqrt()).reshape(x.shape)
     out: Tensor = normal * norm.weight.view(shape) + norm.bias.view(shape)
+    return out
+
+
+def _over_kept_last(norm: nn.LayerNorm, kept: Tensor, x: Tensor) -> Tensor:
+    """What `norm` makes of x (..., C), with statistics over the `kept` (C,) channels alone."""
+    of_kept = x[..., kept]
+    centred = x - of_kept.mean(-1, keepdim=True)
+    normal = centred / (of_kept.var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
+    out: Tensor = normal * norm.weight + norm.bias
     return out
 
 

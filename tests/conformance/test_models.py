@@ -19,6 +19,7 @@ from fl_engine.models.point_detector import PointDetector
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.text_transformer import TextTransformer
 from fl_engine.models.uthar_resnet18 import UTHARResNet18
 from fl_engine.models.vgg16 import VGG16
 from fl_engine.models.widar_resnet18 import WidarResNet18
@@ -44,6 +45,7 @@ SMALL: dict[str, ModelFamily] = {
     "point_detector": PointDetector((3, 40, 33), 6, width=0.06),
     "mobilenetv3_ofa": MobileNetV3OFA((2, 17, 20), 6, width=0.05),
     "har_cnn": HarCNN((7, 3), 4, width=0.5),
+    "text_transformer": TextTransformer((6,), 7, layers=2, heads=3, head_size=4, embedding=9, hidden=10),
 }
 
 

@@ -25,12 +25,21 @@ from fl_engine.core.pool import member
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import initial_params, runnable
 from fl_engine.core.types import FULL
-from fl_engine.models import AepMLP, CasasBiLSTM, MobileNetV2, PointDetector, ResNet18, SmallCNN, WisdmLSTM
+from fl_engine.models import (
+    AepMLP,
+    CasasBiLSTM,
+    MobileNetV2,
+    PointDetector,
+    ResNet18,
+    SmallCNN,
+    TextTransformer,
+    WisdmLSTM,
+)
 from fl_engine.models import export as exports
 from fl_engine.models import precision as precisions
 from fl_engine.models.precision import Precisions, measure
 from fl_engine.models.quantised import FILES, OnnxPrecision, convert, of_codec, rounded_up, stored
-from fl_engine.tasks import Classification, Detection, Regression
+from fl_engine.tasks import Classification, Detection, NextToken, Regression
 from fl_engine.testing.kinds import tiny_boxes
 from flexfleet.steps.prepare import Resolved
 
@@ -172,7 +181,9 @@ def images(*chw: int) -> Tensor:
 
 
 def data_of(x: Tensor, task: Any, **more: Any) -> Data:
-    y = torch.randn(len(x), 1) if isinstance(task, Regression) else torch.arange(len(x)) % task.outputs
+    y = torch.arange(len(x)) % task.outputs
+    if not isinstance(task, Classification):
+        y = task.examples(len(x), GENERATOR) if isinstance(task, NextToken) else torch.randn(len(x), 1)
     return Data("made_up", task, x, y, x, y, **more)
 
 
@@ -201,6 +212,11 @@ FAMILIES: dict[str, tuple[ModelFamily, Data, set[OnnxPrecision]]] = {
         {"int8", "int8_static"},
     ),
     "aep_mlp": (AepMLP((18,), 1), data_of(numbers(48, 18), Regression()), set()),
+    "text_transformer": (
+        TextTransformer((12,), 20, layers=2),
+        data_of(torch.randint(0, 20, (48, 12), generator=GENERATOR), NextToken(20, 12)),
+        {"int8"},
+    ),
 }
 
 
@@ -228,7 +244,7 @@ def test_every_network_has_each_precision(name: str, tmp_path: Path) -> None:
         assert answer.dtype == np.float32
         assert float((torch.from_numpy(answer) - wanted).abs().max()) < apart * float(wanted.abs().max()), each
         assert (found.precisions[each].share < 0.999) == (each in partly)
-        assert (found.precisions[each].agreement is None) == (name == "aep_mlp")
+        assert (found.precisions[each].agreement is None) == (not isinstance(data.task, Classification))
         assert found.precisions[each].bytes < (0.6 if each == "fp16" else 0.75) * found.precisions["fp32"].bytes
 
 
