@@ -26,6 +26,7 @@ from fl_engine.datasets import (
     femnist_tff,
     mnist,
     shakespeare,
+    stackoverflow_tff,
     tiny_imagenet,
     uthar,
     visdrone,
@@ -77,6 +78,10 @@ DATASETS: dict[str, Source] = {
     "femnist_tff": Source(femnist_tff.ABOUT, femnist_tff.load, femnist_tff.fetch, femnist_tff.FILES),
     "mnist": Source(mnist.ABOUT, mnist.load, mnist.fetch, mnist.FILES),
     "shakespeare": Source(shakespeare.ABOUT, shakespeare.load, shakespeare.fetch, (shakespeare.FILE,)),
+    "shakespeare_text": Source(shakespeare.ABOUT_TEXT, shakespeare.load_text, shakespeare.fetch, (shakespeare.FILE,)),
+    "stackoverflow_tff": Source(
+        stackoverflow_tff.ABOUT, stackoverflow_tff.load, stackoverflow_tff.fetch, stackoverflow_tff.FILES
+    ),
     "tiny_imagenet": Source(tiny_imagenet.ABOUT, tiny_imagenet.load, tiny_imagenet.fetch, tiny_imagenet.FILES),
     "aep": Source(aep.ABOUT, aep.load, files=aep.FILES),
     "casas": Source(casas.ABOUT, casas.load, files=casas.FILES),

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_engine.core.errors import DataError, EnvironmentFailure
+from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
+from fl_engine.data import tff
 from fl_engine.data.files import Remote, byte_statistics, download, extract, require
 from fl_engine.datasets.femnist import CLASSES, SIDE
 from fl_engine.tasks import Classification
@@ -90,29 +91,10 @@ def _part(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], list[str], 
 
 
 def _writers(path: Path) -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
-    try:
-        import h5py  # heavy, and for this data set alone
-    except ImportError as error:
-        raise EnvironmentFailure("femnist_tff is read with h5py: pip install 'flexfleet[hdf5]'") from error
-    try:
-        with h5py.File(path, "r") as file:
-            examples = file.get("examples")
-            if not isinstance(examples, h5py.Group):
-                raise DataError(f"{path}: expected a group 'examples', as TensorFlow Federated has it; is it another?")
-            for name in sorted(examples):
-                who, writer = f"{path}: writer {name[:80]!r}", examples.get(name)
-                parts = [writer.get(part) if isinstance(writer, h5py.Group) else None for part in ("pixels", "label")]
-                if not all(isinstance(part, h5py.Dataset) for part in parts):
-                    raise DataError(f"{who}: expected the arrays pixels and label; delete the file and fetch again")
-                yield name, *_samples(who, *parts)
-    except (
-        OSError,
-        RuntimeError,
-        KeyError,
-        ValueError,
-        UnicodeError,
-    ) as error:  # the errors of h5py for a damaged file
-        raise DataError(f"{path}: cannot be read as HDF5 ({error}); delete it and fetch again") from error
+    with tff.examples(path, "femnist_tff") as examples:
+        for name in sorted(examples):
+            who = f"{path}: writer {name[:80]!r}"
+            yield name, *_samples(who, *tff.arrays(who, examples.get(name), ("pixels", "label")))
 
 
 def _samples(who: str, pixels: Any, label: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

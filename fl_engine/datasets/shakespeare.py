@@ -10,6 +10,10 @@ and lines, with an empty line between. It must match the SHA-256 in TensorFlow D
 the whole Gutenberg edition and separates the roles of different plays: this text does not say where a play ends, so
 roles of the same name are one. A character that is missing in the training or the test targets becomes a space, LEAF's
 unknown character, so every class occurs in both. Characters are numbered in the order of Unicode.
+
+`load_text` has the same lines for networks that predict at every position: all that a role says, its training lines and
+its test lines by themselves, is cut into pieces of 80 characters, and each character follows the one before it. Tokens:
+0 is padding behind the last piece, then the characters of the training lines, any other (OOV), and the begin of a part.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ import torch
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.files import Remote, download, read, require
-from fl_engine.tasks import Classification
+from fl_engine.tasks import Classification, NextToken
 
 ABOUT = "Shakespeare, the next character after 80, 62 classes, 827,298 + 200,539 of 299 roles; public domain; 1 MB"
+ABOUT_TEXT = "Shakespeare, the next character at each of 80 positions, 299 roles; public domain; 1 MB"
 FOLDER = "shakespeare"
 REMOTE = Remote(
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -37,6 +42,8 @@ WINDOW = 80
 """The number of characters in a sample."""
 TEST_SHARE = 5
 """One in this many lines of a role is a test line."""
+PADDING = 0
+"""Of `load_text`: the token behind the last character of a piece."""
 MOST_BYTES = 2**23
 """The largest text; each character takes a window of 80 numbers in memory."""
 MOST_CHARACTERS = 256
@@ -53,22 +60,35 @@ def load(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
     """
     require("shakespeare", root, (FILE,), REMOTE.url)
     path = root / FILE
-    roles = _roles(path, checksum)
-    parts: tuple[list[tuple[int, str]], list[tuple[int, str]]] = ([], [])
-    for client, said in enumerate(roles.values()):
-        cut = len(said) - len(said) // TEST_SHARE
-        for part, chosen in zip(parts, (said[:cut], said[cut:]), strict=True):
-            part += [(client, line) for line in chosen]
+    parts = _parts(path, checksum)
     train, test = ("".join(line for _, line in part) for part in parts)
     known = sorted({*train} & {*test} | {" "})
     if not test or len(known) > MOST_CHARACTERS:
         raise DataError(
             f"{path}: expected roles of at least {TEST_SHARE} lines and at most {MOST_CHARACTERS} different "
-            f"characters, found {len(roles)} roles and {len(known)} characters; is it another text?"
+            f"characters, found {_count(parts)} roles and {len(known)} characters; is it another text?"
         )
     (train_x, train_y, source), (test_x, test_y, _) = (_windows(part, known) for part in parts)
     task = Classification(max(2, len(known)))
     return Data("shakespeare", task, train_x, train_y, test_x, test_y, natural_client=source)
+
+
+def load_text(root: Path, checksum: str | None = REMOTE.checksum) -> Data:
+    """The same text as tokens (N, 80) and the tokens that follow (N, 80). Raises DataError as `load` does."""
+    require("shakespeare_text", root, (FILE,), REMOTE.url)
+    path = root / FILE
+    parts = _parts(path, checksum)
+    characters = sorted({*"".join(line for _, line in parts[0])})
+    if not parts[1] or len(characters) > MOST_CHARACTERS:
+        raise DataError(
+            f"{path}: expected roles of at least {TEST_SHARE} lines and at most {MOST_CHARACTERS} different "
+            f"characters, found {_count(parts)} roles and {len(characters)} characters; is it another text?"
+        )
+    numbers = {character: at for at, character in enumerate(characters, 1)}
+    unknown, begin = len(characters) + 1, len(characters) + 2
+    (train_x, train_y, source), (test_x, test_y, _) = (_pieces(part, numbers, unknown, begin) for part in parts)
+    task = NextToken(len(characters) + 3, WINDOW, PADDING, (unknown, begin))
+    return Data("shakespeare_text", task, train_x, train_y, test_x, test_y, natural_client=source)
 
 
 def fetch(root: Path, remote: Remote = REMOTE) -> None:
@@ -99,7 +119,43 @@ def _roles(path: Path, checksum: str | None) -> dict[str, list[str]]:
     return {name: lines for name, lines in roles.items() if lines}
 
 
-def _windows(lines: list[tuple[int, str]], known: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+Lines = list[tuple[int, str]]
+"""The number of a role, and a line of it."""
+
+
+def _count(parts: tuple[Lines, Lines]) -> int:
+    return len({client for part in parts for client, _ in part})
+
+
+def _parts(path: Path, checksum: str | None) -> tuple[Lines, Lines]:
+    """The training and the test lines."""
+    parts: tuple[Lines, Lines] = ([], [])
+    for client, said in enumerate(_roles(path, checksum).values()):
+        cut = len(said) - len(said) // TEST_SHARE
+        for part, chosen in zip(parts, (said[:cut], said[cut:]), strict=True):
+            part += [(client, line) for line in chosen]
+    return parts
+
+
+def _pieces(
+    lines: Lines, numbers: dict[str, int], unknown: int, begin: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of all that each client says: tokens (N, 80), those that follow (N, 80), and the client (N,), all int64."""
+    texts: dict[int, list[str]] = {}
+    for client, line in lines:
+        texts.setdefault(client, []).append(line)
+    x, y, source = [], [], []
+    for client, said in texts.items():
+        tokens = [begin, *(numbers.get(character, unknown) for character in "".join(said))]
+        padded = np.pad(tokens, (0, -(len(tokens) - 1) % WINDOW), constant_values=PADDING)
+        x.append(np.where(padded[1:] == PADDING, PADDING, padded[:-1]).reshape(-1, WINDOW))
+        y.append(padded[1:].reshape(-1, WINDOW))
+        source.append(np.full(len(y[-1]), client))
+    whole = [torch.from_numpy(np.concatenate(each).astype(np.int64)) for each in (x, y, source)]
+    return whole[0], whole[1], whole[2]
+
+
+def _windows(lines: Lines, known: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For all characters of `lines` (client, line): the 80 characters before each (N, 80), the character (N,) and its
     client (N,), all int64."""
     lengths = [len(line) for _, line in lines]

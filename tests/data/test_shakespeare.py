@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
 from fl_engine.data.files import Remote, fingerprint
 from fl_engine.datasets import DATASETS, data_root, shakespeare
+from fl_engine.tasks import NextToken
 from tests.data import made
 
 FIRST = ["Before we proceed any further,\n", "hear me speak.\n", "You are all resolved\n", "rather to die?\n"]
@@ -71,6 +75,30 @@ def test_a_long_line_slides_through_the_window(tmp_path: Path) -> None:
     assert len(data.test_x) == 201
 
 
+# ----------------------------------------------------------------------------------- the next character everywhere
+def test_each_character_follows_the_one_before_it(tmp_path: Path) -> None:
+    """FIRST and ALL in pieces of 80; a role's training lines go on from piece to piece, its test lines begin anew."""
+    made.shakespeare_file(tmp_path)
+    data = shakespeare.load_text(tmp_path, None)
+    assert isinstance(data.task, NextToken)
+    letters = sorted({*"".join(FIRST + ALL)})
+    unknown, begin = len(letters) + 1, len(letters) + 2
+    assert (data.task.tokens, data.task.length, data.task.masked) == (len(letters) + 3, 80, (unknown, begin))
+
+    def read(tokens: Tensor) -> str:
+        names = ["", *letters, "?", "^"]
+        return "".join(names[token] for token in tokens.tolist())
+
+    first, all_ = "".join(FIRST), "".join(ALL)
+    assert 80 < len(first) < 160 and len(all_) < 80
+    assert [read(y) for y in data.train_y] == [first[:80], first[80:], all_]
+    assert [read(x) for x in data.train_x] == ["^" + first[:79], first[79:-1], "^" + all_[:-1]]
+    assert data.natural_client is not None and data.natural_client.tolist() == [0, 0, 1]
+    assert [read(y) for y in data.test_y] == ["Resolved, a?\n", "Speak\n"], "no training line has a $"
+    assert torch.equal(data.train_x == 0, data.train_y == 0)
+    assert int((data.train_y != 0).sum()) == len(first) + len(all_), "each character is predicted once"
+
+
 WRONG: dict[str, tuple[str | bytes, str]] = {
     "no text": (b"", "found 0 roles"),
     "no UTF-8": (b"A:\n\xff\n", "expected UTF-8"),
@@ -78,17 +106,18 @@ WRONG: dict[str, tuple[str | bytes, str]] = {
     "a block without a role": ("A:\nx\n\ny\n", "line 4: expected a role"),
     "nothing to test on": ("A:\na\nb\nc\nd\n", "expected roles of at least 5 lines"),
     "too many characters": (
-        "A:\n" + (("".join(map(chr, range(0x4E00, 0x4F10)))) + "\n") * 5, "found 1 roles and 274 characters"
+        "A:\n" + (("".join(map(chr, range(0x4E00, 0x4F10)))) + "\n") * 5, "found 1 roles and 27"
     ),
     "too long": (bytes(2**23 + 1), "expected at most 8388608 bytes"),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("load", [shakespeare.load, shakespeare.load_text])
 @pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=list(WRONG))
-def test_another_text_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
+def test_another_text_is_refused(tmp_path: Path, text: str | bytes, message: str, load: Any) -> None:
     path = made.write(tmp_path / "shakespeare" / "input.txt", text.encode() if isinstance(text, str) else text)
     with pytest.raises(DataError) as error:
-        shakespeare.load(tmp_path, None)
+        load(tmp_path, None)
     assert str(path) in str(error.value)
     assert message in str(error.value)
 
@@ -118,3 +147,11 @@ def test_the_real_text_has_the_lines_and_the_roles_that_it_has() -> None:
     assert (len(data.train_x), len(data.test_x), data.task.outputs) == (827_298, 200_539, 62)
     assert data.natural_client is not None
     assert int(data.natural_client.max()) == 298
+
+
+def test_the_real_text_in_pieces() -> None:
+    if missing := DATASETS["shakespeare_text"].missing(data_root()):
+        pytest.skip(f"no real text: {missing[0]} is not there")
+    data = shakespeare.load_text(data_root())
+    assert (len(data.train_x), len(data.test_x), data.task.outputs) == (10_493, 2_627, 65 + 3)
+    assert (int((data.train_y != 0).sum()), int((data.test_y != 0).sum())) == (827_298, 200_539)

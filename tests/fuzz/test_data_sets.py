@@ -31,7 +31,7 @@ def whole(data: Data | None) -> None:
         return
     for x, y in ((data.train_x, data.train_y), (data.test_x, data.test_y)):
         assert len(x) == len(y) > 0
-        assert int(y.min()) >= 0 and int(y.max()) < data.task.label_count
+        assert int(y.min()) >= 0 and int(y.max()) < data.task.outputs
 
 
 # -------------------------------------------------------------------------------------------------- grey images
@@ -256,6 +256,7 @@ ODD_TEXT = st.text(st.sampled_from("A: \n\t\r\u2028\x00é\U0001f600"), max_size=
 def test_shakespeare_is_whole_or_refused(tmp_path: Path, content: bytes) -> None:
     made.write(tmp_path / "shakespeare" / "input.txt", content)
     whole(answer(lambda: shakespeare.load(tmp_path, None), "input.txt", kind=DataError))
+    whole(answer(lambda: shakespeare.load_text(tmp_path, None), "input.txt", kind=DataError))
 
 
 # -------------------------------------------------------------------------------------------------- EPIC-SOUNDS
