@@ -85,17 +85,22 @@ def mkl_cbwr() -> str:
     return BRANCHES.get(branch, str(branch)) + (",STRICT" if found & STRICT else "")
 
 
-@cache
 def settle() -> None:
-    """Sets what `fl_engine` asks of MKL if that can still be done; else says so, once."""
+    """Sets what `fl_engine` asks of MKL if that can still be done; else the first run that shows warnings says so."""
     library, wanted = _mkl(), os.environ.get("MKL_CBWR")
     if library is None or wanted != "AUTO" or mkl_cbwr() != "OFF":
         return
-    if library.mkl_serv_cbwr_set(next(number for number, name in BRANCHES.items() if name == wanted)) != 0:
-        log.warning(
-            "torch has computed before flexfleet was imported: this process computes other last bits, and a run that "
-            "began here resumes only in a process like it. Import flexfleet before torch computes"
-        )
+    number = next(number for number, name in BRANCHES.items() if name == wanted)
+    if library.mkl_serv_cbwr_set(number) != 0 and log.isEnabledFor(logging.WARNING):
+        _tell_late()
+
+
+@cache
+def _tell_late() -> None:
+    log.warning(
+        "torch has computed before flexfleet was imported: this process computes other last bits, and a run that "
+        "began here resumes only in a process like it. Import flexfleet before torch computes"
+    )
 
 
 def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:

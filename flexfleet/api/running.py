@@ -184,27 +184,22 @@ def barred(progress: bool | None) -> bool:
 
 @contextmanager
 def shown(progress: bool | None) -> Iterator[None]:
-    """The package's log on stderr, unless the process has handlers of its own, or `progress` is False."""
-    least = logging.ERROR if progress is False else logging.WARNING if barred(progress) else None
-    if least is not None:
-        before = log.level
-        log.setLevel(least)
-        try:
-            yield
-        finally:
-            log.setLevel(before)
-        return
-    if log.handlers or logging.getLogger().handlers:
-        yield
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    level, log.propagate = log.level, False
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
+    """The package's log on stderr, or by the process's own handlers where it has some; nothing where `progress` is
+    False. A level that the process has set for the package's log holds, but for a bar's or for False."""
+    level, propagate, handler = log.level, log.propagate, None
+    if progress is False or barred(progress):
+        log.setLevel(logging.ERROR if progress is False else logging.WARNING)
+    else:
+        log.setLevel(level or logging.INFO)
+        if not (log.handlers or logging.getLogger().handlers):
+            handler = logging.StreamHandler(sys.stderr)
+            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+            log.propagate = False
+            log.addHandler(handler)
     try:
         yield
     finally:
-        log.removeHandler(handler)
+        if handler is not None:
+            log.removeHandler(handler)
         log.setLevel(level)
-        log.propagate = True
+        log.propagate = propagate

@@ -94,6 +94,7 @@ def one_by_one(commands: Sequence[Command], at_once: int = 1) -> dict[str, int]:
     for command in commands:
         assert command.call is not None, f"{command.name} can only be run as a process"
         started = time.monotonic()
+        log.info("%s begins (%d of %d)", command.name, len(codes) + 1, len(commands))
         with _logging_to(command) as file:
             try:
                 command.call()

@@ -43,7 +43,8 @@ class Live:
             log.info("%s", text)
             return
         if not self._handlers:
-            self._handlers = list(logging.getLogger().handlers)
+            here = [*log.handlers, *logging.getLogger().handlers]  # those of files are no lines of the terminal
+            self._handlers = [each for each in here if getattr(each, "stream", sys.stderr) is sys.stderr]
             for handler in self._handlers:
                 handler.addFilter(self._before)
         width = shutil.get_terminal_size((80, 24)).columns - 1

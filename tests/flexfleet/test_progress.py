@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from fl_engine.training import numerics
+from flexfleet.api.running import shown as shown_in_python
 from flexfleet.comparisons import side_by_side
 from flexfleet.files.live import CLEAR, Live, counted_warnings, span
 from flexfleet.tracking.console import Console, brief, told
@@ -151,6 +153,68 @@ def test_the_round_at_work_is_below_the_lines(terminal: Terminal) -> None:
     log.info("after it")
     assert seen(terminal)[-2:] == ["after it", ""]
     assert above
+
+
+def test_the_line_gives_way_to_handlers_of_the_package_too(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python the handler is on the package's logger. A log file's is not the terminal's."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    shown, file = logging.StreamHandler(terminal), logging.FileHandler(tmp_path / "a.log")
+    monkeypatch.setattr(log, "handlers", [shown, file])
+    live = Live(Clock())
+    live.show("round 1/2: 5 of 6 clients")
+    assert not file.filters
+    log.info("round 1/2  avg")
+    assert seen(terminal) == ["round 1/2  avg", ""]
+    live.close()
+    file.close()
+    assert not shown.filters
+
+
+def test_python_shows_lines_after_basic_config_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler(screen)])
+    monkeypatch.setattr(root, "level", logging.WARNING)
+    monkeypatch.setattr(log, "level", logging.NOTSET)
+    monkeypatch.setattr(log, "handlers", [])
+    root.manager._clear_cache()  # type: ignore[attr-defined]
+    with shown_in_python(True):
+        log.info("round 1/2")
+    log.info("after")
+    assert screen.getvalue() == "round 1/2\n" and log.level == logging.NOTSET
+    with shown_in_python(False):
+        log.warning("hidden")
+    assert "hidden" not in screen.getvalue()
+    log.setLevel(logging.WARNING)  # the process's own choice
+    with shown_in_python(None):
+        log.info("hidden")
+    assert "hidden" not in screen.getvalue()
+
+
+def test_one_by_one_says_which_run_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    jobs = [side_by_side.Command(n, "m", (), tmp_path / f"{n}.log", call=lambda: None) for n in ("a-s0", "b-s0")]
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        side_by_side.one_by_one(jobs)
+    assert [line for line in caplog.messages if "begins" in line] == ["a-s0 begins (1 of 2)", "b-s0 begins (2 of 2)"]
+
+
+def test_a_late_import_is_told_by_the_first_run_that_shows_warnings(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = SimpleNamespace(mkl_serv_cbwr_get=lambda _: 1, mkl_serv_cbwr_set=lambda _: -1)  # OFF, and too late
+    monkeypatch.setattr(numerics, "_mkl", lambda: late)
+    monkeypatch.setenv("MKL_CBWR", "AUTO")
+    numerics._tell_late.cache_clear()
+    with caplog.at_level(logging.ERROR, "flexfleet"):
+        numerics.settle()
+    assert caplog.messages == []
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        numerics.settle()
+        numerics.settle()
+    assert len(caplog.messages) == 1 and "Import flexfleet before torch computes" in caplog.messages[0]
+    numerics._tell_late.cache_clear()
 
 
 def test_a_long_line_is_cut_to_the_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
