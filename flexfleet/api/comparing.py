@@ -12,10 +12,11 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, nearest
 from fl_engine.training.guest import guest
 from flexfleet.api.asked import check_reach, plain
+from flexfleet.api.errors import told
 from flexfleet.api.labels import entries_of
 from flexfleet.api.paired import Paired, paired
 from flexfleet.api.results import Result, in_store
-from flexfleet.api.running import shown, told
+from flexfleet.api.running import shown
 from flexfleet.api.tables import table, to_html
 from flexfleet.comparisons import tabulate
 from flexfleet.comparisons.comparison import Comparison as ComparisonFile
@@ -56,6 +57,7 @@ def compare(
     Raises ConfigError before anything trains; `flexfleet.comparisons.whole.RunsFailed` if runs failed, after all others
     ended.
     """
+    __tracebackhide__ = True
     return told(lambda: _compare(algorithms, seeds, over, to, jobs, id, resume, progress, common))
 
 

@@ -78,7 +78,7 @@ def _no_fixed(settings: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError for settings that have a place of their own."""
     for path, value in settings.items():
         if path in FIXED:
-            raise ConfigError(f"{where}: {path}: {FIXED[path]}")
+            raise ConfigError(f"{where}: {path}: {ELSEWHERE[path.partition('.')[0]]}")
         if path == "algorithm":
             raise ConfigError(f"{where}: an algorithm's options have dotted names, e.g. 'algorithm.x', got {value!r}")
 

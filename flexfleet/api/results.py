@@ -221,6 +221,7 @@ class Result:
         """Goes on with a run that was stopped, or makes more rounds: `rounds` in all."""
         from flexfleet.api.running import resumed
 
+        __tracebackhide__ = True
         return resumed(self, rounds, callbacks, progress)
 
     def replay(self, round: int, client: int) -> ClientRound:

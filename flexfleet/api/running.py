@@ -5,29 +5,25 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from fl_engine.core.errors import ConfigError, EnvironmentFailure, FlexfleetError, Stopped
+from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.samples import Data
-from fl_engine.exchange import code
 from fl_engine.training.guest import guest
 from flexfleet.api.asked import Default, check_reach, config_of
 from flexfleet.api.bar import Bar, in_notebook
 from flexfleet.api.callbacks import Callback, Watching
+from flexfleet.api.errors import told
 from flexfleet.api.results import Result
 from flexfleet.config import Config, parse_with_algorithm
 from flexfleet.files.artifacts import RunFile
-from flexfleet.files.doctor import EXTRAS
-from flexfleet.files.terminal import missing
 from flexfleet.runs.whole import run as run_all
 from flexfleet.steps.prepare import Resolved
 from flexfleet.tracking.trackers import Several
-
-T = TypeVar("T")
 
 log = logging.getLogger("flexfleet")
 
@@ -87,11 +83,13 @@ def run(
         "mlflow_uri": mlflow_uri,
         "store_uri": store_uri,
     }
+    __tracebackhide__ = True
     return told(lambda: _run(config_of(config, options, keywords), run_id, resume, callbacks, progress))
 
 
 def resumed(result: Result, rounds: int | None, callbacks: Sequence[Callback], progress: bool | None) -> Result:
     """The same run, gone on with."""
+    __tracebackhide__ = True
 
     def go() -> Result:
         values = dict(RunFile.read(result.folder / "run.json").config)
@@ -161,20 +159,6 @@ class _Beginning:
 
     def finish(self, status: str) -> None:
         pass
-
-
-def told(call: Callable[[], T]) -> T:
-    """What `call` gives. An expected error comes without the package's own frames, as one line that says what to do.
-    What `run.code` names is imported inside alone."""
-    try:
-        with code.enabled_within():
-            return call()
-    except FlexfleetError as error:
-        raise error.with_traceback(None) from None
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in {module for modules, _ in EXTRAS.values() for module in modules}:
-            raise  # of somebody's own code
-        raise EnvironmentFailure(missing(str(error.name))) from None
 
 
 def barred(progress: bool | None) -> bool:

@@ -13,8 +13,9 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.training.guest import guest
 from flexfleet.api.asked import Default, check_reach, config_of, plain
+from flexfleet.api.errors import told
 from flexfleet.api.results import in_store
-from flexfleet.api.running import ALGORITHM, DATASET, MODEL, shown, told
+from flexfleet.api.running import ALGORITHM, DATASET, MODEL, shown
 from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, load_config, parse
 from flexfleet.config.overrides import PARAMETERS
@@ -71,6 +72,7 @@ def tune(
     """
     given = {"trials": trials, "metric": metric, "seeds": seeds, "held_out": held_out, "workers": jobs}
     keywords = {"dataset": DATASET, "model": MODEL, **common, "algorithm": algorithm}
+    __tracebackhide__ = True
     return told(lambda: _tune(space, given, id, resume, progress, keywords))
 
 

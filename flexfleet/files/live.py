@@ -102,4 +102,5 @@ def counted_warnings() -> Iterator[None]:
     finally:
         log.removeFilter(tell)
         for kind, count in more.items():
-            log.warning("%d more like this, with other numbers (-v tells each): %s", count, first[kind])
+            how = "-v, or logging at DEBUG, tells each"
+            log.warning("%d more like this, with other numbers (%s): %s", count, how, first[kind])

@@ -23,6 +23,8 @@ from fl_engine.algorithms.full_model import AllLarge
 from fl_engine.storage.store import decode
 from fl_engine.testing.tiny import assert_same_bits
 from flexfleet.api.asked import Default, config_of, name_of
+from flexfleet.api.errors import in_python
+from flexfleet.api.errors import told as in_a_call
 from flexfleet.api.tables import Rows, to_html
 
 OPTIONS = {"tracking.mlflow": None, "pretrain.epochs": 1, "dataset.train_samples": 300, "dataset.test_samples": 100}
@@ -253,9 +255,54 @@ def test_an_error_comes_without_the_packages_frames() -> None:
         while trace is not None:
             frames.append(Path(trace.tb_frame.f_code.co_filename).name)
             trace = trace.tb_next
-        assert frames == ["test_api.py", "running.py", "running.py"] and "did you mean 'flexfl'" in str(error)
+        assert frames == ["test_api.py", "running.py", "errors.py"] and "did you mean 'flexfl'" in str(error)
     else:
         pytest.fail("an unknown algorithm is an error")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a exists already: go on with --resume, or choose another --run-id",
+         "a exists already: go on with resume=True, or choose another run_id"),
+        ("pip install mlflow, or --set tracking.mlflow=null",
+         "pip install mlflow, or options={'tracking.mlflow': None}"),
+        ("or --set publish.onnx=false", "or options={'publish.onnx': False}"),
+        ("give --accept-numerics", "give --accept-numerics on the command line"),
+        ("the seeds are a list of their own (--seeds)", "the seeds are a list of their own (seeds)"),
+        ("the same command with --id cf --resume goes on", "the same call with id='cf', resume=True goes on"),
+        ("kubectl --namespace a --id-file b --identity", "kubectl --namespace a --id-file b --identity"),
+    ],
+)  # fmt: skip
+def test_a_message_names_arguments_of_python(text: str, said: str) -> None:
+    assert in_python(text) == said
+
+
+def test_errors_of_a_call_name_no_option_of_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ff.ConfigError, match=r"go on with resume=True, or choose another run_id"):
+        ff.run(run_id="a", store_uri=str(tmp_path), **SMALL)
+    with pytest.raises(ff.ConfigError) as told:
+        ff.compare(["flexfl"], over={"seed": [1, 2]}, store_uri=str(tmp_path), progress=False)
+    assert "--" not in str(told.value)
+    with pytest.raises(ff.ConfigError, match="the algorithms are the first argument"):
+        ff.compare({"a": {"algorithm": "flexfl", "seed": 1}, "b": "flexfl"}, options={"algorithm.name": "flexfl"})
+
+
+def test_a_store_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ff.EnvironmentFailure, match="file") as told:
+        ff.run(store_uri=str(tmp_path / "file"), **SMALL)
+    assert told.value.__suppress_context__
+
+
+def test_an_error_of_the_system_in_own_code_keeps_its_traceback() -> None:
+    def own() -> None:
+        (ROOT / "no" / "such").read_text()
+
+    with pytest.raises(ff.EnvironmentFailure, match="no/such: No such file") as told:
+        in_a_call(own)
+    assert isinstance(told.value.__cause__, OSError)
 
 
 # ------------------------------------------------------------------------------------------------------- a guest
