@@ -253,12 +253,12 @@ def check_state(aggregation: object, algorithm: object) -> None:
 
 
 def check_run(
-    algorithm: Algorithm, *, known: bool, reference: bool, shared: bool, ambient: bool, stranded: bool
+    algorithm: Algorithm, *, known: bool, reference: bool, shared: bool, timed: bool, ambient: bool, stranded: bool
 ) -> None:
     """Raises ConfigError where a run would show more of its clients than the noisy sum. `known`: the algorithm is one
-    of this package; `reference`: pre-training on all data; `shared`: the server holds samples of its clients;
-    `ambient`: pods with credentials of their own; `stranded`: a ledger that outlives this machine, and a key that does
-    not."""
+    of this package; `reference`: pre-training on all data; `shared`: the server holds samples of its clients; `timed`:
+    the simulated clock ends the run; `ambient`: pods with credentials of their own; `stranded`: a ledger that outlives
+    this machine, and a key that does not."""
     if not is_private(algorithm):
         return
     check_state(_private(algorithm), algorithm)
@@ -281,6 +281,11 @@ def check_run(
         raise ConfigError(
             "algorithm.aggregation is private, but the server's proxy would be samples of its clients, and what it "
             "computes from these has no noise: set partition.proxy_shared=false"
+        )
+    if timed:
+        raise ConfigError(
+            "algorithm.aggregation is private, but the number of rounds would depend on how long clients took, hence "
+            "on how many samples they hold: set rounds.stop_simulated_s=null"
         )
     if ambient:
         raise ConfigError(

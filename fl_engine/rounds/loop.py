@@ -52,7 +52,7 @@ def federate(
     watcher: Watcher | None = None,
     heard: Heard = nobody_listens,
 ) -> Any:
-    """Runs the rounds that are not committed yet, up to `run.terms.stop`; returns the final state.
+    """Runs the rounds that are not committed yet, to the end that `run.terms` say; returns the final state.
 
     `initial` is the state before round 0. Raises Stopped (after committing what is finished) when `should_stop` or
     `watcher` says so, IntegrityError where the ledger is damaged and `discard_damaged` does not allow to go back, and
@@ -69,13 +69,14 @@ def federate(
         progress, first = _resume(initial, ledger, terms, discard_damaged)
         for files in kept:
             files.prune()
-        if first > terms.stop:
-            raise ConfigError(f"rounds.stop = {terms.stop}, but {first} rounds are committed: a run cannot go back")
         rows = ledger.checkpoints.rows()
-        if rows and first == terms.stop and not any("avg" in row.metrics for row in rows):
+        end = terms.end(row.metrics for row in rows)
+        if end is not None and first > end:
+            raise ConfigError(f"{_ends(terms, end)}, but {first} rounds are committed: a run cannot go back")
+        if rows and first == end and not any("avg" in row.metrics for row in rows):
+            ends = _ends(terms, end)
             raise ConfigError(
-                f"rounds.stop = {first}, and the {first} rounds that are committed were not evaluated: set rounds.stop "
-                "to more"
+                f"{ends}, and the {first} rounds that are committed were not evaluated: set {ends.split()[0]} to more"
             )
         tracker.metrics([(row.round + 1, row.metrics) for row in rows])
         pending: list[Row] = []
@@ -93,7 +94,7 @@ def federate(
             last_commit = time.monotonic()
 
         held, before = restart_peak()
-        for round in range(first, terms.stop):
+        for round in range(first, terms.stop if end is None else first):
             try:
                 after, row = play(run, progress, round, clients)
                 peak = resident_peak()
@@ -107,12 +108,26 @@ def federate(
                 raise
             progress = after  # not before: what is committed on an error is the round before
             pending.append(row)
-            if stop or _due(terms, backend, round, last_commit):
+            over = terms.over(round + 1, progress.clock)
+            if stop or over or _due(terms, backend, round, last_commit):
                 commit()
-            if stop and round + 1 < terms.stop:
+            if over:
+                break
+            if stop:
                 raise Stopped(f"stopped by a callback after round {round + 1}: resume with --resume")
+        if terms.stop_simulated_s is not None:
+            log.info(
+                "the simulated clock is at %.1f s; rounds.stop_simulated_s = %g", progress.clock, terms.stop_simulated_s
+            )
         _tell_cost(ledger.checkpoints.rows())
     return progress.state
+
+
+def _ends(terms: RoundsConfig, end: int) -> str:
+    """What ends the run after `end` rounds."""
+    if end >= terms.stop:
+        return f"rounds.stop = {terms.stop}"
+    return f"rounds.stop_simulated_s = {terms.stop_simulated_s:g}, which the simulated clock passes in round {end}"
 
 
 @contextmanager
@@ -197,7 +212,7 @@ def _clock(rest: Mapping[str, Any], rows: Sequence[Row]) -> float:
 
 
 def _due(terms: RoundsConfig, backend: Backend, round: int, last_commit: float) -> bool:
-    if round + 1 == terms.stop or (terms.keep_every and (round + 1) % terms.keep_every == 0):
+    if terms.keep_every and (round + 1) % terms.keep_every == 0:
         return True
     if terms.commit_every == "auto":
         return terms.keep_updates or backend.durable or time.monotonic() - last_commit >= AUTO_COMMIT_S

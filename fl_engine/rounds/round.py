@@ -63,7 +63,8 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     if spent is not None:
         metrics["epsilon"] = spent
     watch.ends("merge")
-    if (round + 1) % run.terms.evaluate_every == 0 or round + 1 == run.terms.stop:
+    clock = before.clock + metrics.get("seconds_simulated", 0.0)
+    if (round + 1) % run.terms.evaluate_every == 0 or run.terms.over(round + 1, clock):
         metrics |= _scores(run, state)
         watch.ends("evaluate")
     watch.seconds["merge"] -= collected.waited
@@ -71,7 +72,6 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     metrics |= {f"seconds_{phase}": seconds for phase, seconds in watch.seconds.items()}
     metrics |= {f"seconds_train/{phase}": seconds for phase, seconds in clients.backend.phases.items()}
     metrics["seconds_round"] = watch.began - started
-    clock = before.clock + metrics.get("seconds_simulated", 0.0)
     row = Row(round=round, metrics=metrics, clients=record.clients)
     return Progress(state, collected.history, clock, states, () if due is None else due.flying), row
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -14,6 +15,9 @@ from fl_engine.fleet import faults
 class RoundsConfig(Section):
     stop: Annotated[Count, Moves.LENGTH] = 40
     """Rounds in all; may be raised to go on with a finished run."""
+    stop_simulated_s: Annotated[Positive | None, Moves.LENGTH] = None
+    """End earlier than `stop`, after the first round at whose end so many seconds have passed on the simulated clock;
+    may be raised to go on with a finished run; null: `stop` alone counts."""
     mode: Literal["synchronous", "buffered"] = "synchronous"
     """synchronous: a round waits for all its clients; buffered: FedBuff, a round merges the first `buffer` updates of
     training.fraction of all clients, which are all at work, by the simulated clock."""
@@ -47,6 +51,20 @@ class RoundsConfig(Section):
     faults: str | None = None
     """Clients that drop out, come late or lie, on purpose: e.g. drop=0.2,slow=0.1x5,nan=0.02,scale=0.02x100,flip=0.02,
     corrupt=0.01, each with its share of all orders (see `fl_engine.fleet.faults`); null: none."""
+
+    def over(self, rounds: int, clock: float) -> bool:
+        """Whether the run ends with this many rounds, if the simulated clock then stands at `clock` seconds."""
+        return rounds >= self.stop or (self.stop_simulated_s is not None and clock >= self.stop_simulated_s)
+
+    def end(self, measured: Iterable[Mapping[str, float]]) -> int | None:
+        """After how many rounds the run ends; `measured`: by round, from the first, what was measured. None: not within
+        these rounds. The clock is summed up as the rounds do it, so that both have the same bits."""
+        clock = 0.0
+        for rounds, metrics in enumerate(measured, 1):
+            clock += metrics.get("seconds_simulated", 0.0)
+            if self.over(rounds, clock):
+                return rounds
+        return None
 
     @field_validator("faults")
     @classmethod

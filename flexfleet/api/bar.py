@@ -37,4 +37,6 @@ class Bar:
 
     def finish(self, status: str) -> None:
         if self._bar is not None:
+            if status == "FINISHED":
+                self._bar.total = self._bar.n  # fewer than rounds.stop where the simulated clock ended the run
             self._bar.close()

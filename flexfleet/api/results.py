@@ -119,7 +119,7 @@ class Result:
     @cached_property
     def _result(self) -> ResultFile | None:
         path = self.folder / "result.json"
-        if not path.is_file() or len(self._rows) < self._config.rounds.stop:
+        if not path.is_file() or self._config.rounds.end(row.metrics for row in self._rows) is None:
             return None
         return ResultFile.read(path)
 
@@ -218,7 +218,8 @@ class Result:
     def resume(
         self, rounds: int | None = None, *, callbacks: Sequence[Callback] = (), progress: bool | None = None
     ) -> Result:
-        """Goes on with a run that was stopped, or makes more rounds: `rounds` in all."""
+        """Goes on with a run that was stopped, or makes more rounds: `rounds` in all, where `rounds.stop_simulated_s`
+        does not end it before."""
         from flexfleet.api.running import resumed
 
         __tracebackhide__ = True

@@ -188,6 +188,7 @@ class Comparison(Artifact):
     labels: tuple[str, ...]
     seeds: tuple[int, ...]
     rounds: int
+    """The most that a run has: all have as many, unless the simulated clock ended some before."""
     metric: str = "accuracy"
     """The deciding metric; avg and full are its values."""
     settings: dict[str, Any]
@@ -277,7 +278,7 @@ def summarise(
         id=id,
         labels=tuple(runs),
         seeds=tuple(seeds),
-        rounds=len(any_run.rows),
+        rounds=max(len(run.rows) for of_label in runs.values() for run in of_label),
         metric=any_run.evaluation.metric,
         settings={
             k: v for k, v in any_run.config.items() if _shared(k) and k not in varied and not k.startswith("algorithm")
@@ -471,10 +472,10 @@ def _scored(rows: Sequence[Row]) -> Iterator[Row]:
 # ------------------------------------------------------------------------------------------------- curves
 def curve(runs: Sequence[Run], key: str) -> list[tuple[int, float, list[float]]]:
     """For every round in which all runs were scored: its number from 1, mean MB sent so far, and each run's
-    accuracy."""
+    accuracy. Where the simulated clock ended some runs before others, up to the shortest run's last round."""
     totals = [list(accumulate(sent(run.rows))) for run in runs]
     points = []
-    for i, rows in enumerate(zip(*(run.rows for run in runs), strict=True)):
+    for i, rows in enumerate(zip(*(run.rows for run in runs), strict=False)):
         if all(key in row.metrics for row in rows):
             mb = statistics.fmean(total[i] for total in totals) / MB
             points.append((i + 1, mb, [row.metrics[key] for row in rows]))

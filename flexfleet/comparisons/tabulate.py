@@ -250,7 +250,9 @@ def title(c: Comparison) -> str:
         else plain(c.settings.get(key, NONE))
         for key in BRIEF
     )
-    return f"{c.id}: {model} on {dataset}, {clients} clients ({rule}), {c.rounds} rounds"
+    seconds = c.settings.get("rounds.stop_simulated_s")
+    length = f"{c.rounds} rounds" if seconds is None else f"{seconds:g} simulated s, up to {c.rounds} rounds"
+    return f"{c.id}: {model} on {dataset}, {clients} clients ({rule}), {length}"
 
 
 def common(c: Comparison) -> str:

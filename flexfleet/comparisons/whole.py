@@ -26,7 +26,7 @@ from flexfleet.comparisons.tabulate import tabulate
 from flexfleet.config import Config, algorithm, flatten, parse
 from flexfleet.config.entries import Entry, folder_of, varied
 from flexfleet.config.overrides import hand_over
-from flexfleet.files.artifacts import History, Result, RunFile
+from flexfleet.files.artifacts import History, Result, RunFile, row_of
 from flexfleet.runs.check import check
 from flexfleet.runs.whole import need_packages, run
 from flexfleet.steps.federate import alone, known_run, store_of
@@ -272,12 +272,13 @@ def tags(entry: Entry, id: str, parent: str | None) -> dict[str, str]:
 
 
 def finished(config: Config, out: Path) -> bool:
-    """Whether the run has a result after the configured number of rounds."""
+    """Whether the run has a result, and ended where the configuration says."""
     try:
         result, history = Result.read(out / "result.json"), History.read(out / "history.json")
+        end = config.rounds.end(row_of(each).metrics for each in history.rounds)
     except IntegrityError:
         return False
-    return len(history.rounds) == config.rounds.stop and result.model_sha256 == history.model_sha256
+    return len(history.rounds) == end and result.model_sha256 == history.model_sha256
 
 
 # --------------------------------------------------------------------------------------- as tasks of a graph

@@ -51,7 +51,10 @@ def algorithm(config: Config) -> Algorithm:
     ours = kind in ALGORITHMS.values()
     stranded = config.run.remote is not None and config.run.backend != "kubernetes" and config.run.secrets is None
     reference, shared = config.pretrain.reference, config.partition.proxy_shared
-    privacy.check_run(built, known=ours, reference=reference, shared=shared, ambient=ambient, stranded=stranded)
+    timed = config.rounds.stop_simulated_s is not None
+    privacy.check_run(
+        built, known=ours, reference=reference, shared=shared, timed=timed, ambient=ambient, stranded=stranded
+    )
     return built
 
 

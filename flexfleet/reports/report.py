@@ -40,7 +40,7 @@ NEEDED = {
 """Files of a finished run, and what to do where one is missing."""
 
 COUNTED = ("bytes_down", "bytes_up", "clients_trained", "clients_pruned", "clients_failed")
-COMPARED = ("dataset", "partition", "model", "seed", "fleet", "training", "rounds.stop")
+COMPARED = ("dataset", "partition", "model", "seed", "fleet", "training", "rounds.stop", "rounds.stop_simulated_s")
 """What runs should have in common for their figures to be comparable."""
 CLASSES = 26
 """A confusion matrix of more is not drawn: nobody can read it."""

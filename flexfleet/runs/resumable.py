@@ -59,7 +59,7 @@ def federate_for_dvc(resolved: Resolved, partition: Path, pool: Path, out: Path)
 
 def identity(config: Config, partition: Path, pool: Path) -> str:
     """Algorithm, seed, and a digest of everything that the model depends on."""
-    # `rounds.stop` may change in a resumed run, but a run with more rounds has no outcome for fewer rounds.
+    # The end of the rounds may change in a resumed run, but a run with more rounds has no outcome for fewer rounds.
     parameters = {k: v for k, v in flatten(config).items() if moves(k) in (Moves.RESULT, Moves.LENGTH)}
     package = Path(fl_engine.__file__).parent
     parts: dict[str, Any] = {

@@ -15,6 +15,7 @@ from flexfleet.steps.federate import store_of
 
 def describe(run: Path) -> dict[str, Any]:
     """status: `finished`, or `unfinished` (running or killed: the ledger does not say which, and resuming is safe).
+    stop: after how many rounds the run ends; at most so many, where `rounds.stop_simulated_s` may end it before.
     metric: accuracy if that is the metric of avg and full, else null."""
     if not (run / "run.json").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no run.json")
@@ -23,12 +24,12 @@ def describe(run: Path) -> dict[str, Any]:
     rows = Checkpoints(store_of(config, file.run_id, run)).rows()
     scored = [row for row in rows if "avg" in row.metrics]
     done = rows[-1].round + 1 if rows else 0
-    stop = config.rounds.stop
+    end = config.rounds.end(row.metrics for row in rows)
     return {
         "run_id": file.run_id,
-        "status": "finished" if done >= stop and (run / "history.json").is_file() else "unfinished",
+        "status": "finished" if end is not None and (run / "history.json").is_file() else "unfinished",
         "round": done,
-        "stop": stop,
+        "stop": config.rounds.stop if end is None else end,
         "avg": scored[-1].metrics["avg"] if scored else None,
         "full": scored[-1].metrics["full"] if scored else None,
         "metric": measure_in(scored[-1].metrics).name or None if scored else None,

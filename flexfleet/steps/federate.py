@@ -214,7 +214,7 @@ def _federate(
     _put_site(ledger, out, partition_dir, pool_dir, wheel)
 
     done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
-    console = Console(config.rounds.stop, done)
+    console = Console(config.rounds.stop, done, stop_simulated_s=config.rounds.stop_simulated_s)
     tracker = Several([console, *(t for t in (mlflow, observer) if t is not None)])
     tracker.params(configs.shown(config))
     initial = initial_state(resolved, site, given_weights(pool_dir, site.family))

@@ -23,9 +23,13 @@ class Console:
     """A line per round on stderr: accuracy of each level, loss, clients, seconds, and the time that is left. On a
     terminal at most two lines a second, and below them how many clients of the round have answered."""
 
-    def __init__(self, total: int, done: int = 0, live: Live | None = None) -> None:
-        """`total`: rounds in all; `done`: rounds that an earlier start has told."""
-        self._total, self._done = total, done
+    def __init__(
+        self, total: int, done: int = 0, live: Live | None = None, stop_simulated_s: float | None = None
+    ) -> None:
+        """`total`: rounds in all; `done`: rounds that an earlier start has told; `stop_simulated_s`: seconds on the
+        simulated clock that may end the run before, None: nothing does."""
+        self._total, self._done, self._seconds = total, done, stop_simulated_s
+        self._clock, self._heard_of = 0.0, 0
         self._live = Live() if live is None else live
         self._recent: deque[float] = deque(maxlen=10)
         self._since = math.inf
@@ -37,15 +41,18 @@ class Console:
 
     def metrics(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         for step, values in rows:
+            if step > self._heard_of:
+                self._heard_of, self._clock = step, self._clock + values.get("seconds_simulated", 0.0)
             if step <= self._done:
                 continue
             self._done = step
             self._recent.append(values["seconds_round"])
             self._since += values["seconds_round"]
-            if self._live.terminal and self._since < TERMINAL_S and step < self._total:
+            if self._live.terminal and self._since < TERMINAL_S and self._rounds_left(step):
                 continue
             self._since = 0.0
-            log.info("round %d/%d  %s%s", step, self._total, told(values), self._left(step))
+            clock = "" if self._seconds is None else f"  {self._clock:,.0f} of {self._seconds:,.0f} simulated s"
+            log.info("round %d/%d  %s%s%s", step, self._total, told(values), clock, self._left(step))
 
     def heard(self, round: int, answered: int, asked: int) -> None:
         """Called as a round begins (`answered` is 0) and with every answer. `round` counts from 0."""
@@ -63,8 +70,15 @@ class Console:
         self._live.close()
 
     def _left(self, done: int) -> str:
-        left = self._total - done
+        left = self._rounds_left(done)
         return f"  ETA {span(left * median(self._recent))}" if left and self._recent else ""
+
+    def _rounds_left(self, done: int) -> int:
+        """How many rounds are to come; by the mean time of a round so far, where the simulated clock may end them."""
+        left = self._total - done
+        if self._seconds is None or not self._clock:
+            return left
+        return min(left, max(0, math.ceil((self._seconds - self._clock) * self._heard_of / self._clock)))
 
 
 def told(values: Mapping[str, float]) -> str:

@@ -187,10 +187,12 @@ def card(config: Config, run_id: str, store_uri: str, mlflow_run_id: str) -> str
     """Markdown: what has begun, and where to see it."""
     c, at = config, link(config, mlflow_run_id)
     tracked = f"[{mlflow_run_id}]({at})" if at else mlflow_run_id or "off: no `mlflow_uri`, and none of Kubeflow's"
+    seconds = c.rounds.stop_simulated_s
+    limit = "" if seconds is None else f" at most, until {seconds:g} s on the simulated clock"
     rows = {
         "algorithm": f"`{c.algorithm['name']}`",
         "task": f"{c.model['name']} on {c.dataset.name}, {c.partition.clients} clients ({c.partition.rule})",
-        "rounds": f"{c.rounds.stop}, {100 * c.training.fraction:g} % of the clients each",
+        "rounds": f"{c.rounds.stop}{limit}, {100 * c.training.fraction:g} % of the clients each",
         "seed": str(c.seed),
         "backend": f"`{c.run.backend}`",
         "store": f"`{store_uri}`",

@@ -143,7 +143,9 @@ def test_private_aggregation_refuses_it() -> None:
     private = replace(HEADS, aggregation=Private())
     for refuse in (
         lambda: start_of(private, SITE),
-        lambda: privacy.check_run(private, known=True, reference=False, shared=False, ambient=False, stranded=False),
+        lambda: privacy.check_run(
+            private, known=True, reference=False, shared=False, timed=False, ambient=False, stranded=False
+        ),
     ):
         with pytest.raises(ConfigError, match="private, but PersonalHeads has its clients' states kept by the server"):
             refuse()

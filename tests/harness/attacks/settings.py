@@ -116,6 +116,7 @@ ATTACKS = (
     _attack("a wait beyond seven days", "the same", configured, f"kubernetes.pending_s={WEEK_S}"),
     _attack("private, with a reference", "all data's APoZ", configured, *PRIVATE, "pretrain.reference=true"),
     _attack("private, with a shared proxy", "clients' APoZ", configured, *PRIVATE, "partition.proxy_shared=true"),
+    _attack("private, by the clock", "sample counts", configured, *PRIVATE, "rounds.stop_simulated_s=9.0"),
     _attack("private, curious", "single outcomes", configured, *PRIVATE, "algorithm.selection={name: curiosity}"),
     _attack("private, ambient", "pods that read all", configured, *PRIVATE, *IN_PODS, "kubernetes.access=ambient"),
     _attack("private, with a bound", "others decide", configured, *PRIVATE, "rounds.norm_bound=10"),

@@ -1,0 +1,160 @@
+"""A run that the simulated clock ends before `rounds.stop`: what the console, status, results and comparisons say."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexfleet import load
+from flexfleet.comparisons.whole import finished
+from flexfleet.config import load_config
+from flexfleet.files.artifacts import History
+from flexfleet.tracking.console import Console
+from flexfleet.tracking.record import card
+
+ROW = {"seconds_round": 2.0, "seconds_simulated": 10.0, "clients_trained": 5.0, "clients_pruned": 0.0,
+       "clients_failed": 0.0, "train_loss": 0.5, "avg": 0.5, "full": 0.5}  # fmt: skip
+LABELS, SEEDS = ("flexfl", "all_large"), (0, 1)
+
+
+def clocks(folder: Path) -> list[float]:
+    rounds = History.read(folder / "history.json").rounds
+    return list(accumulate(each["metrics"]["seconds_simulated"] for each in rounds))
+
+
+# ------------------------------------------------------------------------------------------------ the console
+def lines(caplog: pytest.LogCaptureFixture, console: Console, rows: Sequence[tuple[int, Any]]) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "flexfleet"):
+        console.metrics(rows)
+    return caplog.messages
+
+
+def test_the_time_left_goes_by_whichever_end_comes_first(caplog: pytest.LogCaptureFixture) -> None:
+    """10 simulated seconds a round: 45 of them end it with round 5; 1,000 of them do not, rounds.stop = 8 does."""
+    rows = [(i, ROW) for i in range(1, 6)]
+    told = lines(caplog, Console(8, stop_simulated_s=45.0), rows)
+    assert told[0].startswith("round 1/8  ") and told[0].endswith("  10 of 45 simulated s  ETA 8 s")
+    assert told[3].endswith("  40 of 45 simulated s  ETA 2 s")
+    assert told[4].endswith("  50 of 45 simulated s"), "nothing is left"
+    far = lines(caplog, Console(8, stop_simulated_s=1000.0), rows)
+    assert far[4].endswith("  50 of 1,000 simulated s  ETA 6 s")
+
+
+def test_a_resumed_console_counts_the_seconds_of_earlier_rounds(caplog: pytest.LogCaptureFixture) -> None:
+    console = Console(8, done=2, stop_simulated_s=45.0)
+    assert lines(caplog, console, [(1, ROW), (2, ROW)]) == []
+    (told,) = lines(caplog, console, [(3, ROW)])
+    assert told.endswith("  30 of 45 simulated s  ETA 4 s")
+
+
+def test_without_a_limit_the_console_says_nothing_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    (told,) = lines(caplog, Console(8), [(1, ROW)])
+    assert "simulated" not in told and told.endswith("ETA 14 s")
+
+
+# -------------------------------------------------------------------------------------------- runs, comparisons
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory, flexfleet: Any, quick: Sequence[str]) -> Any:
+    """A comparison of at most 6 rounds, within the time of all_large's first 2; its folder, its settings."""
+    folder = tmp_path_factory.mktemp("timed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        done = flexfleet("run", "--run-id", "probe", sets=[*quick, "algorithm.name=all_large", "rounds.stop=2"])
+        assert done.code == 0, done.err
+        limit = clocks(folder / "runs/probe")[1]
+        task = [each for each in quick if not each.startswith("algorithm.name=")]
+        sets = [*task, "rounds.stop=6", f"rounds.stop_simulated_s={limit!r}"]
+        argv = ("compare", "--id", "c", "--algorithms", ",".join(LABELS), "--seeds", "0,1")
+        done = flexfleet(*argv, "--json", sets=sets)
+        assert done.code == 0, done.err
+        yield folder, sets, limit, argv, done.json
+
+
+@pytest.fixture
+def inside(compared: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(compared[0])
+    return compared
+
+
+def runs() -> list[tuple[str, int, Path]]:
+    return [(label, seed, Path("runs/c") / f"{label}-s{seed}") for label in LABELS for seed in SEEDS]
+
+
+def test_every_run_ends_with_the_round_that_passes_the_limit(inside: Any) -> None:
+    _, sets, limit, _, _ = inside
+    ends = {}
+    for label, seed, run in runs():
+        times = clocks(run)
+        assert times[-1] >= limit and all(before < limit for before in times[:-1])
+        ends[label, seed] = len(times)
+        assert finished(load_config(None, [*sets, f"algorithm.name={label}", f"seed={seed}"]), run)
+        more = [each for each in sets if "stop_simulated_s" not in each]
+        assert not finished(load_config(None, [*more, f"algorithm.name={label}", f"seed={seed}"]), run)
+    assert ends["all_large", 0] == 2 and all(end <= 6 for end in ends.values())
+    assert len(set(ends.values())) > 1, "some runs have more rounds than others"
+
+
+def test_status_and_result_say_that_it_has_finished(inside: Any, flexfleet: Any) -> None:
+    for _, _, run in runs():
+        end = len(clocks(run))
+        told = flexfleet("status", str(run), "--json").json
+        assert (told["status"], told["round"], told["stop"]) == ("finished", end, end)
+        assert f"round {end}/{end}" in flexfleet("status", str(run)).out
+        result = load(run)
+        assert result.status == "finished" and result.model_sha256 is not None
+        assert len(result.history) == end
+
+
+def test_the_comparison_tells_how_far_each_went(inside: Any) -> None:
+    folder, _, limit, _, told = inside
+    ends = {(label, seed): len(clocks(run)) for label, seed, run in runs()}
+    assert told["rounds"] == max(ends.values())
+    for label in LABELS:
+        mean = sum(ends[label, seed] for seed in SEEDS) / 2
+        assert told["results"][label]["last"]["round"]["mean"] == mean
+        assert told["results"][label]["seconds_simulated"]["mean"] >= limit
+    text = (folder / "runs/c/comparison.md").read_text()
+    assert f"{limit:g} simulated s, up to {max(ends.values())} rounds" in text
+
+
+def test_a_second_start_makes_nothing_anew(inside: Any, flexfleet: Any) -> None:
+    _, sets, _, argv, told = inside
+    before = {str(run): (run / "history.json").read_bytes() for _, _, run in runs()}
+    done = flexfleet(*argv, "--resume", "--json", sets=sets)
+    assert done.code == 0, done.err
+    assert {str(run): (run / "history.json").read_bytes() for _, _, run in runs()} == before
+    assert done.json["results"] == told["results"]
+
+
+def test_a_raised_limit_goes_on_and_a_run_that_stops_in_between_is_unfinished(
+    inside: Any, flexfleet: Any, quick: Sequence[str]
+) -> None:
+    sets = [*quick, "algorithm.name=all_large", "rounds.stop=4"]
+    limit = clocks(Path("runs/probe"))[0]
+    done = flexfleet("run", "--run-id", "r", "--json", sets=[*sets, f"rounds.stop_simulated_s={limit!r}"])
+    assert done.code == 0 and len(clocks(Path("runs/r"))) == 1
+    recorded = Path("runs/r/run.json")
+    file = json.loads(recorded.read_text())
+    file["config"]["rounds"]["stop_simulated_s"] = 100 * limit
+    recorded.write_text(json.dumps(file))
+    assert flexfleet("status", "runs/r", "--json").json["status"] == "unfinished"
+    assert flexfleet("status", "runs/r", "--json").json["stop"] == 4
+    assert load("runs/r").status == "stopped"
+    done = flexfleet("run", "--run-id", "r", "--resume", "--json", sets=sets)
+    assert done.code == 0, done.err
+    assert len(clocks(Path("runs/r"))) == 4
+    plain = flexfleet("run", "--run-id", "plain", "--json", sets=sets).json
+    assert plain["model_sha256"] == done.json["model_sha256"]
+
+
+def test_what_begins_says_both_ends() -> None:
+    assert "| rounds | 9, 30 %" in card(load_config(None, ["rounds.stop=9"]), "r", "s", "")
+    timed = card(load_config(None, ["rounds.stop=9", "rounds.stop_simulated_s=70000.0"]), "r", "s", "")
+    assert "| rounds | 9 at most, until 70000 s on the simulated clock, 30 % of the clients each |" in timed
