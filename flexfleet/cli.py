@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, one thread each (default: 1)")
     c.add_argument(
         "--to", metavar="LIST",
-        help="accuracies to reach with the full model, as shares: 0.4,0.45; in rounds, simulated seconds and MB",
+        help="accuracies to reach with avg and with the full model, as shares: 0.4,0.45; in rounds, simulated s and MB",
     )  # fmt: skip
     c.add_argument(
         "--central", type=Path, nargs="+", default=[], metavar="DIR",

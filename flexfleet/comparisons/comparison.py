@@ -63,8 +63,8 @@ class Score(_Part):
 
 
 class Reached(_Part):
-    """The first evaluated round in which the full model has that accuracy, and the MB and seconds spent until its end,
-    as means over the seeds that reach it. Null if no seed reaches it."""
+    """The first evaluated round in which the full model, or avg, has that accuracy, and the MB and seconds spent until
+    its end, as means over the seeds that reach it. Null if no seed reaches it."""
 
     accuracy: float
     seeds: tuple[int, ...]
@@ -72,6 +72,9 @@ class Reached(_Part):
     rounds: Spread | None
     mb: Spread | None
     """MB sent down and up."""
+    mb_down: Spread | None = None
+    """MB sent to the clients, and below it MB that came back; null in comparisons of older versions."""
+    mb_up: Spread | None = None
     seconds: Spread | None
     seconds_simulated: Spread | None
 
@@ -162,6 +165,8 @@ class Summary(_Part):
     """What each phase of a round takes in seconds, on the server and on the simulated clock, and its bits down and up:
     means over the rounds, by the names of `fl_engine.rounds.phases`. What not every run says is left out."""
     reached: tuple[Reached, ...]
+    reached_avg: tuple[Reached, ...] = ()
+    """As `reached`, with avg in place of the full model; empty for an algorithm that reports one level."""
     highest: tuple[Highest, ...] = ()
     runs: tuple[OneRun, ...]
 
@@ -340,6 +345,9 @@ def _summary(
         **{name: spread([getattr(one, name) for one in each]) for name in NAMES},
         phases=_phases(each),
         reached=tuple(reached(seeds, [run.rows for run in runs], target) for target in targets),
+        reached_avg=()
+        if any(run.single for run in runs)
+        else tuple(reached(seeds, [run.rows for run in runs], target, "avg") for target in targets),
         highest=tuple(_highest(runs)),
         runs=tuple(each),
     )
@@ -403,23 +411,26 @@ def default_targets(runs: Runs) -> tuple[float, ...]:
     return tuple(k / STEPS for k in range(1, STEPS) if k / STEPS < max(scored))[-MOST_TARGETS:]
 
 
-def reached(seeds: Sequence[int], runs: Sequence[Sequence[Row]], accuracy: float) -> Reached:
-    """Means over the runs (one for each seed) in which the full model reaches the accuracy."""
-    until = {seed: rows[: n + 1] for seed, rows in zip(seeds, runs, strict=True) if (n := first(rows, accuracy)) >= 0}
+def reached(seeds: Sequence[int], runs: Sequence[Sequence[Row]], accuracy: float, of: str = "full") -> Reached:
+    """Means over the runs (one for each seed) in which `of`, full or avg, reaches the accuracy."""
+    pairs = zip(seeds, runs, strict=True)
+    until = {seed: rows[: n + 1] for seed, rows in pairs if (n := first(rows, accuracy, of)) >= 0}
     spent = list(until.values())
     return Reached(
         accuracy=accuracy,
         seeds=tuple(until),
         rounds=spread([len(rows) for rows in spent]),
         mb=spread([sum(sent(rows)) / MB for rows in spent]),
+        mb_down=spread([sum(row.metrics["bytes_down"] for row in rows) / MB for rows in spent]),
+        mb_up=spread([sum(row.metrics["bytes_up"] for row in rows) / MB for rows in spent]),
         seconds=spread([sum(row.metrics["seconds_round"] for row in rows) for rows in spent]),
         seconds_simulated=spread([simulated(rows) for rows in spent]),
     )
 
 
-def first(rows: Sequence[Row], accuracy: float) -> int:
-    """Index of the first evaluated round in which the full model has that accuracy; -1 if there is none."""
-    return next((row.round for row in _scored(rows) if row.metrics["full"] >= accuracy), -1)
+def first(rows: Sequence[Row], accuracy: float, of: str = "full") -> int:
+    """Index of the first evaluated round in which `of`, full or avg, has that accuracy; -1 if there is none."""
+    return next((row.round for row in rows if of in row.metrics and row.metrics[of] >= accuracy), -1)
 
 
 def sent(rows: Sequence[Row]) -> list[float]:

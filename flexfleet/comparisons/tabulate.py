@@ -180,24 +180,33 @@ def _phases(c: Comparison) -> list[Table]:
 
 
 def _to_reach(c: Comparison, measure: Measure) -> list[Table]:
-    """A table for rounds, one for the time, and one for MB; none without accuracies to reach."""
+    """With avg, where a label has it, and with the full model: a table for MB down and up, each for itself, one
+    for rounds, one for the time, and one for all MB; none without accuracies to reach."""
     targets = [one.accuracy for one in next(iter(c.results.values())).reached]
     if not targets:
         return []
-    what = f"to reach {'an accuracy' if c.metric == 'accuracy' else c.metric} with the full model"
     head = ("algorithm", *(f"{measure.scale * target:g} {measure.unit}".rstrip() for target in targets))
     on_the_clock = simulated(c)
 
-    def table(title: str, spent: Callable[[Reached], str]) -> Table:
-        return Table(title, head, tuple((n, *(_reached(c, o, spent) for o in r.reached)) for n, r in c.results.items()))
-
-    return [
-        table(f"Rounds {what}", lambda one: cell(one.rounds, digits=1)),
-        table(
-            f"{'Simulated' if on_the_clock else 'Real'} s {what}",
-            lambda one: seconds(one.seconds_simulated if on_the_clock else one.seconds),
+    spent: dict[str, Callable[[Reached], str]] = {
+        "MB down / up": lambda one: f"{cell(one.mb_down)} / {cell(one.mb_up)}",
+        "Rounds": lambda one: cell(one.rounds, digits=1),
+        f"{'Simulated' if on_the_clock else 'Real'} s": lambda one: seconds(
+            one.seconds_simulated if on_the_clock else one.seconds
         ),
-        table(f"MB {what}", lambda one: cell(one.mb)),
+        "MB": lambda one: cell(one.mb),
+    }
+    targeted = {"avg": {n: r.reached_avg for n, r in c.results.items() if r.reached_avg}}
+    targeted["the full model"] = {n: r.reached for n, r in c.results.items()}
+    return [
+        Table(
+            f"{title} to reach {'an accuracy' if c.metric == 'accuracy' else c.metric} with {of}",
+            head,
+            tuple((label, *(_reached(c, one, said) for one in each)) for label, each in found.items()),
+        )
+        for of, found in targeted.items()
+        if found
+        for title, said in spent.items()
     ]
 
 
@@ -291,8 +300,8 @@ def notes(c: Comparison) -> list[str]:
                      f"epochs, seeds {of_seeds}; rounds are epochs there.")  # fmt: skip
     if any(r.reached for r in c.results.values()):
         far = "that accurate" if c.metric == "accuracy" else "that high"
-        lines.append(f"To reach: up to the first evaluated round in which full is {far}; {NONE}: not reached.")
-    if any(len(one.seeds) not in (0, len(c.seeds)) for r in c.results.values() for one in r.reached):
+        lines.append(f"To reach: up to the first evaluated round in which full, or avg, is {far}; {NONE}: not reached.")
+    if any(len(one.seeds) not in (0, len(c.seeds)) for r in c.results.values() for one in (*r.reached, *r.reached_avg)):
         lines.append("(2/3): the mean over the seeds that reach it; the others would make it longer.")
     if any(r.seconds_simulated is not None for r in c.results.values()):
         lines.append("simulated s: on the fleet's devices, by their speed and bandwidth.")
@@ -389,8 +398,9 @@ def track(c: Comparison, mlflow: MLflow, out: Path) -> Comparison:
 
 def metrics(c: Comparison) -> dict[str, float]:
     """Metrics like `full/flexfl`: means over the seeds, accuracies as shares; `_std` if there are several seeds.
-    `rounds_to_0.6/flexfl` and `seconds_simulated_to_0.6/flexfl` are means over the seeds that reach that accuracy, of
-    which `seeds_to_0.6/flexfl` says how many they are."""
+    `rounds_to_0.6/flexfl`, `seconds_simulated_to_0.6/flexfl`, `mb_down_to_0.6/flexfl` and `mb_up_to_0.6/flexfl` are
+    means over the seeds that reach that accuracy with the full model, of which `seeds_to_0.6/flexfl` says how
+    many they are."""
     out: dict[str, float] = {}
     for label, r in c.results.items():
         spreads = {
@@ -412,6 +422,8 @@ def metrics(c: Comparison) -> dict[str, float]:
             spreads |= {
                 f"rounds_to_{one.accuracy:g}": one.rounds,
                 f"seconds_simulated_to_{one.accuracy:g}": one.seconds_simulated,
+                f"mb_down_to_{one.accuracy:g}": one.mb_down,
+                f"mb_up_to_{one.accuracy:g}": one.mb_up,
             }
         for name, spread in spreads.items():
             if spread is not None:

@@ -121,6 +121,7 @@ def summary(runs: tuple[tuple[Row, ...], ...], to: tuple[float, ...], even: floa
         seconds_simulated=comparison.spread([comparison.simulated(each) for each in runs]),
         uniformity=None if even is None else Spread(mean=even, std=0.25),
         reached=tuple(comparison.reached(seeds, runs, target) for target in to),
+        reached_avg=tuple(comparison.reached(seeds, runs, target, "avg") for target in to),
         runs=(),
     )
 
@@ -132,7 +133,9 @@ def compared(**results: Summary) -> Comparison:
 def test_rounds_simulated_time_and_mb_to_accuracies_have_a_table_each() -> None:
     """By hand: 40 % after (2, 1) rounds of 10 s and (2, 2) MB; 60 % in the second seed alone, after 3; 80 % never."""
     c = compared(a=summary((SLOW, FAST), (0.4, 0.6, 0.8)))
-    *_, rounds, clock, mb = tabulate.tables(c)
+    *_, both, rounds, clock, mb = tabulate.tables(c)
+    assert both.title == "MB down / up to reach an accuracy with the full model"
+    assert both.rows == (("a", "1.50 ± 0.00 / 0.50 ± 0.00", "4.50 / 1.50 (1/2)", report.NONE),)
     assert rounds.title == "Rounds to reach an accuracy with the full model"
     assert rounds.head == ("algorithm", "40 %", "60 %", "80 %")
     assert rounds.rows == (("a", "1.5 ± 0.7", "3.0 (1/2)", report.NONE),)
@@ -145,6 +148,28 @@ def test_rounds_simulated_time_and_mb_to_accuracies_have_a_table_each() -> None:
     assert found["seconds_simulated_to_0.4_std/a"] == pytest.approx(50**0.5)
     assert found["seconds_simulated_to_0.6/a"] == 30 and "seconds_simulated_to_0.6_std/a" not in found
     assert not any(name.startswith(("rounds_to_0.8", "seconds_simulated_to_0.8")) for name in found)
+
+
+def test_avg_is_a_target_too() -> None:
+    """avg is .1 below full: SLOW never exceeds 40 %, FAST has 40 % after 2 rounds of 2 MB, 75 % of them down."""
+    c = compared(a=summary((SLOW, FAST), (0.4, 0.6)))
+    tables = {t.title: t for t in tabulate.tables(c) if t.title.endswith("to reach an accuracy with avg")}
+    both, rounds, clock, mb = tables.values()
+    assert [title.split(" to reach")[0] for title in tables] == ["MB down / up", "Rounds", "Simulated s", "MB"]
+    assert rounds.rows == (("a", "3.0 ± 1.4", "3.0 (1/2)"),)
+    assert clock.rows == (("a", "30.0 ± 14.1", "30.0 (1/2)"),)
+    assert mb.rows == (("a", "4.00 ± 0.00", "6.00 (1/2)"),)
+    assert both.rows == (("a", "3.00 ± 0.00 / 1.00 ± 0.00", "4.50 / 1.50 (1/2)"),)
+    found = tabulate.metrics(c)
+    assert (found["mb_down_to_0.4/a"], found["mb_up_to_0.4/a"]) == (1.5, 0.5), "with the full model"
+
+
+def test_a_label_without_avg_has_no_row_in_its_tables() -> None:
+    alone = summary((SLOW,), (0.4,)).model_copy(update={"reached_avg": ()})
+    found = [t for t in tabulate.tables(compared(a=alone)) if "to reach" in t.title]
+    assert len(found) == 4 and all("the full model" in t.title for t in found)
+    both = compared(a=alone, b=summary((FAST,), (0.4,)))
+    assert [row[0] for t in tabulate.tables(both) if "with avg" in t.title for row in t.rows] == ["b"] * 4
 
 
 def test_without_a_simulated_clock_the_table_has_real_seconds() -> None:
