@@ -143,6 +143,12 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("--classes", type=int, metavar="N", help="how many outputs the network has, with --input")
     c.add_argument("--apoz", type=Path, metavar="FILE", help="apoz.json of a pretrain step, instead of measuring")
+    c.add_argument(
+        "--flops-as", choices=("macs", "thop"), default="macs",
+        help="macs: multiply-adds, as in AdaptiveFL's Table 1; thop: as FedRolex's Table 3.6 counts, a linear layer's "
+        "multiplications and additions apart, and gives its three columns, means over the models sent (default: "
+        "%(default)s)",
+    )  # fmt: skip
     c.set_defaults(call=commands.pool)
 
     c = add("report", "one page and one table for one or more finished runs", config=False)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fl_engine.core.errors import ConfigError, masked
@@ -19,7 +20,9 @@ from fl_engine.core.errors import ConfigError, masked
 log = logging.getLogger("flexfleet")
 
 if TYPE_CHECKING:
+    from fl_engine.core.contracts import ModelFamily
     from flexfleet.config import Config
+    from flexfleet.files.artifacts import PoolFile
 
 MLFLOW_RUN = re.compile(r"[0-9a-f]{32}")
 
@@ -302,17 +305,40 @@ def pool(args: argparse.Namespace) -> int:
     server = LazyServer(no_server) if given else partition.server_of(resolved)
     weights = {} if given else resolved.start or weights_of(made)
     built = model_pool.build(config, algorithm, family, made, server, weights)
+    mean: dict[str, float] = {}
+    if args.flops_as == "thop":
+        built, mean = _as_in_table_3_6(built, family)
     if args.json:
-        print(built.model_dump_json())
+        print(json.dumps({**built.model_dump(mode="json"), "mean": mean}) if mean else built.model_dump_json())
         return 0
     outputs = f"{built.classes} output{'s' if built.classes > 1 else ''}"
     print(f"{built.algorithm} on {built.model}, {outputs}, input {'x'.join(map(str, built.input_chw))}")
     print(f"{'model':8}{'share %':>9}{'parameters':>13}{'MB':>9}{'MFLOPs':>10}  widths")
     for m in built.levels:
         widths = " ".join(str(w) for w in m.widths.values())
-        cost = f"{100 * m.share:9.2f}{m.params:13,}{m.bytes / 1e6:9.2f}{m.flops / 1e6:10.2f}"
-        print(f"{m.name:8}{cost}  {widths}")
+        flops = f"{m.flops / 1e6:11.6f}" if mean else f"{m.flops / 1e6:10.2f}"
+        print(f"{m.name:8}{100 * m.share:9.2f}{m.params:13,}{m.bytes / 1e6:9.2f}{flops}  {widths}")
+    if mean:
+        print(
+            f"mean of the models sent: {mean['params'] / 1e6:.3f} M parameters, {mean['flops'] / 1e6:.3f} M FLOPs, "
+            f"{mean['mib']:.2f} MB (of 2^20 bytes)"
+        )
     return 0
+
+
+def _as_in_table_3_6(built: PoolFile, family: ModelFamily) -> tuple[PoolFile, dict[str, float]]:
+    """The pool with FLOPs as in FedRolex's Table 3.6, and the means that are its columns: over the models sent, the
+    parameters, the FLOPs, and the size in MB of 2^20 bytes (`mib`), 4 bytes a parameter."""
+    from fl_engine.core.slicing import count_macs
+    from fl_engine.core.types import SubmodelSpec
+
+    levels = tuple(
+        m.model_copy(update={"flops": count_macs(family, SubmodelSpec.from_json(m.spec), linear=2)})
+        for m in built.levels
+    )
+    sent = [m for m in levels if m.dispatched]
+    params, flops = (fmean(getattr(m, name) for m in sent) for name in ("params", "flops"))
+    return built.model_copy(update={"levels": levels}), {"params": params, "flops": flops, "mib": 4 * params / 2**20}
 
 
 class _Unprepared(dict[str, Any]):

@@ -11,8 +11,11 @@ paper's capacities are fixed); at least one channel stays where beta * K_i is be
 common fleet; the paper's are 1/16, 1/8, 1/4, 1/2 and 1 on the fleet `capacities`. Only the full model is reported, as
 in the paper: a sub-model of one round is nothing to deploy. Weighting by updates takes a client's local steps (the
 paper says "number of updates"; the code counts how often each parameter was updated). The authors' code rolls the
-window backwards and rounds up; this follows the paper. `mask_labels` is the code's label-masked output layer, with
-batch norm and scaler as in HeteroFL.
+window backwards and rounds up; this follows the paper. It also redraws every client's capacity in every round
+(`dynamic`); here a client's capacity is its device's, as the paper describes it. `selection: {name: uniform, model:
+random}` draws the level of each selected client anew in every round, each alike: on a fleet that holds all levels
+(`fleet.tiers: [{name: any, share: 1, memory: 125}]`) these are the code's dynamic capacities. `mask_labels` is the
+code's label-masked output layer, with batch norm and scaler as in HeteroFL.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from fl_engine.algorithms.pooled import (
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.types import LocalTask, Outcome, Pool, Prepared, RoundPlan, TaskContext, WorkOrder
+from fl_engine.core.widths import Rounding
 from fl_engine.selection import Selection, Uniform
 
 
@@ -47,6 +48,8 @@ class HeteroFL:
     training: Training = Training()
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
     """Width ratio of each level, ascending to 1; these make about 25, 50 and 100 % of the parameters."""
+    rounding: Rounding = "ceil"
+    """Of beta * K_i channels: up, as in HeteroFL's code, or down (FedRolex Eq. 3.6), at least one."""
     scaler: bool = True
     mask_labels: bool = True
     static_bn: bool = True
@@ -58,7 +61,7 @@ class HeteroFL:
     server: Server = Average()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return prefix_pool(family, self.widths, "ceil", static_bn=self.static_bn)
+        return prefix_pool(family, self.widths, self.rounding, static_bn=self.static_bn)
 
     selector, init, plan = pooled.selector, pooled.init, pooled.plan
 

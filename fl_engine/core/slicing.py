@@ -157,11 +157,12 @@ def count_params(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
     return sum(math.prod(s) for s in shapes(family.layout(), spec, full_shapes(family)).values())
 
 
-def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
+def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL, linear: int = 1) -> int:
     """Multiply-adds per sample as the papers' tables count them (the thop convention): convolutions and linear
     layers without bias, 4 for each number of a batch or group norm; ReLU, pooling, dropout and embeddings count 0.
     Recurrent layers count each weight matrix once a step, transposed convolutions their kernel once for each number
-    that they take. Raises ModelError for a layer with weights that is none of these.
+    that they take. Raises ModelError for a layer with weights that is none of these. `linear`: how much a multiply-add
+    of a linear layer counts; FedRolex's Table 3.6 counts 2, its multiplication and its addition.
 
     Runs one sample of nothing through weights of nothing: on torch's meta device the first convolution would import its
     compiler and sympy, seconds in every client's pod.
@@ -170,7 +171,8 @@ def count_macs(family: ModelFamily, spec: SubmodelSpec = FULL) -> int:
 
     def count(layer: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
         nonlocal total
-        total += layer.macs(given[0], output) if isinstance(layer, CountsMacs) else _macs(layer, given[0], output)
+        own = layer.macs(given[0], output) if isinstance(layer, CountsMacs) else _macs(layer, given[0], output)
+        total += own * linear if isinstance(layer, nn.Linear) else own
 
     nothing = shapes(family.layout(), spec, full_shapes(family))
     module = runnable(family, spec, {name: torch.empty(shape) for name, shape in nothing.items()}).eval()

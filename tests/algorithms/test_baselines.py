@@ -106,6 +106,15 @@ def test_heterofl_has_its_additions_as_switches() -> None:
         replace(plain, on_too_small="fail").task(order, context(site, order.client, 20.0))
 
 
+def test_heterofl_may_round_down() -> None:
+    """FedRolex Eq. 3.6 at 0.71 of 8 and 32 channels: floor(5.68), floor(22.72); HeteroFL's code rounds up."""
+    layout = TinyNet().layout()
+    for rounding, widths in (("floor", (5, 22)), ("ceil", (6, 23))):
+        spec = tiny_pool(HeteroFL(rounding=rounding), TinyNet())[1].spec  # type: ignore[arg-type]
+        assert (layout.width(spec, "conv"), layout.width(spec, "hidden")) == widths
+    assert HeteroFL().rounding == "ceil"
+
+
 def test_heterofl_cuts_every_layer_to_the_ceiling_of_one_ratio() -> None:
     """VGG16 at 0.71: ceil(45.44) = 46, ceil(90.88) = 91, ceil(181.76) = 182, ceil(363.52), ceil(2908.16)."""
     small, middle, full = tiny_pool(HeteroFL(), VGG)

@@ -34,11 +34,11 @@ from fl_engine.core.types import (
 )
 from fl_engine.exchange.client import Site, execute
 from fl_engine.exchange.server import ServerSite
-from fl_engine.fleet.devices import fleet, observe
+from fl_engine.fleet.devices import Tier, fleet, observe
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.selection import Curiosity
+from fl_engine.selection import Curiosity, Uniform
 from fl_engine.testing.tiny import (
     SEED,
     TRAINING,
@@ -183,6 +183,19 @@ def test_every_tier_of_the_real_world_is_asked_on_the_digits(kind: Any) -> None:
         free = observe(site.fleet[order.client], SEED, 0)
         task = algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[order.client], free))
         assert task.spec == order.spec, "nobody has to shrink"
+
+
+def test_dynamic_capacities_are_a_random_model_on_a_fleet_that_holds_all() -> None:
+    """As in the authors' code: each client's capacity is drawn anew in every round, each alike."""
+    algorithm = FedRolex(training=replace(TRAINING, fraction=0.5), widths=WIDTHS, selection=Uniform(model="random"))
+    site = tiny_site(algorithm, fleet=fleet((Tier("any", 1.0, 125.0),), 20, SEED))
+    state, sent, by_client = start_of(algorithm, site), Counter[float](), dict[int, set[float]]()
+    for round in range(120):
+        for order in algorithm.plan(state, context_of(site, round, SEED)).orders:
+            sent[WIDTHS[order.level]] += 1
+            by_client.setdefault(order.client, set()).add(WIDTHS[order.level])
+    assert all(widths == set(WIDTHS) for widths in by_client.values()) and len(by_client) == 20
+    assert all(abs(n - 400) < 4 * math.sqrt(1200 * 2 / 9) for n in sent.values()), "four standard deviations"
 
 
 # =================================================================================================== the pool

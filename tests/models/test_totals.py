@@ -122,6 +122,7 @@ def test_fedrolex_table_3_6(divisor: int, params: int, flops: int) -> None:
     assert count_params(family, spec) == params
     # The table counts a linear layer's multiplications and additions apart, all else as `count_macs` does.
     assert count_macs(family, spec) + 10 * keep["stage4"] == flops
+    assert count_macs(family, spec, linear=2) == flops
 
 
 @pytest.mark.parametrize(
