@@ -12,6 +12,7 @@ Artifact = dsl.Artifact
 def evaluate(
     config: dsl.Input[Artifact],
     run: dsl.Input[Artifact],
+    parts: dsl.Input[Artifact],
     pool: dsl.Input[Artifact],
     evaluation: dsl.Output[Artifact],
     metrics: dsl.Output[dsl.Metrics],
@@ -25,13 +26,16 @@ def evaluate(
     from flexfleet.steps.prepare import Resolved
 
     with ending("run_id"):
-        step(Resolved.load(config.path), Path(run.path), Path(pool.path), Path(evaluation.path))
+        paths = (Path(each.path) for each in (run, parts, pool, evaluation))
+        step(Resolved.load(config.path), *paths)
         scores = EvaluationFile.read(Path(evaluation.path) / "evaluation.json")
         metrics.log_metric("avg", scores.avg)
         metrics.log_metric("full", scores.full)
         for name, score in scores.levels.items():
             for metric, value in score.metrics.items():
                 metrics.log_metric(f"{metric}/{name}", value)
+        for name, found in scores.local.items():
+            metrics.log_metric(f"local/{name}", found.mean)
         for rows in list(ConfusionFile.read(Path(evaluation.path) / "confusion.json").levels.values())[-1:]:
             # The last level is the full model. Without classes there is no confusion matrix.
             matrix.log_confusion_matrix([str(c) for c in range(len(rows))], [list(row) for row in rows])

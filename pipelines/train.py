@@ -55,7 +55,7 @@ def train(**given: Any) -> None:
     pool = built.outputs["pool"]
     rounds_done = federate(config=config, parts=parts, pool=pool, names=start.outputs["Output"], job_id=job_id)
     run = rounds_done.outputs["run"]
-    scored = evaluate(config=config, run=run, pool=pool)
+    scored = evaluate(config=config, run=run, parts=parts, pool=pool)
     told = report(
         config=config,
         run=run,

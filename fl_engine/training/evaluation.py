@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -90,17 +90,26 @@ def _network(
 
 
 def _one_pass(
-    networks: Sequence[tuple[nn.Module, bool]], data: Data, x: Tensor, y: Tensor, device: str, batch_size: int
+    networks: Sequence[tuple[nn.Module, bool]],
+    data: Data,
+    x: Tensor,
+    y: Tensor,
+    device: str,
+    batch_size: int,
+    watch: Callable[[int, Tensor, Tensor], None] | None = None,
 ) -> list[Score]:
     """Scores several networks in one pass, so that samples are gathered and normalised once. Each comes with a flag:
-    whether its outputs are averaged."""
+    whether its outputs are averaged. `watch` gets a network's position, its outputs and the samples' positions."""
     tallies = [_Tally(data.task, device) for _ in networks]
     with torch.no_grad():
         for chunk in _batches(len(y), batch_size):
             inputs, wanted = _inputs(data, x, chunk, device), y[chunk].to(device)
-            for tally, (network, ensemble) in zip(tallies, networks, strict=True):
+            for i, (tally, (network, ensemble)) in enumerate(zip(tallies, networks, strict=True)):
                 exits = _exits(network(inputs))
-                tally.add(torch.stack(exits).mean(0) if ensemble else exits[-1], wanted)
+                outputs = torch.stack(exits).mean(0) if ensemble else exits[-1]
+                tally.add(outputs, wanted)
+                if watch is not None:
+                    watch(i, outputs, chunk)
     return [tally.score() for tally in tallies]
 
 
@@ -220,19 +229,26 @@ def evaluate_pool(
     data: Data,
     devices: Sequence[str] = ("cpu",),
     batch_size: int = 128,
+    watch: Callable[[str, Tensor, Tensor], None] | None = None,
 ) -> dict[str, Score]:
     """Scores every reported pool model on the test samples: by name, smallest first. The models are spread over the
-    devices. `params` is the result of `published`."""
+    devices. `params` is the result of `published`.
+
+    `watch` gets a model's name, its outputs (B, ...) for a batch, on the device, and the positions (B,) of the batch's
+    samples among the test samples. With several devices it is called from several threads, from one for each model.
+    """
     layout = family.layout()
     reported = [m for m in pool if m.reported]
 
     def score(place: int) -> list[Score]:
         device = devices[place]
+        mine = reported[place :: len(devices)]
         networks = [
             (_network(family, weights_of(params, layout, m), m.spec, data, device, batch_size, m.static_bn), m.ensemble)
-            for m in reported[place :: len(devices)]
+            for m in mine
         ]
-        return _one_pass(networks, data, data.test_x, data.test_y, device, batch_size)
+        told = None if watch is None else lambda i, outputs, places: watch(mine[i].name, outputs, places)
+        return _one_pass(networks, data, data.test_x, data.test_y, device, batch_size, told)
 
     with ThreadPoolExecutor(len(devices)) as threads:
         found = list(threads.map(score, range(min(len(devices), len(reported)))))

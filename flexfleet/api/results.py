@@ -166,10 +166,13 @@ class Result:
 
     @property
     def levels(self) -> Any:
-        scores = self.metrics.get("levels", {})
+        scores, local = self.metrics.get("levels", {}), self.metrics.get("local", {})
         sizes = ("name", "params", "share", "flops", "bytes", "dispatched", "reported")
-        named = [{key: getattr(level, key) for key in sizes} for level in self._pool.levels]
-        return table([{**line, "score": scores.get(line["name"])} for line in named])
+        lines = [{key: getattr(level, key) for key in sizes} for level in self._pool.levels]
+        for line in lines:
+            found = local.get(line["name"], {})
+            line.update(score=scores.get(line["name"]), local=found.get("mean"), local_sd=found.get("sd"))
+        return table(lines)
 
     # -------------------------------------------------------------------------------------------------- model
     @cached_property

@@ -265,15 +265,32 @@ class LevelScore(BaseModel):
         return {**self.metrics, "loss": self.loss, "params": self.params}
 
 
+class LocalScore(BaseModel):
+    """A level's local accuracy: mean and standard deviation over so many clients
+    (`fl_engine.training.local_accuracy`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    mean: float = Field(ge=0, le=1)
+    sd: float = Field(ge=0, le=1)
+    clients: int = Field(ge=1)
+
+
 class EvaluationFile(Artifact):
     """evaluation.json: the final model on the whole test set. `avg` is the mean over the levels of the metric that
-    decides, `full` the largest model's."""
+    decides, `full` the largest model's; `local` is each level's local accuracy, where the task has classes."""
 
     rounds: int
     test_samples: int
     avg: float
     full: float
     levels: dict[str, LevelScore] = Field(min_length=1)
+    local: dict[str, LocalScore] = {}
+
+    @model_serializer(mode="wrap")
+    def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without local accuracies the file has no such key."""
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if name != "local" or value}
 
     @property
     def metric(self) -> str:
@@ -294,6 +311,12 @@ class EvaluationFile(Artifact):
             raise ValueError(f"the levels have different metrics: {sorted(names)}")
         return value
 
+    @model_validator(mode="after")
+    def _local_of_all_levels(self) -> EvaluationFile:
+        if self.local and list(self.local) != list(self.levels):
+            raise ValueError(f"local is of the levels {list(self.local)}, expected {list(self.levels)}")
+        return self
+
 
 class ConfusionFile(Artifact):
     """confusion.json: by level, how many test samples of one class (row) the final model took for which class (column).
@@ -309,7 +332,8 @@ class Result(Artifact):
     status: Literal["finished"]
     metrics: dict[str, Any]
     """avg, full, levels{name: value}, best{round, avg, full}: the round with the best avg, highest{50, 80, 100: {avg,
-    full}}: the highest values within so many % of the rounds; by_owner{metric: {level: value}}: the accuracy on the
+    full}}: the highest values within so many % of the rounds; local{level: {mean, sd, clients}}: the accuracy on each
+    client's own distribution, where the task has classes; by_owner{metric: {level: value}}: the accuracy on the
     devices' and on the server's classes, where partition.server_classes names some; uniformity and what belongs to it
     (`fl_engine.fleet.uniformity`) on the simulated clock, its phases and the bits down and up
     (`fl_engine.rounds.phases`): means over the rounds; label_noise: the share of clients' labels that are wrong, where

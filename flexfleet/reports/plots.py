@@ -26,7 +26,7 @@ import numpy as np
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.data import partitioning as partition
 from fl_engine.storage.checkpoints import Row
-from flexfleet.files.artifacts import Apoz, PoolFile
+from flexfleet.files.artifacts import Apoz, LocalScore, PoolFile
 from flexfleet.files.measure import ACCURACY, Measure
 
 Series = tuple[str, Sequence[Row]]
@@ -294,6 +294,23 @@ def of_levels(
         _put_legend(figure, handles, shown)
 
     return _drawing(name, f"Test {measure.name} over the {along}s, a line for each level", 3.2, paint)
+
+
+def local_accuracy(local: Mapping[str, LocalScore], levels: Sequence[str], name: str = "local") -> str:
+    """Each level's mean over the clients as a point, the standard deviation as a bar on both sides. `levels`: the whole
+    pool, smallest first, coloured as in its drawing."""
+    colours = level_colours(levels)
+
+    def paint(figure: Any) -> None:
+        axes = figure.add_subplot()
+        for i, (level, found) in enumerate(local.items()):
+            axes.errorbar(i, 100 * found.mean, 100 * found.sd, fmt="o", color=colours[level], capsize=6, markersize=6)
+        axes.set_xticks(range(len(local)), list(local))
+        axes.set_xlim(-0.6, len(local) - 0.4)
+        axes.grid(axis="x", visible=False)
+        _axes(axes, "level", "local accuracy (%)")
+
+    return _drawing(name, "Local accuracy of each level: mean and standard deviation over the clients", 2.4, paint)
 
 
 def clients_per_round(rows: Sequence[Row], name: str = "clients") -> str:

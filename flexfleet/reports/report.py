@@ -280,6 +280,7 @@ def _page(runs: Sequence[Run]) -> str:
         drawings = {
             "pool": None if alone else plots.pool_widths(run.pool, run.apoz, f"pool-{i}"),
             "levels": plots.of_levels(run.rows, levels, f"levels-{i}", run.measure),
+            "local": plots.local_accuracy(local, levels, f"local-{i}") if (local := run.evaluation.local) else None,
             "clients": plots.clients_per_round(run.rows, f"clients-{i}"),
             "uniformity": None if run.uniformity is None else plots.evenness(run.rows, f"uniformity-{i}"),
             "partition": plots.partition_map(counts, f"partition-{i}", label) if owner == name else None,

@@ -81,7 +81,7 @@ def run(
         observer=observer,
         watcher=watcher,
     )
-    evaluate(resolved, out, out / "pool", out)
+    evaluate(resolved, out, out / "partition", out / "pool", out)
     return conclude(resolved, out, store_of(config, run_id, out))
 
 
@@ -122,6 +122,7 @@ def conclude(resolved: Resolved, out: Path, store: Store) -> Result:
             metrics |= {name: outcome.metrics[name] for name in ("label_noise",) if name in outcome.metrics}
             means = (*uniformity.NAMES, *phases.REPEATED)
             metrics |= {f"final/{name}": outcome.metrics[name] for name in means if name in outcome.metrics}
+            metrics |= {f"final/local/{name}": of["mean"] for name, of in outcome.metrics.get("local", {}).items()}
             files = [str(page), str(out / "pool" / "pool.json"), str(written)]
             pointers = out / versioned.POINTERS if config.publish.dvc else None
             log_outcome(config.tracking.mlflow, outcome.mlflow_run_id, metrics, tags, files, pointers)
@@ -148,6 +149,7 @@ def result(out: Path, page: Path, store_uri: str) -> Result:
             "avg": evaluation.avg,
             "full": evaluation.full,
             "levels": {name: score.value for name, score in evaluation.levels.items()},
+            **({"local": local} if (local := {k: v.model_dump() for k, v in evaluation.local.items()}) else {}),
             **({} if not (owned := evaluation.by_owner) else {"by_owner": owned}),
             "best": {k: best[k] for k in ("round", "avg", "full")},
             "highest": highest_of(measured),

@@ -1,22 +1,26 @@
-"""Step 5: evaluates the final model and its sub-models on the whole test set."""
+"""Step 5: evaluates the final model and its sub-models on the whole test set, and on each client's share of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 
 from fl_engine.core.errors import IntegrityError
+from fl_engine.core.samples import class_count
+from fl_engine.data import partitioning
 from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool
+from fl_engine.training.local_accuracy import LocalAccuracy
 from flexfleet.files import terminal as common
-from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, LevelScore, PoolFile
+from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, LevelScore, LocalScore, PoolFile
 from flexfleet.steps.prepare import Resolved, resolved_of
 
 
-def evaluate(resolved: Resolved, run: Path, pool_dir: Path, out: Path) -> Path:
+def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path, out: Path) -> Path:
     """Writes confusion.json and evaluation.json into `out`. Raises IntegrityError if the model is not the one
-    that the history names."""
+    that the history names; PartitionError if the partition is missing or of other data."""
     data, family = resolved.data, resolved.family
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     history = History.read(run / "history.json")
@@ -24,7 +28,10 @@ def evaluate(resolved: Resolved, run: Path, pool_dir: Path, out: Path) -> Path:
     if sha256(value) != history.model_sha256:
         raise IntegrityError(f"{run / 'model.safetensors'} is damaged: its sha256 is not the one in history.json")
     params = decode(value, str(run / "model.safetensors"))
-    scores = evaluate_pool(family, params, pool, data, resolved.config.run.devices)
+    local = _local(resolved, partition_dir)
+    watch = None if local is None else local.watch
+    scores = evaluate_pool(family, params, pool, data, resolved.config.run.devices, watch=watch)
+    of_clients = {} if local is None else {name: found for name in scores if (found := local.of(name))}
     scores = {name: by_owner(score, resolved.config.partition.server_classes) for name, score in scores.items()}
     sizes = {m.name: m.params for m in pool}
     matrices = {n: tuple(map(tuple, s.confusion.tolist())) for n, s in scores.items() if s.confusion.numel()}
@@ -35,7 +42,17 @@ def evaluate(resolved: Resolved, run: Path, pool_dir: Path, out: Path) -> Path:
         avg=average(scores),
         full=scores[pool[-1].name].value,
         levels={n: told(s, sizes[n]) for n, s in scores.items()},
+        local={name: LocalScore(**asdict(found)) for name, found in of_clients.items()},
     ).write(out / "evaluation.json")
+
+
+def _local(resolved: Resolved, partition_dir: Path) -> LocalAccuracy | None:
+    """None where the task has no classes."""
+    data = resolved.data
+    if not (classes := class_count(data.task)):
+        return None
+    held = partitioning.statistics(partitioning.load(partition_dir, data), partitioning.labels_of(data), classes)
+    return LocalAccuracy(data.task.labels(data.test_y), held, resolved.config.seed)
 
 
 def told(score: Score, params: int) -> LevelScore:
@@ -44,9 +61,9 @@ def told(score: Score, params: int) -> LevelScore:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = common.step_parser(__doc__ or "", run="federate", pool="model_pool")
+    p = common.step_parser(__doc__ or "", run="federate", partition="partition", pool="model_pool")
     args = p.parse_args(argv)
-    print(evaluate(resolved_of(args), args.run, args.pool, args.out))
+    print(evaluate(resolved_of(args), args.run, args.partition, args.pool, args.out))
     return 0
 
 

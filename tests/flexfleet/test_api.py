@@ -79,6 +79,9 @@ def test_a_result_has_what_its_folder_has(result: ff.Result) -> None:
     assert set(result.clients["round"]) == {1, 2}
     told = dict(zip(result.levels["name"], result.levels["score"], strict=True))
     assert told["M3"] == result.metrics["full"]
+    columns = zip(*(result.levels[key] for key in ("name", "local", "local_sd")), strict=True)
+    of_clients = {name: {"mean": mean, "sd": sd} for name, mean, sd in columns if name in result.metrics["levels"]}
+    assert {name: {**found, "clients": 4} for name, found in of_clients.items()} == result.metrics["local"]
     again = ff.load("first")
     assert again.model_sha256 == result.model_sha256 and "finished" in repr(again)
     assert "report.html" in again._repr_html_()

@@ -85,6 +85,8 @@ def test_what_is_told_speaks_of_the_tasks_metric(flexfleet: Any, sets: list[str]
     assert f"full {figures[0]}" in (status := flexfleet("status").out) and ("%" in status) == (kind == "tokens")
     confusion = json.loads((run / "confusion.json").read_text())["levels"]
     assert list(confusion) == (list(evaluation.levels) if kind == "tokens" else [])
+    local = json.loads((run / "evaluation.json").read_text()).get("local", {})
+    assert list(local) == list(confusion) == list(done.json["metrics"].get("local", {})), "where there are classes"
 
 
 @dataclass(frozen=True)

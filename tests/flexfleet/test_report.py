@@ -15,7 +15,17 @@ from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.data.partitioning import Manifest
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.store import sha256
-from flexfleet.files.artifacts import Apoz, ApozLayer, EvaluationFile, History, Level, LevelScore, PoolFile, RunFile
+from flexfleet.files.artifacts import (
+    Apoz,
+    ApozLayer,
+    EvaluationFile,
+    History,
+    Level,
+    LevelScore,
+    LocalScore,
+    PoolFile,
+    RunFile,
+)
 from flexfleet.reports import page, plots
 from flexfleet.reports import report as r
 
@@ -206,6 +216,38 @@ def test_how_evenly_clients_finish_is_told_where_a_run_says_it(two: list[Path], 
     assert 'id="uniformity-1"' not in html
     long = [row.model_copy(update={"metrics": row.metrics | {"uniformity": 1.0}}) for row in rows(FLEXFL * 200)]
     assert len(plots.evenness(long)) < 60_000 and "communication" not in plots.evenness(long)
+
+
+def with_local(folder: Path) -> Path:
+    """Local accuracies of 10 clients: .5, .6, ... and a standard deviation of .0625."""
+    path = folder / "evaluation.json"
+    found = EvaluationFile.read(path)
+    local = {name: LocalScore(mean=(5 + i) / 10, sd=0.0625, clients=10) for i, name in enumerate(found.levels)}
+    found.model_copy(update={"local": local}).write(path)
+    return folder
+
+
+def test_local_accuracies_are_told_where_a_run_has_them(two: list[Path], tmp_path: Path) -> None:
+    assert "ocal accuracy" not in page_of(two, tmp_path) and "local&nbsp;%" not in page_of(two, tmp_path)
+    with_local(two[0])
+    html = page_of(two, tmp_path)
+    assert html.count("local&nbsp;%") == 1 and html.count("means over 10 clients") == 1
+    for row in ("70.00 &plusmn; 6.25", "60.00 &plusmn; 6.25", "50.00 &plusmn; 6.25"):
+        assert html.count(f"<td>{row}</td>") == 1
+    assert 'id="local-0"' in html and 'id="local-1"' not in html
+    drawing = plots.local_accuracy(EvaluationFile.read(two[0] / "evaluation.json").local, list(POOL))
+    colours = plots.level_colours(list(POOL))
+    reported = EvaluationFile.read(two[0] / "evaluation.json").levels
+    assert {level for level, colour in colours.items() if colour in drawing} == set(reported)
+
+
+def test_local_accuracies_of_other_levels_are_refused(two: list[Path]) -> None:
+    path = with_local(two[0]) / "evaluation.json"
+    found = json.loads(path.read_text())
+    found["local"].popitem()
+    path.write_text(json.dumps(found))
+    with pytest.raises(IntegrityError, match=r"evaluation.json.*local is of the levels"):
+        r.load(two[0])
 
 
 def test_a_table_without_single_levels_has_no_footnote(two: list[Path]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fl_engine.data.partitioning import read_manifest
 from fl_engine.training.evaluation import OWNERS
 from flexfleet.comparisons import tabulate
 from flexfleet.config import load_config
@@ -55,6 +56,8 @@ def test_every_file_says_the_same(runs: Path, label: str) -> None:
             assert evaluation.by_owner[name][level] == pytest.approx(found)
             assert last[f"{name}/{level}"] == pytest.approx(found)
     assert json.loads((runs / f"{label}.json").read_text())["metrics"]["by_owner"] == evaluation.by_owner
+    clients = len(read_manifest(run / "partition" / "partition.json").client_samples)
+    assert all(0 < each.clients <= clients for each in evaluation.local.values()), "the server is no client"
     page = (run / "report.html").read_text()
     assert "devices' classes %" in page
     for level in evaluation.levels:

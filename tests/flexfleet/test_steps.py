@@ -36,6 +36,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("steps")
 
 
+def scored(folder: Path, run: Path, out: Path) -> tuple[str, ...]:
+    """What the step evaluate is given, for a run with the partition and the pool in `folder`."""
+    given = {"--run": run, "--partition": folder / "partition", "--pool": folder / "pool", "--out": out}
+    return tuple(str(word) for pair in given.items() for word in pair)
+
+
 @pytest.fixture(scope="module")
 def chained(step: Step, quick: Sequence[str], folder: Path) -> dict[str, Any]:
     """All steps, each in a folder of its own, as a graph would start them."""
@@ -51,7 +57,7 @@ def chained(step: Step, quick: Sequence[str], folder: Path) -> dict[str, Any]:
         "pretrain": run(pretrain_module, "--partition", f"{f}/partition", "--out", f"{f}/pretrain"),
         "model_pool": run(model_pool_module, "--pretrain", f"{f}/pretrain", "--out", f"{f}/pool"),
         "federate": run(federate_module, "--partition", f"{f}/partition", "--pool", f"{f}/pool", "--out", f"{f}/run"),
-        "evaluate": run(evaluate_module, "--run", f"{f}/run", "--pool", f"{f}/pool", "--out", f"{f}/evaluate"),
+        "evaluate": run(evaluate_module, *scored(folder, folder / "run", folder / "evaluate")),
     }
 
 
@@ -156,6 +162,26 @@ def test_evaluate_scores_every_level_on_the_test_set(chained: dict[str, Any], fo
     }
 
 
+def test_evaluate_judges_every_level_on_each_clients_distribution(
+    chained: dict[str, Any], folder: Path, finished_template: tuple[Path, Any]
+) -> None:
+    found = EvaluationFile.read(folder / "evaluate" / "evaluation.json")
+    assert list(found.local) == list(found.levels)
+    for each in found.local.values():
+        assert 0 < each.mean <= 1 and 0 < each.sd < 1 and 1 < each.clients <= 6
+    told = {name: each.model_dump() for name, each in found.local.items()}
+    assert finished_template[1].json["metrics"]["local"] == told
+
+
+def test_evaluate_without_a_partition_says_so(
+    step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "pool").symlink_to(folder / "pool")
+    done = step(evaluate_module.main, *scored(tmp_path, folder / "run", tmp_path / "out"), sets=quick)
+    assert done.code in (2, 4) and "partition.json" in done.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_chained_steps_are_what_run_does(
     chained: dict[str, Any], folder: Path, finished_template: tuple[Path, Any]
 ) -> None:
@@ -178,7 +204,7 @@ def test_a_step_without_the_one_before_says_which(step: Step, quick: Sequence[st
         (pretrain_module, ("--partition", t, "--out", t), "partition.json"),
         (model_pool_module, ("--pretrain", t, "--out", t), "apoz.json"),
         (federate_module, ("--partition", t, "--pool", t, "--out", t), "partition.json"),
-        (evaluate_module, ("--run", t, "--pool", t, "--out", t), "pool.json"),
+        (evaluate_module, ("--run", t, "--partition", t, "--pool", t, "--out", t), "pool.json"),
     ):
         done = step(module.main, *argv, sets=quick)
         assert done.code in (2, 4), module.__name__
@@ -229,8 +255,7 @@ def test_evaluate_refuses_a_damaged_model(
         path.write_bytes(value[:-10])
     else:
         path.unlink()
-    argv = ("--run", str(run), "--pool", str(folder / "pool"), "--out", str(tmp_path / "out"))
-    done = step(evaluate_module.main, *argv, sets=quick)
+    done = step(evaluate_module.main, *scored(folder, run, tmp_path / "out"), sets=quick)
     assert done.code == 4
     assert str(path) in done.err
     assert not (tmp_path / "out").exists()
@@ -240,8 +265,7 @@ def test_evaluate_refuses_a_model_of_another_network(
     step: Step, quick: Sequence[str], chained: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     run = _copy(folder, tmp_path / "run")
-    argv = ("--run", str(run), "--pool", str(folder / "pool"), "--out", str(tmp_path))
-    done = step(evaluate_module.main, *argv, sets=[*quick, "model.width=0.25"])
+    done = step(evaluate_module.main, *scored(folder, run, tmp_path), sets=[*quick, "model.width=0.25"])
     assert done.code in (2, 4)
     assert "Traceback" not in done.err
 

@@ -250,6 +250,8 @@ def test_a_run_is_one_flat_mlflow_run(flexfleet: Any, quick: Sequence[str], mlfl
     assert {"algorithm": "flexfl", "seed": "0", "flexfleet.run_id": "a"}.items() <= run.data.tags.items()
     assert run.data.tags["model_sha256"] == done.json["model_sha256"]
     assert run.data.metrics["final/avg"] == done.json["metrics"]["avg"]
+    for level in ("M1", "M2", "M3"):
+        assert run.data.metrics[f"final/local/{level}"] == done.json["metrics"]["local"][level]["mean"]
 
     measured = {"avg", "full", "train_loss", "bytes_down", "bytes_up", "waste", "seconds_train", "seconds_evaluate"}
     measured |= {f"clients_{what}" for what in ("trained", "pruned", "failed")}

@@ -91,7 +91,9 @@ def test_evaluation_and_its_metrics(ran: Ran) -> None:
     told = json.loads((ran.tasks / "evaluate" / "executor_output.json").read_text())
     metrics = told["artifacts"]["metrics"]["artifacts"][0]["metadata"]
     levels = {f"accuracy/{name}": score.value for name, score in found.levels.items()}
-    assert metrics == {"avg": found.avg, "full": found.full} | levels
+    local = {f"local/{name}": each.mean for name, each in found.local.items()}
+    assert metrics == {"avg": found.avg, "full": found.full} | levels | local
+    assert found.local == direct.local and len(local) == len(levels)
 
 
 def test_the_full_models_confusion_matrix_is_the_evaluations(ran: Ran) -> None:

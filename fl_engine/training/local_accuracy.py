@@ -1,0 +1,76 @@
+"""Local accuracy: how well a model serves each client's own distribution (FedRolex, Tables 3.3 and 3.4).
+
+The test samples of a class are dealt to the clients that hold training samples of it, in the same proportions, and a
+model chooses among the client's classes alone. The authors' code sets the outputs of the other classes to 0, so that
+one of them wins where the outputs of all of the client's classes are below 0; here the other classes are left out.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_engine.core import seeds
+from fl_engine.data.rules import Ints
+
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Local:
+    """`mean` and `sd` of the clients' accuracies, in [0, 1], each client counted once, and how many `clients` these
+    are: those to which test samples were dealt. `sd` is that of a sample (n - 1), and 0 of one client."""
+
+    mean: float
+    sd: float
+    clients: int
+
+
+def deal(labels: Ints, held: Ints, seed: int) -> Ints:
+    """(N,): to which client each test sample is dealt, by its class in `labels` (N,); NOBODY where no client holds the
+    class. `held` (classes, clients) says how many training samples of each class each client holds.
+
+    Of a class's test samples a client gets its share of the training samples, rounded up or down. For each class the
+    clients come in another order, so that it is not always the same ones whose share is rounded up.
+    """
+    rng, owner = seeds.rng(seed, "local accuracy"), np.full(len(labels), NOBODY, dtype=np.int64)
+    for label, row in enumerate(held):
+        places, clients = rng.permutation(np.flatnonzero(labels == label)), rng.permutation(np.flatnonzero(row))
+        if len(clients):
+            ends = np.cumsum(row[clients])
+            owner[places] = np.repeat(clients, np.diff(ends * len(places) // ends[-1], prepend=0))
+    return owner
+
+
+class LocalAccuracy:
+    """Judges levels while they are scored: `watch` is for `evaluate_pool`. Of each output it keeps whether it is right,
+    not the output.
+
+    `labels` (N,) are the classes of the test samples; `held` and `seed` are those of `deal`.
+    """
+
+    def __init__(self, labels: Ints, held: Ints, seed: int) -> None:
+        self._owner = deal(labels, held, seed)
+        self._labels, self._of = torch.from_numpy(labels), torch.from_numpy(self._owner)
+        self._foreign = torch.from_numpy(held.T == 0)
+        self._right: dict[str, Tensor] = {}
+
+    def watch(self, level: str, outputs: Tensor, places: Tensor) -> None:
+        """`outputs` (B, classes) of a level for the test samples at `places` (B,)."""
+        right = self._right.setdefault(level, torch.zeros(len(self._labels), dtype=torch.bool))
+        chosen = outputs.cpu().masked_fill(self._foreign[self._of[places]], -math.inf).argmax(1)
+        right[places] = chosen == self._labels[places]
+
+    def of(self, level: str) -> Local | None:
+        """Of a level that was watched on all test samples; None if no client has test samples."""
+        dealt = self._owner != NOBODY
+        counts, right = np.bincount(self._owner[dealt]), self._right[level].numpy()[dealt]
+        found = np.bincount(self._owner[dealt], weights=right)[counts > 0] / counts[counts > 0]
+        if not len(found):
+            return None
+        return Local(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else 0.0, len(found))

@@ -1,0 +1,144 @@
+"""Local accuracy: which test samples are a client's, and what a model chooses among."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from fl_engine.core.pool import member
+from fl_engine.core.slicing import initial_params, runnable, take
+from fl_engine.core.types import FULL, SubmodelSpec
+from fl_engine.data.rules import Ints
+from fl_engine.testing.tiny import TinyNet, tiny_data
+from fl_engine.training.evaluation import evaluate_pool
+from fl_engine.training.local_accuracy import NOBODY, Local, LocalAccuracy, deal
+
+CLASSES = 4
+
+
+def watched(
+    outputs: Sequence[Sequence[float]], labels: Sequence[int], held: Sequence[Sequence[int]], seed: int = 0
+) -> Local | None:
+    judge = LocalAccuracy(np.array(labels), np.array(held), seed)
+    judge.watch("full", torch.tensor(outputs), torch.arange(len(labels)))
+    return judge.of("full")
+
+
+# ------------------------------------------------------------------------------------------------- by hand
+def test_a_class_is_dealt_in_the_proportions_of_the_training_samples() -> None:
+    """Class 0: 6 test samples for 10, 20 and 0 training samples, so 2, 4 and 0. Class 1: all 3 are client 2's."""
+    labels = np.array([0, 1, 0, 0, 1, 0, 0, 1, 0])
+    owner = deal(labels, np.array([[10, 20, 0], [0, 0, 7]]), seed=3)
+    assert np.bincount(owner[labels == 0], minlength=3).tolist() == [2, 4, 0]
+    assert owner[labels == 1].tolist() == [2, 2, 2]
+
+
+def test_it_is_not_always_the_same_clients_whose_share_is_rounded_up() -> None:
+    """A test sample of each of 40 classes for two clients alike: either gets some."""
+    owner = deal(np.arange(40), np.full((40, 2), 5), seed=0)
+    assert 10 < (owner == 0).sum() < 30
+
+
+def test_a_class_that_no_client_holds_is_dealt_to_nobody() -> None:
+    """As of classes that the server alone owns. The model takes all of them for the wrong one; that does not count."""
+    labels = [0, 2, 1, 2]
+    assert deal(np.array(labels), np.array([[1], [1], [0]]), 0).tolist() == [0, NOBODY, 0, NOBODY]
+    right = {0: [1.0, 0.0, 0.5], 1: [0.0, 1.0, 2.0], 2: [1.0, 0.0, 0.0]}
+    assert watched([right[label] for label in labels], labels, [[1], [1], [0]]) == Local(1.0, 0.0, 1)
+
+
+def test_the_model_chooses_among_the_classes_of_the_client() -> None:
+    """Client 0 holds classes 0 and 1, client 1 class 2 alone, client 2 nothing. Class 2 is the largest output
+    everywhere: it is no choice of client 0, whose largest other outputs are right in 3 of 4 cases, though all are below
+    0. Client 1 has no other choice: 1. So the mean is 7/8, the standard deviation |3/4 - 1| / sqrt 2."""
+    outputs = [[-1.0, -2.0, 5.0], [-1.0, -2.0, 5.0], [-2.0, -1.0, 5.0], [-1.0, -2.0, 5.0], [9.0, 9.0, -5.0]]
+    found = watched(outputs, [0, 0, 1, 1, 2], [[8, 0, 0], [8, 0, 0], [0, 3, 0]])
+    assert found is not None and found.clients == 2
+    assert found.mean == pytest.approx(7 / 8)
+    assert found.sd == pytest.approx(1 / 4 / math.sqrt(2))
+
+
+def test_each_client_counts_once_however_many_samples_it_has() -> None:
+    """Client 0: 8 samples, all right; client 1: 2 samples, both wrong. The mean is 1/2, not 8/10."""
+    outputs = [[1.0, 0.0, 0.0]] * 8 + [[0.0, 1.0, 0.0]] * 2
+    found = watched(outputs, [0] * 8 + [2] * 2, [[4, 0], [0, 1], [0, 1]])
+    assert found == Local(0.5, pytest.approx(math.sqrt(0.5)), 2)  # type: ignore[arg-type]
+
+
+def test_no_client_with_test_samples_has_no_local_accuracy() -> None:
+    assert watched([[1.0, 0.0]], [1], [[3, 4], [0, 0]]) is None
+
+
+def test_a_level_that_diverged_is_judged_all_the_same() -> None:
+    found = watched([[math.nan, math.nan]] * 4, [0, 1, 0, 1], [[1], [1]])
+    assert found is not None and 0 <= found.mean <= 1
+
+
+# --------------------------------------------------------------------------------------------------- laws
+HELD = arrays.arrays(
+    np.int64, st.tuples(st.just(CLASSES), st.integers(1, 6)), elements=st.sampled_from([0, 0, 1, 2, 7, 50])
+)
+LABELS = st.lists(st.integers(0, CLASSES - 1), min_size=1, max_size=60).map(np.array)
+
+
+@given(LABELS, HELD, st.integers(0, 5))
+def test_every_test_sample_of_a_held_class_is_dealt_once_and_to_a_holder(labels: Ints, held: Ints, seed: int) -> None:
+    owner = deal(labels, held, seed)
+    assert owner.shape == labels.shape
+    for label, client in zip(labels, owner, strict=True):
+        assert client == NOBODY if not held[label].any() else held[label, client] > 0
+    for label in np.flatnonzero(held.sum(1)):
+        dealt = np.bincount(owner[labels == label], minlength=held.shape[1])
+        fair = held[label] / held[label].sum() * (labels == label).sum()
+        assert (np.abs(dealt - fair) < 1).all(), "its share, rounded up or down"
+    assert np.array_equal(owner, deal(labels, held, seed)), "the same seed, the same clients"
+
+
+@given(LABELS, st.integers(1, 5), st.integers(0, 5))
+def test_clients_that_hold_all_classes_choose_among_all(labels: Ints, clients: int, seed: int) -> None:
+    """Then each is judged by the global model's own choice; a client alone has the global accuracy."""
+    outputs = torch.randn(len(labels), CLASSES, generator=torch.Generator().manual_seed(seed))
+    right = outputs.argmax(1).numpy() == labels
+    held = np.full((CLASSES, clients), 3)
+    owner = deal(labels, held, seed)
+    of_clients = [float(right[owner == client].mean()) for client in set(owner.tolist())]
+    found = watched(outputs.tolist(), labels.tolist(), held.tolist(), seed)
+    assert found is not None and found.clients == len(of_clients)
+    assert found.mean == pytest.approx(np.mean(of_clients))
+    assert found.sd == pytest.approx(np.std(of_clients, ddof=1) if len(of_clients) > 1 else 0)
+    if clients == 1:
+        assert found.mean == pytest.approx(right.mean())
+
+
+# ----------------------------------------------------------------------------------------- in an evaluation
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")], ids=len)
+def test_every_level_is_watched_with_its_own_outputs(devices: tuple[str, ...]) -> None:
+    """Batches are not in the samples' order; the outputs come back in it, and are those of the level."""
+    family, data = TinyNet(), tiny_data()
+    params = initial_params(family, 2)
+    specs = {"M1": SubmodelSpec.of({"hidden": 8}), "M2": SubmodelSpec.of({"hidden": 16}), "M3": FULL}
+    pool = tuple(member(family, name, spec, dispatched=True, reported=name != "M2") for name, spec in specs.items())
+    seen = {name: torch.full((len(data.test_y), CLASSES), torch.nan) for name in ("M1", "M3")}
+
+    def watch(level: str, outputs: torch.Tensor, places: torch.Tensor) -> None:
+        seen[level][places] = outputs
+
+    scores = evaluate_pool(family, params, pool, data, devices, batch_size=7, watch=watch)
+    assert scores == evaluate_pool(family, params, pool, data, devices, batch_size=7), "watching changes no score"
+    for name, outputs in seen.items():
+        network = runnable(family, specs[name], take(params, family.layout(), specs[name])).eval()
+        with torch.no_grad():
+            direct = network(data.normalise(data.test_x))
+        assert torch.allclose(outputs, direct, atol=1e-5)
+    judge = LocalAccuracy(data.test_y.numpy(), np.ones((CLASSES, 1), dtype=np.int64), 0)
+    again = evaluate_pool(family, params, pool, data, devices, batch_size=7, watch=judge.watch)
+    for name, score in again.items():
+        found = judge.of(name)
+        assert found is not None and found.mean == pytest.approx(score.value)
