@@ -16,6 +16,7 @@ from fl_engine.core.contracts import Backend
 from fl_engine.core.errors import EnvironmentFailure, Replaced, Stopped
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.training.memory import Peaks
 
 log = logging.getLogger("flexfleet")
 
@@ -29,9 +30,8 @@ class Surroundings:
     devices: tuple[str, ...] = ("cpu",)
     run_id: str = ""
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
-    memory: tuple[int, int] | None = None
-    """The result of `memory.training_peak`, and the data on top of both: for kubernetes.observe=cgroup, and pools with
-    memory=auto."""
+    memory: Peaks | None = None
+    """What training each level takes: for kubernetes.observe=cgroup, and pools with memory=auto."""
     should_stop: Callable[[], bool] = lambda: False
     code: tuple[Path, str] | None = None
     """The wheel of one's own code in the run's folder, and its sha256."""
@@ -40,14 +40,12 @@ class Surroundings:
 @contextmanager
 def _in_pods(of: Surroundings) -> Iterator[Backend]:
     """Removes the run's objects from the cluster at the end; after a failure they stay, to be looked at."""
-    shares = [level.share for level in of.site.pool]
     pods = Kubernetes(
         of.kubernetes,
         of.run_id,
         of.site.fleet,
         of.mailbox,
         of.memory,
-        shares,
         should_stop=of.should_stop,
         code=None if of.code is None else of.code[1],
     )

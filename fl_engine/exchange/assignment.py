@@ -16,17 +16,20 @@ from fl_engine.core.fields import Index
 from fl_engine.storage.places import open_store
 from fl_engine.storage.s3 import Upload, UrlStore
 from fl_engine.storage.store import Store
+from fl_engine.training.memory import Peaks
 
 SITE_FILES = ("run.json", "pool.json", "partition.json", "partition.safetensors")
 """Under `site/` in the run's store: what a client needs besides its orders and the data."""
 COMMON = "common.json"
 """The file beside an assignment: keys of the store to URLs, as in `reads`."""
 URLS = TypeAdapter(dict[str, str])
+VERSION: Literal[2] = 2
+"""Since version 2 the memory that training takes is told level by level."""
 
 
 class Assignment(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = VERSION
     round: Index
     clients: tuple[Index, ...]
     keys: dict[int, str]
@@ -34,8 +37,8 @@ class Assignment(BaseModel):
     device: str = "cpu"
     """Torch device."""
     observe: Literal["simulated", "cgroup"] = "simulated"
-    memory: tuple[int, int] | None = None
-    """For `cgroup`: bytes that a client takes before it trains, and at the peak of training the full model."""
+    memory: Peaks | None = None
+    """For `cgroup`: bytes that a client takes before it trains, and at the peak of training each level of the pool."""
     require_numerics: bool = False
     code: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """The sha256 of the wheel with the run's own code, in the store (`exchange.code`)."""
@@ -59,7 +62,9 @@ class Assignment(BaseModel):
         """With what is common to its Job's pods. Raises ConfigError where a file is missing or is none."""
         common = path.with_name(COMMON)
         try:
-            told = Assignment.model_validate_json(path.read_bytes())
+            content = path.read_bytes()
+            _check_version(path, content)
+            told = Assignment.model_validate_json(content)
             reads = URLS.validate_json(common.read_bytes())
         except OSError as error:
             raise ConfigError(f"no assignment at {error.filename}: {error.strerror}") from error
@@ -74,3 +79,19 @@ class Assignment(BaseModel):
     def lengths(self) -> dict[str, int]:
         """Of the keys that can be written at one length alone, in bytes."""
         return {key: upload.size for key, upload in self.writes.items() if upload.verb == "PUT"}
+
+
+def _check_version(path: Path, content: bytes) -> None:
+    try:
+        found = _OfAnyVersion.model_validate_json(content).schema_version
+    except ValidationError:
+        return  # the assignment's own check says what is wrong
+    if found != VERSION:
+        raise ConfigError(
+            f"{path} is an assignment of version {found}, this client reads version {VERSION}: give the coordinator "
+            "and the clients' image (kubernetes.image, kubernetes.pools.*.image) one version of flexfleet"
+        )
+
+
+class _OfAnyVersion(BaseModel):
+    schema_version: int

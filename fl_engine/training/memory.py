@@ -1,19 +1,21 @@
-"""How much memory training needs, and how much a pod has.
+"""How much memory training takes, level by level.
 
-A device that holds `limit` bytes can train a sub-model of r % of the full model's parameters, where
+The memory of training does not grow in proportion to the parameters: activations, the batch and the teachers of a
+distillation take their part of it. So the coordinator measures the peak of every level of the pool, as clients train
+it, and a client trains the levels whose peak has room. Algorithms and the server's checks compare what is free to a
+level's share of the parameters, so room is told in that unit:
 
-    r = 100 * (limit - base) / (peak - base)
-
-where `base` is a client's resident memory before it trains, and `peak` the largest while it trains the full model. What
-training adds (weights, gradients, activations) is about proportional to the parameters.
+    room = need of level i         ->  just above 100 * share of level i, so that level i fits
+    room between needs i and i+1   ->  in proportion between the two shares
 """
 
 from __future__ import annotations
 
 import math
 import multiprocessing
-import os
-import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,43 +24,111 @@ import torch
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.samples import Task
-from fl_engine.core.slicing import initial_params, made_up
+from fl_engine.core.slicing import full_shapes, is_statistic, made_up, shapes, take
 from fl_engine.core.system import of_posix, without_main
-from fl_engine.core.types import FULL, SGD, LocalTask, Pool
+from fl_engine.core.types import LocalTask, Params, Pool, SubmodelSpec
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics
 
-NO_LIMIT = 2**60
-"""From this value on there is no limit: version 1 of the cgroup file system writes about 2^63 for none."""
+BATCHES = 3
+"""Of a trial: after the second step the optimiser has its state, and the allocator what it keeps."""
+HEADROOM = 1.25
+"""Of `needed`: what the files take while they are read, and what an allocator keeps."""
 
 
-def training_peak(family: ModelFamily, goal: Task, batch_size: int, numerics: Numerics) -> tuple[int, int]:
-    """(base, peak) in bytes, measured in a process of its own that trains three batches."""
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes of resident memory: `base` before a client trains, with the data set; `levels` at the peak of training each
+    member of the pool."""
+
+    base: int
+    levels: tuple[int, ...]
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """Bytes that training each member takes on top of what is held before."""
+        return tuple(max(1, peak - self.base) for peak in self.levels)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a client of a level does: it is sent the weights of `sent`, and trains `task`."""
+
+    name: str
+    sent: SubmodelSpec
+    task: LocalTask
+
+
+def level_peaks(
+    family: ModelFamily,
+    goal: Task,
+    trials: Sequence[Trial],
+    samples: int,
+    numerics: Numerics,
+    prepare: Callable[[], None],
+) -> Peaks:
+    """Measures each trial in a process of its own, which holds `samples` samples of a client and trains three batches
+    of them. `prepare` is called there first, and sets the process up as a client's. Raises EnvironmentFailure where
+    such a process dies, usually for lack of memory."""
+    found = [_measured(family, goal, trial, samples, numerics, prepare) for trial in trials]
+    base = max(before for before, _ in found)
+    return Peaks(base, tuple(base + peak - before for before, peak in found))
+
+
+def _measured(
+    family: ModelFamily, goal: Task, trial: Trial, samples: int, numerics: Numerics, prepare: Callable[[], None]
+) -> tuple[int, int]:
+    """(resident memory before, and at the peak) in bytes."""
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=_measure, args=(there, family, goal, batch_size, numerics)
+        target=_measure, args=(there, family, goal, trial, samples, numerics, prepare)
     )
     with without_main():
         process.start()
     there.close()
     try:
-        base, peak = here.recv()
+        before, peak = here.recv()
     except EOFError:
         process.join()
         raise EnvironmentFailure(
-            f"training the full model once, to see how much memory it takes, ended with exit code {process.exitcode}"
+            f"training {trial.name} once, to see how much memory it takes, ended with exit code {process.exitcode}: "
+            "give the coordinator as much memory as the largest level takes"
         ) from None
     process.join()
-    return int(base), int(peak)
+    return int(before), int(peak)
 
 
-def _measure(answer: Connection, family: ModelFamily, goal: Task, batch_size: int, numerics: Numerics) -> None:
-    torch.set_num_threads(1)
-    base = resident_peak()
-    task = LocalTask(FULL, SGD(0.01, 0.5), epochs=1, batch_size=batch_size, drop_last=True, seed=0)
-    x, y = made_up(family, 3 * batch_size), goal.examples(3 * batch_size, torch.Generator().manual_seed(0))
-    train(family, goal, [Job(task, initial_params(family, 0), x, y)], numerics)
-    answer.send((base, resident_peak()))
+def _measure(
+    answer: Connection,
+    family: ModelFamily,
+    goal: Task,
+    trial: Trial,
+    samples: int,
+    numerics: Numerics,
+    prepare: Callable[[], None],
+) -> None:
+    prepare()
+    before = resident_peak()
+    layout, count = family.layout(), min(samples, BATCHES * trial.task.batch_size)
+    sent = made_up_weights(family, trial.sent)
+    received = take(sent, layout, trial.task.spec, have=trial.sent)
+    generator = torch.Generator().manual_seed(0)
+    x, y = made_up(family, samples, generator), goal.examples(samples, generator)
+    task = replace(trial.task, epochs=1)
+    if task.widths and task.sandwich is None:  # so few steps may not draw the largest
+        task = replace(task, widths=(task.spec,))
+    train(family, goal, [Job(task, received, x[:count], y[:count])], numerics)
+    answer.send((before, resident_peak()))
+
+
+def made_up_weights(family: ModelFamily, spec: SubmodelSpec) -> Params:
+    """Weights in the shapes of the sub-model, without making the full network: small random ones, variances of 1."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for name, shape in shapes(family.layout(), spec, full_shapes(family)).items():
+        random = 0.01 * torch.randn(shape, generator=generator)
+        found[name] = torch.ones(shape) if is_statistic(name) else random
+    return found
 
 
 def resident_peak() -> int:
@@ -88,38 +158,41 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-HEADROOM = 1.25
-"""Of `needed`: what the files take while they are read, and what an allocator keeps."""
+def needed(peaks: Peaks, levels: Sequence[int]) -> int:
+    """Bytes of memory with which a pod can train these levels (indices of the pool), the needs of all of them added. It
+    is a bound from which `free` finds room for each."""
+    return math.ceil(HEADROOM * (peaks.base + sum(peaks.needs[level] for level in levels)))
 
 
-def needed(measured: tuple[int, int], share: float) -> int:
-    """Bytes of memory with which a sub-model can be trained that has this share of the full model's parameters. It is
-    a bound from which `free` finds room for that sub-model."""
-    base, peak = measured
-    return math.ceil(HEADROOM * (base + share * (peak - base)))
+def free(room: int, peaks: Peaks, pool: Pool, failures: int = 0) -> float:
+    """What a device has free, in % of the full model's parameters, where training may take `room` bytes: more than 100
+    times a level's share exactly if that level and all that are smaller have room. A level that takes less than a
+    smaller one counts as much as that one. Each of `failures` (usually for lack of memory) takes away the largest level
+    that would still fit."""
+    steps = list(_steps(peaks, pool))
+    if failures:
+        fitting = [size for size, need in steps if need <= room]
+        return _above(fitting[-1 - failures]) if failures < len(fitting) else 0.0
+    (smallest, least), (largest, most) = steps[0], steps[-1]
+    if room < least:
+        return max(0.0, smallest * room / least)
+    for (low, need), (high, next_need) in pairwise(steps):
+        if need <= room < next_need:
+            between = low + (high - low) * (room - need) / (next_need - need)
+            return min(max(between, _above(low)), high)
+    return max(largest * room / most, _above(largest))
 
 
-def limit(root: Path | None = None) -> int:
-    """This container's memory limit in bytes, read from the cgroup file system (version 2 or 1) at `root`, by default
-    FLEXFLEET_CGROUP or /sys/fs/cgroup. Raises EnvironmentFailure if there is no limit."""
-    root = root or Path(os.environ.get("FLEXFLEET_CGROUP", "/sys/fs/cgroup"))
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        if (root / name).is_file():
-            text = (root / name).read_text(errors="replace").strip()
-            if re.fullmatch("[0-9]{1,20}", text) and int(text) < NO_LIMIT:
-                return int(text)
-    raise EnvironmentFailure(
-        f"kubernetes.observe=cgroup, but {root} has no memory limit: set one for the tier's pool (kubernetes.pools)"
-    )
+def _steps(peaks: Peaks, pool: Pool) -> Iterator[tuple[float, int]]:
+    """(100 * share, bytes to train it), both ascending, each share once."""
+    found: dict[float, int] = {}
+    most = 0
+    for member, need in sorted(zip(pool, peaks.needs, strict=True), key=lambda pair: pair[0].share):
+        most = max(most, need)
+        found[100.0 * member.share] = most
+    yield from found.items()
 
 
-def free(limit_bytes: int, measured: tuple[int, int], pool: Pool, failures: int = 0) -> float:
-    """The largest model that the device can train, in % of the full model's parameters. Each of `failures` (usually for
-    lack of memory) takes away the largest model of the pool that would still fit."""
-    base, peak = measured
-    share = max(0.0, 100.0 * (limit_bytes - base) / max(1, peak - base))
-    if failures == 0:
-        return share
-    fitting = [100.0 * member.share for member in pool if 100.0 * member.share <= share]
-    # Slightly more than that model needs, since a model fits only if more is free than it needs.
-    return math.nextafter(fitting[-1 - failures], math.inf) if failures < len(fitting) else 0.0
+def _above(size: float) -> float:
+    """Slightly more than a level's size, since a level fits only if more is free than its size."""
+    return math.nextafter(size, math.inf)

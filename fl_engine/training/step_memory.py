@@ -3,7 +3,7 @@ activations kept for the backward pass.
 
 On CUDA the allocator reports it. On a CPU the bytes of live tensors are counted: a storage counts from the operator
 that creates it until it is freed. That misses memory which a kernel allocates and frees before it returns. Neither
-includes the memory of the interpreter and the libraries (`memory.training_peak` measures that).
+includes the memory of the interpreter and the libraries (`memory.level_peaks` measures that).
 """
 
 from __future__ import annotations

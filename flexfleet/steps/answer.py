@@ -15,6 +15,7 @@ from fl_engine.backends.kubernetes.jobs import STATE_KEY
 from fl_engine.backends.processes import carry_out
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief
+from fl_engine.core.types import Pool
 from fl_engine.data import partitioning as partition
 from fl_engine.exchange import code
 from fl_engine.exchange.assignment import SITE_FILES, Assignment
@@ -23,7 +24,7 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.sealing import key_from
 from fl_engine.fleet import devices, faults
 from fl_engine.storage.store import Store
-from fl_engine.training import memory
+from fl_engine.training import cgroup, memory
 from fl_engine.training.numerics import Numerics, deciding, describe
 from flexfleet import config as configs
 from flexfleet.files.artifacts import PoolFile, RunFile
@@ -69,18 +70,30 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
         if told.require_numerics:
             raise ClientError(f"{said} (kubernetes.require_numerics)")
         log.warning(said)
-    free = None
-    if told.observe == "cgroup":
-        if told.memory is None:
-            raise ClientError("observe=cgroup, but the assignment does not say how much memory training takes")
-        free = memory.free(memory.limit(), told.memory, pool, failures)
-        log.info("the memory limit leaves room for %.1f %% of the full model (failures before: %d)", free, failures)
+    free = _free(told, pool, failures) if told.observe == "cgroup" else None
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
     struck = faults.parse(config.rounds.faults)
     sealed = config.kubernetes.state_key is not None
     key = key_from(Path(os.environ.get("FLEXFLEET_STATE_KEY", STATE_KEY))) if sealed else None
     site = Site(family, pool, fleet, data, parts, config.seed, numerics, free, struck, sealed=sealed, state_key=key)
     return algorithm, site
+
+
+def _free(told: Assignment, pool: Pool, failures: int) -> float:
+    """What this pod has free now, in % of the full model's parameters."""
+    peaks = told.memory
+    if peaks is None:
+        raise ClientError("observe=cgroup, but the assignment does not say how much memory training takes")
+    if len(peaks.levels) != len(pool):
+        raise ClientError(
+            f"the assignment says how much memory {len(peaks.levels)} levels take, the run's pool has {len(pool)}: "
+            "start the run anew, so that both are of one version"
+        )
+    room = cgroup.room(peaks.base)
+    free = memory.free(room, peaks, pool, failures)
+    said = "%.1f MiB are free, room for %.1f %% of the full model (failures before: %d)"
+    log.info(said, room / 2**20, free, failures)
+    return free
 
 
 def _import_code(told: Assignment, run: RunFile, store: Store) -> None:

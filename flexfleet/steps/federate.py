@@ -51,7 +51,6 @@ from fl_engine.storage.places import open_store
 from fl_engine.storage.store import FolderStore, Store, encode, sha256
 from fl_engine.training import strategy
 from fl_engine.training.evaluation import published
-from fl_engine.training.memory import training_peak
 from fl_engine.training.numerics import Numerics, deciding, describe, describe_noise
 from flexfleet import config as configs
 from flexfleet.config import Config
@@ -61,6 +60,7 @@ from flexfleet.files import terminal as common
 from flexfleet.files.artifacts import WEIGHTS, History, PoolFile, RunFile
 from flexfleet.files.live import counted_warnings
 from flexfleet.steps import keys, own_code, warm_start
+from flexfleet.steps.peaks import peaks_of
 from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.tracking import record as track
 from flexfleet.tracking.console import Console
@@ -219,26 +219,26 @@ def _federate(
     tracker.params(configs.shown(config))
     initial = initial_state(resolved, site, given_weights(pool_dir, site.family))
     noise_key = privacy.noise_key(key, token) if private and key is not None else None
-    batch_size = min(training_of(algorithm).batch_size, max(map(len, site.partition.clients)))
+    described = Run(
+        algorithm,
+        site,
+        config.rounds,
+        config.run.devices,
+        noise_key,
+        configs.codecs(config),
+        trace,
+        config.fleet.wait_s,
+    )
     try:
         with (
             counted_warnings(),
             stop_on_signals() as should_stop,
             BACKENDS[config.run.backend](
-                _surroundings(config, batch_size, site, ledger.mailbox, run_id, should_stop, out, wheel)
+                _surroundings(config, described, initial, ledger.mailbox, run_id, should_stop, out, wheel)
             ) as backend,
         ):
             final = loop.federate(
-                Run(
-                    algorithm,
-                    site,
-                    config.rounds,
-                    config.run.devices,
-                    noise_key,
-                    configs.codecs(config),
-                    trace,
-                    config.fleet.wait_s,
-                ),
+                described,
                 initial,
                 backend,
                 ledger,
@@ -326,22 +326,19 @@ def _numerics(config: Config, training: Training, family: ModelFamily, goal: Tas
 
 def _surroundings(
     config: Config,
-    batch_size: int,
-    site: Site,
+    run: Run,
+    initial: Any,
     mailbox: Mailbox,
     run_id: str,
     should_stop: Callable[[], bool],
     out: Path,
     wheel: Wheel | None,
 ) -> Surroundings:
-    pods, memory = config.kubernetes, None
+    pods = config.kubernetes
     asked = pods.observe == "cgroup" or any(pool.memory == "auto" for pool in pods.pools.values())
-    if config.run.backend == "kubernetes" and asked:
-        base, peak = training_peak(site.family, site.data.task, batch_size, site.numerics)
-        held = sum(part.nbytes for part in (site.data.train_x, site.data.train_y, site.data.test_x, site.data.test_y))
-        memory = base + held, peak + held
+    memory = peaks_of(run, initial) if config.run.backend == "kubernetes" and asked else None
     code = None if wheel is None else (out / store_key(wheel.sha256), wheel.sha256)
-    return Surroundings(site, mailbox, config.run.devices, run_id, config.kubernetes, memory, should_stop, code)
+    return Surroundings(run.site, mailbox, config.run.devices, run_id, pods, memory, should_stop, code)
 
 
 def store_of(config: Config, run_id: str, out: Path) -> Store:

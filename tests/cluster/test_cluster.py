@@ -16,8 +16,10 @@ import pytest
 
 from fl_engine.backends.kubernetes import jobs
 from fl_engine.backends.kubernetes.cluster import Cluster
+from fl_engine.rounds.run import Run
 from fl_engine.storage.checkpoints import Checkpoints, Row
 from fl_engine.storage.places import open_store
+from fl_engine.training.memory import Peaks
 from flexfleet.config import Config, load_config
 
 Rounds = Callable[..., Path]
@@ -119,7 +121,10 @@ def test_a_pod_that_is_killed_for_memory_steps_down_to_a_smaller_sub_model(
     limit below what importing torch takes kills it."""
     from flexfleet.steps import federate as step
 
-    monkeypatch.setattr(step, "training_peak", lambda *_: (1, 2))
+    def next_to_nothing(run: Run, initial: Any) -> Peaks:
+        return Peaks(1, (2,) * len(run.site.pool))
+
+    monkeypatch.setattr(step, "peaks_of", next_to_nothing)
     pools = "{weak: {memory: 64Mi}, medium: {memory: 2Gi}, strong: {memory: 2Gi}}"
     sets = ("kubernetes.observe=cgroup", f"kubernetes.pools={pools}", "training.fraction=1.0", "rounds.stop=1")
     rounds("oom", *sets, "kubernetes.quorum=0.1")

@@ -32,6 +32,7 @@ from fl_engine.storage.s3 import Upload
 from fl_engine.storage.store import sha256
 from fl_engine.testing.tiny import TRAINING, tiny_pool, tiny_site
 from fl_engine.training.evaluation import Score
+from fl_engine.training.memory import Peaks
 from flexfleet.config import Config, algorithm, load_config
 from flexfleet.files.artifacts import (
     Apoz,
@@ -261,7 +262,7 @@ def test_a_partition_whose_liar_writes_the_checksum_is_sound_or_named(
 # ------------------------------------------------------------------------------------------------- assignments
 TOLD = json.loads(
     Assignment(
-        round=3, clients=(1, 4), keys={1: "ab" * 32, 4: "cd" * 32}, observe="cgroup", memory=(10, 20),
+        round=3, clients=(1, 4), keys={1: "ab" * 32, 4: "cd" * 32}, observe="cgroup", memory=Peaks(10, (15, 20)),
         reads={"rounds/00003/orders/1.json": "http://127.0.0.1:1/x?signature=y"},
         writes={"rounds/00003/updates/1.json": Upload(verb="PUT", url="http://h", fields={"a": "b"}, size=9)},
     ).model_dump_json()
@@ -277,6 +278,8 @@ COMMON_URLS = {"site/run.json": "http://127.0.0.1:1/x?signature=y"}
 @example(json.dumps(TOLD | {"keys": {"1": "ab" * 32}}).encode(), json.dumps(COMMON_URLS).encode())
 @example(json.dumps(TOLD | {"clients": [-1, 4], "keys": {"-1": "ab", "4": "cd"}}).encode(), b"{}")
 @example(json.dumps(TOLD | {"round": -1}).encode(), b"{}")
+@example(json.dumps(TOLD | {"schema_version": 1, "memory": [10, 20]}).encode(), b"{}")
+@example(json.dumps(TOLD | {"memory": {"base": 10}}).encode(), b"{}")
 @example(json.dumps(TOLD).encode(), b"[]")
 def test_an_assignment_is_one_that_can_be_carried_out_or_its_file_is_named(
     tmp_path: Path, content: bytes, common: bytes

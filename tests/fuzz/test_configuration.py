@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fl_engine.backends.kubernetes import jobs
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
 from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure
-from fl_engine.training import memory
+from fl_engine.training import cgroup
 from flexfleet.config import Config, flatten, load_config, overrides, parse
 from flexfleet.config.entries import accuracies_of, entries_for, labels_of, seeds_of
 from flexfleet.config.overrides import comparison_from, config_from, form_of, parameters_of, sets_of, write_config
@@ -314,5 +314,5 @@ def test_a_tracking_address_is_used_or_named(scratch: Path, monkeypatch: pytest.
 @example(b"\xff")
 def test_a_memory_limit_is_a_number_or_there_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "memory.max").write_bytes(content)
-    found = answer(lambda: memory.limit(tmp_path), "memory limit", kind=EnvironmentFailure)
-    assert found is None or 0 <= found < memory.NO_LIMIT
+    found = answer(lambda: cgroup.limit(tmp_path), "memory limit", kind=EnvironmentFailure)
+    assert found is None or 0 <= found < cgroup.NO_LIMIT

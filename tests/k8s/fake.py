@@ -67,6 +67,8 @@ class Cluster:
     folder: Path
     image: str | None = None
     """The kubelet runs pods in containers of this image; None: as processes, with this interpreter."""
+    cgroup: dict[str, str] = field(default_factory=dict)
+    """Files of each pod's cgroup beside its limit."""
     script: Script = runs
     start: Callable[[list[str], dict[str, str], Path], Process] = start
     objects: dict[tuple[str, str], Resource] = field(default_factory=dict)
@@ -358,8 +360,11 @@ class Cluster:
         }
         for file, key in files.items():
             file.write_text(told[key])
+        for file, text in self.cgroup.items():
+            (place / file).write_text(text)
         (place / "memory.max").write_text(str(quantity(container["resources"]["limits"]["memory"])))
         env = {"PATH": os.environ["PATH"], "JOB_COMPLETION_INDEX": str(index), "FLEXFLEET_CGROUP": str(place)}
+        env["FLEXFLEET_PROC"] = str(place)  # a node that says nothing of its memory
         real = {"/etc/flexfleet/state-key": self._key(pod, place)}
         for variable in container["env"]:
             path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
@@ -374,7 +379,7 @@ class Cluster:
             here = {"python": sys.executable, told_at: str(place / "assignment.json")}
             command = [here.get(word, word) for word in container["command"]]
         else:
-            del env["PATH"], env["FLEXFLEET_CGROUP"]
+            del env["PATH"], env["FLEXFLEET_CGROUP"], env["FLEXFLEET_PROC"]
             mounts = {str(file): str(Path(told_at).with_name(file.name)) for file in files}
             command = in_container(pod["spec"], self.image, env, mounts)
             env = dict(os.environ)

@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from fl_engine.algorithms import FlexFL
 from fl_engine.backends.kubernetes.backend import PHASES, Kubernetes, _Round, jobs
 from fl_engine.backends.kubernetes.settings import KubernetesConfig
+from fl_engine.core.errors import ClientError, ConfigError
 from fl_engine.core.types import RoundPlan, SubmodelSpec, WorkOrder
 from fl_engine.exchange.assignment import COMMON, Assignment
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import key_of, manifest_bytes, payload_bytes
 from fl_engine.fleet import devices
 from fl_engine.storage.s3 import S3Store
+from fl_engine.testing.tiny import tiny_site
+from fl_engine.training.memory import Peaks
+from flexfleet.steps.answer import _free
 
 TOKEN = "FwoGZXIvYXdzE" + "a/B+" * 370
 """Of 1.5 kB, as Amazon's are."""
@@ -83,3 +88,25 @@ def test_two_hundred_pods_with_session_tokens_fit_into_secrets(
                 expected |= {payload: payload_bytes(order), manifest: manifest_bytes(order)}
             assert sizes == expected and found.lengths == {}, "a form names the most, and takes less"
     assert sorted(asked) == list(range(200))
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_assignment_of_another_version_says_so(tmp_path: Path, version: int) -> None:
+    """Version 1 told the full model's peak alone."""
+    told = Assignment(round=0, clients=(4,), keys={4: "ab"}, observe="cgroup", memory=Peaks(10, (15, 20)))
+    path = tmp_path / "assignment.json"
+    path.with_name(COMMON).write_text("{}")
+    path.write_text(told.model_dump_json())
+    assert Assignment.read(path) == told
+    path.write_text(json.dumps(json.loads(told.model_dump_json()) | {"schema_version": version, "memory": [10, 20]}))
+    with pytest.raises(ConfigError, match=rf"of version {version}, this client reads version 2: give the coordinator"):
+        Assignment.read(path)
+
+
+def test_peaks_of_another_pool_are_refused() -> None:
+    told = Assignment(round=0, clients=(4,), keys={4: "ab"}, observe="cgroup", memory=Peaks(10, (15, 20)))
+    pool = tiny_site(FlexFL()).pool
+    with pytest.raises(ClientError, match="how much memory 2 levels take, the run's pool has 5: start the run anew"):
+        _free(told, pool, 0)
+    with pytest.raises(ClientError, match="does not say how much memory training takes"):
+        _free(told.model_copy(update={"memory": None}), pool, 0)

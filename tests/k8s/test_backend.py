@@ -7,7 +7,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fl_engine.core.errors import ConfigError, IntegrityError
 from fl_engine.exchange.assignment import COMMON
 from fl_engine.storage.checkpoints import Row
 from fl_engine.storage.places import open_store
+from fl_engine.training.memory import Peaks
 from flexfleet.files.artifacts import PoolFile, RunFile
 from flexfleet.steps.prepare import Resolved
 from tests.k8s.fake import leftovers, telling
@@ -128,49 +129,65 @@ def test_another_machine_goes_on_with_what_the_store_holds(
     assert model(rounds("moved", *remote, "rounds.stop=2", resume=True)) == expected(2)
 
 
-def bytes_of_data(settings: Sequence[str]) -> int:
-    data = Resolved.load(None, settings).data
-    return sum(part.nbytes for part in (data.train_x, data.train_y, data.test_x, data.test_y))
+MIB = 2**20
 
 
-def test_a_device_prunes_to_its_memory_limit_and_steps_down_after_it_was_killed(
-    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, tiny: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def peaks(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Peaks:
+    """A coordinator that has found that a client takes 100 MiB, and training a level 40 MiB and 60 for its share of the
+    parameters on top: the smallest takes more than half of what the largest takes."""
     from flexfleet.steps import federate as step
 
-    monkeypatch.setattr(step, "training_peak", lambda *_: (100 * 2**20, 200 * 2**20))
-    pools = "{weak: {memory: 160Mi}, medium: {memory: 160Mi}, strong: {memory: 2Gi}}"
+    levels = PoolFile.read(prepared / "pool" / "pool.json").levels
+    found = Peaks(100 * MIB, tuple(140 * MIB + int(60 * MIB * level.share) for level in levels))
+    monkeypatch.setattr(step, "peaks_of", lambda *_: found)
+    return found
+
+
+def test_a_device_prunes_to_what_its_pod_has_left_and_steps_down_after_it_was_killed(
+    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, prepared: Path, peaks: Peaks
+) -> None:
+    pools = "{weak: {memory: 180Mi}, medium: {memory: 180Mi}, strong: {memory: 2Gi}}"
     settings = ("training.fraction=1.0", "kubernetes.observe=cgroup", f"kubernetes.pools={pools}")
     settings += ("kubernetes.clients_per_pod=6",)
+    pool = PoolFile.read(prepared / "pool" / "pool.json").levels
+    names = [level.name for level in pool]
+
+    def trained(run: str, room: int) -> list[str]:
+        """What the pods of 180 MiB trained, where they have so many MiB left: checked against the peaks."""
+        (row,) = rows(remote, run)
+        tiers = {}
+        for job in cluster.created:
+            if job["kind"] == "Job":
+                for pod in json.loads(job["metadata"]["annotations"]["flexfleet.io/clients"]):
+                    tiers |= dict.fromkeys(pod, job["metadata"]["labels"]["flexfleet.io/tier"])
+        found = []
+        for line in (line for line in row.clients if "failure" not in line):
+            limited = tiers[line["client"]] != "strong"
+            fitting = [n for n, need in zip(names, peaks.needs, strict=True) if not limited or need <= room * MIB]
+            most = min(names.index(fitting[-1]), names.index(line["sent"]))
+            assert line["trained"] == names[most]
+            found += [line["trained"]] if limited else []
+        return found
+
     rounds("limits", *remote, *settings)
-    (row,) = rows(remote, "limits")
-    tiers = {}
-    for job in cluster.created:
-        if job["kind"] == "Job":
-            for pod in json.loads(job["metadata"]["annotations"]["flexfleet.io/clients"]):
-                tiers |= dict.fromkeys(pod, job["metadata"]["labels"]["flexfleet.io/tier"])
-    held = bytes_of_data(tiny) / 2**20  # the data count as what a client needs besides training
-    for line in row.clients:
-        assert line["free"] == pytest.approx((60.0 if tiers[line["client"]] != "strong" else 1948.0) - held)
+    first = trained("limits", 80)
+    cluster.cgroup = {"memory.current": str(150 * MIB), "memory.stat": f"inactive_file {30 * MIB}\n"}
+    rounds("used", *remote, *settings)
+    second = trained("used", 60)
+    assert set(first) != set(second), "what is free now decides, and not the limit alone"
+    cluster.cgroup = {}
     cluster.script = lambda job, index, before: "run" if before else "oom"
     rounds("down", *remote, *settings)
     (row,) = rows(remote, "down")
-    assert all(line["free"] < 60.0 for line in row.clients if tiers[line["client"]] != "strong" and "free" in line)
+    stepped = {line["trained"] for line in row.clients if "failure" not in line and line["free"] < 80}
+    assert stepped and max(map(names.index, stepped)) < max(map(names.index, first))
     assert not any("pod" in failure for failure in failures(row))
 
 
 def test_a_pod_gets_the_memory_that_its_largest_sub_model_needs(
-    cluster: Any,
-    rounds: Rounds,
-    remote: Remote,
-    rows: Rows,
-    tiny: Remote,
-    prepared: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, prepared: Path, peaks: Peaks
 ) -> None:
-    from flexfleet.steps import federate as step
-
-    monkeypatch.setattr(step, "training_peak", lambda *_: (100 * 2**20, 200 * 2**20))
     pools = "{weak: {memory: auto}, medium: {memory: auto}}"
     own = ("training.fraction=1.0", "kubernetes.clients_per_pod=2", f"kubernetes.pools={pools}")
     rounds("auto", *remote, *own)
@@ -184,11 +201,33 @@ def test_a_pod_gets_the_memory_that_its_largest_sub_model_needs(
         assert container["resources"]["limits"] == {"memory": memory}
         tier = job["metadata"]["labels"]["flexfleet.io/tier"]
         pods = json.loads(job["metadata"]["annotations"]["flexfleet.io/clients"])
-        most = max(sum(shares[sent[client]] for client in pod) for pod in pods)
-        needed = 1.25 * (100 * 2**20 + bytes_of_data(tiny) + most * 100 * 2**20)
+        most = max(sum(40 + 60 * shares[sent[client]] for client in pod) for pod in pods)
         asked[tier] = memory
-        assert memory == ("1Gi" if tier == "strong" else f"{math.ceil(needed / 2**20)}Mi")
+        assert memory == ("1Gi" if tier == "strong" else f"{math.ceil(1.25 * (100 + most) - 1e-4)}Mi")
     assert asked["weak"] != asked["medium"]
+
+
+def test_a_coordinator_measures_what_training_takes_and_tells_every_level(
+    cluster: Any, rounds: Rounds, remote: Remote, rows: Rows, prepared: Path
+) -> None:
+    """Nothing is made up: the levels' peaks are those of this machine."""
+    pools = "{weak: {memory: 2Gi}, medium: {memory: 2Gi}, strong: {memory: 2Gi}}"
+    sets = ("kubernetes.observe=cgroup", f"kubernetes.pools={pools}", "kubernetes.clients_per_pod=6")
+    rounds("measured", *remote, *sets)
+    (row,) = rows(remote, "measured")
+    assert all(line["free"] > 100 for line in row.clients)
+    told = [
+        json.loads(text)
+        for secret in cluster.created
+        if secret["kind"] == "Secret"
+        for text in secret.get("stringData", {}).values()
+        if "schema_version" in text
+    ]
+    assert told
+    for each in told:
+        levels, base = each["memory"]["levels"], each["memory"]["base"]
+        assert len(levels) == len(PoolFile.read(prepared / "pool" / "pool.json").levels)
+        assert 50 * MIB < base < min(levels) and max(levels) < 2048 * MIB
 
 
 def test_memory_cannot_follow_from_what_is_sent_where_that_follows_from_memory() -> None:

@@ -1,64 +1,195 @@
-"""What a memory limit leaves room for."""
+"""How much memory training each level takes, and which levels a device has room for."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fl_engine.algorithms import FlexFL
+from fl_engine.algorithms import FedX, FjORD, FlexFL
+from fl_engine.algorithms.pooled import Training
+from fl_engine.backends.in_process import prepare_process
+from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.slicing import initial_params, made_up, take
+from fl_engine.core.types import Params, Pool
 from fl_engine.models.vgg16 import VGG16
+from fl_engine.preparation import assumed
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
 from fl_engine.tasks import Classification
 from fl_engine.testing.tiny import TRAINING, tiny_site
 from fl_engine.training import memory
+from fl_engine.training.local import Job, opened
+from fl_engine.training.memory import Peaks, Trial
 from fl_engine.training.numerics import SINGLE
+from fl_engine.training.step_memory import counted
+from flexfleet.steps.peaks import trials_of
 
-POOL = tiny_site(FlexFL(training=TRAINING)).pool
+FLEXFL = FlexFL(training=TRAINING)
+POOL = tiny_site(FLEXFL).pool
+NEEDS = (45, 60, 80, 90, 100)
+PEAKS = Peaks(100, tuple(100 + need for need in NEEDS))
+"""The smallest level takes nearly half as much as the largest, whatever its share of the parameters."""
+PREPARE = partial(prepare_process, ("cpu",))
 
 
-def test_free_is_the_share_of_what_training_the_full_model_takes_besides_the_rest() -> None:
-    assert memory.free(150, (100, 200), POOL) == 50.0
-    assert memory.free(90, (100, 200), POOL) == 0.0
-    assert memory.free(400, (100, 200), POOL) == 300.0
+def trained(observed: float, pool: Pool = POOL) -> int | None:
+    """The largest level that a client trains that has so much free; None: it has no room for any."""
+    return max((i for i, member in enumerate(pool) if observed > 100 * member.share), default=None)
+
+
+def test_a_level_is_trained_exactly_where_its_own_peak_has_room() -> None:
+    for level, need in enumerate(NEEDS):
+        assert trained(memory.free(need, PEAKS, POOL)) == level
+        assert trained(memory.free(need - 1, PEAKS, POOL)) == (level - 1 if level else None)
+    assert memory.free(0, PEAKS, POOL) == 0.0
+    assert memory.free(10**6, PEAKS, POOL) == 10**6
+
+
+def test_what_is_free_between_two_levels_by_hand() -> None:
+    """75 bytes lie three quarters of the way from the second level's 60 to the third's 80."""
+    low, high = 100 * POOL[1].share, 100 * POOL[2].share
+    assert memory.free(75, PEAKS, POOL) == pytest.approx(low + 0.75 * (high - low))
+    assert memory.free(9, PEAKS, POOL) == pytest.approx(100 * POOL[0].share / 5)
+
+
+def test_a_level_that_takes_less_than_a_smaller_one_counts_as_much() -> None:
+    odd = Peaks(100, (180, 150, 170, 190, 200))
+    for room in (50, 70, 79):
+        assert trained(memory.free(room, odd, POOL)) is None
+    assert trained(memory.free(80, odd, POOL)) == 2
+
+
+def test_levels_of_one_size_fit_together() -> None:
+    pool = (POOL[0], replace(POOL[1], share=POOL[0].share), POOL[2])
+    peaks = Peaks(0, (10, 20, 30))
+    assert trained(memory.free(19, peaks, pool), pool) is None
+    assert trained(memory.free(20, peaks, pool), pool) == 1
+
+
+@given(st.lists(st.integers(1, 10**12), min_size=5, max_size=5), st.lists(st.integers(0, 2 * 10**12), max_size=9))
+def test_an_order_never_exceeds_what_is_free(needs: list[int], rooms: list[int]) -> None:
+    peaks, last = Peaks(7, tuple(7 + need for need in needs)), 0.0
+    for room in sorted(rooms):
+        observed = memory.free(room, peaks, POOL)
+        assert last <= observed <= 1e15 and math.isfinite(observed), "more room is never less free"
+        last, level = observed, trained(observed)
+        assert level is None or max(needs[: level + 1]) <= room
+        assert level == len(POOL) - 1 or max(needs[: (-1 if level is None else level) + 2]) > room
 
 
 def test_each_failure_steps_down_one_model_of_the_pool() -> None:
     shares = [100 * member.share for member in POOL]
     for failures in range(1, len(POOL)):
-        found = memory.free(300, (100, 200), POOL, failures)
+        found = memory.free(300, PEAKS, POOL, failures)
         assert shares[-1 - failures] < found < shares[-failures], "more than that model needs, less than the next"
-    assert memory.free(300, (100, 200), POOL, len(POOL)) == 0.0
+    assert memory.free(300, PEAKS, POOL, len(POOL)) == 0.0
+    assert trained(memory.free(85, PEAKS, POOL, 1)) == 1, "one below the largest that has room"
 
 
-def test_what_a_sub_model_needs_leaves_room_for_it() -> None:
-    """A quarter more than 100 bytes and half of the 100 that training the full model takes."""
-    assert memory.needed((100, 200), 0.5) == 188
-    for member in POOL:
-        assert memory.free(memory.needed((100, 200), member.share), (100, 200), POOL) > 100 * member.share
+def test_what_levels_need_leaves_room_for_them() -> None:
+    """A quarter more than the 100 bytes of a client and what training takes on top, of each client of a pod."""
+    assert memory.needed(PEAKS, [1]) == 1.25 * 160
+    assert memory.needed(PEAKS, [0, 4]) == math.ceil(1.25 * 245)
+    for level in range(len(POOL)):
+        assert trained(memory.free(memory.needed(PEAKS, [level]) - PEAKS.base, PEAKS, POOL)) >= level
 
 
-@pytest.mark.parametrize(("name", "text"), [("memory.max", "12345\n"), ("memory/memory.limit_in_bytes", "12345")])
-def test_the_limit_is_what_the_cgroup_says(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text(text)
-    assert memory.limit(tmp_path) == 12345
+# ------------------------------------------------------------------------------------------------- measured
+VGG = VGG16((3, 32, 32), 10, width=0.25)
+GOAL = Classification(10)
+BATCH = 40
 
 
-@pytest.mark.parametrize("text", ["max", str(2**63 - 4096), ""])
-def test_no_limit_is_said(tmp_path: Path, text: str) -> None:
-    (tmp_path / "memory.max").write_text(text)
-    with pytest.raises(EnvironmentFailure, match=r"no memory limit: set one for the tier's pool"):
-        memory.limit(tmp_path)
+def flexfl_trials(kd_weight: float = 10.0) -> tuple[Pool, list[Trial]]:
+    """Of FlexFL's smallest, middle and largest level."""
+    algorithm = FlexFL(training=Training(fraction=0.25, batch_size=BATCH), kd_weight=kd_weight, adaptive_size=None)
+    site = replace(tiny_site(algorithm), family=VGG)
+    pool = algorithm.pool(VGG, assumed(algorithm, VGG), None)  # type: ignore[arg-type]
+    return pool, trials_of(Run(algorithm, replace(site, pool=pool), RoundsConfig()), ())
 
 
-def test_the_peak_is_that_of_training_and_not_of_the_process_that_asks() -> None:
+def predicted(trial: Trial) -> int:
+    """Bytes of the tensors that are alive at the peak of training: what was sent, the samples, and a step's."""
+    sent = memory.made_up_weights(VGG, trial.sent)
+    start: Params = take(sent, VGG.layout(), trial.task.spec, have=trial.sent)
+    generator = torch.Generator().manual_seed(0)
+    x, y = made_up(VGG, 3 * BATCH, generator), GOAL.examples(3 * BATCH, generator)
+    task = replace(trial.task, epochs=1)
+    with counted("cpu") as found, opened(VGG, GOAL, [Job(task, start, x, y)], SINGLE) as session:
+        session.epoch()
+    return found["peak"] + sum(t.nbytes for t in [*sent.values(), x, y])
+
+
+def test_measured_peaks_are_those_of_the_tensors_that_are_alive() -> None:
+    """Within 30 % and 60 MiB: code that is loaded, and what the C library keeps, are on top. They grow with the level,
+    but far less than the parameters do."""
+    pool, (smallest, *_, largest) = flexfl_trials()
     held = bytearray(600 * 2**20)  # what a coordinator holds does not count
-    base, peak = memory.training_peak(VGG16((3, 32, 32), 10, width=0.25), Classification(10), 10, SINGLE)
-    assert len(held) and base < 600 * 2**20
-    assert peak > base + 8 * 2**20, "weights and their gradients at least"
+    peaks = memory.level_peaks(VGG, GOAL, (smallest, largest), 3 * BATCH, SINGLE, PREPARE)
+    assert len(held) and peaks.base < 600 * 2**20
+    for trial, need in zip((smallest, largest), peaks.needs, strict=True):
+        expected = predicted(trial)
+        assert 0.7 * expected < need < 1.3 * expected + 60 * 2**20, (trial.name, expected, need)
+    assert 1.2 * pool[0].share < peaks.needs[0] / peaks.needs[1] < 0.95, "not in proportion to the parameters"
+
+
+def test_teachers_and_the_batch_take_their_part() -> None:
+    _, trials = flexfl_trials()
+    _, alone = flexfl_trials(kd_weight=0.0)
+    assert alone[-1].task.distillation is None
+    with_teachers, without = predicted(trials[-1]), predicted(alone[-1])
+    assert with_teachers > 1.02 * without
+    assert predicted(trials[0]) == predicted(alone[0]), "the smallest has no teacher"
+    smaller = replace(trials[-1], task=replace(trials[-1].task, batch_size=BATCH // 4))
+    assert predicted(smaller) < 0.8 * with_teachers
+
+
+def test_a_process_that_dies_is_told_with_its_level() -> None:
+    _, trials = flexfl_trials()
+    with pytest.raises(EnvironmentFailure, match=r"training M1 once, .* ended with exit code 9"):
+        memory.level_peaks(VGG, GOAL, trials[:1], 10, SINGLE, partial(sys.exit, 9))
+
+
+# ------------------------------------------------------------------------------------------------- what is tried
+def trials(algorithm: Algorithm) -> tuple[Pool, list[Trial]]:
+    site = tiny_site(algorithm)
+    run = Run(algorithm, site, RoundsConfig(stop=7))
+    initial = algorithm.init(initial_params(site.family, 0), site.layout, site.fleet, site.pool, run.server)
+    return site.pool, trials_of(run, algorithm.plan(initial, run.context(0, 0.0)).orders)
+
+
+def test_every_level_is_tried_as_its_client_trains_it() -> None:
+    pool, found = trials(FLEXFL)
+    assert [(t.name, t.task.spec) for t in found] == [(m.name, m.spec) for m in pool]
+    for i, trial in enumerate(found):
+        assert trial.task.optimizer == TRAINING.optimizer(6), "the last round's"
+        teachers = trial.task.distillation.teachers if trial.task.distillation else ()
+        assert teachers == tuple(member.spec for member in pool[:i])
+        sent = next(member for member in pool[i:] if member.dispatched)
+        assert trial.sent == sent.spec, "an adaptive model is pruned from the next larger one"
+
+
+def test_ordered_dropout_is_measured_at_its_largest_width() -> None:
+    pool, found = trials(FjORD(training=TRAINING))
+    assert [t.task.spec for t in found] == [member.spec for member in pool]
+    assert found[-1].task.widths == tuple(member.spec for member in pool)
+
+
+def test_a_level_that_no_device_is_sent_is_tried_by_itself() -> None:
+    """FedX does not prune on the device, and its pool lists sub-networks that nobody is sent."""
+    pool, found = trials(FedX(training=TRAINING, level="small"))
+    assert not all(member.dispatched for member in pool)
+    assert [t.task.spec for t in found] == [member.spec for member in pool]
 
 
 COUNTED = """

@@ -31,7 +31,7 @@ from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import manifest_bytes, payload_bytes
 from fl_engine.storage import probe
 from fl_engine.storage.s3 import S3Store, Verb
-from fl_engine.training.memory import needed
+from fl_engine.training.memory import Peaks, needed
 
 log = logging.getLogger("flexfleet")
 
@@ -84,9 +84,9 @@ class _Round:
 
 
 class Kubernetes:
-    """`memory` is what `memory.training_peak` found, for observe=cgroup and pools with memory=auto; `shares`: of each
-    level, its parameters over the full model's, for the latter. The store must be one that pods reach: S3, or
-    with access=ambient any that opens under the same name there. `should_stop` is asked while pods are waited for.
+    """`memory`: what training each level takes, for observe=cgroup and pools with memory=auto. The store must be one
+    that pods reach: S3, or with access=ambient any that opens under the same name there. `should_stop` is asked while
+    pods are waited for.
     `code`: the sha256 of the wheel with one's own code, which is in the store."""
 
     durable = True
@@ -97,8 +97,7 @@ class Kubernetes:
         run_id: str,
         fleet: Sequence[Device],
         mailbox: Mailbox,
-        memory: tuple[int, int] | None = None,
-        shares: Sequence[float] = (),
+        memory: Peaks | None = None,
         cluster: Cluster | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         code: str | None = None,
@@ -116,7 +115,7 @@ class Kubernetes:
         self._options = options.model_copy(update={"image": image})
         self._fleet = fleet
         self._mailbox = mailbox
-        self._memory, self._shares, self._code = memory, shares, code
+        self._memory, self._code = memory, code
         self._cluster = cluster or Cluster(options.namespace)
         self._run = jobs.run_label(run_id, mailbox.store.uri())
         self._template = jobs.template(options.template)
@@ -319,8 +318,9 @@ class Kubernetes:
             return None
         if self._memory is None:
             raise ConfigError("memory=auto needs what training takes, which was not measured")
-        most = max(sum(self._shares[plan.order_of[client].level] for client in pod) for pod in group.pods)
-        return f"{math.ceil(needed(self._memory, most) / 2**20)}Mi"
+        peaks, level_of = self._memory, {client: order.level for client, order in plan.order_of.items()}
+        most = max(needed(peaks, [level_of[client] for client in pod]) for pod in group.pods)
+        return f"{math.ceil(most / 2**20)}Mi"
 
     def _told(self, plan: RoundPlan, group: Group, names: Mapping[int, list[str]]) -> tuple[list[str], str]:
         """For each pod its assignment; and what all of them may read."""

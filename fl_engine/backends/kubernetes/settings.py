@@ -75,7 +75,8 @@ class KubernetesConfig(Section):
     endpoint: str | None = None
     """What pods call the S3 server, where that differs from AWS_ENDPOINT_URL."""
     observe: Annotated[Literal["simulated", "cgroup"], Moves.RESULT] = "simulated"
-    """cgroup: a client prunes to what its pod's memory limit allows; simulated: as the fleet says (equal bits)."""
+    """cgroup: a client prunes to what its pod has left of its memory limit (docs/guides/kubernetes.md); simulated: as
+    the fleet says (equal bits)."""
     require_numerics: bool = False
     """A node that would compute other bits than the coordinator refuses to train."""
     quorum: Annotated[Fraction, Moves.ANSWERS] = 1.0

@@ -1,0 +1,209 @@
+"""What a container can still take, by the files of its cgroup and of its node, and in a real cgroup."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.training import cgroup
+
+MIB = 2**20
+V1_NONE = 2**63 - 4096
+
+
+def v2(root: Path, limit: object = 1000 * MIB, usage: object = 700 * MIB, cache: int = 100 * MIB) -> Path:
+    (root / "memory.max").write_text(f"{limit}\n")
+    (root / "memory.current").write_text(f"{usage}\n")
+    (root / "memory.stat").write_text(f"anon 500\nfile 600\nkernel 7\ninactive_file {cache}\nactive_file 40\n")
+    return root
+
+
+def v1(root: Path, limit: object = 1000 * MIB, usage: object = 700 * MIB, cache: int = 100 * MIB) -> Path:
+    (root / "memory").mkdir()
+    (root / "memory" / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (root / "memory" / "memory.usage_in_bytes").write_text(f"{usage}\n")
+    told = f"cache 5\ninactive_file 1\ntotal_cache 9\ntotal_inactive_file {cache}\n"
+    (root / "memory" / "memory.stat").write_text(told)
+    return root
+
+
+def node(proc: Path, available_kb: int | None = None, stalled: str | None = None) -> Path:
+    proc.mkdir()
+    if available_kb is not None:
+        told = f"MemTotal:       64000000 kB\nMemFree:         1 kB\nMemAvailable: {available_kb:>9} kB\n"
+        (proc / "meminfo").write_text(told)
+    if stalled is not None:
+        (proc / "pressure").mkdir()
+        (proc / "pressure" / "memory").write_text(pressure(stalled))
+    return proc
+
+
+def pressure(full: str) -> str:
+    return (
+        "some avg10=99.00 avg60=50.00 avg300=25.00 total=123456\n"
+        f"full avg10={full} avg60=77.00 avg300=66.00 total=12345\n"
+    )
+
+
+@pytest.mark.parametrize("version", [v1, v2])
+def test_room_is_the_limit_less_the_working_set(tmp_path: Path, version: object) -> None:
+    """Page cache that can be dropped is not in use."""
+    root = version(tmp_path)  # type: ignore[operator]
+    assert cgroup.limit(root) == 1000 * MIB and cgroup.used(root) == 600 * MIB
+    assert cgroup.room(0, root, tmp_path / "none") == 400 * MIB
+    (root / "memory" / "memory.usage_in_bytes" if version is v1 else root / "memory.current").write_text("5\n")
+    assert cgroup.used(root) == 0, "less than the cache, which was counted a moment later"
+
+
+@pytest.mark.parametrize("version", [v1, v2])
+def test_what_is_free_is_looked_at_anew(tmp_path: Path, version: object) -> None:
+    for usage, left in ((100, 1000), (600, 500), (1100, 0), (1200, 0)):
+        here = tmp_path / str(usage)
+        here.mkdir()
+        root = version(here, usage=usage * MIB)  # type: ignore[operator]
+        assert cgroup.room(0, root, tmp_path / "none") == left * MIB
+
+
+def test_where_the_cgroup_does_not_say_what_is_used_it_is_what_a_client_holds(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(str(1000 * MIB))
+    assert cgroup.used(tmp_path) is None
+    assert cgroup.room(300 * MIB, tmp_path, tmp_path / "none") == 700 * MIB
+    (tmp_path / "memory.current").write_text(str(800 * MIB))
+    assert cgroup.room(300 * MIB, tmp_path, tmp_path / "none") == 200 * MIB, "without memory.stat all of it counts"
+
+
+def test_the_node_may_have_less_than_the_limit(tmp_path: Path) -> None:
+    root = v2(tmp_path)
+    assert cgroup.room(0, root, node(tmp_path / "a", available_kb=50 * 1024)) == 50 * MIB
+    assert cgroup.room(0, root, node(tmp_path / "b", available_kb=5000 * 1024)) == 400 * MIB
+
+
+def test_pressure_takes_its_share(tmp_path: Path) -> None:
+    """Of the cgroup or of the node, whichever is larger: what all waited for in the last ten seconds."""
+    root = v2(tmp_path)
+    assert cgroup.room(0, root, node(tmp_path / "a", stalled="25.00")) == 300 * MIB
+    (root / "memory.pressure").write_text(pressure("50.00"))
+    assert cgroup.room(0, root, tmp_path / "a") == 200 * MIB
+    assert cgroup.room(0, root, node(tmp_path / "b", stalled="100.00")) == 0
+    assert cgroup.stalled(tmp_path / "none", tmp_path / "none") == 0.0, "a kernel that does not measure it"
+
+
+@pytest.mark.parametrize("content", [b"", b"full avg10= \n", b"full avg10=nan x", b"full avg10=-3.00 ", b"\xff\x00"])
+def test_a_damaged_pressure_file_says_nothing(tmp_path: Path, content: bytes) -> None:
+    root = v2(tmp_path)
+    (root / "memory.pressure").write_bytes(content)
+    (root / "memory.stat").write_bytes(content)
+    assert cgroup.stalled(root, tmp_path / "none") == 0.0 and cgroup.used(root) == 700 * MIB
+
+
+@pytest.mark.parametrize(("version", "text"), [(v2, "max"), (v2, V1_NONE), (v2, ""), (v1, V1_NONE)])
+def test_no_limit_is_said(tmp_path: Path, version: object, text: object) -> None:
+    root = version(tmp_path, limit=text)  # type: ignore[operator]
+    for look in (cgroup.limit, lambda root: cgroup.room(0, root, tmp_path / "none")):
+        with pytest.raises(EnvironmentFailure, match=r"no memory limit: set one for the tier's pool"):
+            look(root)
+
+
+def test_the_places_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXFLEET_CGROUP", str(v2(tmp_path)))
+    monkeypatch.setenv("FLEXFLEET_PROC", str(node(tmp_path / "proc", available_kb=1024)))
+    assert cgroup.room(0) == MIB
+
+
+# ------------------------------------------------------------------------------------------------- a real cgroup
+def own_cgroup(place: Path) -> Path:
+    """A folder that shows this process's own cgroup as a container sees it. Skips where there is none to read."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        pytest.skip("this system has no cgroups")
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            real = Path("/sys/fs/cgroup/memory") / path.lstrip("/")
+            if (real / "memory.usage_in_bytes").is_file():
+                (place / "memory").symlink_to(real)
+                return place
+        real = Path("/sys/fs/cgroup") / path.lstrip("/")
+        if not controllers and (real / "memory.current").is_file():
+            return real
+    pytest.skip("the files of this process's cgroup are not mounted here")
+
+
+TAKES = """
+import os, sys
+from pathlib import Path
+from fl_engine.training import cgroup
+root = Path(sys.argv[1])
+before = cgroup.used(root)
+taken = bytearray(os.urandom(1)) * (400 * 2**20)
+print(before, cgroup.used(root), flush=True)
+"""
+
+
+def test_what_a_process_takes_is_used_in_its_real_cgroup(tmp_path: Path) -> None:
+    """By the kernel's own files. Others in the same cgroup may take and free memory meanwhile, hence three tries."""
+    root = own_cgroup(tmp_path)
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", TAKES, str(root)], capture_output=True, text=True, check=True)
+        before, after = map(int, done.stdout.split())
+        if 300 * MIB < after - before < 500 * MIB:
+            return
+    pytest.fail(f"400 MiB were taken, and the cgroup says {(after - before) / MIB:.0f} MiB more")
+
+
+@pytest.fixture
+def limited() -> Iterator[Path]:
+    """A cgroup of 600 MiB below the one that FLEXFLEET_TEST_CGROUP names, which the tests may write to."""
+    given = os.environ.get("FLEXFLEET_TEST_CGROUP")
+    if given is None:
+        pytest.skip("FLEXFLEET_TEST_CGROUP names no cgroup in which tests may make one of their own")
+    child = Path(given) / f"flexfleet-test-{os.getpid()}"
+    child.mkdir()
+    try:
+        new = (child / "memory.max").exists()
+        (child / ("memory.max" if new else "memory.limit_in_bytes")).write_text(str(600 * MIB))
+        if (child / "memory.swap.max").exists():
+            (child / "memory.swap.max").write_text("0")
+        yield child
+    finally:
+        with suppress(OSError):
+            child.rmdir()
+
+
+INSIDE = """
+import os, sys
+from pathlib import Path
+(Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
+from fl_engine.training import cgroup
+root = Path(sys.argv[2])
+room = cgroup.room(0, root, Path("/none"))
+print(cgroup.limit(root), room, flush=True)
+part = float(sys.argv[3])
+taken = b"x" * int(part * room)
+print("survived", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("part", "survives"), [(0.9, True), (1.2, False)])
+def test_a_limit_of_a_real_cgroup_holds_where_room_ends(
+    limited: Path, tmp_path: Path, part: float, survives: bool
+) -> None:
+    root = limited
+    if not (limited / "memory.max").exists():
+        (tmp_path / "memory").symlink_to(limited)
+        root = tmp_path
+    command = [sys.executable, "-c", INSIDE, str(limited), str(root), str(part)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = re.match(r"(\d+) (\d+)\n", done.stdout)
+    assert found is not None, done.stderr
+    assert int(found[1]) == 600 * MIB and 100 * MIB < int(found[2]) < 600 * MIB
+    assert ("survived" in done.stdout) == survives and (done.returncode == 0) == survives
