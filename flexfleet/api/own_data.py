@@ -16,6 +16,7 @@ samples. Whatever does not fit raises DataError.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -31,10 +32,15 @@ from fl_engine.core.errors import DataError, EnvironmentFailure
 from fl_engine.core.samples import Data, Task
 from fl_engine.data.files import byte_statistics, moments, stratified
 from fl_engine.tasks import Classification, Regression
+from fl_engine.training.guest import guest
+
+log = logging.getLogger("flexfleet")
 
 Array = NDArray[Any]
 CHANNELS = (1, 3, 4)
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+DEEP = ("I", "F")
+"""How the names of Pillow's modes of more than 8 bits begin: I, I;16, I;16B, F."""
 NEAR = 1e-3
 """How far 255 times a float image may be from whole numbers: float32 holds k / 255 much closer."""
 
@@ -80,12 +86,17 @@ def from_clients(
         raise DataError(f"{name}: no client has data; one (x, y) for each client is expected")
     kept: list[tuple[Array, Array]] = []
     held: list[tuple[Array, Array]] = []
+    first_x, first_y = arrays[0]
     for i, (x, y) in enumerate(arrays):
-        if len(x) != len(y) or x.shape[1:] != arrays[0][0].shape[1:] or x.dtype != arrays[0][0].dtype:
+        flat = x.ndim < 1 or y.ndim < 1 or len(x) != len(y)
+        if flat or x.dtype != first_x.dtype or x.shape[1:] != first_x.shape[1:] or not _alike(y, first_y):
             raise DataError(
-                f"{name}: client {i} has x {x.dtype} {x.shape} and y {y.shape}, client 0 x {arrays[0][0].dtype} "
-                f"{arrays[0][0].shape}; all clients' samples have to be alike, with a target for each"
+                f"{name}: client {i} has x {x.dtype} {x.shape} and y {y.dtype} {y.shape}, client 0 x {first_x.dtype} "
+                f"{first_x.shape} and y {first_y.dtype} {first_y.shape}; all clients' samples and targets have to be "
+                "alike, with a target for each sample"
             )
+        if not len(x):
+            raise DataError(f"{name}: client {i} has no sample: leave it out, the clients after it count one less")
         train, out = (np.arange(len(x)), np.arange(0)) if isinstance(test, tuple) else _split(y, test, f"{name}: {i}")
         kept.append((x[train], y[train]))
         held.append((x[out], y[out]))
@@ -130,7 +141,8 @@ def from_torch(train: Any, test: Any = 0.2) -> Data:
     """From a torch `Dataset` of (sample, target), each of which is read once. `test`: another one, or a share.
 
     Augmentation belongs on the clients (`training.augment`): a data set whose transform draws random numbers is
-    refused, since each sample would be the same draw in all rounds."""
+    refused, since each sample would be the same draw in all rounds. That is seen where it draws from the generators of
+    torch, NumPy or Python themselves, not where it has a generator of its own."""
     x, y = _read_items(train, "train")
     if isinstance(test, float | int):
         return from_arrays(x, y, test=test, name=type(train).__name__)
@@ -185,6 +197,12 @@ def _array(value: Any, what: str) -> Array:
     return found
 
 
+def _alike(a: Array, b: Array) -> bool:
+    """Whether targets are of one shape, and all integers or all floats."""
+    kinds = ("i" if each.dtype.kind in "iu" else each.dtype.kind for each in (a, b))
+    return len(set(kinds)) == 1 and a.shape[1:] == b.shape[1:]
+
+
 def _owners(clients: Any, samples: int, name: str) -> Array:
     listed = np.asarray(clients)
     if listed.shape != (samples,):
@@ -208,10 +226,24 @@ def _split(y: Array, share: float, name: str) -> tuple[Array, Array]:
 def _task(y: Array, test_y: Array, name: str) -> Task:
     if not len(y) or not len(test_y):
         raise DataError(f"{name}: {len(y)} training and {len(test_y)} test samples; both parts need at least one")
+    if not _alike(y, test_y):
+        raise DataError(
+            f"{name}: training targets are {y.dtype} {y.shape}, those to test on {test_y.dtype} {test_y.shape}: both "
+            "have to be integers (classes) or both floats (numbers to predict), of one shape"
+        )
     if y.dtype.kind in "iu":
         largest = int(max(y.max(), test_y.max()))
         if largest < 1:
             raise DataError(f"{name}: all targets are {largest}: at least two classes, 0 and 1, are needed")
+        seen = np.union1d(y, test_y)
+        seen = seen[seen >= 0]
+        if len(seen) <= largest:
+            first = next(i for i, each in enumerate([*seen, None]) if i != each)
+            log.warning(
+                "%s: the classes are 0 to %d, the largest label, and class %d has no sample (%d classes have some). "
+                "Where labels are other numbers than 0, 1, 2, ...: numpy.unique(y, return_inverse=True)[1]",
+                name, largest, first, len(seen),
+            )  # fmt: skip
         return Classification(largest + 1)
     if y.dtype.kind == "f":
         return Regression(1 if y.ndim == 1 else y.shape[1])
@@ -264,7 +296,12 @@ def _pillow() -> Any:
 def _picture(image: Any, file: Path, size: int | tuple[int, int] | None) -> Array:
     try:
         with image.open(file) as opened:
-            opened = opened.convert("L" if opened.mode in ("1", "L", "I;16") else "RGB")
+            if opened.mode.startswith(DEEP):
+                raise DataError(
+                    f"{file}: its pixels have more than 8 bits (mode {opened.mode}), which would be cut off: scale the "
+                    "images to 8 bits, or give the pixels to from_arrays as floats"
+                )
+            opened = opened.convert("L" if opened.mode in ("1", "L") else "RGB")
             if size is not None:
                 high, wide = (size, size) if isinstance(size, int) else size
                 opened = opened.resize((wide, high))
@@ -286,17 +323,19 @@ def _read_items(given: Any, what: str) -> tuple[Array, Array]:
             f"{what}: a Dataset with a length is expected, got {type(given).__name__}; of an iterable one collect the "
             "samples and give them to from_arrays"
         ) from error
-    before = _state()
     xs: list[Array] = []
     ys: list[Array] = []
-    for i in range(count):
-        try:
-            x, y = given[i]
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{what}: item {i} is no (sample, target): {error}") from error
-        xs.append(_array(x, f"{what}: item {i}"))
-        ys.append(_array(y, f"{what}: target {i}"))
-    if any(not _same(a, b) for a, b in zip(before, _state(), strict=True)):
+    with guest():
+        before = _state()
+        for i in range(count):
+            try:
+                x, y = given[i]
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{what}: item {i} is no (sample, target): {error}") from error
+            xs.append(_array(x, f"{what}: item {i}"))
+            ys.append(_array(y, f"{what}: target {i}"))
+        after = _state()
+    if any(not _same(a, b) for a, b in zip(before, after, strict=True)):
         raise DataError(
             f"{what}: reading it draws random numbers, so its transform augments: leave that out, and augment on the "
             "clients (options={'training.augment': [...]})"

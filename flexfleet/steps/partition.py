@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from fl_engine.core.errors import PartitionError
 from fl_engine.data import partitioning as partitions
 from fl_engine.data.manual import owners
 from fl_engine.data.partitioning import Partition
+from fl_engine.datasets import kept
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.server import LazyServer, ServerSite
 from flexfleet.config import cut_seed
@@ -17,9 +19,19 @@ from flexfleet.files import terminal as common
 from flexfleet.steps.labels import keep_clusters, noisy
 from flexfleet.steps.prepare import Resolved, resolved_of
 
+log = logging.getLogger("flexfleet")
+
 
 def partition(resolved: Resolved, out: Path) -> Path:
     """Writes partition.safetensors, partition.json and partition.svg (label x client) into `out`."""
+    config, data = resolved.config, resolved.data
+    if kept.is_kept(config.dataset.name) and data.natural_client is not None and config.partition.rule != "natural":
+        log.info(
+            "%s: the data say whose each sample is, and are divided by partition.rule = %s; partition.rule = natural "
+            "gives each client its own",
+            data.name,
+            config.partition.rule,
+        )
     parts = cut(resolved)
     if parts.clusters is not None:
         keep_clusters(resolved.config, resolved.data, parts.clusters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from fl_engine.datasets import kept
 from fl_engine.tasks import TASKS, Classification, Regression
 from flexfleet.config import parse
 from flexfleet.config.sources import named
+from flexfleet.steps.partition import partition
+from flexfleet.steps.prepare import Resolved
 
 DRAWN = np.random.default_rng(0)
 BYTES = DRAWN.integers(0, 256, (60, 8, 8), dtype=np.uint8)
@@ -178,6 +181,65 @@ def test_clients_with_unlike_samples_are_refused() -> None:
         ff.from_clients([(NUMBERS, LABELS), (NUMBERS[:, :3], LABELS)])
     with pytest.raises(ff.DataError, match="no client has data"):
         ff.from_clients([])
+
+
+@pytest.mark.parametrize("y", [LABELS + 0.5, LABELS > 0, LABELS[:, None]])
+def test_targets_of_all_clients_and_of_the_test_part_are_of_one_kind(y: Any) -> None:
+    with pytest.raises(ff.DataError, match=r"client 1 has .* and y"):
+        ff.from_clients([(NUMBERS, LABELS), (NUMBERS, y)])
+    with pytest.raises(ff.DataError, match=r"training targets are int64 .* both have to be"):
+        ff.from_arrays(NUMBERS, LABELS, test=(NUMBERS, y))
+
+
+def test_labels_of_other_whole_numbers_are_alike() -> None:
+    data = ff.from_clients([(NUMBERS, LABELS), (NUMBERS, LABELS.astype(np.uint8))])
+    assert data.task == Classification(3)
+
+
+def test_a_client_without_samples_is_refused_by_its_number() -> None:
+    with pytest.raises(ff.DataError, match="client 1 has no sample: leave it out"):
+        ff.from_clients([(NUMBERS, LABELS), (NUMBERS[:0], LABELS[:0])], test=(NUMBERS, LABELS))
+
+
+@pytest.mark.parametrize(
+    ("labels", "first"), [(LABELS + 1, "class 0 has no sample"), (np.where(LABELS == 1, 5, LABELS), "class 1 has no")]
+)
+def test_classes_without_a_sample_are_told(labels: Any, first: str, caplog: pytest.LogCaptureFixture) -> None:
+    ff.from_arrays(NUMBERS, LABELS)
+    assert caplog.messages == []
+    ff.from_arrays(NUMBERS, labels)
+    (line,) = caplog.messages
+    assert first in line and "(3 classes have some)" in line
+
+
+@pytest.mark.parametrize("pixels", [np.uint16, np.int32, np.float32])
+def test_images_of_more_than_8_bits_are_refused(pixels: Any, tmp_path: Path) -> None:
+    for word in ("a", "b"):
+        (tmp_path / word).mkdir()
+        Image.fromarray(np.full((4, 4), 3000, pixels)).save(tmp_path / word / "0.tif")
+        (tmp_path / word / "0.tif").rename(tmp_path / word / "0.png")
+    with pytest.raises(ff.DataError, match="more than 8 bits"):
+        ff.from_folder(tmp_path)
+
+
+def test_a_refused_torch_data_set_leaves_the_random_state() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(ff.DataError, match="draws random numbers"):
+        ff.from_torch(Items(draws=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_partition_that_passes_over_the_clients_of_the_data_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = ff.from_clients([(NUMBERS, LABELS), (NUMBERS, LABELS)])
+    name, root = kept.keep(data, tmp_path, TASKS), str(tmp_path)
+    for rule, told in (("iid", 1), ("natural", 0)):
+        caplog.clear()
+        values = {"dataset": {"name": name, "root": root}, "partition": {"clients": 2, "rule": rule, "minimum": 2}}
+        with caplog.at_level(logging.INFO, "flexfleet"):
+            partition(Resolved.of(parse(values)), tmp_path / rule)
+        assert sum("partition.rule = natural" in line for line in caplog.messages) == told
 
 
 # ------------------------------------------------------------------------------------------------------------ kept
