@@ -28,12 +28,14 @@ MLFLOW_RUN = re.compile(r"[0-9a-f]{32}")
 
 
 def run(args: argparse.Namespace) -> int:
+    from flexfleet.config.names import new_name
     from flexfleet.runs.whole import run as run_all
     from flexfleet.steps.prepare import resolved_of
 
+    _resumes_by_name(args)
     resolved = resolved_of(args)
     config = resolved.config
-    run_id = args.run_id or f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_id = args.run_id or new_name(config)
     result = run_all(
         resolved,
         run_id,
@@ -59,10 +61,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _resumes_by_name(args: argparse.Namespace) -> None:
+    if args.resume and args.run_id is None:
+        raise ConfigError("--resume needs --run-id: the name of the run to go on with, a folder of the run store")
+
+
 def central(args: argparse.Namespace) -> int:
     from flexfleet.runs.central import central as train
     from flexfleet.steps.prepare import resolved_of
 
+    _resumes_by_name(args)
     resolved = resolved_of(args)
     config = resolved.config
     result = train(
@@ -436,6 +444,8 @@ def status(args: argparse.Namespace) -> int:
     if args.run is None:
         config = config_of(args)
         rows = list_runs(Path(config.run.store))
+        if not rows and not args.json:
+            print(f"{config.run.store} holds no run yet")
     else:
         rows = [describe(args.run)]
     if args.json:

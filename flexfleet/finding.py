@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,6 @@ def _printable(path: Path) -> str:
 
 # ------------------------------------------------------------------------------------------------- params
 def params(args: argparse.Namespace) -> int:
-    from fl_engine.core.errors import nearest
     from flexfleet.config import parameters
     from flexfleet.steps.prepare import config_of
 
@@ -61,7 +61,9 @@ def params(args: argparse.Namespace) -> int:
         chosen = parameters.found(args.word, rows)
         if not chosen:
             known = {part for row in rows for part in (*row.name.split("."), row.of) if part}
-            raise ConfigError(f"no parameter, option or meaning holds {args.word!r}{nearest(args.word, sorted(known))}")
+            close = get_close_matches(args.word, sorted(known), n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else "; flexfleet params shows all that are in use"
+            raise ConfigError(f"no parameter, option or meaning holds {args.word!r}{hint}")
     if args.json:
         print(json.dumps({"parameters": [{**asdict(row), "section": row.section} for row in chosen]}))
     else:

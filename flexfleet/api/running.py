@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from flexfleet.api.callbacks import Callback, Watching
 from flexfleet.api.errors import told
 from flexfleet.api.results import Result
 from flexfleet.config import Config, parse_with_algorithm
+from flexfleet.config.names import new_name
 from flexfleet.files.artifacts import RunFile
 from flexfleet.runs.whole import run as run_all
 from flexfleet.steps.prepare import Resolved
@@ -132,13 +131,6 @@ def _run(
         finally:
             watching.end(status)
     return Result(folder)
-
-
-def new_name(config: Config) -> str:
-    """Algorithm, seed and time, as no run of the store is called yet."""
-    name = f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}".replace(":", ".")
-    store, others = Path(config.run.store), (f"{name}-{i}" for i in count(2))
-    return name if not (store / name).exists() else next(other for other in others if not (store / other).exists())
 
 
 class _Beginning:

@@ -3,7 +3,15 @@ and a line of a log."""
 
 from __future__ import annotations
 
+import time
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from fl_engine.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flexfleet.config.schema import Config
 
 LONGEST = 150
 """Bytes in UTF-8: file systems take 255, and files beside a folder have longer names than the folder."""
@@ -21,3 +29,10 @@ def plain(name: str, what: str) -> str:
             f"control character, no '.' or '-' in front, no blank at an end); got {shown}"
         )
     return name
+
+
+def new_name(config: Config) -> str:
+    """Of a run: algorithm, seed and time, as no run of the store is called yet."""
+    name = f"{config.algorithm['name']}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}".replace(":", ".")
+    store, others = Path(config.run.store), (f"{name}-{i}" for i in count(2))
+    return name if not (store / name).exists() else next(other for other in others if not (store / other).exists())

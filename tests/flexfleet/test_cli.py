@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import fl_engine
+from fl_engine.core.errors import Stopped
 from fl_engine.datasets import DATASETS, fashion_mnist
 from fl_engine.storage.store import sha256
 from flexfleet import commands
@@ -510,7 +511,33 @@ def test_a_machine_that_computes_other_bits_is_refused_unless_accepted(
     assert flexfleet(*argv, sets=[*quick, "rounds.stop=4"]).code == 0
 
 
+@pytest.mark.parametrize("command", ["run", "central"])
+def test_resume_needs_the_name_of_a_run(command: str, flexfleet: Any) -> None:
+    assert "--resume needs --run-id" in refused(flexfleet(command, "--resume"))
+
+
+def test_a_run_without_a_name_gets_one_without_a_colon(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[str] = []
+
+    def stopped(resolved: Any, run_id: str, **_: Any) -> None:
+        named.append(run_id)
+        raise Stopped("stopped")
+
+    monkeypatch.setattr("flexfleet.runs.whole.run", stopped)
+    monkeypatch.setattr("time.strftime", lambda _: "now")
+    assert flexfleet("run", "--algorithm", "fl_engine.algorithms.full_model:AllLarge").code == 3
+    (Path("runs") / named[0]).mkdir(parents=True)
+    assert flexfleet("run", "--algorithm", "fl_engine.algorithms.full_model:AllLarge").code == 3
+    assert named == [f"fl_engine.algorithms.full_model.AllLarge-s0-now{end}" for end in ("", "-2")]
+
+
 # ------------------------------------------------------------------------------------------- status and others
+def test_nothing_found_is_one_line(flexfleet: Any) -> None:
+    assert flexfleet("status").out == "runs holds no run yet\n"
+    assert len(refused(flexfleet("params", "zzzz"))) < 150
+    assert "did you mean 'momentum'" in refused(flexfleet("params", "momentun"))
+
+
 def test_status(flexfleet: Any, finished: Any, quick: Sequence[str]) -> None:
     run, done = finished
     one = flexfleet("status", "runs/a", "--json").json
