@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from fl_engine.core.errors import ConfigError, Stopped, Unreachable, first_line, masked
+from fl_engine.core.errors import BadInput, ConfigError, Stopped, Unreachable, first_line, masked
 from fl_engine.core.search import Interval, Searched
 from fl_engine.core.types import Pool
 from flexfleet.config import Config, Range, algorithm, parse, set_path
@@ -136,6 +136,26 @@ def applied(config: Config, values: Values) -> Config:
             raise ConfigError(f"tune.space: of {path} {sorted(items)} are searched: all of a list have to be")
         set_path(out, path, [items[i] for i in range(len(items))])
     return parse(out)
+
+
+def check_names(config: Config) -> None:
+    """Raises ConfigError where a name in `tune.space` takes none of its values: it is misspelt, say. Names may need
+    each other, as an option and what has it, so what can be together is not looked at one by one."""
+    values = {path: r.choices or (r.low, r.high) for path, r in config.tune.space.items()}
+    values = {path: [int(v) for v in of] if config.tune.space[path].whole else of for path, of in values.items()}
+    if any(_wrong(config, {path: of[end] for path, of in values.items()}) is None for end in (0, -1)):
+        return
+    for path, of in values.items():
+        if not path.rpartition(".")[2].isdecimal() and all(wrongs := [_wrong(config, {path: value}) for value in of]):
+            raise ConfigError(f"tune.space: {path}: {wrongs[0]}")
+
+
+def _wrong(config: Config, values: Values) -> str | None:
+    try:
+        applied(config, values)
+    except BadInput as error:
+        return str(error)
+    return None
 
 
 def excess(pool: Pool, config: Config) -> dict[str, float]:

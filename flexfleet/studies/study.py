@@ -76,6 +76,7 @@ def _examine(config: Config) -> None:
     clash = sorted(path for path in config.tune.space if path == "seed" or moves(path) not in searched)
     if clash:
         raise ConfigError(f"tune.space: {', '.join(clash)} cannot be searched")
+    search.check_names(config)
     if set(config.tune.seeds) & set(config.tune.held_out):
         raise ConfigError("tune.held_out: these seeds are to be new, but trials run on some of them (tune.seeds)")
     resolved = Resolved.of(config)
@@ -315,7 +316,10 @@ def _conclude(config: Config, study: Any, folder: Path, prepared: Path) -> Tuned
     complete = [t for t in done if t.state == TrialState.COMPLETE]
     feasible = [t for t in complete if all(v <= 0 for v in t.constraints.values())]
     if not feasible:
-        raise BadInput(f"none of {len(done)} trials has a pool that its devices can hold: widen tune.space")
+        why = next(
+            (f". Trial {t.number}: {t.user_attrs['infeasible']}" for t in done if "infeasible" in t.user_attrs), ""
+        )
+        raise BadInput(f"none of {len(done)} trials has a pool that its devices can hold: widen tune.space{why}")
     best = max(feasible, key=lambda t: t.value)
     held: dict[Literal["seeds", "default", "best"], list[float]] = {"seeds": [*config.tune.held_out]}
     settings: dict[Literal["default", "best"], Config] = {

@@ -190,7 +190,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "an unknown one": (lambda: asked(["flexfll"]), "flexfll"),
     "an option of another": (lambda: asked(["all_large"], options={"algorithm.kd_weight": 0}), "all_large: .*kd_w"),
     "a section of the algorithm": (lambda: asked(["flexfl"], options={"algorithm": {}}), "dotted names"),
-    "a seed of a label": (lambda: asked({"a": {"algorithm": "flexfl", "seed": 3}}), "seeds are given"),
+    "a seed of a label": (lambda: asked({"a": {"algorithm": "flexfl", "seed": 3}}), "seeds are a list"),
     "rounds of a label": (lambda: asked({"a": "flexfl", "b": {"algorithm": "flexfl", "rounds": 9}}), "rounds.stop"),
     "an algorithm beside": (lambda: asked(["flexfl"], algorithm="flexfl"), "first argument"),
     "callbacks": (lambda: asked(["flexfl"], callbacks=[]), "flexfleet.run"),

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from fl_engine.algorithms import HeteroFL
-from fl_engine.core.errors import ConfigError, Stopped, Unreachable
+from fl_engine.core.errors import BadInput, ConfigError, Stopped, Unreachable
 from fl_engine.core.search import Interval
 from fl_engine.core.types import FULL, Pool, PoolModel
 from flexfleet import cli
@@ -135,6 +135,10 @@ def test_a_range_that_is_none_is_said(given: str, said: str) -> None:
         (("tune.space={seed: {low: 0, high: 9, whole: true}}",), "seed cannot be searched"),
         (("tune.space={run.precision: {choices: [fp32, bf16]}}",), "run.precision cannot be searched"),
         (("tune.held_out=[0]",), "these seeds are to be new"),
+        (("tune.space={training.lrr: {low: 0, high: 1}}",), r"training\.lrr: .*did you mean 'lr'"),
+        (("tune.space={training.batch: {low: 1, high: 9, whole: true}}",), r"training\.batch: "),
+        (("tune.space={algorithm: {choices: [heterofl]}}",), "tune.space: algorithm: "),
+        (("tune.space={training.fraction: {choices: [7, 8]}, training.lr: {low: 0.1, high: 1}}",), "fraction: "),
     ],
 )
 def test_a_search_that_would_not_mean_anything_is_refused(
@@ -143,6 +147,20 @@ def test_a_search_that_would_not_mean_anything_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=said):
         tune(load_config(None, (*quick, *sets)), "a")
+
+
+def test_names_that_need_each_other_may_be_searched() -> None:
+    space = "{algorithm.name: {choices: [flexfl, heterofl]}, algorithm.kd_weight: {low: 0, high: 1}}"
+    search.check_names(load_config(None, ("algorithm.name=heterofl", f"tune.space={space}")))
+
+
+def test_where_no_trial_can_be_the_first_reason_is_told(
+    quick: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    space = "{algorithm.gammas.0: {choices: [0.001]}, algorithm.gammas.1: {choices: [60.0]}}"
+    with pytest.raises(BadInput, match=r"none of 1 trials has a pool .*widen tune\.space\. Trial 0: "):
+        tune(load_config(None, (*quick, f"tune.space={space}", "tune.trials=1")), "a")
 
 
 # ------------------------------------------------------------------------------------------------- pruning
