@@ -78,12 +78,11 @@ def _store(values: dict[str, Any], options: Sequence[tuple[str, Any]], uri: Any)
     """The folder of all runs on this machine."""
     if uri is not None and "://" not in str(uri):
         return str(uri)
-    given = copy.deepcopy(values["run"])
+    asked = {"run": copy.deepcopy(values["run"])}
     for path, value in options:
-        if path == "run" or path.startswith("run."):
-            set_path(holding := {"run": given}, path, value)
-            given = holding["run"]
-    return str(given["store"])
+        if path.partition(".")[0] == "run":
+            set_path(asked, path, value)
+    return str(asked["run"]["store"])
 
 
 def _check_once(pairs: Iterable[tuple[str, Any]]) -> None:
@@ -102,6 +101,17 @@ def _leaves(path: str, value: Any) -> Iterator[str]:
             yield from _leaves(f"{path}.{key}", inner)
     else:
         yield path
+
+
+def check_kinds(config: Any, options: Any) -> None:
+    """Raises ConfigError where `config` or `options` of a call are no such thing."""
+    if config is not None and not isinstance(config, str | Path | Mapping | Config):
+        raise ConfigError(
+            f"config: a file, its sections as a mapping, or a Config is expected, got {type(config).__name__}; of a "
+            "result or a study take its config"
+        )
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(f"options: a mapping by dotted names is expected, {{'rounds.stop': 5}}, got {options!r}")
 
 
 def _base(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
@@ -149,7 +159,7 @@ def _dataset(value: Any, store: str) -> dict[str, Any]:
         root = (Path(store) / ".data").resolve()
         return {"dataset.name": kept.keep(value, root, TASKS), "dataset.root": str(root)}
     hint = ""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) or hasattr(value, "shape"):
         hint = ": flexfleet.from_arrays(x, y)"
     elif hasattr(value, "column_names"):
         hint = ": flexfleet.from_huggingface(train)"

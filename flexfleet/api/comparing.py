@@ -76,6 +76,8 @@ def _compare(
         raise ConfigError("resume=True needs id, the name of the comparison to go on with")
     if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
         raise ConfigError(f"jobs is the number of runs side by side, at least 1, got {jobs!r}")
+    if isinstance(to, str) or not hasattr(to, "__iter__"):
+        raise ConfigError(f"to: a list of accuracies is expected, e.g. (0.8, 0.9), got {to!r}")
     name = id or time.strftime("compare-%Y%m%d-%H%M%S")
     runs = entries_of(algorithms, _listed(seeds), over or {}, name, common)
     for entry in runs:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fl_engine.core.errors import ConfigError
-from flexfleet.api.asked import NAMED, config_of, plain
+from flexfleet.api.asked import NAMED, check_kinds, config_of, plain
 from flexfleet.api.running import DATASET, MODEL
 from flexfleet.config import Config, parse
 from flexfleet.config.entries import FIXED, LABEL, RESERVED, Entry, check_factors, entries
@@ -93,6 +93,9 @@ def entries_of(
     """All runs that are asked for. Raises ConfigError."""
     if wrong := [keyword for keyword in common if keyword in ELSEWHERE]:
         raise ConfigError(f"compare: {wrong[0]}: {ELSEWHERE[wrong[0]]}")
+    check_kinds(common.get("config"), common.get("options"))
+    if not isinstance(over, Mapping):
+        raise ConfigError(f"over: a mapping is expected, {{'training.lr': [0.01, 0.1]}}, got {over!r}")
     labels, config, options = labels_of(algorithms), common.get("config"), dict(common.get("options") or {})
     _no_fixed(options, "options")
     keywords = {"dataset": DATASET, "model": MODEL, **common}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ CHANNELS = (1, 3, 4)
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 DEEP = ("I", "F")
 """How the names of Pillow's modes of more than 8 bits begin: I, I;16, I;16B, F."""
+PAIR = 2
 NEAR = 1e-3
 """How far 255 times a float image may be from whole numbers: float32 holds k / 255 much closer."""
 
@@ -62,6 +63,7 @@ def from_arrays(
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
         raise DataError(f"{name}: x has the shape {x.shape}, y {y.shape}; one target is needed for each sample")
     owner = None if clients is None else _owners(clients, len(x), name)
+    _check_test(test, name)
     if isinstance(test, tuple):
         train, (test_x, test_y) = np.arange(len(x)), (_array(t, f"{name}: test") for t in test)
     else:
@@ -81,7 +83,11 @@ def from_clients(
 ) -> Data:
     """One (x, y) for each client, as in `from_arrays`: a natural partition (`partition_rule="natural"`). `test`: the
     share of each client's samples to test on, or (x, y) of a common test part."""
-    arrays = [(_array(x, f"{name}: x of client {i}"), _array(y, f"{name}: y")) for i, (x, y) in enumerate(parts)]
+    _check_test(test, name)
+    pairs = [] if isinstance(parts, Mapping) or not isinstance(parts, Iterable) else list(parts)
+    if any(not isinstance(pair, tuple | list) or len(pair) != PAIR for pair in pairs):
+        raise DataError(f"{name}: one (x, y) for each client is expected")
+    arrays = [(_array(x, f"{name}: x of client {i}"), _array(y, f"{name}: y")) for i, (x, y) in enumerate(pairs)]
     if not arrays:
         raise DataError(f"{name}: no client has data; one (x, y) for each client is expected")
     kept: list[tuple[Array, Array]] = []
@@ -113,6 +119,8 @@ def from_clients(
 def from_folder(path: str | Path, *, test: float = 0.2, size: int | tuple[int, int] | None = None) -> Data:
     """Images path/<class>/*.png (or jpg, bmp, webp); the classes are the folders' names in alphabetical order. `size`:
     height and width that all are scaled to; None: all have the same already."""
+    if not isinstance(path, str | Path):
+        raise DataError(f"a folder is expected, got {path!r}")
     root = Path(path)
     classes = sorted(each.name for each in root.iterdir() if each.is_dir()) if root.is_dir() else []
     if not classes:
@@ -176,6 +184,8 @@ def _data(
     x, test_x = _samples(x, name), _samples(test_x, name)
     if (mean is None) != (std is None):
         raise DataError(f"{name}: mean and std go together: give both, or neither, and they are measured")
+    if not all(each is None or isinstance(each, Sequence | np.ndarray | torch.Tensor) for each in (mean, std)):
+        raise DataError(f"{name}: mean and std have a number for each channel or feature, [0.5]; got {mean!r}, {std!r}")
     if mean is None or std is None:
         mean, std = _measured(x, name)
     kinds = np.int64 if isinstance(task, Classification) else np.float32
@@ -187,14 +197,24 @@ def _data(
 
 def _array(value: Any, what: str) -> Array:
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy()
+        try:
+            value = value.detach().cpu().numpy()
+        except (TypeError, RuntimeError) as error:
+            kind = f"{value.layout}, {value.dtype}".replace("torch.", "")
+            raise DataError(f"{what}: a dense tensor of NumPy's types is expected, got one of {kind}") from error
     try:
         found = np.asarray(value)
     except ValueError as error:
         raise DataError(f"{what}: samples of different shapes cannot be one array: {error}") from error
     if found.dtype.kind not in "iufb":
-        raise DataError(f"{what}: numbers are expected, got an array of {found.dtype}")
+        hint = ". Labels that are words: numpy.unique(y, return_inverse=True)[1]" if found.dtype.kind in "USO" else ""
+        raise DataError(f"{what}: numbers are expected, got an array of {found.dtype}{hint}")
     return found
+
+
+def _check_test(test: Any, name: str) -> None:
+    if isinstance(test, tuple) and len(test) != PAIR:
+        raise DataError(f"{name}: test is a share, or (x, y) of the test part, got {len(test)} things")
 
 
 def _alike(a: Array, b: Array) -> bool:
@@ -207,15 +227,19 @@ def _owners(clients: Any, samples: int, name: str) -> Array:
     listed = np.asarray(clients)
     if listed.shape != (samples,):
         raise DataError(f"{name}: clients says whose each of {samples} samples is, (N,); got the shape {listed.shape}")
-    return np.unique(listed, return_inverse=True)[1]
+    try:
+        return np.unique(listed, return_inverse=True)[1]
+    except TypeError as error:
+        raise DataError(f"{name}: clients are all numbers or all texts, without None: {error}") from error
 
 
 def _split(y: Array, share: float, name: str) -> tuple[Array, Array]:
     """Ascending positions of the training and the test part, with the classes in equal shares."""
     count = round(share * len(y)) if isinstance(share, float | int) and math.isfinite(share) else 0
     if not 1 <= count < len(y):
+        given = share if isinstance(share, float | int) else f"a {type(share).__name__}"
         raise DataError(
-            f"{name}: test = {share!r} of {len(y)} samples leaves one part empty: give a share between 0 and 1, or "
+            f"{name}: test = {given} of {len(y)} samples leaves one part empty: give a share between 0 and 1, or "
             "(x, y) of the test part"
         )
     labels = y if y.ndim == 1 and y.dtype.kind in "iu" else np.zeros(len(y), dtype=np.int64)
@@ -247,7 +271,9 @@ def _task(y: Array, test_y: Array, name: str) -> Task:
         return Classification(largest + 1)
     if y.dtype.kind == "f":
         return Regression(1 if y.ndim == 1 else y.shape[1])
-    raise DataError(f"{name}: targets are integers (classes) or floats (numbers to predict), got {y.dtype}")
+    raise DataError(
+        f"{name}: targets are integers (classes) or floats (numbers to predict), got {y.dtype}: y.astype(int)"
+    )
 
 
 def _samples(x: Array, name: str) -> Array:

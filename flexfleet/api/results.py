@@ -195,7 +195,7 @@ class Result:
             names = [member.name for member in pool]
             wanted = names[-1] if level is None else level
             if wanted not in names:
-                raise ConfigError(f"there is no level {wanted!r}{nearest(wanted, names)}")
+                raise ConfigError(f"there is no level {wanted!r}{nearest(str(wanted), names)}")
             data, family, member = resolved.data, resolved.family, pool[names.index(wanted)]
             parts = partitioning.load(self.folder / "partition", data)
             proxy = torch.from_numpy(np.sort(np.concatenate([parts.proxy_train, parts.proxy_test])))
@@ -214,7 +214,7 @@ class Result:
             raise ConfigError(f"{self.run_id}: its task has no classes")
         wanted = list(found)[-1] if level is None else level
         if wanted not in found:
-            raise ConfigError(f"there is no level {wanted!r}{nearest(wanted, found)}")
+            raise ConfigError(f"there is no level {wanted!r}{nearest(str(wanted), found)}")
         return table([{str(j): count for j, count in enumerate(row)} for row in found[wanted]])
 
     # ------------------------------------------------------------------------------------------------- rounds
@@ -233,6 +233,9 @@ class Result:
         update, change. The rounds since the last state that is kept before it are computed again; with
         options={'rounds.keep_every': 1} there are none. Where clients keep something between rounds, or rounds are
         buffered, all rounds before it are computed again."""
+        for name, value in (("round", round), ("client", client)):
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise ConfigError(f"{name} is a whole number, got {value!r}")
         with self._resolved() as resolved:
             config = resolved.config
             site = site_of(resolved, self.folder / "partition", self.folder / "pool")
@@ -258,6 +261,8 @@ def load(run: str | Path | Result) -> Result:
 
 def in_store(name: str | Path, file: str) -> Path:
     """The folder that holds this file, here or in the folder `runs`."""
+    if not isinstance(name, str | Path):
+        raise ConfigError(f"a folder or a name is expected, got {name!r}")
     path = Path(name)
     there = not (path / file).is_file() and (DEFAULT_STORE / path / file).is_file()
     return DEFAULT_STORE / path if there else path

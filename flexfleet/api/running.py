@@ -12,13 +12,14 @@ from typing import Any
 from fl_engine.core.errors import ConfigError, Stopped
 from fl_engine.core.samples import Data
 from fl_engine.training.guest import guest
-from flexfleet.api.asked import Default, check_reach, config_of
+from flexfleet.api.asked import Default, check_kinds, check_reach, config_of, plain
 from flexfleet.api.bar import Bar, in_notebook
 from flexfleet.api.callbacks import Callback, Watching
 from flexfleet.api.errors import told
 from flexfleet.api.results import Result
 from flexfleet.config import Config, parse_with_algorithm
 from flexfleet.config.names import new_name
+from flexfleet.config.names import plain as plain_name
 from flexfleet.files.artifacts import RunFile
 from flexfleet.runs.whole import run as run_all
 from flexfleet.steps.prepare import Resolved
@@ -83,7 +84,12 @@ def run(
         "store_uri": store_uri,
     }
     __tracebackhide__ = True
-    return told(lambda: _run(config_of(config, options, keywords), run_id, resume, callbacks, progress))
+
+    def go() -> Result:
+        check_kinds(config, options)
+        return _run(config_of(config, options, keywords), run_id, resume, callbacks, progress)
+
+    return told(go)
 
 
 def resumed(result: Result, rounds: int | None, callbacks: Sequence[Callback], progress: bool | None) -> Result:
@@ -94,7 +100,7 @@ def resumed(result: Result, rounds: int | None, callbacks: Sequence[Callback], p
         values = dict(RunFile.read(result.folder / "run.json").config)
         values["run"] = {**values["run"], "store": str(result.folder.parent)}
         if rounds is not None:
-            values["rounds"] = {**values["rounds"], "stop": rounds}
+            values["rounds"] = {**values["rounds"], "stop": plain(rounds, "rounds")}
         return _run(parse_with_algorithm(values)[0], result.run_id, True, callbacks, progress)
 
     return told(go)
@@ -105,11 +111,13 @@ def _run(
 ) -> Result:
     if resume and run_id is None:
         raise ConfigError("resume=True needs run_id, the name of the run to go on with")
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks: a list of objects of flexfleet.Callback is expected, got {callbacks!r}")
     check_reach(config)
     watching = Watching(callbacks)
     with guest(), shown(progress):
         resolved = Resolved.of(config)
-        name = run_id or new_name(config)
+        name = new_name(config) if run_id is None else plain_name(run_id, "run_id")
         folder = Path(config.run.store) / name
         status = "failed"
         try:

@@ -12,12 +12,13 @@ from typing import Any
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.training.guest import guest
-from flexfleet.api.asked import Default, check_reach, config_of, plain
+from flexfleet.api.asked import Default, check_kinds, check_reach, config_of, plain
 from flexfleet.api.errors import told
 from flexfleet.api.results import in_store
 from flexfleet.api.running import ALGORITHM, DATASET, MODEL, shown
 from flexfleet.api.tables import table, to_html
 from flexfleet.config import Config, load_config, parse
+from flexfleet.config.names import plain as plain_name
 from flexfleet.config.overrides import PARAMETERS
 from flexfleet.files.terminal import missing
 from flexfleet.studies import outcome
@@ -90,7 +91,7 @@ def _tune(
         raise EnvironmentFailure(missing("optuna"))
     config = study_of(space, given, keywords)
     check_reach(config, config.tune.workers)
-    name = id or time.strftime("tune-%Y%m%d-%H%M%S")
+    name = time.strftime("tune-%Y%m%d-%H%M%S") if id is None else plain_name(id, "a study's id")
     folder = Path(config.run.store) / name
     if folder.exists() and not resume:
         raise ConfigError(f"{folder} exists already: go on with resume=True, or give another id")
@@ -101,6 +102,9 @@ def _tune(
 
 def study_of(space: Mapping[str, Any] | None, given: Mapping[str, Any], keywords: Mapping[str, Any]) -> Config:
     """The configuration of a study; `given`: parameters of its section `tune`. Raises ConfigError."""
+    check_kinds(keywords.get("config"), keywords.get("options"))
+    if space is not None and not isinstance(space, Mapping):
+        raise ConfigError(f"space: a mapping is expected, {{'training.lr': (0.01, 0.5)}}, got {space!r}")
     options = dict(keywords.get("options") or {})
     rest = {name: value for name, value in keywords.items() if name not in ("config", "options")}
     config = config_of(keywords.get("config"), options, rest)

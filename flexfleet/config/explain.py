@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from fl_engine.core.errors import masked, nearest
 from fl_engine.core.registry import COMPLETE, UNKNOWN
+from flexfleet.config.short import SHORT
 
 
 def explain(error: ValidationError, root: Any, prefix: str = "") -> str:
@@ -19,10 +20,15 @@ def explain(error: ValidationError, root: Any, prefix: str = "") -> str:
         *parents, last = e["loc"] or ("",)
         names, known = _walk(root, parents)
         path = prefix + ".".join([*names, str(last)])
-        if e["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        if e["type"] == "extra_forbidden" and path in SHORT:
+            lines.append(f"unknown parameter {path!r}: its dotted name is {SHORT[path]}")
+        elif e["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             lines.append(f"unknown parameter {path!r}{nearest(str(last), known)}")
         elif e["type"] == UNKNOWN:
             lines.append(f"unknown parameter {path!r}{nearest(str(last), e['ctx']['known'])}")
+        elif e["msg"] == "Input should be an object":
+            inner = SHORT.get(path) or f"{path}.{next(iter(_walk(root, e['loc'])[1]), 'name')}"
+            lines.append(f"{path} is a section, got {short(e['input'])}: set a parameter in it, e.g. {inner}")
         elif e["type"] == COMPLETE:
             lines.append(f"{path}: {e['msg']}")
         else:

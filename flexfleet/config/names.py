@@ -21,6 +21,8 @@ def plain(name: str, what: str) -> str:
     """The name as it is. `what`: the option or parameter that gives it. Raises ConfigError where it is no plain name:
     empty, with a slash, a control or an invisible character, a dot or a dash in front, a blank at an end, or longer
     than LONGEST."""
+    if not isinstance(name, str):
+        raise ConfigError(f"{what} is a name, a text, got {name!r}")
     wrong = not name or not name.isprintable() or "/" in name or "\\" in name or name[0] in ".-" or name != name.strip()
     if wrong or len(name.encode()) > LONGEST:
         shown = repr(name) if len(name) <= 80 else f"{name[:80]!r}... ({len(name.encode(errors='replace'))} bytes)"

@@ -141,8 +141,10 @@ def applied(config: Config, values: Values) -> Config:
 def check_names(config: Config) -> None:
     """Raises ConfigError where a name in `tune.space` takes none of its values: it is misspelt, say. Names may need
     each other, as an option and what has it, so what can be together is not looked at one by one."""
-    values = {path: r.choices or (r.low, r.high) for path, r in config.tune.space.items()}
-    values = {path: [int(v) for v in of] if config.tune.space[path].whole else of for path, of in values.items()}
+    values = {
+        path: list(r.choices) or [int(v) if r.whole else v for v in (r.low or 0, r.high or 0)]
+        for path, r in config.tune.space.items()
+    }
     if any(_wrong(config, {path: of[end] for path, of in values.items()}) is None for end in (0, -1)):
         return
     for path, of in values.items():

@@ -232,6 +232,12 @@ def test_options_of_what_a_keyword_names_are_kept(tmp_path: Path, monkeypatch: p
         ({"training.lr": object()}, {}, "a number, a text, a list or a mapping"),
         (None, {"dataset": (np.zeros((4, 2)), np.zeros(4))}, r"flexfleet.from_arrays\(x, y\)"),
         (None, {"dataset": 3}, "a name or data are expected, got int"),
+        (None, {"dataset": np.zeros((4, 2))}, r"got ndarray: flexfleet.from_arrays\(x, y\)"),
+        (None, {"dataset": torch.zeros(4, 2)}, r"got Tensor: flexfleet.from_arrays\(x, y\)"),
+        ({"rounds": 3}, {}, r"rounds is a section, got 3: set a parameter in it, e\.g\. rounds\.stop"),
+        ({"algorithm": "heterofl"}, {}, r"algorithm is a section, got 'heterofl'.* algorithm\.name"),
+        ({"tune": 3}, {}, r"tune is a section, got 3.* tune\.trials"),
+        ({"learning_rate": 0.1}, {}, r"unknown parameter 'learning_rate': its dotted name is training\.lr$"),
         (None, {"algorithm": 3}, "a name, a class or an object"),
         (None, {"algorithm": dict}, "a dataclass is expected"),
         (None, {"algorithm": Ours(training=AllLarge.training.__class__(lr=7.0))}, "shared by all algorithms"),
@@ -306,6 +312,40 @@ def test_an_error_of_the_system_in_own_code_keeps_its_traceback() -> None:
     with pytest.raises(ff.EnvironmentFailure, match="no/such: No such file") as told:
         in_a_call(own)
     assert isinstance(told.value.__cause__, OSError)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "a callback alone": (lambda: ff.run(callbacks=ff.Callback()), "a list of objects of flexfleet.Callback"),  # type: ignore[arg-type]
+    "no callbacks": (lambda: ff.run(callbacks=None), "a list of objects of flexfleet.Callback"),  # type: ignore[arg-type]
+    "a number as a name": (lambda: ff.run(run_id=3, **SMALL), "run_id is a name, a text, got 3"),  # type: ignore[arg-type]
+    "options in a list": (lambda: ff.run(options=["rounds.stop=3"]), "options: a mapping"),  # type: ignore[arg-type]
+    "config as a number": (lambda: ff.run(config=3), "config: a file.* got int"),  # type: ignore[arg-type]
+    "options of compare": (lambda: ff.compare(["flexfl"], options=3), "options: a mapping"),
+    "to as a number": (lambda: ff.compare(["flexfl"], to=0.5), "to: a list of accuracies"),  # type: ignore[arg-type]
+    "over as a list": (lambda: ff.compare(["flexfl"], over=["training.lr"]), "over: a mapping"),  # type: ignore[arg-type]
+    "space as a list": (lambda: ff.tune(space=["training.lr"]), "space: a mapping"),  # type: ignore[arg-type]
+    "nothing to load": (lambda: ff.load(None), "a folder or a name is expected"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_values_of_another_kind_are_refused_at_the_entrance(what: str, store: Path) -> None:
+    call, said = WRONG[what]
+    with pytest.raises(ff.ConfigError, match=said):
+        call()
+
+
+def test_a_result_refuses_values_of_another_kind(result: ff.Result) -> None:
+    with pytest.raises(ff.ConfigError, match=r"config: .* got Result; of a result"):
+        ff.run(config=result)  # type: ignore[arg-type]
+    for ask in (result.model, result.confusion):
+        with pytest.raises(ff.ConfigError, match=r"no level 0\.5"):
+            ask(0.5)  # type: ignore[arg-type]
+    with pytest.raises(ff.ConfigError, match="round is a whole number, got '1'"):
+        result.replay("1", "1")  # type: ignore[arg-type]
+    with pytest.raises(ff.ConfigError, match=r"client is a whole number, got 1\.0"):
+        result.replay(1, 1.0)  # type: ignore[arg-type]
+    assert result.resume(np.int64(2), progress=False).status == "finished"  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------- a guest

@@ -169,6 +169,14 @@ def test_a_table_of_huggingface() -> None:
         (BYTES.reshape(60, 64), LABELS, {}, "uint8 samples are images"),
         (NUMBERS, LABELS - 1, {}, "expected classes 0..1, found -1"),
         ([[1.0], [1.0, 2.0]], [0, 1], {}, "samples of different shapes"),
+        (NUMBERS, np.array(["a", "b"] * 30), {}, r"array of <U1. Labels that are words: numpy\.unique"),
+        (NUMBERS, LABELS > 0, {}, r"y\.astype\(int\)"),
+        (torch.zeros(60, 2, dtype=torch.bfloat16), LABELS, {}, "a dense tensor .* got one of strided, bfloat16"),
+        (torch.eye(60).to_sparse(), LABELS, {}, "a dense tensor .* got one of sparse"),
+        (NUMBERS, LABELS, {"mean": 0.5, "std": 1.0}, "a number for each channel or feature"),
+        (NUMBERS, LABELS, {"test": (NUMBERS, LABELS, 3)}, "got 3 things"),
+        (NUMBERS, LABELS, {"test": [NUMBERS, LABELS]}, "test = a list of 60 samples"),
+        (NUMBERS, LABELS, {"clients": ["a", None] * 30}, "clients are all numbers or all texts"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(x: Any, y: Any, more: dict[str, Any], said: str) -> None:
@@ -181,6 +189,13 @@ def test_clients_with_unlike_samples_are_refused() -> None:
         ff.from_clients([(NUMBERS, LABELS), (NUMBERS[:, :3], LABELS)])
     with pytest.raises(ff.DataError, match="no client has data"):
         ff.from_clients([])
+    for parts in (None, {"a": (NUMBERS, LABELS)}, [NUMBERS, NUMBERS], [(NUMBERS, LABELS, 1)], [3]):
+        with pytest.raises(ff.DataError, match=r"one \(x, y\) for each client is expected|no client has data"):
+            ff.from_clients(parts)  # type: ignore[arg-type]
+    with pytest.raises(ff.DataError, match="client 1 has x"):
+        ff.from_clients([(NUMBERS, LABELS), (3, 4)])
+    with pytest.raises(ff.DataError, match="a folder is expected, got None"):
+        ff.from_folder(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("y", [LABELS + 0.5, LABELS > 0, LABELS[:, None]])
