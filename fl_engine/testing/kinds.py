@@ -1,5 +1,6 @@
 """The smallest data sets and networks of other kinds than the classification of images: a table with a number to
-predict, sequences of tokens, series of measurements, and images in which rectangles are to be found."""
+predict, sequences of tokens, sentences whose next words are to be predicted, series of measurements, and images in
+which rectangles are to be found."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, 
 from fl_engine.data.files import byte_statistics
 from fl_engine.datasets import Source
 from fl_engine.models.layers import FREE, check_spec, linear_slots
-from fl_engine.tasks import Classification, Detection, Regression
+from fl_engine.models.text_transformer import TextTransformer
+from fl_engine.tasks import Classification, Detection, NextToken, Regression
 from fl_engine.testing.tiny import CLIENTS, SAMPLES
 
 FEATURES = 6
@@ -224,6 +226,24 @@ def tiny_sequences(clients: int = CLIENTS) -> Data:
     return Data("tiny_sequences", Classification(classes), x[:cut], y[:cut], x[cut:], y[cut:])
 
 
+def tiny_text(clients: int = CLIENTS) -> Data:
+    """Sentences of up to five words: behind each word most often comes the next of the vocabulary. As in texts, tokens
+    are 0 for padding, the words, one out of the vocabulary, the begin and the end."""
+    rng = seeds.rng(0, "tiny text")
+    words, cut = VOCABULARY - 4, SAMPLES * clients
+    unknown, begin, end = words + 1, words + 2, words + 3
+    tokens = np.zeros((cut + 40, LENGTH + 2), dtype=np.int64)
+    for row in tokens:
+        count = int(rng.integers(2, LENGTH + 1))
+        steps = np.where(rng.random(count) < 0.9, 1, rng.integers(0, words, count))
+        said = 1 + (rng.integers(words) + steps.cumsum()) % words
+        said[rng.random(count) < 0.05] = unknown
+        row[: count + 2] = [begin, *said, end]
+    x, y = (torch.from_numpy(np.ascontiguousarray(part)) for part in (tokens[:, :LENGTH], tokens[:, 1 : LENGTH + 1]))
+    task = NextToken(VOCABULARY, LENGTH, 0, (unknown, begin, end))
+    return Data("tiny_text", task, x[:cut], y[:cut], x[cut:], y[cut:])
+
+
 def tiny_series(clients: int = CLIENTS) -> Data:
     """Two sensors over five steps: what they measure falls, stays or rises, which is the sample's class, the second by
     twice as much. And some noise."""
@@ -257,12 +277,17 @@ def tiny_boxes(clients: int = CLIENTS) -> Data:
 
 TABLE = Source("a made-up table with a number to predict", lambda root: tiny_table())
 SEQUENCES = Source("made-up sequences of tokens in three classes", lambda root: tiny_sequences())
+TEXT = Source("made-up sentences whose next words are to be predicted", lambda root: tiny_text())
 SERIES = Source("made-up series of two sensors in three classes", lambda root: tiny_series())
 BOXES = Source("made-up images of dark and bright rectangles to find", lambda root: tiny_boxes())
 
 KINDS: dict[str, tuple[ModelFamily, Data]] = {
     "regression": (TinyMLP(), tiny_table()),
     "tokens": (TinyTokens(), tiny_sequences()),
+    "next_token": (
+        TextTransformer((LENGTH,), VOCABULARY, layers=1, heads=4, head_size=3, embedding=12, hidden=32),
+        tiny_text(),
+    ),
     "series": (TinyLSTM(), tiny_series()),
     "detection": (TinyDetector(), tiny_boxes()),
 }

@@ -17,14 +17,14 @@ OBJECTIVE, OPTIMISER = f"{__name__}:loss", f"{__name__}:sgd"
 
 def loss(model: nn.Module, x: Tensor, y: Tensor, start: Mapping[str, Tensor]) -> Tensor:
     """The mean over the samples, at the last exit where there are several: cross entropy of classes (B,), the squared
-    error of numbers (B, outputs), the loss of the tiny detection of boxes (B, most, 5)."""
+    error of numbers (B, outputs), the tiny tasks' own loss of next tokens (B, T) and of boxes (B, most, 5)."""
     out = model(x)
     last = out[-1] if isinstance(out, tuple) else out
     if y.dim() == 1:
         return F.cross_entropy(last, y, reduction="none").mean()
-    if y.dim() == 2:
+    if y.dim() == 2 and y.is_floating_point():
         return F.mse_loss(last, y)
-    return KINDS["detection"][1].task.loss(last, y).mean()
+    return KINDS["next_token" if y.dim() == 2 else "detection"][1].task.loss(last, y).mean()
 
 
 def sgd(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
