@@ -9,7 +9,8 @@ element by element (`merge`).
 Departs from the paper:
 - the proxy is cut from the training data before the clients get theirs (the authors' code takes it from the test set);
 - one Adam pre-trains for all epochs; `pretrain.reset_adam` makes a new one each epoch, as the authors' code does;
-- gamma is found by bisection on the size of all parameters (`pool.py`); `rule: authors` is their search;
+- gamma is found by bisection on the size of all parameters (`pool.py`), and a model fits where more is free than its
+  size; `rule: authors` is their search, whose models are larger, and fit from the size that they were meant to have;
 - selection draws uniformly among the devices that can hold the level (`selection.ResourceTable`);
 - the distillation term is reduced by the mean over batch and classes, as in the authors' code (`losses.py`);
 - teachers are all smaller pool members, M2' and M3' included, as in the code, and drop no units: there they do in the
@@ -60,7 +61,8 @@ class FlexFL:
     """How far a model's size may be from its target, in points; null: the largest of 0.5, one channel of the widest
     layer, and half a channel of the layer whose channels are largest."""
     rule: pools.Rule = "closest"
-    """`closest` (the paper's sizes) or `authors` (the published code's first hit from above)."""
+    """`closest` (the paper's sizes) or `authors` (the published code's first hit from above). With `authors`, a device
+    compares what it has free with the targets, as their code does, and not with the models' sizes, which are larger."""
     apoz: tuple[Share, ...] | None = None
     """A_i of each layer that can be pruned, in network order, instead of measured ones: nothing is pre-trained then."""
     use_apoz: bool = True
@@ -124,7 +126,7 @@ class FlexFL:
         pools.check_nested(family, tuple(mains))
         if self.adaptive_size is None:
             return tuple(mains)
-        percent = [100 * m.share for m in mains] if self.gammas else list(self.targets)
+        percent = self._percent(mains)
         _check_adaptive(self.adaptive_size, percent)
         models = mains[:1]
         for size, main in zip(percent[1:], mains[1:], strict=True):
@@ -136,6 +138,10 @@ class FlexFL:
             return (0.5,) * layers
         return measured(prepared) if self.apoz is None else self.apoz
 
+    def _percent(self, mains: Sequence[PoolModel]) -> list[float]:
+        """What the dispatched models are meant to have, in % of the full one."""
+        return [100 * m.share for m in mains] if self.gammas else list(self.targets)
+
     selector, init = pooled.selector, pooled.init
 
     # --------------------------------------------------------------------------------------------- a round
@@ -144,12 +150,20 @@ class FlexFL:
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         """On the device: AdaPrune (Sec. III-C), then self-distillation (Sec. III-D, Eq. 4)."""
-        trained = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
+        thresholds = self._nominal(ctx.pool) if self.rule == "authors" else None
+        trained = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small, thresholds)
         smaller = ctx.pool[:trained]
         drops = self.teachers == "train" or (self.teachers == "authors" and order.round == 0)
         teachers = Distillation(tuple(m.spec for m in smaller), self.kd_weight, self.temperature, training=drops)
         distils = bool(smaller) and self.kd_weight > 0
         return local_task(self.training, order, ctx.pool[trained].spec, distillation=teachers if distils else None)
+
+    def _nominal(self, pool: Pool) -> list[float]:
+        """What each model is meant to have, in % of the full one: 25, 40, 50, 90 and 100 by default."""
+        smallest, *larger = self._percent([m for m in pool if m.dispatched])
+        if self.adaptive_size is None:
+            return [smallest, *larger]
+        return [smallest, *(size for main in larger for size in (main - self.adaptive_size, main))]
 
     merge = pooled.merge
     """Sec. III-E: the mean of each element over the clients that trained it."""

@@ -373,16 +373,24 @@ def task(method: TrainsWhatItIsSent, order: WorkOrder, ctx: TaskContext) -> Loca
     return local_task(method.training, order, ctx.pool[order.level].spec)
 
 
-def largest_fitting(order: WorkOrder, ctx: TaskContext, among: Iterable[int], on_too_small: TooSmall) -> int:
+def largest_fitting(
+    order: WorkOrder,
+    ctx: TaskContext,
+    among: Iterable[int],
+    on_too_small: TooSmall,
+    thresholds: Sequence[float] | None = None,
+) -> int:
     """Of the pool models `among` (ascending, all within what was received) the largest that needs less than what is
-    free now; where none does, the smallest all the same, or a ClientError."""
+    free now; where none does, the smallest all the same, or a ClientError. With `thresholds`, in % of the full model,
+    one for each pool model, a model fits from its threshold on, whatever its size."""
     candidates = list(among)
+    needs = [100 * m.share for m in ctx.pool] if thresholds is None else thresholds
     for i in reversed(candidates):
-        if ctx.observed > 100 * ctx.pool[i].share:
+        if ctx.observed > needs[i] or (thresholds is not None and ctx.observed == needs[i]):
             return i
     if on_too_small == "train":
         return candidates[0]
-    need = 100 * ctx.pool[candidates[0]].share
+    need = needs[candidates[0]]
     raise ClientError(f"{ctx.observed:.1f} % of the full model is free, the smallest needs {need:.1f} %")
 
 

@@ -407,63 +407,6 @@ def test_with_fixed_gammas_gamma_is_measured_against_the_real_gaps() -> None:
     assert shares["M2'"] == pytest.approx(shares["M2"] - 26, abs=0.6)
 
 
-# ------------------------------------------------------------------------------------------- the authors' pool
-PRESETS = {
-    "vgg16": (
-        0.5064863739, 0.5133746033, 0.6503060303, 0.6177527161, 0.6347842560, 0.5949074097, 0.5648363647, 0.6065169678,
-        0.6035700073, 0.5883703003, 0.5890387573, 0.8103564453, 0.9636040039, 0.9940224609, 0.8050889893,
-    ),
-    "resnet34": (0.5686834259, 0.6525205196, 0.6017078438, 0.7603804525, 0.9060739441),
-    "mobilenetv2": (
-        0.5241017761, 0.5438592300, 0.5871572561, 0.5837559595, 0.6264267758, 0.6690035765, 0.6671791822, 0.6705858425,
-        0.9949864386,
-    ),
-}  # fmt: skip
-"""APoZ for CIFAR-10, as printed in the published code."""
-AUTHORS = [
-    # g of gamma = 100/g, and parameters: of M1, M2', M2, M3'.
-    ("vgg16", (58, 41, 31, 15), (9_877_106, 15_037_489, 18_102_099, 31_135_815), (29.36, 44.69, 53.80, 92.54)),
-    ("resnet34", (37, 28, 20, 10), (6_296_547, 9_689_715, 11_671_306, 20_067_466), (29.18, 44.90, 54.09, 93.00)),
-    ("mobilenetv2", (63, 51, 45, 8), (663_070, 988_425, 1_234_367, 2_113_000), (29.41, 43.84, 54.74, 93.71)),
-]
-
-
-@pytest.mark.parametrize(("model", "g", "params", "percent"), AUTHORS)
-def test_the_authors_pool(model: str, g: tuple[int, ...], params: tuple[int, ...], percent: tuple[float, ...]) -> None:
-    """What their code makes of their presets, on CIFAR-10."""
-    pool = tiny_pool(FlexFL(rule="authors", apoz=PRESETS[model]), APOZ[model][0])
-    assert [m.name for m in pool] == NAMES
-    assert [m.gamma for m in pool] == [*(100 / each for each in g), None]
-    assert tuple(m.params for m in pool[:-1]) == params
-    assert tuple(round(100 * m.share, 2) for m in pool) == (*percent, 100)
-
-
-@pytest.mark.parametrize("model", APOZ)
-def test_the_authors_rule_is_the_first_hit_from_above(model: str) -> None:
-    """gamma runs over 100/g, g = 1 .. 199; the first model whose prunable part is within 5 points of the target."""
-    family, (_, scores, *_) = APOZ[model]
-    layers, layout = family.prunable(), family.layout()
-    adjust = pools.adjustment_weights(pools.layer_sizes(family))
-    prunable = sum(pools.layer_sizes(family))
-
-    def share(g: int) -> float:
-        """Of the prunable part: the whole less the classifier, whose input is the last layer's."""
-        spec = pools.spec_of(family, pools.ratios_at(100 / g, scores, adjust))
-        last = layout.width(spec, layers[-1].group)
-        return (count_params(family, spec) - (last + 1) * 10) / prunable
-
-    shares = {g: share(g) for g in range(1, 200)}
-    for m, target in zip(tiny_pool(FlexFL(rule="authors"), family, scores)[:-1], TARGETS, strict=False):
-        assert m.gamma == 100 / next(g for g, size in shares.items() if abs(size - target / 100) <= 0.05)
-        assert 100 * m.share > target, "larger than the target says"
-
-
-def test_a_target_that_the_authors_rule_never_hits() -> None:
-    """gamma is never below 100/199, which keeps half of each layer here."""
-    with pytest.raises(PoolError, match=r"no gamma = 100/g, g = 1 .. 199, comes within 5 points of 2 %"):
-        tiny_pool(FlexFL(rule="authors", targets=(2.0, 50.0, 100.0), apoz=(0.0, 0.0)), TINY)
-
-
 # ------------------------------------------------------------------------------------------------ given scores
 def test_given_scores_are_those_that_were_measured() -> None:
     scores = (0.3, 0.6)
