@@ -54,8 +54,9 @@ def compare(
     defines; with more, each is a process of its own. `id`: the name of the comparison's folder in the store (default:
     the time); `resume`: go on with the comparison of this id.
 
-    Raises ConfigError before anything trains; `flexfleet.comparisons.whole.RunsFailed` if runs failed, after all others
-    ended.
+    Raises ConfigError before anything trains; `flexfleet.comparisons.whole.RunsFailed` if runs failed with an expected
+    error, after all others ended. With one job an error of own code ends the comparison at once, with a note that names
+    label and seed.
     """
     __tracebackhide__ = True
     return told(lambda: _compare(algorithms, seeds, over, to, jobs, id, resume, progress, common))

@@ -214,6 +214,10 @@ class Result:
             raise ConfigError(f"{self.run_id}: its task has no classes")
         wanted = list(found)[-1] if level is None else level
         if wanted not in found:
+            if wanted in [level.name for level in self._pool.levels]:
+                raise ConfigError(
+                    f"level {wanted!r} is not reported, so its answers are not counted: {', '.join(found)} are"
+                )
             raise ConfigError(f"there is no level {wanted!r}{nearest(str(wanted), found)}")
         return table([{str(j): count for j, count in enumerate(row)} for row in found[wanted]])
 
@@ -226,7 +230,12 @@ class Result:
         from flexfleet.api.running import resumed
 
         __tracebackhide__ = True
-        return resumed(self, rounds, callbacks, progress)
+        try:
+            return resumed(self, rounds, callbacks, progress)
+        finally:  # what was read before is not so any more
+            for name in ("_run", "_config", "_ledger", "_rows", "_pool", "_result", "params"):
+                self.__dict__.pop(name, None)
+            self._made = None
 
     def replay(self, round: int, client: int) -> ClientRound:
         """What `client` was asked in `round`, counted from 1, and what it did, computed once more: order, task, start,
@@ -263,6 +272,8 @@ def in_store(name: str | Path, file: str) -> Path:
     """The folder that holds this file, here or in the folder `runs`."""
     if not isinstance(name, str | Path):
         raise ConfigError(f"a folder or a name is expected, got {name!r}")
-    path = Path(name)
-    there = not (path / file).is_file() and (DEFAULT_STORE / path / file).is_file()
-    return DEFAULT_STORE / path if there else path
+    path, inside = Path(name), DEFAULT_STORE / name
+    found = next((each for each in (path, inside) if (each / file).is_file()), None)
+    if found is None and not (path.exists() or inside.exists()):
+        raise ConfigError(f"there is no folder {path}, nor {inside}")
+    return found or (path if path.exists() else inside)

@@ -88,7 +88,8 @@ def one_by_one(commands: Sequence[Command], at_once: int = 1) -> dict[str, int]:
     """What `side_by_side` gives, in this process, by each command's `call`.
 
     An expected error (FlexfleetError) is written into the command's log and becomes its exit code. Stopped, Ctrl-C and
-    unexpected errors, as those of the user's own code, leave this function at once.
+    unexpected errors, as those of the user's own code, leave this function at once; the note of an unexpected one names
+    the command.
     """
     codes: dict[str, int] = {}
     for command in commands:
@@ -104,6 +105,11 @@ def one_by_one(commands: Sequence[Command], at_once: int = 1) -> dict[str, int]:
             except FlexfleetError as error:
                 codes[command.name] = error.exit_code
                 file.write(f"error: {' '.join(str(error).split())}\n")
+            except Exception as error:
+                error.add_note(
+                    f"in {command.name} ({len(codes) + 1} of {len(commands)}); what was made before it is kept"
+                )
+                raise
         _tell(command, codes, len(commands), time.monotonic() - started)
     return codes
 

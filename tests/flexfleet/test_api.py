@@ -106,13 +106,18 @@ def test_the_confusion_counts_every_test_sample(result: ff.Result) -> None:
     found = np.asarray(result.confusion())
     assert found.shape == (10, 10) and found.sum() == 100
     assert np.trace(found) / 100 == pytest.approx(result.metrics["full"])
+    hidden = next(name for name in result.levels["name"] if name not in result.metrics["levels"])
+    with pytest.raises(ff.ConfigError, match=f"level {hidden!r} is not reported"):
+        result.confusion(hidden)
 
 
 def test_more_rounds_are_those_of_a_longer_run(result: ff.Result) -> None:
     short = ff.run(run_id="short", **{**SMALL, "rounds": 1})
+    assert len(short.history) == 1 and short.model_sha256 != result.model_sha256
     assert short.resume(2, progress=False).model_sha256 == result.model_sha256
     with pytest.raises(ff.ConfigError, match="cannot go back"):
         short.resume(1, progress=False)
+    assert len(short.history) == 2 and short.model_sha256 == result.model_sha256
 
 
 def test_a_clients_round_is_computed_again_from_its_order(result: ff.Result) -> None:
@@ -326,6 +331,14 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "space as a list": (lambda: ff.tune(space=["training.lr"]), "space: a mapping"),  # type: ignore[arg-type]
     "nothing to load": (lambda: ff.load(None), "a folder or a name is expected"),  # type: ignore[arg-type]
 }
+
+
+def test_what_is_not_there_is_told_with_both_places(store: Path) -> None:
+    with pytest.raises(ff.ConfigError, match="there is no folder nope, nor runs/nope"):
+        ff.load("nope")
+    (store / "begun").mkdir(parents=True)
+    with pytest.raises(ff.ConfigError, match=r"runs/begun is no folder of a run"):
+        ff.load("begun")
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -115,7 +115,7 @@ def test_paired_differences_are_those_of_the_runs(both: ff.Comparison) -> None:
 def test_a_comparison_is_found_again(both: ff.Comparison) -> None:
     for place in ("both", both.folder, str(both.folder), both):
         assert ff.load_comparison(place).runs.keys() == both.runs.keys()
-    with pytest.raises(ff.ConfigError, match="no finished comparison"):
+    with pytest.raises(ff.ConfigError, match="there is no folder nowhere, nor runs/nowhere"):
         ff.load_comparison("nowhere")
     with pytest.raises(ff.ConfigError, match="resume=True"):
         ff.compare(["flexfl"], id="both", **SMALL)

@@ -71,7 +71,7 @@ def test_a_study_has_what_its_folder_has(study: ff.Study) -> None:
 def test_a_study_is_found_again(study: ff.Study) -> None:
     for place in ("lr", study.folder, str(study.folder), study):
         assert ff.load_study(place).best == study.best
-    with pytest.raises(ff.ConfigError, match="no finished study"):
+    with pytest.raises(ff.ConfigError, match="there is no folder nowhere, nor runs/nowhere"):
         ff.load_study("nowhere")
     with pytest.raises(ff.ConfigError, match="resume=True"):
         ff.tune("heterofl", id="lr", **SEARCH, **SMALL)

@@ -200,6 +200,16 @@ def test_one_by_one_says_which_run_begins(tmp_path: Path, caplog: pytest.LogCapt
     assert [line for line in caplog.messages if "begins" in line] == ["a-s0 begins (1 of 2)", "b-s0 begins (2 of 2)"]
 
 
+def test_an_error_of_own_code_names_its_run(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("of somebody's own")
+
+    job = side_by_side.Command("mine-s0", "m", (), tmp_path / "a.log", call=fail)
+    with pytest.raises(ZeroDivisionError) as told:
+        side_by_side.one_by_one([job])
+    assert told.value.__notes__ == ["in mine-s0 (1 of 1); what was made before it is kept"]
+
+
 def test_a_late_import_is_told_by_the_first_run_that_shows_warnings(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
