@@ -81,8 +81,8 @@ def _section(value: Any, prefix: str, indent: str) -> Iterator[str]:
         elif path == "fleet.tiers":
             yield from _line(f"{name}:", _about(kind, name, path), indent, above=True)
             for tier in default:
-                given = {f.name: value for f in fields(tier) if (value := getattr(tier, f.name)) is not None}
-                yield f"{indent}  - {_value(given)}"
+                told = {f.name: each for f in fields(tier) if (each := getattr(tier, f.name)) is not None}
+                yield f"{indent}  - {_value(told)}"
         else:
             yield from _line(f"{name}: {_value(default)}", _about(kind, name, path), indent)
 
