@@ -27,13 +27,15 @@ def is_guest() -> bool:
 def _as_in_a_new_process() -> Iterator[None]:
     """What decides how torch computes has its defaults."""
     dtype, precision, mkldnn = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.backends.mkldnn
-    enabled = mkldnn.enabled
+    enabled, cudnn = mkldnn.enabled, torch.backends.cudnn
+    on_cuda = cudnn.enabled, cudnn.allow_tf32
     # Only where it is needed: torch asks such a context at every call.
     here = torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext()
     try:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
         mkldnn.enabled = True  # type: ignore[assignment]
+        cudnn.enabled, cudnn.allow_tf32 = True, True
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -46,13 +48,14 @@ def _as_in_a_new_process() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_float32_matmul_precision(precision)
         mkldnn.enabled = enabled
+        cudnn.enabled, cudnn.allow_tf32 = on_cuda
 
 
 @contextmanager
 def guest() -> Iterator[None]:
-    """Inside, torch computes as in a new process, whatever the host has set: precision, gradients, device. Afterwards
-    its settings, the random states of torch, numpy and Python, signal handlers and `sys.path` are as before; malloc's
-    settings are not touched."""
+    """Inside, torch computes as in a new process, whatever the host has set of precision, default type and device,
+    gradients and cuDNN. Afterwards its settings, the random states of torch, numpy and Python, signal handlers and
+    `sys.path` are as before; malloc's settings are not touched."""
     threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
     flags = cudnn.benchmark, cudnn.deterministic
     drawn = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -71,8 +71,8 @@ class Result:
 
     def _repr_html_(self) -> str:
         names, said = ["run", "status", "rounds"], [self.run_id, self.status, len(self._rows)]
-        measure = measure_in(self._rows[-1].metrics) if self._rows else None
-        if measure is not None and "avg" in self.metrics:
+        if "avg" in self.metrics:
+            measure = measure_in(self._scored)
             names += [f"avg {measure.unit}", f"full {measure.unit}"]
             said += [measure.said(self.metrics[of]) for of in ("avg", "full")]
         page = f'<p><a href="{html.escape(str(self.report))}">report</a></p>' if self.report else ""
@@ -81,7 +81,7 @@ class Result:
     def _told(self) -> str:
         if "avg" not in self.metrics:
             return ""
-        measure = measure_in(self._rows[-1].metrics)
+        measure = measure_in(self._scored)
         avg, full = (measure.with_unit(self.metrics[of]) for of in ("avg", "full"))
         return f", avg {avg}, full {full}"
 
@@ -111,6 +111,11 @@ class Result:
     @cached_property
     def _rows(self) -> Sequence[Row]:
         return self._ledger.checkpoints.rows()
+
+    @property
+    def _scored(self) -> Mapping[str, float]:
+        """The measurements of the last round that was evaluated."""
+        return next((row.metrics for row in reversed(self._rows) if "avg" in row.metrics), {})
 
     @cached_property
     def _pool(self) -> PoolFile:
@@ -148,11 +153,12 @@ class Result:
     def metrics(self) -> dict[str, Any]:
         if self._result is not None:
             return dict(self._result.metrics)
-        scored = next((row.metrics for row in reversed(self._rows) if "avg" in row.metrics), None)
-        if scored is None:
+        scored = self._scored
+        if not scored:
             return {}
-        with self._resolved() as resolved:
-            name = resolved.data.task.metric.name
+        largest = [level.name for level in self._pool.levels if level.reported][-1]
+        of_largest = (key.removesuffix(f"/{largest}") for key in scored if key.endswith(f"/{largest}"))
+        name = next(key for key in of_largest if key != "loss" and scored[f"{key}/{largest}"] == scored["full"])
         levels = {key.removeprefix(f"{name}/"): value for key, value in scored.items() if key.startswith(f"{name}/")}
         return {"avg": scored["avg"], "full": scored["full"], "levels": levels}
 

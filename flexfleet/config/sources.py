@@ -41,7 +41,8 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
 
 def sources(config: Config, sections: Collection[str] | None = None) -> dict[str, str]:
     """By name, the sha256 of its module's file; of what a cell or a script itself defines, that of its source and of
-    all that it uses there. What is in the package of `run.code` is left out: the package has a sha256 as a whole."""
+    the functions and classes that it uses there, but not of numbers and other values. What is in the package of
+    `run.code` is left out: the package has a sha256 as a whole."""
     package = None if config.run.code is None else code.name_of(Path(config.run.code))
     return {name: _digest(name) for name in named(config, sections) if name.partition(":")[0].split(".")[0] != package}
 
@@ -106,8 +107,13 @@ def _source(value: type | types.FunctionType) -> str:
 
 def _compiled(code: types.CodeType) -> tuple[Any, ...]:
     """What a function does; without its place in the file and in memory."""
-    consts = tuple(_compiled(each) if isinstance(each, types.CodeType) else each for each in code.co_consts)
-    return code.co_code, code.co_names, consts
+    return code.co_code, code.co_names, tuple(map(_constant, code.co_consts))
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, types.CodeType):
+        return _compiled(value)
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else value  # a set has another order each time
 
 
 def _is_plain(value: Any) -> bool:

@@ -109,6 +109,24 @@ def test_looking_at_a_run_executes_none_of_its_code(run: Any, package: Path, fle
     assert not Path("executed").exists()
 
 
+class Stop(ff.Callback):
+    def on_round(self, round: ff.Round) -> Any:
+        return ff.STOP if round.number == 1 else None
+
+
+def test_looking_at_a_run_that_was_stopped_executes_none_of_its_code(package: Path, quick: Sequence[str]) -> None:
+    (package / "__init__.py").write_text("open('executed', 'a').close()\n")
+    options = dict(pair_of(each) for each in [*quick, *SETS]) | {"run.code": str(package), "rounds.stop": 3}
+    options["rounds.evaluate_every"] = 1
+    ff.run(options=options, run_id="a", callbacks=[Stop()], progress=False)
+    Path("executed").unlink()
+    package.rename(package.with_name("away"))
+    found = ff.load("a")
+    assert "stopped, round 1, avg" in repr(found) and "avg" in found._repr_html_()
+    assert set(found.metrics["levels"]) == set(found.levels["name"]) and found.metrics["full"] > 0
+    assert not Path("executed").exists()
+
+
 def test_from_python_it_is_imported_while_it_is_needed(run: Any, package: Path, quick: Sequence[str]) -> None:
     """And it comes from the run's folder: the source may have changed, or be gone."""
     expected = run("a")
