@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fl_engine.core.samples import Task
+from fl_engine.core.samples import Task, has_sequences
 
 
 def self_distillation(goal: Task, student: Tensor, teachers: Sequence[Tensor], temperature: float) -> Tensor:
@@ -44,7 +44,8 @@ def distil_from_last(goal: Task, outputs: Sequence[Tensor], temperature: float) 
     total = outputs[0].new_zeros(len(outputs[0]))
     for j, student in enumerate(outputs[:-1]):
         total = total + (j + 1) * _divergence(goal, student, outputs[-1], temperature)
-    return total * (temperature**2 / (n * (n + 1) / 2) / outputs[-1][0].numel())
+    classes = outputs[-1].shape[1] if has_sequences(goal) else outputs[-1][0].numel()
+    return total * (temperature**2 / (n * (n + 1) / 2) / classes)
 
 
 def of_sandwich(goal: Task, outputs: Sequence[Tensor], y: Tensor, weight: float, temperature: float) -> Tensor:
@@ -70,8 +71,10 @@ def distil_mutually(goal: Task, outputs: Sequence[Tensor], temperature: float) -
 
 
 def _divergence(goal: Task, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """For classes, KL(teacher || student) of softened distributions."""
-    return goal.divergence(goal.softened(student, temperature), teacher, temperature).flatten(1).sum(1)
+    """For classes, KL(teacher || student) of softened distributions; of a sequence the mean over its positions, as its
+    loss is."""
+    terms = goal.divergence(goal.softened(student, temperature), teacher, temperature)
+    return terms.flatten(1).sum(1) / (terms.shape[-1] if has_sequences(goal) else 1)
 
 
 def mask_absent(logits: Tensor, present: Tensor) -> Tensor:

@@ -32,10 +32,10 @@ from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import execute
 from fl_engine.exchange.server import ServerSite
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.tasks import Classification, Regression
+from fl_engine.tasks import Classification, NextToken, Regression
 from fl_engine.testing.tiny import SEED, TRAINING, TinyNet, assert_same_bits, context_of, start_of, tiny_data, tiny_site
 from fl_engine.training.local import Job, Trained, train
-from fl_engine.training.losses import distil_from_last, distil_mutually, mask_absent, of_exits
+from fl_engine.training.losses import distil_from_last, distil_mutually, mask_absent, of_exits, of_sandwich
 
 FAMILY = TinyNet()
 FOUR, TWO = Classification(4), Classification(2)
@@ -218,6 +218,19 @@ def test_who_learns_from_whom() -> None:
     distil_mutually(TWO, three, 1.0).mean().backward()  # type: ignore[no-untyped-call]
     assert two[0].grad is not None and three[0].grad is not None
     torch.testing.assert_close(two[0].grad, three[0].grad)
+
+
+def test_of_a_sequence_the_terms_are_means_over_its_positions() -> None:
+    """What is said at one position, said at five, is the same loss and the same distance."""
+    goal = NextToken(4, 5)
+    exits = [torch.randn(3, 4, 1, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    once, y = Classification(4), torch.tensor([1, 2, 3])
+    repeated = [each.expand(3, 4, 5) for each in exits]
+    for term in (distil_from_last, distil_mutually):
+        single = term(once, [each[..., 0] for each in exits], 2.0)
+        torch.testing.assert_close(term(goal, repeated, 2.0), single)
+    whole = of_sandwich(goal, repeated, y[:, None].expand(3, 5), 0.5, 2.0)
+    torch.testing.assert_close(whole, of_sandwich(once, [each[..., 0] for each in exits], y, 0.5, 2.0))
 
 
 # ---------------------------------------------------------------------------------------- numbers, not classes
