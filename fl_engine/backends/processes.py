@@ -25,7 +25,7 @@ import torch.multiprocessing  # noqa: F401 - tensors go to a worker through shar
 from fl_engine.backends.in_process import by_cost, check_device, prepare_process
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import FlexfleetError
-from fl_engine.core.system import without_main
+from fl_engine.core.system import told_exit, without_main
 from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
 from fl_engine.exchange.client import Site, Work, accept_all, train
 from fl_engine.exchange.code import Handed
@@ -87,7 +87,7 @@ class Processes:
                         yield self._mailbox.receive(plan, work.order.client)
                     continue
                 worker.process.join()
-                reason = f"its worker process ended with {_said(worker.process.exitcode)}"
+                reason = f"its worker process ended with {told_exit(worker.process.exitcode)}"
                 self._workers[place] = self._start(worker.device)
                 first = group[0].order.client
                 tried[first] = tried.get(first, 0) + 1
@@ -137,10 +137,6 @@ def _answer(link: Connection) -> Any:
         return link.recv()
     except (EOFError, ConnectionResetError):
         return None
-
-
-def _said(exit_code: int | None) -> str:
-    return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
 
 
 def _serve(code: None, site: Site, mailbox: Mailbox, device: str, link: Connection) -> None:

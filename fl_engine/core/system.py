@@ -1,4 +1,4 @@
-"""What Python has on Linux and macOS alone, and what a new process imports."""
+"""What Python has on Linux and macOS alone, and what a new process imports and ends with."""
 
 from __future__ import annotations
 
@@ -34,3 +34,8 @@ def without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+def told_exit(exit_code: int | None) -> str:
+    """How a process of multiprocessing has ended."""
+    return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"

@@ -5,7 +5,8 @@ distillation take their part of it. So the coordinator measures the peak of ever
 it, and a client trains the levels whose peak has room. Algorithms and the server's checks compare what is free to a
 level's share of the parameters, so room is told in that unit:
 
-    room = need of level i         ->  just above 100 * share of level i, so that level i fits
+    room = need of level i         ->  just above 100 * share of level i, so that level i fits (if no smaller level
+                                       needs more)
     room between needs i and i+1   ->  in proportion between the two shares
 """
 
@@ -18,20 +19,24 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.fields import STRICT
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import full_shapes, is_statistic, made_up, shapes, take
-from fl_engine.core.system import of_posix, without_main
+from fl_engine.core.system import of_posix, told_exit, without_main
 from fl_engine.core.types import LocalTask, Params, Pool, SubmodelSpec
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics
 
 BATCHES = 3
 """Of a trial: after the second step the optimiser has its state, and the allocator what it keeps."""
+Bytes = Annotated[int, Field(ge=0, lt=2**60)]
 HEADROOM = 1.25
 """Of `needed`: what the files take while they are read, and what an allocator keeps."""
 
@@ -41,8 +46,10 @@ class Peaks:
     """Bytes of resident memory: `base` before a client trains, with the data set; `levels` at the peak of training each
     member of the pool."""
 
-    base: int
-    levels: tuple[int, ...]
+    __pydantic_config__: ClassVar = STRICT
+
+    base: Bytes
+    levels: tuple[Bytes, ...]
 
     @property
     def needs(self) -> tuple[int, ...]:
@@ -69,7 +76,7 @@ def level_peaks(
 ) -> Peaks:
     """Measures each trial in a process of its own, which holds `samples` samples of a client and trains three batches
     of them. `prepare` is called there first, and sets the process up as a client's. Raises EnvironmentFailure where
-    such a process dies, usually for lack of memory."""
+    such a process dies: it is killed for lack of memory, or training fails in it."""
     found = [_measured(family, goal, trial, samples, numerics, prepare) for trial in trials]
     base = max(before for before, _ in found)
     return Peaks(base, tuple(base + peak - before for before, peak in found))
@@ -90,9 +97,11 @@ def _measured(
         before, peak = here.recv()
     except EOFError:
         process.join()
+        killed = process.exitcode is not None and process.exitcode < 0
+        hint = "give the coordinator as much memory as the largest level takes" if killed else "its error is above"
         raise EnvironmentFailure(
-            f"training {trial.name} once, to see how much memory it takes, ended with exit code {process.exitcode}: "
-            "give the coordinator as much memory as the largest level takes"
+            f"training {trial.name} once, to see how much memory it takes, ended with {told_exit(process.exitcode)}: "
+            f"{hint}"
         ) from None
     process.join()
     return int(before), int(peak)

@@ -70,7 +70,7 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
         if told.require_numerics:
             raise ClientError(f"{said} (kubernetes.require_numerics)")
         log.warning(said)
-    free = _free(told, pool, failures) if told.observe == "cgroup" else None
+    free = _free(told, pool, numerics, failures) if told.observe == "cgroup" else None
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
     struck = faults.parse(config.rounds.faults)
     sealed = config.kubernetes.state_key is not None
@@ -79,8 +79,9 @@ def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Sit
     return algorithm, site
 
 
-def _free(told: Assignment, pool: Pool, failures: int) -> float:
-    """What this pod has free now, in % of the full model's parameters."""
+def _free(told: Assignment, pool: Pool, numerics: Numerics, failures: int) -> float:
+    """What each client of this pod has free now, in % of the full model's parameters. Those that train side by side
+    share the pod's room."""
     peaks = told.memory
     if peaks is None:
         raise ClientError("observe=cgroup, but the assignment does not say how much memory training takes")
@@ -89,9 +90,10 @@ def _free(told: Assignment, pool: Pool, failures: int) -> float:
             f"the assignment says how much memory {len(peaks.levels)} levels take, the run's pool has {len(pool)}: "
             "start the run anew, so that both are of one version"
         )
-    room = cgroup.room(peaks.base)
+    at_once = min(len(told.clients), numerics.lanes) if numerics.strategy == "batched" else 1
+    room = cgroup.room(peaks.base) // at_once
     free = memory.free(room, peaks, pool, failures)
-    said = "%.1f MiB are free, room for %.1f %% of the full model (failures before: %d)"
+    said = "%.1f MiB are free for a client, room for %.1f %% of the full model (failures before: %d)"
     log.info(said, room / 2**20, free, failures)
     return free
 

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from fl_engine.backends.in_process import prepare_process
-from fl_engine.core.errors import ClientError
-from fl_engine.core.types import TaskContext, WorkOrder
+from fl_engine.core.errors import ClientError, ConfigError
+from fl_engine.core.types import LocalTask, TaskContext, WorkOrder
 from fl_engine.rounds.run import Run
 from fl_engine.training.memory import Peaks, Trial, level_peaks
 
@@ -21,10 +21,13 @@ log = logging.getLogger("flexfleet")
 def peaks_of(run: Run, initial: Any) -> Peaks:
     """Of each level of the pool: activations, gradients, optimiser, teachers, the largest batch that some client has,
     and the samples of the client that has most; with the data set, which every client reads. `initial`: the algorithm's
-    state before the first round. Takes seconds for each level."""
+    state before the first round. Takes seconds for each level. Raises ConfigError where devices train a level with less
+    free than its size (FlexFL's `rule: authors`), since room for its peak is told as more than that."""
     site, data = run.site, run.site.data
     samples = max(map(len, site.partition.clients))
-    trials = trials_of(run, run.algorithm.plan(initial, run.context(0, run.begins(0, 0.0))).orders)
+    orders = run.algorithm.plan(initial, run.context(0, run.begins(0, 0.0))).orders
+    check_prunes(run, orders)
+    trials = trials_of(run, orders)
     log.info("measuring how much memory training each of %d levels takes", len(trials))
     prepare = partial(prepare_process, ("cpu",))
     found = level_peaks(site.family, data.task, trials, samples, site.numerics, prepare)
@@ -52,12 +55,37 @@ def trials_of(run: Run, orders: Sequence[WorkOrder]) -> list[Trial]:
 
 
 def _trial(run: Run, orders: Sequence[WorkOrder], level: int, sent: int) -> Trial:
-    site, pool = run.site, run.site.pool
+    order, size = _order(run, orders, sent), 100 * run.site.pool[level].share
+    return Trial(run.site.pool[level].name, order.spec, _task(run, order, math.nextafter(size, math.inf)))
+
+
+def _order(run: Run, orders: Sequence[WorkOrder], sent: int) -> WorkOrder:
+    """To a client that is sent this level, in the last round."""
     order = next((order for order in orders if order.level == sent), None)
     if order is None:
-        other = orders[0] if orders else WorkOrder(0, 0, pool[sent].spec, {}, 0, sent)
-        order = replace(other, level=sent, spec=pool[sent].spec)
-    order = replace(order, round=run.terms.stop - 1)
-    room = math.nextafter(100 * pool[level].share, math.inf)
-    context = TaskContext(site.layout, pool, site.fleet[order.client], room)
-    return Trial(pool[level].name, order.spec, run.algorithm.task(order, context))
+        spec = run.site.pool[sent].spec
+        other = orders[0] if orders else WorkOrder(0, 0, spec, {}, 0, sent)
+        order = replace(other, level=sent, spec=spec)
+    return replace(order, round=run.terms.stop - 1)
+
+
+def _task(run: Run, order: WorkOrder, free: float) -> LocalTask:
+    site = run.site
+    return run.algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[order.client], free))
+
+
+def check_prunes(run: Run, orders: Sequence[WorkOrder]) -> None:
+    """Raises ConfigError where a device trains a level with less free than its size."""
+    pool = run.site.pool
+    largest = max(i for i in range(len(pool)) if pool[i].dispatched)
+    for member in pool[1:largest]:
+        try:
+            task = _task(run, _order(run, orders, largest), 100 * member.share)
+        except ClientError:
+            continue
+        if task.spec == member.spec:
+            raise ConfigError(
+                f"kubernetes.observe=cgroup: with this algorithm a device trains {member.name} though it has no more "
+                f"free than its size ({100 * member.share:.2f} %), so its peak may have no room: a rule that compares "
+                "with the models' sizes is expected (FlexFL's algorithm.rule=closest), or kubernetes.observe=simulated"
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from fl_engine.algorithms import FlexFL
 from fl_engine.core.errors import ConfigError, IntegrityError, PartitionError
@@ -267,6 +268,12 @@ TOLD = json.loads(
         writes={"rounds/00003/updates/1.json": Upload(verb="PUT", url="http://h", fields={"a": "b"}, size=9)},
     ).model_dump_json()
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("memory", [{"base": -1}, {"base": True}, {"base": "10"}, {"levels": [10**400, 1]}])
+def test_peaks_of_an_assignment_are_bounded(memory: Mapping[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Assignment.model_validate_json(json.dumps({**TOLD, "memory": {**TOLD["memory"], **memory}}))
 
 
 COMMON_URLS = {"site/run.json": "http://127.0.0.1:1/x?signature=y"}

@@ -149,7 +149,7 @@ def test_a_device_prunes_to_what_its_pod_has_left_and_steps_down_after_it_was_ki
 ) -> None:
     pools = "{weak: {memory: 180Mi}, medium: {memory: 180Mi}, strong: {memory: 2Gi}}"
     settings = ("training.fraction=1.0", "kubernetes.observe=cgroup", f"kubernetes.pools={pools}")
-    settings += ("kubernetes.clients_per_pod=6",)
+    settings += ("kubernetes.clients_per_pod=6", "run.strategy=single")
     pool = PoolFile.read(prepared / "pool" / "pool.json").levels
     names = [level.name for level in pool]
 

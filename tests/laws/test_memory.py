@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from fl_engine.algorithms import FedX, FjORD, FlexFL
 from fl_engine.algorithms.pooled import Training
 from fl_engine.backends.in_process import prepare_process
 from fl_engine.core.contracts import Algorithm
-from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.errors import ConfigError, EnvironmentFailure
 from fl_engine.core.slicing import initial_params, made_up, take
 from fl_engine.core.types import Params, Pool
 from fl_engine.models.vgg16 import VGG16
@@ -32,7 +33,7 @@ from fl_engine.training.local import Job, opened
 from fl_engine.training.memory import Peaks, Trial
 from fl_engine.training.numerics import SINGLE
 from fl_engine.training.step_memory import counted
-from flexfleet.steps.peaks import trials_of
+from flexfleet.steps.peaks import check_prunes, trials_of
 
 FLEXFL = FlexFL(training=TRAINING)
 POOL = tiny_site(FLEXFL).pool
@@ -161,6 +162,8 @@ def test_a_process_that_dies_is_told_with_its_level() -> None:
     _, trials = flexfl_trials()
     with pytest.raises(EnvironmentFailure, match=r"training M1 once, .* ended with exit code 9"):
         memory.level_peaks(VGG, GOAL, trials[:1], 10, SINGLE, partial(sys.exit, 9))
+    with pytest.raises(EnvironmentFailure, match=r"ended with signal 9: give the coordinator as much memory"):
+        memory.level_peaks(VGG, GOAL, trials[:1], 10, SINGLE, partial(signal.raise_signal, signal.SIGKILL))
 
 
 # ------------------------------------------------------------------------------------------------- what is tried
@@ -193,6 +196,21 @@ def test_a_level_that_no_device_is_sent_is_tried_by_itself() -> None:
     pool, found = trials(FedX(training=TRAINING, level="small"))
     assert not all(member.dispatched for member in pool)
     assert [t.task.spec for t in found] == [member.spec for member in pool]
+
+
+def test_a_rule_that_trains_what_is_larger_than_free_is_refused() -> None:
+    """FlexFL's `rule: authors` compares with the targets; room for a peak is told by the real sizes."""
+    site = tiny_site(FLEXFL)
+    pool = tuple(replace(m, share=share) for m, share in zip(site.pool, (0.29, 0.44, 0.54, 0.92, 1.0), strict=True))
+
+    def check(algorithm: FlexFL) -> None:
+        run = Run(algorithm, replace(site, pool=pool), RoundsConfig(stop=7))
+        initial = algorithm.init(initial_params(site.family, 0), site.layout, site.fleet, pool, run.server)
+        check_prunes(run, algorithm.plan(initial, run.context(0, 0.0)).orders)
+
+    check(FLEXFL)
+    with pytest.raises(ConfigError, match=r"trains M2' though it has no more free than its size \(44.00 %\)"):
+        check(replace(FLEXFL, rule="authors"))
 
 
 COUNTED = """
