@@ -19,13 +19,20 @@ def examples(path: Path, data_set: str) -> Iterator[Any]:
         import h5py  # heavy, and for these data sets alone
     except ImportError as error:
         raise EnvironmentFailure(f"{data_set} is read with h5py: pip install 'flexfleet[hdf5]'") from error
-    try:
+    try:  # h5py has errors of many kinds for a damaged file
         with h5py.File(path, "r") as file:
             found = file.get("examples")
             if not isinstance(found, h5py.Group):
                 raise DataError(f"{path}: expected a group 'examples', as TensorFlow Federated has it; is it another?")
             yield found
-    except (OSError, RuntimeError, KeyError, ValueError, UnicodeError) as error:  # h5py's errors for a damaged file
+    except (
+        OSError,
+        RuntimeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        UnicodeError,
+    ) as error:
         raise DataError(f"{path}: cannot be read as HDF5 ({error}); delete it and fetch again") from error
 
 

@@ -57,7 +57,7 @@ USERS, SENTENCES = 1000, 128
 """How many users of a file are read, and how many sentences of each at most."""
 PADDING = 0
 LONGEST = 2**16
-"""Bytes of the longest line of words and counts."""
+"""Bytes of the longest line of words and counts, and of a sentence where sentences have a fixed length."""
 
 
 def load(root: Path, words: int = WORDS, users: int = USERS, sentences: int = SENTENCES) -> Data:
@@ -127,7 +127,8 @@ def _sentences(
 ) -> NDArray[np.int64]:
     """A user's sentences as tokens, (n, 21)."""
     count = texts.shape[0] if texts.shape else 0
-    if texts.dtype.kind not in "OS" or texts.shape not in ((count,), (count, 1)) or not count:
+    fits = texts.dtype.kind == "O" or (texts.dtype.kind == "S" and texts.dtype.itemsize <= LONGEST)
+    if not fits or texts.shape not in ((count,), (count, 1)) or not count:
         raise DataError(
             f"{who}: expected tokens of strings, (n,) with n of at least 1, found {texts.dtype} {texts.shape}; delete "
             "the file and fetch again"

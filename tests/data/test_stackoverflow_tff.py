@@ -93,12 +93,21 @@ def put(file: Any, values: Any) -> None:
     file["examples/00000001/tokens"] = values
 
 
+def _times(file: Any) -> None:
+    """Elements of a type that NumPy does not have."""
+    del file["examples/00000001/tokens"]
+    space = h5py.h5s.create_simple((2,))
+    h5py.h5d.create(file["examples/00000001"].id, b"tokens", h5py.h5t.UNIX_D32LE, space)
+
+
 BROKEN: dict[str, tuple[Callable[[Any], object], str]] = {
     "no examples": (lambda f: f.move("examples", "others"), "expected a group 'examples'"),
     "no users": (lambda f: (f.pop("examples"), f.create_group("examples")), "no user has a sentence"),
     "no tokens": (lambda f: f["examples/00000001"].pop("tokens"), "'00000001': expected the array tokens"),
     "an array for a user": (lambda f: f.create_dataset("examples/0", data=[1]), "'0': expected the array tokens"),
     "numbers": (lambda f: put(f, [1, 2]), r"tokens of strings, \(n,\).*found int64 \(2,\)"),
+    "long sentences": (lambda f: put(f, np.zeros(1, dtype="S70000")), r"found \|S70000"),
+    "times": (_times, "cannot be read as HDF5"),
     "none": (lambda f: put(f, np.zeros(0, dtype="S4")), r"found \|S4 \(0,\)"),
     "a table": (lambda f: put(f, [[b"a", b"b"]]), r"\(1, 2\)"),
     "one": (lambda f: put(f, b"a"), r"found \S+ \(\)"),
