@@ -133,7 +133,8 @@ def fleets() -> dict[str, str]:
 
     return {
         name: ", ".join(
-            f"{100 * t.share:.3g} % {t.name} (hold {t.memory:.3g} %, spread {'/'.join(f'{s:.3g}' for s in t.sigma)})"
+            f"{100 * t.share:.3g} % {t.name} (hold {'at least ' if t.width else ''}{t.memory:.3g} %, spread "
+            f"{'/'.join(f'{s:.3g}' for s in t.sigma)})"
             for t in tiers
         )
         for name, tiers in FLEETS.items()

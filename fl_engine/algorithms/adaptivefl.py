@@ -42,13 +42,16 @@ Variant = Literal["cs", "c", "s", "random", "greed"]
 
 Widths = tuple[Fraction, Fraction]
 
-PUBLISHED: dict[int, tuple[Widths, tuple[int, ...]]] = {
-    15: ((0.40, 0.66), (8, 6, 4)),
-    5: ((0.43, 0.68), (3, 2, 1)),
-    9: ((0.46, 0.69), (4, 3, 2)),
+_VGG16 = (*(f"conv{i}" for i in range(1, 14)), "fc1", "fc2")
+_RESNET18 = ("stem", *(f"stage{i}" for i in range(1, 5)))
+_MOBILENETV2 = ("stem", *(f"stage{i}" for i in range(1, 8)), "head")
+PUBLISHED: dict[tuple[str, ...], tuple[Widths, tuple[int, ...]]] = {
+    _VGG16: ((0.40, 0.66), (8, 6, 4)),
+    _RESNET18: ((0.43, 0.68), (3, 2, 1)),
+    _MOBILENETV2: ((0.46, 0.69), (4, 3, 2)),
 }
-"""r_w of the S and the M models, and I, by the number of layers that can be pruned: VGG16 (Table 1), ResNet18 and
-MobileNetV2 (the authors' code). The stem and each stage are a layer."""
+"""r_w of the S and the M models, and I, by the layers that can be pruned: VGG16 (Table 1), ResNet18 and MobileNetV2
+(the authors' code). The stem and each stage are a layer."""
 
 OTHERS: Widths = (0.40, 0.66)
 """r_w for other networks."""
@@ -64,8 +67,8 @@ class AdaptiveFL:
 
     training: Training = Training()
     widths: Widths | None = None
-    """r_w of the S and the M models. null: the authors' for ResNet18 (0.43, 0.68) and MobileNetV2 (0.46, 0.69); the
-    paper's for VGG16, 0.4 and 0.66, for all other networks too."""
+    """r_w of the S and the M models. null: the authors' for ResNet18 (0.43, 0.68; also for other networks of a stem and
+    four stages) and MobileNetV2 (0.46, 0.69); the paper's for VGG16, 0.4 and 0.66, for all other networks too."""
     p: Count = 3
     """Models per level: 3 is fine-grained, 1 coarse (the ablation of Table 4)."""
     starts: tuple[Index, ...] | None = None
@@ -86,7 +89,7 @@ class AdaptiveFL:
     # ------------------------------------------------------------------------------------ before the rounds
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """S_p .. S_1, M_p .. M_1, L_1 (Sec. 3.2, Table 1). avg is the mean of S_1, M_1 and L_1."""
-        published = PUBLISHED.get(len(family.prunable()), (OTHERS, ()))
+        published = PUBLISHED.get(tuple(layer.group for layer in family.prunable()), (OTHERS, ()))
         widths = published[0] if self.widths is None else self.widths
         if not widths[0] < widths[1] < 1:
             raise PoolError(f"algorithm.widths: S below M below 1, got {list(widths)}")

@@ -143,13 +143,14 @@ def fleet(
 ) -> tuple[Device, ...]:
     """One device per client. Shares are met to the nearest device (largest remainder); which client is which is
     drawn from the seed, so every algorithm of a comparison meets the same fleet. `family`: the network that they train,
-    for tiers with a `width`; None: r_M is `memory`. Raises ConfigError for tiers that no fleet can have."""
+    with the changes that the algorithm makes, for tiers with a `width`; None: r_M is `memory`. Raises ConfigError for
+    tiers that no fleet can have."""
     tiers = named(tiers) if isinstance(tiers, str) else tiers
     if not tiers:
         raise ConfigError("fleet.tiers is empty: give at least one tier")
     for t in tiers:
         _check(t)
-    tiers = tiers if family is None else [_holding(t, family) for t in tiers]
+    tiers = tiers if family is None else [holding(t, family) for t in tiers]
     if abs(sum(t.share for t in tiers) - 1) > 1e-6:
         shares = ", ".join(f"{t.name} {t.share}" for t in tiers)
         raise ConfigError(f"the shares of fleet.tiers must add up to 1, got {shares}")
@@ -179,7 +180,7 @@ def _check(t: Tier) -> None:
         raise ConfigError(f"fleet tier {t.name!r}: limits (low, high) lie around memory = {t.memory}, got {t.limits}")
 
 
-def _holding(t: Tier, family: ModelFamily) -> Tier:
+def holding(t: Tier, family: ModelFamily) -> Tier:
     """The tier with what a sub-model of its width takes of this network, half a parameter more than that: whoever holds
     a model has more free than it needs."""
     layout = family.layout()

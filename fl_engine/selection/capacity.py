@@ -66,7 +66,6 @@ def check_capacity(fleet: Sequence[Device], pool: Pool) -> None:
     unheld = [f"{m.name} ({100 * m.share:.4g} %)" for m in sent if not any(holds(d, m.share) for d in fleet)]
     if unheld:
         log.warning(
-            "fleet: no device can hold %s: the strongest holds %.4g %% of the full model. What these models have "
-            "beyond the smaller ones is not trained",
+            "fleet: no device can hold %s: the strongest holds %.4g %% of the full model. They are never sent",
             ", ".join(unheld), most,
         )  # fmt: skip

@@ -256,14 +256,15 @@ def measure(night: Night, folders: Folders, turns: int, runs_in: str = PROCESSES
 
 
 def _values(runs: Sequence[Run], to: float) -> dict[str, tuple[float, ...]]:
-    """A run that does not reach the accuracy counts as one round more than it had."""
+    """A run that does not reach the accuracy counts as one round more than the longest had."""
+    longest = 1 + max(len(run.rows) for run in runs)
     until = [comparison.first(run.rows, to) for run in runs]
     sent = [comparison.sent(run.rows) for run in runs]
     out = {
         "full": tuple(run.evaluation.full for run in runs),
-        "rounds": tuple(float(n + 1 if n >= 0 else len(run.rows) + 1) for n, run in zip(until, runs, strict=True)),
+        "rounds": tuple(float(n + 1 if n >= 0 else longest) for n in until),
         "mb": tuple(
-            (sum(each[: n + 1]) if n >= 0 else sum(each) * (1 + 1 / len(each))) / comparison.MB
+            (sum(each[: n + 1]) if n >= 0 else sum(each) * longest / len(each)) / comparison.MB
             for n, each in zip(until, sent, strict=True)
         ),
         **{name: tuple(max(row.metrics[name] for row in run.rows) for run in runs) for name in MEMORY},

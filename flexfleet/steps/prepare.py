@@ -141,8 +141,8 @@ def _found(config: Config) -> Data:
 
 def check_fits(data: Data, family: ModelFamily) -> None:
     """Raises what `check_takes` raises; ModelError if the network answers once for a sample and the task wants an
-    answer at every place of an image or every position of a sequence, for tokens also the other way round;
-    EnvironmentFailure if a package is missing that computes the metric."""
+    answer at every place of an image or every position of a sequence, for tokens also if it answers at every position
+    and the task wants one answer; EnvironmentFailure if a package is missing that computes the metric."""
     check_ready(data.task)
     check_takes(data, family)
     if has_boxes(data.task) or has_sequences(data.task) or data.has_tokens:

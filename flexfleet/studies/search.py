@@ -17,9 +17,11 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import BadInput, ConfigError, Stopped, Unreachable, first_line, masked
 from fl_engine.core.search import Interval, Searched
 from fl_engine.core.types import Pool
+from fl_engine.fleet.devices import holding
 from flexfleet.config import Config, Range, algorithm, parse, set_path
 
 log = logging.getLogger("flexfleet")
@@ -145,7 +147,8 @@ def check_names(config: Config) -> None:
         path: list(r.choices) or [int(v) if r.whole else v for v in (r.low or 0, r.high or 0)]
         for path, r in config.tune.space.items()
     }
-    if any(_wrong(config, {path: of[end] for path, of in values.items()}) is None for end in (0, -1)):
+    most = max(map(len, values.values()), default=0)
+    if any(_wrong(config, {path: of[min(k, len(of) - 1)] for path, of in values.items()}) is None for k in range(most)):
         return
     for path, of in values.items():
         if not path.rpartition(".")[2].isdecimal() and all(wrongs := [_wrong(config, {path: value}) for value in of]):
@@ -160,11 +163,11 @@ def _wrong(config: Config, values: Values) -> str | None:
     return None
 
 
-def excess(pool: Pool, config: Config) -> dict[str, float]:
+def excess(pool: Pool, config: Config, family: ModelFamily) -> dict[str, float]:
     """By how many points (% of the full model) each level is larger than its tier can hold; 0 or less: it fits. Level i
     belongs to tier i if there are as many levels as tiers; else only the smallest level has to fit the weakest tier."""
     levels = sorted(100 * m.share for m in pool if m.dispatched)
-    tiers = sorted(config.fleet.tiers, key=lambda tier: tier.memory)
+    tiers = sorted((holding(tier, family) for tier in config.fleet.tiers), key=lambda tier: tier.memory)
     pairs = zip(levels, tiers, strict=True) if len(levels) == len(tiers) else zip(levels[:1], tiers[:1], strict=True)
     return {f"size/{tier.name}": level - tier.memory for level, tier in pairs}
 
@@ -185,7 +188,9 @@ def open_study(config: Config, folder: Path, name: str, *, begun: bool = False) 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = address(config)
     where = f"tune.storage = {url}" if url else f"{folder / 'study.log'}"
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=max(1, config.rounds.stop // 4))
+    by_clock = config.rounds.stop_simulated_s is not None  # then rounds.stop says little of how many there are
+    warm_up = 1 if by_clock else max(1, config.rounds.stop // 4)
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=warm_up)
     try:
         storage = _data_base(url) if url else _file(folder)
         settings = {"storage": storage, "study_name": name, "sampler": sampler(config.seed), "pruner": pruner}

@@ -258,7 +258,8 @@ def _pools(
         out = folder / "trials" / f"{trial.number}-s{seed}"
         run = _resolved(changed, seed, out)
         _prepare(run, prepared, out)
-        for name, points in search.excess(PoolFile.read(out / "pool" / "pool.json").pool(), run.config).items():
+        built = PoolFile.read(out / "pool" / "pool.json").pool()
+        for name, points in search.excess(built, run.config, run.family).items():
             trial.set_constraint(f"{name}/s{seed}", points)
         ready.append((run, out))
     return ready

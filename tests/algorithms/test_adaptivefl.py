@@ -23,6 +23,7 @@ from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ClientError, PoolError
 from fl_engine.core.types import FULL, Device, Pool, TaskContext, WorkOrder
 from fl_engine.fleet.devices import FLEETS
+from fl_engine.models.aep_mlp import AepMLP
 from fl_engine.models.mobilenetv2 import MobileNetV2
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
@@ -252,6 +253,14 @@ def test_the_default_starts_ascend(family: ModelFamily, expected: list[str]) -> 
         assert cut[-1]
         for p in family.prunable()[cut.index(True) :]:
             assert layout.width(m.spec, p.group) == int(ratio * layout.groups[p.group])
+
+
+def test_a_network_of_as_many_other_layers_has_the_papers_widths() -> None:
+    family = AepMLP((18,), 1)
+    assert len(family.prunable()) == len(ResNet18((3, 32, 32), 10).prunable())
+    (largest,) = (m for m in tiny_pool(AdaptiveFL(), family) if m.name == "S1")
+    last = family.prunable()[-1].group
+    assert family.layout().width(largest.spec, last) == int(0.4 * family.layout().groups[last])
 
 
 @pytest.mark.parametrize("starts", [(8, 6, 4), (9, 5, 0), (7, 2, 1)])

@@ -17,10 +17,12 @@ import optuna
 import pytest
 import yaml
 
-from fl_engine.algorithms import HeteroFL
+from fl_engine.algorithms import FedRolex, HeteroFL
 from fl_engine.core.errors import BadInput, ConfigError, Stopped, Unreachable
 from fl_engine.core.search import Interval
 from fl_engine.core.types import FULL, Pool, PoolModel
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.testing.tiny import tiny_pool
 from flexfleet import cli
 from flexfleet.comparisons.side_by_side import Command
 from flexfleet.config import Config, Range, load_config
@@ -108,11 +110,20 @@ def test_values_go_to_their_places_and_lists_are_whole() -> None:
 
 
 def test_a_level_has_to_fit_its_tier() -> None:
-    assert search.excess(POOL, Config()) == {  # tiers of 35, 60 and 110 %
+    family = SmallCNN((1, 8, 8), 10)
+    assert search.excess(POOL, Config(), family) == {  # tiers of 35, 60 and 110 %
         "size/weak": pytest.approx(-5), "size/medium": pytest.approx(-10), "size/strong": pytest.approx(-10)
     }  # fmt: skip
     two = (member("S", 0.4, None), member("L", 1.0, None))
-    assert search.excess(two, Config()) == {"size/weak": pytest.approx(5)}
+    assert search.excess(two, Config(), family) == {"size/weak": pytest.approx(5)}
+
+
+def test_a_tier_of_a_width_holds_what_that_takes_of_the_network() -> None:
+    """1/16 of the small CNN on the digits takes more than 1/256 of its parameters."""
+    config = load_config(None, ("algorithm.name=fedrolex", "fleet.tiers=real_world"))
+    family = SmallCNN((1, 8, 8), 10)
+    found = search.excess(tiny_pool(FedRolex(widths=(1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)), family), config, family)
+    assert len(found) == 5 and all(points < 0 for points in found.values())
 
 
 @pytest.mark.parametrize(
@@ -151,6 +162,8 @@ def test_a_search_that_would_not_mean_anything_is_refused(
 
 def test_names_that_need_each_other_may_be_searched() -> None:
     space = "{algorithm.name: {choices: [flexfl, heterofl]}, algorithm.kd_weight: {low: 0, high: 1}}"
+    search.check_names(load_config(None, ("algorithm.name=heterofl", f"tune.space={space}")))
+    space = space.replace("[flexfl, heterofl]", "[heterofl, flexfl, all_large]")  # whatever the order of the choices
     search.check_names(load_config(None, ("algorithm.name=heterofl", f"tune.space={space}")))
 
 

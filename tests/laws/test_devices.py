@@ -190,8 +190,8 @@ def test_an_impossible_fleet_is_refused(tiers: tuple[Tier, ...], message: str) -
         ("1:8:1", {"weak": 10, "medium": 80, "strong": 10}),
         ("1:1:8", {"weak": 10, "medium": 10, "strong": 80}),
         ("capacities", {"1": 20, "1/2": 20, "1/4": 20, "1/8": 20, "1/16": 20}),
-        # FedRolex Fig. 3.7.
         ("flexfl_testbed", {"pi-4b": 23, "jetson-nano": 59, "xavier-agx": 18}),
+        # FedRolex Fig. 3.7.
         ("real_world", {"1": 6, "1/2": 10, "1/4": 11, "1/8": 18, "1/16": 55}),
     ],
 )
