@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_engine.core import seeds
-from fl_engine.data.rules import Ints
 
+Ints = NDArray[np.int64]
 NOBODY = -1
 
 

@@ -300,7 +300,7 @@ def test_errors_of_a_call_name_no_option_of_the_command_line(tmp_path: Path) -> 
         ff.compare(["flexfl"], over={"seed": [1, 2]}, store_uri=str(tmp_path), progress=False)
     assert "--" not in str(told.value)
     with pytest.raises(ff.ConfigError, match="the algorithms are the first argument"):
-        ff.compare({"a": {"algorithm": "flexfl", "seed": 1}, "b": "flexfl"}, options={"algorithm.name": "flexfl"})
+        ff.compare({"a": "flexfl", "b": "flexfl"}, options={"algorithm.name": "flexfl"})
 
 
 def test_a_store_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

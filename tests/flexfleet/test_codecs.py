@@ -173,7 +173,7 @@ def test_another_name_drops_the_options_of_the_one_before(tmp_path: Path) -> Non
         (["codec.up.name=fl_engine.selection:Uniform"], "it has no encode(tensors, seed)"),
         ([f"codec.down.name={OWN}", "codec.down.levels=-1.0"], "codec.down.levels: "),
         (["codec.sideways.name=half"], "unknown parameter 'codec.sideways'"),
-        (["codec.up=half"], "codec.up: "),
+        (["codec.up=half"], "codec.up is a section, got 'half': set a parameter in it, e.g. codec.up.name"),
         (["codec.up.name=null"], "codec.up.name: no codec is named"),
     ],
 )

@@ -259,8 +259,9 @@ def test_a_finished_study_has_nothing_left_to_do(done: tuple[Tuned, Path, Config
 
 def test_a_killed_study_goes_on_and_workers_share_it(nursery: Any, quick: tuple[str, ...], tmp_path: Path) -> None:
     """The kill hits a trial in its rounds; two workers do the rest."""
-    sets = [word for s in (*quick, *FEW) for word in ("--set", s)]
-    child = nursery.start("flexfleet", "tune", "--id", "a", *sets, "--set", "training.epochs=3000", cwd=tmp_path)
+    slow = "training.epochs=30"  # else the rounds could be over before the kill
+    sets = [word for s in (*quick, *FEW, slow) for word in ("--set", s)]
+    child = nursery.start("flexfleet", "tune", "--id", "a", *sets, cwd=tmp_path)
     end = time.monotonic() + 60
     while not (tmp_path / "runs/a/trials/0-s0/run.json").exists():
         assert time.monotonic() < end
