@@ -117,12 +117,13 @@ def from_clients(
 
 
 def from_folder(path: str | Path, *, test: float = 0.2, size: int | tuple[int, int] | None = None) -> Data:
-    """Images path/<class>/*.png (or jpg, bmp, webp); the classes are the folders' names in alphabetical order. `size`:
-    height and width that all are scaled to; None: all have the same already."""
+    """Images path/<class>/*.png (or jpg, bmp, webp); the classes are the folders' names in alphabetical order, without
+    those that begin with a dot. `size`: height and width that all are scaled to; None: all have the same already."""
     if not isinstance(path, str | Path):
         raise DataError(f"a folder is expected, got {path!r}")
-    root = Path(path)
-    classes = sorted(each.name for each in root.iterdir() if each.is_dir()) if root.is_dir() else []
+    root, wanted = Path(path), None if size is None else _size(size)
+    folders = (each.name for each in root.iterdir() if each.is_dir()) if root.is_dir() else ()
+    classes = sorted(name for name in folders if not name.startswith("."))
     if not classes:
         raise DataError(f"{root}: a folder for each class is expected, {root}/<class>/*.png; there is none")
     image = _pillow()
@@ -133,7 +134,7 @@ def from_folder(path: str | Path, *, test: float = 0.2, size: int | tuple[int, i
         if not files:
             raise DataError(f"{root / word}: no image ({', '.join(PICTURES)}) is there; remove the folder or fill it")
         for file in files:
-            found.append(_picture(image, file, size))
+            found.append(_picture(image, file, wanted))
             labels.append(label)
     grey = all(each.ndim == 2 for each in found)
     found = [each if grey or each.ndim == 3 else np.repeat(each[..., None], 3, axis=2) for each in found]
@@ -319,7 +320,15 @@ def _pillow() -> Any:
     return Image
 
 
-def _picture(image: Any, file: Path, size: int | tuple[int, int] | None) -> Array:
+def _size(given: Any) -> tuple[int, int]:
+    pair = (given, given) if isinstance(given, int) else given
+    if not isinstance(pair, tuple | list) or [type(side) for side in pair] != [int, int] or min(pair) < 1:
+        raise DataError(f"size: a side, or (height, width), in pixels is expected, at least 1, got {given!r}")
+    high, wide = pair
+    return high, wide
+
+
+def _picture(image: Any, file: Path, size: tuple[int, int] | None) -> Array:
     try:
         with image.open(file) as opened:
             if opened.mode.startswith(DEEP):
@@ -329,7 +338,7 @@ def _picture(image: Any, file: Path, size: int | tuple[int, int] | None) -> Arra
                 )
             opened = opened.convert("L" if opened.mode in ("1", "L") else "RGB")
             if size is not None:
-                high, wide = (size, size) if isinstance(size, int) else size
+                high, wide = size
                 opened = opened.resize((wide, high))
             return np.array(opened, dtype=np.uint8)
     except (OSError, ValueError) as error:

@@ -84,7 +84,13 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     data = ff.from_folder(tmp_path)
     assert data.name == tmp_path.name and data.train_x.shape == (8, 3, 6, 4) and data.task == Classification(2)
     assert all(int(x.max()) % 40 == int(y) for x, y in zip(data.train_x, data.train_y, strict=True))
+    (tmp_path / ".ipynb_checkpoints").mkdir()
     assert ff.from_folder(tmp_path, size=(3, 2)).train_x.shape == (8, 3, 3, 2)
+    assert ff.from_folder(tmp_path, size=3).train_x.shape == (8, 3, 3, 3)
+    wrong: list[Any] = [0, -1, True, 8.0, "8", (8,), (8, 8, 3), (8, 0), (8, 2.5)]
+    for size in wrong:
+        with pytest.raises(ff.DataError, match=r"size: a side, or \(height, width\), in pixels"):
+            ff.from_folder(tmp_path, size=size)
     Image.new("RGB", (9, 9)).save(tmp_path / "dog" / "large.png")
     with pytest.raises(ff.DataError, match=r"6x4 and 9x9: give size"):
         ff.from_folder(tmp_path)
