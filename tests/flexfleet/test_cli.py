@@ -588,9 +588,10 @@ def test_fetch_lists_what_there_is(flexfleet: Any, tmp_path: Path) -> None:
 def test_the_list_says_what_a_data_set_is_how_large_and_under_what_licence(name: str) -> None:
     about = DATASETS[name].about
     assert re.search(r"classes|categories|activities|gestures|target|the next (character|of [\d,]+ words)", about)
-    assert re.search(r"\d,\d{3} \+ [\d,]+\d|\d people|\d homes", about), "training and test samples, or whose they are"
+    counted = r"\d,\d{3} \+ [\d,]+\d|\d (people|homes|roles|users)"
+    assert re.search(counted, about), "training and test samples, or whose they are"
     assert re.search(r"licen[cs]e|CC BY|terms|public domain", about)
-    assert re.search(r"\d (kB|MB|GB)\b|comes with", about)
+    assert re.search(r"(\d|several) (kB|MB|GB)\b|comes with", about)
 
 
 def test_what_needs_a_form_says_so_when_it_is_fetched(flexfleet: Any, tmp_path: Path) -> None:
