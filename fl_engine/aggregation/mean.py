@@ -4,7 +4,7 @@ element p of the global model; where no update holds it, p keeps its old value (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from fl_engine.aggregation import averaging
 from fl_engine.aggregation.clipping import clipped
@@ -18,7 +18,7 @@ from fl_engine.core.types import ParamLayout, Params
 class Mean:
     """FedAvg: weighted as the algorithm says."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["mean"] = "mean"
     clip: Positive | None = None
     """Largest L2 norm of an update's change; null: no limit."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -39,7 +39,7 @@ CHUNK_BYTES = 32 * 2**20
 class Median:
     """The median: withstands bad clients as long as they are fewer than half of an element's holders."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["median"] = "median"
     clip: Positive | None = None
 
@@ -51,7 +51,7 @@ class Median:
 class TrimmedMean:
     """The trimmed mean: withstands bad clients that are at most the share `trim` of an element's holders."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["trimmed_mean"] = "trimmed_mean"
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
     """Share of the values left out at either end."""

@@ -22,7 +22,7 @@ parameters.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -41,7 +41,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class Average:
     """FedAvg: the mean is the new model."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["average"] = "average"
 
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:
@@ -52,7 +52,7 @@ class Average:
 class Adagrad:
     """FedAdagrad."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["adagrad"] = "adagrad"
     lr: Positive = 0.1
     """eta of the server."""
@@ -71,7 +71,7 @@ class Adagrad:
 class Adam:
     """FedAdam."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["adam"] = "adam"
     lr: Positive = 0.01
     b1: Beta = 0.9
@@ -91,7 +91,7 @@ class Adam:
 class Yogi:
     """FedYogi."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["yogi"] = "yogi"
     lr: Positive = 0.01
     b1: Beta = 0.9

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from fl_engine.codecs.half import Half
 from fl_engine.codecs.identity import Identity
 from fl_engine.codecs.qsgd import Qsgd
+from fl_engine.core.adapters import adapter
 from fl_engine.core.errors import ConfigError, brief
 from fl_engine.core.registry import Contract
 from fl_engine.core.types import (
@@ -37,7 +38,7 @@ def section_of(codec: Codec | None) -> dict[str, Any]:
     kind = Identity if codec is None else type(codec)
     names = [name for name, registered in CODECS.items() if registered is kind]
     name = names[0] if names else f"{kind.__module__}:{kind.__qualname__}"
-    options = {} if codec is None else TypeAdapter(kind).dump_python(codec, mode="json")
+    options = {} if codec is None else adapter(kind).dump_python(codec, mode="json")
     return {"name": name, **options}
 
 

@@ -19,7 +19,7 @@ from fl_engine.core.types import Header, Params
 
 @dataclass(frozen=True)
 class Half:
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     bits: ClassVar[int] = 16
     """Of each number."""
 

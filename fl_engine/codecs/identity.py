@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from fl_engine.core.fields import STRICT
 from fl_engine.core.types import Header, Params
@@ -11,7 +10,7 @@ from fl_engine.core.types import Header, Params
 
 @dataclass(frozen=True)
 class Identity:
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
 
     def encode(self, tensors: Params, seed: int) -> Params:
         return dict(tensors)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ Levels = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Qsgd:
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
 
     bits: Annotated[int, Field(ge=1, le=16)] = 8
     """q: a level takes q bits, a sign one more. 1 to 16."""

@@ -6,7 +6,7 @@ They act on batches as a network is fed them, after normalisation, and never in 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ class CarriesBoxes(Protocol):
 class Flip:
     """Mirrors a sample, left to right with probability `share`, and top to bottom with probability `vertical`."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["flip"] = "flip"
     share: Fraction = 0.5
     vertical: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -78,7 +78,7 @@ class Crop:
     The border is 0 after normalisation, so it has the mean of the data. (FedRolex's code pads before it, with black.)
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["crop"] = "crop"
     padding: Count = 4
 

@@ -33,7 +33,7 @@ class Hsv:
     """Shifts the hue of each sample, and scales its saturation and its value (brightness), by one random amount each:
     colours in the HSV space (Smith, Color Gamut Transform Pairs, SIGGRAPH 1978)."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["hsv"] = "hsv"
     hue: Change = 0.015
     """Most that is added or taken away, in turns of the colour circle."""
@@ -76,7 +76,7 @@ class Hsv:
 class Compress:
     """Stores a sample as JPEG and reads it again, with probability `share`, at a quality from `quality` to 95."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["compress"] = "compress"
     share: Fraction = 0.5
     quality: Annotated[int, Field(ge=1, le=BEST_QUALITY)] = 75
@@ -101,7 +101,7 @@ class Shear:
     """Shears a sample along both axes about its centre, by angles of up to `degrees`. What comes in from outside is 0,
     after normalisation."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["shear"] = "shear"
     degrees: Annotated[float, Field(gt=0, lt=45)] = 10.0
 
@@ -127,7 +127,7 @@ class Scale:
     """Enlarges or shrinks a sample about its centre, by a factor from 1 - `change` to 1 + `change`. What comes in from
     outside is 0, after normalisation."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["scale"] = "scale"
     change: Change = 0.5
 
@@ -155,7 +155,7 @@ class MixUp:
     A sample stays as it is where it is alone in its batch, and where targets have no room for the boxes of both.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     boxes_only: ClassVar[bool] = True
     name: Literal["mixup"] = "mixup"
     share: Fraction = 0.5

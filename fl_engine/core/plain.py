@@ -9,13 +9,14 @@ from typing import Any
 import yaml
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_BOOL, _TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
 MOST_VALUES, DEEPEST = 100_000, 50
 """In a file of parameters: a few lines of YAML's aliases can stand for more than fits into memory."""
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML as people read it: 1e-3 is a number and 012 is twelve (PyYAML follows YAML 1.1: a string, and ten); a key
-    given twice is an error, where the second would silently win."""
+    """YAML as people read it: 1e-3 is a number and 012 is twelve (PyYAML follows YAML 1.1: a string, and ten); the
+    key `on` is text (PyYAML: true); a key given twice is an error, where the second would silently win."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - that is how PyYAML has it
         first: [(tag, pattern) for tag, pattern in pairs if tag not in (_INT, _FLOAT)]
@@ -27,6 +28,9 @@ class _Yaml(yaml.SafeLoader):
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
+        for key, _ in node.value:
+            if key.tag == _BOOL:
+                key.tag = _TEXT
         return super().construct_mapping(node, deep)
 
 

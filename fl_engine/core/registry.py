@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
+from fl_engine.core.adapters import adapter
 from fl_engine.core.errors import ConfigError, nearest
 
 T = TypeVar("T")
@@ -128,7 +129,7 @@ class Contract(Generic[T]):
                 said = PydanticCustomError(UNKNOWN, "unknown parameter", {"known": known})
                 wrong.append({"type": said, "loc": (key,), "input": value})
         try:
-            found: T = TypeAdapter(kind).validate_json(json.dumps({k: v for k, v in options.items() if k in known}))
+            found: T = adapter(kind).validate_json(json.dumps({k: v for k, v in options.items() if k in known}))
         except ValidationError as error:
             wrong += [_again(each) for each in error.errors()]
         if wrong:

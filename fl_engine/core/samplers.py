@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Sampler(Protocol):
 class Shuffle:
     """Every sample once, in random order."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["shuffle"] = "shuffle"
 
     def check(self, goal: Task) -> None:
@@ -53,7 +53,7 @@ class Balanced:
     likely; FedAIoT's code has 1 / (1 + count).
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["balanced"] = "balanced"
     smoothing: NotNegative = 0.0
 

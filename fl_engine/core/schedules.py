@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
@@ -26,7 +26,7 @@ class Schedule(Protocol):
 class Constant:
     """The same rate in all steps."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["constant"] = "constant"
 
     def rate(self, lr: float, step: int, per_epoch: int, epochs: int) -> float:
@@ -42,7 +42,7 @@ class Cosine:
     has the rate 0.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["cosine"] = "cosine"
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of lr that it goes down to."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
+from fl_engine.core.adapters import adapter, hints
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.types import Params
 
@@ -28,13 +29,13 @@ def pack(state: Any) -> tuple[Params, dict[str, Any]]:
     """(tensors, JSON) of a state."""
     tensors: Params = {}
     rest: dict[str, Any] = {}
-    hints = get_type_hints(type(state))
+    kinds = hints(type(state))
     for field in _stored(state):
         value = getattr(state, field.name)
-        if hints[field.name] == Params:
+        if kinds[field.name] == Params:
             tensors.update({f"{field.name}/{name}": t.contiguous() for name, t in value.items()})
         else:
-            rest[field.name] = TypeAdapter(hints[field.name]).dump_python(value, mode="json")
+            rest[field.name] = adapter(kinds[field.name]).dump_python(value, mode="json")
     return tensors, rest
 
 
@@ -46,15 +47,15 @@ def unpack(initial: S, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -
     if not isinstance(rest, Mapping):
         raise IntegrityError(f"stored state: a mapping of fields is expected, found {type(rest).__name__}")
     loaded: dict[str, Any] = {}
-    hints = get_type_hints(type(initial))
+    kinds = hints(type(initial))
     for field in _stored(initial):
-        if hints[field.name] == Params:
+        if kinds[field.name] == Params:
             prefix = f"{field.name}/"
             loaded[field.name] = {n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)}
             _same_form(field.name, getattr(initial, field.name), loaded[field.name])
         else:
             try:
-                loaded[field.name] = TypeAdapter(hints[field.name]).validate_python(rest[field.name])
+                loaded[field.name] = adapter(kinds[field.name]).validate_python(rest[field.name])
             except (KeyError, ValidationError) as error:
                 raise IntegrityError(f"stored state: field {field.name!r} does not fit: {error}") from error
     return dataclasses.replace(initial, **loaded)  # type: ignore[type-var]

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -38,7 +38,7 @@ SHORTEST_S = 1.0
 
 @dataclass(frozen=True)
 class LogNormal:
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["lognormal"] = "lognormal"
     speed: Amount | None = None
     """10^9 multiply-adds per second: the median; null: that of each device's tier."""

@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -60,7 +60,7 @@ class Row(BaseModel):
 class TraceFile:
     """Rows of one's own."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["file"] = "file"
     path: str
     """CSV or JSON lines."""
@@ -219,7 +219,7 @@ BEHAVIOURS = TypeAdapter(dict[str, Behaviour])
 class FedScale:
     """FedScale's data. Client c has entry number c of each file, from the beginning again after the last one."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["fedscale"] = "fedscale"
     capacity: str | None = None
     """`client_device_capacity` as JSON; null: speed and bandwidth of each device's tier."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol
 
 from fl_engine.core.errors import DataError, printable
 from fl_engine.core.registry import Contract
+from fl_engine.core.system import hashed
 from fl_engine.core.types import Device
 from fl_engine.fleet.lognormal import LogNormal
 from fl_engine.fleet.trace import Trace
@@ -48,8 +49,7 @@ def digest(source: TraceSource) -> str:
     whole = hashlib.sha256()
     for path in source.files:
         try:
-            with Path(path).open("rb") as file:
-                whole.update(hashlib.file_digest(file, "sha256").digest())
+            whole.update(hashed(Path(path), hashlib.sha256()).digest())
         except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
             said = error.strerror if isinstance(error, OSError) else str(error)
             raise DataError(f"fleet.trace: {printable(path)} cannot be read: {said}") from error

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from fl_engine.core.adapters import adapter
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import ConfigError, FlexfleetError, ModelError
 from fl_engine.core.registry import Contract, check_names, resolve
@@ -33,7 +34,7 @@ def build_model(model: Mapping[str, Any], input_shape: tuple[int, ...], outputs:
     ModelError."""
     values = {**options_of(model), "input_shape": input_shape, "outputs": outputs}
     try:
-        family: ModelFamily = TypeAdapter(model_kind(model)).validate_json(json.dumps(values), strict=True)
+        family: ModelFamily = adapter(model_kind(model)).validate_json(json.dumps(values), strict=True)
         return family
     except ValidationError as error:
         first = error.errors()[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import Codecs, Device, Pool
@@ -19,6 +19,12 @@ def round_size(fraction: float, clients: int) -> int:
 def holds(device: Device, share: float) -> bool:
     """Whether a device can hold a model of this share of the full one when it has the most free."""
     return device.most > 100 * share
+
+
+def able(devices: Iterable[Device], share: float) -> list[Device]:
+    """Those that can hold a model of this share of the full one."""
+    need = 100 * share
+    return [device for device in devices if device.most > need]
 
 
 def dispatched(pool: Pool) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class Curiosity:
     uncapped. A model for which no client has any reward is not drawn.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["curiosity"] = "curiosity"
     score: Literal["cs", "c", "s"] = "cs"
     per_type: Count = 3

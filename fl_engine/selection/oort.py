@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -68,7 +68,7 @@ class Oort:
     - clients known to have no samples are never asked.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["oort"] = "oort"
     model: Literal["capacity", "largest"] = "capacity"
     """`capacity` sends each the largest model it can hold, and asks only those that can hold one; `largest` sends the

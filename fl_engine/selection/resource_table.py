@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -23,7 +23,7 @@ class ResourceTable:
     not drawn. Fewer than k picks when fewer devices can hold anything.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["resource_table"] = "resource_table"
 
     def init(self, fleet: Sequence[Device], pool: Pool) -> Tables:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
 from fl_engine.core.fields import STRICT
 from fl_engine.core.types import Device, Outcome, Pick, Pool, RoundContext, Tables, WorkOrder
-from fl_engine.selection.capacity import check_capacity, dispatched, holds
+from fl_engine.selection.capacity import able, check_capacity, dispatched, holds
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Uniform:
     and +Greed).
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["uniform"] = "uniform"
     model: Literal["capacity", "random", "largest"] = "capacity"
 
@@ -34,18 +34,17 @@ class Uniform:
     def pick(self, state: Tables, context: RoundContext, count: int, rng: np.random.Generator) -> list[Pick]:
         pool, levels = context.pool, dispatched(context.pool)
         least = pool[levels[0]].share
-        able = [d for d in context.available if self.model != "capacity" or holds(d, least)]
-        chosen = rng.choice(np.asarray([d.client for d in able]), size=min(count, len(able)), replace=False)
-        devices = {d.client: d for d in able}
+        asked = able(context.available, least) if self.model == "capacity" else context.available
+        places = rng.choice(len(asked), size=min(count, len(asked)), replace=False).tolist()
         picks: list[Pick] = []
-        for client in (int(c) for c in sorted(chosen)):
+        for device in sorted((asked[place] for place in places), key=lambda device: device.client):
             match self.model:
                 case "capacity":
-                    picks.append((client, max(i for i in levels if holds(devices[client], pool[i].share))))
+                    picks.append((device.client, max(i for i in levels if holds(device, pool[i].share))))
                 case "largest":
-                    picks.append((client, levels[-1]))
+                    picks.append((device.client, levels[-1]))
                 case "random":
-                    picks.append((client, int(rng.choice(levels))))
+                    picks.append((device.client, int(rng.choice(levels))))
         return picks
 
     def learn(self, state: Tables, order: WorkOrder, outcome: Outcome, seconds: float) -> Tables:

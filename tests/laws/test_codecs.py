@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -242,7 +242,7 @@ def test_masked_classes_are_coded_as_they_were_trained(tmp_path: Path) -> None:
 class Mute:
     """There is no number that it can say."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
 
     def encode(self, tensors: Params, seed: int) -> Params:
         raise ModelError("numbers that it cannot say")

@@ -50,7 +50,7 @@ class Trimmed:
 class Half:
     """A server optimiser of one's own: half of the way."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     share: Positive = 0.5
 
     def step(self, moments: Params, old: Params, mean: Params, trained: Params) -> tuple[Params, Params]:

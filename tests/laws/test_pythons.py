@@ -1,27 +1,26 @@
-"""What is different in Python 3.12 to 3.14, seen without having them: how processes start, when annotations are read,
-and which certificates are taken."""
+"""What is different in Python 3.10 and in 3.12 to 3.14, seen without having them: what 3.10 lacks, how processes start,
+when annotations are read, and which certificates are taken."""
 
 from __future__ import annotations
 
 import ast
-import datetime
-import ipaddress
 import ssl
-import threading
 import tomllib
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Iterator, Sequence
+from functools import cache
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import mypy
 import pytest
 import urllib3.util.ssl_
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from fl_engine.core.errors import EnvironmentFailure, certificate_hint
 from fl_engine.storage.s3 import UrlStore
+from flexfleet import cli
+from tests.harness.tls import certificates, serving
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
@@ -32,10 +31,106 @@ SOURCES = [
 
 
 def test_the_classifiers_name_every_python_from_the_oldest_on() -> None:
+    """The oldest is for devices alone."""
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = [line.rpartition(" ")[2] for line in about["classifiers"] if line.startswith("Programming Language")]
-    assert named == ["3.11", "3.12", "3.13", "3.14"] and about["requires-python"] == f">={named[0]}"
-    assert f"Python {named[0]} to {named[-1]}" in (ROOT / "README.md").read_text()
+    assert named == ["3.10", "3.11", "3.12", "3.13", "3.14"] and about["requires-python"] == f">={named[0]}"
+    assert f"Python {named[1]} to {named[-1]}" in (ROOT / "README.md").read_text()
+    assert f"Python {named[0]}" in (ROOT / "docs" / "guides" / "agents.md").read_text()
+
+
+# ------------------------------------------------------------------------------------------- what Python 3.10 lacks
+STUBS = Path(mypy.__file__).parent / "typeshed" / "stdlib"
+OWN = [path for path in SOURCES if path.is_relative_to(ROOT / "fl_engine") or path.is_relative_to(ROOT / "flexfleet")]
+
+
+def names_of(body: Sequence[ast.stmt], version: tuple[int, int]) -> Iterator[str]:
+    """What a stub defines for a version of Python, at its top."""
+    for node in body:
+        if isinstance(node, ast.If):
+            known = {"sys": SimpleNamespace(version_info=version, platform="linux"), "TYPE_CHECKING": True}
+            holds = eval(compile(ast.Expression(node.test), "stub", "eval"), known)
+            yield from names_of(node.body if holds else node.orelse, version)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+@cache
+def newer(module: str) -> frozenset[str]:
+    """Names of a module of Python's that 3.10 does not have."""
+    path = STUBS.joinpath(*module.split("."))
+    path = path / "__init__.pyi" if path.is_dir() else path.with_suffix(".pyi")
+    if not path.exists():
+        return frozenset()
+    body = ast.parse(path.read_text()).body
+    return frozenset(names_of(body, (3, 14))) - frozenset(names_of(body, (3, 10)))
+
+
+@cache
+def new_modules() -> frozenset[str]:
+    lines = [line.partition("#")[0].partition(":") for line in (STUBS / "VERSIONS").read_text().splitlines()]
+    begins = {name: since.strip().partition("-")[0] for name, _, since in lines if since}
+    return frozenset(name for name, since in begins.items() if tuple(map(int, since.split("."))) > (3, 10))
+
+
+def lacking(source: str) -> list[str]:
+    """What a source uses of Python's modules that 3.10 does not have. Raises SyntaxError for what it cannot read."""
+    tree = ast.parse(source, feature_version=(3, 10))
+    modules: dict[str, str] = {}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
+            found += [alias.name for alias in node.names if alias.name in new_modules()]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [f"{node.module}.{a.name}" for a in node.names if a.name in newer(node.module)]
+            found += [node.module] if node.module in new_modules() else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (module := modules.get(ast.unparse(node.value))):
+            found += [f"{module}.{node.attr}"] if node.attr in newer(module) else []
+    return found
+
+
+def test_python_3_10_has_what_the_sources_use() -> None:
+    found = {str(path.relative_to(ROOT)): lacking(path.read_text()) for path in OWN}
+    assert len(found) > 300 and {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import tomllib",
+        "from datetime import UTC",
+        "import datetime as d\nd.datetime.now(d.UTC)",
+        "from typing import Self",
+        "import hashlib\nhashlib.file_digest(file, 'md5')",
+        "import enum\nclass A(enum.StrEnum): pass",
+        "import importlib.resources.abc",
+        "from itertools import batched",
+    ],
+)
+def test_the_look_at_python_3_10_sees_what_it_lacks(source: str) -> None:
+    assert len(lacking(source)) == 1
+    assert lacking("from datetime import timezone\nimport hashlib\nhashlib.sha256()") == []
+
+
+@pytest.mark.parametrize("source", ["try: f()\nexcept* ValueError: pass", "type A = int", "def f[T](): pass"])
+def test_the_look_at_python_3_10_sees_what_it_cannot_read(source: str) -> None:
+    with pytest.raises(SyntaxError):
+        lacking(source)
+
+
+def test_on_python_3_10_commands_of_the_coordinator_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "sys", SimpleNamespace(version_info=(3, 10, 12)))
+    for command in (["run"], ["compare", "--algorithms", "flexfl"], ["invite"]):
+        with pytest.raises(EnvironmentFailure, match=r"`flexfleet \w+` needs Python 3\.11 or newer.*agent, check, "):
+            cli.dispatch(command)
+    assert cli.dispatch(["list", "algorithms", "--json"]) == 0
 
 
 # --------------------------------------------------------------------------------------- how processes start
@@ -113,31 +208,8 @@ def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Path, bool]]:
     """An HTTPS server, its authority's certificate, and whether that says what its key is for."""
-    folder, good = tmp_path_factory.mktemp("certificates"), bool(request.param)
-    now, name = datetime.datetime.now(datetime.UTC), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "ours")])
-    authority, own = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-
-    def made(subject: x509.Name, key: Any) -> x509.CertificateBuilder:
-        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(name).public_key(key.public_key())
-        builder = builder.serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
-        builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
-        whose = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
-        return builder.add_extension(whose, False)
-
-    root = made(name, authority).add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
-    if good:
-        usage = dict.fromkeys(("digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
-                               "key_agreement", "crl_sign", "encipher_only", "decipher_only"), False)  # fmt: skip
-        root = root.add_extension(x509.KeyUsage(key_cert_sign=True, **usage), True)
-    leaf = made(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "server")]), own)
-    leaf = leaf.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
-    pem = serialization.Encoding.PEM
-    plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    (folder / "ca.pem").write_bytes(root.sign(authority, hashes.SHA256()).public_bytes(pem))
-    (folder / "own.pem").write_bytes(
-        leaf.sign(authority, hashes.SHA256()).public_bytes(pem) + own.private_bytes(pem, *plain)
-    )
+    good = bool(request.param)
+    authority, own = certificates(tmp_path_factory.mktemp("certificates"), good)
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -149,14 +221,8 @@ def server(
         def log_message(self, *_: object) -> None:
             pass
 
-    http = HTTPServer(("127.0.0.1", 0), Answer)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "own.pem")
-    http.socket = context.wrap_socket(http.socket, server_side=True)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    yield f"https://127.0.0.1:{http.server_port}/x?X-Amz-Signature=planted", folder / "ca.pem", good
-    http.shutdown()
-    http.server_close()
+    with serving(Answer, own) as port:
+        yield f"https://127.0.0.1:{port}/x?X-Amz-Signature=planted", authority, good
 
 
 class Strict(ssl.SSLContext):

@@ -1,0 +1,98 @@
+"""The client's part on Python 3.10, which JetPack 6 has: by its types, and by an agent that really runs there.
+
+The second needs Python 3.10 with torch, numpy, pydantic, safetensors, boto3 and scikit-learn. FLEXFLEET_PYTHON310 names
+its interpreter; else `python3.10` is looked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.imports import ROOT, reach
+
+PARTS = ("flexfleet.steps.agent", "flexfleet.steps.client", "flexfleet.runs.profile")
+LACKS = re.compile(r"\[(attr-defined|call-arg|call-overload|import-not-found|name-defined|syntax|valid-type)\]$")
+"""What mypy says of what is not there. (Types of newer packages are not those of Python 3.10.)"""
+NEEDS = "torch, numpy, pydantic, safetensors, boto3, sklearn, yaml"
+
+
+def test_the_client_s_part_uses_nothing_that_python_3_10_lacks(tmp_path: Path) -> None:
+    """Functions, methods and arguments, in all modules that the client's part imports. (mypy also reads those that are
+    imported under `if TYPE_CHECKING`; they are not on the device's way.)"""
+    files = reach(PARTS)
+    assert "flexfleet/api/comparing.py" not in files and "fl_engine/training/local.py" in files
+    probe = tmp_path / "probe.py"
+    probe.write_text("def f(e: Exception) -> None:\n    e.add_note('3.11')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--python-version", "3.10", "--no-error-summary", str(probe), *sorted(files)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=900,
+    )  # fmt: skip
+    found = [line for line in done.stdout.splitlines() if LACKS.search(line)]
+    assert any("add_note" in line for line in found), f"it sees nothing: {done.stdout}{done.stderr}"
+    assert [line for line in found if line.partition(":")[0] in files] == []
+
+
+@pytest.fixture(scope="module")
+def python310() -> str:
+    """An interpreter with the packages."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    named = os.environ.get("FLEXFLEET_PYTHON310")
+    known = [named] if named else [shutil.which("python3.10"), *map(str, pyenv.glob("versions/3.10*/bin/python"))]
+    lacks = "there is none"
+    for each in filter(None, known):
+        given = [each, "-c", f"import sys; assert sys.version_info[:2] == (3, 10); import {NEEDS}"]
+        done = subprocess.run(given, capture_output=True, text=True, check=False, timeout=300)
+        if done.returncode == 0:
+            return each
+        lacks = f"{each}: {(done.stderr.splitlines() or ['nothing'])[-1]}"
+    assert not named, lacks
+    pytest.skip(f"no Python 3.10 with {NEEDS} ({lacks}): name one by FLEXFLEET_PYTHON310")
+
+
+def test_an_agent_of_python_3_10_gives_the_bits_of_the_server_s(
+    python310: str, nursery: Any, quick: Sequence[str], tmp_path: Path
+) -> None:
+    def flexfleet(*argv: str, sets: Sequence[str] = ()) -> Any:
+        return nursery.start("flexfleet", *argv, cwd=tmp_path, sets=[*quick, "rounds.stop=2", *sets])
+
+    done = flexfleet("invite").wait(120)
+    assert done.code == 0, done.err
+    with (tmp_path / "log").open("w+") as told:
+        given = ["-m", "flexfleet.cli", "agent", "--invite", "invitations/device-1.json", "--folder", "device"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+        agent = subprocess.Popen([python310, *given], cwd=tmp_path, env=environment, stderr=told)
+        try:
+            done = flexfleet("run", "--json", "--run-id", "a", sets=["run.backend=agents"]).wait(300)
+        finally:
+            agent.terminate()
+            assert agent.wait(60) == 143, "it says good-bye"
+        assert done.code == 0, done.err + (tmp_path / "log").read_text()
+    here = flexfleet("run", "--json", "--run-id", "b").wait(120)
+    assert done.json["model_sha256"] == here.json["model_sha256"]
+
+
+def test_a_profile_is_taken_on_python_3_10(python310: str, quick: Sequence[str], tmp_path: Path) -> None:
+    sets = [part for pair in (*quick, "algorithm.name=all_large") for part in ("--set", pair)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+
+    def flexfleet(*argv: str) -> subprocess.CompletedProcess[str]:
+        given = [python310, "-m", "flexfleet.cli", *argv, *sets]
+        return subprocess.run(
+            given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600
+        )
+
+    done = flexfleet("profile", "--seconds", "0.2", "--out", "tier.yaml")
+    assert done.returncode == 0, done.stderr
+    done = flexfleet("check", "--config", "tier.yaml")
+    assert done.returncode == 0 and done.stdout.startswith("ok: "), done.stderr
+    done = flexfleet("run")
+    assert done.returncode == 6 and "needs Python 3.11 or newer, and this is 3.10" in done.stderr
