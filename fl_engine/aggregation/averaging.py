@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fl_engine.aggregation.spool import Spooled
 from fl_engine.core.errors import ModelError
 from fl_engine.core.slicing import places
 from fl_engine.core.types import Keep, ParamLayout, Params, SubmodelSpec
@@ -30,6 +31,10 @@ Kind = tuple[SubmodelSpec, tuple[str, ...]]
 HELD_BYTES = 2**20
 """Bytes. Small updates of one kind are held back until together they are this large, then added at once."""
 
+ROWS_BYTES = 2**19
+"""Bytes in double precision: a tensor's mean is taken of as many rows at a time, at least one. Smaller than
+`heap.LARGE_BLOCK`, so that each time the same memory is used."""
+
 
 class Regions:
     """Where updates lie in the tensors of `old`, and their shapes there; computed once for each kind of update."""
@@ -39,13 +44,15 @@ class Regions:
         self._layout = layout
         self._of: dict[Kind, dict[str, Region]] = {}
         self._shapes: dict[Kind, dict[str, tuple[int, ...]]] = {}
+        self._sizes: dict[Kind, int] = {}
 
     def fit(self, payload: Params, spec: SubmodelSpec) -> Kind:
         """The update's kind. Raises ModelError for a name or a shape that its sub-model does not have."""
         kind = (spec, tuple(payload))
-        for name, shape in self.shapes(kind).items():
-            if payload[name].shape != shape:
-                found = tuple(payload[name].shape)
+        shapes = self._shapes.get(kind) or self.shapes(kind)
+        for name, shape in shapes.items():
+            found = tuple(payload.shape(name) if isinstance(payload, Spooled) else payload[name].shape)
+            if found != shape:
                 raise ModelError(f"{name}: the update brings shape {found}, its sub-model has {list(shape)}")
         return kind
 
@@ -58,6 +65,12 @@ class Regions:
         if kind not in self._shapes:
             self._locate(kind)
         return self._shapes[kind]
+
+    def size(self, kind: Kind) -> int:
+        """Bytes of such an update's numbers in float32."""
+        if kind not in self._sizes:
+            self._sizes[kind] = 4 * sum(math.prod(shape) for shape in self.shapes(kind).values())
+        return self._sizes[kind]
 
     def total(self, name: str, weights: Mapping[Kind, float], device: torch.device | None = None) -> Tensor:
         """float64, shaped like the tensor: the sum of the weights of those that hold an element."""
@@ -117,7 +130,9 @@ def limited(payload: Params, spec: SubmodelSpec, old: Params, regions: Regions, 
 
 
 class Mean:
-    """Streams: holds one running sum per element, however many updates arrive, and HELD_BYTES of updates."""
+    """Streams: holds one running sum per element, however many updates arrive, and HELD_BYTES of updates. Of a large
+    update that waits in a file (`Spooled`) one tensor is in memory at a time. `result` ends it: sums become means one
+    tensor after the other, so that the whole model is never there as both."""
 
     def __init__(self, old: Params, layout: ParamLayout) -> None:
         self._old = old
@@ -126,55 +141,71 @@ class Mean:
         self._weight: dict[Kind, float] = {}
         self._held: list[tuple[Params, float]] = []
         self._held_kind: Kind | None = None
+        self._room = 0
+        """How many updates of that kind are held back at most."""
         self._device: torch.device | None = None
+        self._made: Params | None = None
 
     def add(self, payload: Params, spec: SubmodelSpec, weight: float) -> None:
         """Adds one update with `weight` > 0. Names absent from `payload` were not trained and do not count.
 
         Raises ModelError for a name, a shape or a weight that does not fit; nothing has been added then.
         """
+        assert self._made is None, "the mean was taken: what is added now would be lost"
         if not 0 < weight < math.inf:
             raise ModelError(f"an update's weight must be positive and finite, got {weight}")
         kind = self._regions.fit(payload, spec)
-        if kind != self._held_kind or len(self._held) >= self._at_once(kind):
+        if kind != self._held_kind:
             self._flush()
-        device = next((tensor.device for tensor in payload.values()), None)
+            self._held_kind, self._room = kind, max(1, HELD_BYTES // max(1, self._regions.size(kind)))
+        device = _device_of(payload)
         self._device = self._device or device
         if device != self._device:  # updates follow the first one to where it lies
             payload = {name: tensor.to(self._device) for name, tensor in payload.items()}
-        self._held_kind = kind
         self._held.append((payload, weight))
-        self._weight[kind] = self._weight.get(kind, 0.0) + weight
+        if len(self._held) >= self._room:
+            self._flush()
 
     @property
     def empty(self) -> bool:
         """Whether nothing was added."""
-        return not any(names for _, names in self._weight)
+        held = () if self._held_kind is None else (self._held_kind,)
+        return not any(names for _, names in (*self._weight, *held))
 
     def trained(self) -> Params:
         """bool, shaped like the model: the elements that at least one update held."""
+        self._flush()
         return {name: self._weights(name).cpu() > 0 for name in self._old}
 
     def result(self) -> Params:
-        """The new model on the CPU; `old` itself where nothing was added."""
-        self._flush()
-        out = dict(self._old)
-        for name, total in self._sum.items():
-            old, weight = self._old[name].to(total.device), self._weights(name)
-            mean = torch.where(weight > 0, total / weight.clamp_min(1e-300), old.double())
-            out[name] = mean.to(old.dtype).cpu()
-        return out
+        """The new model on the CPU; `old` itself where nothing was added. Nothing can be added afterwards."""
+        if self._made is None:
+            self._flush()
+            self._made = dict(self._old)
+            for name in list(self._sum):
+                self._made[name] = self._mean(name, self._sum.pop(name))
+        return self._made
 
-    def _at_once(self, kind: Kind) -> int:
-        size = 4 * sum(math.prod(shape) for shape in self._regions.shapes(kind).values())
-        return max(1, HELD_BYTES // max(1, size))
+    def _mean(self, name: str, total: Tensor) -> Tensor:
+        before, weights = self._old[name], self._weights(name)
+        out = torch.empty(before.shape, dtype=before.dtype)
+        step = max(1, ROWS_BYTES // max(1, 8 * math.prod(out.shape[1:])))
+        parts = (_in_rows(tensor, step) for tensor in (before, out, total, weights))
+        for old, new, sums, weight in zip(*parts, strict=True):
+            mean = torch.where(weight > 0, sums / weight.clamp_min(1e-300), old.to(sums.device).double())
+            new.copy_(mean.to(old.dtype))
+        return out
 
     def _flush(self) -> None:
         """Adds what is held back: large updates one by one, small ones all in one pass over the sum."""
         if self._held_kind is None:
             return
-        regions, self._held_kind = self._regions.of(self._held_kind), None
-        held, self._held = self._held, []
+        kind, self._held_kind = self._held_kind, None
+        regions, held, self._held = self._regions.of(kind), self._held, []
+        total_weight = self._weight.get(kind, 0.0)
+        for _, weight in held:
+            total_weight += weight
+        self._weight[kind] = total_weight
         weights = torch.tensor([weight for _, weight in held], dtype=torch.float64, device=self._device)
         for name, region in regions.items():
             if name not in self._sum:
@@ -191,3 +222,14 @@ class Mean:
     def _weights(self, name: str) -> Tensor:
         """float64, shaped like the tensor: the weight of each element."""
         return self._regions.total(name, self._weight, self._device)
+
+
+def _in_rows(tensor: Tensor, step: int) -> tuple[Tensor, ...]:
+    """Views of so many rows each; a number has none."""
+    return torch.split(tensor, step) if tensor.dim() else (tensor,)
+
+
+def _device_of(payload: Params) -> torch.device | None:
+    if isinstance(payload, Spooled):
+        return torch.device("cpu") if payload else None
+    return next((tensor.device for tensor in payload.values()), None)

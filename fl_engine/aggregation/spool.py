@@ -10,27 +10,62 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.types import Params
+from fl_engine.storage.pieces import bytes_of
 
 HELD_BYTES = 64 * 2**20
 """Bytes that stay in memory. It takes up to twice as much: the C library's heap does not put a large aligned block into
 a hole of the same size."""
 
+Head = tuple[tuple[str, torch.dtype, torch.Size], ...]
+"""Names, types and shapes of an entry's tensors."""
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor lies in the file."""
+
+class _Place(NamedTuple):
+    """Where a tensor lies in an entry's bytes."""
 
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """An entry in the file. Entries with equal heads share `places`."""
+
+    offset: int
+    places: dict[str, _Place]
+
+
+class Spooled(Mapping[str, Tensor]):
+    """An entry in a spool's file, by name. It holds no tensor: each is read when it is asked for, and again the next
+    time."""
+
+    def __init__(self, spool: Spool, entry: int, places: Mapping[str, _Place]) -> None:
+        self._spool, self._entry, self._places = spool, entry, places
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._places:
+            raise KeyError(name)
+        return self._spool.rows(self._entry, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading."""
+        return self._places[name].shape
 
 
 class Spool:
@@ -39,7 +74,8 @@ class Spool:
 
     def __init__(self, held_bytes: int = HELD_BYTES) -> None:
         self._left = held_bytes
-        self._entries: list[dict[str, Tensor | _Place]] = []
+        self._entries: list[Params | _Written] = []
+        self._places: dict[Head, dict[str, _Place]] = {}
         self._file: IO[bytes] | None = None
 
     def __len__(self) -> int:
@@ -47,47 +83,49 @@ class Spool:
 
     def put(self, tensors: Params) -> int:
         """The number of the new entry."""
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        self._left -= size
-        kept: dict[str, Tensor | _Place] = dict(tensors)
-        if self._left < 0:
-            kept = {name: self._write(tensor) for name, tensor in tensors.items()}
-        self._entries.append(kept)
+        self._left -= sum([tensor.nbytes for tensor in tensors.values()])
+        self._entries.append(dict(tensors) if self._left >= 0 else self._write(tensors))
         return len(self._entries) - 1
 
     def get(self, entry: int) -> Params:
-        return {name: self.rows(entry, name) for name in self._entries[entry]}
+        """The entry's tensors by name: where it is in the file, a `Spooled`."""
+        found = self._entries[entry]
+        return cast(Params, Spooled(self, entry, found.places)) if isinstance(found, _Written) else found
 
     def rows(self, entry: int, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows `first` to `last` (along the first axis) of one tensor of an entry; all of it by default."""
-        found = self._entries[entry][name]
-        if isinstance(found, Tensor):
-            return found if last is None and not first else found[first:last]
-        if not found.shape:
-            return self._read(found.offset, found.dtype, ())
-        count = (found.shape[0] if last is None else min(last, found.shape[0])) - first
-        row = math.prod(found.shape[1:])
-        offset = found.offset + first * row * found.dtype.itemsize
-        return self._read(offset, found.dtype, (count, *found.shape[1:]))
+        found = self._entries[entry]
+        if not isinstance(found, _Written):
+            return found[name] if last is None and not first else found[name][first:last]
+        place = found.places[name]
+        if not place.shape:
+            return self._read(found.offset + place.offset, place.dtype, ())
+        count = (place.shape[0] if last is None else min(last, place.shape[0])) - first
+        row = math.prod(place.shape[1:])
+        offset = found.offset + place.offset + first * row * place.dtype.itemsize
+        return self._read(offset, place.dtype, (count, *place.shape[1:]))
 
-    def _write(self, tensor: Tensor) -> _Place:
-        whole = tensor.detach().cpu().contiguous()
+    def _write(self, tensors: Params) -> _Written:
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="flexfleet-")  # noqa: SIM115 - open as long as the spool is
             offset = self._file.seek(0, os.SEEK_END)
-            self._file.write(_bytes_of(whole))
+            for tensor in tensors.values():
+                self._file.write(bytes_of(tensor.detach().cpu().contiguous()))
             self._file.flush()
         except OSError as error:
             raise EnvironmentFailure(
                 f"{tempfile.gettempdir()} does not take a round's updates: {error.strerror}; TMPDIR names another one"
             ) from error
-        return _Place(offset, tensor.dtype, tuple(tensor.shape))
+        head = tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
+        if head not in self._places:
+            self._places[head] = _places(head)
+        return _Written(offset, self._places[head])
 
     def _read(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         assert self._file is not None
         found = torch.empty(shape, dtype=dtype)
-        into = _bytes_of(found)
+        into = bytes_of(found)
         done = 0
         while done < len(into):
             try:
@@ -100,6 +138,10 @@ class Spool:
         return found
 
 
-def _bytes_of(whole: Tensor) -> memoryview:
-    """The tensor's memory, without a copy."""
-    return whole.view(-1).view(torch.uint8).numpy().data
+def _places(head: Head) -> dict[str, _Place]:
+    """The tensors lie one after the other."""
+    found, offset = {}, 0
+    for name, dtype, shape in head:
+        found[name] = _Place(offset, dtype, tuple(shape))
+        offset += shape.numel() * dtype.itemsize
+    return found

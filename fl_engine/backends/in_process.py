@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
@@ -12,6 +11,7 @@ import torch
 
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import EnvironmentFailure
+from fl_engine.core.heap import keep_freed_memory
 from fl_engine.core.types import Outcome, RoundPlan
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.exchange.client import Site, Work, accept_all, delivered, train
@@ -38,11 +38,13 @@ class InProcess:
         yield from failures
         for outcome in self._trained(groups):
             yield delivered(algorithm, outcome, plan.order_of[outcome.client], self._site)
+            del outcome  # the next client trains beside what is still held
 
     def _trained(self, groups: list[list[Work]]) -> Iterator[Outcome]:
         if len(self._devices) == 1 or len(groups) == 1:
-            for group in groups:
-                yield from train(group, self._site, self._devices[0])
+            groups.reverse()
+            while groups:  # a group that has trained is no longer held
+                yield from train(groups.pop(), self._site, self._devices[0])
         else:
             yield from self._spread(groups)
 
@@ -65,8 +67,8 @@ class InProcess:
                 while waiting and len(flying) < len(self._devices):
                     flying.add(threads.submit(on_a_free_device, waiting.pop()))
                 done, flying = wait(flying, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield from future.result()
+                while done:  # a future that was asked is no longer held
+                    yield from done.pop().result()
 
 
 def by_cost(groups: list[list[Work]], site: Site) -> list[list[Work]]:
@@ -88,19 +90,6 @@ def prepare_process(devices: Sequence[str]) -> None:
         torch.backends.cudnn.deterministic = True
     if not is_guest():
         keep_freed_memory()
-
-
-def keep_freed_memory() -> None:
-    """Lets glibc keep freed memory: every step asks for the same large blocks again, and each block that the kernel
-    gives anew costs a page fault per 4 kB, up to a fifth of a step's time. Does nothing with other C libraries."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return
-    trim_threshold, mmap_max, arena_max = -1, -4, -8
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, -1)
-    mallopt(arena_max, 1)
 
 
 def check_device(name: str) -> None:

@@ -48,5 +48,7 @@ def travelling(state: Params) -> Params:
 
 def apart(tensors: Params) -> tuple[Params, Params]:
     """(all but the state, the state by its own names) of an order's memory or an update's file."""
+    if not tensors:
+        return {}, {}
     others = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}
     return others, {n.removeprefix(STATE): tensor for n, tensor in tensors.items() if n.startswith(STATE)}

@@ -150,6 +150,22 @@ def certificate_hint(said: str) -> str:
     )
 
 
+UNTRUSTED = ("unable to get local issuer certificate", "self-signed certificate", "self signed certificate")
+WRONG_TIME = ("certificate has expired", "certificate is not yet valid")
+
+
+def device_hint(said: str) -> str:
+    """What to do on a device that refuses a server's certificate; empty for any other error."""
+    if any(each in said for each in UNTRUSTED):
+        return (
+            ". No authority that this machine trusts has signed the server's certificate: if the server is yours, let "
+            "SSL_CERT_FILE name a file with its authority's certificate (PEM)"
+        )
+    if any(each in said for each in WRONG_TIME):
+        return ". Is this machine's clock right?"
+    return certificate_hint(said)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: ` (did you mean 'alpha'?)`, or the known names when none is close."""
     names = list(known)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from fl_engine.core.blank import blank
 from fl_engine.core.contracts import CountsMacs, ModelFamily, TakesTokens
 from fl_engine.core.errors import ModelError
 from fl_engine.core.types import FULL, Axis, Keep, ParamLayout, Params, Pool, SubmodelSpec
@@ -116,7 +117,10 @@ def contains(layout: ParamLayout, outer: SubmodelSpec, inner: SubmodelSpec) -> b
 def index_of(pool: Pool, layout: ParamLayout, spec: SubmodelSpec) -> int | None:
     """Which pool model a sub-model is, or has the widths and blocks of; the outputs do not count."""
     form = layout.form(spec)
-    return next((i for i, m in enumerate(pool) if layout.form(m.spec) == form), None)
+    for i, model in enumerate(pool):
+        if layout.form(model.spec) == form:
+            return i
+    return None
 
 
 def is_statistic(name: str) -> bool:
@@ -144,8 +148,7 @@ def shapes(layout: ParamLayout, spec: SubmodelSpec, full: Mapping[str, torch.Siz
 @lru_cache(maxsize=64)
 def full_shapes(family: ModelFamily) -> dict[str, torch.Size]:
     """Shapes of the full network's parameters, in layout order. Allocates nothing."""
-    with torch.device("meta"):
-        state = family.module().state_dict()
+    state = blank(family).state_dict()
     if list(state) != list(family.layout().slots):
         odd = sorted(set(state) ^ set(family.layout().slots))
         raise ModelError(f"{type(family).__name__}: module and layout disagree on parameters or order: {odd[:6]}")
@@ -248,15 +251,14 @@ def made_up(family: ModelFamily, count: int, generator: torch.Generator | None =
 def initial_params(family: ModelFamily, seed: int) -> Params:
     """The freshly initialised full network: the same on every machine for the same seed and torch build."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps three stack traces for devices to come
         return {name: t.detach().clone() for name, t in family.module().state_dict().items()}
 
 
 def runnable(family: ModelFamily, spec: SubmodelSpec, params: Params) -> nn.Module:
     """The sub-network with `params` (already sliced) as its storage: training it writes into them, so whoever trains
     clones first."""
-    with torch.device("meta"):
-        module = family.module(spec)
+    module = blank(family, spec)
     try:
         module.load_state_dict(params, assign=True)
     except RuntimeError as error:

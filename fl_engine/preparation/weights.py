@@ -18,6 +18,7 @@ import torch
 from pydantic import BaseModel, GetPydanticSchema
 from pydantic_core import core_schema
 
+from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily, Preparation
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.slicing import largest
@@ -66,8 +67,7 @@ def attached(made: Any, weights: Params) -> Any:
 def fitting(family: ModelFamily, weights: Params) -> Params:
     """In the network's order, which a file does not keep. Raises ModelError unless they are those of the whole network,
     by names, types, shapes and finite values."""
-    with torch.device("meta"):
-        wanted = family.module().state_dict()
+    wanted = blank(family).state_dict()
     if odd := sorted(wanted.keys() ^ weights.keys()):
         raise ModelError(f"{'no' if odd[0] in wanted else 'unknown'} {odd[0]} ({len(odd)} names differ)")
     for name, like in wanted.items():
@@ -108,8 +108,7 @@ def _counted(kind: str, names: list[str]) -> str:
 
 
 def _forms(family: ModelFamily) -> dict[str, str]:
-    with torch.device("meta"):
-        return {name: _form(tensor) for name, tensor in family.module().state_dict().items()}
+    return {name: _form(tensor) for name, tensor in blank(family).state_dict().items()}
 
 
 def _form(tensor: torch.Tensor) -> str:

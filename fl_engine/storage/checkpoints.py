@@ -30,8 +30,9 @@ from pydantic import field_validator
 from fl_engine.core.errors import IntegrityError, Stopped
 from fl_engine.core.types import Params
 from fl_engine.storage.lease import Lease
+from fl_engine.storage.pieces import Value, laid_out
 from fl_engine.storage.records import WAY_OUT, Record, json_of, parsed, round_folder
-from fl_engine.storage.store import Store, canonical, decode, encode, sha256
+from fl_engine.storage.store import Store, canonical, decode, sha256
 
 log = logging.getLogger("flexfleet")
 
@@ -46,6 +47,8 @@ LOOK_EVERY = 10
 """The number of unpacked commits is compared with PACKED once in this many commits."""
 LINES = 2000
 """The most lines about single clients in a packed file; where there are more, those of every n-th round are kept."""
+HELD_LINES = 10 * LINES
+"""The most lines that are in memory while commits are packed, besides those of one commit."""
 
 
 class Row(Record):
@@ -102,8 +105,8 @@ class Checkpoints:
         """Makes `round` the last finished one, then removes what is no longer needed. Raises Stopped where another
         coordinator has taken over."""
         self.check_lease()
-        files = {
-            self._own("state.safetensors"): encode(tensors),
+        files: dict[str, Value] = {
+            self._own("state.safetensors"): laid_out(tensors),
             self._own("state.json"): canonical(rest),
             self._own("metrics.json"): canonical([row.model_dump(mode="json") for row in rows]),
         }
@@ -153,18 +156,19 @@ class Checkpoints:
         last = set(sorted(commits)[-2:])
         return sorted(last | {round for round, name, _ in files if _plain(name) == "state.json" and round in commits})
 
-    def rows(self) -> list[Row]:
-        """Every committed round's measurements, in round order. Raises IntegrityError naming a damaged file, or the
-        rounds that are missing."""
+    def rows(self, lines: bool = True) -> list[Row]:
+        """Every committed round's measurements, in round order; without `lines`, those of single clients are left out,
+        which take most of the time and of the memory where rounds are large. Raises IntegrityError naming a damaged
+        file, or the rounds that are missing."""
         commits = self.commits()
         rows: list[Row] = []
         for first, last, key in self._packs():
             if commits and first <= commits[-1]:
-                rows += [row for row in self._unpacked(key) if len(rows) <= row.round <= commits[-1]]
+                rows += [row for row in self._unpacked(key, lines) if len(rows) <= row.round <= commits[-1]]
                 _check_whole(rows, min(last, commits[-1]), self.store.uri("metrics"))
         for round in commits:
             if round >= len(rows):
-                rows += [row for row in self._rows(round) if row.round >= len(rows)]
+                rows += [row for row in self._rows(round, lines) if row.round >= len(rows)]
                 _check_whole(rows, round, self.store.uri(round_folder(round)))
         return rows
 
@@ -194,9 +198,9 @@ class Checkpoints:
             good = round
         return good
 
-    def _rows(self, round: int) -> list[Row]:
+    def _rows(self, round: int, lines: bool = True) -> list[Row]:
         name = self.store.uri(f"{round_folder(round)}metrics.json")
-        return _rows_of(self._committed(round, "metrics.json"), name)
+        return _rows_of(self._committed(round, "metrics.json"), name, lines)
 
     # -------------------------------------------------------------------------------------------- packed
     def _packs(self) -> list[tuple[int, int, str]]:
@@ -204,23 +208,42 @@ class Checkpoints:
         matches = ((PACK.fullmatch(key), key) for key in self.store.list("metrics/"))
         return sorted((int(match[1]), int(match[2]), key) for match, key in matches if match)
 
-    def _unpacked(self, key: str) -> list[Row]:
+    def _unpacked(self, key: str, lines: bool = True) -> list[Row]:
         try:
             value = self.store.get(key)
         except IntegrityError as error:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
         if key.removesuffix(".json").rpartition("-")[2] != sha256(value)[:16]:
             raise IntegrityError(f"{self.store.uri(key)} is damaged: its name is not its sha256. {WAY_OUT}")
-        return _rows_of(value, self.store.uri(key))
+        return _rows_of(value, self.store.uri(key), lines)
 
     def _pack(self) -> None:
         """Packs commits that are older than the last two, when there are enough of them."""
         done = max((last + 1 for _, last, _ in self._packs()), default=0)
         old = [round for round in self.commits()[:-2] if round >= done]
         if len(old) >= PACKED:
-            rows = [row for round in old for row in self._rows(round) if row.round >= done]
-            self._put_pack(_thinned(rows))
+            self._put_pack(self._thinned(old, done))
             self._prune(old[-1])
+
+    def _thinned(self, commits: Sequence[int], first: int) -> list[Row]:
+        """The measurements of these commits from round `first` on, with at most about LINES lines. Where there are more
+        than HELD_LINES, the commits whose lines are kept are read twice."""
+        rows, commit_of, total, bare = list[Row](), list[int](), 0, 0
+        for commit in commits:
+            found = [row for row in self._rows(commit) if row.round >= first]
+            total += sum(len(row.clients) for row in found)
+            rows += found
+            commit_of += [commit] * len(found)
+            if total > HELD_LINES:
+                rows[bare:] = map(_bare, rows[bare:])
+                bare = len(rows)
+        every = -(-total // LINES) or 1
+        if bare:
+            wanted = {row.round for row in rows[::every]}
+            again = (row for commit in sorted(set(commit_of[::every])) for row in self._rows(commit))
+            kept = {row.round: row for row in again if row.round in wanted}
+            rows[::every] = [kept[row.round] for row in rows[::every]]
+        return [row if i % every == 0 else _bare(row) for i, row in enumerate(rows)]
 
     def _put_pack(self, rows: Sequence[Row]) -> None:
         if rows:
@@ -332,13 +355,14 @@ def _check_whole(rows: Sequence[object], last: int, name: str) -> None:
         raise IntegrityError(f"{name}: the measurements of {last + 1 - len(rows)} rounds are missing. {WAY_OUT}")
 
 
-def _thinned(rows: Sequence[Row]) -> list[Row]:
-    every = -(-sum(len(row.clients) for row in rows) // LINES) or 1
-    return [row if i % every == 0 else row.model_copy(update={"clients": ()}) for i, row in enumerate(rows)]
+def _bare(row: Row) -> Row:
+    return row.model_copy(update={"clients": ()}) if row.clients else row
 
 
-def _rows_of(value: bytes, name: str) -> list[Row]:
+def _rows_of(value: bytes, name: str, lines: bool) -> list[Row]:
     rows = json_of(value, name)
     if not isinstance(rows, list):
         raise IntegrityError(f"{name} is no list of rounds. {WAY_OUT}")
+    if not lines:
+        rows = [{**row, "clients": []} if isinstance(row, dict) else row for row in rows]
     return [parsed(Row, json.dumps(row).encode(), name) for row in rows]

@@ -18,7 +18,8 @@ from typing import Any
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.types import Params
 from fl_engine.storage.checkpoints import Checkpoints
-from fl_engine.storage.store import decode, encode, sha256
+from fl_engine.storage.pieces import laid_out
+from fl_engine.storage.store import decode, sha256
 
 FILE = re.compile(r"(?:([1-9][0-9]{0,17})-)?([0-9a-f]{64})\.safetensors")
 
@@ -35,7 +36,7 @@ class KeptFiles:
 
     def put(self, tensors: Params, before: str | None = None) -> str:
         """Writes the tensors; gives the name of their file. `before`: a file that may hold the same."""
-        value = encode(tensors)
+        value = laid_out(tensors)
         name = f"{sha256(value)}.safetensors"
         if before is not None and before.rpartition("-")[2] == name:
             return before

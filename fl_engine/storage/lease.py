@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
@@ -64,6 +64,11 @@ class Lease:
         self._ended = threading.Event()
         self.number = number
 
+    @property
+    def key(self) -> str:
+        """Where the store has it. What lies there changes every BEAT_S seconds."""
+        return _key(self.number)
+
     def check(self) -> None:
         """Raises Replaced where another coordinator has taken over."""
         number = _newest(self._store)
@@ -90,10 +95,11 @@ class Lease:
 
 
 @contextmanager
-def held(store: Store) -> Iterator[Lease]:
-    """The lease of the run in `store`, until the block ends. Raises ConfigError where another coordinator has it, and
-    EnvironmentFailure where the store cannot keep two apart."""
-    lease = _acquire(store)
+def held(store: Store, ttl_s: float | None = None) -> Iterator[Lease]:
+    """The lease of the run in `store`, until the block ends. `ttl_s`: how long a holder may be silent, else TTL_S; 0
+    for who knows by another lease that there is no other holder any more. Raises ConfigError where another coordinator
+    has it, and EnvironmentFailure where the store cannot keep two apart."""
+    lease = _acquire(store, TTL_S if ttl_s is None else ttl_s)
     threading.Thread(target=lease._beat, daemon=True, name="lease").start()
     try:
         yield lease
@@ -101,13 +107,13 @@ def held(store: Store) -> Iterator[Lease]:
         lease.release()
 
 
-def _acquire(store: Store) -> Lease:
-    machine, now = _machine(), datetime.now(UTC).isoformat(timespec="seconds")
+def _acquire(store: Store, ttl_s: float) -> Lease:
+    machine, now = _machine(), datetime.now(timezone.utc).isoformat(timespec="seconds")
     mine = Holder(host=socket.gethostname(), machine=machine, pid=os.getpid(), since=now)
     while True:
         newest = _newest(store)
         if newest:
-            _wait_for(store, newest, machine)
+            _wait_for(store, newest, machine, ttl_s)
         if store.create(_key(newest + 1), mine.model_dump_json().encode()):
             if store.create(_key(newest + 1), b""):
                 raise EnvironmentFailure(
@@ -118,16 +124,16 @@ def _acquire(store: Store) -> Lease:
             return Lease(store, newest + 1, mine)
 
 
-def _wait_for(store: Store, number: int, machine: str) -> None:
+def _wait_for(store: Store, number: int, machine: str, ttl_s: float) -> None:
     """Returns when this lease may be taken over. Raises ConfigError when its holder lives."""
     first, started, told = _read(store, number), time.monotonic(), False
     while first is not None and not first.released:
         gone = first.machine == machine and not _alive(first.pid)
-        if gone or time.monotonic() - started > TTL_S:
+        if gone or ttl_s == 0 or time.monotonic() - started > ttl_s:
             log.warning("going on in the place of %s, which has not let go", first)
             return
         if not told:
-            log.info("the run was held by %s: waiting up to %.0f s for a sign of life", first, TTL_S)
+            log.info("the run was held by %s: waiting up to %.0f s for a sign of life", first, ttl_s)
             told = True
         time.sleep(POLL_S)
         if _newest(store) > number:

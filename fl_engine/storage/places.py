@@ -6,6 +6,6 @@ from fl_engine.storage.s3 import S3Store
 from fl_engine.storage.store import FolderStore, Store
 
 
-def open_store(uri: str) -> Store:
-    """`s3://bucket/prefix`, or a folder."""
-    return S3Store(uri) if "://" in uri else FolderStore(uri)
+def open_store(uri: str, hasty: bool = False) -> Store:
+    """`s3://bucket/prefix`, or a folder. `hasty`: does not wait long for a server that does not answer."""
+    return S3Store(uri, hasty=hasty) if "://" in uri else FolderStore(uri)

@@ -19,8 +19,9 @@ class Record(BaseModel):
     schema_version: Literal[1] = 1
 
 
-def round_folder(round: int) -> str:
-    return f"rounds/{round:05d}/"
+def round_folder(round: int, evaluates: bool = False) -> str:
+    """Where the files of a round lie; those of its evaluation at the clients lie apart."""
+    return f"rounds/{round:05d}/{'evaluation/' if evaluates else ''}"
 
 
 def parsed(kind: type[R], value: bytes, name: str) -> R:

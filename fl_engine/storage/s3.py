@@ -8,14 +8,15 @@ each good for one key and a limited time; FLEXFLEET_SIGNING_AWS_* may name narro
 from __future__ import annotations
 
 import base64
-import hashlib
 import os
 import re
+import secrets
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import urllib3
 from pydantic import BaseModel, ConfigDict
@@ -27,8 +28,11 @@ from fl_engine.core.errors import (
     Refused,
     Unreachable,
     certificate_hint,
+    device_hint,
     masked,
+    printable,
 )
+from fl_engine.storage.pieces import Pieces, Value, digest, in_parts
 from fl_engine.storage.store import check_size, sha256
 
 if TYPE_CHECKING:
@@ -40,10 +44,14 @@ PART = 64 * 2**20
 """Bytes. Larger values are uploaded in parts of this size."""
 ATTEMPTS = 6
 """Tries of a request that the server does not answer, or answers with 429 or 5xx."""
+HASTY_S = 5
+"""Seconds in which a server answers who does not want to wait."""
 READS = 4
 """Tries of a download that breaks off."""
 SENDS = 3
 """Tries of an upload that arrives damaged."""
+MOST_AT_ONCE = 5 * 2**30
+"""Bytes of the largest upload in one request, by a URL or a form."""
 PIECE = 2**20
 """Bytes that are read of a body at a time."""
 PAGE = 1000
@@ -53,6 +61,8 @@ OWN = "FLEXFLEET_"
 another value."""
 SIGNING = "FLEXFLEET_SIGNING_"
 """Prefix likewise: credentials that sign what clients get, so that clients can do no more than these may."""
+REFUSED = "CERTIFICATE_VERIFY_FAILED"
+"""What urllib3 says of a certificate that is not trusted."""
 MISSING = ("NoSuchKey", "404", "NotFound")
 FIXED = {
     # As good as private, and the only ACL that Amazon's buckets accept now that ACLs are off by default. It lets the
@@ -89,9 +99,9 @@ class S3Store:
     retries; `ca_bundle` and region come from the environment too.
     """
 
-    def __init__(self, uri: str, endpoint: str | None = None, settings: str = OWN) -> None:
+    def __init__(self, uri: str, endpoint: str | None = None, settings: str = OWN, hasty: bool = False) -> None:
         """`settings` is what stands in front of the environment's variables with this store's address and credentials;
-        where they are not set, those after OWN count, then boto3's."""
+        where they are not set, those after OWN count, then boto3's. `hasty`: one try of a few seconds."""
         scheme, _, rest = uri.partition("://")
         self._bucket, _, prefix = rest.partition("/")
         if scheme != "s3" or not self._bucket or masked(uri) != uri:
@@ -99,6 +109,7 @@ class S3Store:
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = endpoint
         self._settings = settings
+        self._hasty = hasty
         self._made: dict[tuple[str | None, str], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,14 +122,14 @@ class S3Store:
     def _client_of(self, endpoint: str | None, settings: str = "") -> Any:
         made = endpoint, settings or self._settings
         if made not in self._made:
-            self._made[made] = _connect(*made)
+            self._made[made] = _connect(*made, self._hasty)
         return self._made[made]
 
-    def put(self, key: str, value: bytes) -> None:
+    def put(self, key: str, value: Value) -> None:
         given = {"Bucket": self._bucket, "Key": self._prefix + key, "Metadata": {"sha256": sha256(value)}}
         with self._explained(key):
             if len(value) <= PART:
-                self._client.put_object(Body=value, ContentMD5=_md5(value), **given)
+                self._client.put_object(Body=bytes(value), ContentMD5=_md5(value), **given)
             else:
                 self._put_parts(value, given)
 
@@ -136,14 +147,13 @@ class S3Store:
                 raise
         return True
 
-    def _put_parts(self, value: bytes, given: Mapping[str, Any]) -> None:
+    def _put_parts(self, value: Value, given: Mapping[str, Any]) -> None:
         """The object appears whole when the upload is completed, or never."""
         where = {"Bucket": given["Bucket"], "Key": given["Key"]}
         upload = {**where, "UploadId": self._client.create_multipart_upload(**given)["UploadId"]}
         try:
             parts = []
-            for number, start in enumerate(range(0, len(value), PART), 1):
-                body = value[start : start + PART]
+            for number, body in enumerate(in_parts(value, PART), 1):
                 sent = self._client.upload_part(Body=body, ContentMD5=_md5(body), PartNumber=number, **upload)
                 parts.append({"PartNumber": number, "ETag": sent["ETag"]})
             self._client.complete_multipart_upload(MultipartUpload={"Parts": parts}, **upload)
@@ -205,7 +215,13 @@ class S3Store:
         return url
 
     def upload(self, key: str, size: int, seconds: int, verb: Verb, endpoint: str | None = None) -> Upload:
-        """Leave to write `key` for `seconds`: at most `size` bytes by POST, exactly so many by PUT."""
+        """Leave to write `key` for `seconds`: at most `size` bytes by POST, exactly so many by PUT. Raises ConfigError
+        where that is more than S3 takes at once."""
+        if size > MOST_AT_ONCE:
+            raise ConfigError(
+                f"{self.uri(key)} may have {size / 1e9:.2f} GB, and S3 takes {MOST_AT_ONCE / 1e9:.2f} GB in one "
+                "upload: set codec.up={name: half}, or take a smaller network"
+            )
         client = self._client_of(endpoint or self._endpoint, SIGNING if self._settings == OWN else "")
         where = {"Bucket": self._bucket, "Key": self._prefix + key}
         if verb == "PUT":
@@ -243,20 +259,24 @@ class S3Store:
 
 class UrlStore:
     """What a client without keys sees of a store: URLs of the keys that it may read, leave to write others. Raises
-    EnvironmentFailure where the server does not answer, after retries, and IntegrityError where it refuses."""
+    EnvironmentFailure where the server does not answer, after retries, and IntegrityError where it refuses.
 
-    def __init__(self, reads: Mapping[str, str], writes: Mapping[str, Upload]) -> None:
+    `within_s`: for what is soon out of date and holds secrets: two tries of so many seconds, and no redirect; None:
+    patient."""
+
+    def __init__(self, reads: Mapping[str, str], writes: Mapping[str, Upload], within_s: float | None = None) -> None:
         self._reads, self._writes = reads, writes
-        self._pool = patient_pool()
+        self._pool = patient_pool() if within_s is None else hasty_pool(within_s)
+        self._tries = READS if within_s is None else 1
 
-    def put(self, key: str, value: bytes) -> None:
+    def put(self, key: str, value: Value) -> None:
         if (upload := self._writes.get(key)) is None:
             raise IntegrityError(f"no leave was given to write {key}")
         for _ in range(SENDS):
             with self._explained(upload.verb, key, upload.url):
                 answer = send(self._pool, upload, value)
                 self._check(answer, upload.verb, key)
-            if _etag(answer) in (None, hashlib.md5(value, usedforsecurity=False).hexdigest()):
+            if _etag(answer) in (None, digest("md5", value).hex()):
                 return
         raise IntegrityError(
             f"{upload.verb} {self.uri(key)}: {SENDS} times other bytes arrived than the {len(value)} that were sent"
@@ -275,7 +295,7 @@ class UrlStore:
                 answer.release_conn()
 
         with self._explained("GET", key, url):
-            return _again(read)
+            return _again(read, self._tries)
 
     def list(self, prefix: str) -> list[str]:
         return sorted(key for key in self._reads if key.startswith(prefix))
@@ -298,7 +318,7 @@ class UrlStore:
             yield
         except urllib3.exceptions.HTTPError as error:
             said = _without_query(str(error), url)
-            raise EnvironmentFailure(f"{verb} {self.uri(key)}: {said}{certificate_hint(said)}") from None
+            raise EnvironmentFailure(f"{verb} {self.uri(key)}: {said}{device_hint(said)}") from None
 
     def _check(self, answer: urllib3.BaseHTTPResponse, verb: str, key: str) -> None:
         if answer.status >= 300:
@@ -307,27 +327,58 @@ class UrlStore:
             raise kind(f"{verb} {self.uri(key)}: HTTP {answer.status} {said}")
 
 
+class Retry(urllib3.Retry):
+    """Does not ask again where a certificate is refused: it will be the next time too."""
+
+    def increment(
+        self,
+        method: str | None = None,
+        url: str | None = None,
+        response: urllib3.BaseHTTPResponse | None = None,
+        error: Exception | None = None,
+        _pool: Any = None,
+        _stacktrace: TracebackType | None = None,
+    ) -> Retry:
+        if isinstance(error, urllib3.exceptions.SSLError) and REFUSED in str(error):
+            raise urllib3.exceptions.MaxRetryError(_pool, url or "", error) from error
+        return super().increment(method, url, response, error, _pool, _stacktrace)
+
+
 def patient_pool() -> urllib3.PoolManager:
     """Connections on which a request is made again that meets no answer, 429 or 5xx."""
-    retry = urllib3.Retry(
+    retry = Retry(
         6, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=(429, 500, 502, 503, 504),
         allowed_methods=None, raise_on_status=False,
     )  # fmt: skip
     return urllib3.PoolManager(retries=retry, timeout=urllib3.Timeout(connect=10, read=120))
 
 
+def hasty_pool(seconds: float) -> urllib3.PoolManager:
+    """Connections on which a request is made twice at most, and follows no redirect."""
+    retry = Retry(1, redirect=False, backoff_factor=0.1, allowed_methods=None, raise_on_status=False)
+    return urllib3.PoolManager(retries=retry, timeout=urllib3.Timeout(connect=seconds, read=seconds))
+
+
 def send(
-    pool: urllib3.PoolManager, upload: Upload, value: bytes, headers: Mapping[str, str] = MappingProxyType({})
+    pool: urllib3.PoolManager, upload: Upload, value: Value, headers: Mapping[str, str] = MappingProxyType({})
 ) -> urllib3.BaseHTTPResponse:
     """The answer to an upload, whatever it is; `headers`: more of them."""
     if upload.verb == "PUT":
-        given = {**upload.fields, "Content-MD5": _md5(value), **headers}
-        return pool.request("PUT", upload.url, body=value, headers=given, redirect=False)
-    # What follows the file is not read.
-    form: dict[str, str | tuple[str, bytes, str]] = {**upload.fields}
-    form["file"] = ("value", value, FIXED["Content-Type"])
+        given = {**upload.fields, "Content-MD5": _md5(value), "Content-Length": str(len(value)), **headers}
+        return pool.request("PUT", upload.url, body=cast(Any, value), headers=given, redirect=False)
+    form, kind = _form(upload.fields, value)
+    given = {"Content-Type": kind, "Content-Length": str(len(form)), **headers}
     # Some servers answer a form that its policy does not allow with a redirect.
-    return pool.request("POST", upload.url, fields=form, headers=dict(headers), redirect=False)
+    return pool.request("POST", upload.url, body=cast(Any, form), headers=given, redirect=False)
+
+
+def _form(fields: Mapping[str, str], value: Value) -> tuple[Pieces, str]:
+    """A form with a file as its last field, since what follows the file is not read; and its content type."""
+    boundary = secrets.token_hex(16)
+    told: dict[str, str | tuple[str, bytes, str]] = {**fields, "file": ("value", b"", FIXED["Content-Type"])}
+    empty, kind = urllib3.encode_multipart_formdata(told, boundary)
+    end = f"\r\n--{boundary}--\r\n".encode()
+    return Pieces((empty.removesuffix(end), *(value.parts if isinstance(value, Pieces) else (value,)), end)), kind
 
 
 def _etag(answer: urllib3.BaseHTTPResponse) -> str | None:
@@ -342,16 +393,16 @@ def _etag(answer: urllib3.BaseHTTPResponse) -> str | None:
     return None if inside is None else inside[1].decode()
 
 
-def _connect(endpoint: str | None, settings: str) -> Any:
+def _connect(endpoint: str | None, settings: str, hasty: bool) -> Any:
     import boto3.session
     from botocore.config import Config
 
     named = endpoint or endpoint_of(settings)
     config = Config(
         signature_version="s3v4",
-        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-        connect_timeout=10,
-        read_timeout=120,
+        retries={"mode": "standard", "total_max_attempts": 1 if hasty else ATTEMPTS},
+        connect_timeout=HASTY_S if hasty else 10,
+        read_timeout=HASTY_S if hasty else 120,
         s3={"addressing_style": "path"} if named else {},
         # Other servers than Amazon's do not know the newer checksums; sha256 and MD5 are sent and checked here.
         request_checksum_calculation="when_required",
@@ -383,11 +434,11 @@ def endpoint_of(settings: str = OWN) -> str | None:
     return setting("AWS_ENDPOINT_URL_S3", settings) or setting("AWS_ENDPOINT_URL", settings)
 
 
-def _again(read: Callable[[], T]) -> T:
+def _again(read: Callable[[], T], tries: int = READS) -> T:
     """Repeats a read whose body broke off, and no other: a body that is too large or damaged is so on every try."""
     from botocore.exceptions import BotoCoreError
 
-    for attempt in range(READS - 1):
+    for attempt in range(tries - 1):
         try:
             return read()
         except (BotoCoreError, urllib3.exceptions.HTTPError):
@@ -420,8 +471,17 @@ def _why(error: ClientError, uri: str) -> str:
     )
 
 
-def _md5(value: bytes) -> str:
-    return base64.b64encode(hashlib.md5(value, usedforsecurity=False).digest()).decode()
+def _md5(value: Value) -> str:
+    return base64.b64encode(digest("md5", value)).decode()
+
+
+def why(error: urllib3.exceptions.HTTPError) -> str:
+    """What is under an error of urllib3, in a line without the address, whose query may be a secret."""
+    reason = getattr(error, "reason", None)
+    under = reason.args[0] if isinstance(reason, urllib3.exceptions.SSLError) and reason.args else None
+    if isinstance(under, ssl.SSLCertVerificationError):
+        return f"its certificate is refused: {under.verify_message}{device_hint(under.verify_message)}"
+    return type(error).__name__ if reason is None else printable(str(reason).rpartition(": ")[2])
 
 
 def _without_query(text: str, url: str) -> str:

@@ -6,11 +6,10 @@ new ones, never a part.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,14 +17,15 @@ from typing import Any, Protocol
 import safetensors.torch
 from safetensors import SafetensorError
 
-from fl_engine.core.errors import ClientError, EnvironmentFailure, IntegrityError, first_line
+from fl_engine.core.errors import EnvironmentFailure, IntegrityError, first_line
 from fl_engine.core.types import Params
+from fl_engine.storage.pieces import Value, digest, laid_out, pieces_of
 
 
 class Store(Protocol):
     """Every method raises EnvironmentFailure where the store fails: no space, no access, no answer."""
 
-    def put(self, key: str, value: bytes) -> None: ...
+    def put(self, key: str, value: Value) -> None: ...
 
     def create(self, key: str, value: bytes) -> bool:
         """Writes the value unless the key exists; False where it does. Of several writers at once, one succeeds."""
@@ -46,12 +46,13 @@ class Store(Protocol):
 
 
 class FolderStore:
-    """A store in a folder of the local file system."""
+    """A store in a folder of the local file system. `mode`: of new files, less the umask."""
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, mode: int = 0o666) -> None:
         self.root = Path(root)
+        self.mode = mode
 
-    def put(self, key: str, value: bytes) -> None:
+    def put(self, key: str, value: Value) -> None:
         self._write(key, value, os.replace)
 
     def create(self, key: str, value: bytes) -> bool:
@@ -61,7 +62,7 @@ class FolderStore:
             return False
         return True
 
-    def _write(self, key: str, value: bytes, name: Callable[[Path, Path], None]) -> None:
+    def _write(self, key: str, value: Value, name: Callable[[Path, Path], None]) -> None:
         """Writes a temporary file beside the target, then renames it."""
         path = self.root / key
         part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
@@ -71,8 +72,8 @@ class FolderStore:
                 changed.append(changed[-1].parent)
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with open(part, "wb") as file:
-                    file.write(value)
+                with open(part, "wb", opener=lambda path, flags: os.open(path, flags, self.mode)) as file:
+                    file.writelines(pieces_of(value))
                     file.flush()
                     os.fsync(file.fileno())
                 name(part, path)
@@ -134,6 +135,38 @@ class FolderStore:
         return str(self.root / key)
 
 
+class MemoryStore:
+    """A store in this process's memory. Puts and deletions are whole or not at all, as FolderStore's are."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+
+    def put(self, key: str, value: Value) -> None:
+        self.files[key] = bytes(value)
+
+    def create(self, key: str, value: bytes) -> bool:
+        return self.files.setdefault(key, value) is value
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        if key not in self.files:
+            raise IntegrityError(f"{self.uri(key)} is missing from the run store")
+        check_size(self.uri(key), len(self.files[key]), limit)
+        return self.files[key]
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted(key for key in self.files if key.startswith(prefix))
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self.files.pop(key, None)
+
+    def sweep(self, prefix: str) -> None:
+        """Nothing to do: a put is never cut off."""
+
+    def uri(self, key: str = "") -> str:
+        return f"memory/{key}"
+
+
 def _unreadable(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):  # deleted since it was listed
         raise error
@@ -150,38 +183,13 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, allow_nan=False).encode()
 
 
-def sha256(value: bytes) -> str:
-    return hashlib.sha256(value).hexdigest()
+def sha256(value: Value) -> str:
+    return digest("sha256", value).hex()
 
 
-def encode(tensors: Params, metadata: Mapping[str, str] | None = None) -> bytes:
-    """safetensors bytes: a length, a JSON header, the raw tensors. The same tensors give the same bytes."""
-    own: Params = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        whole = tensor.contiguous()
-        # safetensors refuses two names for one memory, and a state may hold the previous model under a second name.
-        own[name] = whole.clone() if whole.untyped_storage().data_ptr() in seen else whole
-        seen.add(whole.untyped_storage().data_ptr())
-    value: bytes = safetensors.torch.save(own, dict(metadata or {}))
-    return value
-
-
-MOST_HEADER = 100_000_000
-"""The most bytes of a header that safetensors reads."""
-
-
-def padded(value: bytes, length: int) -> bytes:
-    """safetensors bytes, made `length` long by spaces at the end of their header, which the format allows. Raises
-    ClientError where that is more than it allows."""
-    header, more = int.from_bytes(value[:8], "little"), length - len(value)
-    if more < 0 or header + more > MOST_HEADER:
-        raise ClientError(
-            f"an update of {len(value)} bytes cannot be uploaded as exactly {length}, which is how this S3 server is "
-            "told a limit: use a server that takes POST policies"
-        )
-    at = 8 + header
-    return b"".join(((header + more).to_bytes(8, "little"), value[8:at], b" " * more, value[at:]))
+def encode(tensors: Params) -> bytes:
+    """`laid_out`, all of it in memory: for what is small, or has to be bytes."""
+    return bytes(laid_out(tensors))
 
 
 def decode(value: bytes, name: str) -> Params:
@@ -196,4 +204,4 @@ def decode(value: bytes, name: str) -> Params:
 
 def tensor_bytes(tensors: Params) -> int:
     """The bytes of these tensors, without a file's header."""
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    return sum([t.nbytes for t in tensors.values()])

@@ -69,7 +69,8 @@ class Conv2d(Lane):
 class Linear(Lane):
     def forward(self, x_bf: Tensor) -> Tensor:
         if len(self.weight) == 1:
-            return F.linear(x_bf, self.weight[0], None if self.bias is None else self.bias[0])
+            # squeeze: the gradient of an index, self.weight[0], is copied into zeros
+            return F.linear(x_bf, self.weight.squeeze(0), None if self.bias is None else self.bias.squeeze(0))
         return kernels.batched_linear(x_bf, self.weight, self.bias)
 
 
@@ -204,7 +205,7 @@ class Network:
             layer, leaf = self._holders[name]
             layer._parameters.pop(leaf, None)
             layer._buffers.pop(leaf, None)
-            setattr(layer, leaf, tensor if self._side_by_side else tensor[0])
+            setattr(layer, leaf, tensor if self._side_by_side else tensor.squeeze(0))
         drawn = generators() if self._dropouts else []
         for dropout in self._dropouts:
             dropout.generators = drawn

@@ -305,7 +305,9 @@ def _objective(
         seen.clear()
         outputs = tuple(rows(each) for each in out) if isinstance(out, tuple) else (rows(out),)
         if present is not None:
-            outputs = tuple(losses.mask_absent(each, present.repeat(len(x), 1)) for each in outputs)
+            held = present.repeat(len(x), 1)
+            outputs = tuple(losses.mask_absent(each, held) for each in outputs)
+            soft = [losses.mask_absent(each, held) for each in soft]
         wanted = y.flatten(0, 1)
         if task.sandwich is not None:
             loss = losses.of_sandwich(goal, outputs, wanted, task.sandwich.weight, task.sandwich.temperature)

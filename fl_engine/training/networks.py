@@ -7,9 +7,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
+from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.types import HEAD, LocalTask
+from fl_engine.core.types import FULL, HEAD, Axis, LocalTask, ParamLayout, SubmodelSpec
 from fl_engine.training.lanes import Network
 
 NETWORKS_KEPT = 64
@@ -38,16 +40,31 @@ def lent(family: ModelFamily, task: LocalTask) -> Iterator[Network]:
 
 def _built(family: ModelFamily, task: LocalTask) -> Network:
     with torch.device("meta"):
-        network = Network(family.module(task.spec).train())
+        network = Network(blank(family, task.spec).train())
     divide_outputs(family, task, network.weighted)
     return network
 
 
 def divide_outputs(family: ModelFamily, task: LocalTask, weighted: Mapping[str, nn.Module]) -> None:
-    """HeteroFL's scaler: the outputs of every convolution and hidden linear layer are divided by the rate. An LSTM's
-    outputs are bounded by its gates and stay as they are."""
-    if task.scaler != 1:
-        slots = family.layout().slots
-        for name, layer in weighted.items():
-            if slots[f"{name}.weight"].axes[0].group != HEAD:
-                layer.register_forward_hook(lambda _, __, out: out / task.scaler)
+    """HeteroFL's scaler: the outputs of every convolution and hidden linear layer are divided by the rate, or by the
+    share of them that the sub-model keeps. An LSTM's outputs are bounded by its gates and stay as they are."""
+    if task.scaler == 1:
+        return
+    layout = family.layout()
+    for name, layer in weighted.items():
+        axes = layout.slots[f"{name}.weight"].axes
+        outputs = axes[1] if isinstance(layer, _ConvTransposeNd) else axes[0]
+        if outputs.group == HEAD:
+            continue
+        rate = kept_share(layout, task.spec, outputs) if task.scaler == "by_layer" else task.scaler
+        if rate != 1:
+            layer.register_forward_hook(lambda _, __, out, rate=rate: out / rate)
+
+
+def kept_share(layout: ParamLayout, spec: SubmodelSpec, axis: Axis) -> float:
+    """How much of an axis a sub-model keeps, from 0 to 1."""
+    full, kept = (
+        sum(part.each * (1 if part.group is None else layout.width(of, part.group)) for part in axis.parts)
+        for of in (FULL, spec)
+    )
+    return kept / full

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_engine.core import seeds
+from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.drawing import drawing
 from fl_engine.core.errors import ConfigError, FlexfleetError, ModelError, first_line
@@ -171,8 +172,7 @@ def _client_network(
     """The sub-model as its family builds it, in training mode, with these parameters. Where `network` has another layer
     in a place, that layer computes, with views of the parameters. Outputs are float32, and masked where there are
     classes that are not `present`."""
-    with torch.device("meta"):
-        model = family.module(task.spec).train()
+    model = blank(family, task.spec).train()
     layers = dict(model.named_modules())
     for name, tensor in state.items():
         path, _, leaf = name.rpartition(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,7 +28,7 @@ from fl_engine.training.evaluation import OWNERS
 
 __all__ = [
     "WEIGHTS", "Apoz", "ApozLayer", "Artifact", "ConfusionFile", "EvaluationFile", "History", "Level", "LevelScore",
-    "PoolFile", "Result", "RunFile", "row_of",
+    "OnClients", "PoolFile", "Result", "RunFile", "row_of", "rows_of",
 ]  # fmt: skip
 
 A = TypeVar("A", bound="Artifact")
@@ -197,6 +198,8 @@ class RunFile(Artifact):
     partition_sha256: str
     trace_sha256: str | None = None
     """Of the files that `fleet.trace` names, together; null: it names none."""
+    folders_sha256: str | None = None
+    """Of the data in `partition.folders`, by client; null: this machine simulates no clients with data of their own."""
     sources: dict[str, str] = {}
     """By name (package.module:Name), the sha256 of the source of what the run takes of one's own."""
     code_sha256: str | None = None
@@ -234,6 +237,18 @@ def row_of(value: dict[str, Any]) -> Row:
     metrics = value.get("metrics")
     measured = {k: v for k, v in metrics.items() if v is not None} if isinstance(metrics, dict) else metrics
     return Row.model_validate({**value, "metrics": measured})
+
+
+def rows_of(history: History) -> tuple[Row, ...]:
+    """`row_of` for every round; a history has checked them, so they are not checked once more."""
+    return tuple(
+        Row.model_construct(
+            round=int(value["round"]),
+            metrics={k: float(v) for k, v in value["metrics"].items() if v is not None and math.isfinite(float(v))},
+            clients=tuple(value["clients"]),
+        )
+        for value in history.rounds
+    )
 
 
 class LevelScore(BaseModel):
@@ -275,9 +290,33 @@ class LocalScore(BaseModel):
     clients: int = Field(ge=1)
 
 
+class ClientFigures(BaseModel):
+    """Of the metric that decides, over so many clients, each counted once (`fl_engine.rounds.at_clients`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    mean: float
+    p10: float
+    worst: float
+    spread: float = Field(ge=0)
+    loss: float
+    clients: int = Field(ge=1)
+
+
+class OnClients(BaseModel):
+    """What the clients measured on samples that they hold out, in the last round: of all, of each level and tier."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    asked: int
+    failed: int
+    all: ClientFigures
+    levels: dict[str, ClientFigures]
+    tiers: dict[str, ClientFigures]
+
+
 class EvaluationFile(Artifact):
     """evaluation.json: the final model on the whole test set. `avg` is the mean over the levels of the metric that
-    decides, `full` the largest model's; `local` is each level's local accuracy, where the task has classes."""
+    decides, `full` the largest model's; `local` is each level's local accuracy, where the task has classes;
+    `on_clients` is the evaluation at the clients, where evaluate.on asks for it."""
 
     rounds: int
     test_samples: int
@@ -285,12 +324,13 @@ class EvaluationFile(Artifact):
     full: float
     levels: dict[str, LevelScore] = Field(min_length=1)
     local: dict[str, LocalScore] = {}
+    on_clients: OnClients | None = None
 
     @model_serializer(mode="wrap")
     def _as_ever(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without local accuracies the file has no such key."""
+        """Without local accuracies, or figures of clients, the file has no such key."""
         fields: dict[str, Any] = handler(self)
-        return {name: value for name, value in fields.items() if name != "local" or value}
+        return {name: value for name, value in fields.items() if name not in ("local", "on_clients") or value}
 
     @property
     def metric(self) -> str:
@@ -333,7 +373,9 @@ class Result(Artifact):
     metrics: dict[str, Any]
     """avg, full, levels{name: value}, best{round, avg, full}: the round with the best avg, highest{50, 80, 100: {avg,
     full}}: the highest values within so many % of the rounds; local{level: {mean, sd, clients}}: the accuracy on each
-    client's own distribution, where the task has classes; by_owner{metric: {level: value}}: the accuracy on the
+    client's own distribution, where the task has classes; on_clients{asked, failed, all, levels{level}, tiers{tier}},
+    each {mean, p10, worst, spread, loss, clients}: what clients measured on samples that they hold out, where
+    evaluate.on=clients; by_owner{metric: {level: value}}: the accuracy on the
     devices' and on the server's classes, where partition.server_classes names some; uniformity and what belongs to it
     (`fl_engine.fleet.uniformity`) on the simulated clock, its phases and the bits down and up
     (`fl_engine.rounds.phases`): means over the rounds; label_noise: the share of clients' labels that are wrong, where

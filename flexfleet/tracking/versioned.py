@@ -22,6 +22,7 @@ import yaml
 
 from fl_engine.core.errors import ConfigError, DataError, EnvironmentFailure, FlexfleetError, IntegrityError, masked
 from fl_engine.core.plain import read_yaml
+from fl_engine.core.system import hashed
 from fl_engine.datasets import data_root
 from fl_engine.storage.s3 import setting
 from fl_engine.storage.store import sha256
@@ -142,8 +143,7 @@ def checksum(pointer: str) -> str:
 def md5(path: Path) -> str:
     """The md5 that DVC computes: of a file's content; for a folder, of the list of its files."""
     if path.is_file():
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        return hashed(path, hashlib.md5(usedforsecurity=False)).hexdigest()
     files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
     listed = json.dumps([{"md5": md5(path / name), "relpath": name} for name in files])
     return hashlib.md5(listed.encode(), usedforsecurity=False).hexdigest() + ".dir"

@@ -48,7 +48,7 @@ class Memory(FolderStore):
         self.files = files
 
     def put(self, key: str, value: bytes) -> None:
-        self.files[key] = value
+        self.files[key] = bytes(value)
 
     def create(self, key: str, value: bytes) -> bool:
         return self.files.setdefault(key, value) is value

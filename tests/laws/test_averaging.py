@@ -15,7 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_engine.aggregation import averaging
 from fl_engine.aggregation.averaging import Mean
+from fl_engine.aggregation.spool import Spool
 from fl_engine.core.errors import ModelError
 from fl_engine.core.types import FULL, Axis, ParamLayout, Params, Slot, SubmodelSpec
 from fl_engine.testing.tiny import assert_same_bits
@@ -215,13 +217,31 @@ def test_neither_the_old_model_nor_the_updates_are_written_to() -> None:
     assert_same_bits(update.payload, old_model(1))
 
 
-def test_the_result_can_be_read_between_two_updates() -> None:
-    first, second = Update(old_model(1), FULL, 3.0), Update(old_model(2), FULL, 5.0)
+def test_the_result_can_be_read_again_and_ends_the_mean() -> None:
     mean = Mean(old_model(), LAYOUT)
-    mean.add(first.payload, FULL, 3.0)
+    mean.add(old_model(1), FULL, 3.0)
     assert_same_bits(mean.result(), old_model(1))
-    mean.add(second.payload, FULL, 5.0)
-    assert_same_bits(mean.result(), mean_of(old_model(), [first, second]))
+    assert_same_bits(mean.result(), old_model(1))
+    assert all(held.all() for held in mean.trained().values())
+    with pytest.raises(AssertionError, match="lost"):
+        mean.add(old_model(2), FULL, 5.0)
+
+
+@pytest.mark.parametrize("held_bytes", [0, 2**30], ids=["in a file", "in memory"])
+@pytest.mark.parametrize("rows_bytes", [1, 48, 2**22])
+def test_neither_a_spool_nor_parts_of_tensors_change_a_bit(
+    held_bytes: int, rows_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = [Update(old_model(1), FULL, 3.0), Update(GOOD, HALF, 5.0), Update(old_model(2), FULL, 0.5)]
+    expected = mean_of(old_model(), updates)
+    monkeypatch.setattr(averaging, "ROWS_BYTES", rows_bytes)
+    spool, mean = Spool(held_bytes), Mean(old_model(), LAYOUT)
+    for update in updates:
+        mean.add(spool.get(spool.put(update.payload)), update.spec, update.weight)
+    assert_same_bits(mean.result(), expected)
+    wrong = spool.get(spool.put(GOOD | {"free": torch.ones(4)}))
+    with pytest.raises(ModelError, match="free"):
+        Mean(old_model(), LAYOUT).add(wrong, HALF, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
@@ -268,7 +288,6 @@ def test_what_does_not_fit_is_refused_and_nothing_has_been_added(case: str) -> N
         m.add(old_model(1), FULL, 2)
     with pytest.raises(ModelError, match=message):
         mean.add(payload, spec, weight)
-    assert_same_bits(mean.result(), clean.result())
     for m in (clean, mean):
         m.add(GOOD, HALF, 5)
     assert_same_bits(mean.result(), clean.result())
@@ -291,3 +310,15 @@ def test_an_infinite_weight_is_refused() -> None:
     with pytest.raises(ModelError, match="weight"):
         mean.add(GOOD, HALF, float("inf"))
     assert_same_bits(mean.result(), old_model())
+
+
+def test_what_is_held_back_counts_at_once() -> None:
+    """Small updates wait for others; nobody sees that."""
+    mean = Mean(old_model(), LAYOUT)
+    assert mean.empty and not any(held.any() for held in mean.trained().values())
+    mean.add(GOOD, HALF, 5)
+    assert not mean.empty
+    held = mean.trained()
+    assert held.keys() == old_model().keys()
+    for name, tensor in held.items():
+        assert bool(tensor.any()) == (name in GOOD)

@@ -61,7 +61,7 @@ def test_a_file_that_is_cut_off_is_an_error_and_no_endless_wait() -> None:
     assert spool._file is not None
     spool._file.truncate(10)
     with pytest.raises(EnvironmentFailure, match="cut off"):
-        spool.get(0)
+        spool.get(0)["w"]
 
 
 def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import boto3.session
 import pytest
+import torch
 
 from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
 from fl_engine.storage import lease, s3
+from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.s3 import S3Store, UrlStore
 from flexfleet.runs.whole import run
 from flexfleet.steps.prepare import Resolved
@@ -72,6 +74,9 @@ def test_a_large_value_goes_up_in_parts_and_appears_whole_or_never(
     value = os.urandom(11 * 2**20)
     store.put("large", value)
     assert store.get("large") == value
+    whole = laid_out({"w": torch.arange(3 * 2**20), "b": torch.ones(3)})
+    store.put("model", whole)
+    assert store.get("model") == bytes(whole)
     sent: list[int] = []
     upload = store._client.upload_part
 
@@ -105,6 +110,41 @@ def test_damage_is_seen_when_it_is_read_and_is_not_waited_for(store: S3Store, mo
     with pytest.raises(IntegrityError, match="at most 3"):
         store.get("key", 3)
     assert slept == []
+
+
+@pytest.mark.parametrize("verb", ["POST", "PUT"])
+def test_a_model_goes_up_by_url_without_a_copy(store: S3Store, verb: s3.Verb) -> None:
+    whole = laid_out({"w": torch.randn(500, 700), "b": torch.ones(3)})
+    UrlStore({}, {"update": store.upload("update", len(whole), 60, verb)}).put("update", whole)
+    assert store.get("update") == bytes(whole)
+    with pytest.raises(ConfigError, match=r"6\.00 GB, and S3 takes 5\.37 GB"):
+        store.upload("update", 6 * 10**9, 60, verb)
+
+
+@pytest.mark.parametrize("verb", ["POST", "PUT"])
+def test_an_upload_that_is_sent_again_begins_anew(verb: s3.Verb) -> None:
+    whole, seen = laid_out({"w": torch.arange(10**5)}), list[bytes]()
+
+    class Busy(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            seen.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(503 if len(seen) == 1 else 200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_POST = do_PUT = answer
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        UrlStore({}, {"update": s3.Upload(verb=verb, url=url, fields={"key": "update"}, size=10**6)}).put(
+            "update", whole
+        )
+        server.shutdown()
+    assert len(seen) == 2 and seen[0] == seen[1]
+    assert seen[0] == bytes(whole) if verb == "PUT" else bytes(whole) in seen[0]
 
 
 def test_a_client_without_keys_reads_and_writes_what_it_was_given(store: S3Store) -> None:

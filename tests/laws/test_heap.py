@@ -1,0 +1,46 @@
+"""When freed memory goes back: after work on a large model, and never in somebody else's process."""
+
+from __future__ import annotations
+
+import pytest
+
+from fl_engine.core import heap
+from fl_engine.core.heap import LARGE_BLOCK, LARGE_MODEL, WORKING_BLOCK
+
+NAMES = {heap._MMAP_MAX: "blocks", heap._MMAP_THRESHOLD: "from"}
+KEPT = [("blocks", 0)]
+
+
+def given_back(size: int) -> list[tuple[str, int]]:
+    return [("blocks", heap._MANY), ("from", size)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """How many blocks may go back, from which size on, and trims, as they were asked for."""
+    found: list[tuple[str, int]] = []
+
+    def call(name: str, *arguments: int) -> None:
+        if name == "malloc_trim" or arguments[0] in NAMES:
+            found.append((NAMES.get(arguments[0], name), arguments[-1]))
+
+    monkeypatch.setattr(heap, "_call", call)
+    monkeypatch.setattr(heap, "_kept", False)
+    return found
+
+
+def test_a_large_model_gives_back_what_is_not_at_work(calls: list[tuple[str, int]]) -> None:
+    heap.keep_freed_memory()
+    with heap.at_work(LARGE_MODEL):
+        assert calls == [*KEPT, *given_back(WORKING_BLOCK)]
+    assert calls[3:] == [*given_back(LARGE_BLOCK), ("malloc_trim", 0)]
+
+
+def test_a_small_model_or_a_guest_changes_nothing(calls: list[tuple[str, int]]) -> None:
+    with heap.at_work(10 * LARGE_MODEL):
+        heap.give_back(10 * LARGE_MODEL)
+    assert calls == [], "a guest's heap is its host's"
+    heap.keep_freed_memory()
+    with heap.at_work(LARGE_MODEL - 1):
+        heap.give_back(LARGE_MODEL - 1)
+    assert calls == KEPT

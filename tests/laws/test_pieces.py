@@ -1,0 +1,89 @@
+"""A store's values in pieces: the bytes of the safetensors package, and each piece once, however they are cut."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_engine.core.types import Params
+from fl_engine.storage import pieces
+from fl_engine.storage.pieces import RANKS, Pieces, digest, in_parts, laid_out
+from fl_engine.storage.store import FolderStore, encode, sha256
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(lambda n: n != "__metadata__")
+
+
+def of_package(given: Params) -> bytes:
+    """Of no tensors with metadata, the package writes a header that it cannot read."""
+    value: bytes = safetensors.torch.save(given, {} if given else None)
+    return value
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Params:
+    """Of any type, shape and name."""
+    found: Params = {}
+    for name in draw(st.sets(NAMES, max_size=6)):
+        dtype = draw(st.sampled_from(list(RANKS)))
+        shape = draw(st.lists(st.integers(0, 3), max_size=3))
+        count = dtype.itemsize * int(torch.Size(shape).numel())
+        memory = draw(st.binary(min_size=count, max_size=count))
+        if dtype == torch.bool:
+            memory = bytes(byte % 2 for byte in memory)
+        whole = torch.frombuffer(bytearray(memory), dtype=dtype) if count else torch.empty(0, dtype=dtype)
+        found[name] = whole.reshape(shape)
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(given=tensors())
+def test_a_file_is_the_one_that_the_safetensors_package_writes(given: Params) -> None:
+    expected = of_package(given)
+    value = laid_out(given)
+    assert bytes(value) == encode(given) == expected
+    assert len(value) == len(expected)
+    assert sha256(value) == sha256(expected) == hashlib.sha256(expected).hexdigest()
+    assert digest("md5", value) == hashlib.md5(expected, usedforsecurity=False).digest()
+
+
+def test_every_type_has_the_packages_name() -> None:
+    for dtype in RANKS:
+        one = {"a": torch.zeros(1, dtype=dtype)}
+        assert encode(one) == of_package(one)
+
+
+def test_a_slice_is_written_as_its_copy_and_one_memory_under_two_names_twice() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    cut = {"rows": whole[1:3], "columns": whole[:, 1:3], "turned": whole.T, "whole": whole, "again": whole}
+    assert encode(cut) == of_package({name: tensor.clone().contiguous() for name, tensor in cut.items()})
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(1, 50), piece=st.integers(1, 50), given=tensors())
+def test_parts_are_all_bytes_in_order(size: int, piece: int, given: Params) -> None:
+    value = laid_out(given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE", piece)
+        parts = list(in_parts(value, size))
+    assert b"".join(parts) == bytes(value)
+    assert all(len(part) == size for part in parts[:-1]) and all(parts)
+    assert b"".join(in_parts(bytes(value), size)) == bytes(value)
+
+
+def test_a_folder_is_given_what_the_pieces_are(tmp_path: Any) -> None:
+    store, value = FolderStore(tmp_path), Pieces((b"one", torch.arange(3, dtype=torch.uint8), b""))
+    store.put("a/b", value)
+    assert store.get("a/b") == bytes(value) == b"one\x00\x01\x02"
+
+
+def test_no_values_have_no_bytes_whatever_their_strides() -> None:
+    nothing = torch.empty(0).as_strided((0,), (0,))
+    with pytest.raises(RuntimeError, match="stride"):
+        nothing.view(torch.uint8)
+    assert bytes(laid_out({"a": nothing})) == encode({"a": nothing}) == encode({"a": torch.empty(0)})
