@@ -38,10 +38,11 @@ import torch
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import nested, pooled
+from fl_engine.algorithms import nested, pooled, terms
 from fl_engine.algorithms.fine_tuning import FineTuning
 from fl_engine.algorithms.nested import WIDTHS, Bits, Widths
-from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, weight_of
+from fl_engine.algorithms.pooled import PooledState, TooSmall, Training
+from fl_engine.algorithms.terms import StaticBN, Terms
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
@@ -72,8 +73,8 @@ class AdaGQState(PooledState):
 
 
 @dataclass(frozen=True)
-class AdaGQ:
-    __pydantic_config__: ClassVar = STRICT
+class AdaGQ(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
@@ -90,9 +91,7 @@ class AdaGQ:
     """Elements that share a norm in QSGD; null: all of a tensor."""
     fine_tuning: FineTuning | None = None
     """The server's training after each merge, on its own data; null: none. FedX's comparison: {gamma: 0}."""
-    weighting: Weighting = "examples"
-    static_bn: bool = True
-    """Collect statistics of batch norm on the training data before an evaluation, where the network keeps such."""
+    static_bn: StaticBN = "kept"
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest sub-network needs."""
     selection: Selection = Uniform()
@@ -100,7 +99,7 @@ class AdaGQ:
     server: Server = Average()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return nested.sizes(family, self.widths, Codecs(up=self._codec(self.most)), self.static_bn)
+        return nested.sizes(family, self.widths, Codecs(up=self._codec(self.most)), terms.static_bn(self, family))
 
     def _codec(self, bits: int) -> Qsgd:
         return Qsgd(bits=bits, bucket=self.bucket)
@@ -128,12 +127,12 @@ class AdaGQ:
         orders = tuple(replace(order, codecs=Codecs(up=self._codec(bits))) for order, bits in pairs)
         return replace(plan, orders=orders)
 
-    task = pooled.task
+    task = terms.task
 
     def merge(
         self, state: AdaGQState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> AdaGQState:
-        merged = pooled.merged(self, state, plan, answers, weight_of(self.weighting))
+        merged = terms.merged(self, state, plan, answers, server)
         norm = distance(state.params, merged.params)
         if norm > 0:
             merged = replace(merged, first=state.first or norm, last=norm)

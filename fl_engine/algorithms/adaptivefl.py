@@ -22,13 +22,9 @@ from typing import ClassVar, Literal
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled
-from fl_engine.algorithms.pooled import (
-    TooSmall,
-    Training,
-    largest_fitting,
-    local_task,
-)
+from fl_engine.algorithms import pooled, terms
+from fl_engine.algorithms.pooled import TooSmall, Training, largest_fitting
+from fl_engine.algorithms.terms import Terms, local_task
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
 from fl_engine.core.errors import PoolError
@@ -61,8 +57,8 @@ LIMITS = (30.0, 60.0)
 
 
 @dataclass(frozen=True)
-class AdaptiveFL:
-    __pydantic_config__: ClassVar = STRICT
+class AdaptiveFL(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
@@ -94,12 +90,16 @@ class AdaptiveFL:
         if not widths[0] < widths[1] < 1:
             raise PoolError(f"algorithm.widths: S below M below 1, got {list(widths)}")
         starts = self._starts(family, widths, published[1])
+        static_bn = terms.static_bn(self, family)
         models: list[PoolModel] = []
         for level, width in zip("SM", widths, strict=True):
             for i in range(len(starts), 0, -1):
                 spec = from_layer(family, width, starts[i - 1])
-                models.append(pools.member(family, f"{level}{i}", spec, dispatched=True, reported=i == 1))
-        return pools.ascending((*models, pools.member(family, "L1", FULL, dispatched=True, reported=True)))
+                models.append(
+                    pools.member(family, f"{level}{i}", spec, dispatched=True, reported=i == 1, static_bn=static_bn)
+                )
+        models.append(pools.member(family, "L1", FULL, dispatched=True, reported=True, static_bn=static_bn))
+        return pools.ascending(tuple(models))
 
     def _starts(self, family: ModelFamily, widths: Widths, published: tuple[int, ...]) -> tuple[int, ...]:
         """I of the models 1 .. p, descending; `published`: the paper's or the authors', if any."""
@@ -148,7 +148,7 @@ class AdaptiveFL:
         sent = order.level
         inside = [i for i in range(sent + 1) if contains(ctx.layout, order.spec, ctx.pool[i].spec)]
         trained = largest_fitting(order, ctx, inside, self.on_too_small)
-        return local_task(self.training, order, ctx.pool[trained].spec)
+        return local_task(self, order, ctx.pool[trained].spec)
 
-    merge = pooled.merge
+    merge = terms.merge
     """Alg. 1 lines 12-28, Alg. 2."""

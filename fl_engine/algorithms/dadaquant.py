@@ -47,10 +47,11 @@ from pydantic import Field
 from fl_engine.aggregation.privacy import is_private
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import nested, pooled
+from fl_engine.algorithms import nested, pooled, terms
 from fl_engine.algorithms.fine_tuning import FineTuning
 from fl_engine.algorithms.nested import WIDTHS, Widths
-from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, weight_of
+from fl_engine.algorithms.pooled import PooledState, TooSmall, Training
+from fl_engine.algorithms.terms import StaticBN, Terms
 from fl_engine.codecs.qsgd import MOST_LEVELS, Qsgd
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
@@ -82,8 +83,8 @@ class DAdaQuantState(PooledState):
 
 
 @dataclass(frozen=True)
-class DAdaQuant:
-    __pydantic_config__: ClassVar = STRICT
+class DAdaQuant(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
@@ -102,10 +103,7 @@ class DAdaQuant:
     """Elements that share a norm in QSGD; null: all of a tensor."""
     fine_tuning: FineTuning | None = None
     """The server's training after each merge, on its own data; null: none. FedX's comparison: {gamma: 0}."""
-    weighting: Weighting = "examples"
-    """How much a client's update counts; w of q_k too."""
-    static_bn: bool = True
-    """Collect statistics of batch norm on the training data before an evaluation, where the network keeps such."""
+    static_bn: StaticBN = "kept"
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest sub-network needs."""
     selection: Selection = Uniform()
@@ -113,7 +111,7 @@ class DAdaQuant:
     server: Server = Average()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return nested.sizes(family, self.widths, Codecs(up=self._codec(self.q_max)), self.static_bn)
+        return nested.sizes(family, self.widths, Codecs(up=self._codec(self.q_max)), terms.static_bn(self, family))
 
     def _codec(self, levels: int) -> Qsgd:
         return Qsgd(levels=levels, bucket=self.bucket)
@@ -135,20 +133,24 @@ class DAdaQuant:
         return DAdaQuantState(**vars(common), level=self.q_min)
 
     def plan(self, state: DAdaQuantState, context: RoundContext) -> RoundPlan:
+        if not context.samples:
+            raise ConfigError(
+                "dadaquant's levels follow from how many samples each client holds, and with partition.rule=local the "
+                "server does not know: take another algorithm, or another rule"
+            )
         plan = pooled.plan(self, state, context)
-        counts = context.samples if self.weighting == "examples" else ()
-        weights = [float(counts[order.client]) if counts else 1.0 for order in plan.orders]
+        weights = terms.expected_weights(self, state.layout, plan.orders, context.samples)
         shares = zip(plan.orders, levels_of(weights, state.level), strict=True)
         orders = tuple(replace(order, codecs=Codecs(up=self._codec(levels))) for order, levels in shares)
         return replace(plan, orders=orders)
 
-    task = pooled.task
+    task = terms.task
 
     def merge(
         self, state: DAdaQuantState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> DAdaQuantState:
         losses: list[float] = []
-        merged = pooled.merged(self, state, plan, _heard(answers, losses), weight_of(self.weighting))
+        merged = terms.merged(self, state, plan, _heard(answers, losses), server)
         if self.phi is not None and losses:
             average = averaged(losses, state.averages, self.psi)
             level, averages = doubled(state.level, (*state.averages, average), self.phi, self.q_max)

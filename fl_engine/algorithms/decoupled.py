@@ -18,20 +18,20 @@ from typing import ClassVar
 from fl_engine.aggregation.privacy import Private, Public
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled
+from fl_engine.algorithms import pooled, terms
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
     Training,
     asked,
     learned,
-    local_task,
     needs_room,
     order_for,
     prefix_pool,
     stepped,
     wanted,
 )
+from fl_engine.algorithms.terms import Terms, local_task, weight_of
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
@@ -68,8 +68,8 @@ class DecoupledState(PooledState):
 
 
 @dataclass(frozen=True)
-class Decoupled:
-    __pydantic_config__: ClassVar = STRICT
+class Decoupled(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
@@ -82,7 +82,8 @@ class Decoupled:
     server: Server = Average()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return prefix_pool(family, self.widths, "ceil")
+        pool = prefix_pool(family, self.widths, "ceil", static_bn=terms.static_bn(self, family))
+        return terms.some_narrower(self, family, pool)
 
     selector = pooled.selector
 
@@ -117,13 +118,13 @@ class Decoupled:
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         needs_room(ctx, order.level, self.on_too_small)
-        return local_task(self.training, order, order.spec)
+        return local_task(self, order, order.spec, self.widths[order.level])
 
     def merge(
         self, state: DecoupledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> DecoupledState:
         """One aggregate per level, of its own weights: a prefix, so that they lie where the layout says."""
-        tables = state.tables
+        tables, weight = state.tables, weight_of(self, state.layout, server)
         old = {m.name: _own(state, m) for m in state.pool}
         aggregates = {
             m.name: self.aggregation.start(old[m.name], state.layout, _public(plan, level, m))
@@ -132,7 +133,7 @@ class Decoupled:
         for answer in answers:
             if isinstance(answer, ClientUpdate):
                 model = state.pool[plan.order_of[answer.client].level]
-                aggregates[model.name].add(answer.payload, answer.spec, answer.num_examples)
+                aggregates[model.name].add(answer.payload, answer.spec, weight(answer))
             tables = learned(self.selection, tables, plan, answer)
         levels: Params = {}
         moments: Params = {}

@@ -25,17 +25,15 @@ import torch
 from fl_engine.aggregation.averaging import Regions, limited
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled
+from fl_engine.algorithms import pooled, terms
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
     Training,
-    Weighting,
     exit_pool,
     largest_fitting,
-    local_task,
-    weight_of,
 )
+from fl_engine.algorithms.terms import Terms, Weighting, local_task
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.fields import STRICT, Count, NotNegative, Positive
@@ -68,8 +66,8 @@ class DepthState(PooledState):
 
 
 @dataclass(frozen=True)
-class DepthFL:
-    __pydantic_config__: ClassVar = STRICT
+class DepthFL(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
@@ -99,7 +97,9 @@ class DepthFL:
         return with_exits(family, self._ends(family))
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return exit_pool(family, (1.0,) * len(self.targets), self._ends(family), ensemble=True)
+        ones, static_bn = (1.0,) * len(self.targets), terms.static_bn(self, family)
+        levels = exit_pool(family, ones, self._ends(family), ensemble=True, static_bn=static_bn)
+        return terms.some_narrower(self, family, levels)
 
     selector = pooled.selector
 
@@ -126,16 +126,16 @@ class DepthFL:
             temperature=self.temperature,
             teachers="all",
         )
-        return local_task(self.training, order, ctx.pool[level].spec, exits=exits, proximal=self.alpha)
+        return local_task(self, order, ctx.pool[level].spec, exits=exits, proximal=self.alpha)
 
     def merge(
         self, state: DepthState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> DepthState:
-        weight = weight_of(self.weighting)
         if self.alpha == 0:
-            return pooled.merged(self, state, plan, answers, weight)
+            return terms.merged(self, state, plan, answers, server)
         memory = dict(state.memory)
         moved: Params = {}
+        trained: Params = {}
         regions = Regions(state.params, state.layout)
 
         def remembering() -> Iterator[Outcome]:
@@ -144,21 +144,25 @@ class DepthFL:
                     clip = self.aggregation.clip if isinstance(self.aggregation, Mean) else None
                     kept = limited(answer.payload, answer.spec, state.params, regions, clip)
                     answer = replace(answer, payload=kept)
+                    at = regions.of((answer.spec, tuple(kept)))
                     for name, tensor in answer.payload.items():
                         if is_statistic(name):
                             continue
-                        key, change = f"{answer.client}/{name}", tensor.cpu() - state.params[name]
+                        key, whole = f"{answer.client}/{name}", state.params[name]
+                        change = torch.zeros_like(whole)  # 0 in rows of classes that the client does not hold
+                        change[at[name]] = tensor.cpu() - whole[at[name]]
                         memory[key] = memory.get(key, torch.zeros_like(change)) - self.alpha * change
                         moved[name] = moved.get(name, torch.zeros_like(change, dtype=torch.float64)) + change.double()
+                        trained.setdefault(name, torch.zeros(whole.shape, dtype=torch.bool))[at[name]] = True
                 yield answer
 
         unclipped = replace(self, aggregation=Mean())  # what is over the limit is cut off above
-        merged = pooled.merged(unclipped, state, plan, remembering(), weight)
+        merged = terms.merged(unclipped, state, plan, remembering(), server)
         h, params = dict(state.h), dict(merged.params)
         for name, change in moved.items():
             before = h.get(name, torch.zeros_like(state.params[name]))
             h[name] = (before.double() - self.alpha / len(server.samples) * change).to(before.dtype)
-            params[name] = params[name] - h[name] / self.alpha
+            params[name] = torch.where(trained[name], params[name] - h[name] / self.alpha, params[name])
         return replace(merged, params=params, memory=memory, h=h)
 
 

@@ -16,20 +16,18 @@ from typing import ClassVar
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled
+from fl_engine.algorithms import pooled, terms
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
     Training,
-    Weighting,
     largest_fitting,
-    local_task,
     order_for,
     prefix_pool,
     select,
     wanted,
-    weight_of,
 )
+from fl_engine.algorithms.terms import StaticBN, Terms, Weighting, local_task
 from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction
@@ -40,17 +38,16 @@ from fl_engine.selection import Selection, Uniform
 
 
 @dataclass(frozen=True)
-class FederatedDropout:
-    __pydantic_config__: ClassVar = STRICT
+class FederatedDropout(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
     widths: tuple[Fraction, ...] = (0.5, 0.71, 1.0)
     """The clients' capacities beta, ascending; the last may be below 1."""
     weighting: Weighting = "uniform"
+    static_bn: StaticBN = True
     scaler: bool = True
-    mask_labels: bool = False
-    static_bn: bool = True
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest width needs."""
     selection: Selection = Uniform()
@@ -59,7 +56,7 @@ class FederatedDropout:
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """The sizes that clients train, and the full model; which channels, each round's orders say."""
-        return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=self.static_bn)
+        return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=terms.static_bn(self, family))
 
     selector, init = pooled.selector, pooled.init
 
@@ -75,15 +72,11 @@ class FederatedDropout:
         sent = order.level
         level = largest_fitting(order, ctx, range(sent + 1), self.on_too_small)
         rng = seeds.rng(order.seed, "shrink")
-        return local_task(
-            self.training,
-            order,
-            order.spec if level == sent else random_drop(ctx.layout, self.widths[level], rng, inside=order.spec),
-            scaler=self.widths[level] if self.scaler else 1.0,
-            mask_labels=self.mask_labels,
-        )
+        width = self.widths[level]
+        spec = order.spec if level == sent else random_drop(ctx.layout, width, rng, inside=order.spec)
+        return local_task(self, order, spec, width)
 
     def merge(
         self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> PooledState:
-        return pooled.merged(self, state, plan, answers, weight_of(self.weighting), moving=True)
+        return terms.merged(self, state, plan, answers, server, moving=True)

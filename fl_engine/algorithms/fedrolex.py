@@ -20,37 +20,32 @@ code's label-masked output layer, with batch norm and scaler as in HeteroFL.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled
+from fl_engine.algorithms import pooled, terms
 from fl_engine.algorithms.pooled import (
     PooledState,
     TooSmall,
     Training,
     cutter,
     largest_fitting,
-    local_task,
     order_for,
     prefix_pool,
     select,
     wanted,
 )
-from fl_engine.core import workload
+from fl_engine.algorithms.terms import StaticBN, Terms, Weighting, local_task
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.types import (
-    HEAD,
-    ClientUpdate,
     LocalTask,
     Outcome,
-    ParamLayout,
-    Params,
     Pool,
     Prepared,
     RoundContext,
@@ -61,12 +56,10 @@ from fl_engine.core.types import (
 from fl_engine.core.widths import rolling, window_start
 from fl_engine.selection import Selection, Uniform
 
-Weight = Literal["uniform", "model_size", "updates", "hybrid"]
-
 
 @dataclass(frozen=True)
-class FedRolex:
-    __pydantic_config__: ClassVar = STRICT
+class FedRolex(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
@@ -75,12 +68,9 @@ class FedRolex:
     overlap: Annotated[float, Field(ge=0, le=1)] = 1.0
     """r of Sec. 3.3.7: the window advances by 1 + floor(beta * (1 - r) * K_i) channels per round. Below 1, as
     printed, a stride that divides K_i can leave channels out for good."""
-    weighting: Weight = "uniform"
-    """How much a client counts (Sec. 3.3.6): all alike, by the kernels of its model, by its local steps, or by the
-    product of both. A client that says it took more steps than its order makes of its samples counts by those."""
+    weighting: Weighting = "uniform"
+    static_bn: StaticBN = True
     scaler: bool = True
-    mask_labels: bool = False
-    static_bn: bool = True
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest width needs."""
     selection: Selection = Uniform()
@@ -89,7 +79,7 @@ class FedRolex:
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         """The sizes that clients train, and the full model; which channels, each round's orders say."""
-        return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=self.static_bn)
+        return prefix_pool(family, self.widths, "floor", full_only=True, static_bn=terms.static_bn(self, family))
 
     selector, init = pooled.selector, pooled.init
 
@@ -106,39 +96,11 @@ class FedRolex:
         sent = order.level
         level = largest_fitting(order, ctx, range(sent + 1), self.on_too_small)
         first = window_start(ctx.layout, self.widths[sent], order.round, self.overlap)
-        return local_task(
-            self.training,
-            order,
-            order.spec if level == sent else rolling(ctx.layout, self.widths[level], first),
-            scaler=self.widths[level] if self.scaler else 1.0,
-            mask_labels=self.mask_labels,
-        )
+        width = self.widths[level]
+        spec = order.spec if level == sent else rolling(ctx.layout, width, first)
+        return local_task(self, order, spec, width)
 
     def merge(
         self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> PooledState:
-        return pooled.merged(self, state, plan, answers, self._weight(state.layout, server), moving=True)
-
-    def _weight(self, layout: ParamLayout, server: ServerContext) -> Callable[[ClientUpdate], float]:
-        by_size = self.weighting in ("model_size", "hybrid")
-        by_steps = self.weighting in ("updates", "hybrid")
-
-        def steps(update: ClientUpdate) -> float:
-            """What the client says, from one to as many as its order makes of its samples."""
-            most = workload.steps(self.training, server.samples[update.client])
-            return min(max(1.0, update.metrics["steps"]), most)
-
-        def weight(update: ClientUpdate) -> float:
-            size = kernels(layout, update.payload) if by_size else 1
-            return size * (steps(update) if by_steps else 1.0)
-
-        return weight
-
-
-def kernels(layout: ParamLayout, params: Params) -> int:
-    """Output channels over all layers, the output layer's left out."""
-    return sum(
-        tensor.shape[0]
-        for name, tensor in params.items()
-        if tensor.dim() > 1 and layout.slots[name].axes[0].group != HEAD
-    )
+        return terms.merged(self, state, plan, answers, server, moving=True)

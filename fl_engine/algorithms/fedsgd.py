@@ -39,7 +39,12 @@ class FedSGD(FedAvg):
         object.__setattr__(self, "training", work)  # as the generated __init__ sets it
 
     def plan(self, state: PooledState, context: RoundContext) -> RoundPlan:
-        """Raises ConfigError where a client holds more samples than fit into one step."""
+        """Raises ConfigError where a client holds more samples than fit into one step, or nobody knows how many."""
+        if not context.samples:
+            raise ConfigError(
+                "fedsgd puts all samples of a client into one step, and with partition.rule=local the server does not "
+                "know whether they fit: choose fedavg, or another rule"
+            )
         largest = max(context.samples, default=0)
         if largest > self.most_samples:
             raise ConfigError(

@@ -31,17 +31,17 @@ from pydantic import Field
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled
+from fl_engine.algorithms import pooled, terms
 from fl_engine.algorithms.fine_tuning import FineTuning
 from fl_engine.algorithms.nested import Bits, tuned
-from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, weight_of
+from fl_engine.algorithms.pooled import PooledState, TooSmall, Training
+from fl_engine.algorithms.terms import StaticBN, Terms, Weighting
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ConfigError, PoolError, nearest
 from fl_engine.core.fields import STRICT, Count, Fraction, Index, NotNegative, Positive
 from fl_engine.core.search import Interval
-from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import (
     Codecs,
     Device,
@@ -63,7 +63,7 @@ from fl_engine.selection.capacity import by_tier, holds
 class Assigned:
     """What the devices of a tier are sent."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
 
     level: str
     """The sub-network's name."""
@@ -72,8 +72,8 @@ class Assigned:
 
 
 @dataclass(frozen=True)
-class FedX:
-    __pydantic_config__: ClassVar = STRICT
+class FedX(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ("supernet",)
 
     training: Training = Training()
@@ -114,8 +114,7 @@ class FedX:
     """identity: a device returns its weights as trained; quantised: their change, in its tier's bits."""
     fine_tuning: FineTuning | None = FineTuning()
     """The server's training after each merge; null: none."""
-    static_bn: bool = True
-    """Collect statistics of batch norm on the training data before a level is scored, where the network keeps such."""
+    static_bn: StaticBN = "kept"
     weighting: Weighting = "uniform"
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest level needs."""
@@ -133,8 +132,7 @@ class FedX:
         tiers = self._tiers(prepared.get("supernet"), levels)
         listed = {*anchors(family, levels), *tiers, *([] if self.level is None else [self.level])}
         sent = {*tiers} or ({self.level} if self.level is not None else listed)
-        kept = any(is_statistic(name) for name in family.layout().slots)
-        return pools.ascending(
+        pool = pools.ascending(
             tuple(
                 pools.member(
                     family,
@@ -142,7 +140,7 @@ class FedX:
                     spec,
                     dispatched=name in sent,
                     reported=True,
-                    static_bn=self.static_bn and kept,
+                    static_bn=terms.static_bn(self, family),
                     codecs=_finest([codecs for _, codecs in tiers.get(name, ())]),
                     tiers=tiers.get(name, ()),
                 )
@@ -150,6 +148,8 @@ class FedX:
                 if name in listed
             )
         )
+        told = self.level is not None or self.assigned  # what a search finds is not refused after the search
+        return terms.some_narrower(self, family, pool) if told else pool
 
     def _tiers(
         self, made: Supernet | None, levels: Mapping[str, object]
@@ -203,12 +203,12 @@ class FedX:
         orders = (replace(order, codecs=tiers[tier[order.client]][1]) for order in plan.orders)
         return replace(plan, orders=tuple(orders))
 
-    task = pooled.task
+    task = terms.task
 
     def merge(
         self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
     ) -> PooledState:
-        merged = pooled.merged(self, state, plan, answers, weight_of(self.weighting))
+        merged = terms.merged(self, state, plan, answers, server)
         return tuned(self.fine_tuning, state, merged, plan, server)
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:

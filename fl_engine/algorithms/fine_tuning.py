@@ -19,7 +19,7 @@ start, and move as in any training.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from fl_engine.core.contracts import ServerContext
 from fl_engine.core.fields import STRICT, Count, NotNegative, Positive
@@ -30,7 +30,7 @@ from fl_engine.core.types import FULL, SGD, LocalTask, Params
 class FineTuning:
     """SGD without momentum; a last batch that is not full is used too."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
 
     epochs: Count = 1
     """Over the server's data, after every round."""

@@ -13,40 +13,30 @@ running statistics here, so there are none to keep per width; its affine paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled
-from fl_engine.algorithms.pooled import (
-    PooledState,
-    TooSmall,
-    Training,
-    Weighting,
-    largest_fitting,
-    local_task,
-    prefix_pool,
-    weight_of,
-)
+from fl_engine.algorithms import pooled, terms
+from fl_engine.algorithms.pooled import TooSmall, Training, largest_fitting, prefix_pool
+from fl_engine.algorithms.terms import Terms, local_task
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
 from fl_engine.core.fields import STRICT, Fraction
 from fl_engine.core.slicing import is_statistic
-from fl_engine.core.types import LocalTask, Outcome, Pool, Prepared, RoundPlan, TaskContext, WorkOrder
+from fl_engine.core.types import LocalTask, Pool, Prepared, TaskContext, WorkOrder
 from fl_engine.selection import Selection, Uniform
 
 
 @dataclass(frozen=True)
-class FjORD:
-    __pydantic_config__: ClassVar = STRICT
+class FjORD(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
     widths: tuple[Fraction, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
     """The widths p, ascending to 1; all are reported."""
-    weighting: Weighting = "examples"
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest width needs."""
     selection: Selection = Uniform()
@@ -56,16 +46,14 @@ class FjORD:
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         if any(is_statistic(name) for name in family.layout().slots):
             raise PoolError("fjord keeps no running statistics (they differ by width): set model.norm=batch")
-        return prefix_pool(family, self.widths, "ceil")
+        pool = prefix_pool(family, self.widths, "ceil", static_bn=terms.static_bn(self, family))
+        return terms.some_narrower(self, family, pool)
 
     selector, init, plan = pooled.selector, pooled.init, pooled.plan
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         largest = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
         widths = tuple(m.spec for m in ctx.pool[: largest + 1])
-        return local_task(self.training, order, ctx.pool[largest].spec, widths=widths)
+        return local_task(self, order, ctx.pool[largest].spec, widths=widths)
 
-    def merge(
-        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
-    ) -> PooledState:
-        return pooled.merged(self, state, plan, answers, weight_of(self.weighting))
+    merge = terms.merge

@@ -24,17 +24,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Literal
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled
-from fl_engine.algorithms.pooled import (
-    TooSmall,
-    Training,
-    largest_fitting,
-    local_task,
-)
+from fl_engine.algorithms import pooled, terms
+from fl_engine.algorithms.pooled import TooSmall, Training, largest_fitting
+from fl_engine.algorithms.terms import Terms, local_task
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
@@ -47,8 +43,8 @@ from fl_engine.selection import ResourceTable, Selection
 
 
 @dataclass(frozen=True)
-class FlexFL:
-    __pydantic_config__: ClassVar = STRICT
+class FlexFL(Terms):
+    __pydantic_config__ = STRICT
 
     training: Training = Training()
     targets: tuple[Positive, ...] = (25.0, 50.0, 100.0)
@@ -103,13 +99,15 @@ class FlexFL:
             )
         sizes = pools.layer_sizes(family)
         adjust = pools.adjustment_weights(sizes) if self.use_adjustment else (1.0,) * len(layers)
-        whole = count_params(family)
+        whole, static_bn = count_params(family), terms.static_bn(self, family)
         epsilon = pools.default_epsilon(family) if self.epsilon is None else self.epsilon / 100 * whole
 
         def build(name: str, target: float, gamma: float | None, dispatched: bool) -> PoolModel:
             if target == 100:
                 ones = (1.0,) * len(layers)
-                return pools.member(family, name, FULL, dispatched=True, reported=True, ratios=ones)
+                return pools.member(
+                    family, name, FULL, dispatched=True, reported=True, ratios=ones, static_bn=static_bn
+                )
             if gamma is not None:
                 spec = pools.spec_of(family, pools.ratios_at(gamma, scores, adjust))
             elif self.rule == "authors":
@@ -118,7 +116,14 @@ class FlexFL:
                 gamma, spec = pools.solve(family, scores, adjust, target / 100 * whole, epsilon)
             ratios = pools.ratios_at(gamma, scores, adjust)
             return pools.member(
-                family, name, spec, dispatched=dispatched, reported=dispatched, gamma=gamma, ratios=ratios
+                family,
+                name,
+                spec,
+                dispatched=dispatched,
+                reported=dispatched,
+                gamma=gamma,
+                ratios=ratios,
+                static_bn=static_bn,
             )
 
         fixed = (*(self.gammas or ()), *(None for _ in self.targets))
@@ -156,7 +161,7 @@ class FlexFL:
         drops = self.teachers == "train" or (self.teachers == "authors" and order.round == 0)
         teachers = Distillation(tuple(m.spec for m in smaller), self.kd_weight, self.temperature, training=drops)
         distils = bool(smaller) and self.kd_weight > 0
-        return local_task(self.training, order, ctx.pool[trained].spec, distillation=teachers if distils else None)
+        return local_task(self, order, ctx.pool[trained].spec, distillation=teachers if distils else None)
 
     def _nominal(self, pool: Pool) -> list[float]:
         """What each model is meant to have, in % of the full one: 25, 40, 50, 90 and 100 by default."""
@@ -165,7 +170,7 @@ class FlexFL:
             return [smallest, *larger]
         return [smallest, *(size for main in larger for size in (main - self.adaptive_size, main))]
 
-    merge = pooled.merge
+    merge = terms.merge
     """Sec. III-E: the mean of each element over the clients that trained it."""
 
     # ---------------------------------------------------------------------------------------------- a search

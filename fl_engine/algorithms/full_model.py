@@ -26,8 +26,9 @@ from typing import ClassVar, Literal
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Adam, Average, Server
-from fl_engine.algorithms import pooled
-from fl_engine.algorithms.pooled import PooledState, Training, local_task, needs_room
+from fl_engine.algorithms import pooled, terms
+from fl_engine.algorithms.pooled import PooledState, Training, needs_room
+from fl_engine.algorithms.terms import Terms, local_task
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
 from fl_engine.core.errors import ConfigError
@@ -38,10 +39,10 @@ from fl_engine.selection.capacity import holds
 
 
 @dataclass(frozen=True)
-class AllLarge:
+class AllLarge(Terms):
     """FedAvg of the full model, by default among the devices that can hold it."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
@@ -55,7 +56,9 @@ class AllLarge:
     """Weight of FedProx's proximal term; 0 is FedAvg."""
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return (pools.member(family, "full", FULL, dispatched=True, reported=True),)
+        static_bn = terms.static_bn(self, family)
+        full = pools.member(family, "full", FULL, dispatched=True, reported=True, static_bn=static_bn)
+        return terms.some_narrower(self, family, (full,))
 
     def selector(self, pool: Pool) -> Selector:
         if self.selection is not None:
@@ -69,12 +72,12 @@ class AllLarge:
             raise ConfigError("algorithm.eligible is 'capable', but no device of the fleet can hold the full model")
         return pooled.init(self, params, layout, fleet, pool, server)
 
-    plan, merge = pooled.plan, pooled.merge
+    plan, merge = pooled.plan, terms.merge
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         if self.eligible == "capable":
             needs_room(ctx, 0)
-        return local_task(self.training, order, FULL, proximal=self.mu)
+        return local_task(self, order, FULL, proximal=self.mu)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 2021).
 
 Every level has one width ratio for all layers and takes each layer's first channels. The mean is per element.
-Its three additions are switches, on as published: the scaler (activations over the width ratio in training), masked
-cross entropy (logits of classes that a client does not hold are 0, and the output layer's rows are averaged over the
-clients that hold the class), static batch norm (statistics collected in one pass over the training data before each
-evaluation; see `evaluate` for what that costs in privacy).
+Its three additions are switches, here as in every other algorithm (`terms`), and on as published: the scaler, masked
+cross entropy, and static batch norm (see `evaluation.collect_statistics` for what that costs in privacy).
 
 Departs from the paper: a device with less free than its level needs steps down to the next (in FlexFL's comparison,
 too, levels follow what is free). FlexFL's and AdaptiveFL's comparisons have the three switches off, weight by sample
@@ -16,33 +14,24 @@ HeteroFL's own setting: `weighting: uniform`, `training.clip_norm: 1`, learning 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled
-from fl_engine.algorithms.pooled import (
-    PooledState,
-    TooSmall,
-    Training,
-    Weighting,
-    largest_fitting,
-    local_task,
-    prefix_pool,
-    weight_of,
-)
+from fl_engine.algorithms import pooled, terms
+from fl_engine.algorithms.pooled import TooSmall, Training, largest_fitting, prefix_pool
+from fl_engine.algorithms.terms import StaticBN, Terms, local_task
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction
-from fl_engine.core.types import LocalTask, Outcome, Pool, Prepared, RoundPlan, TaskContext, WorkOrder
+from fl_engine.core.types import LocalTask, Pool, Prepared, TaskContext, WorkOrder
 from fl_engine.core.widths import Rounding
 from fl_engine.selection import Selection, Uniform
 
 
 @dataclass(frozen=True)
-class HeteroFL:
-    __pydantic_config__: ClassVar = STRICT
+class HeteroFL(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
@@ -50,10 +39,9 @@ class HeteroFL:
     """Width ratio of each level, ascending to 1; these make about 25, 50 and 100 % of the parameters."""
     rounding: Rounding = "ceil"
     """Of beta * K_i channels: up, as in HeteroFL's code, or down (FedRolex Eq. 3.6), at least one."""
+    static_bn: StaticBN = True
     scaler: bool = True
     mask_labels: bool = True
-    static_bn: bool = True
-    weighting: Weighting = "examples"
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest level needs."""
     selection: Selection = Uniform()
@@ -61,21 +49,12 @@ class HeteroFL:
     server: Server = Average()
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return prefix_pool(family, self.widths, self.rounding, static_bn=self.static_bn)
+        return prefix_pool(family, self.widths, self.rounding, static_bn=terms.static_bn(self, family))
 
     selector, init, plan = pooled.selector, pooled.init, pooled.plan
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         level = largest_fitting(order, ctx, range(order.level + 1), self.on_too_small)
-        return local_task(
-            self.training,
-            order,
-            ctx.pool[level].spec,
-            scaler=self.widths[level] if self.scaler else 1.0,
-            mask_labels=self.mask_labels,
-        )
+        return local_task(self, order, ctx.pool[level].spec, self.widths[level])
 
-    def merge(
-        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
-    ) -> PooledState:
-        return pooled.merged(self, state, plan, answers, weight_of(self.weighting))
+    merge = terms.merge

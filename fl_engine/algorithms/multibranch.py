@@ -50,15 +50,16 @@ MB-ResNet34 at 3x32x32 and 10 classes (`model.channels`: those of He et al., and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled
-from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, Weighting, local_task, needs_room, weight_of
+from fl_engine.algorithms import pooled, terms
+from fl_engine.algorithms.pooled import PooledState, TooSmall, Training, needs_room
+from fl_engine.algorithms.terms import Terms, local_task
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import PoolError
@@ -67,7 +68,6 @@ from fl_engine.core.search import Interval
 from fl_engine.core.slicing import count_macs, count_params
 from fl_engine.core.types import (
     LocalTask,
-    Outcome,
     Pick,
     Pool,
     Prepared,
@@ -83,8 +83,8 @@ from fl_engine.selection.tiers import tiers
 
 
 @dataclass(frozen=True)
-class MultiBranch:
-    __pydantic_config__: ClassVar = STRICT
+class MultiBranch(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
@@ -100,7 +100,6 @@ class MultiBranch:
     effect the speed alone."""
     proximal: NotNegative = 0.0
     """Weight of FedProx's proximal term (the field `mu` of `fedprox`); 0 is none."""
-    weighting: Weighting = "examples"
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest branch needs."""
     selection: Selection = Uniform()
@@ -111,12 +110,12 @@ class MultiBranch:
         return branching(family, exits_at(exit_points(family), self.exits), self.head_convs)
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        ends = exits_at(exit_points(family), self.exits)
+        ends, static_bn = exits_at(exit_points(family), self.exits), terms.static_bn(self, family)
         models = [
-            pools.member(family, f"branch{i}", branch(family, end), dispatched=True, reported=True)
+            pools.member(family, f"branch{i}", branch(family, end), dispatched=True, reported=True, static_bn=static_bn)
             for i, end in enumerate((*ends, None), 1)
         ]
-        return pools.ascending(tuple(models))
+        return terms.some_narrower(self, family, pools.ascending(tuple(models)))
 
     selector, init = pooled.selector, pooled.init
 
@@ -126,12 +125,9 @@ class MultiBranch:
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         needs_room(ctx, order.level, self.on_too_small)
-        return local_task(self.training, order, ctx.pool[order.level].spec, proximal=self.proximal)
+        return local_task(self, order, ctx.pool[order.level].spec, proximal=self.proximal)
 
-    def merge(
-        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
-    ) -> PooledState:
-        return pooled.merged(self, state, plan, answers, weight_of(self.weighting))
+    merge = terms.merge
 
     def search_space(self, pool: Pool) -> Mapping[str, Interval]:
         """The paper's section 5.4.2 varies mu."""

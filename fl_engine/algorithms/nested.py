@@ -20,7 +20,6 @@ from fl_engine.core import seeds
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.errors import ModelError
 from fl_engine.core.fields import Fraction
-from fl_engine.core.slicing import is_statistic
 from fl_engine.core.types import Codecs, Pool, PoolModel, RoundPlan
 from fl_engine.core.widths import SIZES, Size, nested
 
@@ -34,11 +33,9 @@ S = TypeVar("S", bound=PooledState)
 
 
 def member(family: ModelFamily, size: Size, widths: Sequence[float], codecs: Codecs, static_bn: bool) -> PoolModel:
-    """A size as a pool model that is sent and reported. `static_bn` counts where the network keeps statistics. Raises
-    PoolError for widths that do not ascend to 1."""
-    kept = any(is_statistic(name) for name in family.layout().slots)
+    """A size as a pool model that is sent and reported. Raises PoolError for widths that do not ascend to 1."""
     spec = nested(family, widths, SIZES)[size]
-    return pools.member(family, size, spec, dispatched=True, reported=True, static_bn=static_bn and kept, codecs=codecs)
+    return pools.member(family, size, spec, dispatched=True, reported=True, static_bn=static_bn, codecs=codecs)
 
 
 def sizes(family: ModelFamily, widths: Sequence[float], codecs: Codecs, static_bn: bool) -> Pool:

@@ -42,6 +42,7 @@ from fl_engine.core.types import (
     Tables,
     TaskContext,
     WorkOrder,
+    changed,
 )
 from fl_engine.core.widths import Rounding, early_exit, prefix
 from fl_engine.selection.capacity import round_size
@@ -343,21 +344,30 @@ def stepped(server: ServerOptimizer, moments: Params, old: Params, aggregate: Ag
 
 # ------------------------------------------------------------------------------------------------ on the client
 def local_task(training: Training, order: WorkOrder, spec: SubmodelSpec, **more: Any) -> LocalTask:
-    t = training
-    return LocalTask(
-        spec=spec,
-        optimizer=t.optimizer(order.round),
-        epochs=t.epochs,
-        batch_size=t.batch_size,
-        drop_last=t.drop_last,
-        seed=order.seed,
-        clip_norm=t.clip_norm,
-        sampler=t.sampler,
-        augment=t.augment,
-        schedule=t.schedule,
-        objective=t.objective,
-        **more,
-    )
+    global _before
+    what, t = (training, order.round, spec, more), training
+    before = _before
+    if before is None or before[0] != what:
+        task = LocalTask(
+            spec=spec,
+            optimizer=t.optimizer(order.round),
+            epochs=t.epochs,
+            batch_size=t.batch_size,
+            drop_last=t.drop_last,
+            seed=order.seed,
+            clip_norm=t.clip_norm,
+            sampler=t.sampler,
+            augment=t.augment,
+            schedule=t.schedule,
+            objective=t.objective,
+            **more,
+        )
+        before = _before = what, task
+    return changed(before[1], seed=order.seed)
+
+
+_before: tuple[object, LocalTask] | None = None
+"""What the last task was made of, and the task: in many rounds clients differ in their seeds alone."""
 
 
 class TrainsWhatItIsSent(Protocol):

@@ -18,9 +18,10 @@ from typing import ClassVar, Literal
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import nested, pooled
+from fl_engine.algorithms import nested, pooled, terms
 from fl_engine.algorithms.nested import WIDTHS, Bits, Widths
-from fl_engine.algorithms.pooled import PooledState, Training, local_task, needs_room
+from fl_engine.algorithms.pooled import PooledState, Training, needs_room
+from fl_engine.algorithms.terms import StaticBN, Terms, local_task
 from fl_engine.codecs.qsgd import Qsgd
 from fl_engine.core.contracts import ModelFamily, Selector, ServerContext
 from fl_engine.core.errors import ConfigError
@@ -32,8 +33,8 @@ from fl_engine.selection.capacity import holds
 
 
 @dataclass(frozen=True)
-class QuantizedFedAvg:
-    __pydantic_config__: ClassVar = STRICT
+class QuantizedFedAvg(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
@@ -50,8 +51,7 @@ class QuantizedFedAvg:
     """Elements that share a norm in QSGD; null: all of a tensor."""
     eligible: Literal["all", "capable"] = "capable"
     """`all` ignores what devices can hold; `capable` keeps to it."""
-    static_bn: bool = True
-    """Collect statistics of batch norm on the training data before an evaluation, where the network keeps such."""
+    static_bn: StaticBN = "kept"
     selection: Selection | None = None
     """null: uniform among the eligible."""
     aggregation: Aggregation = Mean()
@@ -60,7 +60,8 @@ class QuantizedFedAvg:
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
         up = None if self.bits_up is None else Qsgd(bits=self.bits_up, bucket=self.bucket)
         codecs = Codecs(down=Qsgd(bits=self.bits, bucket=self.bucket), up=up)
-        return (nested.member(family, self.level, self.widths, codecs, self.static_bn),)
+        model = nested.member(family, self.level, self.widths, codecs, terms.static_bn(self, family))
+        return terms.some_narrower(self, family, (model,))
 
     def selector(self, pool: Pool) -> Selector:
         if self.selection is not None:
@@ -78,9 +79,9 @@ class QuantizedFedAvg:
             )
         return pooled.init(self, params, layout, fleet, pool, server)
 
-    plan, merge = pooled.plan, pooled.merge
+    plan, merge = pooled.plan, terms.merge
 
     def task(self, order: WorkOrder, ctx: TaskContext) -> LocalTask:
         if self.eligible == "capable":
             needs_room(ctx, 0)
-        return local_task(self.training, order, order.spec)
+        return local_task(self, order, order.spec)

@@ -16,33 +16,24 @@ level first (`selection: {name: resource_table}`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fl_engine.aggregation.rules import Aggregation, Mean
 from fl_engine.aggregation.server_opt import Average, Server
-from fl_engine.algorithms import pooled
-from fl_engine.algorithms.pooled import (
-    PooledState,
-    TooSmall,
-    Training,
-    Weighting,
-    exit_pool,
-    largest_fitting,
-    local_task,
-    weight_of,
-)
+from fl_engine.algorithms import pooled, terms
+from fl_engine.algorithms.pooled import TooSmall, Training, exit_pool, largest_fitting
+from fl_engine.algorithms.terms import Terms, local_task
 from fl_engine.core.contracts import ModelFamily, ServerContext
 from fl_engine.core.fields import STRICT, Fraction, Index, NotNegative, Positive
-from fl_engine.core.types import ExitLoss, LocalTask, Outcome, Pool, Prepared, RoundPlan, TaskContext, WorkOrder
+from fl_engine.core.types import ExitLoss, LocalTask, Pool, Prepared, TaskContext, WorkOrder
 from fl_engine.core.widths import choose_exits, with_exits
 from fl_engine.selection import Selection, Uniform
 
 
 @dataclass(frozen=True)
-class ScaleFL:
-    __pydantic_config__: ClassVar = STRICT
+class ScaleFL(Terms):
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()
@@ -57,7 +48,6 @@ class ScaleFL:
     temperature: Positive = 3.0
     kd_from: Index = 0
     """The first round that distils; the authors' code takes a quarter of all rounds."""
-    weighting: Weighting = "examples"
     on_too_small: TooSmall = "train"
     """What a device does that has less free than the smallest level needs."""
     selection: Selection = Uniform()
@@ -71,7 +61,9 @@ class ScaleFL:
         return with_exits(family, self._ends(family))
 
     def pool(self, family: ModelFamily, prepared: Prepared, server: ServerContext) -> Pool:
-        return exit_pool(family, self.widths, self._ends(family))
+        static_bn = terms.static_bn(self, family)
+        pool = exit_pool(family, self.widths, self._ends(family), static_bn=static_bn)
+        return terms.some_narrower(self, family, pool)
 
     selector, init, plan = pooled.selector, pooled.init, pooled.plan
 
@@ -83,11 +75,7 @@ class ScaleFL:
         outputs = exits + ctx.layout.has_block(spec, ctx.layout.blocks[-1])
         weights = tuple((j + 1) / (outputs * (outputs + 1) / 2) for j in range(outputs))
         kd_weight = self.kd_weight if order.round >= self.kd_from else 0.0
-        return local_task(
-            self.training, order, spec, exits=ExitLoss(weights, kd_weight, self.temperature, teachers="last")
-        )
+        exit_loss = ExitLoss(weights, kd_weight, self.temperature, teachers="last")
+        return local_task(self, order, spec, self.widths[level], exits=exit_loss)
 
-    def merge(
-        self, state: PooledState, plan: RoundPlan, answers: Iterable[Outcome], server: ServerContext
-    ) -> PooledState:
-        return pooled.merged(self, state, plan, answers, weight_of(self.weighting))
+    merge = terms.merge

@@ -10,5 +10,6 @@ pytest.register_assert_rewrite(
     "fl_engine.testing.codecs",
     "fl_engine.testing.datasets",
     "fl_engine.testing.models",
+    "fl_engine.testing.terms",
     "fl_engine.testing.tiny",
 )

@@ -448,7 +448,7 @@ class AlgorithmSuite:
     def test_three_rounds_learn_something(self, algorithm: Algorithm, site: Site, state: Any) -> None:
         final, outcomes = _run(algorithm, site, state, rounds=3)
         assert any(not hasattr(o, "reason") for o in outcomes), "every client failed"
-        before, after = _train_loss(site, state), _train_loss(site, final)
+        before, after = _train_loss(site, published(state)), _train_loss(site, published(final))
         assert after < before
 
     def test_a_run_repeats_bit_for_bit(self, algorithm: Algorithm, site: Site, state: Any) -> None:
@@ -505,11 +505,10 @@ class AlgorithmSuite:
             pytest.skip(str(refused))
         numerics = strategy.choose(family, data.task, 4, 5, "fp32")
         site = replace(site, numerics=numerics)
-        final = _run(algorithm, site, start_of(algorithm, site), rounds=4)[0]
-        assert _train_loss(site, final) < _train_loss(site, start_of(algorithm, site))
-        whole = _federated(algorithm, site, tmp_path / "whole", 3, keep_updates=True)
-        _federated(algorithm, site, tmp_path / "stopped", 1, keep_updates=True)
-        assert_same_bits(_federated(algorithm, site, tmp_path / "stopped", 3, keep_updates=True), whole)
+        whole = _federated(algorithm, site, tmp_path / "whole", 4, keep_updates=True)
+        assert _train_loss(site, whole) < _train_loss(site, published(start_of(algorithm, site)))
+        _federated(algorithm, site, tmp_path / "stopped", 2, keep_updates=True)
+        assert_same_bits(_federated(algorithm, site, tmp_path / "stopped", 4, keep_updates=True), whole)
 
 
 # -------------------------------------------------------------------------------------------------- helpers
@@ -605,12 +604,12 @@ def _run(algorithm: Algorithm, site: Site, state: Any, rounds: int) -> tuple[Any
     return state, seen
 
 
-def _train_loss(site: Site, state: Any) -> float:
-    """Mean over the reported pool members, on all training data."""
+def _train_loss(site: Site, found: Params) -> float:
+    """Of what is `published`: mean over the reported pool members, on all training data."""
     d, layout, reported = site.data, site.family.layout(), [m for m in site.pool if m.reported]
     losses = []
     for m in reported:
-        weights = weights_of(published(state), layout, m)
+        weights = weights_of(found, layout, m)
         score = evaluate(site.family, weights, m.spec, d, d.train_x, d.train_y, ensemble=m.ensemble)
         losses.append(score.loss)
     return sum(losses) / len(losses)

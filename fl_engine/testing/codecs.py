@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -200,7 +200,7 @@ class Deflated:
     """Whole multiples of a tensor's largest number over `levels`, rounded up or down at random so that the mean is
     right, as a compressed stream."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     levels: Positive = 100.0
 
     def encode(self, tensors: Params, seed: int) -> Params:

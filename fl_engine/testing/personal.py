@@ -26,7 +26,7 @@ class PersonalHeads:
     Departs from the paper: a client begins with the global model's head, where the paper's draws one of its own.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     preparations: ClassVar[tuple[str, ...]] = ()
 
     training: Training = Training()

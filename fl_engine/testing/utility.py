@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -30,7 +29,7 @@ class LargestUtility:
     """Asks the clients whose last utility was the largest; those not heard of yet come first, equal ones in random
     order. Each is sent the largest model. Table `utility`: a number per client."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
 
     def client_metrics(self) -> tuple[ClientMetric, ...]:
         return (ClientMetric("utility", 0.0, MOST, utility),)

@@ -62,4 +62,4 @@ def _exists(name: str) -> bool:
 
 
 def _template(name: str) -> str:
-    return resources.files("flexfleet.files").joinpath("new", name).read_text()
+    return resources.files("flexfleet.files").joinpath("new").joinpath(name).read_text()

@@ -76,8 +76,8 @@ def test_orders_say_how_many_levels_come_back_and_nothing_is_coded_on_the_way_do
     alike = replace(algorithm, weighting="uniform", bucket=None)
     plan = alike.plan(start_of(alike, site), context_of(site, 0))
     assert [order.codecs for order in plan.orders] == [Codecs(up=Qsgd(levels=100, bucket=None))] * 2
-    unknown = context_of(site, 0, samples=())
-    assert [o.codecs.up.s for o in algorithm.plan(start_of(algorithm, site), unknown).orders] == [100, 100]  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="levels follow from how many samples each client holds"):
+        algorithm.plan(start_of(algorithm, site), context_of(site, 0, samples=()))
 
 
 # -------------------------------------------------------------------------------------------------------- in time

@@ -97,6 +97,8 @@ def test_a_client_with_too_many_samples_for_one_step_is_refused_before_it_trains
     site = site_of(algorithm)
     with pytest.raises(ConfigError, match=r"client 9 holds 10 samples.*algorithm.most_samples = 9"):
         algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED))
+    with pytest.raises(ConfigError, match=r"partition.rule=local the server does not know"):
+        algorithm.plan(start_of(algorithm, site), context_of(site, 0, SEED, samples=()))
     fits = FedSGD(training=PLAIN, most_samples=10)
     assert len(fits.plan(start_of(fits, site), context_of(site, 0, SEED)).orders) == len(SIZES)
 

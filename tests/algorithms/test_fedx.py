@@ -131,9 +131,10 @@ def test_the_named_variants_send_one_sub_network(kind: type[FedX], level: str) -
 @pytest.mark.parametrize("norm", ["batch", "static"])
 def test_running_statistics_are_collected_where_there_are_such(norm: Any) -> None:
     family = SmallCNN((1, 8, 8), 4, 0.5, norm)
-    for wanted in (True, False):
+    for wanted, found in (("kept", norm == "static"), (True, True), (False, False)):
         pool = fedx(static_bn=wanted).pool(family, {}, None)  # type: ignore[arg-type]
-        assert {m.static_bn for m in pool} == {wanted and norm == "static"}
+        assert {m.static_bn for m in pool} == {found}
+    assert fedx() == fedx(static_bn="kept")
 
 
 @pytest.mark.parametrize(

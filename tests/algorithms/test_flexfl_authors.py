@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from benchmarks.pools import APOZ
 from fl_engine.algorithms import FlexFL
 from fl_engine.core import pool as pools
 from fl_engine.core.contracts import ModelFamily
@@ -39,18 +40,6 @@ FAMILIES: dict[str, ModelFamily] = {
     "resnet34": ResNet34(CIFAR, 10),
     "mobilenetv2": MobileNetV2(CIFAR, 10),
 }
-PRESETS = {
-    "vgg16": (
-        0.5064863739, 0.5133746033, 0.6503060303, 0.6177527161, 0.6347842560, 0.5949074097, 0.5648363647, 0.6065169678,
-        0.6035700073, 0.5883703003, 0.5890387573, 0.8103564453, 0.9636040039, 0.9940224609, 0.8050889893,
-    ),
-    "resnet34": (0.5686834259, 0.6525205196, 0.6017078438, 0.7603804525, 0.9060739441),
-    "mobilenetv2": (
-        0.5241017761, 0.5438592300, 0.5871572561, 0.5837559595, 0.6264267758, 0.6690035765, 0.6671791822, 0.6705858425,
-        0.9949864386,
-    ),
-}  # fmt: skip
-"""APoZ for CIFAR-10, as printed in the published code."""
 AUTHORS = [
     # g of gamma = 100/g, and parameters: of M1, M2', M2, M3'.
     ("vgg16", (58, 41, 31, 15), (9_877_106, 15_037_489, 18_102_099, 31_135_815), (29.36, 44.69, 53.80, 92.54)),
@@ -62,7 +51,7 @@ AUTHORS = [
 @pytest.mark.parametrize(("model", "g", "params", "percent"), AUTHORS)
 def test_the_authors_pool(model: str, g: tuple[int, ...], params: tuple[int, ...], percent: tuple[float, ...]) -> None:
     """What their code makes of their presets, on CIFAR-10."""
-    pool = tiny_pool(FlexFL(rule="authors", apoz=PRESETS[model]), FAMILIES[model])
+    pool = tiny_pool(FlexFL(rule="authors", apoz=APOZ[model]), FAMILIES[model])
     assert [m.name for m in pool] == NAMES
     assert [m.gamma for m in pool] == [*(100 / each for each in g), None]
     assert tuple(m.params for m in pool[:-1]) == params
@@ -165,7 +154,7 @@ def test_how_often_a_medium_device_keeps_m2(model: str, rule: pools.Rule, thresh
     over the spreads 5, 8, 10 of P(|u| <= 60 - threshold), erf((60 - threshold) / (sigma sqrt 2))."""
     by_hand = sum(math.erf((60 - threshold) / (sigma * math.sqrt(2))) for sigma in (5, 8, 10)) / 3
     assert round(100 * by_hand) == percent
-    pool = tiny_pool(FlexFL(rule="authors", apoz=PRESETS[model]), FAMILIES[model])
+    pool = tiny_pool(FlexFL(rule="authors", apoz=APOZ[model]), FAMILIES[model])
     medium = [d for d in devices.fleet("4:3:3", 1000, seed=1) if d.tier == "medium"]
     free = [devices.observe(device, 1, round) for device in medium for round in range(15)]
     kept = sum(trained_by(FlexFL(rule=rule), pool, "M2", each) == "M2" for each in free)

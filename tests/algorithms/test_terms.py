@@ -1,0 +1,330 @@
+"""The options that algorithms of sub-models share, by hand: masks, scaler, static statistics, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_engine.algorithms import (
+    AdaptiveFL,
+    AllLarge,
+    DAdaQuant,
+    Decoupled,
+    DepthFL,
+    FlexFL,
+    HeteroFL,
+    MultiBranch,
+    ScaleFL,
+    terms,
+)
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.errors import ConfigError, ModelError
+from fl_engine.core.slicing import initial_params, take
+from fl_engine.core.types import (
+    FULL,
+    HEAD,
+    SGD,
+    Axis,
+    ClientUpdate,
+    Distillation,
+    LocalTask,
+    Params,
+    RoundPlan,
+    Slot,
+    SubmodelSpec,
+    TaskContext,
+    WorkOrder,
+)
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.server import ServerSite
+from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.tasks import Classification
+from fl_engine.testing.tiny import (
+    SEED,
+    TRAINING,
+    TinyNet,
+    assert_same_bits,
+    context_of,
+    start_of,
+    tiny_data,
+    tiny_fleet,
+    tiny_site,
+)
+from fl_engine.training.evaluation import evaluate_pool
+from fl_engine.training.local import Job, train
+from flexfleet.config import load_config
+from flexfleet.runs.check import check
+from flexfleet.steps.prepare import Resolved
+
+NET = TinyNet()
+START = initial_params(NET, 1)
+PART = SubmodelSpec.of({"conv": 2, "hidden": 16})
+"""A quarter of the convolution's channels, half of the hidden ones."""
+LABELS = torch.tensor([0, 1, 3, 1, 0, 3, 3, 1])
+"""Class 2 does not occur."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def samples() -> Tensor:
+    return torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(8))
+
+
+def gradient(spec: SubmodelSpec = FULL, **changes: Any) -> Params:
+    """What one step of SGD with rate 1 moves."""
+    task = LocalTask(spec, SGD(1.0), epochs=1, batch_size=8, drop_last=True, seed=11, **changes)
+    start = take(START, NET.layout(), spec)
+    (found,) = train(NET, Classification(4), [Job(task, start, samples(), LABELS)])
+    return {name: start[name] - tensor for name, tensor in found.params.items()}
+
+
+def by_hand(params: Params, conv_by: float = 1.0, hidden_by: float = 1.0) -> Tensor:
+    """The logits of TinyNet, with outputs divided."""
+    conv = F.conv2d(samples(), params["conv.conv.weight"], params["conv.conv.bias"], padding=1) / conv_by
+    flat = F.max_pool2d(F.relu(conv), 2).flatten(1)
+    hidden = F.relu(F.linear(flat, params["fc.linear.weight"], params["fc.linear.bias"]) / hidden_by)
+    more = F.linear(hidden, params["extra.linear.weight"], params["extra.linear.bias"]) / hidden_by
+    return F.linear(hidden + F.relu(more), params["classifier.weight"], params["classifier.bias"])
+
+
+def leaves(spec: SubmodelSpec = FULL) -> Params:
+    cut = take(START, NET.layout(), spec)
+    return {name: tensor.detach().clone().requires_grad_(True) for name, tensor in cut.items()}
+
+
+def assert_gradient(found: Params, loss: Tensor, params: Params) -> None:
+    expected = torch.autograd.grad(loss, list(params.values()))
+    for name, each in zip(params, expected, strict=True):
+        torch.testing.assert_close(found[name], each, rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------- the scaler
+def test_each_layer_is_divided_by_its_own_share() -> None:
+    params = leaves(PART)
+    loss = F.cross_entropy(by_hand(params, 2 / 8, 16 / 32), LABELS)
+    assert_gradient(gradient(PART, scaler="by_layer"), loss, params)
+    alone = leaves(FULL)
+    assert_gradient(gradient(FULL, scaler="by_layer"), F.cross_entropy(by_hand(alone), LABELS), alone)
+
+
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(HeteroFL, 0.5), (Decoupled, 0.5), (ScaleFL, 0.75), (FlexFL, "by_layer"), (AdaptiveFL, "by_layer")],
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)
+def test_what_a_smallest_level_is_divided_by(kind: Any, expected: object, on: bool) -> None:
+    algorithm = kind(training=TRAINING, scaler=on)
+    site = tiny_site(algorithm)
+    spec = site.pool[0].spec
+    order = WorkOrder(0, 0, spec, take(initial_params(site.family, 1), site.layout, spec), 0, 0)
+    task = algorithm.task(order, TaskContext(site.layout, site.pool, site.fleet[0], 200.0))
+    assert task.scaler == (expected if on else 1.0)
+
+
+LEVELS = "level1, level2, level3"
+FULL_WIDTH = {"all_large": "full", "fedprox": "full", "fedx_large": "large", "quantized_fedavg": "large"}
+
+
+@pytest.mark.parametrize(("name", "sent"), (FULL_WIDTH | {"depthfl": LEVELS}).items())
+def test_check_refuses_a_scaler_where_nothing_is_narrower(name: str, sent: str) -> None:
+    config = load_config(None, [f"algorithm.name={name}", "algorithm.scaler=true", "partition.proxy=0.1"])
+    with pytest.raises(ConfigError, match=rf"algorithm\.scaler: {sent}: .*no width ratio.*algorithm\.scaler=false"):
+        check(Resolved.of(config))
+
+
+@pytest.mark.parametrize("name", ["fjord", "decoupled"])
+def test_widths_that_are_all_full_refuse_the_scaler(name: str) -> None:
+    sets = [f"algorithm.name={name}", "algorithm.widths=[1.0]", "algorithm.scaler=true"]
+    with pytest.raises(ConfigError, match=r"algorithm\.scaler: .*no width ratio"):
+        check(Resolved.of(load_config(None, sets)))
+
+
+def test_a_narrow_sub_network_may_be_scaled() -> None:
+    sets = ["algorithm.name=quantized_fedavg", "algorithm.scaler=true", "algorithm.level=small"]
+    assert check(Resolved.of(load_config(None, sets)))["ok"]
+
+
+# ----------------------------------------------------------------------------------------------------- the masks
+def test_a_teacher_s_absent_classes_are_masked_too() -> None:
+    """FlexFL's loss, with logits of class 2 at 0 in the student and in its teacher, a part of it."""
+    params, present = leaves(), torch.tensor([True, True, False, True])
+    student = torch.where(present, by_hand(params), 0.0)
+    within = {name: tensor.detach() for name, tensor in take(params, NET.layout(), PART).items()}
+    teacher = torch.where(present, by_hand(within), 0.0)
+    tau = 3.0
+    kl = F.kl_div((student / tau).log_softmax(1), (teacher / tau).softmax(1), reduction="none").mean() * tau**2
+    loss = F.cross_entropy(student, LABELS) + 10.0 * kl
+    found = gradient(distillation=Distillation((PART,), 10.0, tau), mask_labels=True)
+    assert_gradient(found, loss, params)
+    assert not found["classifier.weight"][2].any()
+
+
+def test_feddyn_remembers_the_rows_that_a_client_holds() -> None:
+    """One client of twenty returns rows 0 and 3 of the classifier, moved by 2. alpha = .5: g = -1 there and 0 in the
+    others; h = -.5 / 20 * 2 = -.05; w = w + 2 - h / alpha = w + 2.1."""
+    algorithm = DepthFL(training=TRAINING, alpha=0.5, mask_labels=True)
+    site = tiny_site(algorithm)
+    state, spec = start_of(algorithm, site), site.pool[-1].spec
+    held = SubmodelSpec.of({**spec.kept, "classes": (0, 3)}, spec.blocks)
+    payload = {name: t + 2 for name, t in take(state.params, site.layout, held).items()}
+    update = ClientUpdate(0, 5, held, payload, 8, {"loss": 1.0, "steps": 4.0})
+    plan = RoundPlan(0, (WorkOrder(0, 5, spec, {}, 0, 2),))
+    after = algorithm.merge(state, plan, [update], ServerSite(site))
+    for name, rows in (("classifier.bias", [0, 3]), ("fc.linear.bias", list(range(32)))):
+        moved = after.params[name] - state.params[name]
+        others = [i for i in range(len(moved)) if i not in rows]
+        torch.testing.assert_close(moved[rows], torch.full((len(rows),), 2.1))
+        assert not moved[others].any()
+        memory = after.memory[f"5/{name}"]
+        torch.testing.assert_close(memory[rows], torch.full((len(rows),), -1.0))
+        assert not memory[others].any()
+    again = algorithm.merge(
+        after, plan, [replace(update, payload=take(after.params, site.layout, held))], ServerSite(site)
+    )
+    assert_same_bits({"b": again.params["classifier.bias"][[1, 2]]}, {"b": state.params["classifier.bias"][[1, 2]]})
+    orders = algorithm.plan(after, context_of(site, 1, SEED)).orders
+    assert all(order.memory[n].shape == order.payload[n].shape for order in orders for n in order.memory)
+
+
+def test_check_refuses_masks_where_there_are_no_classes() -> None:
+    kinds = "fl_engine.testing.kinds"
+    sets = [f"dataset.name={kinds}:TABLE", f"model.name={kinds}:TinyMLP", "algorithm.name=fedavg"]
+    sets += ["partition.rule=iid", "partition.clients=5", "partition.proxy=0"]
+    assert check(Resolved.of(load_config(None, sets)))["ok"]
+    with pytest.raises(ModelError, match=r"regression has no classes .*set algorithm\.mask_labels=false"):
+        check(Resolved.of(load_config(None, [*sets, "algorithm.mask_labels=true"])))
+
+
+# ----------------------------------------------------------------------------------------------- the statistics
+@pytest.mark.parametrize("kind", [AllLarge, DepthFL, MultiBranch])
+def test_static_statistics_are_means_and_variances_of_what_training_samples_give(kind: Any) -> None:
+    """All training samples are one batch here: at every batch norm, the mean and the unbiased variance of its input,
+    where the layers before it take the batch's own (biased) ones."""
+    algorithm = kind(training=TRAINING, static_bn=True)
+    data = tiny_data((1, 8, 8), 4, clients=6)
+    family = SmallCNN((1, 8, 8), 4, width=0.25)
+    site = tiny_site(algorithm, family, data=data, fleet=tiny_fleet(6))
+    params = initial_params(site.family, 2)
+    found = evaluate_pool(site.family, params, site.pool, data)
+    for model in site.pool:
+        network = _frozen(site, take(params, site.layout, model.spec), model.spec)
+        with torch.no_grad():
+            out = network(data.normalise(data.test_x))
+        exits = out if isinstance(out, tuple) else (out,)
+        logits = torch.stack(exits).mean(0) if model.ensemble else exits[-1]
+        assert found[model.name].loss == pytest.approx(float(F.cross_entropy(logits, data.test_y)), rel=1e-5)
+    plain = tiny_site(replace(algorithm, static_bn=False), family, data=data, fleet=tiny_fleet(6))
+    assert all(s != found[name] for name, s in evaluate_pool(plain.family, params, plain.pool, data).items())
+
+
+def _frozen(site: Site, params: Params, spec: SubmodelSpec) -> nn.Module:
+    """The sub-model whose batch norms have the statistics of the training samples, worked out layer by layer."""
+    family: ModelFamily = site.family
+    network = family.module(spec)
+    network.load_state_dict(params)
+    network.eval()
+    norms = [m for m in network.modules() if isinstance(m, nn.BatchNorm2d)]
+    seen: dict[nn.Module, Tensor] = {}
+    hooks = [m.register_forward_pre_hook(lambda m, given: seen.update({m: given[0]})) for m in norms]
+    with torch.no_grad():
+        network(site.data.normalise(site.data.train_x))
+    for hook in hooks:
+        hook.remove()
+    for norm in norms:
+        x = seen[norm]
+        mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=True)
+
+        def forward(x: Tensor, norm: Any = norm, mean: Tensor = mean, var: Tensor = var) -> Tensor:
+            return F.batch_norm(x, mean, var, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+        norm.forward = forward  # type: ignore[method-assign]
+    return network
+
+
+# -------------------------------------------------------------------------------------------------- the weights
+def brings(site: Site, level: int, client: int, value: float, steps: float, samples: int) -> ClientUpdate:
+    spec = site.pool[level].spec
+    payload = {n: torch.full_like(t, value) for n, t in take(initial_params(site.family, 0), site.layout, spec).items()}
+    return ClientUpdate(0, client, spec, payload, samples, {"loss": 1.0, "steps": steps})
+
+
+# A: 1,000 samples, 1 step, brings 1. B: 1 sample, 4 steps, brings 4. The small one has 4 + 16 + 16 of 72 kernels.
+EXPECTED = {
+    "examples": (1000 * 1 + 1 * 4) / 1001,
+    "uniform": 5 / 2,
+    "updates": (1 * 1 + 4 * 4) / 5,
+    "model_size": (72 * 1 + 36 * 4) / 108,
+    "hybrid": (72 * 1 + 36 * 4 * 4) / (72 + 36 * 4),
+}
+
+
+@pytest.mark.parametrize("weighting", EXPECTED)
+@pytest.mark.parametrize("kind", [HeteroFL, ScaleFL, AllLarge, Decoupled], ids=lambda k: k.__name__)
+def test_the_five_weightings(kind: Any, weighting: Any) -> None:
+    more = {"widths": (0.5, 1.0), "targets": (99.0, 100.0), "exits": ("fc",)} if kind is ScaleFL else {}
+    more = {"widths": (0.5, 1.0)} if kind in (HeteroFL, Decoupled) else more
+    algorithm = kind(training=TRAINING, weighting=weighting, **more)
+    site = tiny_site(algorithm)
+    state, largest = start_of(algorithm, site), len(site.pool) - 1
+    level = 0 if kind in (HeteroFL, ScaleFL) else largest  # of B
+    orders = tuple(WorkOrder(0, client, site.pool[i].spec, {}, 0, i) for client, i in ((0, largest), (1, level)))
+    updates = [brings(site, largest, 0, 1.0, 1.0, 1000), brings(site, level, 1, 4.0, 4.0, 1)]
+    merged = algorithm.merge(state, RoundPlan(0, orders), updates, ServerSite(site)).params
+    expected: dict[str, float] = {}
+    if level == largest:
+        expected = {"model_size": EXPECTED["uniform"], "hybrid": EXPECTED["updates"]}
+    elif kind is ScaleFL:  # B ends before the residual layer: 4 + 16 kernels
+        expected = {"model_size": (72 + 20 * 4) / 92, "hybrid": (72 + 20 * 4 * 4) / (72 + 20 * 4)}
+    assert float(merged["conv.conv.bias"][0]) == pytest.approx((EXPECTED | expected)[weighting], rel=1e-6)
+
+
+def _slots(**axes: tuple[str | None, ...]) -> Any:
+    named = {f"{name}.weight": Slot("b", tuple(Axis(group) for group in groups)) for name, groups in axes.items()}
+    return SimpleNamespace(slots=named)
+
+
+def test_kernels_are_output_channels() -> None:
+    """A convolution of 8 to 16, a transposed one of 16 to 3 (its first axis is the inputs), 1,000 words in 32
+    numbers; the output layer does not count, and alone it counts 1, since weights are positive."""
+    layout = _slots(conv=("b", "a", None, None), up=("b", "c", None, None), words=(None, "d"), head=(HEAD, "d"))
+    params = {
+        "conv.weight": torch.zeros(16, 8, 3, 3),
+        "up.weight": torch.zeros(16, 3, 7, 7),
+        "up.bias": torch.zeros(3),
+        "words.weight": torch.zeros(1000, 32),
+        "head.weight": torch.zeros(10, 32),
+    }
+    assert terms.kernels(layout, params) == 16 + 3 + 32
+    assert terms.kernels(layout, {"head.weight": params["head.weight"]}) == 1
+
+
+def test_weights_are_known_before_the_round_where_levels_follow_them() -> None:
+    """DAdaQuant: 8 samples in batches of 4, two epochs, are 4 steps; 20 samples are 10."""
+    layout, specs = NET.layout(), (FULL, PART)
+    orders = [WorkOrder(0, client, FULL, take(START, layout, spec), 0, 2) for client, spec in enumerate(specs)]
+    found = {
+        weighting: terms.expected_weights(DAdaQuant(training=TRAINING, weighting=weighting), layout, orders, (8, 20))
+        for weighting in EXPECTED
+    }
+    size = 2 + 16 + 16
+    assert found == {
+        "examples": [8, 20],
+        "uniform": [1, 1],
+        "updates": [4, 10],
+        "model_size": [72, size],
+        "hybrid": [72 * 4, size * 10],
+    }
