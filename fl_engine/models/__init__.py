@@ -13,6 +13,7 @@ from fl_engine.models.point_detector import PointDetector
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.text_lstm import TextLSTM
 from fl_engine.models.text_transformer import TextTransformer
 from fl_engine.models.uthar_resnet18 import UTHARResNet18
 from fl_engine.models.vgg16 import VGG16
@@ -36,4 +37,5 @@ MODELS: dict[str, type[ModelFamily]] = {
     "mobilenetv3_ofa": MobileNetV3OFA,
     "har_cnn": HarCNN,
     "text_transformer": TextTransformer,
+    "text_lstm": TextLSTM,
 }

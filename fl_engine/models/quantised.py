@@ -87,7 +87,8 @@ def _to_fp16(source: Path, target: Path, _: NDArray[Any]) -> None:
     # Nodes that torch names, and not in the network's own scope: they normalise samples, or average over exits.
     names = (node.name for node in model.graph.node)
     around = [name for name in names if name.startswith("/") and not name.startswith("/network/")]
-    onnx.save(_in_fp32(convert_float_to_float16(model, keep_io_types=True, node_block_list=around), around), target)
+    made = convert_float_to_float16(model, keep_io_types=True, node_block_list=around)
+    onnx.save(_unfused(_in_fp32(made, around)), target)
 
 
 def _in_fp32(model: Any, around: Sequence[str]) -> Any:
@@ -113,6 +114,29 @@ def _in_fp32(model: Any, around: Sequence[str]) -> Any:
     while unused := _unused(graph, outputs):
         for node in unused:
             graph.node.remove(node)
+    return model
+
+
+def _unfused(model: Any) -> Any:
+    """Where a product takes what swapped batch and rows (an LSTM in front of a linear layer), ONNX Runtime 1.31 makes
+    one node of the two, over the rounding between them, and crashes. Here a reshape to the same shape is between."""
+    from onnx import helper, numpy_helper
+
+    graph = model.graph
+    maker = {name: node for node in graph.node for name in node.output}
+    for at, node in reversed(list(enumerate(graph.node))):
+        for place, given in enumerate(node.input if node.op_type == "MatMul" else ()):
+            before = maker.get(given)
+            if before is None or before.op_type != "Transpose":
+                continue
+            (order,) = (list(a.ints) for a in before.attribute if a.name == "perm")
+            if order[-1] != len(order) - 1:
+                continue  # a transposed matrix
+            same = f"{node.name}_input{place}"
+            shape = numpy_helper.from_array(np.zeros(len(order), dtype=np.int64), f"{same}_shape")  # 0: as it is
+            graph.initializer.append(shape)
+            graph.node.insert(at, helper.make_node("Reshape", [given, shape.name], [same], same))
+            node.input[place] = same
     return model
 
 

@@ -24,16 +24,16 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fl_engine.core.errors import ModelError
 from fl_engine.core.types import FULL, HEAD, Axis, ParamLayout, Prunable, Slot, SubmodelSpec
-from fl_engine.models.layers import FREE, LARGEST, check_sizes, check_spec, linear_slots, scaled
+from fl_engine.models.layers import FREE, check_spec, linear_slots, scaled
+from fl_engine.models.text import Answers, answering, check_text
 
-Answers = Literal["every", "last"]
 EPSILON = 1e-6
 """Of layer norm, as in the code that the paper follows."""
 LATER = -1e4
@@ -49,8 +49,6 @@ class TextTransformer:
     vocabulary: int = 0
     """Tokens are 0 .. vocabulary - 1; 0: as many as there are outputs."""
     answers: Answers = "every"
-    """`every`: logits behind every token, (B, outputs, T), for next tokens; `last`: behind the last one alone,
-    (B, outputs), for classification."""
     layers: int = 3
     heads: int = 8
     head_size: int = 12
@@ -65,20 +63,8 @@ class TextTransformer:
     published_outputs: ClassVar[int] = 10_004
 
     def __post_init__(self) -> None:
-        check_sizes(self, "(T,) of a sequence of tokens", 1, self.width)
-        for name, least in (
-            ("vocabulary", 0),
-            ("layers", 1),
-            ("heads", 1),
-            ("head_size", 1),
-            ("embedding", 1),
-            ("hidden", 1),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= LARGEST:
-                raise ModelError(f"TextTransformer: {name} is an integer from {least} to {LARGEST}, got {value!r}")
-        if self.answers not in get_args(Answers):
-            raise ModelError(f"TextTransformer: answers is one of {', '.join(get_args(Answers))}, got {self.answers!r}")
+        least = (("vocabulary", 0), ("layers", 1), ("heads", 1), ("head_size", 1), ("embedding", 1), ("hidden", 1))
+        check_text(self, least)
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ModelError(f"TextTransformer: dropout is a number from 0 to less than 1, got {self.dropout!r}")
         object.__setattr__(self, "vocabulary", self.vocabulary or self.outputs)
@@ -124,12 +110,10 @@ class TextTransformer:
         for name in self._layers:
             heads, hidden = sizes[f"{name}.heads"], sizes[f"{name}.hidden"]
             layers[name] = Layer(stream, heads, self.head_size, hidden, self.dropout)
-        if self.answers == "last":
-            layers["last"] = Last()
-        layers |= OrderedDict(output=nn.Linear(stream, embedding), classifier=nn.Linear(embedding, sizes[HEAD]))
-        if self.answers == "every":
-            layers["outputs_first"] = OutputsFirst()
-        return nn.Sequential(layers)
+        output: OrderedDict[str, nn.Module] = OrderedDict(
+            output=nn.Linear(stream, embedding), classifier=nn.Linear(embedding, sizes[HEAD])
+        )
+        return answering(self.answers, layers, output)
 
     def prunable(self) -> tuple[Prunable, ...]:
         found = [Prunable("embedding", ("embedding.",), ()), Prunable("stream", ("stream.",), ())]
@@ -199,17 +183,3 @@ class Layer(nn.Module):
         x = self.norm1(x_bts + self.dropout1(self.attention(x_bts)))
         out: Tensor = self.norm2(x + self.dropout2(self.shrink(self.hidden(x))))
         return out
-
-
-class Last(nn.Module):
-    """(B, T, channels) -> those of the last position, (B, channels)."""
-
-    def forward(self, x_btc: Tensor) -> Tensor:
-        return x_btc[:, -1]
-
-
-class OutputsFirst(nn.Module):
-    """(B, T, outputs) -> (B, outputs, T)."""
-
-    def forward(self, x_bto: Tensor) -> Tensor:
-        return x_bto.transpose(1, 2)

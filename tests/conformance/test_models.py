@@ -19,6 +19,7 @@ from fl_engine.models.point_detector import PointDetector
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18, ResNet34
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.text_lstm import TextLSTM
 from fl_engine.models.text_transformer import TextTransformer
 from fl_engine.models.uthar_resnet18 import UTHARResNet18
 from fl_engine.models.vgg16 import VGG16
@@ -46,6 +47,8 @@ SMALL: dict[str, ModelFamily] = {
     "mobilenetv3_ofa": MobileNetV3OFA((2, 17, 20), 6, width=0.05),
     "har_cnn": HarCNN((7, 3), 4, width=0.5),
     "text_transformer": TextTransformer((6,), 7, layers=2, heads=3, head_size=4, embedding=9, hidden=10),
+    "text_lstm": TextLSTM((6,), 7, embedding=5, hidden=6),
+    "text_lstm, one answer": TextLSTM((5,), 3, vocabulary=7, answers="last", layers=3, embedding=3, hidden=4),
 }
 
 

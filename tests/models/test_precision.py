@@ -32,6 +32,7 @@ from fl_engine.models import (
     PointDetector,
     ResNet18,
     SmallCNN,
+    TextLSTM,
     TextTransformer,
     WisdmLSTM,
 )
@@ -217,6 +218,11 @@ FAMILIES: dict[str, tuple[ModelFamily, Data, set[OnnxPrecision]]] = {
         data_of(torch.randint(0, 20, (48, 12), generator=GENERATOR), NextToken(20, 12)),
         {"int8"},
     ),
+    "text_lstm": (
+        TextLSTM((12,), 20, vocabulary=400, embedding=32, hidden=16),
+        data_of(torch.randint(0, 20, (48, 12), generator=GENERATOR), NextToken(20, 12)),
+        {"int8", "int8_static"},
+    ),
 }
 
 
@@ -270,6 +276,29 @@ def test_samples_are_normalised_in_fp32(tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = raw(x)
     torch.testing.assert_close(torch.from_numpy(answer), wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
+
+
+class EachStep(nn.Module):
+    """(B, T, 6) -> an LSTM -> 4 outputs at each step, (B, 4, T)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.linear = nn.LSTM(6, 32, batch_first=True), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.lstm(x)[0])
+        return out.transpose(1, 2)
+
+
+def test_an_lstm_that_answers_at_each_step_runs_in_fp16(tmp_path: Path) -> None:
+    """As converted, ONNX Runtime 1.31 crashes on it."""
+    data = data_of(numbers(20, 12, 6), Classification(4))
+    raw = exports.RawNetwork(EachStep(), "float32", 2, (), (), False).eval()
+    exports._write(raw, data, tmp_path / exports.ONNX)
+    session = onnxruntime.InferenceSession(str(convert("fp16", tmp_path, data.train_x.numpy())))
+    (answer,) = session.run(None, {"samples": data.test_x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(answer), raw(data.test_x), rtol=0.01, atol=1e-3)
 
 
 # --------------------------------------------------------------------------------------------------- refusals

@@ -26,6 +26,7 @@ from fl_engine.models.mobilenetv3_ofa import MobileNetV3OFA
 from fl_engine.models.preresnet import PreResNet18
 from fl_engine.models.resnet import ResNet18
 from fl_engine.models.small_cnn import SmallCNN
+from fl_engine.models.text_lstm import TextLSTM
 from fl_engine.models.traced import from_module
 from fl_engine.models.wisdm_lstm import WisdmLSTM
 from fl_engine.testing.models import ModelSuite, random_params, specs
@@ -62,6 +63,7 @@ BY_HAND: dict[str, Any] = {
     "aep_mlp": AepMLP((5,), 2, width=0.05),
     "wisdm_lstm": WisdmLSTM((7, 3), 4, width=0.9),
     "casas_bilstm": CasasBiLSTM((9,), 4, vocabulary=20, width=0.1),
+    "text_lstm": TextLSTM((6,), 7, layers=2, embedding=5, hidden=6),
     "har_cnn": HarCNN((7, 3), 4, width=0.5, norm="batch"),
     "mobilenetv3_ofa": MobileNetV3OFA((2, 17, 20), 6, width=0.05, norm="batch"),
 }
