@@ -2,7 +2,8 @@
 so that a noisy machine is noisy for all of them, and every ratio comes from one benchmark.
 
 python -m benchmarks W3 --against naive,flower,pfl     prints a table for one workload
-python -m benchmarks --json W1 --precision bf16        prints one line of JSON
+python -m benchmarks W1 --precision bf16               ours in bf16 and in fp32, beside the naive loop in fp32
+python -m benchmarks --json W1                         prints one line of JSON
 python -m benchmarks W8                                the codecs, which are no workload of rounds (`codecs`)
 make bench                                             compares with the naive loop on all workloads
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -25,11 +27,13 @@ from typing import Any
 
 from benchmarks import codecs
 from benchmarks.gate import family
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import PRECISIONS, WORKLOADS, Workload
 
 ROOT = Path(__file__).parents[1]
 CODECS = "W8"
 PEERS = ("naive", "flower", "pfl", "fedjax")
+FP32 = "ours-fp32"
+"""Beside `ours` in another precision: the same in fp32."""
 BUSY = 0.1
 """Share of the processors that other programs may use before the table says so."""
 
@@ -39,7 +43,8 @@ class Contestant:
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
-        command = [str(python_of(name)), "-m", f"benchmarks.{name}", *arguments]
+        module = "ours" if name == FP32 else name
+        command = [str(python_of(name)), "-m", f"benchmarks.{module}", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -81,7 +86,7 @@ class Contestant:
 
 def python_of(name: str) -> Path:
     """The interpreter of a contestant; each framework has a virtual environment of its own."""
-    if name in ("ours", "naive"):
+    if name in ("ours", FP32, "naive"):
         return Path(sys.executable)
     python = ROOT / f".venv-{name}" / "bin" / "python"
     if not python.exists():
@@ -90,8 +95,9 @@ def python_of(name: str) -> Path:
 
 
 def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, options: Sequence[str]) -> dict[str, Any]:
-    """Measures all contestants: `turns` times each in turn, ours first. A turn has as many rounds as fit into about
-    `seconds`."""
+    """Measures all contestants: `turns` times each in turn, ours first, and in another precision than fp32 ours in
+    fp32 too. A turn has as many rounds as fit into about `seconds`."""
+    peers = [*([FP32] if "--precision" in options else []), *peers]
     contestants: dict[str, Contestant] = {}
     rounds: dict[str, int] = {}
     for name in ("ours", *peers):
@@ -127,6 +133,7 @@ def compete(workload: str, peers: Sequence[str], turns: int, seconds: float, opt
         "quartiles_s": {name: _quartiles(values) for name, values in measured.items()},
         "others_busy": max(busy),
         "options": list(options),
+        "processor": processor(),
     }
 
 
@@ -154,6 +161,18 @@ def others_busy(seconds: float = 1.0) -> float:
     time.sleep(seconds)
     after, idle_after = _cpu_times()
     return 1 - (idle_after - idle) / max(1.0, after - before)
+
+
+def processor() -> str:
+    """Its name, and what it multiplies bfloat16 with."""
+    from fl_engine.training.numerics import cpu_bf16
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return ", ".join([*(names or [platform.processor() or platform.machine()])[:1], *cpu_bf16()])
 
 
 def _cpu_times() -> tuple[float, float]:
@@ -224,7 +243,7 @@ def table(found: dict[str, Any], w: Workload) -> str:
         lines.append(
             f"{name:10}{seconds:10.4g}{spread:>20}{ratio:>8}{found['cpu_s'][name]:9.4g}{gflops:10.1f}{share:>9}{found['peak_mb'][name]:8.0f}"
         )
-    lines.append(f"matrix products on all processors: {found['peak_gflops']:.0f} GFLOP/s")
+    lines.append(f"{found['processor']}; matrix products on all processors: {found['peak_gflops']:.0f} GFLOP/s")
     if found["others_busy"] > BUSY:
         lines.append(f"the machine was not idle: other programs used up to {100 * found['others_busy']:.0f} % of it")
     return "\n".join(lines)
@@ -249,7 +268,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--seconds", type=float, default=10.0, help="length of a turn, about")
     p.add_argument("--samples", type=int, help="samples of each client, instead of the workload's number")
     p.add_argument(
-        "--precision", choices=["fp32", "bf16", "amp", "fp16"], default="fp32", help="of flexfleet; peers use fp32"
+        "--precision",
+        choices=PRECISIONS,
+        default="fp32",
+        help="of flexfleet; peers use fp32, and so does flexfleet beside",
     )
     p.add_argument("--json", action="store_true", help="print one line of JSON for each workload on stdout")
     args = p.parse_args(argv)

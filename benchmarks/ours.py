@@ -39,7 +39,7 @@ from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.tiny import tiny_pool
 from fl_engine.testing.tracker import Memory
 from fl_engine.training import strategy
-from fl_engine.training.numerics import Numerics
+from fl_engine.training.numerics import Numerics, settled
 
 SEED = 0
 
@@ -96,7 +96,8 @@ def main(argv: list[str]) -> None:
     threads = tuple(options.devices)
     prepare_process(threads)
     algorithm, site = site_of(name, w)
-    numerics = strategy.choose(site.family, site.data.task, w.batch, w.per_round, options.precision, threads)
+    precision = settled(options.precision, threads, None)
+    numerics = strategy.choose(site.family, site.data.task, w.batch, w.per_round, precision, threads)
     site = replace(site, numerics=numerics)
     print(f"ours: {numerics} on {threads}", file=sys.stderr)
     initial: Any = algorithm.init(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 MEAN, STD = 0.5, 0.25
+PRECISIONS = ("fp32", "auto", "bf16", "amp", "fp16")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def chosen(argv: list[str]) -> tuple[str, Workload, argparse.Namespace]:
     p = argparse.ArgumentParser()
     p.add_argument("workload", choices=WORKLOADS)
     p.add_argument("--samples", type=int, help="samples of each client, instead of the workload's number")
-    p.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "amp", "fp16"])
+    p.add_argument("--precision", default="fp32", choices=PRECISIONS)
     p.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
     args = p.parse_args(argv)
     w = WORKLOADS[args.workload]

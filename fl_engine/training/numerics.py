@@ -11,16 +11,24 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.lib.introspect import opt_func_info
 
+from fl_engine.core.errors import ConfigError
+
 log = logging.getLogger("flexfleet")
 
 Strategy = Literal["single", "batched"]
 Precision = Literal["fp32", "bf16", "amp", "fp16"]
+
+
+BF16 = ("amx_bf16", "avx512_bf16")
+"""What a processor may have to multiply bfloat16, as Linux names it. With neither it computes bf16 in float32, slower
+than float32 itself."""
+KNOWN_CPUS = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,50 @@ def _tell_late() -> None:
     )
 
 
+@cache
+def cpu_bf16() -> tuple[str, ...]:
+    """Which of `BF16` this processor has. Where it does not say (it is not Linux), none."""
+    try:
+        lines = KNOWN_CPUS.read_text().splitlines()
+    except OSError:
+        return ()
+    flags = {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
+    return tuple(name for name in BF16 if name in flags)
+
+
+def settled(asked: Literal["auto"] | Precision, devices: Iterable[str], before: Mapping[str, Any] | None) -> Precision:
+    """The precision that `run.precision` asks for. `auto` is the one that `before`, the numerics of the run that is
+    resumed, has; for a new run it follows from what the devices do: bf16 where the processor multiplies bfloat16
+    (`BF16`) or the GPU does (compute capability 8.0 on), amp on GPUs from 7.0 on, which have float16 alone, fp32
+    elsewhere. Raises ConfigError if the devices differ in it, or one is neither a CPU nor CUDA."""
+    if asked != "auto":
+        return asked
+    if before is not None and before.get("precision") in get_args(Precision):
+        log.info("run.precision=auto: %s, as the run began", before["precision"])
+        return before["precision"]  # type: ignore[no-any-return]
+    found = {device: _suits(torch.device(device)) for device in devices}
+    chosen = {precision for precision, _ in found.values()}
+    if len(chosen) != 1:
+        said = ", ".join(f"{precision} on {device}" for device, (precision, _) in found.items())
+        raise ConfigError(f"run.precision=auto would be {said}: one run has one precision, so name it")
+    precision, why = next(iter(found.values()))
+    log.info("run.precision=auto: %s, since %s", precision, why)
+    return precision
+
+
+def _suits(device: torch.device) -> tuple[Precision, str]:
+    """The precision that `auto` is on a device, and why."""
+    if device.type == "cpu":
+        if found := cpu_bf16():
+            return "bf16", f"the processor has {found[0]}"
+        return "fp32", f"the processor has no {' and no '.join(BF16)}"
+    if device.type != "cuda":
+        raise ConfigError(f"run.precision=auto knows cpu and cuda, not {device.type}: name fp32, bf16, amp or fp16")
+    capability = torch.cuda.get_device_capability(device)
+    said = f"the GPU has compute capability {'.'.join(map(str, capability))}"
+    return ("bf16" if capability >= (8, 0) else "amp" if capability >= (7, 0) else "fp32"), said
+
+
 def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
     """For the run's record: the values that must be equal for equal bits, and `lanes`."""
     kinds = sorted({d.split(":")[0] for d in devices})
@@ -112,6 +164,7 @@ def describe(numerics: Numerics, devices: Iterable[str]) -> dict[str, Any]:
         "threads_per_client": 1,
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_bf16": list(cpu_bf16()),
         "mkl_cbwr": mkl_cbwr(),
         "devices": kinds + names,
     }
@@ -128,5 +181,21 @@ def describe_noise() -> dict[str, Any]:
 
 
 def deciding(described: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `describe` that the bits depend on."""
-    return {name: value for name, value in described.items() if name != "lanes"}
+    """The entries of `describe` that the bits depend on. Whether the processor multiplies bfloat16 matters where one
+    trains in it."""
+    on_cpu = "cpu" in described.get("devices", ()) and described.get("precision") in ("bf16", "amp")
+    without = {"lanes"} if on_cpu else {"lanes", "cpu_bf16"}
+    return {name: value for name, value in described.items() if name not in without}
+
+
+LATER = frozenset({"cpu_bf16"})
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Names the entries of `describe` that the bits depend on and that differ, with both values; empty: none. What an
+    earlier version did not record yet (`LATER`) is not compared."""
+    one, other = deciding(before), deciding(now)
+    pairs = {name: (one.get(name), other.get(name)) for name in {**one, **other} if name in one or name not in LATER}
+    return ", ".join(
+        f"{name}: {there!r} there, {here!r} here" for name, (there, here) in pairs.items() if there != here
+    )

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import fl_engine
+from fl_engine.core.errors import EnvironmentFailure
 
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "engine": (("torch", "safetensors", "numpy", "boto3"), "models, rounds, run stores: everything that trains"),
@@ -28,20 +29,32 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def examine() -> dict[str, Any]:
-    """Versions, extras with what they lack, usable torch devices, and which data sets are there."""
+def examine(measure: bool = False) -> dict[str, Any]:
+    """Versions, extras with what they lack, usable torch devices, what the processor multiplies bfloat16 with, and
+    which data sets are there. With `measure`, seconds of a training step by device and precision (`half_speed`), which
+    takes some seconds for each kind of device. Raises EnvironmentFailure if that needs what is not installed."""
     extras = {
         name: {"missing": [m for m in modules if find_spec(m) is None], "enables": enables}
         for name, (modules, enables) in EXTRAS.items()
     }
     devices: list[str] = []
     data: dict[str, bool] = {}
+    bf16: tuple[str, ...] = ()
+    steps: dict[str, Any] = {}
+    if measure and extras["engine"]["missing"]:
+        raise EnvironmentFailure("--measure trains: pip install 'flexfleet[engine]' first")
     if not extras["engine"]["missing"]:
         import torch
 
         from fl_engine.datasets import DATASETS, data_root
+        from fl_engine.training.numerics import cpu_bf16
 
         devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        bf16 = cpu_bf16()
+        if measure:
+            from flexfleet.files.half_speed import seconds_a_step
+
+            steps = {device: seconds_a_step(device) for device in ("cpu", *devices[1:2])}
         data = {name: not source.missing(data_root()) for name, source in sorted(DATASETS.items())}
     return {
         "version": fl_engine.__version__,
@@ -49,5 +62,7 @@ def examine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "extras": extras,
         "devices": devices,
+        "cpu_bf16": list(bf16),
+        **({"seconds_a_step": steps} if measure else {}),
         "data": data,
     }

@@ -123,6 +123,25 @@ def test_the_harness_lets_them_take_turns(capsys: pytest.CaptureFixture[str], mo
     assert "GFLOP/s" in captured.err
 
 
+def test_in_half_precision_ours_in_fp32_takes_turns_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["W3", "--json", "--turns", "1", "--seconds", "0.2", "--samples", "10", "--precision", "bf16"]
+    started: dict[str, list[str]] = {}
+    contestant = harness.Contestant
+    monkeypatch.setattr(
+        harness, "Contestant", lambda name, given: contestant(name, started.setdefault(name, list(given)))
+    )
+    assert harness.main(argv) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert started["ours"][-2:] == ["--precision", "bf16"] and "--precision" not in started[harness.FP32]
+    assert found["ratios"].keys() == {harness.FP32, "naive"}
+    assert found["ratios"][harness.FP32] == pytest.approx(found["peers"][harness.FP32] / found["ours_s"])
+    assert found["options"] == ["--samples", "10", "--precision", "bf16"]
+    assert found["processor"] and found["processor"] in captured.err
+
+
 def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setattr(harness, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match=r"flower is not installed: `make bench-peers`"):

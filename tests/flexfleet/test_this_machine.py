@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,10 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import networks
+from benchmarks.workloads import WORKLOADS
 from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.system import of_posix
+from fl_engine.training import numerics
 from flexfleet.config import Config, load_config, parse
 from flexfleet.config.read import _tell_untracked
+from flexfleet.files import half_speed
 from flexfleet.files.artifacts import RunFile
 from flexfleet.files.doctor import EXTRAS
 from flexfleet.steps.federate import tell_unused
@@ -60,6 +65,66 @@ def test_one_line_where_cuda_is_there_and_unused(
         assert caplog.messages == []
         tell_unused(Config())
     assert caplog.messages == ["CUDA is there and not used: run.devices=auto, or [cuda], trains on it"]
+
+
+# ------------------------------------------------------------------------------------------- half precision
+def test_a_run_keeps_the_precision_that_auto_was(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None
+) -> None:
+    """Begun where the processor multiplies bfloat16, resumed where it does not: refused by name; accepted, the run goes
+    on in bf16."""
+    sets = [
+        *(text for text in quick if not text.startswith("run.store")),
+        "run.precision=auto",
+        "rounds.commit_every=1",
+    ]
+    record = tmp_path / "runs" / "a" / "run.json"
+    monkeypatch.setattr(numerics, "cpu_bf16", lambda: ("avx512_bf16",))
+    begun = flexfleet("run", "--json", "--run-id", "a", sets=[*sets, "rounds.stop=1"])
+    assert begun.code == 0, begun.err
+    assert RunFile.read(record).numerics["precision"] == "bf16"
+    assert RunFile.read(record).numerics["cpu_bf16"] == ["avx512_bf16"]
+
+    monkeypatch.setattr(numerics, "cpu_bf16", lambda: ())
+    refused = flexfleet("run", "--json", "--run-id", "a", "--resume", sets=[*sets, "rounds.stop=2"])
+    assert refused.code == 6 and "cpu_bf16: ['avx512_bf16'] there, [] here" in refused.err
+    assert "precision: " not in refused.err
+    argv = ("run", "--json", "--run-id", "a", "--resume", "--accept-numerics")
+    assert flexfleet(*argv, sets=[*sets, "rounds.stop=2"]).code == 0
+    assert RunFile.read(record).numerics["precision"] == "bf16"
+    fresh = flexfleet("run", "--json", "--run-id", "b", sets=[*sets, "rounds.stop=1"])
+    assert fresh.code == 0 and RunFile.read(record.parents[1] / "b" / "run.json").numerics["precision"] == "fp32"
+
+
+def test_central_training_takes_auto_too(
+    flexfleet: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = [text for text in quick if not text.startswith(("run.store", "rounds."))]
+    for has, precision in (("amx_bf16",), "bf16"), ((), "fp32"):
+        monkeypatch.setattr(numerics, "cpu_bf16", lambda has=has: has)
+        argv = ("central", "--json", "--run-id", precision)
+        done = flexfleet(*argv, sets=[*sets, "central.epochs=1", "run.precision=auto"])
+        assert done.code == 0, done.err
+        record = json.loads((tmp_path / "runs" / precision / "central.json").read_text())
+        assert record["numerics"]["precision"] == precision
+
+
+def test_doctor_measures_half_precision(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half_speed.seconds_a_step, "__defaults__", (("fp32", "bf16"), 2))
+    done = flexfleet("doctor", "--measure")
+    assert done.code == 0, done.err
+    assert re.search(r"^  bf16: \d+\.\d x fp32 here \(cpu: ", done.out, re.MULTILINE)
+    seconds = flexfleet("doctor", "--measure", "--json").json["seconds_a_step"]["cpu"]
+    assert 0 < seconds["fp32"] < 60 and 0 < seconds["bf16"] < 60
+    assert half_speed.said({"fp32": 1.9, "bf16": 1.0}) == ["bf16: 1.9 x fp32 here"]
+    assert "seconds_a_step" not in flexfleet("doctor", "--json").json
+
+
+def test_the_measured_network_is_the_benchmarks() -> None:
+    ours, theirs = half_speed.McMahanCNN(), networks.McMahanCNN((3, 32, 32), 10)
+    states = [family.module().state_dict() for family in (ours, theirs)]
+    assert [(n, t.shape) for n, t in states[0].items()] == [(n, t.shape) for n, t in states[1].items()]
+    assert WORKLOADS["W1"].batch == half_speed.BATCH and ours.layout().slots.keys() == theirs.layout().slots.keys()
 
 
 # ------------------------------------------------------------------------------------------- what is installed

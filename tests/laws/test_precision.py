@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from fl_engine.testing.tiny import assert_same_bits
 from fl_engine.training import lanes, scaling, steps, strategy
 from fl_engine.training import numerics as arithmetic
 from fl_engine.training.local import Job, train
-from fl_engine.training.numerics import SINGLE, Numerics, Precision
+from fl_engine.training.numerics import SINGLE, Numerics, Precision, cpu_bf16, differing, settled
 from fl_engine.training.scaling import GOOD, SCALE, LossScale
 from flexfleet.config import load_config
 
@@ -226,3 +227,81 @@ def test_float16_with_a_scaled_loss_learns_as_well_and_lanes_stay_apart() -> Non
             assert b.finite and b.loss == pytest.approx(a.loss, rel=0.05)
         for job, expected in zip(jobs(task), half, strict=True):
             assert_same_bits(train(FAMILY, GOAL, [job], numerics)[0].params, expected.params)
+
+
+# ----------------------------------------------------------------------------------------------------------- auto
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("fpu sse2 avx512f avx512_bf16 amx_tile amx_bf16", ("amx_bf16", "avx512_bf16")),
+        ("fpu avx512f avx512_bf16 fsrm", ("avx512_bf16",)),
+        ("fpu avx512f avx512_vnni amx_tile amx_int8", ()),
+    ],
+)
+def test_what_the_processor_multiplies_bfloat16_with(
+    flags: str, found: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "cpuinfo"
+    said.write_text("".join(f"processor\t: {i}\nflags\t\t: {flags}\nbogomips\t: 1.0\n\n" for i in range(2)))
+    monkeypatch.setattr(arithmetic, "KNOWN_CPUS", said)
+    assert arithmetic.cpu_bf16.__wrapped__() == found
+    monkeypatch.setattr(arithmetic, "KNOWN_CPUS", tmp_path / "nothing")
+    assert arithmetic.cpu_bf16.__wrapped__() == ()
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="not Linux")
+def test_torch_sees_the_same_instructions() -> None:
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("a processor without AVX-512 has neither")
+    assert ("avx512_bf16" in cpu_bf16()) == torch.cpu._is_avx512_bf16_supported()
+
+
+@pytest.mark.parametrize(
+    ("has", "chosen"), [(("amx_bf16", "avx512_bf16"), "bf16"), (("avx512_bf16",), "bf16"), ((), "fp32")]
+)
+def test_auto_follows_from_the_processor_and_says_so(
+    has: tuple[str, ...], chosen: Precision, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arithmetic, "cpu_bf16", lambda: has)
+    with caplog.at_level("INFO", "flexfleet"):
+        assert settled("auto", ("cpu", "cpu"), None) == chosen
+    reason = has[0] if has else "no amx_bf16 and no avx512_bf16"
+    assert caplog.messages == [f"run.precision=auto: {chosen}, since the processor has {reason}"]
+    assert arithmetic.describe(SINGLE, ("cpu",))["cpu_bf16"] == list(has)
+
+
+def test_a_resumed_run_keeps_what_auto_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has in ((), ("avx512_bf16",)):
+        monkeypatch.setattr(arithmetic, "cpu_bf16", lambda has=has: has)
+        for before in ("fp32", "bf16", "amp"):
+            assert settled("auto", ("cpu",), {"precision": before}) == before
+        assert settled("fp16", ("cpu",), {"precision": "bf16"}) == "fp16", "it is named"
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen"), [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "amp"), ((6, 1), "fp32")]
+)
+def test_auto_on_a_gpu(capability: tuple[int, int], chosen: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert settled("auto", ("cuda:0", "cuda:1"), None) == chosen
+
+
+def test_auto_is_refused_where_devices_differ_or_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "cpu_bf16", lambda: ())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigError, match="auto would be fp32 on cpu, bf16 on cuda: one run has one precision"):
+        settled("auto", ("cpu", "cuda"), None)
+    with pytest.raises(ConfigError, match="knows cpu and cuda, not mps"):
+        settled("auto", ("mps",), None)
+
+
+def test_what_differs_is_named() -> None:
+    here = arithmetic.describe(Numerics("batched", 4, "bf16"), ("cpu",)) | {"cpu_bf16": ["avx512_bf16"]}
+    assert differing(here | {"lanes": 2}, here) == "", "lanes change no bit"
+    assert differing(here | {"cpu_bf16": []}, here) == "cpu_bf16: [] there, ['avx512_bf16'] here"
+    for other in ({"precision": "fp32"}, {"devices": ["cuda", "a GPU"]}):
+        assert differing(here | other | {"cpu_bf16": []}, here | other) == "", "nothing is computed in bfloat16 there"
+    earlier = {name: value for name, value in here.items() if name != "cpu_bf16"}
+    assert differing(earlier, here) == "", "an earlier version did not record it"
+    assert "precision: 'fp32' there, 'bf16' here" in differing(earlier | {"precision": "fp32"}, here)
+    assert differing({n: v for n, v in here.items() if n != "torch"}, here).startswith("torch: None there")
