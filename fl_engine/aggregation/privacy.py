@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -124,7 +124,7 @@ def _derived(key: bytes, purpose: str) -> bytes:
 class Private:
     """Hides whether any one client's data had a part in the global model. All clients have the same weight."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
     name: Literal["private"] = "private"
     clip: Positive = 1.0
     """C: largest L2 norm of an update's change."""
@@ -326,6 +326,15 @@ def check_trace(algorithm: Algorithm, traced: bool) -> None:
         raise ConfigError(
             "algorithm.aggregation is private, so who takes part must not depend on how long others took: set "
             "fleet.trace=null"
+        )
+
+
+def check_evaluation(algorithm: Algorithm, on_clients: bool) -> None:
+    """Raises ConfigError where clients report what they measure on their own samples: no noise hides that."""
+    if on_clients and is_private(algorithm):
+        raise ConfigError(
+            "algorithm.aggregation is private, and evaluate.on=clients would tell what single clients measure on their "
+            "own samples: set evaluate.on=server"
         )
 
 

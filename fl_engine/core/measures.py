@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 from fl_engine.core.contracts import (
     ClientMetric,
     measures_clients,
 )
 from fl_engine.core.errors import ConfigError
+from fl_engine.core.samples import Task
 
 LARGEST_LOSS = 1e6
 """Beyond it, on either side, training has diverged."""
@@ -56,6 +58,22 @@ def bounds_of(algorithm: object, coded: bool) -> dict[str, tuple[float, float]]:
     """The figures that an update has to report, with the least and the most of each. `coded`: its way up is."""
     declared = {metric.name: (metric.low, metric.high) for metric in client_metrics(algorithm)}
     return FIGURES | (ENCODING if coded else {}) | declared
+
+
+def evaluation_bounds(task: Task) -> dict[str, tuple[float, float]]:
+    """The figures of an answer to an order that evaluates: the metric that decides, and the mean loss, with the least
+    and the most of each."""
+    return {task.metric.name: (task.metric.low, task.metric.high), "loss": FIGURES["loss"]}
+
+
+def out_of_bounds(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float, float]]) -> str:
+    """What is wrong with the figures of a client; empty: they are those of `bounds`, and within them."""
+    if metrics.keys() != bounds.keys():
+        return f"{', '.join(bounds)} are expected, got {', '.join(metrics) or 'none'}"
+    for name, (low, high) in bounds.items():
+        if not low <= metrics[name] <= high:
+            return f"{name} is {metrics[name]:g}, from {low:g} to {high:g} is expected"
+    return ""
 
 
 def _wrong(metric: ClientMetric) -> str:

@@ -18,10 +18,13 @@ from fl_engine.core.errors import DataError
 # ----------------------------------------------------------------------------------------------------- tasks
 @dataclass(frozen=True)
 class Metric:
-    """A figure of merit: its key in histories and artifacts, and which direction is the better one."""
+    """A figure of merit: its key in histories and artifacts, which direction is the better one, and between which
+    values it is. A client that reports the metric (`evaluate.on`) can report no other value."""
 
     name: str
     higher_is_better: bool = True
+    low: float = -1e6
+    high: float = 1e6
 
 
 class Measured(NamedTuple):

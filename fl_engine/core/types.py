@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -151,12 +151,13 @@ class ParamLayout:
 
     def form(self, spec: SubmodelSpec) -> tuple[object, ...]:
         """Widths and blocks, which sub-models of the same form have in common. The outputs do not count."""
-        if spec not in self._forms:
+        found = self._forms.get(spec)
+        if found is None:
             if len(self._forms) >= FORMS_KEPT:
                 self._forms.clear()
             widths = tuple(self.width(spec, group) for group in self.groups if group != HEAD)
-            self._forms[spec] = (widths, tuple(b for b in self.blocks if self.has_block(spec, b)))
-        return self._forms[spec]
+            found = self._forms[spec] = (widths, tuple(b for b in self.blocks if self.has_block(spec, b)))
+        return found
 
     @cached_property
     def _forms(self) -> dict[SubmodelSpec, tuple[object, ...]]:
@@ -274,7 +275,7 @@ class Device:
     speed: float = 1e9
     bandwidth: float = 1e6
 
-    @property
+    @cached_property
     def most(self) -> float:
         """The most it can ever have free, in % of the full model's parameters."""
         return self.memory if self.limits is None else self.limits[1]
@@ -335,6 +336,8 @@ class WorkOrder:
     memory: Params = field(default_factory=dict)
     codecs: Codecs | None = None
     encoded: Params | None = None
+    evaluates: bool = False
+    """The client trains nothing: it evaluates `payload` on the samples that it holds out from training."""
 
     @property
     def travels(self) -> Params:
@@ -352,6 +355,13 @@ class RoundPlan:
     """How many updates of this round were there already when the coordinator started again."""
     noise_seed: bytes | None = None
     """For noise that hides single clients (`privacy`): 256 bits that follow from the run's key, not from its seed."""
+    evaluates: bool = False
+    """All orders are to evaluate (`WorkOrder.evaluates`)."""
+
+    @property
+    def label(self) -> str:
+        """Tells the round's orders from those of its evaluation: `12`, `12e`."""
+        return f"{self.round}e" if self.evaluates else f"{self.round}"
 
     @property
     def enough(self) -> int:
@@ -367,6 +377,9 @@ class RoundPlan:
 @dataclass(frozen=True)
 class ClientUpdate:
     """What a client brings back: the sub-model that it really trained. A name absent from `payload` was not trained.
+
+    Of an order that evaluates the payload is empty, `num_examples` counts the samples held out, and `metrics` are those
+    of `measures.evaluation_bounds`.
 
     `num_examples` is the client's sample count |d|; `metrics` are floats such as `loss` and `seconds`. The server adds
     three fields when it has the update: `level`, the index of the pool model that was trained (None: the sub-model is
@@ -395,9 +408,20 @@ class ClientUpdate:
         return self.payload if self.encoded is None else self.encoded
 
 
-Stage = Literal["drop", "prune", "train", "pod", "validate", "straggle", "quorum"]
-"""Where a client failed: it dropped out, had no room, could not train, or lost its pod; or its update failed
-validation, came too late, or was one of too few."""
+R = TypeVar("R", ClientUpdate, "ClientFailure", "LocalTask")
+
+
+def changed(record: R, **fields: Any) -> R:
+    """`dataclasses.replace` in a tenth of the time: each round changes a few fields of each client's task and
+    outcome."""
+    new = object.__new__(type(record))
+    new.__dict__.update(record.__dict__, **fields)
+    return new
+
+
+Stage = Literal["drop", "prune", "train", "evaluate", "pod", "validate", "straggle", "quorum"]
+"""Where a client failed: it dropped out, had no room, could not train or evaluate, or lost its pod; or its update
+failed validation, came too late, or was one of too few."""
 
 Code = Literal[
     "file", "schema", "order", "signature", "spec", "checksum", "names", "dtype", "shape", "encoding", "finite",
@@ -533,6 +557,9 @@ class Sandwich:
     temperature: float
 
 
+Scaler = float | Literal["by_layer"]
+
+
 @dataclass(frozen=True)
 class LocalTask:
     """A description of one client's training, for `local.train`: nothing in it runs."""
@@ -556,10 +583,12 @@ class LocalTask:
     from, unless the caller of `local.train` gives another."""
     proximal_squared: bool = True
     """False: adds mu * ||theta - anchor|| instead (L2 over all weights); its gradient is 0 at the anchor."""
-    scaler: float = 1.0
-    """Divides the output of every layer but the classifier, in training only (HeteroFL)."""
+    scaler: Scaler = 1.0
+    """Divides the output of every layer but the classifier, in training only (HeteroFL): one number for all layers, or
+    with `by_layer`, for each the share of its outputs that the sub-model keeps."""
     mask_labels: bool = False
-    """The logits of classes that the client does not hold are 0, and their rows are not sent back (HeteroFL)."""
+    """The logits of classes that the client does not hold are 0, its teachers' too, and their rows are not sent back
+    (HeteroFL)."""
     sampler: Sampler = Shuffle()
     augment: tuple[Augmentation, ...] = ()
     """One after the other, on every batch."""

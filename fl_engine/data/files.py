@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from fl_engine.core import seeds
 from fl_engine.core.errors import DataError
 from fl_engine.core.samples import Data
+from fl_engine.core.system import hashed
 
 DEFAULT_ROOT = "~/.cache/flexfleet/data"
 CHUNK = 1 << 20
@@ -108,8 +109,7 @@ def read(path: Path, checksum: str | None = None, most: int | None = None) -> by
 def digest(path: Path) -> str:
     """The SHA-256 (hex) of a file, read in pieces. Raises DataError if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashed(path, hashlib.sha256()).hexdigest()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}); check that it is a file and who may read it") from error
 

@@ -30,6 +30,7 @@ from fl_engine.core import seeds
 from fl_engine.core.errors import IntegrityError, PartitionError, brief, nearest
 from fl_engine.core.fields import Index
 from fl_engine.core.samples import Data, class_count, has_boxes, label_word
+from fl_engine.data import figures
 from fl_engine.data.files import fingerprint, replacing
 from fl_engine.data.label_noise import LabelNoise, NoiseFigures, told
 from fl_engine.data.rules import (
@@ -46,8 +47,10 @@ from fl_engine.data.rules import (
     split_proxy,
 )
 
-Rule = Literal["iid", "dirichlet", "dirichlet_per_client", "quantity", "disjoint_labels", "natural", "manual"]
-RULES: tuple[str, ...] = get_args(Rule)
+Dealing = Literal["iid", "dirichlet", "dirichlet_per_client", "quantity", "disjoint_labels", "natural", "manual"]
+Rule = Literal[Dealing, "local"]
+RULES: tuple[str, ...] = get_args(Dealing)
+"""Those that deal samples to clients; under `local` each client has its own (`data.local`)."""
 BY_LABEL = ("dirichlet", "dirichlet_per_client", "disjoint_labels")
 OPTIONAL = ("label", "clusters", "noise", "server_classes")
 TENSORS = "partition.safetensors"
@@ -164,6 +167,8 @@ def partition(
             if owner is None:
                 raise PartitionError("the rule manual needs a map; set partition.map to a file")
             parts = manual(owner, clients, rest)
+        case "local":
+            raise PartitionError("the rule local deals nothing: clients have data of their own (fl_engine.data.local)")
         case _:
             raise PartitionError(f"no partition rule {rule!r}{nearest(rule, RULES)}")
     held = tuple(rest[part] for part in parts)
@@ -413,6 +418,10 @@ def _check_classes(
 
 
 # ---------------------------------------------------------------------------------------------------- drawing
+MOST_BARS = 2000
+"""Of more clients the totals are drawn as means over neighbours: a bar each would take minutes."""
+
+
 def draw(counts: Ints, path: Path, word: str = "class") -> None:
     """Writes a heat map of `counts` (labels, clients), with every client's total above it, as .svg or .png. `word` is
     the word for a label.
@@ -421,7 +430,6 @@ def draw(counts: Ints, path: Path, word: str = "class") -> None:
     """
     if path.suffix not in (".svg", ".png"):
         raise PartitionError(f"a heat map is written as .svg or .png, got {path.name!r}")
-    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -440,13 +448,19 @@ def draw(counts: Ints, path: Path, word: str = "class") -> None:
             dark = count > 0.6 * counts.max()
             cells.text(client, label, f"{count}", ha="center", va="center", fontsize=7, color="w" if dark else "k")
     totals = figure.add_subplot(grid[0, 0], sharex=cells)
-    totals.bar(np.arange(clients), counts.sum(axis=0), color="tab:blue", width=0.9)
-    totals.set_ylabel("total")
+    if clients <= MOST_BARS:
+        totals.bar(np.arange(clients), counts.sum(axis=0), color="tab:blue", width=0.9)
+        totals.set_ylabel("total")
+    else:
+        step = -(-clients // MOST_BARS)
+        starts = np.arange(0, clients, step)
+        edges = np.append(starts, clients)
+        means = np.add.reduceat(counts.sum(axis=0), starts) / np.diff(edges)
+        totals.stairs(means, edges - 0.5, fill=True, color="tab:blue")
+        totals.set_ylabel(f"total\n(means of {step})")
     totals.set_title(f"Samples of each {word} at each client ({counts.sum()} samples, {clients} clients)")
     totals.tick_params(labelbottom=False)
     totals.margins(x=0)
     figure.colorbar(image, cax=figure.add_subplot(grid[1, 1]), label="samples")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A fixed salt and no date, so that the same counts give the same bytes.
-    with matplotlib.rc_context({"svg.hashsalt": "flexfleet"}):
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
+    figures.save(figure, path, "svg" if path.suffix == ".svg" else "png", dpi=150)

@@ -41,6 +41,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple, Protocol
 
 from fl_engine.core.types import ClientFailure, Code, RoundPlan, Stage
@@ -118,13 +119,16 @@ def unconditional(terms: Terms) -> bool:
     return terms.norm_bound is None and terms.deadline_s is None and terms.over_provision == 1 and terms.quorum == 0
 
 
-def remembered(history: History, moved: Mapping[int, Moved], size: Moved = NOTHING) -> History:
-    """What the next round compares with. `size` as in `middle`."""
+def remembered(
+    history: History, moved: Mapping[int, Moved], size: Moved = NOTHING, usual: Usual | None = None
+) -> History:
+    """What the next round compares with. `size` as in `middle`; `usual`: the middle of all this where it is known."""
     if not moved:
         return history
-    usual, times = middle(history, moved.values(), size), dict(history.times)
+    usual, times = usual or middle(history, moved.values(), size), dict(history.times)
+    after = cache(usual.after)
     for client, far in moved.items():
-        times[client] = (*times.get(client, ()), _times(far, usual.after(far.steps)))[1 - AVERAGED :]
+        times[client] = (*times.get(client, ()), _times(far, after(far.steps)))[1 - AVERAGED :]
     rounds = (*history.rounds, tuple(moved[client] for client in sorted(moved)))
     while sum(map(len, rounds[1:])) >= REMEMBERED:
         rounds = rounds[1:]
@@ -134,17 +138,20 @@ def remembered(history: History, moved: Mapping[int, Moved], size: Moved = NOTHI
 def middle(history: History, moved: Iterable[Moved], size: Moved) -> Usual:
     """What is usual. `size`: that of what was sent, in the same measures; of a model of zeros nothing follows."""
     known, missing = [*(far for round in history.rounds for far in round), *moved], FIRST_ONES - history.count
-    steps = statistics.median_low(far.steps for far in known)
+    weights, running, counts = ([far[kind] for far in known] for kind in range(3))
+    steps = statistics.median_low(counts)
+    roots = {count: math.pow(count, 0.5) for count in {steps, *counts}}
 
-    def of(values: Iterable[tuple[float, float]], first: float, power: float) -> float:
-        more = [(first, steps)] * (missing if first > 0 else 0)
-        return statistics.median_low(value / math.pow(count, power) for value, count in [*values, *more])
+    def of(values: list[float], first: float) -> tuple[float, float]:
+        more = missing if first > 0 else 0
+        rooted = [value / roots[count] for value, count in zip(values, counts, strict=True)]
+        rooted += [first / roots[steps]] * more
+        return statistics.median_low([*values, *[first] * more]), statistics.median_low(rooted)
 
-    def medians(power: float) -> Moved:
-        weights = of(((far.weights, far.steps) for far in known), FIRST.weights * size.weights, power)
-        return Moved(weights, of(((m.statistics, m.steps) for m in known), FIRST.statistics * size.statistics, power))
-
-    return Usual(medians(0.0), medians(0.5))
+    (far, far_rooted), (ran, ran_rooted) = (
+        of(values, first * sent) for values, first, sent in zip((weights, running), FIRST, size, strict=False)
+    )
+    return Usual(Moved(far, ran), Moved(far_rooted, ran_rooted))
 
 
 def _times(moved: Moved, usual: Moved) -> Moved:
@@ -160,18 +167,21 @@ def refused(
     terms: Terms,
     history: History = History(),
     size: Moved = NOTHING,
+    usual: Usual | None = None,
 ) -> dict[int, ClientFailure]:
-    """By client, why its update is not taken. `size` as in `middle`."""
+    """By client, why its update is not taken. `size` as in `middle`; `usual`: the middle of all this where it is
+    known."""
     found: dict[int, ClientFailure] = {}
 
     def refuse(client: int, stage: Stage, reason: str, code: Code | None = None) -> None:
         found[client] = ClientFailure(plan.round, client, stage, reason, code)
 
     if terms.norm_bound is not None and arrived:
-        usual = middle(history, (arrival.moved for arrival in arrived.values()), size)
+        usual = usual or middle(history, (arrival.moved for arrival in arrived.values()), size)
+        after = cache(usual.after)
         for client, arrival in arrived.items():
             moved = arrival.moved
-            wrong = _too_far(moved, usual.after(moved.steps), history.times.get(client, ()), terms.norm_bound)
+            wrong = _too_far(moved, after(moved.steps), history.times.get(client, ()), terms.norm_bound)
             if wrong is not None:
                 code, said = wrong
                 refuse(client, "validate", f"{code}: {said}", code)
@@ -198,10 +208,13 @@ def _too_far(moved: Moved, usual: Moved, before: Sequence[Moved], bound: float) 
     last = [*before, now]
     kinds: tuple[tuple[Code, int], ...] = (("norm", 0), ("statistics", 1))
     for code, kind in kinds:
-        far, most, often = moved[kind], bound * usual[kind], statistics.fmean(times[kind] for times in last)
+        far, most = moved[kind], bound * usual[kind]
         if not far <= most:
             return code, f"moved {far:.3g} a number, {bound:g} times the usual is {most:.3g}"
-        if len(last) > 1 and min(now[kind], often) > bound / 2:
+        if len(last) == 1 or now[kind] <= bound / 2:
+            continue
+        often = statistics.fmean(times[kind] for times in last)
+        if often > bound / 2:
             said = f"moved {often:.3g} times the usual on average over its last {len(last)} updates"
             return code, f"{said}, at most {bound / 2:g} are taken again and again"
     return None

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from fl_engine.core.errors import ConfigError, brief
 from fl_engine.core.fields import Index
+from fl_engine.data.local import FORM
 from fl_engine.storage.places import open_store
 from fl_engine.storage.s3 import Upload, UrlStore
 from fl_engine.storage.store import Store
@@ -20,6 +21,8 @@ from fl_engine.training.memory import Peaks
 
 SITE_FILES = ("run.json", "pool.json", "partition.json", "partition.safetensors")
 """Under `site/` in the run's store: what a client needs besides its orders and the data."""
+OWN_SITE_FILES = ("run.json", "pool.json", FORM)
+"""The same for a client whose data are its own: nothing of others."""
 COMMON = "common.json"
 """The file beside an assignment: keys of the store to URLs, as in `reads`."""
 URLS = TypeAdapter(dict[str, str])
@@ -27,11 +30,18 @@ VERSION: Literal[2] = 2
 """Since version 2 the memory that training takes is told level by level."""
 
 
+def site_files(own: bool) -> tuple[str, ...]:
+    """`own`: clients have data of their own (partition.rule=local)."""
+    return OWN_SITE_FILES if own else SITE_FILES
+
+
 class Assignment(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     schema_version: Literal[2] = VERSION
     round: Index
     clients: tuple[Index, ...]
+    evaluates: bool = False
+    """The orders are those of the round's evaluation."""
     keys: dict[int, str]
     """By client, hexadecimal: what signs its answer."""
     device: str = "cpu"

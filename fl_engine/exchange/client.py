@@ -11,14 +11,16 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from fl_engine.core.client_state import apart, kept_by_clients
-from fl_engine.core.contracts import Algorithm, ModelFamily, keeps_client_state
+from fl_engine.core.client_state import Shapes, apart, kept_by_clients
+from fl_engine.core.contracts import Algorithm, ClientMetric, ModelFamily, keeps_client_state
 from fl_engine.core.errors import ClientError, IntegrityError, ModelError
+from fl_engine.core.heap import at_work
 from fl_engine.core.measures import LARGEST_LOSS, client_metrics
 from fl_engine.core.samples import Data
 from fl_engine.core.slicing import take
 from fl_engine.core.types import (
     HEAD,
+    SGD,
     ClientFailure,
     ClientUpdate,
     Device,
@@ -34,11 +36,14 @@ from fl_engine.core.types import (
 )
 from fl_engine.core.workload import macs_per_sample
 from fl_engine.data.partitioning import Partition
+from fl_engine.data.rules import Ints
 from fl_engine.exchange import coding, sealing
+from fl_engine.exchange.evaluating import evaluated
 from fl_engine.exchange.trained import TrainedClient
 from fl_engine.exchange.updates import Rejected, Rules, check_state, packed, received, update_of
 from fl_engine.fleet import devices, faults
 from fl_engine.fleet.faults import Fault, Faults
+from fl_engine.storage.store import tensor_bytes
 from fl_engine.training import local
 from fl_engine.training.numerics import SINGLE, Numerics
 
@@ -64,9 +69,21 @@ class Site:
     """Clients encrypt what they keep."""
     state_key: bytes | None = None
     """The key for that, where this process is a client's."""
+    held: tuple[Ints, ...] = ()
+    """By client, the samples that it holds out from training to evaluate on; empty: nobody does. `partition` has the
+    others."""
+    most: int | None = None
+    """The most samples that a client may say it holds, where the server does not know how many (`data.local`); None: it
+    knows."""
+
+    def held_by(self, client: int) -> Ints:
+        """The samples that a client holds out."""
+        return self.held[client] if self.held else np.zeros(0, dtype=np.int64)
 
     def befalls(self, order: WorkOrder) -> Fault | None:
-        """Which fault strikes this order, if any."""
+        """Which fault strikes this order, if any; none strikes one that evaluates."""
+        if order.evaluates:
+            return None
         return faults.befalls(self.faults, self.seed, order.round, order.client, len(self.fleet))
 
     @cached_property
@@ -76,9 +93,18 @@ class Site:
     @cached_property
     def rules(self) -> Rules:
         """The rules for updates of these clients."""
-        samples = tuple(len(indices) for indices in self.partition.clients)
+        samples = () if self.most is not None else tuple(len(indices) for indices in self.partition.clients)
         return Rules(
-            self.layout, samples, self.pool, self.fleet, family=self.family, seed=self.seed, sealed=self.sealed
+            self.layout,
+            samples,
+            self.pool,
+            self.fleet,
+            family=self.family,
+            seed=self.seed,
+            sealed=self.sealed,
+            held=tuple(map(len, self.held)),
+            task=self.data.task if self.held else None,
+            most=self.most,
         )
 
 
@@ -86,7 +112,8 @@ class Site:
 class Work:
     """An order as the client understands it: its task, the weights to start from (after pruning on the device, views
     where they can be), its samples' indices, and what it had free, in % of the full model's parameters. `linear` as in
-    `Start`. `received` are the weights as they were sent, `state` is what the client keeps and may start from."""
+    `Start`. `received` are the weights as they were sent, `state` is what the client keeps and may start from. The task
+    of an order that evaluates has no epochs, and its samples are those held out."""
 
     order: WorkOrder
     task: LocalTask
@@ -107,6 +134,9 @@ def execute(algorithm: Algorithm, order: WorkOrder, site: Site, device: str = "c
 
 def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientFailure:
     """Looks at the free memory, and prunes."""
+    if order.evaluates:
+        task = LocalTask(order.spec, SGD(0.0), epochs=0, batch_size=1, drop_last=False, seed=order.seed)
+        return Work(order, task, order.payload, site.held_by(order.client), 0.0, algorithm, {}, order.payload, {})
     struck = site.befalls(order)
     if struck is not None and struck.kind == "drop":
         return ClientFailure(order.round, order.client, "drop", "dropped out (rounds.faults)")
@@ -126,7 +156,8 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
     memory, state = apart(order.memory)
     if state and site.state_key is not None:
         state = _unsealed(state, algorithm, site, site.state_key, order)
-    start = Start(received, {name: tensor for name, tensor in memory.items() if name in received})
+    start = Start(received, {name: memory[name] for name in memory if name in received})
+    weights = received
     if keeps_client_state(algorithm):
         try:
             began = algorithm.begin(state, start, order, task, context)
@@ -137,7 +168,7 @@ def accept(algorithm: Algorithm, order: WorkOrder, site: Site) -> Work | ClientF
             said = f"{type(algorithm).__name__}.begin gives other parameters than those of the sub-model: {odd}"
             return ClientFailure(order.round, order.client, "train", said)
         start = began
-    weights = {name: start.params[name] for name in received}
+        weights = {name: start.params[name] for name in received}
     return Work(order, task, weights, indices, free, algorithm, start.linear, received, state)
 
 
@@ -168,10 +199,13 @@ def side_by_side(works: Iterable[Work], site: Site) -> list[list[Work]]:
     first members."""
     groups: list[list[Work]] = []
     open_groups: dict[object, list[Work]] = {}
+    group: list[Work] | None = None
+    before: object = None
     for work in works:
-        shared = site.numerics.strategy == "batched" and local.can_share(work.task)
+        shared = site.numerics.strategy == "batched" and not work.order.evaluates and local.can_share(work.task)
         key = (_kind(work, site) if shared else work.order.client, shared)
-        group = open_groups.get(key)
+        if key != before:  # a task's hash takes longer than to compare it with the one before
+            group, before = open_groups.get(key), key
         if group is None or len(group) >= site.numerics.lanes:
             group = open_groups[key] = []
             groups.append(group)
@@ -185,10 +219,13 @@ def _kind(work: Work, site: Site) -> object:
 
 def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcome]:
     """Trains works of equal kind side by side. A failure is an outcome."""
+    if works[0].order.evaluates:
+        return [_evaluated(work, site, device) for work in works]
     started = time.monotonic()
     try:
-        jobs = list(_jobs(works, site, device))
-        trained = list(local.train(site.family, site.data.task, jobs, site.numerics))
+        with at_work(len(works) * tensor_bytes(works[0].received)):
+            jobs = list(_jobs(works, site, device))
+            trained = list(local.train(site.family, site.data.task, jobs, site.numerics))
     except (ModelError, MemoryError, torch.OutOfMemoryError) as error:
         if len(works) > 1:  # the failure of one is no reason for the others to fail
             return [outcome for work in works for outcome in train([work], site, device)]
@@ -196,8 +233,15 @@ def train(works: Sequence[Work], site: Site, device: str = "cpu") -> list[Outcom
         return [ClientFailure(order.round, order.client, "train", str(error) or "out of memory")]
     seconds = (time.monotonic() - started) / len(works)
     macs = macs_per_sample(site.family, works[0].task)
+    algorithm = works[0].algorithm
+    kept, wanted = kept_by_clients(algorithm, site.family, site.pool), client_metrics(algorithm)
     parts = zip(works, jobs, trained, strict=True)
-    return [_outcome(work, job, result, site, seconds, macs) for work, job, result in parts]
+    return [_outcome(work, job, result, site, seconds, macs, kept, wanted) for work, job, result in parts]
+
+
+def _evaluated(work: Work, site: Site, device: str) -> Outcome:
+    own, model = site.partition.clients[work.order.client], site.pool[work.order.level]
+    return evaluated(work.order, site.family, model, site.data, own, work.indices, device)
 
 
 def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]:
@@ -209,7 +253,17 @@ def _jobs(works: Sequence[Work], site: Site, device: str) -> Iterator[local.Job]
         yield local.Job(work.task, work.start, x, y, work.linear)
 
 
-def _outcome(work: Work, job: local.Job, trained: local.Trained, site: Site, seconds: float, macs: float) -> Outcome:
+def _outcome(
+    work: Work,
+    job: local.Job,
+    trained: local.Trained,
+    site: Site,
+    seconds: float,
+    macs: float,
+    kept: Shapes,
+    wanted: Sequence[ClientMetric],
+) -> Outcome:
+    """`kept`: what each client keeps (`kept_by_clients`); `wanted`: what it is to measure (`client_metrics`)."""
     order, task = work.order, work.task
     if not abs(trained.loss) <= LARGEST_LOSS or not trained.finite:
         rate = task.optimizer.lr
@@ -222,8 +276,6 @@ def _outcome(work: Work, job: local.Job, trained: local.Trained, site: Site, sec
         "free": work.free,
     }
     state: Params = {}
-    kept = kept_by_clients(work.algorithm, site.family, site.pool)
-    wanted = client_metrics(work.algorithm)
     if wanted or keeps_client_state(work.algorithm):
         client = TrainedClient.of(order, task, site.family, site.data.task, job, work.received, trained.params)
         try:
@@ -253,8 +305,8 @@ def _outcome(work: Work, job: local.Job, trained: local.Trained, site: Site, sec
         return ClientFailure(order.round, order.client, "train", said)
     if encoded is not None:
         metrics["seconds_encode"] = time.monotonic() - encoding
-    update = ClientUpdate(order.round, order.client, spec, payload, len(work.indices), metrics, state=state)
-    return replace(update, encoded=encoded)
+    count = len(work.indices)
+    return ClientUpdate(order.round, order.client, spec, payload, count, metrics, state=state, encoded=encoded)
 
 
 SPOILS = ("nan", "scale", "corrupt")
@@ -267,13 +319,16 @@ def delivered(algorithm: Algorithm, outcome: Outcome, order: WorkOrder, site: Si
     fault = site.befalls(order)
     if isinstance(outcome, ClientFailure):
         return outcome
+    spoilt_by = None if fault is None or fault.kind not in SPOILS else fault.kind
+    if spoilt_by is None and outcome.encoded is None:
+        return outcome
     try:
         rules = replace(site.rules, algorithm=algorithm)
-        if fault is None or fault.kind not in SPOILS:
-            return outcome if outcome.encoded is None else received(outcome, order, rules)
+        if spoilt_by is None:
+            return received(outcome, order, rules)
         manifest, value = packed(outcome, order)
         assert value is not None
-        spoilt = faults.damaged(value) if fault.kind == "corrupt" else value
+        spoilt = faults.damaged(bytes(value)) if spoilt_by == "corrupt" else bytes(value)
         return update_of(manifest, lambda limit: spoilt, order, rules)
     except Rejected as error:
         return ClientFailure(order.round, order.client, "validate", str(error), error.code)

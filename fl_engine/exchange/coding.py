@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from fl_engine.core import seeds
+from fl_engine.core.blank import blank
 from fl_engine.core.contracts import ModelFamily
 from fl_engine.core.errors import IntegrityError, ModelError, first_line
 from fl_engine.core.slicing import full_shapes, is_statistic, shapes, take
@@ -164,8 +165,7 @@ def restored(
 def sized(pool: Pool, family: ModelFamily, run: Codecs) -> Pool:
     """The pool, with the bytes of each level, which follow from its sub-model and codecs. A level without codecs of
     its own has those of the run."""
-    with torch.device("meta"):
-        types: Mapping[str, torch.dtype] = {name: t.dtype for name, t in family.module().state_dict().items()}
+    types: Mapping[str, torch.dtype] = {name: t.dtype for name, t in blank(family).state_dict().items()}
     layout, full = family.layout(), full_shapes(family)
     found = []
     for model in pool:

@@ -5,6 +5,7 @@
     rounds/00012/updates/3.safetensors  what client 3 brought, then its manifest, last
     rounds/00012/updates/3.json
     rounds/00012/closed.json            the accepted set, frozen before the merge
+    rounds/00012/evaluation/...         plan, orders and answers of the round's evaluation at the clients
 
 All of it is deleted when the round is committed (`storage.checkpoints`).
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -30,8 +31,9 @@ from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import Moved
 from fl_engine.exchange.updates import KeyOf, Manifest, Rejected, Rules, manifest_of, packed, said_of, signed, update_of
 from fl_engine.fleet.uniformity import Times
+from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.records import WAY_OUT, Record, parsed, round_folder
-from fl_engine.storage.store import Store, canonical, decode, encode, sha256
+from fl_engine.storage.store import Store, canonical, decode, sha256
 
 log = logging.getLogger("flexfleet")
 
@@ -87,6 +89,7 @@ class Order(Record):
     memory: TensorFile | None
     codecs: dict[str, dict[str, Any]] | None = None
     header: dict[str, tuple[str, tuple[Index, ...]]] | None = None
+    evaluates: bool = False
 
 
 class Mailbox:
@@ -115,7 +118,7 @@ class Mailbox:
             {"client": o.client, "level": o.level, "spec": o.spec.to_json(), "seed": o.seed, "hints": dict(o.hints)}
             for o in plan.orders
         ]
-        self.store.put(f"{round_folder(plan.round)}plan.json", canonical({"round": plan.round, "orders": orders}))
+        self.store.put(f"{_folder(plan)}plan.json", canonical({"round": plan.round, "orders": orders}))
 
     def put_orders(self, plan: RoundPlan) -> dict[int, list[str]]:
         """Writes the orders for clients in other processes; gives the keys of each client's order. Tensors that several
@@ -128,9 +131,9 @@ class Mailbox:
                 return None
             same = tuple(id(tensor) for tensor in tensors.values())
             if same not in written:
-                value = encode(tensors)
+                value = laid_out(tensors)
                 written[same] = f"{sha256(value)}.safetensors"
-                self.store.put(f"{round_folder(plan.round)}orders/{written[same]}", value)
+                self.store.put(f"{_folder(plan)}orders/{written[same]}", value)
             return written[same]
 
         for o in plan.orders:
@@ -145,23 +148,35 @@ class Mailbox:
                 memory=put(o.memory),
                 codecs=None if o.codecs is None else sections_of(o.codecs),
                 header=None if o.encoded is None else _told(coding.header_of(o.payload)),
+                evaluates=o.evaluates,
             )
-            folder, unsaid = f"{round_folder(plan.round)}orders/", {"codecs", "header"} if o.codecs is None else None
+            folder = f"{_folder(plan)}orders/"
+            unsaid = {"codecs", "header"} if o.codecs is None else set()
+            unsaid |= set() if o.evaluates else {"evaluates"}
             self.store.put(f"{folder}{o.client}.json", order.model_dump_json(exclude=unsaid).encode())
             files = (f"{o.client}.json", order.payload, order.memory)
             keys[o.client] = [folder + file for file in files if file is not None]
         return keys
 
-    def ordered(self, round: int) -> int:
+    def ordered(self, round: int, evaluates: bool = False) -> int:
         """How many orders were written."""
-        return sum(key.endswith(".json") for key in self.store.list(f"{round_folder(round)}orders/"))
+        return sum(key.endswith(".json") for key in self.store.list(f"{round_folder(round, evaluates)}orders/"))
 
-    def order(self, round: int, client: int) -> WorkOrder:
-        """Raises IntegrityError where the order, or what it sends, is missing or damaged."""
-        folder = f"{round_folder(round)}orders/"
+    def orders(self, round: int, clients: Iterable[int], evaluates: bool = False) -> dict[int, WorkOrder]:
+        """As `order`, by client; what several of them are sent is read once, and they share its tensors."""
+        known: dict[str, Params] = {}
+        return {client: self.order(round, client, evaluates, known) for client in clients}
+
+    def order(
+        self, round: int, client: int, evaluates: bool = False, known: dict[str, Params] | None = None
+    ) -> WorkOrder:
+        """`known`: files of tensors that were read already, and those that are read. Raises IntegrityError where the
+        order, or what it sends, is missing or damaged."""
+        known = {} if known is None else known
+        folder = f"{round_folder(round, evaluates)}orders/"
         name = f"{folder}{client}.json"
         order = parsed(Order, self.store.get(name), self.store.uri(name))
-        if (order.round, order.client) != (round, client):
+        if (order.round, order.client, order.evaluates) != (round, client, evaluates):
             raise IntegrityError(f"{self.store.uri(name)} is of round {order.round}, client {order.client}")
         try:
             spec = SubmodelSpec.from_json(order.spec)
@@ -171,10 +186,12 @@ class Mailbox:
         def get(file: str | None) -> Params:
             if file is None:
                 return {}
-            value = self.store.get(folder + file)
-            if file != f"{sha256(value)}.safetensors":
-                raise IntegrityError(f"{self.store.uri(folder + file)} is damaged: its name is not its sha256")
-            return decode(value, self.store.uri(folder + file))
+            if file not in known:
+                value = self.store.get(folder + file)
+                if file != f"{sha256(value)}.safetensors":
+                    raise IntegrityError(f"{self.store.uri(folder + file)} is damaged: its name is not its sha256")
+                known[file] = decode(value, self.store.uri(folder + file))
+            return known[file]
 
         found = WorkOrder(
             round=order.round,
@@ -185,6 +202,7 @@ class Mailbox:
             level=order.level,
             hints=order.hints,
             memory=get(order.memory),
+            evaluates=order.evaluates,
         )
         if order.codecs is None:
             return found
@@ -197,37 +215,37 @@ class Mailbox:
         except (ConfigError, IntegrityError) as error:
             raise IntegrityError(f"{self.store.uri(name)} is no order: {error}") from error
 
-    def outcome_keys(self, round: int, client: int) -> list[str]:
+    def outcome_keys(self, round: int, client: int, evaluates: bool = False) -> list[str]:
         """The keys that a client writes."""
-        return [f"{round_folder(round)}updates/{client}.{kind}" for kind in ("safetensors", "json")]
+        return [f"{round_folder(round, evaluates)}updates/{client}.{kind}" for kind in ("safetensors", "json")]
 
-    def put_outcome(self, plan: RoundPlan, outcome: Outcome, spoil: Callable[[bytes], bytes] = bytes) -> None:
+    def put_outcome(self, plan: RoundPlan, outcome: Outcome, spoil: Callable[[bytes], bytes] | None = None) -> None:
         """Writes the payload first and the manifest last. `spoil` damages the payload's file on the way."""
-        base, order = f"{round_folder(plan.round)}updates/{outcome.client}", plan.order_of[outcome.client]
+        base, order = f"{_folder(plan)}updates/{outcome.client}", plan.order_of[outcome.client]
         manifest, value = packed(outcome, order, self.lengths.get(f"{base}.safetensors"))
         if value is not None:
-            self.store.put(f"{base}.safetensors", spoil(value))
+            self.store.put(f"{base}.safetensors", value if spoil is None else spoil(bytes(value)))
         key = self.own or self.key
         manifest = signed(manifest, None if key is None else key(order))
         text = manifest.model_dump_json().encode()
         self.store.put(f"{base}.json", text.ljust(self.lengths.get(f"{base}.json", 0)))
         self._seen[plan.round, outcome.client] = said_of(manifest), _metrics(manifest)
 
-    def answered(self, round: int) -> set[int]:
+    def answered(self, round: int, evaluates: bool = False) -> set[int]:
         """Clients that have left a manifest, good or bad."""
-        folder = f"{round_folder(round)}updates/"
+        folder = f"{round_folder(round, evaluates)}updates/"
         found = re.compile(f"{re.escape(folder)}(0|[1-9][0-9]*)\\.json")
         return {int(match[1]) for match in map(found.fullmatch, self.store.list(folder)) if match}
 
     def finished(self, plan: RoundPlan) -> Iterator[Outcome]:
         """The good outcomes in the store. The other clients of this plan have to be asked (again), and their files are
         deleted: clients with other keys, or none, may have written them."""
-        for client in sorted(self.answered(plan.round) & {o.client for o in plan.orders}):
+        for client in sorted(self.answered(plan.round, plan.evaluates) & {o.client for o in plan.orders}):
             try:
                 outcome = self._read(plan, client)
             except (Rejected, IntegrityError) as error:
                 log.warning("round %d, client %d: %s; asking again", plan.round + 1, client, error)
-                self.store.delete(*reversed(self.outcome_keys(plan.round, client)))
+                self.store.delete(*reversed(self.outcome_keys(plan.round, client, plan.evaluates)))
             else:
                 yield outcome
 
@@ -244,7 +262,7 @@ class Mailbox:
         try:
             return self._read(plan, client, closed)
         except (Rejected, IntegrityError) as error:
-            name = self.store.uri(f"{round_folder(plan.round)}updates/{client}.safetensors")
+            name = self.store.uri(f"{_folder(plan)}updates/{client}.safetensors")
             raise IntegrityError(f"{name}: the update of client {client} is not whole ({error}). {WAY_OUT}") from error
 
     def _read(self, plan: RoundPlan, client: int, closed: Closed | None = None) -> Outcome:
@@ -265,10 +283,10 @@ class Mailbox:
     def _see_own(self, plan: RoundPlan) -> None:
         """Raises EnvironmentFailure where the store does not answer at all."""
         with suppress(IntegrityError):  # missing or damaged: the store answers
-            self.store.get(f"{round_folder(plan.round)}plan.json")
+            self.store.get(f"{_folder(plan)}plan.json")
 
     def _read_files(self, plan: RoundPlan, client: int, closed: Closed | None) -> Outcome:
-        order, base = plan.order_of[client], f"{round_folder(plan.round)}updates/{client}"
+        order, base = plan.order_of[client], f"{_folder(plan)}updates/{client}"
         client_key, own_key = (None if key is None else key(order) for key in (self.key, self.own))
         said = None if closed is None else closed.accepted[client]
         manifest = manifest_of(lambda limit: self.store.get(f"{base}.json", limit), order, client_key, own_key, said)
@@ -332,6 +350,10 @@ class Mailbox:
         except IntegrityError as error:
             raise IntegrityError(f"{error}. {WAY_OUT}") from error
         return found
+
+
+def _folder(plan: RoundPlan) -> str:
+    return round_folder(plan.round, plan.evaluates)
 
 
 def _told(header: Header) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -15,6 +15,7 @@ from fl_engine.core.contracts import ServerContext
 from fl_engine.core.errors import ConfigError, ModelError
 from fl_engine.core.samples import Data
 from fl_engine.core.types import LocalTask, Params, SubmodelSpec
+from fl_engine.data.local import Unknown
 from fl_engine.exchange.client import Site
 from fl_engine.training import local
 from fl_engine.training.evaluation import evaluate
@@ -29,6 +30,8 @@ class ServerSite:
 
     @cached_property
     def samples(self) -> Mapping[int, int]:
+        if self.site.most is not None:
+            return Unknown(len(self.site.partition.clients))
         return {client: len(indices) for client, indices in enumerate(self.site.partition.clients)}
 
     @cached_property

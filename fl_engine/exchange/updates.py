@@ -30,12 +30,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median_low
 from typing import Any, Literal, get_args
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor
 
 from fl_engine.codecs import sections_of
 from fl_engine.core import workload
@@ -45,8 +42,9 @@ from fl_engine.core.contracts import (
     ModelFamily,
 )
 from fl_engine.core.errors import ClientError, FlexfleetError, IntegrityError, ModelError, brief, printable
-from fl_engine.core.measures import bounds_of
-from fl_engine.core.slicing import contains, is_statistic, largest, shapes, take
+from fl_engine.core.measures import bounds_of, evaluation_bounds, out_of_bounds
+from fl_engine.core.samples import Task
+from fl_engine.core.slicing import contains, largest, shapes
 from fl_engine.core.types import (
     HEAD,
     ClientFailure,
@@ -58,16 +56,15 @@ from fl_engine.core.types import (
     ParamLayout,
     Params,
     Pool,
-    RoundPlan,
     Stage,
     SubmodelSpec,
     TaskContext,
     WorkOrder,
 )
 from fl_engine.exchange import coding, sealing
-from fl_engine.exchange.acceptance import Moved
 from fl_engine.fleet.devices import observe
-from fl_engine.storage.store import canonical, decode, encode, padded, sha256
+from fl_engine.storage.pieces import Pieces, laid_out, padded
+from fl_engine.storage.store import canonical, decode, sha256
 
 MANIFEST_BYTES = 2**15
 """More bytes than a manifest has besides its sub-model; a failure's reason of 4096 characters is the longest part."""
@@ -80,6 +77,8 @@ HEADER_BYTES = 2**10
 def payload_bytes(order: WorkOrder, state: Header | None = None) -> int:
     """No update of this order is a larger file: at most what was sent comes back, as its codec makes it, and the
     client's `state`."""
+    if order.evaluates:
+        return _most_bytes({})
     weights = coding.header(coding.codec_up(order), coding.header_of(order.payload))
     return _most_bytes(weights | _on_the_way(state or {}))
 
@@ -132,6 +131,12 @@ class Rules:
     seed: int | None = None
     sealed: bool = False
     """Clients encrypt what they keep."""
+    held: Sequence[int] = ()
+    """By client, how many samples it holds out for evaluation."""
+    task: Task | None = None
+    """From it follows what an evaluation reports; None: no client is asked for one."""
+    most: int | None = None
+    """The most samples that a client may say it holds; None: as many as `samples` and `held` say."""
 
     @cached_property
     def kept(self) -> Shapes:
@@ -158,17 +163,18 @@ def order_sum(order: WorkOrder) -> str:
     """sha256 of the order without its tensors, which follow from the round's state."""
     told = [order.round, order.client, order.seed, order.level, order.spec.to_json(), dict(order.hints)]
     codecs = order.codecs or coding.PLAIN
-    return sha256(canonical(told if codecs == coding.PLAIN else [*told, sections_of(codecs)]))
+    told += [] if codecs == coding.PLAIN else [sections_of(codecs)]
+    return sha256(canonical([*told, "evaluate"] if order.evaluates else told))
 
 
-def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tuple[Manifest, bytes | None]:
-    """What goes through the store: a manifest, not signed yet, and the bytes of its file (None: a failure), filled up
+def packed(outcome: Outcome, order: WorkOrder, length: int | None = None) -> tuple[Manifest, Pieces | None]:
+    """What goes through the store: a manifest, not signed yet, and what is in its file (None: a failure), filled up
     to `length` where one is given."""
     manifest = Manifest(round=order.round, client=order.client, order=order_sum(order))
     if isinstance(outcome, ClientFailure):
         why = {"stage": outcome.stage, "reason": outcome.reason[:4096], "code": outcome.code}
         return manifest.model_copy(update=why), None
-    value = encode(outcome.travels | travelling(outcome.state))
+    value = laid_out(outcome.travels | travelling(outcome.state))
     value = value if length is None else padded(value, length)
     said = {
         "sha256": sha256(value),
@@ -242,7 +248,7 @@ def _is_signed(manifest: Manifest, said: bytes, key: bytes) -> bool:
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
-SAID_BY_CLIENTS = ("drop", "prune", "train")
+SAID_BY_CLIENTS = ("drop", "prune", "train", "evaluate")
 """Stages that a client can report; only the coordinator reports the others."""
 
 
@@ -256,8 +262,10 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
         spec = SubmodelSpec.from_json(manifest.spec)
     except (FlexfleetError, TypeError, ValueError, AttributeError) as error:
         raise Rejected("spec", f"not a sub-model: {error}") from error
-    expected = None if rules is None else _expected(rules, spec, order)
-    codec = coding.codec_up(order)
+    if order.evaluates and rules is not None:
+        _check_evaluation(manifest, spec, order, rules)
+    expected = None if rules is None or order.evaluates else _expected(rules, spec, order)
+    codec = None if order.evaluates else coding.codec_up(order)
     assert codec is None or rules is not None, "what a codec codes is decoded by rules, which know the network"
     # The limit of the whole order, also where the client has pruned: with a fixed length it fills its file up to that.
     limit = None if rules is None else payload_bytes(order, rules.client_state)
@@ -271,17 +279,18 @@ def update_of(manifest: Manifest, payload: Read, order: WorkOrder, rules: Rules 
         tensors = decode(value, "the update")
     except IntegrityError as error:
         raise Rejected("schema", str(error)) from error
+    del value  # as large as the tensors
+    if order.evaluates and tensors:
+        raise Rejected("names", f"an evaluation brings no tensors, got {', '.join(sorted(tensors)[:4])}")
     weights, state = apart(tensors)
     decoding = 0.0
     encoded = None if codec is None else weights
     if expected is not None and rules is not None:
         check_state(state, rules.client_state)
         weights, decoding = _weights(weights, spec, order, expected, rules.layout)
-        held = rules.samples[order.client]
-        if manifest.num_examples != held:
-            raise Rejected("examples", f"says {manifest.num_examples} samples, the client holds {held}")
+        _check_count(manifest.num_examples, order.client, rules.samples, rules.most)
         _check_metrics(manifest.metrics, bounds_of(rules.algorithm, codec is not None))
-        _check_made(spec, order, manifest.metrics, rules)
+        _check_made(spec, order, manifest.num_examples, manifest.metrics, rules)
     update = ClientUpdate(order.round, order.client, spec, weights, manifest.num_examples, manifest.metrics)
     return replace(update, state=state, encoded=encoded, seconds_decode=decoding)
 
@@ -316,16 +325,27 @@ def _most_bytes(expected: Header) -> int:
 
 
 def _check_metrics(metrics: Mapping[str, float], bounds: Mapping[str, tuple[float, float]]) -> None:
-    if metrics.keys() != bounds.keys():
-        raise Rejected("metrics", f"{', '.join(bounds)} are expected, got {', '.join(metrics) or 'none'}")
-    for name, (low, high) in bounds.items():
-        if not low <= metrics[name] <= high:
-            raise Rejected("metrics", f"{name} is {metrics[name]:g}, from {low:g} to {high:g} is expected")
+    if wrong := out_of_bounds(metrics, bounds):
+        raise Rejected("metrics", wrong)
 
 
-def _check_made(spec: SubmodelSpec, order: WorkOrder, metrics: Mapping[str, float], rules: Rules) -> None:
-    """The classes of the sub-model are not compared: they depend on the client's data. Free memory is compared to nine
-    digits: machines differ in the last bits of a normal draw."""
+def _check_evaluation(manifest: Manifest, spec: SubmodelSpec, order: WorkOrder, rules: Rules) -> None:
+    if spec != order.spec:
+        raise Rejected("spec", "evaluates another sub-model than the one that was sent")
+    _check_count(manifest.num_examples, order.client, rules.held, rules.most)
+    _check_metrics(manifest.metrics, {} if rules.task is None else evaluation_bounds(rules.task))
+
+
+def _check_count(said: int, client: int, known: Sequence[int], most: int | None) -> None:
+    if most is not None and not 1 <= said <= most:
+        raise Rejected("examples", f"says {said} samples, from 1 to {most} are expected (partition.most)")
+    if most is None and said != (held := known[client] if client < len(known) else 0):
+        raise Rejected("examples", f"says {said} samples, the client holds {held}")
+
+
+def _check_made(spec: SubmodelSpec, order: WorkOrder, samples: int, metrics: Mapping[str, float], rules: Rules) -> None:
+    """`samples`: as many as the client holds, as was checked. The sub-model's classes are not compared: they depend on
+    the client's data. Free memory is compared to nine digits: machines differ in the last bits of a normal draw."""
     free = metrics["free"]
     if rules.seed is not None:
         expected = observe(rules.fleet[order.client], rules.seed, order.round)
@@ -340,7 +360,6 @@ def _check_made(spec: SubmodelSpec, order: WorkOrder, metrics: Mapping[str, floa
         raise Rejected("spec", f"with {free:g} % free, no client makes a sub-model of it: {error}") from error
     if _but_classes(spec) != _but_classes(task.spec):
         raise Rejected("spec", f"with {free:g} % free, a client makes another sub-model of what was sent")
-    samples = rules.samples[order.client]
     work = {"steps": float(workload.steps(task, samples))}
     if rules.family is not None:
         work["macs"] = workload.macs(rules.family, task, samples)
@@ -385,39 +404,3 @@ def _check_numbers(tensors: Params) -> None:
             raise Rejected("finite", f"{name} is not finite everywhere, or beyond {largest(name):g}")
         if least < 0 and name.endswith("running_var") and not name.startswith(STATE):
             raise Rejected("statistics", f"{name} holds a variance below zero")
-
-
-def movement(update: ClientUpdate, order: WorkOrder, layout: ParamLayout) -> Moved:
-    """How far the trained numbers moved (see `acceptance.Moved`). The bits do not depend on the numbers' device or
-    memory layout."""
-    same = update.spec == order.spec
-    sent = order.payload if same else take(order.payload, layout, update.spec, have=order.spec)
-    moved = _each({name: (_plain(new), _plain(sent[name])) for name, new in update.payload.items()})
-    return moved._replace(steps=max(1.0, update.metrics.get("steps", 1.0)))
-
-
-def size_of(params: Params) -> Moved:
-    """How far the numbers are from zero, likewise."""
-    zero = torch.zeros(())
-    return _each({name: (_plain(tensor), zero) for name, tensor in params.items()})
-
-
-def size_sent(plan: RoundPlan) -> Moved:
-    """The median over the orders of how large the weights are that they send, and the running statistics."""
-    sizes = {order.level: size_of(order.payload) for order in plan.orders}
-    weights, running = ([sizes[order.level][kind] for order in plan.orders] for kind in (0, 1))
-    return Moved(median_low(weights), median_low(running))
-
-
-def _each(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> Moved:
-    far: tuple[list[float], list[float]] = [], []
-    count = 0
-    for name, (here, there) in pairs.items():
-        kind = is_statistic(name)
-        far[kind].append(float(torch.dist(here, there)))
-        count += kind * here.numel()
-    return Moved(math.hypot(*far[False]), math.hypot(*far[True]) / math.sqrt(max(1, count)))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from fl_engine.aggregation.spool import HELD_BYTES, Spool
-from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params
+from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, Params, changed
 from fl_engine.fleet.uniformity import Times
 from fl_engine.storage.store import tensor_bytes
 
@@ -32,7 +31,7 @@ class Answers:
             self._sizes[client] = tensor_bytes(outcome.travels) if size is None else size
             if outcome.state:
                 self._states[client] = self._spool.put(outcome.state)
-            outcome = replace(outcome, payload={}, state={}, encoded=None)
+            outcome = changed(outcome, payload={}, state={}, encoded=None)
         self._heads[client] = outcome
 
     def refuse(self, failures: Mapping[int, ClientFailure]) -> None:
@@ -44,7 +43,7 @@ class Answers:
         for client in sorted(self._heads):
             head = self._heads[client]
             if isinstance(head, ClientFailure) and client in self.times:
-                head = replace(head, elapsed=self.times[client].total)
+                head = changed(head, elapsed=self.times[client].total)
             yield head
 
     def states(self) -> Iterator[tuple[int, Params]]:
@@ -60,6 +59,6 @@ class Answers:
     def __iter__(self) -> Iterator[Outcome]:
         for head in self.heads():
             if isinstance(head, ClientUpdate):
-                yield replace(head, payload=self._spool.get(self._places[head.client]))
+                yield changed(head, payload=self._spool.get(self._places[head.client]))
             else:
                 yield head

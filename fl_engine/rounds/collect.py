@@ -9,17 +9,19 @@ from dataclasses import dataclass, replace
 
 from fl_engine.core.contracts import Backend, Watcher
 from fl_engine.core.errors import Stopped
+from fl_engine.core.heap import give_back
 from fl_engine.core.slicing import index_of
-from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan
+from fl_engine.core.types import ClientFailure, ClientUpdate, Outcome, RoundPlan, changed
 from fl_engine.exchange import acceptance
 from fl_engine.exchange.acceptance import Arrival, History, Moved
 from fl_engine.exchange.mailbox import Mailbox
-from fl_engine.exchange.updates import movement, size_sent
+from fl_engine.exchange.movement import Movements, size_sent
 from fl_engine.fleet.uniformity import Times
 from fl_engine.rounds.answers import Answers
 from fl_engine.rounds.run import Run
 from fl_engine.storage.client_states import ClientStates
 from fl_engine.storage.kept_files import KeptFiles
+from fl_engine.storage.store import tensor_bytes
 
 log = logging.getLogger("flexfleet")
 
@@ -68,22 +70,24 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
     """Asks all clients of the plan, waits for them, and decides whose updates are merged. Each update is decoded and
     checked once. `begin`: when the round began on the simulated clock. Raises Stopped after the answer at hand where
     `should_stop` says so."""
+    model = max((tensor_bytes(order.payload) for order in {id(o.payload): o for o in plan.orders}.values()), default=0)
+    give_back(model)  # what the round before has left
     answers = Answers() if clients.mailbox is None else Answers(BESIDE_A_STORE)
-    moved, waited, decoded = dict[int, Moved](), 0.0, 0.0
+    waited, decoded = 0.0, 0.0
     size = _size(plan, history)
     closed = None
     if clients.mailbox is not None:
         clients.mailbox.open_round(plan)
         closed = clients.mailbox.closed(plan)
     if closed is not None and clients.mailbox is not None:
-        moved, answers.times = closed.moved, dict(closed.times)
+        answers.times = dict(closed.times)
         for client in sorted(closed.accepted):
             known = clients.mailbox.accepted(plan, client, closed)
             decoded += _decoding(known)
             answers.add(_known(run, plan, known, answers.times, begin))
-        return Collected(answers, acceptance.remembered(history, moved, size), waited, decoded)
+        return Collected(answers, acceptance.remembered(history, closed.moved, size), waited, decoded)
 
-    arrivals: dict[int, Arrival] = {}
+    movements = Movements(plan, run.site.layout)
     answered, asked = 0, len(plan.orders)
     clients.heard(plan.round, answered, asked)
 
@@ -94,13 +98,12 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
         decoded += _decoding(outcome)
         outcome = _known(run, plan, outcome, answers.times, begin)
         if isinstance(outcome, ClientUpdate) and not acceptance.unconditional(run.terms):
-            far = movement(outcome, plan.order_of[outcome.client], run.site.layout)
-            moved[outcome.client], arrivals[outcome.client] = far, Arrival(far, outcome.elapsed)
+            movements.add(outcome)
         if isinstance(outcome, ClientUpdate) and clients.watcher is not None:
             clients.watcher.update(plan.order_of[outcome.client], outcome)
         answers.add(outcome)
 
-    rest = plan if clients.mailbox is None else _adopted(plan, clients.mailbox, receive)
+    rest = plan if clients.mailbox is None else adopted(plan, clients.mailbox, receive)
     outcomes = clients.backend.run(run.algorithm, rest)
     while True:
         since = time.monotonic()
@@ -111,17 +114,22 @@ def collect(run: Run, plan: RoundPlan, history: History, clients: Clients, begin
         receive(outcome)
         if clients.mailbox is not None and (isinstance(outcome, ClientFailure) or not clients.backend.durable):
             clients.mailbox.put_outcome(plan, outcome)
+        del outcome  # the next one is read beside what is still held
         if clients.should_stop():
             raise Stopped("stopped on request: what was committed stays, resume with --resume")
-    refused = acceptance.refused(plan, arrivals, run.terms, history, size)
+    moved = movements.all()
+    arrivals = {client: Arrival(far, answers.times[client].total) for client, far in moved.items()}
+    usual = acceptance.middle(history, moved.values(), size) if moved else None
+    refused = acceptance.refused(plan, arrivals, run.terms, history, size, usual)
     if clients.mailbox is not None:
         late = {client: answers.times[client] for client in refused}
         clients.mailbox.close(plan, sorted(plan.order_of), refused, moved, late)
     answers.refuse(refused)
-    return Collected(answers, acceptance.remembered(history, moved, size), waited, decoded)
+    give_back(model)
+    return Collected(answers, acceptance.remembered(history, moved, size, usual), waited, decoded)
 
 
-def _adopted(plan: RoundPlan, mailbox: Mailbox, receive: Callable[[Outcome], None]) -> RoundPlan:
+def adopted(plan: RoundPlan, mailbox: Mailbox, receive: Callable[[Outcome], None]) -> RoundPlan:
     """Receives what an earlier coordinator has left of this round; gives the plan of the other orders."""
     done, updates = set[int](), 0
     for outcome in mailbox.finished(plan):
@@ -143,7 +151,7 @@ def _known(run: Run, plan: RoundPlan, outcome: Outcome, times: dict[int, Times],
         return ClientFailure(outcome.round, outcome.client, "drop", "went offline before it was done (fleet.trace)")
     level = index_of(run.site.pool, run.site.layout, outcome.spec)
     times[outcome.client] = took
-    return replace(outcome, level=level, elapsed=took.total)
+    return changed(outcome, level=level, elapsed=took.total)
 
 
 def _decoding(outcome: Outcome) -> float:

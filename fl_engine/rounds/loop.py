@@ -54,10 +54,10 @@ def federate(
 ) -> Any:
     """Runs the rounds that are not committed yet, to the end that `run.terms` say; returns the final state.
 
-    `initial` is the state before round 0. Raises Stopped (after committing what is finished) when `should_stop` or
-    `watcher` says so, IntegrityError where the ledger is damaged and `discard_damaged` does not allow to go back, and
-    EnvironmentFailure where the store or the backend do not answer. `heard` is told how many clients of a round have
-    answered.
+    `initial` is the state before round 0, and is dropped once it was read. Raises Stopped (after committing what is
+    finished) when `should_stop` or `watcher` says so, IntegrityError where the ledger is damaged and `discard_damaged`
+    does not allow to go back, and EnvironmentFailure where the store or the backend do not answer. `heard` is told how
+    many clients of a round have answered.
     """
     terms = run.terms
     mailbox = ledger.mailbox if terms.keep_updates or backend.durable else None
@@ -67,9 +67,10 @@ def federate(
     kept = [files for files in (states, waiting) if files is not None]
     with _told_how_to_go_on(ledger):
         progress, first = _resume(initial, ledger, terms, discard_damaged)
+        del initial
         for files in kept:
             files.prune()
-        rows = ledger.checkpoints.rows()
+        rows = ledger.checkpoints.rows(lines=False)
         end = terms.end(row.metrics for row in rows)
         if end is not None and first > end:
             raise ConfigError(f"{_ends(terms, end)}, but {first} rounds are committed: a run cannot go back")
@@ -119,7 +120,7 @@ def federate(
             log.info(
                 "the simulated clock is at %.1f s; rounds.stop_simulated_s = %g", progress.clock, terms.stop_simulated_s
             )
-        _tell_cost(ledger.checkpoints.rows())
+        _tell_cost(ledger.checkpoints.rows(lines=False))
     return progress.state
 
 
@@ -160,7 +161,7 @@ def _resume(initial: Any, ledger: Ledger, terms: RoundsConfig, discard_damaged: 
         if commits and last != commits[-1]:
             log.warning("going on after round %d, the last good commit", 0 if last is None else last + 1)
         ledger.checkpoints.discard_after(last)
-    rows = ledger.checkpoints.rows()
+    rows = ledger.checkpoints.rows(lines=False)
     progress, rest = committed(initial, ledger, last, rows)
     ledger.checkpoints.tidy()  # only after all was checked: without `discard_damaged`, damaged files stay as they are
     if last is None:

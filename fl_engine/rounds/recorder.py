@@ -66,7 +66,7 @@ def recorded(
         lines.append(line)
     down = sum(tensor_bytes(o.travels) if sent_bytes is None else sent_bytes[o.client] for o in plan.orders)
     up = sum(answers.size(update.client) for update in updates)
-    held = sum(tensor_bytes(apart(order.memory)[1]) for order in plan.orders)
+    held = sum(tensor_bytes(apart(order.memory)[1]) for order in plan.orders if order.memory)
     kept = coding.bytes_of(run.client_state)
     metrics = {
         "bytes_down": float(down + held),

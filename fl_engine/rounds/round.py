@@ -8,10 +8,11 @@ from statistics import fmean
 from typing import Any
 
 from fl_engine.aggregation import privacy
+from fl_engine.core.heap import at_work
 from fl_engine.core.types import RoundContext, RoundPlan
 from fl_engine.exchange import coding
 from fl_engine.exchange.acceptance import History
-from fl_engine.rounds import buffer, kept
+from fl_engine.rounds import at_clients, buffer, kept
 from fl_engine.rounds.collect import Clients, collect
 from fl_engine.rounds.flights import Flight
 from fl_engine.rounds.phases import Stopwatch
@@ -19,6 +20,7 @@ from fl_engine.rounds.recorder import recorded
 from fl_engine.rounds.run import Run
 from fl_engine.selection.capacity import level_of
 from fl_engine.storage.checkpoints import Row
+from fl_engine.storage.store import tensor_bytes
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool, published
 
 
@@ -54,7 +56,7 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     state = run.algorithm.merge(before.state, plan if due is None else due.plan, answers, run.server)
     states = kept.taken_in(before.states, answers, clients.states)
     record = recorded(run, plan, answers, begin) if due is None else buffer.recorded(run, plan, due, begin)
-    metrics = record.metrics
+    metrics, train_phases = record.metrics, dict(clients.backend.phases)
     if run.trace is not None:
         metrics["clients_online"] = float(len(context.available))
         metrics["simulated_wait"] = begin - before.clock
@@ -65,12 +67,15 @@ def play(run: Run, before: Progress, round: int, clients: Clients) -> tuple[Prog
     watch.ends("merge")
     clock = before.clock + metrics.get("seconds_simulated", 0.0)
     if (round + 1) % run.terms.evaluate_every == 0 or run.terms.over(round + 1, clock):
-        metrics |= _scores(run, state)
+        with at_work(tensor_bytes(published(state))):
+            metrics |= _scores(run, state)
+        if run.evaluation is not None:
+            metrics |= at_clients.evaluated(run, state, round, clock, clients)
         watch.ends("evaluate")
     watch.seconds["merge"] -= collected.waited
     metrics |= {"seconds_encode": 0.0, "seconds_train": collected.waited, "seconds_decode": collected.decoded}
     metrics |= {f"seconds_{phase}": seconds for phase, seconds in watch.seconds.items()}
-    metrics |= {f"seconds_train/{phase}": seconds for phase, seconds in clients.backend.phases.items()}
+    metrics |= {f"seconds_train/{phase}": seconds for phase, seconds in train_phases.items()}
     metrics["seconds_round"] = watch.began - started
     row = Row(round=round, metrics=metrics, clients=record.clients)
     return Progress(state, collected.history, clock, states, () if due is None else due.flying), row

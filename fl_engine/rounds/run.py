@@ -21,7 +21,7 @@ from fl_engine.fleet import faults, trace
 from fl_engine.fleet.devices import Took, simulated_seconds
 from fl_engine.fleet.trace import Trace
 from fl_engine.fleet.uniformity import Times
-from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.rounds.terms import EvaluateConfig, RoundsConfig
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage.store import tensor_bytes
 
@@ -41,6 +41,8 @@ class Run:
     """What the devices do over time; None: all are online, each with its own speed and bandwidth."""
     wait_s: float = 86_400.0
     """The longest that a round waits for a client to come online, in seconds of the simulated clock."""
+    evaluation: EvaluateConfig | None = None
+    """How clients evaluate the global model; None: they do not."""
 
     @cached_property
     def server(self) -> ServerSite:
@@ -70,7 +72,7 @@ class Run:
             round=round,
             seed=self.site.seed if self.noise_key is None else privacy.plan_seed(self.noise_key),
             fleet=self.site.fleet,
-            available=self._available(clock, busy),
+            available=self.available(clock, busy),
             pool=self.site.pool,
             clock=clock,
             over_provision=self.terms.over_provision,
@@ -79,7 +81,8 @@ class Run:
             draws=self._draws,
         )
 
-    def _available(self, clock: float, busy: Collection[int]) -> tuple[Device, ...]:
+    def available(self, clock: float, busy: Collection[int] = ()) -> tuple[Device, ...]:
+        """The devices that are online then, in client order."""
         fleet = self.site.fleet
         online = fleet if self.trace is None else trace.online(fleet, self.trace.now(clock))
         return tuple(device for device in online if device.client not in busy) if busy else online
@@ -100,8 +103,8 @@ class Run:
     def _took(self, update: ClientUpdate, order: WorkOrder, begin: float) -> Took | None:
         fault = faults.befalls(self._faults, self.site.seed, order.round, order.client, len(self.site.fleet))
         slow, macs = faults.slowness(fault), update.metrics.get("macs", 0.0)
-        down = tensor_bytes(order.travels) + tensor_bytes(apart(order.memory)[1])
-        up = tensor_bytes(update.travels) + tensor_bytes(update.state)
+        down = tensor_bytes(order.travels) + (tensor_bytes(apart(order.memory)[1]) if order.memory else 0)
+        up = tensor_bytes(update.travels) + (tensor_bytes(update.state) if update.state else 0)
         if self.trace is not None:
             return trace.took(self.trace, order.client, begin, slow * down, slow * macs, slow * up)
         found = simulated_seconds(self.site.fleet[order.client], macs, down + up)

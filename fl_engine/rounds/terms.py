@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from fl_engine.core.errors import ConfigError
-from fl_engine.core.fields import Count, Moves, NotNegative, Positive, Section
+from fl_engine.core.fields import Count, Fraction, Moves, NotNegative, Positive, Section
 from fl_engine.fleet import faults
 
 
@@ -74,3 +74,14 @@ class RoundsConfig(Section):
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return value
+
+
+class EvaluateConfig(Section):
+    on: Literal["server", "clients"] = "server"
+    """clients: besides the evaluation on the server's test samples, in the same rounds, clients evaluate the global
+    model on samples of their own that they hold out (docs/guides/partitions.md). server: only there, and clients train
+    on all their samples."""
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """With `clients`, the share of its samples that each client holds out from training, the same in all rounds."""
+    share: Fraction = 1.0
+    """With `clients`, the share of all clients that are asked, drawn anew each time."""

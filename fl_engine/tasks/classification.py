@@ -23,7 +23,7 @@ class Classification:
     classes: int
 
     name: ClassVar[str] = "classification"
-    metric: ClassVar[Metric] = Metric("accuracy")
+    metric: ClassVar[Metric] = Metric("accuracy", low=0.0, high=1.0)
     label_word: ClassVar[str] = "class"
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ class Detection:
     """The number of boxes per image that targets have room for."""
 
     name: ClassVar[str] = "detection"
-    metric: ClassVar[Metric] = Metric("map50")
+    metric: ClassVar[Metric] = Metric("map50", low=0.0, high=1.0)
     label_word: ClassVar[str] = "most frequent category"
     boxes: ClassVar[bool] = True
 

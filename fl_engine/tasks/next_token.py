@@ -41,8 +41,8 @@ class NextToken:
     """Tokens that are learnt but masked in the accuracy: OOV, begin and end of a sequence."""
 
     name: ClassVar[str] = "next_token"
-    metric: ClassVar[Metric] = Metric("accuracy")
-    of_all: ClassVar[Metric] = Metric("accuracy_all")
+    metric: ClassVar[Metric] = Metric("accuracy", low=0.0, high=1.0)
+    of_all: ClassVar[Metric] = Metric("accuracy_all", low=0.0, high=1.0)
     sequences: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -26,8 +26,8 @@ class Regression:
     """Quantile bins of the first target, used as labels by partition rules that deal by labels; 0: none."""
 
     name: ClassVar[str] = "regression"
-    metric: ClassVar[Metric] = Metric("r2")
-    error: ClassVar[Metric] = Metric("mae", higher_is_better=False)
+    metric: ClassVar[Metric] = Metric("r2", high=1.0)
+    error: ClassVar[Metric] = Metric("mae", higher_is_better=False, low=0.0)
     label_word: ClassVar[str] = "quantile bin"
 
     def __post_init__(self) -> None:

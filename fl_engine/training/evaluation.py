@@ -41,16 +41,17 @@ def evaluate(
     *,
     ensemble: bool = False,
     static_bn: bool = False,
+    statistics_x: Tensor | None = None,
 ) -> Score:
     """Scores one sub-model, whose weights are `params`, on samples `x` and their targets.
 
     Networks without running statistics normalise by the current batch in evaluation too, as in the authors' code; so
     that the score is reproducible, batches have a fixed size and a fixed permutation. A last batch of one sample joins
     the batch before it. With `static_bn`, statistics come from one pass over the training data instead (HeteroFL, ICLR
-    2021, Sec. 3). A network with early exits is scored by its last output, or by the mean of all its outputs
-    (`ensemble`).
+    2021, Sec. 3), or over `statistics_x`, where these samples are given. A network with early exits is scored by its
+    last output, or by the mean of all its outputs (`ensemble`).
     """
-    network = _network(family, params, spec, data, device, batch_size, static_bn)
+    network = _network(family, params, spec, data, device, batch_size, static_bn, statistics_x)
     return _one_pass([(network, ensemble)], data, x, y, device, batch_size)[0]
 
 
@@ -80,12 +81,19 @@ def evaluate_exits(
 
 
 def _network(
-    family: ModelFamily, params: Params, spec: SubmodelSpec, data: Data, device: str, batch_size: int, static_bn: bool
+    family: ModelFamily,
+    params: Params,
+    spec: SubmodelSpec,
+    data: Data,
+    device: str,
+    batch_size: int,
+    static_bn: bool,
+    statistics_x: Tensor | None = None,
 ) -> nn.Module:
     module = runnable(family, spec, {k: v.to(device) for k, v in params.items()}).eval()
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if static_bn:
-        collect_statistics(module, data, data.train_x, device, batch_size)
+        collect_statistics(module, data, data.train_x if statistics_x is None else statistics_x, device, batch_size)
     return module
 
 

@@ -1,4 +1,5 @@
-"""Step 5: evaluates the final model and its sub-models on the whole test set, and on each client's share of it."""
+"""Step 5: evaluates the final model and its sub-models on the whole test set, and on each client's share of it. What
+clients measured themselves (`evaluate.on: clients`) is taken from the last round."""
 
 from __future__ import annotations
 
@@ -10,11 +11,22 @@ from pathlib import Path
 from fl_engine.core.errors import IntegrityError
 from fl_engine.core.samples import class_count
 from fl_engine.data import partitioning
+from fl_engine.rounds.at_clients import gathered
 from fl_engine.storage.store import FolderStore, decode, sha256
 from fl_engine.training.evaluation import Score, average, by_owner, evaluate_pool
 from fl_engine.training.local_accuracy import LocalAccuracy
 from flexfleet.files import terminal as common
-from flexfleet.files.artifacts import ConfusionFile, EvaluationFile, History, LevelScore, LocalScore, PoolFile
+from flexfleet.files.artifacts import (
+    ConfusionFile,
+    EvaluationFile,
+    History,
+    LevelScore,
+    LocalScore,
+    OnClients,
+    PoolFile,
+    rows_of,
+)
+from flexfleet.steps.partition import most_of
 from flexfleet.steps.prepare import Resolved, resolved_of
 
 
@@ -34,6 +46,8 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
     of_clients = {} if local is None else {name: found for name in scores if (found := local.of(name))}
     scores = {name: by_owner(score, resolved.config.partition.server_classes) for name, score in scores.items()}
     sizes = {m.name: m.params for m in pool}
+    tiers = [tier.name for tier in resolved.config.fleet.tiers]
+    at_clients = gathered(rows_of(history)[-1].metrics, list(sizes), tiers)
     matrices = {n: tuple(map(tuple, s.confusion.tolist())) for n, s in scores.items() if s.confusion.numel()}
     ConfusionFile(levels=matrices).write(out / "confusion.json")
     return EvaluationFile(
@@ -43,13 +57,14 @@ def evaluate(resolved: Resolved, run: Path, partition_dir: Path, pool_dir: Path,
         full=scores[pool[-1].name].value,
         levels={n: told(s, sizes[n]) for n, s in scores.items()},
         local={name: LocalScore(**asdict(found)) for name, found in of_clients.items()},
+        on_clients=None if at_clients is None else OnClients.model_validate(at_clients),
     ).write(out / "evaluation.json")
 
 
 def _local(resolved: Resolved, partition_dir: Path) -> LocalAccuracy | None:
-    """None where the task has no classes."""
+    """None where the task has no classes, or the server does not know those of its clients' samples."""
     data = resolved.data
-    if not (classes := class_count(data.task)):
+    if not (classes := class_count(data.task)) or most_of(resolved.config) is not None:
         return None
     held = partitioning.statistics(partitioning.load(partition_dir, data), partitioning.labels_of(data), classes)
     return LocalAccuracy(data.task.labels(data.test_y), held, resolved.config.seed)

@@ -20,6 +20,8 @@ from fl_engine.exchange.acceptance import (
     Arrival,
     History,
     Moved,
+    Usual,
+    middle,
     refused,
     remembered,
     unconditional,
@@ -319,3 +321,15 @@ def test_an_impossible_setting_is_refused() -> None:
     for wrong in ({"over_provision": 0.5}, {"quorum": 1.5}, {"deadline_s": 0.0}, {"norm_bound": -1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             RoundsConfig(**wrong)
+
+
+def test_a_middle_that_is_known_is_not_computed_again() -> None:
+    """The rules go by it, and by nothing else."""
+    terms, moved = RoundsConfig(norm_bound=8.0), {client: Moved(1.0, steps=client + 1.0) for client in range(3)}
+    arrived = {client: Arrival(far, 0.0) for client, far in moved.items()}
+    usual = middle(USUAL, moved.values(), SIZE)
+    assert refused(asking(0, 3), arrived, terms, USUAL, SIZE, usual) == {}
+    assert remembered(USUAL, moved, SIZE, usual) == remembered(USUAL, moved, SIZE)
+    tiny = Usual(Moved(0.01), Moved(0.0))
+    assert list(refused(asking(0, 3), arrived, terms, USUAL, SIZE, tiny)) == [0, 1, 2]
+    assert remembered(USUAL, moved, SIZE, tiny).times[0] == (Moved(100.0),)

@@ -24,6 +24,8 @@ from fl_engine.data import rules
 from fl_engine.tasks import Classification, Regression
 from fl_engine.testing.kinds import tiny_table
 
+pytestmark = pytest.mark.pictures
+
 law = settings(max_examples=60, deadline=None)
 
 labels_st = st.lists(st.integers(0, 5), min_size=1, max_size=120).map(lambda y: np.array(y, dtype=np.int64))
@@ -505,6 +507,19 @@ def test_draw_writes_the_same_picture_twice(tmp_path: Path) -> None:
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(PartitionError, match=r"as \.svg or \.png, got 'd\.pdf'"):
         p.draw(counts, tmp_path / "d.pdf")
+
+
+def test_the_map_of_a_hundred_thousand_clients_is_drawn_at_once(tmp_path: Path) -> None:
+    """Above p.MOST_BARS clients the totals are means over neighbours, and say so; the drawing does not grow."""
+    sizes = {}
+    for clients in (p.MOST_BARS, p.MOST_BARS + 1, 100_000):
+        path = tmp_path / f"{clients}.svg"
+        p.draw(np.arange(2 * clients).reshape(2, -1) % 30, path)
+        text = path.read_text()
+        assert ("means of" in text) == (clients > p.MOST_BARS)
+        sizes[clients] = len(text)
+    assert "means of 50" in (tmp_path / "100000.svg").read_text()
+    assert sizes[100_000] < sizes[p.MOST_BARS]
 
 
 def test_a_drawing_calls_labels_as_the_task_does(tmp_path: Path) -> None:

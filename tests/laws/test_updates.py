@@ -20,19 +20,19 @@ from fl_engine.core.types import ClientFailure, ClientUpdate, Params, RoundPlan,
 from fl_engine.exchange.acceptance import Moved
 from fl_engine.exchange.client import delivered, execute
 from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.movement import Movements, movement, size_of
 from fl_engine.exchange.updates import (
     Manifest,
     key_of,
     manifest_bytes,
-    movement,
     order_sum,
     packed,
     payload_bytes,
     signed,
-    size_of,
 )
 from fl_engine.models.small_cnn import SmallCNN
-from fl_engine.storage.store import FolderStore, canonical, decode, encode, padded, sha256
+from fl_engine.storage.pieces import laid_out, padded
+from fl_engine.storage.store import FolderStore, canonical, decode, encode, sha256
 from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
 
 SECRET = b"a run's own"
@@ -56,7 +56,7 @@ class Memory(FolderStore):
         self.files = files
 
     def put(self, key: str, value: bytes) -> None:
-        self.files[key] = value
+        self.files[key] = bytes(value)
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         if key not in self.files:
@@ -135,15 +135,16 @@ def test_no_answer_is_larger_than_its_order_implies() -> None:
 @settings(max_examples=50, deadline=None)
 @given(more=st.integers(0, 4000))
 def test_an_update_can_be_made_longer_and_stays_what_it_is(more: int) -> None:
-    value = FILES[f"{BASE}.safetensors"]
+    value = laid_out(HONEST.travels)
+    assert bytes(value) == FILES[f"{BASE}.safetensors"]
     longer = padded(value, len(value) + more)
-    assert len(longer) == len(value) + more
-    before, after = decode(value, "it"), decode(longer, "it")
+    assert len(longer) == len(bytes(longer)) == len(value) + more
+    before, after = decode(bytes(value), "it"), decode(bytes(longer), "it")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_an_update_is_not_made_shorter_or_longer_than_its_format_allows() -> None:
-    value = FILES[f"{BASE}.safetensors"]
+    value = laid_out(HONEST.travels)
     for length in (len(value) - 1, len(value) + 100_000_000):
         with pytest.raises(ClientError, match="use a server that takes POST policies"):
             padded(value, length)
@@ -651,6 +652,23 @@ def test_how_far_is_the_same_bits_in_whatever_order_of_axes() -> None:
     other = {n: t.contiguous(memory_format=last) if t.dim() == 4 else t for n, t in honest.payload.items()}
     assert any(not t.is_contiguous() for t in other.values())
     assert movement(replace(honest, payload=other), order, layout) == movement(honest, order, layout)
+
+
+@pytest.mark.parametrize("held", [0, 2**20])
+def test_together_or_alone_updates_moved_as_far_to_the_bit(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
+    """Of two kinds, one after the other, whether one waits for others or not."""
+    monkeypatch.setattr("fl_engine.exchange.movement.HELD_BYTES", held)
+    generator, plan, layout = torch.Generator().manual_seed(1), STATIC_PLAN, STATIC_SITE.layout
+    movements, alone = Movements(plan, layout), {}
+    for order in plan.orders:
+        payload = {n: t + torch.randn(t.shape, generator=generator) for n, t in order.payload.items()}
+        if order.client % 3 == 0:
+            payload.popitem()
+        update = ClientUpdate(0, order.client, order.spec, payload, 8, {"steps": float(order.client)})
+        alone[order.client] = movement(update, order, layout)
+        movements.add(update)
+    assert len(alone) > 2 and movements.all() == alone
+    assert list(movements.all()) == list(alone), "in the order in which they came"
 
 
 def test_how_large_a_model_is() -> None:

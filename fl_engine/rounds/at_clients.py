@@ -1,0 +1,168 @@
+"""The evaluation at the clients: orders that train nothing, and what their answers say together.
+
+Each client that is asked scores the global model, cut to the level that its device uses (`capacity.level_of`), on the
+samples that it holds out from training. A client is counted once, however many samples it holds. Another thing is the
+local accuracy (`training.local_accuracy`): the server computes it on its own test samples.
+
+Measured, of the metric that decides, over all clients, over those of each level and over those of each tier:
+
+    on_clients/mean      on_clients/mean/level/M1      on_clients/mean/tier/weak
+    on_clients/p10       the value below which a tenth of the clients lie (linear between two clients)
+    on_clients/worst     the lowest
+    on_clients/spread    standard deviation of a sample (n - 1); 0 of one client
+    on_clients/loss      mean of the clients' mean losses
+    on_clients/clients   how many answered
+
+and `on_clients/asked`, `on_clients/failed`, and `bytes_evaluation`, the bytes of what was sent for it. It takes no time
+on the simulated clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fl_engine.core import seeds
+from fl_engine.core.client_state import kept_by_clients
+from fl_engine.core.contracts import Algorithm, ModelFamily
+from fl_engine.core.errors import ConfigError, Stopped
+from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, Params, Pool, RoundPlan, WorkOrder
+from fl_engine.rounds.collect import Clients, adopted
+from fl_engine.rounds.run import Run
+from fl_engine.selection.capacity import level_of
+from fl_engine.storage.store import tensor_bytes
+from fl_engine.training.evaluation import published, weights_of
+
+log = logging.getLogger("flexfleet")
+
+PREFIX = "on_clients/"
+FIGURES = ("mean", "p10", "worst", "spread", "loss", "clients")
+"""Of a group of clients."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one client measured."""
+
+    level: str
+    tier: str
+    value: float
+    loss: float
+
+
+def check(algorithm: Algorithm, family: ModelFamily, pool: Pool) -> None:
+    """Raises ConfigError where a client's model is not the global one."""
+    kept = sorted(kept_by_clients(algorithm, family, pool).keys() & family.layout().slots.keys())
+    if kept:
+        raise ConfigError(
+            f"evaluate.on=clients evaluates the global model, and the clients of {type(algorithm).__name__} keep "
+            f"{', '.join(kept[:4])} to themselves: leave it at server, or take another algorithm"
+        )
+
+
+def planned(run: Run, state: Any, round: int, clock: float) -> RoundPlan:
+    """Who is asked to evaluate what, after `round` has ended at `clock`. Pure. Not asked are clients that are offline
+    then, that hold out no samples, or whose device can hold no model."""
+    share = 1.0 if run.evaluation is None else run.evaluation.share
+    asked = list(_able(run, clock))
+    count = max(1, int(share * len(run.site.fleet) + 1e-9))
+    if count < len(asked):
+        drawn = seeds.rng(run.site.seed, "evaluate on clients", round).permutation(len(asked))[:count]
+        asked = [asked[i] for i in sorted(drawn)]
+    weights = published(state)
+    sent: dict[int, Params] = {}
+    orders = []
+    for device, level in asked:
+        model = run.site.pool[level]
+        if level not in sent:
+            sent[level] = weights_of(weights, run.site.layout, model)
+        seed = seeds.derive(run.site.seed, "evaluate", round, device.client)
+        orders.append(WorkOrder(round, device.client, model.spec, sent[level], seed, level, evaluates=True))
+    return RoundPlan(round, tuple(orders), evaluates=True)
+
+
+def _able(run: Run, clock: float) -> Iterator[tuple[Device, int]]:
+    for device in run.available(clock):
+        level = level_of(device, run.site.pool)
+        knows = run.site.most is None
+        if level is not None and not (knows and not len(run.site.held_by(device.client))):
+            yield device, level
+
+
+def evaluated(run: Run, state: Any, round: int, clock: float, clients: Clients) -> dict[str, float]:
+    """Asks the clients, and gives the round's figures. Answers that an earlier coordinator left are adopted. Raises
+    Stopped after the answer at hand where `should_stop` says so."""
+    plan, mailbox = planned(run, state, round, clock), clients.mailbox
+    found: dict[int, Outcome] = {}
+
+    def receive(outcome: Outcome) -> None:
+        found[outcome.client] = outcome
+        if isinstance(outcome, ClientFailure):
+            log.warning(
+                "round %d, client %d: no evaluation: %s: %s", round + 1, outcome.client, outcome.stage, outcome.reason
+            )
+
+    if mailbox is not None:
+        mailbox.open_round(plan)
+    rest = plan if mailbox is None else adopted(plan, mailbox, receive)
+    for outcome in clients.backend.run(run.algorithm, rest):
+        receive(outcome)
+        if mailbox is not None and (isinstance(outcome, ClientFailure) or not clients.backend.durable):
+            mailbox.put_outcome(plan, outcome)
+        if clients.should_stop():
+            raise Stopped("stopped on request: what was committed stays, resume with --resume")
+    name, said = run.site.data.task.metric.name, []
+    for client in sorted(found):
+        outcome, order = found[client], plan.order_of[client]
+        if isinstance(outcome, ClientUpdate):
+            level, tier = run.site.pool[order.level].name, run.site.fleet[client].tier
+            said.append(Said(level, tier, outcome.metrics[name], outcome.metrics["loss"]))
+    counts = {f"{PREFIX}asked": float(len(plan.orders)), f"{PREFIX}failed": float(len(plan.orders) - len(said))}
+    sent = {"bytes_evaluation": float(sum(tensor_bytes(order.payload) for order in plan.orders))}
+    return figures(said) | counts | sent
+
+
+def figures(said: Sequence[Said]) -> dict[str, float]:
+    """Of all clients, of each level and of each tier, by the names in this file's head; empty where nobody answered."""
+    if not said:
+        return {}
+    groups: dict[str, list[Said]] = {"": list(said)}
+    for each in said:
+        groups.setdefault(f"/level/{each.level}", []).append(each)
+    for each in said:
+        groups.setdefault(f"/tier/{each.tier}", []).append(each)
+    return {f"{PREFIX}{name}{group}": value for group, own in groups.items() for name, value in _of(own).items()}
+
+
+def _of(said: Sequence[Said]) -> dict[str, float]:
+    values = [each.value for each in said]
+    return {
+        "mean": statistics.fmean(values),
+        "p10": float(np.quantile(values, 0.1)),
+        "worst": min(values),
+        "spread": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "loss": statistics.fmean(each.loss for each in said),
+        "clients": float(len(values)),
+    }
+
+
+def gathered(metrics: Mapping[str, float], levels: Sequence[str], tiers: Sequence[str]) -> dict[str, Any] | None:
+    """The figures of a round, as files have them: {asked, failed, all: {mean, ...}, levels: {name: {...}}, tiers}, in
+    the order of `levels` and `tiers`. None where the round had no such evaluation, or nobody answered."""
+    if f"{PREFIX}mean" not in metrics:
+        return None
+
+    def of(group: str) -> dict[str, float | int]:
+        own = {name: metrics[f"{PREFIX}{name}{group}"] for name in FIGURES}
+        return {**own, "clients": int(own["clients"])}
+
+    def groups(kind: str, names: Sequence[str]) -> dict[str, dict[str, float | int]]:
+        return {name: of(f"/{kind}/{name}") for name in names if f"{PREFIX}mean/{kind}/{name}" in metrics}
+
+    counts = {name: int(metrics[f"{PREFIX}{name}"]) for name in ("asked", "failed")}
+    return {**counts, "all": of(""), "levels": groups("level", levels), "tiers": groups("tier", tiers)}

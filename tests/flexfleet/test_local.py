@@ -1,0 +1,299 @@
+"""`partition.rule: local`: the same folders, simulated on one machine and each on a device of its own, end in the same
+bits; a device sees nothing of others."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_engine.backends.agents import backend as module
+from fl_engine.backends.agents import post as letters
+from fl_engine.core.errors import ConfigError, IntegrityError
+from fl_engine.data.local import FORM
+from fl_engine.datasets import digits
+from fl_engine.exchange.letters import Leased, Loan
+from fl_engine.fleet.devices import fleet
+from fl_engine.storage.store import FolderStore
+from fl_engine.training import memory, pace
+from fl_engine.training.pace import Pace
+from flexfleet.api.results import load
+from flexfleet.config import load_config
+from flexfleet.files.artifacts import EvaluationFile, History
+from flexfleet.steps import federate, invitations
+from flexfleet.steps.answer import carry_out_all, prepared
+from tests.harness.devices import Clock, Played
+
+READER = '''
+from pathlib import Path
+
+import numpy as np
+
+from fl_engine.core.samples import Data
+from fl_engine.datasets import Source
+from fl_engine.tasks import Classification
+
+
+def load(root: Path) -> Data:
+    """The images in data.npz; normalised by their own mean."""
+    parts = np.load(root / "data.npz")
+    x, y = parts["x"], parts["y"]
+    return Data("own", Classification(10), x, y, x[:20], y[:20], (float(x.mean() / 255),), (0.4,))
+
+
+SOURCE = Source("images of a device", load, files=("data.npz",))
+'''
+SIZES = (40, 25, 60, 33, 18, 50)
+"""Training samples of each client."""
+SETS = (
+    "dataset.name=own_reader:SOURCE", "partition.rule=local", "partition.clients=6", "pretrain.epochs=1",
+    "training.fraction=0.5", "training.epochs=1", "rounds.stop=2", "tracking.mlflow=null", "evaluate.on=clients",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawings: None) -> None:
+    """server/ with the server's data, clients/d-1 to d-6 with theirs, and the reader."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_reader.py").write_text(READER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = digits.load(Path())
+    x, y, end = data.train_x.numpy(), data.train_y.numpy(), 150
+    folders = {"server": (0, 150)}
+    for client, size in enumerate(SIZES):
+        folders[f"clients/d-{client + 1}"] = (end, end + size)
+        end += size
+    for name, (first, last) in folders.items():
+        (tmp_path / name).mkdir(parents=True)
+        np.savez(tmp_path / name / "data.npz", x=x[first:last], y=y[first:last])
+
+
+def simulated(*more: str) -> list[str]:
+    return [*SETS, "dataset.root=server", "partition.folders=clients", *more]
+
+
+def tiers_of(sets: Sequence[str]) -> list[str]:
+    """By client."""
+    config = load_config(None, sets)
+    return [device.tier for device in fleet(config.fleet.tiers, config.partition.clients, config.seed)]
+
+
+def folders_in(path: Path) -> list[Path]:
+    """By client."""
+    return [path / "clients" / f"d-{client + 1}" for client in range(len(SIZES))]
+
+
+class Reading(FolderStore):
+    """Remembers what was read."""
+
+    read: list[str] = []  # noqa: RUF012 - of all devices
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        self.read.append(key)
+        return super().get(key, limit)
+
+
+@pytest.fixture
+def on_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[Played]]:
+    """Devices that are played, for a run in this process: each reads its own folder, as `flexfleet agent` does."""
+    clock, devices = Clock(), list[Played]()
+    for each in (module, letters):
+        monkeypatch.setattr(each, "time", clock)
+
+    def turn() -> bool:
+        for device in devices:
+            device.turn()
+        return False
+
+    @contextmanager
+    def stops() -> Iterator[Callable[[], bool]]:
+        yield turn
+
+    monkeypatch.setattr(federate, "stop_on_signals", stops)
+
+    def act_in(folder: Path) -> Callable[[Played, Loan, float], None]:
+        def act(device: Played, loan: Loan, worked: float) -> None:
+            told = loan.assignment
+            assert told.store is not None
+            store = Leased(Reading(told.store), loan.id)
+            monkeypatch.setenv("FLEXFLEET_DATA", str(folder))
+            carry_out_all(told, store, *prepared(told, store))
+            monkeypatch.delenv("FLEXFLEET_DATA")
+            device.done = loan.id
+
+        return act
+
+    def begin(sets: Sequence[str], tiers: Sequence[str], folders: Sequence[Path]) -> list[Played]:
+        post = invitations.post_of(load_config(None, sets))
+        for tier, folder in zip(tiers, folders, strict=True):
+            devices.append(Played(post, post.invite(tier, tier), clock, act_in(folder)))
+        return devices
+
+    return begin
+
+
+def rows_of(run: Path) -> list[Any]:
+    rows = History.read(run / "history.json").rounds
+    kept = ("avg", "full", "accuracy", "loss", "on_clients", "bytes", "clients_", "simulated_", "train_loss")
+    lines = [[{k: v for k, v in line.items() if k != "seconds"} for line in row["clients"]] for row in rows]
+    metrics = [{k: v for k, v in row["metrics"].items() if k.startswith(kept)} for row in rows]
+    return [metrics, lines]
+
+
+def test_devices_with_their_own_folders_end_in_the_bits_of_a_simulation(
+    flexfleet: Any, tmp_path: Path, on_devices: Any
+) -> None:
+    one = flexfleet("run", "--json", "--run-id", "one", sets=simulated())
+    assert one.code == 0, one.err
+    beside = simulated("run.backend=processes", "run.devices=[cpu, cpu]")
+    two = flexfleet("run", "--json", "--run-id", "two", sets=beside)
+    assert two.code == 0, two.err
+
+    sets = [*SETS, "dataset.root=server", "run.backend=agents"]
+    played = on_devices(sets, tiers_of(sets), folders_in(tmp_path))
+    Reading.read.clear()
+    three = flexfleet("run", "--json", "--run-id", "three", sets=sets)
+    assert three.code == 0, three.err
+
+    assert one.json["model_sha256"] == two.json["model_sha256"] == three.json["model_sha256"]
+    runs = tmp_path / "runs"
+    assert rows_of(runs / "one") == rows_of(runs / "two") == rows_of(runs / "three")
+    assert one.json["metrics"] == three.json["metrics"] and one.json["metrics"]["on_clients"]["failed"] == 0
+    assert "local" not in one.json["metrics"] and not EvaluationFile.read(runs / "one" / "evaluation.json").local
+    told = [line for row in History.read(runs / "three" / "history.json").rounds for line in row["clients"]]
+    held_out = [max(2, round(size * 0.2)) for size in SIZES]
+    assert {line["client"]: line["examples"] for line in told}.items() <= {
+        client: size - out for client, (size, out) in enumerate(zip(SIZES, held_out, strict=True))
+    }.items(), "what a client says it trained on"
+
+    seats = json.loads((runs / "three" / "site" / "devices.json").read_text())["clients"]
+    assert seats == {device.name: client for client, device in enumerate(played)}
+    for client, device in enumerate(played):
+        assert device.taken and {each for _, each in device.taken} == {client}, "an order goes to its own device alone"
+    assert f"site/{FORM}" in Reading.read and not [key for key in Reading.read if "partition" in key]
+    assert not (runs / "three" / "site" / "partition.json").exists()
+    form = json.loads((runs / "three" / "site" / FORM).read_text())
+    mean = np.load(tmp_path / "server" / "data.npz")["x"].mean() / 255
+    assert form["mean"] == [pytest.approx(mean)] and set(form) == {
+        "schema_version",
+        "shape",
+        "dtype",
+        "task",
+        "mean",
+        "std",
+    }
+
+
+def test_a_simulation_goes_on_with_the_data_that_it_began_with(flexfleet: Any, tmp_path: Path) -> None:
+    done = flexfleet("run", "--run-id", "a", sets=simulated("rounds.stop=1"))
+    assert done.code == 0, done.err
+    run, folder = load(tmp_path / "runs" / "a"), folders_in(tmp_path)[1] / "data.npz"
+    client = History.read(run.folder / "history.json").rounds[0]["clients"][0]["client"]
+    run.replay(1, client)
+    parts = np.load(folder)
+    np.savez(folder, x=255 - parts["x"], y=parts["y"])
+    again = flexfleet("run", "--run-id", "a", "--resume", sets=simulated("rounds.stop=2"))
+    assert again.code == 4 and "other data in partition.folders" in again.err, again.err
+    with pytest.raises(IntegrityError, match=r"other data in partition\.folders"):
+        run.replay(1, client)
+
+
+def test_the_number_of_test_samples_is_the_servers(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:
+    """A folder with fewer is read as it is, here and on a device."""
+    folder = folders_in(tmp_path)[0]
+    parts = np.load(folder / "data.npz")
+    np.savez(folder / "data.npz", x=parts["x"][:12], y=parts["y"][:12])
+    sets = [*SETS, "dataset.root=server", "rounds.stop=1", "dataset.test_samples=15", "training.fraction=1"]
+    done = flexfleet("run", "--run-id", "here", sets=[*sets, "partition.folders=clients"])
+    assert done.code == 0, done.err
+    there = [*sets, "run.store=there", "run.backend=agents", "agents.wait_s=60"]
+    on_devices(there, tiers_of(there), folders_in(tmp_path))
+    done = flexfleet("run", "--run-id", "a", sets=there)
+    assert done.code == 0, done.err
+    assert rows_of(tmp_path / "runs" / "here") == rows_of(tmp_path / "there" / "a")
+    with pytest.raises(ConfigError, match="lies on their devices"):
+        load(tmp_path / "there" / "a").replay(1, 0)
+
+
+def test_a_device_that_stays_away_is_a_failure_of_its_client(flexfleet: Any, tmp_path: Path, on_devices: Any) -> None:
+    sets = [*SETS, "dataset.root=server", "run.backend=agents", "agents.wait_s=30", "training.fraction=1.0"]
+    sets += ["rounds.stop=1", "algorithm.name=heterofl"]
+    played = on_devices(sets, tiers_of(sets), folders_in(tmp_path))
+    played[3].there = False
+    done = flexfleet("run", "--json", "--run-id", "a", sets=sets)
+    assert done.code == 0, done.err
+    (row,) = History.read(tmp_path / "runs" / "a" / "history.json").rounds
+    failed = {line["client"]: line["failure"] for line in row["clients"] if "failure" in line}
+    assert failed.keys() == {3} and "holds its data" in failed[3] and failed[3].startswith("pod")
+    assert row["metrics"]["on_clients/failed"] == 1
+
+
+def test_a_device_without_a_folder_of_its_own_does_not_read_the_servers(
+    flexfleet: Any, tmp_path: Path, on_devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = [*SETS, "dataset.root=server", "run.backend=agents", "agents.wait_s=30", "agents.attempts=1"]
+    said: list[str] = []
+
+    def act(device: Played, loan: Loan, worked: float) -> None:
+        assert loan.assignment.store is not None and "FLEXFLEET_DATA" not in os.environ
+        with pytest.raises(Exception, match="set FLEXFLEET_DATA") as error:
+            prepared(loan.assignment, FolderStore(loan.assignment.store))
+        said.append(str(error.value))
+        device.done = loan.id
+        device.beat("failed", loan.id, str(error.value))
+
+    monkeypatch.delenv("FLEXFLEET_DATA", raising=False)
+    for device in on_devices(sets, tiers_of(sets), [tmp_path] * 6):
+        device.act = act
+    flexfleet("run", "--run-id", "a", sets=[*sets, "rounds.stop=1"])
+    assert said
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["partition.folders=null"], "partition.folders says where"),
+        (["run.backend=kubernetes"], "run.backend=agents"),
+        (["noise.labels=0.1"], "noise.labels=0"),
+        (["partition.server_classes=[1]"], "partition.server_classes=[]"),
+        (["pretrain.reference=true"], "pretrain.reference=false"),
+        (["dataset.train_samples=100"], "dataset.train_samples=null"),
+        (["partition.clients=5"], "6 clients"),
+        (["partition.most=59"], "holds 60 training samples"),
+        (["algorithm.name=dadaquant"], "partition.rule=local"),
+        (["algorithm.name=fedsgd"], "choose fedavg, or another rule"),
+        (["partition.rule=iid"], "partition.folders is for partition.rule=local"),
+    ],
+)
+def test_what_the_server_cannot_know_is_refused_by_name(flexfleet: Any, sets: list[str], said: str) -> None:
+    done = flexfleet("check", sets=simulated(*sets))
+    assert done.code == 2 and said in done.err, done.err
+
+
+def test_a_device_is_profiled_with_the_samples_that_it_reads(flexfleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[int] = []
+
+    def measured(family: Any, goal: Any, trial: Any, samples: int, *more: Any) -> tuple[int, int]:
+        trained.append(samples)
+        return 0, 1
+
+    def paces(family: Any, goal: Any, trials: Sequence[Any], samples: int, *more: Any) -> list[Pace]:
+        trained.append(samples)
+        return [Pace(1e6, 1e-3, None)] * len(trials)
+
+    monkeypatch.setattr(memory, "measured", measured)
+    monkeypatch.setattr(pace, "level_paces", paces)
+    done = flexfleet("profile", "--json", sets=[*SETS, "run.backend=agents", "dataset.root=clients/d-3"])
+    assert done.code == 0 and set(trained) == {SIZES[2]}, done.err
+
+
+def test_data_of_another_kind_are_refused(flexfleet: Any, tmp_path: Path) -> None:
+    np.savez(tmp_path / "clients" / "d-2" / "data.npz", x=np.zeros((9, 1, 9, 9), np.uint8), y=np.arange(9))
+    done = flexfleet("check", sets=simulated())
+    assert done.code == 2 and "d-2 holds samples of the shape (1, 9, 9)" in done.err

@@ -1,0 +1,200 @@
+"""Data of devices: how they are read, what the server may be told of them, and which device is which client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_engine.algorithms import FlexFL
+from fl_engine.backends.agents.roster import Member
+from fl_engine.backends.agents.seats import kept, seated
+from fl_engine.core.errors import DataError, IntegrityError, PartitionError
+from fl_engine.core.samples import Data
+from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome
+from fl_engine.data import partitioning
+from fl_engine.data.local import FORM, Form, Unknown, folders, joined, natural, of_client, of_server
+from fl_engine.exchange.client import execute
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.server import ServerSite
+from fl_engine.exchange.updates import Manifest, key_of, signed
+from fl_engine.rounds.run import Run
+from fl_engine.rounds.terms import RoundsConfig
+from fl_engine.tasks import Classification
+from fl_engine.testing.tiny import SEED, TRAINING, assert_same_outcomes, context_of, start_of, tiny_site
+from tests.conftest import MemoryStore
+
+
+def data_of(samples: int, start: int = 0, **more: Any) -> Data:
+    x = torch.arange(start, start + samples * 4).reshape(samples, 1, 2, 2).to(torch.uint8)
+    y = torch.arange(samples) % 3
+    told = {"mean": (0.1,), "std": (0.2,), "task": Classification(3), **more}
+    return Data("own", told["task"], x, y, x[:1], y[:1], told["mean"], told["std"])
+
+
+SERVER = data_of(10, mean=(0.5,), std=(0.25,))
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+def test_a_clients_samples_are_normalised_as_the_servers() -> None:
+    own = Form.of(SERVER).normalises(data_of(4), "here", 4)
+    assert (own.mean, own.std) == ((0.5,), (0.25,)) and torch.equal(own.train_x, data_of(4).train_x)
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (data_of(5), "holds 5 training samples, partition.most = 4"),
+        (data_of(4, task=Classification(4)), "the task"),
+        (replace(data_of(4), train_x=torch.zeros(4, 1, 3, 3, dtype=torch.uint8),
+                 test_x=torch.zeros(1, 1, 3, 3, dtype=torch.uint8)), r"samples of the shape \(1, 3, 3\)"),
+        (replace(data_of(4), train_x=torch.rand(4, 1, 2, 2) - 1, test_x=torch.rand(1, 1, 2, 2)),
+         "samples of type float32"),
+    ],
+)  # fmt: skip
+def test_other_data_than_the_runs_are_refused(own: Data, said: str) -> None:
+    with pytest.raises(DataError, match=rf"here holds .*{said}|here {said}"):
+        Form.of(SERVER).normalises(own, "here", 4)
+
+
+def test_a_form_survives_its_file_and_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FORM).write_text(Form.of(SERVER).model_dump_json())
+    assert Form.read(tmp_path / FORM) == Form.of(SERVER)
+    (tmp_path / FORM).write_text("{}")
+    with pytest.raises(IntegrityError, match="does not say what samples"):
+        Form.read(tmp_path / FORM)
+    with pytest.raises(IntegrityError, match="does not say what samples"):
+        Form.read(tmp_path / "nowhere")
+
+
+def test_the_server_knows_its_proxy_and_nothing_of_clients(tmp_path: Path) -> None:
+    found = of_server(SERVER, 3, 0)
+    assert sorted([*found.proxy_train, *found.proxy_test]) == list(range(10)) and len(found.proxy_test) == 2
+    assert [len(part) for part in found.clients] == [0, 0, 0] and not found.counts.any()
+    partitioning.save(found, tmp_path)
+    again = partitioning.load(tmp_path, SERVER)
+    assert again.rule == "local" and np.array_equal(again.proxy_train, found.proxy_train)
+
+
+def test_clients_that_are_simulated_hold_what_their_folders_do() -> None:
+    parts = [data_of(4, 100), data_of(2, 200)]
+    data, partition = joined(SERVER, of_server(SERVER, 2, 0), parts)
+    for part, held, client in zip(parts, partition.clients, (0, 1), strict=True):
+        alone = of_client(part, 2, client).clients
+        assert torch.equal(data.train_x[held], part.train_x[alone[client]]) and not len(alone[1 - client])
+        assert torch.equal(data.train_y[held], part.train_y)
+    assert torch.equal(data.train_x[partition.proxy_train], SERVER.train_x[partition.proxy_train])
+    assert torch.equal(data.test_x, SERVER.test_x)
+
+
+def test_folders_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for name in ("d-10", "d-2", "d-1", ".hidden"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "README").write_text("no folder")
+    assert [each.name for each in folders(tmp_path, 3)] == ["d-1", "d-2", "d-10"]
+    with pytest.raises(PartitionError, match="3 clients"):
+        folders(tmp_path, 2)
+    with pytest.raises(PartitionError, match="is no folder"):
+        folders(tmp_path / "README", 1)
+    assert sorted(["b", "10", "9", "a2b", "a10"], key=natural) == ["9", "10", "a2b", "a10", "b"]
+    assert sorted(["d-1", "d-01"], key=natural) == sorted(["d-01", "d-1"], key=natural), "whatever a system lists first"
+
+
+# --------------------------------------------------------------------------------------------- what is said of them
+ALGORITHM = FlexFL(training=TRAINING)
+KNOWN = tiny_site(ALGORITHM)
+SITE = replace(KNOWN, most=20)
+PLAN = ALGORITHM.plan(start_of(ALGORITHM, KNOWN), context_of(KNOWN, 0, SEED))
+ORDER = PLAN.orders[0]
+
+
+def answered(**changes: Any) -> Outcome:
+    """What the coordinator makes of a device that signs whatever it likes."""
+    store, key = MemoryStore(), key_of(b"secret")
+    box = Mailbox(store, replace(SITE.rules, algorithm=ALGORITHM), key)
+    box.put_outcome(PLAN, execute(ALGORITHM, ORDER, KNOWN))
+    name = f"rounds/00000/updates/{ORDER.client}.json"
+    told = Manifest.model_validate_json(store.files[name])
+    told = told.model_copy(update={"signature": None, **changes})
+    told = told.model_copy(update={"metrics": {**told.metrics, **changes.get("metrics", {})}})
+    store.put(name, signed(told, key(ORDER)).model_dump_json().encode())
+    return box.receive(PLAN, ORDER.client)
+
+
+def test_a_count_is_what_the_device_says_within_bounds() -> None:
+    assert SITE.rules.samples == () and KNOWN.rules.samples != ()
+    assert_same_outcomes([answered()], [execute(ALGORITHM, ORDER, KNOWN)])
+    for count in (0, -1, 21, 10**9):
+        outcome = answered(num_examples=count)
+        assert isinstance(outcome, ClientFailure) and outcome.code == "examples" and "partition.most" in outcome.reason
+
+
+def test_more_samples_are_more_steps() -> None:
+    """A device that claims more samples than it has trained on has to claim their steps too, and both are bounded."""
+    honest = answered()
+    assert isinstance(honest, ClientUpdate)
+    outcome = answered(num_examples=20)
+    assert isinstance(outcome, ClientFailure) and outcome.code == "metrics"
+    outcome = answered(metrics={"steps": honest.metrics["steps"] + 1})
+    assert isinstance(outcome, ClientFailure) and outcome.code == "metrics"
+
+
+def test_a_server_that_does_not_know_says_so() -> None:
+    samples = ServerSite(SITE).samples
+    assert len(samples) == len(SITE.fleet) == len(list(samples)) and isinstance(samples, Unknown)
+    with pytest.raises(PartitionError, match=r"partition\.rule=local"):
+        samples[0]
+    assert samples.get(0, 7) == 7
+    context = Run(ALGORITHM, SITE, RoundsConfig()).context(0, 0.0)
+    assert context.samples == () == context.draws
+
+
+# ---------------------------------------------------------------------------------------------- who is which client
+FLEET = [Device(c, tier, 100.0, 0.0) for c, tier in enumerate(["strong", "weak", "weak", "strong"])]
+
+
+def member(name: str, tier: str | None) -> Member:
+    return Member(name=name, tier=tier, key="00" * 32, before="00" * 32)
+
+
+def test_devices_get_the_first_client_of_their_tier_in_the_order_of_their_names() -> None:
+    members = [
+        member("weak-10", "weak"),
+        member("device-1", None),
+        member("strong-1", "strong"),
+        member("weak-2", "weak"),
+    ]
+    assert seated({}, members, FLEET) == {"weak-2": 1, "weak-10": 2, "strong-1": 0, "device-1": 3}
+    assert seated({}, [*members, member("weak-11", "weak")], FLEET).get("weak-11") is None
+
+
+def test_a_device_stays_its_client_and_one_that_is_revoked_gives_its_place_up() -> None:
+    before = {"weak-10": 1, "weak-3": 2, "strong-1": 3}
+    members = [member("weak-10", "weak"), member("strong-1", "strong"), member("weak-4", "weak")]
+    assert seated(before, members, FLEET) == {"weak-10": 1, "strong-1": 3, "weak-4": 2}
+
+
+def test_places_are_kept_in_the_store() -> None:
+    store = MemoryStore()
+    assert kept(store, [member("weak-5", "weak")], FLEET) == {"weak-5": 1}
+    assert kept(store, [member("weak-1", "weak"), member("weak-5", "weak")], FLEET) == {"weak-1": 2, "weak-5": 1}
+    assert kept(store, iter([member("weak-5", "weak")]), FLEET) == {"weak-5": 1}
+
+
+@given(st.lists(st.sampled_from(["weak", "strong", None]), max_size=7), st.permutations(range(7)))
+def test_no_client_has_two_devices_and_every_device_fits(tiers: list[str | None], order: list[int]) -> None:
+    members = [member(f"d-{i}", tier) for i, tier in enumerate(tiers)]
+    found = seated({}, members, FLEET)
+    assert len(set(found.values())) == len(found) <= len(FLEET)
+    tier_of = {each.name: each.tier for each in members}
+    assert all(tier_of[name] in (None, FLEET[client].tier) for name, client in found.items())
+    shuffled: Iterator[Member] = (members[i] for i in order if i < len(members))
+    assert seated({}, shuffled, FLEET) == found, "in whatever order the roster lists them"
+    assert seated(found, members, FLEET) == found
