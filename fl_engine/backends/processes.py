@@ -76,7 +76,8 @@ class Processes:
             for worker in self._workers:
                 if worker.group is None and waiting:
                     worker.group = waiting.pop()
-                    _tell(worker.link, (algorithm, plan.round, [work.order.client for work in worker.group]))
+                    told = [work.order.client for work in worker.group]
+                    _tell(worker.link, (algorithm, plan.round, plan.evaluates, told))
             for place, worker in self._finished():
                 group, worker.group = worker.group or [], None
                 answer = _answer(worker.link)
@@ -148,11 +149,11 @@ def _serve(code: None, site: Site, mailbox: Mailbox, device: str, link: Connecti
     prepare_process((device,))
     while True:
         try:
-            algorithm, round, clients = link.recv()
+            algorithm, round, evaluates, clients = link.recv()
         except (EOFError, ConnectionResetError):
             return
         try:
-            carry_out(algorithm, site, mailbox, round, clients, device)
+            carry_out(algorithm, site, mailbox, round, clients, device, evaluates=evaluates)
         except FlexfleetError as error:
             _tell(link, error)
         else:
@@ -167,15 +168,17 @@ def carry_out(
     clients: Sequence[int],
     device: str,
     really_slow: bool = False,
+    evaluates: bool = False,
 ) -> None:
     """Reads these clients' orders from the mailbox, trains them (side by side where possible), and writes their
-    outcomes. `really_slow`: a client that a fault makes slow really waits."""
-    orders = {client: mailbox.order(round, client) for client in clients}
+    outcomes. `really_slow`: a client that a fault makes slow really waits. `evaluates`: the orders are those of the
+    round's evaluation."""
+    orders = mailbox.orders(round, clients, evaluates)
     groups, failures = accept_all(algorithm, orders.values(), site)
     trained = (outcome for group in groups for outcome in train(group, site, device))
     for outcome in chain(failures, trained):
         fault = site.befalls(orders[outcome.client])
-        if really_slow and isinstance(outcome, ClientUpdate):
+        if really_slow and fault is not None and isinstance(outcome, ClientUpdate):
             time.sleep((faults.slowness(fault) - 1) * outcome.metrics["seconds"])
-        spoil = faults.damaged if fault is not None and fault.kind == "corrupt" else bytes
-        mailbox.put_outcome(RoundPlan(round, (orders[outcome.client],)), outcome, spoil)
+        spoil = faults.damaged if fault is not None and fault.kind == "corrupt" else None
+        mailbox.put_outcome(RoundPlan(round, (orders[outcome.client],), evaluates=evaluates), outcome, spoil)

@@ -24,6 +24,7 @@ from fl_engine.core.contracts import Algorithm, Backend, ModelFamily
 from fl_engine.core.samplers import Balanced
 from fl_engine.core.schedules import Cosine
 from fl_engine.core.types import ClientFailure, ClientUpdate, Codecs, Device, Outcome, RoundPlan
+from fl_engine.data.held_out import hold_out
 from fl_engine.exchange import coding
 from fl_engine.exchange.client import Site, delivered, execute
 from fl_engine.exchange.server import ServerSite
@@ -193,6 +194,28 @@ class BackendSuite:
         for _ in make(site, devices).run(algorithm, plan):
             pass
         assert_same_orders(plan, replace(plan, orders=copied))
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_orders_that_evaluate_give_equal_figures_beside_those_that_train(self, make: Make, family: str) -> None:
+        """In one round, of the same clients. A client that holds out nothing fails; nothing is trained."""
+        algorithm = FlexFL(training=TRAINING)
+        site, plan = _work(algorithm, FAMILIES[family])
+        partition, held = hold_out(site.partition, 0.5, SEED)
+        first = plan.orders[0].client
+        site = replace(site, partition=partition, held=tuple(p[:0] if c == first else p for c, p in enumerate(held)))
+        backend = make(site, ("cpu", "cpu"))
+        trained = _sorted(backend.run(algorithm, plan))
+        asked = replace(plan, orders=tuple(replace(o, evaluates=True) for o in plan.orders), evaluates=True)
+        found = _sorted(backend.run(algorithm, asked))
+        assert_same_outcomes(found, _sorted(execute(algorithm, order, site) for order in asked.orders))
+        assert_same_outcomes(trained, _sorted(execute(algorithm, order, site) for order in plan.orders))
+        for outcome in found:
+            if outcome.client == first:
+                assert isinstance(outcome, ClientFailure) and outcome.stage == "evaluate"
+            else:
+                assert isinstance(outcome, ClientUpdate) and not outcome.payload
+                assert outcome.num_examples == len(held[outcome.client])
+                assert outcome.metrics.keys() == {"accuracy", "loss"}
 
     def test_no_orders_no_outcomes(self, make: Make) -> None:
         algorithm = FlexFL(training=TRAINING)

@@ -16,19 +16,21 @@ from fl_engine.backends.processes import carry_out
 from fl_engine.core.contracts import Algorithm
 from fl_engine.core.errors import BadInput, ClientError, IntegrityError, brief
 from fl_engine.core.types import Pool
+from fl_engine.data import local
 from fl_engine.data import partitioning as partition
 from fl_engine.exchange import code
-from fl_engine.exchange.assignment import SITE_FILES, Assignment
+from fl_engine.exchange.assignment import Assignment, site_files
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.sealing import key_from
 from fl_engine.fleet import devices, faults
 from fl_engine.storage.store import Store
 from fl_engine.training import cgroup, memory
-from fl_engine.training.numerics import Numerics, deciding, describe
+from fl_engine.training.numerics import Numerics, describe, differing
 from flexfleet import config as configs
 from flexfleet.files.artifacts import PoolFile, RunFile
 from flexfleet.steps import own_code
+from flexfleet.steps.partition import held_out, most_of, reads
 from flexfleet.steps.prepare import Resolved
 
 log = logging.getLogger("flexfleet")
@@ -41,41 +43,62 @@ def answer(told: Assignment, failures: int = 0) -> None:
     does not answer.
     """
     store = told.open()
+    carry_out_all(told, store, *prepared(told, store, failures))
+
+
+def prepared(told: Assignment, store: Store, failures: int = 0) -> tuple[Algorithm, Site]:
+    """What all orders of a run need. Raises as `answer`."""
     try:
-        algorithm, site = _site(told, store, failures)
+        return _site(told, store, failures)
     except BadInput as error:
         raise ClientError(str(error)) from error
+
+
+def carry_out_all(told: Assignment, store: Store, algorithm: Algorithm, site: Site) -> None:
+    """Trains, and writes the answers into `store`."""
     mailbox = Mailbox(store, key=lambda order: bytes.fromhex(told.keys[order.client]), lengths=told.lengths)
-    carry_out(algorithm, site, mailbox, told.round, told.clients, told.device, really_slow=True)
+    carry_out(algorithm, site, mailbox, told.round, told.clients, told.device, True, told.evaluates)
 
 
 def _site(told: Assignment, store: Store, failures: int) -> tuple[Algorithm, Site]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for file in SITE_FILES:
-            (folder / file).write_bytes(store.get(f"site/{file}"))
+        (folder / "run.json").write_bytes(store.get("site/run.json"))
         run = RunFile.read(folder / "run.json")
         _import_code(told, run, store)
         told_config, algorithm = configs.parse_with_algorithm(own_code.stored(run))
         resolved = Resolved(_here(told_config), algorithm)
-        config, family = resolved.config, resolved.family
-        parts = partition.load(folder, resolved.data)
-        data = partition.as_told(resolved.data, parts)
+        config, most = resolved.config, most_of(resolved.config)
+        for file in site_files(most is not None):
+            if file != "run.json":
+                (folder / file).write_bytes(store.get(f"site/{file}"))
+        if most is None:
+            parts = partition.load(folder, resolved.data)
+            data = partition.as_told(resolved.data, parts)
+        else:
+            if "FLEXFLEET_DATA" not in os.environ:
+                raise ClientError(
+                    "clients of this run have data of their own: set FLEXFLEET_DATA to this device's folder"
+                )
+            data = local.Form.read(folder / local.FORM).normalises(resolved.data, "this device's folder", most)
+            parts = local.of_client(data, config.partition.clients, told.clients[0])
+        family = resolved.family
+        parts, held = held_out(config, parts)
         pool = PoolFile.read(folder / "pool.json").pool()
     prepare_process((told.device,))
     numerics = _numerics(run)
     here = describe(numerics, (told.device,))
-    if deciding(here) != deciding(run.numerics):
-        said = f"this node computes other last bits than the coordinator: {here}, there {run.numerics}"
+    if others := differing(run.numerics, here):
+        said = f"this node computes other last bits than the coordinator: {others}"
         if told.require_numerics:
-            raise ClientError(f"{said} (kubernetes.require_numerics)")
+            raise ClientError(f"{said} ({config.run.backend}.require_numerics)")
         log.warning(said)
     free = _free(told, pool, numerics, failures) if told.observe == "cgroup" else None
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
     struck = faults.parse(config.rounds.faults)
     sealed = config.kubernetes.state_key is not None
     key = key_from(Path(os.environ.get("FLEXFLEET_STATE_KEY", STATE_KEY))) if sealed else None
-    site = Site(family, pool, fleet, data, parts, config.seed, numerics, free, struck, sealed=sealed, state_key=key)
+    site = Site(family, pool, fleet, data, parts, config.seed, numerics, free, struck, sealed, key, held, most)
     return algorithm, site
 
 
@@ -126,4 +149,4 @@ def _here(config: configs.Config) -> configs.Config:
     """The configuration with the folder of the data on this node."""
     if "FLEXFLEET_DATA" not in os.environ:
         return config
-    return config.model_copy(update={"dataset": config.dataset.model_copy(update={"root": None})})
+    return reads(config, None)

@@ -1,4 +1,5 @@
-"""The command of a client's pod: reads its assignment and answers its orders (`flexfleet.steps.answer`).
+"""The command of a client's pod: reads its assignment and answers its orders (`flexfleet.steps.answer`). With --stay it
+waits for orders as long as the run lasts (`flexfleet.steps.agent`, whose options follow).
 
 Exit codes: 0: every order is answered (a failure is an answer too); 42: trying again will not help; 143: SIGTERM; any
 other: trying again may help.
@@ -23,7 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("assignment", type=Path, metavar="FILE")
-    args = p.parse_args(argv)
+    p.add_argument("--stay", action="store_true", help="FILE is an invitation; the options of the agent follow")
+    args, more = p.parse_known_args(argv)
+    if args.stay:
+        from flexfleet.steps import agent
+
+        return agent.main([f"--invite={args.assignment}", *more])
+    if more:
+        p.error(f"unknown: {' '.join(more)}")
 
     from fl_engine.exchange.assignment import Assignment
     from flexfleet.steps.answer import answer

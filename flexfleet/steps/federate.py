@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import socket
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -28,10 +25,10 @@ from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityErro
 from fl_engine.core.fields import Moves
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import initial_params
-from fl_engine.core.system import of_posix
 from fl_engine.core.types import Params
 from fl_engine.data import partitioning as partition
-from fl_engine.exchange.assignment import SITE_FILES
+from fl_engine.data.local import FORM, Form
+from fl_engine.exchange.assignment import site_files
 from fl_engine.exchange.client import Site
 from fl_engine.exchange.code import Wheel, store_key
 from fl_engine.exchange.mailbox import Mailbox
@@ -41,25 +38,28 @@ from fl_engine.exchange.updates import key_of as signing_key
 from fl_engine.fleet import devices, faults, traces
 from fl_engine.fleet.trace import Trace
 from fl_engine.preparation.weights import fitting
-from fl_engine.rounds import loop
+from fl_engine.rounds import at_clients, loop
 from fl_engine.rounds.ledger import Ledger, ledger_in
 from fl_engine.rounds.run import Run
 from fl_engine.selection.capacity import round_size
 from fl_engine.storage import lease
 from fl_engine.storage.lease import Lease
+from fl_engine.storage.pieces import laid_out
 from fl_engine.storage.places import open_store
-from fl_engine.storage.store import FolderStore, Store, encode, sha256
+from fl_engine.storage.store import FolderStore, Store, sha256
 from fl_engine.training import strategy
 from fl_engine.training.evaluation import published
-from fl_engine.training.numerics import Numerics, deciding, describe, describe_noise
+from fl_engine.training.numerics import Numerics, describe, describe_noise, differing, settled
 from flexfleet import config as configs
 from flexfleet.config import Config
 from flexfleet.config.names import plain
 from flexfleet.config.sources import sources
 from flexfleet.files import terminal as common
+from flexfleet.files.alone import alone
 from flexfleet.files.artifacts import WEIGHTS, History, PoolFile, RunFile
 from flexfleet.files.live import counted_warnings
-from flexfleet.steps import keys, own_code, warm_start
+from flexfleet.steps import invitations, keys, own_code, warm_start
+from flexfleet.steps.partition import folders_sum, held_out, most_of, simulated
 from flexfleet.steps.peaks import peaks_of
 from flexfleet.steps.prepare import Resolved, resolved_of
 from flexfleet.tracking import record as track
@@ -112,38 +112,6 @@ def federate(
         )
 
 
-@contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Keeps a second process from writing the same folder. The lock ends with the process, however that ends. Raises
-    EnvironmentFailure on Windows, which has no such lock."""
-    fcntl = of_posix("fcntl")
-    out.mkdir(parents=True, exist_ok=True)
-    with _lock_file(out / ".lock") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read(200).strip() or "another process"
-            raise ConfigError(f"{out} is being run by {holder}: wait for it, or stop it first") from None
-        lock.truncate(0)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        print(f"another process: {os.getpid()} on {socket.gethostname()} (since {now})", file=lock, flush=True)
-        yield
-
-
-def _lock_file(path: Path) -> TextIO:
-    """Opens the file, or makes it. Follows no link: the file behind it belongs to somebody else and would be
-    emptied."""
-    try:
-        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        if not path.is_symlink():
-            raise
-        told = f"{path} is a link to {os.readlink(path)}, a file is expected: see who made it, and delete it"
-        raise ConfigError(told) from error
-    return os.fdopen(opened, "a+", errors="replace")
-
-
 def _federate(
     resolved: Resolved,
     store: Store,
@@ -165,22 +133,25 @@ def _federate(
         _fetch_run(store, out)
     known = known_run(config, out, resume)
     tell_unused(config)
-    site = site_of(resolved, partition_dir, pool_dir)
+    site = site_of(resolved, partition_dir, pool_dir, known.numerics if known else None)
+    if config.evaluate.on == "clients":
+        at_clients.check(algorithm, site.family, site.pool)
     if known:
         warm_start.check_unchanged(resolved, pool_dir, out)
     looked_at = config.run.backend == "kubernetes" and config.kubernetes.observe == "cgroup"
     rules = replace(site.rules, algorithm=algorithm, seed=None if looked_at else config.seed)
-    private, in_pods = privacy.is_private(algorithm), config.run.backend == "kubernetes"
+    private, apart = privacy.is_private(algorithm), config.run.apart
     if known and private:
         _same_noise(known, out)
     token = known.token if known else uuid.uuid4().hex if config.tracking.mlflow or private else ""
     key, key_at = None, known.key_at if known else None
-    if private or in_pods:
+    if private or apart:
         place = keys.place(config, run_id, store, out)
         key, key_at = keys.key_of_run(place, store, known), str(place)
     trace, trace_sha256 = trace_of(config, site)
+    of_clients = simulated(resolved, site)
     wheel = own_code.wheel_of(config)
-    ledger = ledger_in(store, config.rounds.keep_every, rules, *_signing(key if in_pods else None), held)
+    ledger = ledger_in(store, config.rounds.keep_every, rules, *_signing(key if apart else None), held)
 
     run = RunFile(
         run_id=run_id,
@@ -190,6 +161,7 @@ def _federate(
         pool_sha256=sha256((pool_dir / "pool.json").read_bytes()),
         partition_sha256=sha256((partition_dir / "partition.json").read_bytes()),
         trace_sha256=trace_sha256,
+        folders_sha256=folders_sum(of_clients) if of_clients is not site else known.folders_sha256 if known else None,
         sources=sources(config),
         code_sha256=None if wheel is None else wheel.sha256,
         mlflow_run_id=(known.mlflow_run_id if known else None) or mlflow_run_id,
@@ -200,7 +172,7 @@ def _federate(
     )
     if known:
         _same(known, run, out, accept_numerics)
-        others = (known.numerics,) if deciding(known.numerics) != deciding(run.numerics) else ()
+        others = (known.numerics,) if differing(known.numerics, run.numerics) else ()
         before = known.earlier_numerics + others
         run = run.model_copy(update={"earlier_numerics": before})
     if wheel is not None:  # before the record that names it
@@ -211,13 +183,14 @@ def _federate(
         track.inputs(mlflow, config, site.partition.data, run.partition_sha256, run.trace_sha256)
         run = run.model_copy(update={"mlflow_run_id": mlflow.run_id})
         run.write(out / "run.json")
-    _put_site(ledger, out, partition_dir, pool_dir, wheel)
+    form = Form.of(site.data) if site.most is not None else None
+    _put_site(ledger, out, partition_dir, pool_dir, wheel, form)
 
     done = max((round + 1 for round in ledger.checkpoints.commits()), default=0)
     console = Console(config.rounds.stop, done, stop_simulated_s=config.rounds.stop_simulated_s)
     tracker = Several([console, *(t for t in (mlflow, observer) if t is not None)])
     tracker.params(configs.shown(config))
-    initial = initial_state(resolved, site, given_weights(pool_dir, site.family))
+    first = [initial_state(resolved, site, given_weights(pool_dir, site.family))]
     noise_key = privacy.noise_key(key, token) if private and key is not None else None
     described = Run(
         algorithm,
@@ -228,18 +201,19 @@ def _federate(
         configs.codecs(config),
         trace,
         config.fleet.wait_s,
+        config.evaluate if config.evaluate.on == "clients" else None,
     )
     try:
         with (
             counted_warnings(),
             stop_on_signals() as should_stop,
             BACKENDS[config.run.backend](
-                _surroundings(config, described, initial, ledger.mailbox, run_id, should_stop, out, wheel)
+                _surroundings(config, described, of_clients, first[0], ledger.mailbox, run_id, should_stop, out, wheel)
             ) as backend,
         ):
             final = loop.federate(
                 described,
-                initial,
+                first.pop(),  # nobody else holds the first model, so that it goes with the first round
                 backend,
                 ledger,
                 tracker,
@@ -257,18 +231,21 @@ def _federate(
     return _finish(out, ledger, final, tracker, mlflow)
 
 
-def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path) -> Site:
-    """All that clients on this machine need to know. Prepares the process for training."""
+def site_of(resolved: Resolved, partition_dir: Path, pool_dir: Path, before: Mapping[str, Any] | None = None) -> Site:
+    """All that clients on this machine need to know. Prepares the process for training. `before`: the numerics of the
+    run that is resumed, whose precision a run with `run.precision=auto` keeps."""
     config, family = resolved.config, resolved.family
     parts = partition.load(partition_dir, resolved.data)
     data = partition.as_told(resolved.data, parts)
+    parts, held = held_out(config, parts)
     pool = PoolFile.read(pool_dir / "pool.json").pool()
     fleet = devices.fleet(config.fleet.tiers, config.partition.clients, config.seed, family)
     prepare_process(config.run.devices)
     struck = faults.parse(config.rounds.faults)
-    numerics = _numerics(config, training_of(resolved.algorithm), family, data.task)
+    numerics = numerics_of(config, training_of(resolved.algorithm), family, data.task, before)
     sealed = config.run.backend == "kubernetes" and config.kubernetes.state_key is not None
-    return Site(family, pool, fleet, data, parts, config.seed, numerics, faults=struck, sealed=sealed)
+    most = most_of(config)
+    return Site(family, pool, fleet, data, parts, config.seed, numerics, None, struck, sealed, None, held, most)
 
 
 def trace_of(config: Config, site: Site) -> tuple[Trace | None, str | None]:
@@ -301,7 +278,7 @@ def initial_state(resolved: Resolved, site: Site, weights: Params | None = None)
 
 def tell_unused(config: Config) -> None:
     """Says where a GPU is there and not used."""
-    here = config.run.backend != "kubernetes" and all(name == "cpu" for name in config.run.devices)
+    here = not config.run.apart and all(name == "cpu" for name in config.run.devices)
     if here and torch.cuda.is_available():
         log.info("CUDA is there and not used: run.devices=auto, or [cuda], trains on it")
 
@@ -312,21 +289,26 @@ def training_of(algorithm: Algorithm) -> Training:
     return found
 
 
-def _numerics(config: Config, training: Training, family: ModelFamily, goal: Task) -> Numerics:
-    """The numerics that the configuration names, else those that suit the network. `training`: the algorithm's."""
+def numerics_of(
+    config: Config, training: Training, family: ModelFamily, goal: Task, before: Mapping[str, Any] | None
+) -> Numerics:
+    """The numerics that the configuration names, else those that suit the network. `training`: the algorithm's;
+    `before`: see `settled`."""
     run, per_round = config.run, round_size(training.fraction, config.partition.clients)
-    if run.precision == "fp16" and training.weight_decay:
+    precision = settled(run.precision, run.devices, before)
+    if precision == "fp16" and training.weight_decay:
         log.warning("run.precision=fp16: training.weight_decay = %g is left out", training.weight_decay)
     if run.strategy == "single" or training.is_own:
-        return Numerics(precision=run.precision)
+        return Numerics(precision=precision)
     if run.strategy == "batched":
-        return strategy.batched(family, training.batch_size, per_round, run.precision, run.devices)
-    return strategy.choose(family, goal, training.batch_size, per_round, run.precision, run.devices)
+        return strategy.batched(family, training.batch_size, per_round, precision, run.devices)
+    return strategy.choose(family, goal, training.batch_size, per_round, precision, run.devices)
 
 
 def _surroundings(
     config: Config,
     run: Run,
+    site: Site,
     initial: Any,
     mailbox: Mailbox,
     run_id: str,
@@ -338,7 +320,8 @@ def _surroundings(
     asked = pods.observe == "cgroup" or any(pool.memory == "auto" for pool in pods.pools.values())
     memory = peaks_of(run, initial) if config.run.backend == "kubernetes" and asked else None
     code = None if wheel is None else (out / store_key(wheel.sha256), wheel.sha256)
-    return Surroundings(run.site, mailbox, config.run.devices, run_id, pods, memory, should_stop, code)
+    post = invitations.post_of(config) if config.run.backend == "agents" else None
+    return Surroundings(site, mailbox, config.run.devices, run_id, pods, memory, should_stop, code, config.agents, post)
 
 
 def store_of(config: Config, run_id: str, out: Path) -> Store:
@@ -363,8 +346,11 @@ def _fetch_run(store: Store, out: Path) -> None:
         )
 
 
-def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path, wheel: Wheel | None) -> None:
-    """Puts into the store what clients on other machines need to know."""
+def _put_site(
+    ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path, wheel: Wheel | None, form: Form | None
+) -> None:
+    """Puts into the store what clients on other machines need to know: who holds which samples, or, with `form`, what
+    samples look like that clients have themselves."""
     if ledger.checkpoints.lease is None and ledger.mailbox.key is None:
         return
     run = RunFile.read(out / "run.json")
@@ -375,8 +361,10 @@ def _put_site(ledger: Ledger, out: Path, partition_dir: Path, pool_dir: Path, wh
         ledger.store.put(store_key(wheel.sha256), wheel.value)
     told = run.model_copy(update={"config": run.config | unseen})
     ledger.store.put(track.RUN_KEY, (told.model_dump_json(indent=1) + "\n").encode())
-    for name in SITE_FILES:
-        if name != "run.json":
+    for name in site_files(form is not None):
+        if name == FORM and form is not None:
+            ledger.store.put(f"site/{name}", form.model_dump_json().encode())
+        elif name != "run.json":
             folder = pool_dir if name == "pool.json" else partition_dir
             ledger.store.put(f"site/{name}", (folder / name).read_bytes())
 
@@ -417,18 +405,19 @@ def _same(known: RunFile, run: RunFile, out: Path, accept_numerics: bool) -> Non
     for name in ("pool_sha256", "partition_sha256", "trace_sha256"):
         if getattr(known, name) != getattr(run, name):
             raise IntegrityError(f"{out} was started with another {name.split('_')[0]} than the one given now")
+    if known.folders_sha256 not in (None, run.folders_sha256):
+        raise IntegrityError(f"{out} was started with other data in partition.folders than there are now")
     own_code.check_sources(known.sources, run.sources, out)
     if accept_numerics:
         return
-    for before, now in (
-        (deciding(known.numerics), deciding(run.numerics)),
-        (known.noise_numerics, run.noise_numerics),
-    ):
-        if before != now:
-            raise EnvironmentFailure(
-                f"this machine would not compute the same bits: the run was started with {before}, here is {now}. "
-                "Resume where it started, or give --accept-numerics"
-            )
+    others = differing(known.numerics, run.numerics)
+    if not others and known.noise_numerics != run.noise_numerics:
+        others = f"{known.noise_numerics} there, {run.noise_numerics} here"
+    if others:
+        raise EnvironmentFailure(
+            f"this machine would not compute the same bits as the one where the run was started ({others}). Resume "
+            "there, or give --accept-numerics"
+        )
 
 
 @contextmanager
@@ -468,7 +457,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 def _finish(out: Path, ledger: Ledger, final: Any, tracker: Tracker, mlflow: MLflow | None) -> Path:
     ledger.checkpoints.check_lease()
-    value = encode(published(final))
+    value = laid_out(published(final))
     for store in (FolderStore(out), ledger.store) if ledger.checkpoints.lease is not None else (FolderStore(out),):
         store.sweep("")  # what killed writers left: nobody writes any more
         store.put("model.safetensors", value)

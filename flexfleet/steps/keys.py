@@ -134,6 +134,20 @@ def place(config: Config, run_id: str, store: Store, out: Path) -> Place:
     return InStore(bucket, "key")
 
 
+def shared_place(config: Config, name: str, hasty: bool = False) -> Store:
+    """Where keys that are no single run's are kept, under this name. `hasty`: does not wait long for a server that does
+    not answer. Raises ConfigError if clients could have URLs of it."""
+    where = config.run.secrets
+    if where is None:
+        return FolderStore(Path(config.run.store).resolve() / name)
+    if "://" not in where:
+        _check_folder(Path(where), config.run.remote)
+        return FolderStore(Path(where).resolve() / name)
+    bucket = S3Store(f"{where.rstrip('/')}/{name}", settings=SETTINGS, hasty=hasty)
+    _check_bucket(where, config.run.remote)
+    return bucket
+
+
 def _check_folder(folder: Path, remote: str | None) -> None:
     if remote is not None and "://" not in remote and folder.resolve().is_relative_to(Path(remote).resolve()):
         raise ConfigError(

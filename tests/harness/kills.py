@@ -2,10 +2,11 @@
 
     python -m tests.harness.kills --kills 300 --seed 1 --only moto-processes,folder-whole --json
 
-SIGKILL hits the coordinator (at any time, within its rounds, or at a fault point inside the run store), a worker or a
-pod. A kill counts only if the process died of it. A killed coordinator is started again by the same command, with
---resume. In the end the model, history.json and MLflow have to be those of an undisturbed run, and no temporary files,
-processes or objects may be left. Exit code 0: all of that holds; 1: it does not, and the folders of those runs stay.
+SIGKILL hits the coordinator (at any time, within its rounds, or at a fault point inside the run store), a worker, a
+pod, or a pod that stays, which may also hang for longer than its lease (an agent). A kill counts only if the process
+died of it. A killed coordinator is started again by the same command, with --resume. In the end the model, history.json
+and MLflow have to be those of an undisturbed run, and no temporary files, processes or objects may be left. Exit code
+0: all of that holds; 1: it does not, and the folders of those runs stay.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ PER_RUN = (3, 8)
 """The least and the most times that one run is killed before it may finish."""
 WAYS = ("any_time", "in_round", "fault_point", "fault_point")
 """The ways to kill a coordinator; each start draws one. `fault_point` is twice as likely, as there are many of them."""
+HUNG_S = 7.0
+"""Seconds that a pod hangs: longer than its lease (`world.STAYING`)."""
 POD_S = 0.3
 """About how many seconds a pod runs."""
 HANGS_S = 300.0
@@ -59,7 +62,7 @@ class Tally:
     """The results of one variant's kills."""
 
     landed: Counter[str] = field(default_factory=Counter)
-    """Number of kills by way: any_time, in_round, fault_point, worker, pod."""
+    """Number of kills by way: any_time, in_round, fault_point, worker, pod, agent."""
     points: Counter[str] = field(default_factory=Counter)
     lost: int = 0
     """Kills after which the same command did not resume the run."""
@@ -128,13 +131,37 @@ def a_worker(child: Child, normal: Undisturbed, rng: random.Random, again: bool)
     return child.poll() is None
 
 
-def a_pod(child: Child, at: Place, hit: set[str], rng: random.Random) -> bool:
+def an_agent(child: Child, at: Place, hit: set[str], rng: random.Random) -> bool:
+    """Kills a pod that stays, or has it hang for longer than its lease; returns whether that befell it. No pod is hit
+    twice; the one that takes its place may be."""
+    if rng.random() < 0.6:
+        return a_pod(child, at, hit, rng, of_a_pod=lambda name: name)
+    running = at.world.cluster.running
+    while until(child, lambda: any(name not in hit for name in list(running))):
+        name = rng.choice(sorted(set(running) - hit) or [""])
+        if not lasts(child, rng.uniform(0, POD_S)) or (process := running.get(name)) is None:
+            continue
+        hit.add(name)
+        process.send(signal.SIGSTOP)
+        lasts(child, HUNG_S)
+        process.send(signal.SIGCONT)
+        return True
+    return False
+
+
+def a_pod(
+    child: Child,
+    at: Place,
+    hit: set[str],
+    rng: random.Random,
+    of_a_pod: Callable[[str], str] = lambda name: name.rpartition("-")[0],
+) -> bool:
     """Kills a pod; returns whether it died of it. Never kills two pods of the same index of a Job (`hit`), because the
     Job gives up an index that fails twice."""
     running = at.world.cluster.running
 
     def candidates() -> list[str]:
-        return sorted(name for name in list(running) if name.rpartition("-")[0] not in hit)
+        return sorted(name for name in list(running) if of_a_pod(name) not in hit)
 
     while until(child, lambda: bool(candidates())):
         name = rng.choice(candidates() or [""])
@@ -144,7 +171,7 @@ def a_pod(child: Child, at: Place, hit: set[str], rng: random.Random) -> bool:
         while (code := process.poll()) is None:
             time.sleep(LOOK_S)
         if code == -signal.SIGKILL:
-            hit.add(name.rpartition("-")[0])
+            hit.add(of_a_pod(name))
             return True
     return False
 
@@ -212,11 +239,20 @@ def _clients(
     """Kills some of the processes in which clients run, in some starts none. Returns how many."""
     kind, killed = at.variant.clients, 0
     while kind and killed < most and rng.random() < 0.7:
-        if not (a_pod(child, at, hit, rng) if kind == "pod" else a_worker(child, normal, rng, again=killed > 0)):
+        if not HIT[kind](child, at, normal, hit, rng, killed > 0):
             break
         tally.landed[kind] += 1
         killed += 1
     return killed
+
+
+Hit = Callable[[Child, Place, Undisturbed, set[str], random.Random, bool], bool]
+HIT: dict[str, Hit] = {
+    "worker": lambda child, at, normal, hit, rng, again: a_worker(child, normal, rng, again),
+    "pod": lambda child, at, normal, hit, rng, again: a_pod(child, at, hit, rng),
+    "agent": lambda child, at, normal, hit, rng, again: an_agent(child, at, hit, rng),
+}
+"""By what runs clients."""
 
 
 def _whens(operation: str) -> tuple[str, ...]:

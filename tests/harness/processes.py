@@ -138,7 +138,7 @@ class Nursery:
         log: Path | None = None,
         faults: Mapping[str, Any] | None = None,
     ) -> Child:
-        """`main`: a name in `_mains`. `env`: added to the nursery's environment. `log`: the file for stderr; stdout
+        """`main`: a name in `mains`. `env`: added to the nursery's environment. `log`: the file for stderr; stdout
         goes beside it. `faults`: arguments of `faults.install`."""
         with self._lock:
             self._count += 1
@@ -152,7 +152,7 @@ class Nursery:
 
 
 # --------------------------------------------------------------------------------------- inside the nursery
-def _mains() -> dict[str, Callable[[list[str]], int]]:
+def mains() -> dict[str, Callable[[list[str]], int]]:
     """Imports all that commands need. Returns the commands by name: `flexfleet`, single steps, and `mlflow`, which
     creates MLflow's tables."""
     import boto3.session  # noqa: F401
@@ -175,22 +175,23 @@ def _mains() -> dict[str, Callable[[list[str]], int]]:
         return 0
 
     names = ("client", "federate", "model_pool", "partition", "pretrain")
-    mains = {name: getattr(steps, name).main for name in names}
-    return {"flexfleet": cli.dispatch, "mlflow": create_tables, **mains}
+    return {"flexfleet": cli.dispatch, "mlflow": create_tables} | {name: getattr(steps, name).main for name in names}
 
 
 def _serve(scratch: Path) -> None:
     import numpy
 
     import tests.harness.faults  # noqa: F401
-    from fl_engine.data import partitioning
+    from fl_engine.data import figures, partitioning
     from flexfleet.tracking import record
+    from tests.harness.pictures import titles_alone
 
-    mains = _mains()
+    known = mains()
     # The list of installed packages is the same in every command, and takes half a second: read it once.
     record.environment = functools.cache(record.environment)
     record.environment()
-    partitioning.draw(numpy.ones((2, 2), dtype=int), scratch / "fonts.svg")  # loads matplotlib's fonts
+    figures.save = titles_alone  # type: ignore[assignment]
+    partitioning.draw(numpy.ones((2, 2), dtype=int), scratch / "nothing.svg")  # imports matplotlib
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with SIGINT ignored
     for line in sys.stdin:
         order = json.loads(line)
@@ -200,7 +201,7 @@ def _serve(scratch: Path) -> None:
             continue
         child = os.fork()
         if not child:
-            _live(order, mains)
+            _live(order, known)
         print(child, flush=True)
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,12 +26,25 @@ BUCKET = "runs"
 SMALL = {"fl_engine.storage.s3.PART": 32 * 2**10, "fl_engine.storage.checkpoints.PACKED": 1}
 """With these constants, even a quick run uploads its model in several parts and packs its measurements."""
 ON_CLUSTER = ("run.backend=kubernetes", "kubernetes.poll_s=0.2", "kubernetes.image=flexfleet:latest")
+STAYING = (
+    "kubernetes.lifetime=run",
+    "kubernetes.lease_s=4",
+    "kubernetes.attempts=100",
+    "kubernetes.clients_per_pod=3",
+)
+"""A pod may be hit at any order, so that only an order's own failures could end it; leases end within seconds. Clients
+of one tier share a pod."""
 WORKERS = ("run.backend=processes", "run.devices=[cpu, cpu]")
+
+
+PODS = 8
+"""The most pods that run at a time: more than a run has that stay."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A configuration whose runs are killed. `clients`: what runs clients: "" (the coordinator), worker or pod."""
+    """A configuration whose runs are killed. `clients`: what runs clients: "" (the coordinator), worker, pod, or agent
+    (a pod that stays)."""
 
     name: str
     store: str
@@ -45,6 +59,7 @@ def _on(store: str) -> tuple[Variant, ...]:
         Variant(f"{store}-in_process", store, "", ("rounds.keep_updates=true",)),
         Variant(f"{store}-processes", store, "worker", WORKERS),
         Variant(f"{store}-kubernetes", store, "pod", ON_CLUSTER),
+        Variant(f"{store}-agents", store, "agent", (*ON_CLUSTER, *STAYING)),
     )
 
 
@@ -83,11 +98,11 @@ class World:
         """The cluster, whose kubelet forks clients from the nursery."""
 
         def start(command: list[str], env: dict[str, str], log: Path) -> Child:
-            _, *main, assignment = command
+            _, *main, assignment = command[:4]
             assert main == ["-m", "flexfleet.steps.client"], command
-            return self.nursery.start("client", assignment, cwd=ROOT, env=env, log=log)
+            return self.nursery.start("client", assignment, *command[4:], cwd=ROOT, env=env, log=log)
 
-        return fake.Cluster(self.folder / "cluster", start=start)
+        return fake.Cluster(self.folder / "cluster", start=start, slots=threading.Semaphore(PODS))
 
     @cached_property
     def kubeconfig(self) -> Path:
@@ -149,7 +164,7 @@ class Place:
         sets = [*world.sets, *v.sets, f"tracking.mlflow=sqlite:///{self.folder / 'mlflow.db'}"]
         if v.store != "folder":
             sets.append(f"run.remote=s3://{BUCKET}/{self.prefix.rstrip('/')}")
-        if v.clients == "pod":
+        if v.clients in ("pod", "agent"):
             env["KUBECONFIG"] = str(world.kubeconfig)
         if v.whole:
             argv = ["flexfleet", "run", "--json", "--run-id", "a"]

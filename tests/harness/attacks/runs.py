@@ -112,7 +112,7 @@ class Hostile:
         manifest, value = packed(self.liar.lie(outcome, self._sent(order, outcome)), order)
         assert value is not None
         try:
-            return update_of(manifest, lambda _: value, order, self.rules)
+            return update_of(manifest, lambda _: bytes(value), order, self.rules)
         except Rejected as error:
             return ClientFailure(order.round, order.client, "validate", str(error))
 

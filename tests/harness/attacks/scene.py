@@ -46,7 +46,7 @@ class InMemory:
         return f"memory/{key}"
 
     def put(self, key: str, value: bytes) -> None:
-        self.files[key] = value
+        self.files[key] = bytes(value)
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         if key not in self.files:

@@ -1,0 +1,385 @@
+"""Clients on devices that stay: each takes orders from its mailbox (`exchange.letters`), as many as it has room for.
+
+Any device of a client's tier may carry out its order: the update follows from the order alone. An order whose lease has
+ended goes to another device, and what the first one may still send is not looked at. So does an order whose answer is
+not good: only when `attempts` devices had no good one is it the client's failure. Orders that a device held together
+when it failed have not failed yet, since one of them may have taken the others with it: each is lent by itself from
+then on. An answer that was read is written to the round's updates in the coordinator's name; from there on all is as
+with other backends.
+
+A coordinator that starts again finds in the letters which device holds which order of the round, and waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, Literal
+
+from fl_engine.backends.agents import seats
+from fl_engine.backends.agents.keeper import SAY_EVERY_S, Invited, Keeper
+from fl_engine.backends.agents.leases import why_ended
+from fl_engine.backends.agents.loans import assignment, key_under
+from fl_engine.backends.agents.open_round import OpenRound
+from fl_engine.backends.agents.post import Agent, Held, Post
+from fl_engine.backends.agents.settings import AgentsConfig
+from fl_engine.core.contracts import Algorithm
+from fl_engine.core.errors import ConfigError, FlexfleetError, Stopped
+from fl_engine.core.types import ClientFailure, ClientUpdate, Device, Outcome, RoundPlan
+from fl_engine.exchange.letters import LEASES, Leased, Loan, pause
+from fl_engine.exchange.mailbox import Mailbox
+from fl_engine.exchange.updates import KeyOf
+from fl_engine.storage.lease import BEAT_S
+from fl_engine.storage.records import round_folder
+from fl_engine.storage.store import sha256
+
+log = logging.getLogger("flexfleet")
+
+LOST: Literal["pod"] = "pod"
+"""The stage of the failure of a client whose order no device has answered."""
+NOT_GOOD = ("train", "validate")
+"""Stages of answers that may be the device's fault, so that another one is asked."""
+LOOK_S = 2.0
+"""The most seconds between two looks for answers."""
+AWAY_S = 60.0
+"""The most seconds between two looks for a beat of a device that is away."""
+REST_S, LONGEST_REST_S = 2.0, 300.0
+"""Seconds without an order after a device's first failure, doubled with each further one in a row."""
+SIGN_S = 600.0
+"""Seconds between two letters to a device that has nothing new to read: they are the coordinator's sign of life, and
+bring fresh URLs."""
+
+
+class Agents:
+    """`post`: where the devices' letters are. `mailbox` needs a key, with which answers are signed. `check` raises
+    Replaced where another coordinator has the letters now. `keeper` sees to it that devices are there; None: people
+    do."""
+
+    durable = True
+    phases: Mapping[str, float] = MappingProxyType({})
+
+    def __init__(
+        self,
+        options: AgentsConfig,
+        run_id: str,
+        fleet: Sequence[Device],
+        mailbox: Mailbox,
+        post: Post,
+        should_stop: Callable[[], bool] = lambda: False,
+        code: str | None = None,
+        check: Callable[[], None] = lambda: None,
+        keeper: Keeper | None = None,
+    ) -> None:
+        if mailbox.key is None:
+            raise ConfigError("devices sign their updates: the mailbox needs a key")
+        self._options, self._run, self._fleet = options, run_id, fleet
+        self._keeper = keeper or Invited(fleet)
+        self._mailbox, self._post = mailbox, post
+        self._should_stop, self._code = should_stop, code
+        self._check, self._checked = check, -BEAT_S
+        self._agents: dict[str, Agent] = {}
+        self._site = ""
+        self._own_data = mailbox.rules is not None and mailbox.rules.most is not None
+        self._seats: Mapping[str, int] = {}
+        """By device, the client that it is, where devices hold their own data (`seats`)."""
+
+    def run(self, algorithm: Algorithm, plan: RoundPlan) -> Iterator[Outcome]:
+        """Raises Stopped where no device takes an order for `wait_s`, and where `should_stop` says so; Replaced where
+        another coordinator has the devices."""
+        if not plan.orders:
+            return
+        names, clients = self._mailbox.put_orders(plan), [order.client for order in plan.orders]
+        now = time.monotonic()
+        r = OpenRound(plan, names, set(clients), deque(clients), moved=now, hopeful=now, said=now)
+        self._site = sha256(self._mailbox.store.get("site/run.json"))
+        self._keeper.begin(plan)
+        self._keep(r)
+        self._meet()
+        self._adopt(r)
+        while r.open_:
+            if self._should_stop():
+                raise Stopped("stopped on request: what was committed stays, resume with --resume")
+            if self._keep(r):
+                self._meet()
+            self._listen()
+            yield from self._answered(r)
+            yield from self._ended(r)
+            yield from self._absent(r)
+            self._lend(r)
+            if r.open_:
+                self._check_waiting(r)
+                time.sleep(pause(time.monotonic() - r.moved, min(LOOK_S, self._options.lease_s / 12), 0.05))
+
+    def finish(self) -> None:
+        """Tells the devices that the run is over. What it cannot tell is no failure of the run: they learn it from the
+        next one."""
+        try:
+            revoked = self._post.roster.revoked()
+            for agent in self._agents.values():
+                agent.held = None
+                self._say(agent, None, run="", site="", revoked=agent.name in revoked)
+        except FlexfleetError as error:
+            log.warning("the run is over; not all devices could be told: %s", error)
+
+    def _say(self, agent: Agent, loan: Loan | None, **said: Any) -> None:
+        self._still_mine()
+        self._post.say(agent, loan, **said)
+
+    def _still_mine(self) -> None:
+        """Raises Replaced where another coordinator has the letters. A lease that was there BEAT_S seconds ago is."""
+        if time.monotonic() - self._checked >= BEAT_S:
+            self._check()
+            self._checked = time.monotonic()
+
+    # ------------------------------------------------------------------------------------------- who is there
+    def _keep(self, r: OpenRound) -> bool:
+        self._still_mine()
+        asked, waiting = (Counter(map(self._keeper.place, clients)) for clients in (r.open_, r.waiting))
+        silent = {a.name for a in self._agents.values() if a.away and a.beat is not None and not a.is_gone}
+        return self._keeper.keep(asked, waiting, silent)
+
+    def _meet(self) -> None:
+        """Devices that were invited since; those that were revoked are told so, and forgotten."""
+        self._still_mine()
+        members = {member.name: member for member in self._post.roster.members()}
+        for name in [name for name, agent in self._agents.items() if name not in members and agent.held is None]:
+            self._say(self._agents[name], None, run="", site="", revoked=True)
+            del self._agents[name]
+        for name, member in members.items():
+            if name not in self._agents:
+                said = {"lease_s": self._options.lease_s, "revoked": False}
+                self._agents[name] = self._post.meet(member, **said)
+        self._see_revoked()
+        if self._own_data:
+            self._seats = seats.kept(self._mailbox.store, members.values(), self._fleet)
+
+    def _adopt(self, r: OpenRound) -> None:
+        """Waits for orders of this round that devices hold from an earlier coordinator, or from before a stop. A loan
+        counts only if its key is the one that this configuration of the run would lend with; the letter gets fresh URLs
+        for a device that has not begun."""
+        for agent in self._agents.values():
+            agent.held, loan = None, agent.letter.loan
+            if loan is None or agent.letter.run != self._run or agent.letter.site != self._site:
+                continue
+            told, key = loan.assignment, self._key(loan.id)
+            if (told.round, told.evaluates) != (r.plan.round, r.plan.evaluates):
+                continue
+            waiting = [client for client in told.clients if client in r.waiting]
+            clients = [client for client in waiting if told.keys[client] == key(r.plan.order_of[client]).hex()]
+            if not clients:
+                continue
+            held = self._lend_to(agent, r, clients, loan.id)
+            held.alone = len(told.clients) == 1
+            if agent.beat is not None and agent.beat.loan == loan.id:
+                held.taken, held.boots = True, {agent.beat.boot}
+            who = ", ".join(map(str, clients))
+            log.info("round %d, client %s: waiting for %s, which has its order", r.plan.round + 1, who, agent.name)
+
+    def _listen(self) -> None:
+        """Reads beats: most often those of devices that hold an order, ever more rarely those of devices that stay
+        away."""
+        self._still_mine()
+        now, every = time.monotonic(), self._options.lease_s / 12
+
+        def interval(a: Agent) -> float:
+            if a.held is not None:
+                return every
+            return pause(now - a.heard, max(AWAY_S, every), min(LOOK_S, every)) if a.away else every * 4
+
+        due = [a for a in self._agents.values() if now - a.looked >= interval(a)]
+        for agent in due:
+            self._post.hear(agent)
+        if due:
+            self._see_revoked()
+        for agent in self._agents.values():
+            if agent.held is None and not agent.away:
+                agent.away = self._keeper.lost(agent.name, agent.heard) is not None
+
+    def _see_revoked(self) -> None:
+        for name in self._post.roster.revoked() & self._agents.keys():
+            self._agents[name].revoked = True
+
+    # ------------------------------------------------------------------------------------------ lending orders
+    def _lend(self, r: OpenRound) -> None:
+        """Gives waiting orders to free devices, first to those that were heard last: as many to each as it has room
+        for, and no more than its share."""
+        now = time.monotonic()
+        there = [a for a in self._agents.values() if not a.away and not a.revoked]
+        free = [a for a in there if a.held is None and a.rests <= now]
+        waiting, takers = Counter(map(self._keeper.place, r.waiting)), Counter(a.member.tier for a in free)
+        for agent in sorted(free, key=lambda a: (a.failures, -a.heard)):
+            tier = agent.member.tier
+            share = math.ceil(waiting[tier] / takers[tier]) if tier is not None else 1
+            suited = (client for client in r.waiting if self._suits(agent, client, r, there))
+            clients = list(islice(suited, max(1, min(self._keeper.room, share))))
+            if first := [client for client in clients if client in r.alone][:1]:
+                clients = first
+            if clients:
+                self._lend_to(agent, r, clients, secrets.token_hex(8))
+            if tier is not None:
+                waiting[tier], takers[tier] = waiting[tier] - len(clients), takers[tier] - 1
+
+    def _suits(self, agent: Agent, client: int, r: OpenRound, there: Sequence[Agent]) -> bool:
+        """Where devices hold their own data, an order suits the device that is its client, and no other."""
+        if self._own_data:
+            return self._seats.get(agent.name) == client
+        return r.suits(agent, client, self._keeper.place(client), there)
+
+    def _lend_to(self, agent: Agent, r: OpenRound, clients: Sequence[int], loan: str) -> Held:
+        for client in clients:
+            r.waiting.remove(client)
+        told = assignment(
+            self._mailbox,
+            [r.plan.order_of[client] for client in clients],
+            r.names,
+            loan,
+            self._key(loan),
+            self._options,
+            self._code,
+            self._post.verb,
+            self._keeper.device(clients[0]),
+        )
+        lent = Loan(id=loan, seconds=self._options.deadline_s, assignment=told)
+        self._say(agent, lent, run=self._run, site=self._site)
+        now = time.monotonic()
+        agent.held = held = Held(loan, list(clients), len(clients) == 1, now, now)
+        return held
+
+    def _key(self, loan: str) -> KeyOf:
+        key = self._mailbox.key
+        assert key is not None
+        return key_under(key, self._site, loan)
+
+    # ------------------------------------------------------------------------------------------ how leases end
+    def _answered(self, r: OpenRound) -> Iterator[Outcome]:
+        """The answers under leases that run. Others are not looked at: their orders belong to other devices now."""
+        folder = f"{round_folder(r.plan.round, r.plan.evaluates)}{LEASES.strip('/')}/"
+        there = set(self._mailbox.store.list(folder))
+        for agent in list(self._agents.values()):
+            if (held := agent.held) is None:
+                continue
+            box = Mailbox(Leased(self._mailbox.store, held.loan), self._mailbox.rules, self._key(held.loan))
+            for client in [c for c in held.clients if f"{folder}{held.loan}/{c}.json" in there]:
+                outcome = box.receive(r.plan, client)
+                if isinstance(outcome, ClientFailure) and outcome.stage in NOT_GOOD:
+                    self._rest(agent)
+                    yield from self._lost(r, agent, [outcome], counts=True)
+                    continue
+                if isinstance(outcome, ClientUpdate):
+                    self._mailbox.put_outcome(r.plan, outcome)
+                held.clients.remove(client)
+                if not held.clients:
+                    agent.held = None
+                agent.failures, r.moved = 0, time.monotonic()
+                agent.boot = "" if agent.beat is None else agent.beat.boot
+                r.hopeful = r.moved
+                said = {
+                    "answers": agent.letter.account.answers + 1,
+                    "last": f"{self._run}, round {r.plan.round + 1}, client {client}"[:300],
+                    "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                }
+                account = agent.letter.account.model_copy(update=said)
+                agent.letter = agent.letter.model_copy(update={"account": account})  # goes with the next letter
+                r.open_.discard(client)
+                yield outcome
+
+    def _ended(self, r: OpenRound) -> Iterator[Outcome]:
+        """Takes orders back from devices that are gone, hang or have failed; gives the failures of clients whose
+        orders were taken back too often."""
+        for agent in list(self._agents.values()):
+            held = agent.held
+            if held is not None and (ended := self._why_ended(agent, held, r)) is not None:
+                why, failed = ended
+                if failed:
+                    self._rest(agent)
+                if failed and not held.alone:  # one of them may have taken the others with it
+                    r.alone.update(held.clients)
+                failures = [ClientFailure(r.plan.round, client, LOST, why) for client in held.clients]
+                yield from self._lost(r, agent, failures, counts=failed and held.alone)
+            elif agent.revoked:
+                self._say(agent, None, run="", site="", revoked=True)
+            elif held is None and agent.begins_again:  # was killed after it had answered, and does not know it
+                self._say(agent, None)
+            elif time.monotonic() - agent.written > SIGN_S:
+                self._say(agent, agent.letter.loan)
+            if agent.revoked:
+                del self._agents[agent.name]
+
+    def _can_go_on(self, r: OpenRound) -> bool:
+        """Whether the round does without the clients that are missing: no other device has their data, and some have
+        answered."""
+        return self._own_data and (r.plan.adopted > 0 or len(r.open_) < len(r.plan.orders))
+
+    def _absent(self, r: OpenRound) -> Iterator[ClientFailure]:
+        """Gives up clients whose own devices stay away, where nothing has moved for `wait_s`."""
+        if not self._can_go_on(r) or time.monotonic() - r.hopeful <= self._options.wait_s:
+            return
+        while r.waiting:
+            client = r.waiting.popleft()
+            r.open_.discard(client)
+            why = f"the device that holds its data has not taken the order for {self._options.wait_s:g} s"
+            yield ClientFailure(r.plan.round, client, LOST, f"{why} (agents.wait_s)")
+
+    def _why_ended(self, agent: Agent, held: Held, r: OpenRound) -> tuple[str, bool] | None:
+        return why_ended(agent, held, r, self._options, self._post, self._keeper)
+
+    @staticmethod
+    def _rest(agent: Agent) -> None:
+        """The device has failed."""
+        agent.failures += 1
+        agent.rests = time.monotonic() + min(LONGEST_REST_S, REST_S * 2 ** min(agent.failures - 1, 20))
+
+    def _lost(
+        self, r: OpenRound, agent: Agent, failures: Sequence[ClientFailure], counts: bool
+    ) -> Iterator[ClientFailure]:
+        """The device had no good answers: others get these orders. `counts`: they have failed with it, and are their
+        clients' failures once their attempts are used up."""
+        held = agent.held
+        assert held is not None
+        for failure in failures:
+            held.clients.remove(failure.client)
+            if counts:
+                r.tried[failure.client].add(agent.name)
+                r.lost[failure.client] += 1
+        account = agent.letter.account.model_copy(update={"lost": agent.letter.account.lost + len(failures)})
+        if held.clients:  # goes on with them
+            agent.letter = agent.letter.model_copy(update={"account": account})
+        else:
+            agent.held = None
+            self._say(agent, None, account=account, revoked=agent.revoked)
+        again = [failure for failure in failures if r.lost[failure.client] < self._options.attempts]
+        if again:
+            who = ", ".join(str(failure.client) for failure in again)
+            log.warning("round %d, client %s: %s; asking again", r.plan.round + 1, who, again[0].reason)
+            r.waiting.extendleft(failure.client for failure in reversed(again))
+        for failure in failures:
+            if failure not in again:
+                r.open_.discard(failure.client)
+                yield failure
+
+    def _check_waiting(self, r: OpenRound) -> None:
+        """Says what the round waits for; raises Stopped where it waits in vain."""
+        now = time.monotonic()
+        if any(a.held is not None and a.held.taken for a in self._agents.values()):
+            r.hopeful = now
+        waited, places = now - max(r.hopeful, self._keeper.moved), sorted({*map(self._keeper.place, r.waiting)})
+        if waited > self._options.wait_s and not self._can_go_on(r):
+            raise Stopped(
+                f"round {r.plan.round + 1}: no device has taken an order for {waited:.0f} s; "
+                f"{len(r.open_)} of {len(r.plan.orders)} clients have not answered. "
+                f"{self._keeper.advice(sorted(self._agents), places)}, then go on with --resume"
+            )
+        if r.waiting and now - r.said > SAY_EVERY_S:
+            r.said = now
+            there = sum(not agent.away for agent in self._agents.values())
+            log.info(
+                "round %d: %d orders wait for a device of tier %s; %d of %d devices are there",
+                r.plan.round + 1, len(r.waiting), " or ".join(places), there, len(self._agents),
+            )  # fmt: skip

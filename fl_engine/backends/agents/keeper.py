@@ -1,0 +1,84 @@
+"""Who sees to it that devices are there: their owners, whom somebody has invited, or a backend that starts them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from fl_engine.core.types import Device, RoundPlan
+
+SAY_EVERY_S = 30.0
+
+
+class Lost(NamedTuple):
+    """Why a device cannot answer any more, as somebody else knows."""
+
+    reason: str
+    counts: bool
+    """Whether its order has failed with it; else the device was taken away, whatever the order did."""
+
+
+class Keeper(Protocol):
+    """`place`: the kind of device that may have a client's order; devices (`Member.tier`) are of one kind or of any."""
+
+    moved: float
+    """When a device was last on its way, on the clock of `time.monotonic`; -inf: nobody knows."""
+    room: int
+    """How many orders a device may hold at once."""
+    drains: bool
+    """Devices that end and say so were taken away, however often; else their second end counts against the order."""
+
+    def place(self, client: int) -> str: ...
+
+    def device(self, client: int) -> str:
+        """The torch device that trains a client's order."""
+
+    def begin(self, plan: RoundPlan) -> None:
+        """A round begins."""
+
+    def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Collection[str]) -> bool:
+        """Looks after the devices; whether others are there now. `asked`: by place, the orders without an answer;
+        `unheld`: those of them that no device holds; `silent`: devices that were there and say nothing more, though
+        nobody has ended them. Called all the time while a round is open. Raises Stopped where no device can come."""
+
+    def lost(self, name: str, heard: float) -> Lost | None:
+        """What is known of a device that was heard of last at `heard`; None: nothing, or nothing since."""
+
+    def advice(self, names: Sequence[str], places: Sequence[str]) -> str:
+        """What to do where devices of these places are waited for in vain; `names`: those that are known."""
+
+
+class Invited:
+    """Devices that people start where they are: each is one client."""
+
+    moved, room, drains = -math.inf, 1, False
+
+    def __init__(self, fleet: Sequence[Device]) -> None:
+        self._fleet, self._met = fleet, 0.0
+
+    def place(self, client: int) -> str:
+        return self._fleet[client].tier
+
+    def device(self, client: int) -> str:
+        return "cpu"
+
+    def begin(self, plan: RoundPlan) -> None:
+        self._met = time.monotonic()
+
+    def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Collection[str]) -> bool:
+        """While orders wait, others may have been invited."""
+        if not any(unheld.values()) or time.monotonic() - self._met <= SAY_EVERY_S:
+            return False
+        self._met = time.monotonic()
+        return True
+
+    def lost(self, name: str, heard: float) -> Lost | None:
+        return None
+
+    def advice(self, names: Sequence[str], places: Sequence[str]) -> str:
+        return (
+            f"Invited are {', '.join(names) or 'none'}: start `flexfleet agent` on them, or invite others "
+            f"(flexfleet invite --tier {places[0] if places else 'TIER'}), or raise agents.wait_s"
+        )

@@ -1,0 +1,45 @@
+"""When the lease of an order ends without an answer."""
+
+from __future__ import annotations
+
+from fl_engine.backends.agents.keeper import Keeper
+from fl_engine.backends.agents.open_round import OpenRound
+from fl_engine.backends.agents.post import Agent, Held, Post
+from fl_engine.backends.agents.settings import AgentsConfig
+from fl_engine.core.errors import printable
+
+STARTS = 2
+"""How often a device's process may begin the same order: one that is killed again and again for its memory would begin
+it until the deadline."""
+
+
+def why_ended(
+    agent: Agent, held: Held, r: OpenRound, options: AgentsConfig, post: Post, keeper: Keeper
+) -> tuple[str, bool] | None:
+    """Why the device's lease is over, and whether that is a failure, not just a device that was taken away; None: it
+    runs. Measured up to when the device's beat was last asked for: whoever waits for outcomes may have been at
+    something else since."""
+    if agent.revoked:
+        return f"{agent.name} was revoked", False
+    if agent.beat is not None and agent.beat.loan == held.loan and agent.beat.state == "failed":
+        return f"{agent.name} could not carry out the order: {printable(agent.beat.said)}", True
+    if agent.is_gone and held.taken:
+        post.hear(agent)  # it may be back
+        if agent.is_gone:
+            before = {(agent.name, client) for client in held.clients}
+            again = not r.gone.isdisjoint(before)
+            r.gone |= before
+            return f"{agent.name} was ended", again and not keeper.drains
+    lost = keeper.lost(agent.name, max(agent.heard, held.since))
+    if lost is not None:
+        agent.away = True
+        return f"{agent.name} is lost: {lost.reason}", lost.counts and held.taken
+    if len(held.boots) > STARTS:
+        return f"{agent.name} has begun {len(held.boots)} times: something kills it", True
+    if agent.looked - held.since > options.deadline_s:
+        return f"{agent.name} has not answered after {options.deadline_s} s", held.taken
+    silent = agent.looked - held.heard
+    if silent > options.lease_s:
+        agent.away = True
+        return f"{agent.name} is silent for {silent:.0f} s", held.taken
+    return None

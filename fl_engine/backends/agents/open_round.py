@@ -1,0 +1,44 @@
+"""Where a round stands whose orders are lent to devices."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fl_engine.backends.agents.post import Agent
+from fl_engine.core.types import RoundPlan
+
+
+@dataclass
+class OpenRound:
+    plan: RoundPlan
+    names: Mapping[int, list[str]]
+    """By client, the keys of its order in the store."""
+    open_: set[int]
+    waiting: deque[int]
+    """Clients whose order no device holds."""
+    moved: float
+    """When a device last answered an order."""
+    hopeful: float
+    """When a device was last at work."""
+    lost: Counter[int] = field(default_factory=Counter)
+    """By client: how often its order has failed."""
+    tried: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """By client, the devices that failed its order: they get it again only where no other device is there."""
+    alone: set[int] = field(default_factory=set)
+    """Clients whose order was lost together with others: it is lent by itself from then on."""
+    gone: set[tuple[str, int]] = field(default_factory=set)
+    """Devices and clients: the device was ended once while it held the client's order."""
+    said: float = -math.inf
+    """When it was last said what the round waits for."""
+
+    def suits(self, agent: Agent, client: int, tier: str, there: Iterable[Agent]) -> bool:
+        """Whether the device may have the order of a client of this tier (`Keeper.place`): one that failed it only
+        where all the devices that are `there` did."""
+        tried = self.tried[client]
+        if agent.member.tier not in (None, tier):
+            return False
+        others = (a for a in there if a.name not in tried and a.member.tier in (None, tier))
+        return agent.name not in tried or next(others, None) is None

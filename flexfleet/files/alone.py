@@ -1,0 +1,46 @@
+"""One process at a time in a folder."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TextIO
+
+from fl_engine.core.errors import ConfigError
+from fl_engine.core.system import of_posix
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Keeps a second process from writing the same folder. The lock ends with the process, however that ends. Raises
+    EnvironmentFailure on Windows, which has no such lock."""
+    fcntl = of_posix("fcntl")
+    out.mkdir(parents=True, exist_ok=True)
+    with _lock_file(out / ".lock") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read(200).strip() or "another process"
+            raise ConfigError(f"{out} is being run by {holder}: wait for it, or stop it first") from None
+        lock.truncate(0)
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        print(f"another process: {os.getpid()} on {socket.gethostname()} (since {now})", file=lock, flush=True)
+        yield
+
+
+def _lock_file(path: Path) -> TextIO:
+    """Opens the file, or makes it. Follows no link: the file behind it belongs to somebody else and would be
+    emptied."""
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        told = f"{path} is a link to {os.readlink(path)}, a file is expected: see who made it, and delete it"
+        raise ConfigError(told) from error
+    return os.fdopen(opened, "a+", errors="replace")

@@ -1,0 +1,224 @@
+"""A device that stays: waits for orders, carries out what it is lent, and answers (`fl_engine.exchange.letters`).
+
+What it has to remember is in its folder: its key and URLs, which change, and what it did last. So it may be killed at
+any time, and started again by the same command. The main thread trains; another one beats and reads letters meanwhile.
+When that one reads that the order is not this device's any more, or the order has taken too long, it starts the whole
+process anew (`exec`), which no order that hangs can prevent. After `recycle` orders the process starts anew as well, so
+that its memory stays what it was.
+
+Exit codes: 0: the server was silent for too long, or --once: one order was answered; 42: the device was revoked, or
+cannot take part; 143: SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from fl_engine.core.contracts import Algorithm
+from fl_engine.core.errors import (
+    ClientError,
+    EnvironmentFailure,
+    FlexfleetError,
+    IntegrityError,
+)
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.letters import (
+    MOST_S,
+    Leased,
+    Letter,
+    Loan,
+    pause,
+    safe,
+)
+from fl_engine.storage.store import FolderStore, Store
+from flexfleet.files import agent_options
+from flexfleet.files import terminal as common
+from flexfleet.files.alone import alone
+from flexfleet.steps.agent_line import BEATS, Line, known_of
+from flexfleet.steps.answer import carry_out_all, prepared
+
+log = logging.getLogger("flexfleet")
+
+IDLE_BEAT_S = 10.0, 600.0
+"""The least and the most seconds between two beats of an idle device."""
+
+
+class Working:
+    """While the main thread carries out a loan's orders: beats, reads letters, starts anew where the loan is over."""
+
+    def __init__(self, line: Line, letter: Letter, loan: Loan, restart: Callable[[str], NoReturn]) -> None:
+        self._line, self._every, self._loan, self._restart = line, letter.lease_s / BEATS, loan, restart
+        self._until = time.monotonic() + loan.seconds
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="beats")
+
+    def __enter__(self) -> None:
+        self._line.loan = self._loan.id
+        self._line.beat("working")
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:  # not while it starts the process anew
+            self._over.set()
+
+    def _serve(self) -> None:
+        while not self._over.wait(self._every):
+            try:
+                self._look()
+            except Exception:  # without this thread nobody would end an order that hangs
+                log.exception("no look for a letter; the next one follows")
+
+    def _look(self) -> None:
+        if why := self._ended():
+            with self._lock:
+                if not self._over.is_set():
+                    self._line.remember(done=self._loan.id)
+                    self._restart(why)
+
+    def _ended(self) -> str | None:
+        if time.monotonic() > self._until:  # first: the beat may take a while
+            return f"the order has taken more than {self._loan.seconds:.0f} s"
+        self._line.beat("working", over=self._over)
+        try:
+            letter = self._line.read()
+        except ClientError as error:
+            return str(error)
+        except FlexfleetError as error:
+            log.warning("no letter: %s", error)
+            return None
+        if letter.loan is not None and letter.loan.id == self._loan.id:
+            return None
+        return "the order is another device's now, or is not needed any more"
+
+
+def serve(line: Line, silence_s: float, recycle: int, once: bool, restart: Callable[[str], NoReturn]) -> None:
+    """Carries out orders until the server has been silent for `silence_s`: no letter is new, and its lease, where
+    letters say where that is, does not change. Raises ClientError where the device was revoked."""
+    site: tuple[str, Algorithm, Site] | None = None
+    began = heard = time.monotonic()
+    carried, told, about = 0, -1, None
+    failed = ""
+    """The loan whose failure the coordinator may not have read: as long as letters name it, no other beat covers it."""
+    shown: bytes | None = None
+    beaten = -math.inf
+    while True:
+        try:
+            letter = line.read()
+        except (EnvironmentFailure, IntegrityError) as error:
+            log.warning("no letter: %s", error)
+            letter = None
+        now = time.monotonic()
+        loan = None
+        if letter is not None:
+            if letter.number != told:
+                told, heard = letter.number, now
+            if about != (about := _about(letter)):
+                beaten = -math.inf
+            loan = letter.loan if letter.loan is not None and letter.loan.id != line.known.done else None
+        if loan is not None and letter is not None:
+            with Working(line, letter, loan, restart):
+                site, wrong = _carry_out(line, letter, loan, site)
+            failed = loan.id if wrong is not None else ""
+            if wrong is not None:
+                line.failed(wrong)
+            line.loan = None
+            carried += len(loan.assignment.clients)
+            if once:
+                return
+            if carried >= recycle:
+                restart(f"{carried} orders are answered")
+            began = beaten = heard = time.monotonic()  # the order was no silence, however long it took
+            continue
+        if now - heard > silence_s / 2 and (sign := line.sign()) not in (None, shown):
+            heard = heard if shown is None else now  # the first one shows no change
+            shown = sign
+        if now - heard > silence_s:
+            log.info("the server is silent for %.0f s", now - heard)
+            return
+        idle = now - began
+        if letter is not None and (letter.loan is None or letter.loan.id != failed):
+            failed = ""
+        if not failed and now - beaten >= min(max(IDLE_BEAT_S[0], idle), IDLE_BEAT_S[1]):
+            beaten = now
+            line.beat("idle")
+        time.sleep(pause(idle, min(MOST_S, line.lease_s / 2)))
+
+
+def _about(letter: Letter) -> tuple[object, ...]:
+    """What a letter says that the coordinator waits for a sign of: one that only renews URLs says the same."""
+    return letter.generation, letter.run, letter.site, letter.loan and letter.loan.id, letter.account.lost
+
+
+def _carry_out(
+    line: Line, letter: Letter, loan: Loan, site: tuple[str, Algorithm, Site] | None
+) -> tuple[tuple[str, Algorithm, Site] | None, str | None]:
+    """Answers a loan's orders; gives what the next ones of this run need too, and why not all have an answer."""
+    told, started = loan.assignment, time.monotonic()
+    about = f"{letter.run}, round {told.round + 1}, client {', '.join(map(str, told.clients))}"
+    try:
+        for url in (*told.reads.values(), *(upload.url for upload in told.writes.values())):
+            safe(url, line.known.plain)
+        store: Store = Leased(told.open(), loan.id) if told.store else told.open()
+        if site is None or site[0] != letter.site:
+            site = None  # before the next one is loaded
+            site = (letter.site, *prepared(told, store))
+        carry_out_all(told, store, site[1], site[2])
+    except (FlexfleetError, OSError, MemoryError) as error:
+        said = f"{type(error).__name__}: {error}"
+        log.warning("%s: %s", about, said)
+        line.remember(done=loan.id)
+        return site, said
+    except Exception as error:  # a bug, of ours or in the run's own code: the device stays
+        log.exception("%s", about)
+        line.remember(done=loan.id)
+        return None, f"{type(error).__name__}: {error}"
+    log.info("%s: answered after %.1f s", about, time.monotonic() - started)
+    line.remember(done=loan.id, orders=line.known.orders + len(told.clients))
+    return site, None
+
+
+def run(args: argparse.Namespace) -> int:
+    """`flexfleet agent`."""
+    known, folder = known_of(args.invite, args.folder)
+
+    def restart(why: str) -> NoReturn:
+        log.info("starting anew: %s", why)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "flexfleet.steps.agent", *agent_options.again(args)])
+
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with alone(folder):
+        line = Line(FolderStore(folder, 0o600), known)
+        line.remember()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        log.info("%s waits for orders; it remembers in %s", line.known.name, folder)
+        try:
+            serve(line, args.silence, args.recycle, args.once, restart)
+        except ClientError:
+            line.forget()
+            raise
+        finally:  # also on SIGTERM and Ctrl-C: the order goes to another device at once
+            line.beat("gone")
+            log.info("%d requests to the store since the start", line.requests)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    agent_options.add(p)
+    return run(p.parse_args(argv))
+
+
+if __name__ == "__main__":
+    common.run_main(main)

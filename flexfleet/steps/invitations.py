@@ -1,0 +1,120 @@
+"""Devices that are invited: where their letters and keys are, and who they are."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from fl_engine.backends.agents.post import Post
+from fl_engine.backends.agents.roster import Roster
+from fl_engine.core.errors import ConfigError, nearest, printable
+from fl_engine.storage import probe
+from fl_engine.storage.places import open_store
+from fl_engine.storage.s3 import S3Store
+from fl_engine.storage.store import FolderStore, Store
+from flexfleet.config import Config
+from flexfleet.steps import keys
+
+log = logging.getLogger("flexfleet")
+
+LETTERS, ROSTER = ".agents", ".invited"
+"""No run can have such a name."""
+MOST = 1000
+"""Devices that one command invites."""
+
+
+def post_of(config: Config) -> Post:
+    """Raises EnvironmentFailure where the S3 server does not hold devices to what is signed for them."""
+    home = _home(config)
+    if isinstance(home, FolderStore):
+        home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        home.root.chmod(0o700)
+    verb = probe.upload_verb(home) if isinstance(home, S3Store) else None
+    return Post(home, roster_of(config), verb, config.agents.endpoint)
+
+
+def _home(config: Config, hasty: bool = False) -> Store:
+    """`hasty`: does not wait long for a server that does not answer."""
+    if config.run.remote is None:
+        return FolderStore(Path(config.run.store).resolve() / LETTERS)
+    return open_store(f"{config.run.remote.rstrip('/')}/{LETTERS}", hasty)
+
+
+def roster_of(config: Config) -> Roster:
+    store = keys.shared_place(config, ROSTER)
+    if isinstance(store, FolderStore):
+        store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        store.root.chmod(0o700)
+    return Roster(store)
+
+
+def invite(config: Config, tier: str | None, count: int, out: Path) -> list[Path]:
+    """Writes an invitation for each of so many devices into the folder `out`. Raises ConfigError for a tier that the
+    fleet does not have, and for a file that is there already."""
+    tiers = [each.name for each in config.fleet.tiers]
+    if tier is not None and tier not in tiers:
+        raise ConfigError(f"--tier {tier!r} is no tier of the fleet{nearest(tier, tiers)}")
+    if not 1 <= count <= MOST:
+        raise ConfigError(f"--count says how many devices to invite, 1 to {MOST}; got {count}")
+    post, written = post_of(config), list[Path]()
+    if config.run.remote is not None and config.run.secrets is None:
+        log.warning(
+            "run.secrets is not set: the devices' keys are on this machine alone, in %s; a coordinator elsewhere does "
+            "not know these devices",
+            keys.shared_place(config, ROSTER).uri(),
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    for _ in range(count):
+        invitation = post.invite("device" if tier is None else _plain(tier), tier)
+        path = out / f"{invitation.name}.json"
+        try:
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            post.revoke(invitation.name)
+            raise ConfigError(f"{path} is there already: name another folder by --out") from None
+        with os.fdopen(opened, "w") as file:
+            file.write(invitation.model_dump_json(indent=1) + "\n")
+        written.append(path)
+    return written
+
+
+def revoke(config: Config, name: str) -> None:
+    """Raises ConfigError where it is not invited."""
+    post_of(config).revoke(name)
+
+
+def _plain(tier: str) -> str:
+    """A tier's name as a part of devices' names."""
+    return "".join(c if c.isascii() and c.isalnum() else "-" for c in tier.lower()).strip("-")[:40] or "device"
+
+
+def told(config: Config) -> list[dict[str, Any]]:
+    """The invited devices: `state` as they said last, `answers` as the coordinator counts them. `seen` is by the
+    device's own clock. Raises EnvironmentFailure soon where the store does not answer."""
+    roster = keys.shared_place(config, ROSTER, hasty=True)
+    if isinstance(roster, FolderStore) and not roster.root.is_dir():
+        return []
+    post, rows = Post(_home(config, hasty=True), Roster(roster)), []
+    for member in post.roster.members():
+        letter, beat = post.last(member), post.beat(member)
+        seen = None if beat is None else datetime.fromtimestamp(min(beat.at, time.time()), timezone.utc)
+        rows.append(
+            {
+                "name": member.name,
+                "tier": member.tier,
+                "state": "never seen" if beat is None else beat.state,
+                "seen": None if seen is None else seen.isoformat(timespec="seconds"),
+                "run": letter.run if letter is not None and letter.run else None,
+                "answers": letter.account.answers if letter is not None else 0,
+                "lost": letter.account.lost if letter is not None else 0,
+                "last": letter.account.last if letter is not None and letter.account.last else None,
+                "version": None if beat is None else printable(beat.version),
+                "said": None if beat is None or not beat.said else printable(beat.said),
+                "requests": None if beat is None else beat.requests,
+            }
+        )
+    return rows

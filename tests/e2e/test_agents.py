@@ -1,0 +1,279 @@
+"""Real devices' processes, killed, hung and cut off in the middle of an order: the model is that of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import boto3.session
+import pytest
+from moto.server import ThreadedMotoServer
+
+from fl_engine.exchange.letters import Beat, Invitation, Letter
+from fl_engine.storage.store import FolderStore, Store
+
+SLOW = ("--faults", "slow=1x30")
+"""Each client really sleeps for a while after it has trained, so that an order can be met half-way."""
+LEASE = ("agents.lease_s=3", "agents.attempts=100", "rounds.stop=3")
+PATIENCE_S = 120.0
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < end, f"{what} did not happen within {PATIENCE_S:.0f} s"
+        time.sleep(0.01)
+    return found
+
+
+@dataclass
+class Scene:
+    """A run's folder and its devices."""
+
+    nursery: Any
+    cwd: Path
+    sets: list[str]
+    letters: Store
+    env: dict[str, str] = field(default_factory=dict)
+    devices: dict[str, Any] = field(default_factory=dict)
+    others: list[Any] = field(default_factory=list)
+
+    def flexfleet(self, *argv: str, sets: Sequence[str] = ()) -> Any:
+        child = self.nursery.start("flexfleet", *argv, cwd=self.cwd, sets=sets, env=self.env)
+        self.others.append(child)
+        return child
+
+    def invite(self, *argv: str) -> list[Path]:
+        done = self.flexfleet("invite", "--json", *argv, sets=self.sets).wait(PATIENCE_S)
+        assert done.code == 0, done.err
+        return [self.cwd / name for name in done.json["invitations"]]
+
+    def agent(self, invitation: Path, *argv: str) -> Any:
+        name = Invitation.of(invitation.read_bytes(), "").name
+        given = ("agent", "--invite", str(invitation), "--folder", str(self.cwd / f"device-{name}"), *argv)
+        # A device has no credentials, whatever the server has.
+        gone = {variable: "" for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL")}
+        self.devices[name] = self.nursery.start("flexfleet", *given, cwd=self.cwd, env=gone)
+        return self.devices[name]
+
+    def run(self, *argv: str) -> Any:
+        sets = [*self.sets, *LEASE, "run.backend=agents"]
+        return self.flexfleet("run", "-v", "--json", "--run-id", "a", *SLOW, *argv, sets=sets)
+
+    def expected(self) -> str:
+        done = self.flexfleet("run", "--json", "--run-id", "one", *SLOW, sets=[*self.sets, *LEASE]).wait(PATIENCE_S)
+        assert done.code == 0, done.err
+        return str(done.json["model_sha256"])
+
+    def letter(self, name: str) -> Letter:
+        return Letter.model_validate_json(self.letters.get(f"{name}/letter.json"))
+
+    def at_work(self) -> str | None:
+        """A device that is in the middle of an order."""
+        for name in self.devices:
+            with suppress(Exception):
+                beat = Beat.model_validate_json(self.letters.get(f"{name}/beat.json"))
+                loan = self.letter(name).loan
+                if beat.state == "working" and loan is not None and beat.loan == loan.id:
+                    return name
+        return None
+
+    def close(self) -> None:
+        for child in (*self.devices.values(), *self.others):
+            child.send(signal.SIGCONT)
+            child.kill()
+            child.wait()
+
+
+@pytest.fixture
+def scene(nursery: Any, quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    found = Scene(nursery, tmp_path, list(quick), FolderStore(tmp_path / "runs" / ".agents"))
+    with closing(found):
+        yield found
+
+
+def finished(run: Any) -> dict[str, Any]:
+    done = run.wait(PATIENCE_S)
+    assert done.code == 0, done.err
+    return dict(done.json)
+
+
+def test_devices_that_are_killed_and_hung_give_the_bits_of_one_process(scene: Scene) -> None:
+    expected = scene.expected()
+    for invitation in scene.invite("--count", "3"):
+        scene.agent(invitation)
+    run = scene.run()
+    killed = until(scene.at_work, "an order at work")
+    scene.devices.pop(killed).kill()
+    hung = until(scene.at_work, "another order at work")
+    before = scene.letter(hung).loan
+    assert before is not None
+    scene.devices[hung].send(signal.SIGSTOP)
+    until(lambda: f"{hung} is silent for" in run.err, "the end of the hung device's lease")
+    scene.devices[hung].send(signal.SIGCONT)  # its late answer goes to a place that nobody looks at
+    assert finished(run)["model_sha256"] == expected
+    assert f"{killed} is silent for" in run.err
+    left = [p for p in (scene.cwd / "runs" / "a" / "rounds").rglob("*") if p.is_file() and before.id in p.parts]
+    assert not left or {p.parent.name for p in left} == {before.id}, "the late answer replaced nothing"
+
+
+def test_a_coordinator_that_is_killed_finds_its_orders_with_the_devices(scene: Scene) -> None:
+    expected = scene.expected()
+    for invitation in scene.invite("--count", "2"):
+        scene.agent(invitation)
+    run = scene.run()
+    until(scene.at_work, "an order at work")
+    run.kill()
+    run.wait()
+    again = scene.run("--resume")
+    assert finished(again)["model_sha256"] == expected
+    assert "which has its order" in again.err
+
+
+def test_a_device_that_is_revoked_ends_and_the_run_goes_on_with_the_others(scene: Scene) -> None:
+    expected = scene.expected()
+    for invitation in scene.invite("--count", "2"):
+        scene.agent(invitation)
+    run = scene.run()
+    revoked = until(scene.at_work, "an order at work")
+    done = scene.flexfleet("invite", "--revoke", revoked, sets=scene.sets).wait(PATIENCE_S)
+    assert done.code == 0, done.err
+    assert finished(run)["model_sha256"] == expected
+    ended = scene.devices.pop(revoked).wait(PATIENCE_S)
+    assert ended.code == 42 and "was revoked" in ended.err
+    told = scene.flexfleet("status", "--json", sets=scene.sets).wait(PATIENCE_S).json["agents"]
+    (other,) = told
+    assert other["name"] in scene.devices and other["answers"] >= 1 and other["last"].startswith("a, round ")
+
+
+def test_a_device_that_is_ended_is_back_at_work_when_it_is_started_again(scene: Scene) -> None:
+    """The only one, so that the run has to wait for it. SIGTERM gives the order back at once."""
+    (invitation,) = scene.invite("--tier", "weak")
+    sets = ["fleet.tiers=[{name: weak, share: 1.0, memory: 100.0, sigma: [0.0]}]"]
+    scene.sets += sets
+    expected = scene.expected()
+    scene.agent(invitation)
+    run = scene.run()
+    name = until(scene.at_work, "an order at work")
+    scene.devices[name].send(signal.SIGTERM)
+    assert scene.devices.pop(name).wait(PATIENCE_S).code == 143
+    until(lambda: f"{name} was ended" in run.err, "the order's return")
+    scene.agent(invitation, "--recycle", "2")  # its process starts anew after two orders
+    assert finished(run)["model_sha256"] == expected
+
+
+# ------------------------------------------------------------------------------------------- over the network
+class Way:
+    """What devices call the server: a port that passes everything on, except for processes that are cut off."""
+
+    def __init__(self, to: tuple[str, int]) -> None:
+        self._to, self.cut = to, set[int]()
+        self._open: dict[int, list[socket.socket]] = {}
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
+        self.pids: Callable[[], list[int]] = list
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def cut_off(self, pid: int) -> None:
+        self.cut.add(pid)
+        for connection in self._open.pop(pid, []):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                here, address = self._server.accept()
+            except OSError:
+                return
+            pid = self._owner(address[1])
+            if pid in self.cut:
+                here.close()
+                continue
+            there = socket.create_connection(self._to)
+            self._open.setdefault(pid, []).extend((here, there))
+            for a, b in ((here, there), (there, here)):
+                threading.Thread(target=self._pass, args=(a, b), daemon=True).start()
+
+    def _owner(self, port: int) -> int:
+        """The device's process that has called from this port."""
+        for line in Path("/proc/net/tcp").read_text().splitlines():
+            parts = line.split()
+            if parts[1] == f"0100007F:{port:04X}":
+                for pid in self.pids():
+                    with suppress(OSError):
+                        for each in Path(f"/proc/{pid}/fd").iterdir():
+                            if os.readlink(each) == f"socket:[{parts[9]}]":
+                                return pid
+        return 0
+
+    @staticmethod
+    def _pass(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(2**16):
+                target.sendall(data)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@pytest.fixture
+def bucket() -> Iterator[tuple[Any, tuple[str, int], dict[str, str]]]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    env = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "FLEXFLEET_S3_UNCHECKED": "1", **keys}
+    s3 = boto3.session.Session("k", "s", region_name="us-east-1").client("s3", endpoint_url=env["AWS_ENDPOINT_URL"])
+    s3.create_bucket(Bucket="runs")
+    try:
+        yield s3, (host, port), env
+    finally:
+        server.stop()
+
+
+def test_a_device_that_is_cut_off_half_way_through_an_order(
+    nursery: Any, quick: Sequence[str], tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By URLs alone; the device finishes what nobody hears of, another one answers, and the bits are the same."""
+    from fl_engine.storage.s3 import S3Store
+
+    s3, address, env = bucket
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with ExitStack() as opened:
+        way = opened.enter_context(closing(Way(address)))
+        sets = [*quick, "run.remote=s3://runs/here", f"agents.endpoint={way.url}"]
+        letters = S3Store("s3://runs/here/.agents")
+        scene = opened.enter_context(closing(Scene(nursery, tmp_path, sets, letters, env)))
+        way.pids = lambda: [child.pid for child in scene.devices.values()]
+        files = scene.invite("--count", "2")
+        for file in files:
+            text = file.read_text()
+            told = json.loads(text)
+            assert told["folder"] is None and told["letter"].startswith(way.url), "URLs alone"
+            assert "AWS_SECRET" not in text and '"s"' not in text
+            assert file.stat().st_mode & 0o777 == 0o600
+            scene.agent(file)
+        scene.sets = [each for each in sets if not each.startswith("run.remote")]
+        expected = scene.expected()
+        scene.sets = sets
+        run = scene.run()
+        name = until(scene.at_work, "an order at work")
+        way.cut_off(scene.devices[name].pid)
+        until(lambda: f"{name} is silent for" in run.err, "the end of the lease")
+        assert finished(run)["model_sha256"] == expected
+        keys = [item["Key"] for item in s3.list_objects_v2(Bucket="runs", Prefix="here/")["Contents"]]
+        assert not [key for key in keys if "/updates/" in key or key.endswith("secret/key")]

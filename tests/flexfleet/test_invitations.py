@@ -1,0 +1,63 @@
+"""Invitations and the list of who is there, as the server's commands give them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_engine.core.errors import ConfigError, EnvironmentFailure
+from flexfleet.cli import dispatch as main
+from flexfleet.config import parse
+from flexfleet.steps import invitations
+
+
+def sets(tmp_path: Path, *more: str) -> list[str]:
+    return [part for each in (f"run.store={tmp_path / 'runs'}", *more) for part in ("--set", each)]
+
+
+def test_folders_with_keys_are_the_owner_s_alone(tmp_path: Path) -> None:
+    main(["invite", "--out", str(tmp_path / "out"), *sets(tmp_path)])
+    for folder in (".agents", ".invited"):
+        assert stat.S_IMODE((tmp_path / "runs" / folder).stat().st_mode) == 0o700
+
+
+def test_status_lists_runs_whatever_becomes_of_the_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
+) -> None:
+    def refused(*_: Any) -> None:
+        raise EnvironmentFailure("no access")
+
+    monkeypatch.setattr(invitations, "told", refused)
+    assert main(["status", *sets(tmp_path)]) == 0
+    assert "holds no run yet" in capsys.readouterr().out
+    assert "which devices are invited cannot be said: no access" in caplog.text
+    assert main(["status", "--json", *sets(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"runs": []}
+
+
+def test_status_does_not_wait_for_a_server_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """One that takes the connection and says nothing."""
+    main(["invite", "--out", str(tmp_path / "out"), *sets(tmp_path)])
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "k")
+    monkeypatch.setattr("fl_engine.storage.s3.HASTY_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        started = time.monotonic()
+        assert main(["status", *sets(tmp_path, "run.remote=s3://runs/x")]) == 0
+    assert time.monotonic() - started < 10
+    assert "which devices are invited cannot be said" in caplog.text
+
+
+def test_devices_train_on_their_processor_and_a_configuration_says_nothing_else() -> None:
+    assert parse({"run": {"backend": "agents", "devices": ["cpu", "cpu"]}}).run.apart
+    with pytest.raises(ConfigError, match=r"run\.devices = \['cuda:0'\] cannot be with run\.backend=agents"):
+        parse({"run": {"backend": "agents", "devices": ["cuda:0"]}})

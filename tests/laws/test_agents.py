@@ -1,0 +1,304 @@
+"""How orders that are lent end: with played devices (`harness.devices`), one of which has a fault."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fl_engine.backends import BACKENDS, Surroundings
+from fl_engine.backends.agents.backend import Agents
+from fl_engine.backends.agents.keeper import Invited
+from fl_engine.core.errors import EnvironmentFailure, Replaced, Stopped
+from fl_engine.core.types import ClientFailure, ClientUpdate, RoundPlan
+from fl_engine.exchange.client import Site
+from fl_engine.exchange.letters import Leased, Loan
+from fl_engine.exchange.mailbox import Mailbox
+from tests.harness.devices import Played, Scene
+
+
+@pytest.fixture
+def scene_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
+    return lambda clients=1, **options: Scene(monkeypatch, clients, **options)
+
+
+def account(scene: Scene, device: Played) -> Any:
+    return scene.agents._agents[device.name].letter.account
+
+
+@pytest.mark.parametrize("fault", ["junk", "unable"])
+def test_a_bad_device_fails_no_client(scene_of: Callable[..., Scene], fault: str) -> None:
+    """It answers at once, and the others are busy: without a rest it would be lent every order that waits."""
+    scene = scene_of(12)
+    good = [scene.device(scene.honest(30.0)) for _ in range(2)]
+    bad = scene.device(getattr(scene, fault))
+    found = scene.outcomes()
+    assert len(found) == 12 and all(isinstance(outcome, ClientUpdate) for outcome in found.values())
+    assert account(scene, bad).answers == 0 and account(scene, bad).lost == len(bad.taken) >= 1
+    assert sum(account(scene, each).answers for each in good) == 12
+    assert scene.agents._agents[bad.name].failures == len(bad.taken), "a bad answer ends no row of failures"
+
+
+def test_an_answer_that_every_device_gives_is_the_client_s_failure(scene_of: Callable[..., Scene]) -> None:
+    scene = scene_of(1, attempts=3)
+
+    def cannot(device: Played, loan: Loan, worked: float) -> None:
+        keys = loan.assignment.keys
+        box = Mailbox(Leased(scene.store, loan.id), key=lambda order: bytes.fromhex(keys[order.client]))
+        box.put_outcome(scene.plan, ClientFailure(0, 0, "train", "the loss is not finite"))
+        device.done = loan.id
+
+    devices = [scene.device(cannot) for _ in range(4)]
+    (failure,) = scene.outcomes().values()
+    assert failure == ClientFailure(0, 0, "train", "the loss is not finite")
+    assert sorted(len(device.taken) for device in devices) == [0, 1, 1, 1], "three devices, each once"
+
+
+def test_an_order_goes_to_every_device_before_one_gets_it_again(scene_of: Callable[..., Scene]) -> None:
+    scene = scene_of(1, attempts=3, deadline_s=300)
+    hung, slow = scene.device(scene.hung), scene.device(scene.honest(100.0))
+    scene.between = lambda: setattr(slow, "there", scene.clock.now > 1100)
+    slow.post.home.delete(f"{slow.name}/beat.json")
+    (outcome,) = scene.outcomes().values()
+    assert isinstance(outcome, ClientUpdate)
+    assert len(hung.taken) == 1 and len(slow.taken) == 1
+    assert scene.agents._agents[hung.name].failures == 1, "a deadline is a failure as well"
+
+
+def test_the_only_device_that_fails_gets_the_order_until_its_attempts_are_used_up(
+    scene_of: Callable[..., Scene],
+) -> None:
+    scene = scene_of(1, attempts=3)
+    device = scene.device(scene.unable)
+    (failure,) = scene.outcomes().values()
+    assert isinstance(failure, ClientFailure) and "no data here" in failure.reason
+    assert len(device.taken) == 3
+
+
+def test_a_coordinator_that_is_busy_takes_no_order_from_devices_that_live(
+    scene_of: Callable[..., Scene], caplog: Any
+) -> None:
+    """Who takes the outcomes merges for longer than a lease; meanwhile the devices beat, and one answers."""
+    scene = scene_of(3, lease_s=30, attempts=1)
+    for seconds in (1.0, 100.0, 200.0):
+        scene.device(scene.honest(seconds))
+    found = []
+    for outcome in scene.run():
+        found.append(outcome)
+        for _ in range(9):
+            scene.clock.sleep(10.0)
+            for device in scene.devices:
+                device.turn()
+    assert [type(outcome) for outcome in found] == [ClientUpdate] * 3
+    assert "silent" not in caplog.text
+
+
+def test_a_device_that_is_killed_again_and_again_loses_the_order(scene_of: Callable[..., Scene]) -> None:
+    scene = scene_of(1, attempts=2)
+    killed = scene.device(scene.killed)
+    good = scene.device(scene.honest(5.0))
+    good.there = False
+    scene.between = lambda: setattr(good, "there", scene.clock.now > 1050)
+    good.post.home.delete(f"{good.name}/beat.json")
+    (outcome,) = scene.outcomes().values()
+    assert isinstance(outcome, ClientUpdate)
+    assert len(killed.taken) == 1 and killed.boots == 2 and len(good.taken) == 1
+    assert scene.clock.now < 1000 + 300, "long before the deadline"
+
+
+def test_a_device_that_gives_its_order_back_does_so_once_for_nothing(scene_of: Callable[..., Scene]) -> None:
+    scene = scene_of(1, attempts=2)
+    device = scene.device(scene.leaving)
+    (failure,) = scene.outcomes().values()
+    assert isinstance(failure, ClientFailure) and failure.reason == f"{device.name} was ended"
+    assert len(device.taken) == 3
+
+
+def test_who_was_replaced_writes_no_letter(scene_of: Callable[..., Scene]) -> None:
+    scene = scene_of(1, wait_s=60)
+    device = scene.device(scene.honest(20.0))
+    around = Surroundings(
+        site=Site(None, (), scene.fleet, None, None, 0),  # type: ignore[arg-type]
+        mailbox=scene.mailbox,
+        run_id="a",
+        agents=scene.options,
+        post=scene.post,
+        should_stop=lambda: turn(),
+    )
+    taken = []
+
+    def turn() -> bool:
+        if scene.clock.now > 1010 and not taken:
+            scene.post.home.create("lease/00002.json", b"{}")  # of a coordinator elsewhere, while this one was stopped
+            taken.append(device.letter().number)
+            scene.clock.sleep(30.0)
+        device.turn()
+        return False
+
+    with pytest.raises(Replaced), BACKENDS["agents"](around) as backend:
+        list(backend.run(None, scene.plan))  # type: ignore[arg-type]
+    assert device.letter().number == taken[0] and device.letter().run == "a", "it is not told that the run is over"
+
+
+@pytest.mark.parametrize("differs", ["key", "configuration"])
+def test_no_loan_of_an_earlier_run_of_the_same_name_counts(
+    scene_of: Callable[..., Scene], differs: str, caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO)
+    scene = scene_of(1)
+    device = scene.device(scene.honest(20.0))
+    scene.until = 10.0
+    with pytest.raises(Stopped):
+        scene.outcomes()
+    before = device.taken[0][0]
+    loan = device.letter().loan
+    assert loan is not None and loan.id == before
+    if differs == "configuration":
+        scene.store.put("site/run.json", b'{"training": {"lr": 0.5}}')
+    scene.until = 1000.0
+    scene.begin(b"n" * 32 if differs == "key" else b"k" * 32)
+    device.answer(loan, scene.plan, scene.store)  # trained as the earlier run had it
+    (outcome,) = scene.outcomes().values()
+    assert isinstance(outcome, ClientUpdate) and "which has its order" not in caplog.text
+    assert len(device.taken) == 2, "it was asked again"
+
+
+def test_an_order_of_this_run_is_waited_for_and_its_letter_is_renewed(
+    scene_of: Callable[..., Scene], caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO)
+    scene = scene_of(1)
+    device = scene.device(scene.honest(20.0))
+    scene.until = 10.0
+    with pytest.raises(Stopped):
+        scene.outcomes()
+    number, scene.until = device.letter().number, 1000.0
+    scene.begin()
+    (outcome,) = scene.outcomes().values()
+    assert isinstance(outcome, ClientUpdate) and len(device.taken) == 1
+    assert "which has its order" in caplog.text and device.letter().number >= number + 2
+
+
+def test_who_is_invited_while_the_run_waits_gets_its_order(scene_of: Callable[..., Scene]) -> None:
+    scene = scene_of(1, wait_s=600)
+
+    def between() -> None:
+        if scene.clock.now > 1100 and not scene.devices:
+            scene.device(scene.honest())
+
+    scene.between = between
+    (outcome,) = scene.outcomes().values()
+    assert isinstance(outcome, ClientUpdate)
+    assert scene.clock.now < 1000 + 200
+
+
+def test_who_was_revoked_between_two_rounds_reads_so(scene_of: Callable[..., Scene]) -> None:
+    scene = scene_of(1)
+    device = scene.device(scene.honest())
+    other = scene.device(scene.honest())
+    scene.outcomes()
+    scene.post.revoke(device.name)
+    scene.post.say(scene.agents._agents[device.name], None)  # at the same time, with the same number
+    assert not device.letter().revoked
+    scene.devices.remove(device)
+    scene.outcomes()
+    assert device.letter().revoked and device.name not in scene.agents._agents
+    assert not other.letter().revoked
+
+
+def test_a_device_that_was_killed_after_its_answer_is_told_that_it_is_done(scene_of: Callable[..., Scene]) -> None:
+    scene = scene_of(2)
+    device = scene.device(scene.honest(2.0))
+    scene.device(scene.honest(120.0))
+    restarted = []
+
+    def between() -> None:
+        # It does not remember that it has answered.
+        if scene.agents._agents and scene.agents._agents[device.name].letter.account.answers and not restarted:
+            restarted.append(device.done)
+            device.restart()
+            device.done, device.act = "", Scene.hung
+
+    scene.between = between
+    scene.outcomes()
+    assert restarted and device.letter().loan is None and len(device.taken) == 1
+
+
+def test_a_store_that_does_not_answer_at_the_end_does_not_fail_the_run(
+    scene_of: Callable[..., Scene], monkeypatch: Any
+) -> None:
+    scene = scene_of(1)
+    scene.device(scene.honest())
+    assert len(scene.outcomes()) == 1
+
+    def broken(*_: Any) -> None:
+        raise EnvironmentFailure("no answer")
+
+    monkeypatch.setattr(type(scene.post.home), "put", broken)
+    scene.agents.finish()
+
+
+def test_idle_devices_cost_a_letter_in_ten_minutes_and_absent_ones_few_looks(
+    scene_of: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = scene_of(1, deadline_s=7200, lease_s=60)
+    scene.device(scene.honest(3600.0))
+    idle, absent = scene.device(scene.honest()), scene.device(scene.honest())
+    absent.there = False
+    scene.post.home.delete(f"{absent.name}/beat.json")
+    looks: dict[str, int] = {}
+    get = type(scene.post.home).get
+
+    def counted(store: Any, key: str, limit: int | None = None) -> bytes:
+        if key.endswith("beat.json"):
+            looks[key] = looks.get(key, 0) + 1
+        return get(store, key, limit)
+
+    monkeypatch.setattr(type(scene.post.home), "get", counted)
+    (outcome,) = scene.outcomes().values()
+    assert isinstance(outcome, ClientUpdate)
+    assert idle.letter().number <= 8, "the sign of life each ten minutes"
+    assert looks[f"{absent.name}/beat.json"] <= 100 and looks[f"{idle.name}/beat.json"] <= 200
+
+
+def test_who_was_replaced_lets_its_keeper_do_nothing(scene_of: Callable[..., Scene]) -> None:
+    """The pods that a backend keeps are the other coordinator's."""
+    scene, kept = scene_of(1), list[float]()
+    scene.device(scene.honest(60.0))
+
+    class Noted(Invited):
+        def keep(self, *_: Any) -> bool:
+            kept.append(scene.clock.now)
+            return False
+
+    def check() -> None:
+        if scene.clock.now > 1030:
+            raise Replaced("another one has the letters")
+
+    scene.begin(check=check, keeper=Noted(scene.fleet))
+    scene.between = lambda: scene.clock.sleep(60.0 if 1010 < scene.clock.now < 1030 else 0.0)  # is stopped meanwhile
+    with pytest.raises(Replaced):
+        scene.outcomes()
+    assert kept and max(kept) < 1030
+
+
+def test_who_was_revoked_while_it_held_an_order_gets_none_in_the_next_round(
+    scene_of: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round had enough answers before its own."""
+    scene, lent = scene_of(2), list[str]()
+    real = Agents._lend_to
+    monkeypatch.setattr(Agents, "_lend_to", lambda s, agent, *rest: (lent.append(agent.name), real(s, agent, *rest)))
+    scene.device(scene.honest(3.0))
+    late = scene.device(scene.hung)
+    for _ in scene.run():
+        break
+    assert lent.count(late.name) == 1
+    scene.post.revoke(late.name)
+    scene.devices.remove(late)
+    scene.plan = RoundPlan(1, tuple(replace(order, round=1) for order in scene.plan.orders))
+    scene.outcomes()
+    assert lent.count(late.name) == 1
