@@ -133,6 +133,9 @@ class Cluster:
         made = json.loads(json.dumps(body))
         made["metadata"]["uid"] = str(uuid.uuid4())
         made["status"] = {}
+        if kind == "secrets":
+            told = {name: base64.b64encode(text.encode()).decode() for name, text in made.get("stringData", {}).items()}
+            made["data"] = {**made.get("data", {}), **told}
         self.objects[kind, name] = made
         self.created.append(made)
         if kind == "jobs":
@@ -219,7 +222,8 @@ class Cluster:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(max(0.0, started + spec["activeDeadlineSeconds"] - time.monotonic()))
+            left = started + spec.get("activeDeadlineSeconds", threading.TIMEOUT_MAX / 2) - time.monotonic()
+            thread.join(max(0.0, left))
         with self.lock:
             late = any(thread.is_alive() for thread in threads)
             good = len(results) == spec["completions"] and all(results.values())
@@ -377,7 +381,7 @@ class Cluster:
         told_at = "/etc/flexfleet/assignment.json"
         if self.image is None:
             here = {"python": sys.executable, told_at: str(place / "assignment.json")}
-            command = [here.get(word, word) for word in container["command"]]
+            command = [here.get(word, word) for word in (*container["command"], *container.get("args", ()))]
         else:
             del env["PATH"], env["FLEXFLEET_CGROUP"], env["FLEXFLEET_PROC"]
             mounts = {str(file): str(Path(told_at).with_name(file.name)) for file in files}
@@ -420,7 +424,7 @@ def in_container(pod: Resource, image: str, env: dict[str, str], mounts: dict[st
         f"--memory={quantity(container['resources']['limits']['memory'])}",
         *(f"--env={name}={value}" for name, value in env.items()),
         *(f"--volume={source}:{target}:ro" for source, target in mounts.items()),
-        image, *container["command"],
+        image, *container["command"], *container.get("args", ()),
     ]  # fmt: skip
 
 

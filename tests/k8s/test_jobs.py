@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from fl_engine.backends.kubernetes import jobs
 from fl_engine.backends.kubernetes.settings import KubernetesConfig, NodePool
 from fl_engine.core.errors import ConfigError
 from fl_engine.core.types import SubmodelSpec, WorkOrder
+from fl_engine.exchange.letters import Name
 from fl_engine.fleet import devices
 
 BASE = Path(__file__).parents[2] / "k8s" / "base"
@@ -200,3 +203,45 @@ def test_tiers_that_begin_alike_have_jobs_of_their_own() -> None:
     tiers = ("jetson-nano-2gb", "jetson-nano-4gb", "Weak", "weak", "a b", "a-b")
     names = {jobs.job_name("run", 0, jobs.Group(tier, ((0,),), 0), 0) for tier in tiers}
     assert len(names) == len(tiers)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    pods=st.integers(1, 200),
+    tier=st.text(min_size=1, max_size=80).filter(lambda tier: tier.isprintable()),
+    host=st.sampled_from([None, "pi-3"]),
+    run_id=st.text(max_size=40),
+    attempt=st.integers(0, 99_999),
+)
+def test_every_job_of_pods_that_stay_is_valid_and_its_pods_names_are_those_of_devices(
+    pods: int, tier: str, host: str | None, run_id: str, attempt: int
+) -> None:
+    group = jobs.Group(tier, ((),) * pods, 0 if host is None else 12_345, host)
+    options = KubernetesConfig(lifetime="run", silence_s=600, recycle=50)
+    run = jobs.run_label(run_id, "s3://runs/x")
+    job = jobs.job(jobs.template(None), options, run, None, group, attempt, OWNER, "/data")
+    for version in VERSIONS:
+        kubernetes_validate.validate(job, version, strict=True)
+    name = job["metadata"]["name"]
+    assert len(name) <= 57 and TypeAdapter(Name).validate_python(f"{name}-{pods - 1}")
+    spec = job["spec"]
+    assert spec["completions"] == spec["parallelism"] == pods == len(jobs.pods_of(job))
+    assert "activeDeadlineSeconds" not in spec and spec["backoffLimitPerIndex"] == jobs.FAILURES
+    (container,) = spec["template"]["spec"]["containers"]
+    assert container["args"] == ["--stay", "--silence=600", "--recycle=50"]
+    labels = job["metadata"]["labels"]
+    assert labels["flexfleet.io/lifetime"] == "run" and "flexfleet.io/round" not in labels
+    assert job["metadata"]["annotations"]["flexfleet.io/place"] == (host or tier)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"observe": "cgroup"}, "observe=cgroup"),
+        ({"pools": {"weak": NodePool(memory="auto")}}, "pools.weak.memory=auto"),
+    ],
+)
+def test_pods_that_stay_are_not_made_for_one_rounds_orders(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"lifetime=run keeps pods for all rounds, and {re.escape(named)} makes"):
+        KubernetesConfig(lifetime="run", **given)
+    KubernetesConfig(lifetime="round", **given)

@@ -16,6 +16,17 @@ NAMED = ("dataset.", "model.")
 KINDS: dict[str, tuple[str, ...]] = {
     "regression": (f"dataset.name={HERE}:TABLE", f"model.name={HERE}:TinyMLP", "algorithm.epsilon=40.0"),
     "tokens": (f"dataset.name={HERE}:SEQUENCES", f"model.name={HERE}:TinyTokens", "algorithm.epsilon=40.0"),
+    "next_token": (
+        f"dataset.name={HERE}:TEXT",
+        "model.name=text_transformer",
+        "model.layers=1",
+        "model.heads=4",
+        "model.head_size=3",
+        "model.embedding=12",
+        "model.hidden=32",
+        "partition.rule=iid",
+        "algorithm.epsilon=40.0",
+    ),
     "detection": (
         f"dataset.name={HERE}:BOXES",
         f"model.name={HERE}:TinyDetector",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Literal
 
 from fl_engine.backends.kubernetes import jobs, waiting
 from fl_engine.backends.kubernetes.cluster import Cluster, Resource
+from fl_engine.backends.kubernetes.ground import DATA_FOLDER, Ground
 from fl_engine.backends.kubernetes.jobs import Group
 from fl_engine.backends.kubernetes.settings import GRACE_S, KubernetesConfig, NodePool
 from fl_engine.backends.kubernetes.waiting import Live
@@ -29,13 +29,11 @@ from fl_engine.exchange.assignment import SITE_FILES, URLS, Assignment
 from fl_engine.exchange.code import signature, store_key
 from fl_engine.exchange.mailbox import Mailbox
 from fl_engine.exchange.updates import manifest_bytes, payload_bytes
-from fl_engine.storage import probe
-from fl_engine.storage.s3 import S3Store, Verb
+from fl_engine.storage.s3 import S3Store
 from fl_engine.training.memory import Peaks, needed
 
 log = logging.getLogger("flexfleet")
 
-DATA_FOLDER = "/data"
 SAY_EVERY_S = 30.0
 EVENTS_EVERY_S = 2.0
 """Seconds between two readings of the events that say why pods are missing."""
@@ -84,9 +82,8 @@ class _Round:
 
 
 class Kubernetes:
-    """`memory`: what training each level takes, for observe=cgroup and pools with memory=auto. The store must be one
-    that pods reach: S3, or with access=ambient any that opens under the same name there. `should_stop` is asked while
-    pods are waited for.
+    """`memory`: what training each level takes, for observe=cgroup and pools with memory=auto. `should_stop` is asked
+    while pods are waited for.
     `code`: the sha256 of the wheel with one's own code, which is in the store."""
 
     durable = True
@@ -102,27 +99,12 @@ class Kubernetes:
         should_stop: Callable[[], bool] = lambda: False,
         code: str | None = None,
     ) -> None:
-        if mailbox.key is None:
-            raise ConfigError("clients in pods sign their updates: the mailbox needs a key")
-        if options.access == "presigned" and not isinstance(mailbox.store, S3Store):
-            raise ConfigError(
-                f"kubernetes.access=presigned hands out URLs of an S3 server, but the store is {mailbox.store.uri()}: "
-                "set run.remote=s3://bucket/prefix"
-            )
-        image = options.image or os.environ.get("FLEXFLEET_IMAGE")
-        if not image:
-            raise ConfigError("which image do clients run in? set kubernetes.image, or FLEXFLEET_IMAGE")
-        self._options = options.model_copy(update={"image": image})
+        ground = Ground(options, run_id, mailbox, cluster)
+        self._ground, self._options, self._cluster = ground, ground.options, ground.cluster
+        self._run, self._template, self._verb = ground.run, ground.template, ground.verb
         self._fleet = fleet
         self._mailbox = mailbox
         self._memory, self._code = memory, code
-        self._cluster = cluster or Cluster(options.namespace)
-        self._run = jobs.run_label(run_id, mailbox.store.uri())
-        self._template = jobs.template(options.template)
-        self._verb: Verb | None = None
-        if options.access == "presigned" and isinstance(mailbox.store, S3Store):
-            self._verb = probe.upload_verb(mailbox.store)
-        self._owner: Resource | None = None
         self._should_stop = should_stop
         self.phases: dict[str, float] = {}
         self._phase, self._entered = PHASES[0], 0.0
@@ -149,10 +131,10 @@ class Kubernetes:
     def _outcomes(self, plan: RoundPlan) -> Iterator[Outcome]:
         if not plan.orders:  # all answers were adopted; Jobs of an earlier coordinator may still be there
             self._enter("tidy")
-            self._tidy(plan.round, set())
+            self._tidy(plan, set())
             return
         names = self._mailbox.put_orders(plan)
-        before = self._mailbox.ordered(plan.round) - len(plan.orders)  # adopted from before a restart
+        before = self._mailbox.ordered(plan.round, plan.evaluates) - len(plan.orders)  # adopted from before a restart
         wanted = before + len(plan.orders) if plan.wanted is None else plan.wanted
         enough = math.ceil(wanted * self._options.quorum - 1e-9)
         answers, updates = before, plan.adopted
@@ -165,7 +147,7 @@ class Kubernetes:
                 break
             if attempt:
                 self._enter("create")
-                there = self._cluster.select("jobs", self._labels(plan.round))
+                there = self._cluster.select("jobs", self._labels(plan))
                 self._withdraw(r, {job["metadata"]["name"] for job in there if jobs.ended(job) is None})
                 r.live = []
             self._launch(r, r.open_ - r.awaited)
@@ -185,14 +167,14 @@ class Kubernetes:
         stops = bool(r.open_) and answers < enough
         self._enter("tidy")
         explains = lost.keys() & r.open_
-        self._tidy(plan.round, waiting.stuck(r.live) if stops else set(), bool(explains))
+        self._tidy(plan, waiting.stuck(r.live) if stops else set(), bool(explains))
         if stops:
             why = "; ".join(sorted({f.reason for f in lost.values()})[:5])
             raise Stopped(
                 f"round {plan.round + 1}: {answers} of {wanted} clients have answered, {enough} are needed "
                 f"(kubernetes.quorum): {why}. What arrived is kept: mend the cause, then resume with --resume. To look "
                 f"at what failed: kubectl -n {self._options.namespace} describe jobs,pods "
-                f"-l {jobs.RUN}={self._run},{jobs.ROUND}={plan.round}"
+                f"-l {jobs.RUN}={self._run},{jobs.ROUND}={plan.label}"
             )
         for client in sorted(r.open_):
             late = ClientFailure(plan.round, client, "straggle", "the round had enough updates before this one")
@@ -200,24 +182,24 @@ class Kubernetes:
 
     def finish(self) -> None:
         """Deletes everything of this run in the cluster, when the run is over."""
-        self._cluster.delete("configmaps", self._run)
+        self._ground.clear()
 
     def what_is_left(self) -> str:
         """The command that removes what a stopped run leaves in the cluster."""
         return (
             "pods that are under way go on by themselves, and --resume finds them. To remove what is left: "
-            f"kubectl -n {self._options.namespace} delete jobs,configmaps -l {jobs.RUN}={self._run}"
+            + self._ground.clearing
         )
 
     # --------------------------------------------------------------------------------------------- Jobs
-    def _labels(self, round: int) -> dict[str, str]:
-        return {jobs.RUN: self._run, jobs.ROUND: str(round)}
+    def _labels(self, plan: RoundPlan) -> dict[str, str]:
+        return {jobs.RUN: self._run, jobs.ROUND: plan.label}
 
     def _adopt(self, r: _Round) -> None:
         """Watches Jobs of this round that an earlier coordinator left and that still run. Those that were made with
         other settings are deleted: what is resumed may have been mended."""
         settings, other = jobs.settings_sum(self._template, self._options), set()
-        for job in sorted(self._cluster.select("jobs", self._labels(r.plan.round)), key=jobs.attempt_of):
+        for job in sorted(self._cluster.select("jobs", self._labels(r.plan)), key=jobs.attempt_of):
             r.attempt = jobs.attempt_of(job) + 1
             name, clients = job["metadata"]["name"], {client for pod in jobs.pods_of(job) for client in pod}
             if job["metadata"].get("deletionTimestamp") or jobs.ended(job) is not None:
@@ -249,7 +231,7 @@ class Kubernetes:
 
     def _launch(self, r: _Round, clients: set[int]) -> None:
         orders = [o for o in r.plan.orders if o.client in clients]
-        owner = self._ensure_owner() if orders else {}
+        owner = self._ground.owner() if orders else {}
         made = []
         for tier in jobs.groups(orders, self._fleet, self._options):
             told, common = self._told(r.plan, tier, r.names)
@@ -257,14 +239,14 @@ class Kubernetes:
         at_once = jobs.shares([len(group.pods) for group, _, _ in made], self._options.parallelism)
         for (group, texts, common), most in zip(made, at_once, strict=True):
             o, memory = self._options, self._memory_of(group, r.plan)
-            body = jobs.job(self._template, o, self._run, r.plan.round, group, r.attempt, owner, DATA_FOLDER, memory)
+            body = jobs.job(self._template, o, self._run, r.plan.label, group, r.attempt, owner, DATA_FOLDER, memory)
             body["spec"]["parallelism"] = most
             # A Secret may be left of a deleted Job of that name; the new pods must not read it.
             self._cluster.delete("secrets", body["metadata"]["name"])
             job = self._cluster.create("jobs", body)
             if job is None:  # the answer to an earlier try was lost
                 name = body["metadata"]["name"]
-                there = self._cluster.select("jobs", self._labels(r.plan.round))
+                there = self._cluster.select("jobs", self._labels(r.plan))
                 job = next((j for j in there if j["metadata"]["name"] == name), None)
                 if job is None:
                     raise EnvironmentFailure(f"a Job {name} is there that is not this run's: delete it, then resume")
@@ -286,7 +268,7 @@ class Kubernetes:
         until = time.monotonic() + GONE_S
         while names:
             self._check_stop()
-            pods = self._cluster.select("pods", self._labels(r.plan.round))
+            pods = self._cluster.select("pods", self._labels(r.plan))
             left = [s for name in names for s in jobs.newest(pods, name) if not (s.over or s.unreachable)]
             if not left:
                 return
@@ -294,23 +276,6 @@ class Kubernetes:
                 log.warning("round %d: %d pods do not go; going on", r.plan.round + 1, len(left))
                 return
             time.sleep(self._options.poll_s)
-
-    def _ensure_owner(self) -> Resource:
-        """A reference to the run's ConfigMap, which owns all objects of the run: they are deleted with it."""
-        if self._owner is None:
-            kept = {jobs.RUN: self._run, "app.kubernetes.io/part-of": "flexfleet"}
-            body = {
-                "apiVersion": "v1",
-                "kind": "ConfigMap",
-                "metadata": {"name": self._run, "namespace": self._options.namespace, "labels": kept},
-                "data": {"store": self._mailbox.store.uri()},
-            }
-            found = self._cluster.create("configmaps", body) or self._cluster.get("configmaps", self._run)
-            if found is None:
-                raise EnvironmentFailure(f"the ConfigMap {self._run} is being deleted: wait a moment, then resume")
-            uid = found["metadata"]["uid"]
-            self._owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": self._run, "uid": uid}
-        return self._owner
 
     def _memory_of(self, group: Group, plan: RoundPlan) -> str | None:
         """Of a pod of this Job, as Kubernetes writes quantities; None: what the pool says."""
@@ -332,6 +297,7 @@ class Kubernetes:
         for clients in group.pods:
             told = Assignment(
                 round=plan.round,
+                evaluates=plan.evaluates,
                 clients=clients,
                 keys={client: key(orders[client]).hex() for client in clients},
                 device=pool.torch_device,
@@ -360,7 +326,7 @@ class Kubernetes:
                 k: store.upload(k, most, seconds, self._verb, o.endpoint)
                 for client in told.clients
                 for k, most in zip(
-                    self._mailbox.outcome_keys(plan.round, client),
+                    self._mailbox.outcome_keys(plan.round, client, plan.evaluates),
                     (payload_bytes(orders[client], kept), manifest_bytes(orders[client])),
                     strict=True,
                 )
@@ -381,10 +347,10 @@ class Kubernetes:
         while r.awaited:
             self._enter("others" if answered else "first_answer")
             self._check_stop()
-            found = {job["metadata"]["name"]: job for job in self._cluster.select("jobs", self._labels(r.plan.round))}
-            pods = self._cluster.select("pods", self._labels(r.plan.round))
+            found = {job["metadata"]["name"]: job for job in self._cluster.select("jobs", self._labels(r.plan))}
+            pods = self._cluster.select("pods", self._labels(r.plan))
             # Read after the Jobs' status: a pod writes its answer before its Job counts it.
-            for client in sorted(self._mailbox.answered(r.plan.round) & r.awaited):
+            for client in sorted(self._mailbox.answered(r.plan.round, r.plan.evaluates) & r.awaited):
                 answered = True
                 self._enter("others")
                 r.heard_from(client)
@@ -437,10 +403,10 @@ class Kubernetes:
                 "round %d: tier %s waits for %d pods, %d have not started%s", r.plan.round + 1, tier, pods, idle, why
             )
 
-    def _tidy(self, round: int, stuck: set[str], failed: bool = False) -> None:
+    def _tidy(self, plan: RoundPlan, stuck: set[str], failed: bool = False) -> None:
         """Deletes the round's Jobs, whose Secrets go with them; but, until their TTL, those in `stuck`, and with
         `failed` those that have failed, to be looked at."""
-        for job in self._cluster.select("jobs", self._labels(round)):
+        for job in self._cluster.select("jobs", self._labels(plan)):
             name, over = job["metadata"]["name"], jobs.ended(job)
             if failed and over not in (None, "Complete"):
                 self._cluster.delete("secrets", name)

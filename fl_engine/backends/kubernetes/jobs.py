@@ -24,6 +24,11 @@ Resource = dict[str, Any]
 TEMPLATE = Path(__file__).with_name("client-job.yaml")
 RUN, ROUND, TIER = "flexfleet.io/run", "flexfleet.io/round", "flexfleet.io/tier"
 CLIENTS, ATTEMPT, SETTINGS = "flexfleet.io/clients", "flexfleet.io/attempt", "flexfleet.io/settings"
+LIFETIME, PLACE = "flexfleet.io/lifetime", "flexfleet.io/place"
+"""Of Jobs whose pods stay for the run: a label, and an annotation with the tier or the node of their clients."""
+FAILURES = 100
+"""Of an index whose pods stay, after which no other pod comes in their stead: without a coordinator that makes the Job
+anew, or takes an order back that kills them, they would start and fail for ever."""
 STATE_KEY = "/etc/flexfleet/state-key"
 """Where a pod finds the key of `kubernetes.state_key`."""
 SECRET_BYTES = 3 * 2**18
@@ -94,13 +99,14 @@ def run_label(run_id: str, store_uri: str) -> str:
     return f"{plain or 'run'}-{hashlib.sha256(f'{store_uri}/{run_id}'.encode()).hexdigest()[:6]}"
 
 
-def job_name(run: str, round: int, group: Group, attempt: int) -> str:
-    """At most 57 characters: a pod's name adds its index and five more. Different for different tiers."""
+def job_name(run: str, round: int | str | None, group: Group, attempt: int) -> str:
+    """At most 57 characters: a pod's name adds its index and five more. Different for different tiers. `round` as
+    `RoundPlan.label` has it; None: the Job lasts for the run."""
     tier = re.sub(r"[^a-z0-9]+", "-", group.tier.lower()).strip("-")[:8].strip("-")
     if tier != group.tier or "-" in tier:  # a part's number follows after one
         tier += hashlib.sha256(group.tier.encode()).hexdigest()[:5]
     part = f"-{group.part}" if group.part or group.host else ""
-    return f"{run}-r{round}-{tier}{part}-a{attempt}"
+    return f"{run}{'' if round is None else f'-r{round}'}-{tier}{part}-a{attempt}"
 
 
 def template(path: str | None) -> Resource:
@@ -119,7 +125,7 @@ def template(path: str | None) -> Resource:
     return found
 
 
-WHEN = {"quorum", "attempts", "parallelism", "deadline_s", "pending_s", "poll_s"}
+WHEN = {"quorum", "attempts", "parallelism", "deadline_s", "pending_s", "poll_s", "lease_s"}
 """Settings that say how long to wait and for how many pods, and not what a pod is."""
 
 
@@ -129,22 +135,24 @@ def settings_sum(of: Resource, options: KubernetesConfig) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def labels(run: str, round: int, tier: str) -> dict[str, str]:
-    return {RUN: run, ROUND: str(round), TIER: re.sub(r"[^A-Za-z0-9._-]+", "-", tier)[:63].strip("-._")}
+def labels(run: str, round: int | str | None, tier: str) -> dict[str, str]:
+    of = {LIFETIME: "run"} if round is None else {ROUND: str(round)}
+    return {RUN: run, **of, TIER: re.sub(r"[^A-Za-z0-9._-]+", "-", tier)[:63].strip("-._")}
 
 
 def job(
     of: Resource,
     options: KubernetesConfig,
     run: str,
-    round: int,
+    round: int | str | None,
     group: Group,
     attempt: int,
     owner: Resource,
     data_folder: str,
     memory: str | None = None,
 ) -> Resource:
-    """The manifest. Its Secret has its name. `memory`: of a pod; None: what its node pool says."""
+    """The manifest. Its Secret has its name. `round` None: its pods stay for the whole run (`staying`). `memory`: of a
+    pod; None: what its node pool says."""
     out = copy.deepcopy(of)
     name, own = job_name(run, round, group, attempt), labels(run, round, group.tier)
     pool = options.pools.get(group.tier, NodePool())
@@ -165,6 +173,8 @@ def job(
         "parallelism": len(group.pods),
         "activeDeadlineSeconds": options.deadline_s,
     }
+    if round is None:
+        staying(out, options, group)
     pod = spec["template"]
     pod["metadata"] = {**pod.get("metadata", {}), "labels": {**pod.get("metadata", {}).get("labels", {}), **own}}
     _place(pod["spec"], pool, group.host)
@@ -190,6 +200,17 @@ def job(
         container["volumeMounts"].append({"name": "state-key", "mountPath": STATE_KEY, "readOnly": True} | entry)
         container["env"].append({"name": "FLEXFLEET_STATE_KEY", "value": STATE_KEY})
     return out
+
+
+def staying(out: Resource, options: KubernetesConfig, group: Group) -> None:
+    """Changes a Job so that its pods wait for orders as long as the run lasts: no deadline ends them, and hardly a
+    number of failures ends an index, for it is orders that fail."""
+    del out["spec"]["activeDeadlineSeconds"]
+    out["spec"]["backoffLimitPerIndex"] = FAILURES
+    out["metadata"]["annotations"][PLACE] = group.host or group.tier
+    container = next(c for c in out["spec"]["template"]["spec"]["containers"] if c["name"] == "client")
+    own = ["--stay", f"--silence={options.silence_s:g}", f"--recycle={options.recycle}"]
+    container["args"] = [*container.get("args", []), *own]
 
 
 def _place(pod: Resource, pool: NodePool, host: str | None) -> None:
@@ -297,6 +318,9 @@ class PodState:
     said that its containers are ready."""
     ends: tuple[str, float] | None = None
     """Of one that is being deleted: its uid, and the seconds that it was given for it."""
+    uid: str = ""
+    disrupted: bool = False
+    """It was taken away: its node was drained or lost, or a more important pod needed the room."""
 
     @property
     def over(self) -> bool:
@@ -331,6 +355,7 @@ def pod_state(pod: Resource) -> PodState:
             queued = why == "SchedulingGated" or ROOM.search(condition.get("message", "")) is not None
         if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
             reason = f"{condition.get('reason', 'Disrupted')}: {condition.get('message', '')}"
+    disrupted = said.get("DisruptionTarget") == "True"
     started = False
     for container in status.get("containerStatuses") or []:
         state = container.get("state") or {}
@@ -349,4 +374,14 @@ def pod_state(pod: Resource) -> PodState:
     unreachable = phase == "Running" and said.get("Ready") == "False" and said.get("ContainersReady") == "True"
     grace_s = float(meta.get("deletionGracePeriodSeconds") or 0)
     ends = (meta.get("uid", ""), grace_s) if meta.get("deletionTimestamp") else None
-    return PodState(index, phase, printable(reason).rstrip(": ")[:500], started, queued, unreachable, ends)
+    return PodState(
+        index,
+        phase,
+        printable(reason).rstrip(": ")[:500],
+        started,
+        queued,
+        unreachable,
+        ends,
+        meta.get("uid", ""),
+        disrupted,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Literal
 
@@ -37,8 +38,8 @@ class NodePool(Section):
 
 
 class KubernetesConfig(Section):
-    """For `run.backend=kubernetes`: one Indexed Job per round and device tier. The cluster is the one that this
-    process runs in, else KUBECONFIG's."""
+    """For `run.backend=kubernetes`: one Indexed Job per device tier, for a round or for the run. The cluster is the one
+    that this process runs in, else KUBECONFIG's."""
 
     namespace: str = "flexfleet-clients"
     """Of the clients' Jobs."""
@@ -62,8 +63,17 @@ class KubernetesConfig(Section):
             raise ValueError("a name with {client} in it is expected, and no other braces") from error
         return value
 
+    lifetime: Literal["round", "run"] = "round"
+    """round: a pod answers its orders and ends; run: pods stay, and take orders as long as there are rounds."""
+    lease_s: Positive = 60.0
+    """With lifetime=run, seconds of silence after which a pod's order goes to another one."""
+    silence_s: Annotated[float, Field(ge=120, allow_inf_nan=False)] = 300.0
+    """With lifetime=run, seconds after which pods end by themselves that see no sign of the coordinator."""
+    recycle: Count = 200
+    """With lifetime=run, orders after which a pod starts its process anew."""
     clients_per_pod: Count = 1
-    """Simulated clients that share a pod; 1: each client is one."""
+    """Simulated clients that share a pod, which trains them side by side where it can; 1: each client is one. With
+    lifetime=run, how many orders a pod may hold at once (100 at most)."""
     data: str | None = None
     """Where pods find the data files: pvc:<claim> or host:<folder of the node>, mounted read-only; null: the data set
     comes with the image."""
@@ -87,7 +97,8 @@ class KubernetesConfig(Section):
     parallelism: Count | None = None
     """Pods of a round at a time, divided over its Jobs, at least one for each; null: all at once."""
     deadline_s: Count = 3600
-    """Seconds after which a round's pods are ended."""
+    """Seconds after which a round's pods are ended; with lifetime=run, after which what a pod has not answered of the
+    orders that it was given together goes to others."""
     pending_s: Count = 600
     """A pod that has not started after so many seconds counts as failed (no node fits, the image cannot be pulled). For
     one that waits for room or quota alone they begin anew whenever a pod of the round starts or ends."""
@@ -102,6 +113,18 @@ class KubernetesConfig(Section):
         return value
 
     @model_validator(mode="after")
+    def _pods_that_stay_fit_every_order(self) -> KubernetesConfig:
+        if self.lifetime == "round":
+            return self
+        auto = [f"pools.{tier}.memory=auto" for tier, pool in self.pools.items() if pool.memory == "auto"]
+        if others := [*auto, *(["observe=cgroup"] if self.observe == "cgroup" else [])]:
+            raise ValueError(
+                f"lifetime=run keeps pods for all rounds, and {others[0]} makes each round's for what it is sent: name "
+                "the memory, as 2Gi, or leave lifetime=round"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _limits_are_known(self) -> KubernetesConfig:
         auto = [tier for tier, pool in self.pools.items() if pool.memory == "auto"]
         if auto and self.observe == "cgroup":
@@ -114,6 +137,8 @@ class KubernetesConfig(Section):
     @model_validator(mode="after")
     def _urls_live_as_long(self) -> KubernetesConfig:
         asked = self.deadline_s + self.pending_s + GRACE_S
+        if self.lifetime == "run":
+            asked += math.ceil(self.lease_s)
         if self.access == "presigned" and asked > URL_S:
             raise ValueError(
                 f"deadline_s + pending_s + {GRACE_S} is {asked} seconds, but the URLs that clients get live for "

@@ -91,18 +91,21 @@ def live(job: Resource, now: float, until: float) -> Live:
     )
 
 
-def hear(job: Live, pods: Iterable[Resource], now: float) -> bool:
-    """Records the state of the Job's pods; returns whether one has started or ended since the last time."""
-    moved = False
+def hear(job: Live, pods: Iterable[Resource], now: float) -> set[int]:
+    """Records the state of the Job's pods; gives the indices of those that have started or ended since the last
+    time."""
+    moved = set[int]()
     queued = {index for index in job.since if job.queues(index)}
     ending, here = {}, jobs.newest(pods, job.name)
     for index in [i for i, state in job.states.items() if not state.over and i not in {s.index for s in here}]:
         # Its pod is gone, and no status said that it ended.
         del job.states[index]
-        job.since[index], moved = now, True
+        job.since[index] = now
+        moved.add(index)
     for state in here:
         before = job.states.get(state.index)
-        moved = moved or (state.started, state.over) != ((before.started, before.over) if before else (False, False))
+        if (state.started, state.over) != ((before.started, before.over) if before else (False, False)):
+            moved.add(state.index)
         job.states[state.index] = state
         if state.ends is not None:
             ending[state.ends[0]] = job.ending.get(state.ends[0], now)

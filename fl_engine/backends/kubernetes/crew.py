@@ -1,0 +1,330 @@
+"""Pods that stay for the run: one Indexed Job per device tier, each pod a device that takes orders (`agents.backend`).
+
+A Job's Secret holds an invitation for each of its pods, which go back to it whenever they start again. Nothing else is
+remembered: a coordinator that starts finds the Jobs by their labels, and in their Secrets the keys.
+
+Simulated clients share pods: each holds up to `clients_per_pod` orders at once, and there are as many pods as the
+round's orders need so, divided over the tiers by their clients, or `parallelism` if that is less; an order that finds
+no free pod of its tier waits for one. With placement=device each client has a Job of its own,
+bound to its node, from the first round that asks for it. A tier's Job is made anew where it has ended, where none of
+its pods can come any more, and between rounds where it lacks some for good. It is deleted where its pods have nothing
+to do and another tier finds no room for its own; the next order of the tier brings it back.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fl_engine.backends.agents.keeper import Lost
+from fl_engine.backends.agents.post import Post
+from fl_engine.backends.agents.roster import Member
+from fl_engine.backends.kubernetes import jobs, waiting
+from fl_engine.backends.kubernetes.cluster import Resource
+from fl_engine.backends.kubernetes.ground import DATA_FOLDER, Ground
+from fl_engine.backends.kubernetes.jobs import Group
+from fl_engine.backends.kubernetes.settings import NodePool
+from fl_engine.backends.kubernetes.waiting import Live, Loss
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, Stopped
+from fl_engine.core.types import Device, RoundPlan
+from fl_engine.exchange.letters import Invitation
+
+log = logging.getLogger("flexfleet")
+
+MOST_PODS = 200
+"""Of a Job, or fewer where a Secret does not hold so many invitations: with temporary credentials URLs are long."""
+MOST_ORDERS = 100
+"""That a pod holds at once: a letter holds no more."""
+RENEW_S = 600.0
+"""Seconds after which a Job's Secret gets fresh URLs, for pods that start again."""
+YIELD_S = 10.0
+"""Seconds between two Jobs that give way: the pods of the first have to end."""
+EVENTS_EVERY_S, SAY_EVERY_S = 2.0, 30.0
+
+
+@dataclass
+class Standing:
+    """A Job that is there."""
+
+    job: Resource
+    live: Live
+    names: list[str]
+    """Of its pods' devices, by index."""
+    told: float
+    """When its Secret was written."""
+    losses: dict[int, Loss] = field(default_factory=dict)
+    """By index of a pod that cannot come any more."""
+    runs: dict[str, float] = field(default_factory=dict)
+    """By uid of a pod that runs: since when."""
+    hung: set[int] = field(default_factory=set)
+    """Indices of pods that run, and say nothing any more."""
+
+    @property
+    def name(self) -> str:
+        return self.live.name
+
+    @property
+    def worn(self) -> bool:
+        """Some of its pods never come back, whatever room there is."""
+        over = {i for i, state in self.live.states.items() if state.phase == "Succeeded"}
+        return bool(over or self.hung or any(i not in self.live.since or loss.node for i, loss in self.losses.items()))
+
+    def hear(self, silent: Collection[str], now: float, lease_s: float) -> None:
+        """Finds the pods that hang: a process that starts again is silent as well, but not for so long."""
+        running = {i: state.uid for i, state in self.live.states.items() if state.started and not state.over}
+        self.runs = {uid: self.runs.get(uid, now) for uid in running.values()}
+        late = {i for i, uid in running.items() if now - self.runs[uid] > 2 * lease_s}
+        self.hung = {i for i in late if self.names[i] in silent}
+
+
+class Crew:
+    """A `Keeper`. `post`: the letters of this run alone, with a roster that remembers nothing."""
+
+    drains = True
+
+    def __init__(self, ground: Ground, fleet: Sequence[Device], post: Post) -> None:
+        self._ground, self._fleet, self._post = ground, fleet, post
+        self._options, self._cluster = ground.options, ground.cluster
+        self._labels = {jobs.RUN: ground.run, jobs.LIFETIME: "run"}
+        self._jobs: dict[str, Standing] | None = None
+        """By place; None: nobody has looked yet."""
+        self._sizes: dict[str, int] = {}
+        self._attempt = 0
+        self._yielded: set[str] = set()
+        """Places that have given way: their pods come when there are orders for them."""
+        self._ended: Counter[str] = Counter()
+        """By place, the Jobs that came to nothing in this round."""
+        self._fell: set[tuple[str, int]] = set()
+        """Places and indices whose pod has ended by itself in this round: that others start and end in its stead, again
+        and again, is no sign that orders will be taken."""
+        self._round = 0
+        self._looked = self._heard = self._gave = self._said = -math.inf
+        self.moved = -math.inf
+        o = ground.options
+        self.room = 1 if o.placement == "device" else min(o.clients_per_pod, MOST_ORDERS)
+
+    # ------------------------------------------------------------------------------------------- as a Keeper
+    def place(self, client: int) -> str:
+        if self._options.placement == "device":
+            return self._options.hostname.format(client=client)
+        return self._fleet[client].tier
+
+    def device(self, client: int) -> str:
+        return self._options.pools.get(self._fleet[client].tier, NodePool()).torch_device
+
+    def begin(self, plan: RoundPlan) -> None:
+        self._round, self._looked, self._ended, self._fell = plan.round, -math.inf, Counter(), set()
+        self._groups = {group.host or group.tier: group for group in self._groups_of(plan)}
+
+    def keep(self, asked: Mapping[str, int], unheld: Mapping[str, int], silent: Collection[str]) -> bool:
+        """Asks the cluster every `poll_s`. Raises Stopped where the pods of a place that has orders end, or do not
+        start, `attempts` times."""
+        now = time.monotonic()
+        if now - self._looked < self._options.poll_s:
+            return False
+        begins, self._looked = math.isinf(self._looked), now
+        changed = self._look(now, asked, silent)
+        if begins:
+            for place, one in list(self._standing.items()):
+                group = self._groups.get(place)
+                if group is not None and (one.worn or len(one.names) < len(group.pods)):
+                    self._drop(place, "some of its pods do not come back" if one.worn else "the round has more orders")
+        for place, group in self._groups.items():
+            if place not in self._standing and (asked.get(place) or place not in self._yielded):
+                self._make(place, group)
+                changed = True
+        changed = self._give_way(asked, unheld, now) or changed
+        for one in self._standing.values():
+            if now - one.told > RENEW_S:
+                self._cluster.delete("secrets", one.name)
+                self._tell(one, now)
+        self._say(asked, unheld, now)
+        return changed
+
+    def lost(self, name: str, heard: float) -> Lost | None:
+        if heard > self._looked:
+            return None
+        for one in self._standing.values():
+            if name in one.names:
+                index = one.names.index(name)
+                loss, state = one.losses.get(index), one.live.states.get(index)
+                if loss is not None:
+                    return Lost(loss.reason, not loss.node)
+                if state is not None and state.phase == "Failed":
+                    return Lost(f"{one.live.tier}: {state.reason or 'the pod failed'}", not state.disrupted)
+        return None
+
+    def advice(self, names: Sequence[str], places: Sequence[str]) -> str:
+        reasons = waiting.reasons(one.live for one in self._standing.values())
+        said = "".join(f"{waiting.told(counts)}. " for counts in reasons.values() if counts)
+        return (
+            f"{said}To look at the pods: kubectl -n {self._options.namespace} describe jobs,pods "
+            f"-l {jobs.RUN}={self._ground.run}; mend the cause"
+        )
+
+    # ------------------------------------------------------------------------------------------- Jobs
+    @property
+    def _standing(self) -> dict[str, Standing]:
+        assert self._jobs is not None
+        return self._jobs
+
+    def _groups_of(self, plan: RoundPlan) -> list[Group]:
+        """The Jobs that this round wants to be there, each with as many pods as it should have."""
+        if self._options.placement == "device":
+            return jobs.groups(plan.orders, self._fleet, self._options.model_copy(update={"clients_per_pod": 1}))
+        tiers = Counter(device.tier for device in self._fleet)
+        most = math.ceil(len(plan.orders) / self._options.clients_per_pod)
+        shares = jobs.shares(list(tiers.values()), min(most, self._options.parallelism or most))
+        return [Group(tier, ((),) * min(share, self._most), 0) for tier, share in zip(tiers, shares, strict=True)]
+
+    @cached_property
+    def _most(self) -> int:
+        """Pods of a Job, with the longest name that one can have."""
+        told = self._post.invitation(Member.new("x" * 63, max((d.tier for d in self._fleet), key=len)), plain=True)
+        return max(1, min(MOST_PODS, jobs.SECRET_BYTES // len(told.model_dump_json().encode())))
+
+    def _look(self, now: float, asked: Mapping[str, int], silent: Collection[str]) -> bool:
+        if self._jobs is None:
+            self._jobs = {}
+            self._find(now)
+            return True
+        there = {job["metadata"]["name"]: job for job in self._cluster.select("jobs", self._labels)}
+        pods = self._cluster.select("pods", self._labels)
+        for place, one in self._standing.items():
+            moved = {(place, index) for index in waiting.hear(one.live, pods, now)}
+            if moved - self._fell:
+                self.moved = now
+            over = {index for index, state in one.live.states.items() if state.over and not state.disrupted}
+            self._fell |= {(place, index) for index in over}
+        if now - self._heard > EVENTS_EVERY_S and any(one.live.lacks_pods() for one in self._standing.values()):
+            self._heard = now
+            events = self._cluster.select("events", {}, {"involvedObject.kind": "Job", "reason": "FailedCreate"})
+            for one in self._standing.values():
+                waiting.hear_refusals(one.live, events)
+        changed = False
+        for place, one in list(self._standing.items()):
+            job = there.get(one.name)
+            one.losses = waiting.lost(one.live, job, now, self.moved, self._options.pending_s)
+            one.hear(silent, now, self._options.lease_s)
+            if len(one.losses.keys() | one.hung) < len(one.names):
+                continue
+            reasons = {loss.reason for loss in one.losses.values()} | ({"its pods hang"} if one.hung else set())
+            why = "; ".join(sorted(reasons)[:3])
+            self._drop(place, why)
+            changed = True
+            if job is None:
+                self._ground.forget_owner()
+            # Pods that waited in vain for a coordinator, and those that somebody has deleted, say nothing of the next.
+            failed = job is not None and jobs.ended(job) != "Complete"
+            self._ended[place] += failed and (bool(one.hung) or not all(loss.node for loss in one.losses.values()))
+            if asked.get(place) and self._ended[place] >= self._options.attempts:
+                raise Stopped(
+                    f"round {self._round + 1}: no pod takes orders: {why}. What arrived is kept. "
+                    f"{self.advice([], [])}, then resume with --resume"
+                )
+        return changed
+
+    def _find(self, now: float) -> None:
+        """The Jobs that an earlier coordinator has left. Those that were made with other settings are deleted, and so
+        are those of rounds, as this run had them with lifetime=round."""
+        settings = jobs.settings_sum(self._ground.template, self._options)
+        for job in self._cluster.select("jobs", {jobs.RUN: self._ground.run}):
+            meta, name = job["metadata"], job["metadata"]["name"]
+            self._attempt = max(self._attempt, jobs.attempt_of(job) + 1)
+            if meta.get("deletionTimestamp"):
+                continue
+            stays = meta["labels"].get(jobs.LIFETIME) == "run" and meta["annotations"].get(jobs.SETTINGS) == settings
+            members = self._members(name) if stays and jobs.ended(job) is None else []
+            place = meta["annotations"].get(jobs.PLACE, "")
+            if len(members) != len(jobs.pods_of(job)) or place in self._standing:
+                self._cluster.delete("jobs", name)
+                continue
+            log.info("the pods of the Job %s are there already", name)
+            self._enter(place, job, members, now - RENEW_S)
+
+    def _members(self, name: str) -> list[Member]:
+        """The devices of a Job that is there, as its Secret has them; empty: it has none, or not all."""
+        data = (self._cluster.get("secrets", name) or {}).get("data", {})
+        found = []
+        try:
+            for index in range(len(data) - 1):  # one is common to all
+                told = Invitation.of(base64.b64decode(data[str(index)]), name)
+                found.append(Member(name=told.name, tier=told.tier, key=told.key, before=told.key))
+        except (ConfigError, KeyError, binascii.Error):
+            return []
+        return found
+
+    def _enter(self, place: str, job: Resource, members: Sequence[Member], told: float) -> Standing:
+        for member in members:
+            self._post.roster.put(member)
+        live = waiting.live(job, time.monotonic(), math.inf)
+        live.clients = {index: index for index in range(len(members))}
+        self._standing[place] = Standing(job, live, [member.name for member in members], told)
+        return self._standing[place]
+
+    def _make(self, place: str, group: Group) -> None:
+        o = self._options
+        owner = self._ground.owner()
+        body = jobs.job(self._ground.template, o, self._ground.run, None, group, self._attempt, owner, DATA_FOLDER)
+        self._attempt += 1
+        name = body["metadata"]["name"]
+        self._cluster.delete("secrets", name)  # one may be left of a deleted Job of that name
+        job = self._cluster.create("jobs", body)
+        if job is None:  # the answer to an earlier try was lost
+            job = next((j for j in self._cluster.select("jobs", self._labels) if j["metadata"]["name"] == name), None)
+        if job is None:
+            raise EnvironmentFailure(f"a Job {name} is there that is not this run's: delete it, then resume")
+        members = [Member.new(f"{name}-{index}", place) for index in range(len(group.pods))]
+        self._tell(self._enter(place, job, members, 0.0), time.monotonic())
+        self._yielded.discard(place)
+
+    def _tell(self, one: Standing, now: float) -> None:
+        """Writes a Job's Secret."""
+        invitations = [self._post.invitation(self._post.roster.member(name), plain=True) for name in one.names]
+        self._cluster.create("secrets", jobs.secret(one.job, [told.model_dump_json() for told in invitations], "{}"))
+        one.told = now
+
+    def _drop(self, place: str, why: str) -> None:
+        one = self._standing.pop(place)
+        log.info("the pods of the Job %s end: %s", one.name, why)
+        self._cluster.delete("jobs", one.name)
+        for name in one.names:
+            self._post.roster.revoke(name)
+
+    def _give_way(self, asked: Mapping[str, int], unheld: Mapping[str, int], now: float) -> bool:
+        """Ends the pods of a place that has no orders, where those of another one wait for room and none has any. A pod
+        that is bound to its node would make room for nobody."""
+        if self._options.placement == "device":
+            return False
+        idle = [place for place in self._standing if not asked.get(place)]
+        queues = [
+            place
+            for place, one in self._standing.items()
+            if unheld.get(place) and len(one.live.since) == len(one.names)
+            and any(map(one.live.queues, one.live.since))
+        ]  # fmt: skip
+        if not idle or not queues or now - self._gave < YIELD_S:
+            return False
+        place = max(idle, key=lambda place: len(self._standing[place].names))
+        self._drop(place, f"they have no orders, and those of {queues[0]} wait for room")
+        self._yielded.add(place)
+        self._gave = now
+        return True
+
+    # ------------------------------------------------------------------------------------------- what is said
+    def _say(self, asked: Mapping[str, int], unheld: Mapping[str, int], now: float) -> None:
+        """Logs what the pods that have orders wait for."""
+        if now - self._said < SAY_EVERY_S or not any(unheld.values()):
+            return
+        self._said = now
+        for place, one in self._standing.items():
+            counts = waiting.reasons([one.live])[one.live.tier]
+            if unheld.get(place) and counts:
+                log.info("round %d: the pods of %s: %s", self._round + 1, place, waiting.told(counts))

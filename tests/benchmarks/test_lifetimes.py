@@ -1,0 +1,54 @@
+"""What the comparison of lifetimes runs; it takes minutes, and tests/k8s/test_lasting.py has such runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from benchmarks.lifetimes import Mark, below, contestants, resident_mb, seconds_of, told
+from fl_engine.backends.kubernetes import jobs
+from flexfleet.config import load_config
+
+
+@pytest.mark.parametrize(("clients", "pods", "packed"), [(3, 3, 1), (50, 2, 25), (50, 3, 17)])
+def test_each_contestant_has_so_many_pods_or_workers(clients: int, pods: int, packed: int) -> None:
+    found = {name: load_config(None, list(sets)) for name, sets in contestants(pods, clients).items()}
+    assert len(found["processes"].run.devices) == pods and len(found["in_process"].run.devices) == 1
+    assert (found["run"].kubernetes.lifetime, found["round"].kubernetes.lifetime) == ("run", "round")
+    for name in ("run", "round"):
+        assert found[name].kubernetes.clients_per_pod == packed
+        assert jobs.shares([clients], -(-clients // packed)) == [pods]
+
+
+def test_the_table_tells_rounds_after_the_first_and_sums_as_differences() -> None:
+    marks = [
+        Mark(1, here_s=5.0, store_s=1.0, clients_s=10.0, requests=100, largest_mb=250.0),
+        Mark(2, here_s=6.0, store_s=1.5, clients_s=14.0, requests=160, largest_mb=300.0),
+        Mark(3, here_s=8.0, store_s=2.0, clients_s=20.0, requests=200, largest_mb=301.0),
+    ]
+    line = told("run", [9.0, 1.0, 3.0], marks, 2)
+    assert line.split() == [
+        "run", "9.00", "2.00", "1.00", "3.00", "1.50", "5.00", "0.50", "50", "2",
+        "250", "MB", "in", "round", "1,", "301", "in", "3",
+    ]  # fmt: skip
+
+
+def test_processes_are_looked_at_as_the_system_tells_them() -> None:
+    before = below(os.getpid())
+    child = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
+    try:
+        until = time.monotonic() + 30
+        while len(found := below(os.getpid()) - before) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(found) == 2 and child.pid in found, "what it has started belongs to it"
+        assert resident_mb(os.getpid()) > 10 > resident_mb(child.pid) > 0
+    finally:
+        for process in found:
+            os.kill(process, signal.SIGKILL)
+        child.wait()
+    assert seconds_of(os.getpid()) == pytest.approx(time.process_time(), abs=0.5)
+    assert seconds_of(child.pid) == resident_mb(child.pid) == 0.0, "gone"
