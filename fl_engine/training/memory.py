@@ -13,24 +13,22 @@ level's share of the parameters, so room is told in that unit:
 from __future__ import annotations
 
 import math
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from pydantic import Field
 
 from fl_engine.core.contracts import ModelFamily
-from fl_engine.core.errors import EnvironmentFailure
 from fl_engine.core.fields import STRICT
 from fl_engine.core.samples import Task
 from fl_engine.core.slicing import full_shapes, is_statistic, made_up, shapes, take
-from fl_engine.core.system import of_posix, told_exit, without_main
+from fl_engine.core.system import of_posix
 from fl_engine.core.types import LocalTask, Params, Pool, SubmodelSpec
+from fl_engine.training.apart import answer_of
 from fl_engine.training.local import Job, train
 from fl_engine.training.numerics import Numerics
 
@@ -46,7 +44,7 @@ class Peaks:
     """Bytes of resident memory: `base` before a client trains, with the data set; `levels` at the peak of training each
     member of the pool."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__ = STRICT
 
     base: Bytes
     levels: tuple[Bytes, ...]
@@ -77,57 +75,45 @@ def level_peaks(
     """Measures each trial in a process of its own, which holds `samples` samples of a client and trains three batches
     of them. `prepare` is called there first, and sets the process up as a client's. Raises EnvironmentFailure where
     such a process dies: it is killed for lack of memory, or training fails in it."""
-    found = [_measured(family, goal, trial, samples, numerics, prepare) for trial in trials]
+    found = [measured(family, goal, trial, samples, numerics, prepare) for trial in trials]
     base = max(before for before, _ in found)
     return Peaks(base, tuple(base + peak - before for before, peak in found))
 
 
-def _measured(
+def measured(
     family: ModelFamily, goal: Task, trial: Trial, samples: int, numerics: Numerics, prepare: Callable[[], None]
 ) -> tuple[int, int]:
-    """(resident memory before, and at the peak) in bytes."""
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=_measure, args=(there, family, goal, trial, samples, numerics, prepare)
-    )
-    with without_main():
-        process.start()
-    there.close()
-    try:
-        before, peak = here.recv()
-    except EOFError:
-        process.join()
-        killed = process.exitcode is not None and process.exitcode < 0
-        hint = "give the coordinator as much memory as the largest level takes" if killed else "its error is above"
-        raise EnvironmentFailure(
-            f"training {trial.name} once, to see how much memory it takes, ended with {told_exit(process.exitcode)}: "
-            f"{hint}"
-        ) from None
-    process.join()
+    """One trial of `level_peaks`: (resident memory before, and at the peak) in bytes. Raises as it does."""
+    what = f"training {trial.name} once, to see how much memory it takes,"
+    short = "give the coordinator as much memory as the largest level takes"
+    before, peak = answer_of(what, short, _measure, family, goal, trial, samples, numerics, prepare)
     return int(before), int(peak)
 
 
 def _measure(
-    answer: Connection,
     family: ModelFamily,
     goal: Task,
     trial: Trial,
     samples: int,
     numerics: Numerics,
     prepare: Callable[[], None],
-) -> None:
+) -> tuple[int, int]:
     prepare()
     before = resident_peak()
-    layout, count = family.layout(), min(samples, BATCHES * trial.task.batch_size)
-    sent = made_up_weights(family, trial.sent)
-    received = take(sent, layout, trial.task.spec, have=trial.sent)
-    generator = torch.Generator().manual_seed(0)
-    x, y = made_up(family, samples, generator), goal.examples(samples, generator)
-    task = replace(trial.task, epochs=1)
+    sent, count = made_up_weights(family, trial.sent), min(samples, BATCHES * trial.task.batch_size)
+    job = made_up_job(family, goal, trial, samples, sent)
+    task = replace(job.task, epochs=1)
     if task.widths and task.sandwich is None:  # so few steps may not draw the largest
         task = replace(task, widths=(task.spec,))
-    train(family, goal, [Job(task, received, x[:count], y[:count])], numerics)
-    answer.send((before, resident_peak()))
+    train(family, goal, [replace(job, task=task, x=job.x[:count], y=job.y[:count])], numerics)
+    return before, resident_peak()
+
+
+def made_up_job(family: ModelFamily, goal: Task, trial: Trial, samples: int, sent: Params) -> Job:
+    """What a client trains in a trial that was `sent` these weights, with so many made-up samples."""
+    received = take(sent, family.layout(), trial.task.spec, have=trial.sent)
+    generator = torch.Generator().manual_seed(0)
+    return Job(trial.task, received, made_up(family, samples, generator), goal.examples(samples, generator))
 
 
 def made_up_weights(family: ModelFamily, spec: SubmodelSpec) -> Params:

@@ -1,0 +1,84 @@
+"""How quickly this machine trains the levels of a pool, and what energy that takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fl_engine.core import workload
+from fl_engine.core.contracts import ModelFamily
+from fl_engine.core.samples import Task
+from fl_engine.training import memory, power
+from fl_engine.training.apart import answer_of
+from fl_engine.training.local import Job, train
+from fl_engine.training.memory import Trial
+from fl_engine.training.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What one sample takes, each time that it is seen, in training a level."""
+
+    macs: float
+    """Multiply-adds, as the simulated clock counts them."""
+    seconds: float
+    """On the clock."""
+    joules: float | None
+    """Of all that the sensors cover, not of the training alone; None: there are none."""
+
+
+def level_paces(
+    family: ModelFamily,
+    goal: Task,
+    trials: Sequence[Trial],
+    samples: int,
+    numerics: Numerics,
+    prepare: Callable[[], None],
+    seconds: float,
+) -> list[Pace]:
+    """Of each trial, trained over and over for `seconds` as a client with `samples` samples does; with fewer samples or
+    epochs where its training takes longer than that. In a process of its own, which `prepare` sets up as a client's.
+    Raises EnvironmentFailure where it dies, or a sensor of power fails."""
+    what, short = "training each level for its pace", "free memory on this machine, or choose a smaller network"
+    found: list[Pace] = answer_of(what, short, _measure, family, goal, trials, samples, numerics, prepare, seconds)
+    return found
+
+
+def _measure(
+    family: ModelFamily,
+    goal: Task,
+    trials: Sequence[Trial],
+    samples: int,
+    numerics: Numerics,
+    prepare: Callable[[], None],
+    seconds: float,
+) -> list[Pace]:
+    prepare()
+    return [_pace(family, goal, trial, samples, numerics, seconds) for trial in trials]
+
+
+def _pace(family: ModelFamily, goal: Task, trial: Trial, samples: int, numerics: Numerics, seconds: float) -> Pace:
+    whole = memory.made_up_job(family, goal, trial, samples, memory.made_up_weights(family, trial.sent))
+    step = _cut(whole, 1)
+    train(family, goal, [step], numerics)  # makes ready what the others use again
+    started = time.perf_counter()
+    train(family, goal, [step], numerics)
+    job = _cut(whole, max(1, int(seconds / (time.perf_counter() - started))))
+    sensors, seen, began = power.sensors(), 0, time.perf_counter()
+    with power.metered(sensors) as used:
+        while (took := time.perf_counter() - began) < seconds or not seen:
+            (trained,) = train(family, goal, [job], numerics)
+            seen += trained.samples
+    joules = used.joules / seen if sensors else None
+    return Pace(workload.macs_per_sample(family, trial.task), took / seen, joules)
+
+
+def _cut(job: Job, steps: int) -> Job:
+    """As much of the client's training as so many steps are: whole epochs, or a part of the first."""
+    task, samples = job.task, len(job.y)
+    an_epoch = len(workload.batches(task, samples))
+    if steps >= an_epoch:
+        return replace(job, task=replace(task, epochs=min(task.epochs, steps // an_epoch)))
+    count = min(samples, steps * task.batch_size)
+    return replace(job, task=replace(task, epochs=1), x=job.x[:count], y=job.y[:count])

@@ -1,0 +1,228 @@
+"""`flexfleet profile`: what it measures, and that a run takes its entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import boto3.session
+import pytest
+import yaml
+from moto.server import ThreadedMotoServer
+
+from fl_engine.core.errors import ConfigError, EnvironmentFailure, IntegrityError
+from fl_engine.core.slicing import count_params
+from fl_engine.exchange.letters import Invitation, Probe
+from fl_engine.fleet import devices
+from fl_engine.fleet.devices import Tier, simulated_seconds
+from fl_engine.storage import throughput
+from fl_engine.storage.s3 import Upload
+from fl_engine.training import memory, pace
+from fl_engine.training.memory import Trial
+from fl_engine.training.pace import Pace
+from flexfleet.config import load_config
+from flexfleet.runs import profile as device
+from flexfleet.steps.prepare import Resolved
+from tests.conftest import MemoryStore
+from tests.laws.test_power import board, ina
+
+WATTS = 6.0
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("FLEXFLEET_S3_UNCHECKED", "1")  # moto holds nobody to what is signed
+    server = ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
+    endpoint = f"http://127.0.0.1:{server._server.port}"  # type: ignore[union-attr]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    boto3.session.Session().client("s3", region_name="us-east-1").create_bucket(Bucket="runs")
+    yield "run.remote=s3://runs/x"
+    server.stop()
+
+
+def test_the_entry_says_what_the_device_does_and_a_run_takes_it(
+    flexfleet: Callable[..., Any], quick: Sequence[str], bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sets = [*quick, "algorithm.name=all_large"]
+    done = flexfleet("invite", "--tier", "weak", sets=[*quick, bucket])
+    assert done.code == 0, done.err
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name)  # a device has none
+    monkeypatch.setenv("FLEXFLEET_SYS", str(board(tmp_path / "sys", ina(1, {"VDD_IN": (5000, 1200)}))))
+    given = ("--invite", "invitations/weak-1.json", "--seconds", "0.5", "--out", "tier.yaml")
+    done = flexfleet("profile", "--json", *given, sets=sets)
+    assert done.code == 0, done.err
+    found, tier = done.json, done.json["tier"]
+    assert set(tier) == {"name", "share", "memory", "speed", "bandwidth"} and tier["name"] == "weak"
+    assert found["sensors"] == ["VDD_IN"] and found["left_out"] == {}
+    assert tier["bandwidth"] > 1 and tier["memory"] > 100
+    (level,) = [each for each in found["levels"] if each["size"] == 100]
+    assert level["fits"] and level["peak_bytes"] > 10**6
+    for each in found["levels"]:
+        assert each["joules_per_sample"] == pytest.approx(WATTS / each["samples_per_second"], rel=0.3)
+    # The clock gives a client the seconds that were measured, over all levels.
+    (one,) = devices.fleet([Tier(**tier)], 1, 0)
+    clock = sum(simulated_seconds(one, each["macs_per_sample"], 0).compute for each in found["levels"])
+    assert clock == pytest.approx(sum(1 / each["samples_per_second"] for each in found["levels"]), rel=1e-3)
+    # What was written is a configuration.
+    written = yaml.safe_load((tmp_path / "tier.yaml").read_text())
+    assert written == {"fleet": {"tiers": [tier]}}
+    assert load_config([tmp_path / "tier.yaml"]).fleet.tiers == (Tier(**tier),)
+    done = flexfleet("check", "--json", "--config", "tier.yaml", sets=sets)
+    assert done.code == 0, done.err
+    done = flexfleet("run", "--json", "--run-id", "a", "--config", "tier.yaml", sets=[*sets, "rounds.stop=1"])
+    assert done.code == 0, done.err
+    assert (tmp_path / "runs" / "a" / "run.json").exists()
+
+
+# ------------------------------------------------------------------------------------ without training anything
+HELD = 200 * 10**6
+
+
+@pytest.fixture
+def resolved(quick: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resolved:
+    """FlexFL's pool of five. Each level takes as many MB as it has percent of the parameters, beside what is held; a
+    sample takes n million multiply-adds and n ms on the n-th level."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLEXFLEET_SYS", str(tmp_path))
+
+    def measured(family: Any, goal: Any, trial: Trial, *_: Any) -> tuple[int, int]:
+        return HELD, HELD + int(1e8 * count_params(family, trial.task.spec) / count_params(family))
+
+    def paces(family: Any, goal: Any, trials: Sequence[Trial], *_: Any) -> list[Pace]:
+        return [Pace(1e6 * n, 1e-3 * n, None) for n in range(1, len(trials) + 1)]
+
+    monkeypatch.setattr(memory, "measured", measured)
+    monkeypatch.setattr(pace, "level_paces", paces)
+    return Resolved.load(None, list(quick))
+
+
+def test_a_level_without_room_is_not_timed_and_the_entry_has_no_room_for_it(resolved: Resolved) -> None:
+    found = device.profile(resolved, name="pi", room=60 * 10**6)
+    fits = [level.fits for level in found.levels]
+    assert fits == [level.size <= 60 for level in found.levels] and True in fits and False in fits
+    assert [level.samples_per_second is None for level in found.levels] == [not fit for fit in fits]
+    assert found.tier["speed"] == 1.0, "10^9 multiply-adds a second"
+    (one,) = devices.fleet([Tier(**found.tier)], 1, 0)
+    assert [devices.observe(one, 0, 0) > level.size for level in found.levels] == fits
+    assert device.text(found).count("does not fit") == fits.count(False)
+
+
+def test_a_level_whose_training_dies_does_not_fit(resolved: Resolved, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = memory.measured
+
+    def measured(family: Any, goal: Any, trial: Trial, *given: Any) -> tuple[int, int]:
+        if trial.name == "M3":
+            raise EnvironmentFailure("ended with signal 9")
+        return real(family, goal, trial, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(memory, "measured", measured)
+    found = device.profile(resolved, room=10**9)
+    *others, largest = found.levels
+    assert all(level.fits for level in others) and not largest.fits and largest.peak_bytes is None
+    assert found.tier["memory"] <= 100
+
+    def never(*_: Any) -> tuple[int, int]:
+        raise EnvironmentFailure("ended with signal 9")
+
+    monkeypatch.setattr(memory, "measured", never)
+    with pytest.raises(EnvironmentFailure, match="no level of the pool can be trained here"):
+        device.profile(resolved, room=10**9)
+
+
+def test_a_device_without_room_for_any_level_is_told(resolved: Resolved) -> None:
+    with pytest.raises(EnvironmentFailure, match=r"smallest level takes \d+ MB, and 1 MB are free"):
+        device.profile(resolved, room=10**6)
+
+
+def test_what_is_free_is_the_containers_limit_or_the_systems(
+    resolved: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 900000 kB\nMemAvailable: 500000 kB\n")
+    monkeypatch.setenv("FLEXFLEET_PROC", str(tmp_path))
+    monkeypatch.setenv("FLEXFLEET_CGROUP", str(tmp_path))
+    assert device.profile(resolved).room_bytes == 500_000 * 1024
+    for name, value in {"memory.max": 300_000_000, "memory.current": 100_000_000}.items():
+        (tmp_path / name).write_text(f"{value}\n")
+    assert device.profile(resolved).room_bytes == 200_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "meminfo").write_text("")
+    with pytest.raises(EnvironmentFailure, match="give --memory MB"):
+        device.profile(resolved)
+
+
+def test_what_was_not_measured_is_left_out_and_said(resolved: Resolved) -> None:
+    found = device.profile(resolved, room=10**9)
+    assert set(found.tier) == {"name", "share", "memory", "speed"}
+    assert set(found.left_out) == {"bandwidth", "joules"}
+    said = device.text(found)
+    assert "No bandwidth: neither run.remote nor --invite names an object store." in said
+    assert "then 30 million bits a second, which is assumed" in said
+    in_a_folder = Invitation(name="weak-1", key="ab" * 32, tier="weak", folder="/x")
+    found = device.profile(resolved, in_a_folder, room=10**9)
+    assert found.tier["name"] == "weak" and "names a folder" in found.left_out["bandwidth"]
+
+
+def test_a_store_that_refuses_leaves_the_bandwidth_out(resolved: Resolved, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> float:
+        raise IntegrityError("HTTP 403\nAccessDenied")
+
+    monkeypatch.setattr(device, "bits_per_second", refused)
+    probe = Probe(read="https://s/x", write=Upload(verb="PUT", url="https://s/x", fields={}, size=8))
+    found = device.profile(resolved, Invitation(name="a-1", key="ab" * 32, tier=None, probe=probe), room=10**9)
+    assert "# No bandwidth: HTTP 403 AccessDenied." in device.text(found)
+    clear = probe.model_copy(update={"read": "http://s/x"})
+    with pytest.raises(ConfigError, match="no https address"):
+        device.profile(resolved, Invitation(name="a-1", key="ab" * 32, tier=None, probe=clear), room=10**9)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seconds": 0.0}, "--seconds"),
+        ({"seconds": float("nan")}, "--seconds"),
+        ({"share": 0.0}, "--share"),
+        ({"share": 1.5}, "--share"),
+        ({"room": 0.0}, "--memory"),
+        ({"room": float("nan")}, "--memory"),
+    ],
+)
+def test_options_that_cannot_be(resolved: Resolved, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        device.profile(resolved, **options)
+
+
+# ------------------------------------------------------------------------------------------------- the bandwidth
+class Slow(MemoryStore):
+    """Takes 1 s to write and 3 s to read, by a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def put(self, key: str, value: bytes) -> None:
+        self.now += 1
+        super().put(key, value)
+
+    def get(self, key: str, limit: int | None = None) -> bytes:
+        self.now += 3
+        return super().get(key, limit)
+
+
+def test_bandwidth_is_all_bits_over_all_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 million bits there in 1 s and back in 3 s: 4 million a second."""
+    store = Slow()
+    monkeypatch.setattr(throughput, "time", store)
+    assert throughput.bits_per_second(store, size=10**6) == pytest.approx(4e6)
+    assert len(store.files["probe"]) == 10**6
+    monkeypatch.setattr(MemoryStore, "get", lambda *_: b"x")
+    with pytest.raises(IntegrityError, match="other bytes came back"):
+        throughput.bits_per_second(store)

@@ -1,0 +1,132 @@
+"""Sensors of power, on boards that are folders."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fl_engine.training import power
+from fl_engine.training.power import Energy, Power, metered, sensors
+
+
+def board(root: Path, files: dict[str, object]) -> Path:
+    for name, value in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{value}\n")
+    return root
+
+
+def ina(chip: int, channels: dict[str, tuple[int, int]]) -> dict[str, object]:
+    """An INA3221 as JetPack 5 and 6 show it: label, millivolts and milliamperes of each channel."""
+    files: dict[str, object] = {f"class/hwmon/hwmon{chip}/name": "ina3221"}
+    for number, (label, (volts, current)) in enumerate(channels.items(), 1):
+        files |= {
+            f"class/hwmon/hwmon{chip}/in{number}_label": label,
+            f"class/hwmon/hwmon{chip}/in{number}_input": volts,
+            f"class/hwmon/hwmon{chip}/curr{number}_input": current,
+        }
+    return files
+
+
+def read(found: tuple[power.Sensor, ...]) -> dict[str, float]:
+    return {each.name: pytest.approx(each.read()) for each in found}
+
+
+def test_a_jetson_s_input_is_the_whole_board(tmp_path: Path) -> None:
+    """5 V times 1.2 A are 6 W; what the processor takes of them is not added again."""
+    files = ina(3, {"VDD_CPU_GPU_CV": (5000, 700), "VDD_IN": (5000, 1200), "VDD_SOC": (5000, 300)})
+    assert read(sensors(board(tmp_path, files))) == {"VDD_IN": 6.0}
+
+
+def test_channels_are_added_where_none_is_the_board_s(tmp_path: Path) -> None:
+    files = ina(1, {"VDD_GPU_SOC": (12000, 500), "VDD_CPU_CV": (12000, 250)}) | ina(2, {"VIN_SYS_5V0": (5000, 400)})
+    assert read(sensors(board(tmp_path, files))) == {"VDD_GPU_SOC": 6.0, "VDD_CPU_CV": 3.0, "VIN_SYS_5V0": 2.0}
+
+
+def test_the_sum_that_an_ina3221_tells_is_no_fourth_channel(tmp_path: Path) -> None:
+    """Documentation/hwmon/ina3221 of Linux: curr4 is the sum of all currents, and in4 the first shunt's microvolts."""
+    chip = "class/hwmon/hwmon1"
+    files = ina(1, {"A": (5000, 400), "B": (5000, 200)}) | {f"{chip}/curr4_input": 600, f"{chip}/in4_input": 2000}
+    assert read(sensors(board(tmp_path, files))) == {"A": 2.0, "B": 1.0}
+
+
+def test_a_channel_that_is_off_is_left_out(tmp_path: Path) -> None:
+    root = board(tmp_path, ina(1, {"A": (5000, 400), "B": (5000, 400)}))
+    (root / "class/hwmon/hwmon1/in2_input").unlink()
+    (root / "class/hwmon/hwmon1/in1_label").unlink()
+    assert read(sensors(root)) == {"hwmon1/1": 2.0}
+
+
+def test_older_jetsons_tell_milliwatts(tmp_path: Path) -> None:
+    chip = "bus/i2c/drivers/ina3221x/6-0040/iio:device0"
+    files = {f"{chip}/rail_name_0": "POM_5V_IN", f"{chip}/in_power0_input": 2318}
+    files |= {f"{chip}/rail_name_1": "POM_5V_GPU", f"{chip}/in_power1_input": 40}
+    assert read(sensors(board(tmp_path, files))) == {"POM_5V_IN": 2.318}
+
+
+def rapl(zone: str, name: str, microjoules: int) -> dict[str, object]:
+    folder = f"class/powercap/{zone}"
+    return {f"{folder}/name": name, f"{folder}/energy_uj": microjoules, f"{folder}/max_energy_range_uj": 10_000_000}
+
+
+def test_rapl_counts_joules(tmp_path: Path) -> None:
+    """The package and its memory; its cores are a part of the package. A domain without a counter is none."""
+    zones = rapl("intel-rapl:0", "package-0", 3_000_000) | rapl("intel-rapl:0:0", "core", 2_000_000)
+    zones |= rapl("intel-rapl:0:1", "dram", 500_000) | {"class/powercap/intel-rapl/enabled": 1}
+    assert read(sensors(board(tmp_path, zones))) == {"package-0": 3.0, "dram": 0.5}
+    psys = sensors(board(tmp_path, rapl("intel-rapl:1", "psys", 7_000_000)))
+    assert read(psys) == {"psys": 7.0}
+
+
+def test_other_chips_tell_microwatts_and_come_last(tmp_path: Path) -> None:
+    chip = "class/hwmon/hwmon0"
+    files: dict[str, object] = {f"{chip}/name": "fan_controller", f"{chip}/power1_average": 4_500_000}
+    assert read(sensors(board(tmp_path, files))) == {"fan_controller": 4.5}
+    board(tmp_path, {f"{chip}/power1_label": "PPT"})
+    assert read(sensors(tmp_path)) == {"PPT": 4.5}
+    assert [each.name for each in sensors(board(tmp_path, rapl("intel-rapl:0", "package-0", 1)))] == ["package-0"]
+
+
+def test_where_nothing_tells_there_is_no_sensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXFLEET_SYS", str(tmp_path))
+    assert sensors() == ()
+    broken = board(tmp_path, {"class/hwmon/hwmon0/name": "x", "class/hwmon/hwmon0/power1_input": "no number"})
+    assert sensors(broken) == ()
+
+
+# ------------------------------------------------------------------------------------------------------- metered
+def test_watts_are_integrated_over_time() -> None:
+    """A ramp from 0 W, by 10 W a second: after t seconds 5 t^2 joules, whatever the readings' times."""
+    began = time.monotonic()
+    ramp = Power("ramp", lambda: 10 * (time.monotonic() - began))
+    with metered([ramp], every_s=0.02) as used:
+        time.sleep(0.3)
+    assert used.seconds >= 0.3
+    assert used.joules == pytest.approx(5 * used.seconds**2, rel=0.05)
+
+
+def test_counters_are_read_at_the_ends_and_may_begin_anew() -> None:
+    """From 9 J over the end of the range, 10 J, to 2 J: 3 J. And one of 4 J beside it."""
+    wraps, beside = iter([9.0, 2.0]), iter([1.0, 5.0])
+    counters = [Energy("a", lambda: next(wraps), 10.0), Energy("b", lambda: next(beside), 10.0)]
+    with metered(counters) as used:
+        pass
+    assert used.joules == pytest.approx(7.0)
+
+
+def test_a_sensor_that_fails_on_the_way_is_told() -> None:
+    calls = itertools.count()
+
+    def read() -> float:
+        if next(calls) > 1:
+            raise OSError("gone")
+        return 1.0
+
+    with pytest.raises(OSError, match="cannot be read any more: gone"), metered([Power("x", read)], every_s=0.01):
+        time.sleep(0.2)
+    assert not [thread for thread in threading.enumerate() if thread.name == "power"]
